@@ -1,0 +1,107 @@
+"""What a model of the DeepSeek-V3 family is: the hyper-parameters, as plain frozen dataclasses.
+
+Field names follow the Hugging Face `config.json` of the family, so that a reader who knows one knows the other.
+`dsv3.hf_config` builds a `ModelConfig` from such a file and refuses what it does not understand.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnConfig:
+    """YaRN rotary scaling (arXiv:2309.00071) as DeepSeek uses it; `rope_scaling` with type "yarn" in a checkpoint."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Config:
+    """Block-scaled FP8 weights: e4m3 values, one float32 scale a 128 x 128 block, multiplied on dequantisation.
+
+    `scale_fmt` "ue8m0" rounds scales, of weights and activations, up to powers of two (DeepSeek-V3.1).
+    """
+
+    scale_fmt: Literal["float32", "ue8m0"] = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Hyper-parameters of one DeepSeek-V3-family model; hashable, so it can be a static argument of a jitted function.
+
+    `q_lora_rank` None: queries come from one projection (V2-Lite, Moonlight). `topk_method` "greedy" picks over all
+    experts, "group_limited_greedy" ranks groups by their best expert (V2), "noaux_tc" by the sum of their two best
+    bias-corrected scores (V3). `latent_norm_eps` is the epsilon of the two latent norms, 1e-6 in every published
+    model whatever `rms_norm_eps` says.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int = 1
+    q_lora_rank: int | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "noaux_tc"
+    scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 1
+    num_nextn_predict_layers: int = 0
+    rms_norm_eps: float = 1e-6
+    latent_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    yarn: YarnConfig | None = None
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    fp8: Fp8Config | None = None
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query or key of one head, N + P."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Values the cache holds for one token in one layer, R + P (576 in DeepSeek-V3)."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Leading layers with a dense MLP."""
+        return min(self.first_k_dense_replace, self.num_hidden_layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with routed experts, the MTP modules not counted."""
+        return self.num_hidden_layers - self.num_dense_layers
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Layers that own pages in the latent cache: the decoder's and the MTP modules', in this order."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
+
+    @property
+    def softmax_scale(self) -> float:
+        """Scale of the attention scores, with YaRN's temperature (0.1352338 for DeepSeek-V3)."""
+        scale = self.qk_head_dim**-0.5
+        if self.yarn is None or not self.yarn.mscale_all_dim or self.yarn.factor <= 1:
+            return scale
+        return scale * (0.1 * self.yarn.mscale_all_dim * math.log(self.yarn.factor) + 1.0) ** 2

@@ -1,0 +1,213 @@
+"""The parameters of a model: one declaration, from which shapes, initial values and shardings all follow.
+
+Linear weights are `[out, in]`, the layout of a checkpoint and the K-major operand that FP8 matrix products want, so
+loading transposes nothing. Layers are stacked on a leading axis; routed experts of all layers share one leading axis
+`layers * experts`, addressed by `layer * experts + expert`, so that a kernel indexes the stack instead of copying a
+slice (61 layers stay under 300 arrays). Leaves of a parameter tree are arrays, or `Fp8Weight` where the checkpoint is
+FP8 and stays so.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.config import ModelConfig
+
+Axis = Literal["layers", "experts", "vocab", "heads"] | None
+Init = Literal["normal", "ones", "zeros"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One declared parameter: its shape, logical axes (for `sharding.rules`) and initial distribution.
+
+    `quantizable` marks the products that an FP8 checkpoint stores in FP8 and the server may keep so. `dtype` fixes the
+    type of parameters that must not follow the model's (the router, whose selection float32 decides).
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[Axis, ...]
+    init: Init = "normal"
+    quantizable: bool = False
+    dtype: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Weight:
+    """Block-quantised stack: `data` e4m3 `[..., N, K]`, `scale` float32 `[..., ceil(N/128), ceil(K/128)]`, multiplied."""
+
+    data: Any
+    scale: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionParams:
+    """Multi-head latent attention of L layers.
+
+    `qkv_a` stacks the rows of q_a_proj (or q_proj when there is no query latent) and kv_a_proj_with_mqa: one product
+    reads the hidden state once. `k_up` and `v_up` are the two halves of kv_b_proj, apart because the absorbed form
+    multiplies them at different ends of the attention core.
+    """
+
+    qkv_a: Any  # [L, Q + R + P, D], or [L, H * (N + P) + R + P, D] without a query latent
+    q_norm: Any  # [L, Q], None without a query latent
+    q_b: Any  # [L, H * (N + P), Q], None without a query latent
+    kv_norm: Any  # [L, R]
+    k_up: Any  # [L, H, N, R]
+    v_up: Any  # [L, H, V, R]
+    o: Any  # [L, D, H * V]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MlpParams:
+    """SwiGLU: rows of the gate first, then those of the up projection."""
+
+    gate_up: Any  # [L, 2 * F, D]
+    down: Any  # [L, D, F]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoeParams:
+    """Routed experts, the router and the shared expert of L layers."""
+
+    router: Any  # [L, E, D] float32
+    router_bias: Any  # [L, E] float32, None unless topk_method is noaux_tc
+    gate_up: Any  # [L * E, 2 * I, D]
+    down: Any  # [L * E, D, I]
+    shared: MlpParams | None  # [L, ...], width n_shared_experts * I
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerParams:
+    """L decoder layers of one kind; `mlp` is set for dense layers, `moe` for the others."""
+
+    input_norm: Any  # [L, D]
+    attention: AttentionParams
+    post_norm: Any  # [L, D]
+    mlp: MlpParams | None
+    moe: MoeParams | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MtpParams:
+    """Multi-token prediction modules (DeepSeek-V3 report, 2.2); embedding and head are the main model's."""
+
+    embed_norm: Any  # [L, D]
+    hidden_norm: Any  # [L, D]
+    proj: Any  # [L, D, 2 * D], embedding columns first (the checkpoint's order, not the paper's)
+    layers: LayerParams
+    norm: Any  # [L, D]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """All parameters of a model; `dense`, `moe`, `mtp` are None where the model has none, `head` when it is tied."""
+
+    embed: Any  # [W, D]
+    dense: LayerParams | None
+    moe: LayerParams | None
+    norm: Any  # [D]
+    head: Any  # [W, D]
+    mtp: MtpParams | None
+
+
+def declare(cfg: ModelConfig) -> Params:
+    """Parameter tree of `cfg` with a `ParamSpec` at every leaf."""
+    D, W, M = cfg.hidden_size, cfg.vocab_size, cfg.num_nextn_predict_layers
+    return Params(
+        embed=ParamSpec((W, D), ("vocab", None)),
+        dense=_layers(cfg, cfg.num_dense_layers, moe=False) if cfg.num_dense_layers else None,
+        moe=_layers(cfg, cfg.num_moe_layers, moe=True) if cfg.num_moe_layers else None,
+        norm=ParamSpec((D,), (None,), "ones"),
+        head=None if cfg.tie_word_embeddings else ParamSpec((W, D), ("vocab", None)),
+        mtp=_mtp(cfg, M) if M else None,
+    )
+
+
+def _layers(cfg: ModelConfig, L: int, *, moe: bool) -> LayerParams:
+    return LayerParams(
+        input_norm=_norm(L, cfg.hidden_size),
+        attention=_attention(cfg, L),
+        post_norm=_norm(L, cfg.hidden_size),
+        mlp=None if moe else _mlp(L, cfg.hidden_size, cfg.intermediate_size),
+        moe=_moe(cfg, L) if moe else None,
+    )
+
+
+def _attention(cfg: ModelConfig, L: int) -> AttentionParams:
+    D, H, R, Q = cfg.hidden_size, cfg.num_attention_heads, cfg.kv_lora_rank, cfg.q_lora_rank
+    q_rows = H * cfg.qk_head_dim
+    return AttentionParams(
+        qkv_a=_linear(L, (Q or q_rows) + cfg.latent_dim, D),
+        q_norm=_norm(L, Q) if Q else None,
+        q_b=_linear(L, q_rows, Q, "heads") if Q else None,
+        kv_norm=_norm(L, R),
+        k_up=ParamSpec((L, H, cfg.qk_nope_head_dim, R), ("layers", "heads", None, None)),
+        v_up=ParamSpec((L, H, cfg.v_head_dim, R), ("layers", "heads", None, None)),
+        o=_linear(L, D, H * cfg.v_head_dim, None, "heads"),
+    )
+
+
+def _moe(cfg: ModelConfig, L: int) -> MoeParams:
+    D, E, I = cfg.hidden_size, cfg.n_routed_experts, cfg.moe_intermediate_size  # noqa: E741
+    stack: tuple[Axis, ...] = ("experts", None, None)
+    return MoeParams(
+        router=ParamSpec((L, E, D), ("layers", None, None), dtype=jnp.float32),
+        router_bias=(
+            ParamSpec((L, E), ("layers", None), "zeros", dtype=jnp.float32) if cfg.topk_method == "noaux_tc" else None
+        ),
+        gate_up=ParamSpec((L * E, 2 * I, D), stack, quantizable=True),
+        down=ParamSpec((L * E, D, I), stack, quantizable=True),
+        shared=_mlp(L, D, cfg.n_shared_experts * I) if cfg.n_shared_experts else None,
+    )
+
+
+def _mtp(cfg: ModelConfig, L: int) -> MtpParams:
+    D = cfg.hidden_size
+    return MtpParams(
+        embed_norm=_norm(L, D),
+        hidden_norm=_norm(L, D),
+        proj=ParamSpec((L, D, 2 * D), ("layers", None, None)),
+        layers=_layers(cfg, L, moe=True),
+        norm=_norm(L, D),
+    )
+
+
+def _mlp(L: int, D: int, F: int) -> MlpParams:
+    return MlpParams(gate_up=_linear(L, 2 * F, D), down=_linear(L, D, F))
+
+
+def _linear(L: int, out: int, inp: int, out_axis: Axis = None, in_axis: Axis = None) -> ParamSpec:
+    return ParamSpec((L, out, inp), ("layers", out_axis, in_axis), quantizable=True)
+
+
+def _norm(L: int, width: int) -> ParamSpec:
+    return ParamSpec((L, width), ("layers", None), "ones")
+
+
+def abstract(cfg: ModelConfig, dtype: Any) -> Params:
+    """Shapes and dtypes of the parameters in `dtype` (leaves are `jax.ShapeDtypeStruct`)."""
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype or dtype), declare(cfg))
+
+
+def initialise(cfg: ModelConfig, key: jax.Array, dtype: Any, *, std: float = 0.02) -> Params:
+    """Random parameters: normal with standard deviation `std`, ones for norms, zeros for the router's bias."""
+    specs, tree = jax.tree.flatten(declare(cfg))
+    keys = jax.random.split(key, len(specs))
+    return jax.tree.unflatten(tree, [_draw(s, k, dtype, std) for s, k in zip(specs, keys, strict=True)])
+
+
+def _draw(spec: ParamSpec, key: jax.Array, dtype: Any, std: float) -> jax.Array:
+    dtype = spec.dtype or dtype
+    if spec.init == "normal":
+        return (std * jax.random.normal(key, spec.shape)).astype(dtype)
+    return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)

@@ -37,7 +37,7 @@ class ParamSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fp8Weight:
-    """Block-quantised stack: `data` e4m3 `[..., N, K]`, `scale` float32 `[..., ceil(N/128), ceil(K/128)]`, multiplied."""
+    """Block-quantised stack: `data` e4m3 [..., N, K], `scale` float32 [..., ceil(N/128), ceil(K/128)], multiplied."""
 
     data: Any
     scale: Any

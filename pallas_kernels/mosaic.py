@@ -1,0 +1,73 @@
+"""What the Mosaic GPU kernels share: shared-memory layouts, interpreter settings, differences between JAX releases."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+NUM_SMS = 132
+"""Streaming multiprocessors of an H100, H200 or H800 in SXM form."""
+
+SMEM_BYTES = 232_448
+"""Shared memory one thread block may use on sm_90: 227 KiB, barriers included."""
+
+
+def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> tuple[plgpu.Transform, ...]:
+    """Tiling and swizzle that TMA and wgmma agree on for a shared-memory array.
+
+    Args:
+      dtype: element type.
+      minor: length of the array's last axis in elements. 128 bytes of it make a swizzled row, or all of it when
+        it is shorter (64 or 32 bytes).
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = min(128, minor * itemsize)
+    while minor * itemsize % swizzle:
+        swizzle //= 2
+    if swizzle < 32:
+        raise ValueError(f"no swizzle fits {minor} elements of {jnp.dtype(dtype).name}; rows must be 32 bytes or more")
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def interpret_params(*, detect_races: bool = True, **options) -> plgpu.InterpretGPUParams:
+    """Settings for running Mosaic GPU kernels in the CPU interpreter; a data race raises.
+
+    Use with `plgpu.force_gpu_interpret_mode(interpret_params())` around a public operation, or as a kernel's
+    `interpret` argument. After an exception inside a kernel call `reset_interpreter` before the next one.
+    """
+    fields = {field.name for field in dataclasses.fields(plgpu.InterpretGPUParams)}
+    if "on_race" in fields:
+        options = {"on_race": "raise", **options}
+    elif detect_races:
+        _raise_on_races()
+    return plgpu.InterpretGPUParams(detect_races=detect_races, **options)
+
+
+def reset_interpreter() -> None:
+    """Forgets the interpreter's shared state, which an exception inside a kernel leaves behind."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call  # no public name on jax 0.11.2 and 0.12
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+@functools.cache
+def _raise_on_races() -> None:
+    """Makes jax 0.11's interpreter raise on a race; it only prints there (`on_race` came with 0.12)."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # the class is looked up there at each kernel start
+
+    class RaisingRaceDetection(gpu_callbacks.GPURaceDetectionState):
+        def check_read(self, *args, **kwargs):
+            super().check_read(*args, **kwargs)
+            self._raise_if_found()
+
+        def check_write(self, *args, **kwargs):
+            super().check_write(*args, **kwargs)
+            self._raise_if_found()
+
+        def _raise_if_found(self):
+            if self.races_found:
+                raise RuntimeError("data race in a Mosaic GPU kernel; the accesses are printed above")
+
+    gpu_callbacks.GPURaceDetectionState = RaisingRaceDetection

@@ -1,0 +1,37 @@
+# make serve   serve the bundled model (PORT=8000)        make setup   only make .venv
+# make test    what CI runs: lint, types, tests           make check   lint and types alone
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: setup serve test check clean
+
+setup: $(VENV)/.runtime
+
+serve: $(VENV)/.runtime
+	@$(BIN)/python -m launch.serve --port $(PORT)
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(BIN)/python:
+	@python=$$(./.ci/find-python) && echo "making $(VENV) with $$($$python --version)" && $$python -m venv $(VENV)
+
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing the runtime into $(VENV)"
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "installing what the tests need"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@

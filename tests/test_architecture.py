@@ -1,0 +1,91 @@
+"""Holds the structure that docs/architecture.md promises: imports point one way, files and functions stay small."""
+
+import ast
+import functools
+import pathlib
+import statistics
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+MAY_IMPORT = {
+    "configs": {"dsv3.config"},
+    "pallas_kernels": set(),
+    "sharding": {"pallas_kernels"},
+    "dsv3": {"sharding", "pallas_kernels", "configs"},
+    "launch": {"dsv3", "sharding", "pallas_kernels", "configs"},
+}
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+MAX_MEDIAN_FUNCTION_LINES = 12
+# Modules that touch jax's private interface, each of which states why in its docstring.
+PRIVATE_JAX_MODULES: set[str] = set()
+
+
+def sources() -> list[pathlib.Path]:
+    return sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
+
+
+@functools.cache
+def parse(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported_modules(tree: ast.Module) -> set[str]:
+    """Every absolute module an AST imports; `from a import b` counts as both a and a.b."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def is_allowed(package: str, module: str) -> bool:
+    first = module.split(".")[0]
+    if first not in MAY_IMPORT or first == package:
+        return True
+    return any(module == allowed or module.startswith(allowed + ".") for allowed in MAY_IMPORT[package])
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_one_way(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in (ROOT / package).rglob("*.py")
+        for module in sorted(imported_modules(parse(path)))
+        if not is_allowed(package, module) and module != "dsv3"
+    ]
+    assert not wrong
+
+
+def test_files_stay_small() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
+    assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
+
+
+def test_functions_stay_short() -> None:
+    lengths = {
+        f"{path.relative_to(ROOT)}:{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in sources()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert not {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
+    assert statistics.median(lengths.values()) <= MAX_MEDIAN_FUNCTION_LINES
+
+
+def test_private_jax_interface_is_isolated() -> None:
+    users = {
+        str(path.relative_to(ROOT))
+        for path in sources()
+        if any(module.startswith("jax._src") for module in imported_modules(parse(path)))
+    }
+    assert users == PRIVATE_JAX_MODULES
+
+
+def test_nothing_served_depends_on_the_oracle() -> None:
+    oracle = {"torch", "transformers"}
+    users = {str(p) for p in sources() for m in imported_modules(parse(p)) if m.split(".")[0] in oracle}
+    assert not users

@@ -1,0 +1,78 @@
+"""The paged latent cache: page size, row layouts, and the FP8 row of 656 bytes.
+
+A page holds 64 tokens of one layer. A row is `R` values of the normed latent followed by `P` values of the rotated key
+(RoPE pairs interleaved), in float32, bfloat16 or float16. The FP8 row is bytes (uint8), as FlashMLA lays it out for
+DeepSeek-V3.2: `R` e4m3 values, one float32 scale per 128 of them, then the `P` rotated values in bfloat16.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+PAGE_SIZE = 64
+"""Tokens in a page."""
+
+FP8_TILE = 128
+"""Latent values that share one scale in the FP8 row."""
+
+FLOAT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+FP8_PAGES_DTYPE = jnp.dtype(jnp.uint8)
+_E4M3_MAX = 448.0
+_SCALE_FLOOR = 1e-4 / _E4M3_MAX  # an all-zero tile gets this scale, not 0 / 0
+
+
+def fp8_tiles(value_width: int) -> int:
+    """Scales in an FP8 row: one per 128 latent values, the last tile may be shorter."""
+    return -(-value_width // FP8_TILE)
+
+
+def fp8_row_bytes(value_width: int, rope_width: int) -> int:
+    """Bytes of an FP8 row: 656 for `R` 512 and `P` 64."""
+    return value_width + 4 * fp8_tiles(value_width) + 2 * rope_width
+
+
+def is_fp8(pages: jax.Array) -> bool:
+    """True for a pool of FP8 rows (uint8)."""
+    return pages.dtype == FP8_PAGES_DTYPE
+
+
+def pack_fp8(latents: jax.Array, value_width: int) -> jax.Array:
+    """Quantises rows `[..., R + P]` of a float type to FP8 rows `[..., fp8_row_bytes(R, P)]` uint8.
+
+    Each tile of 128 latent values is divided by a power of two, the smallest that brings its largest magnitude to
+    448 or below (FlashMLA's rule: the product with the scale is then exact). e4m3 keeps 3 mantissa bits, so a value
+    of at least 2^-6 scales is off by at most 1/16 of itself. Rotated keys are rounded to bfloat16.
+    """
+    lead, tiles = latents.shape[:-1], fp8_tiles(value_width)
+    values = latents[..., :value_width].astype(jnp.float32)
+    padded = jnp.pad(values, [(0, 0)] * len(lead) + [(0, tiles * FP8_TILE - value_width)])
+    tiled = padded.reshape(*lead, tiles, FP8_TILE)
+    scale = _power_of_two_at_least(jnp.maximum(jnp.abs(tiled).max(-1) / _E4M3_MAX, _SCALE_FLOOR))
+    quantised = (tiled / scale[..., None]).astype(jnp.float8_e4m3fn).reshape(*lead, -1)[..., :value_width]
+    rope = latents[..., value_width:].astype(jnp.bfloat16)
+    return jnp.concatenate([_bytes(quantised), _bytes(scale), _bytes(rope)], axis=-1)
+
+
+def unpack_fp8(rows: jax.Array, value_width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Rows `[..., fp8_row_bytes(R, P)]` uint8 back to `[..., R + P]` of `dtype`."""
+    lead, tiles = rows.shape[:-1], fp8_tiles(value_width)
+    values = lax.bitcast_convert_type(rows[..., :value_width], jnp.float8_e4m3fn).astype(jnp.float32)
+    scale = _from_bytes(rows[..., value_width : value_width + 4 * tiles], jnp.float32)
+    rope = _from_bytes(rows[..., value_width + 4 * tiles :], jnp.bfloat16)
+    scales = jnp.broadcast_to(scale[..., None], (*lead, tiles, FP8_TILE)).reshape(*lead, -1)[..., :value_width]
+    return jnp.concatenate([(values * scales).astype(dtype), rope.astype(dtype)], axis=-1)
+
+
+def _power_of_two_at_least(x: jax.Array) -> jax.Array:
+    mantissa, exponent = jnp.frexp(x)  # mantissa in [0.5, 1): 0.5 is a power of two already
+    return jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
+
+
+def _bytes(x: jax.Array) -> jax.Array:
+    raw = lax.bitcast_convert_type(x, jnp.uint8)
+    return raw if x.dtype.itemsize == 1 else raw.reshape(*x.shape[:-1], -1)
+
+
+def _from_bytes(raw: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    itemsize = jnp.dtype(dtype).itemsize
+    return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], -1, itemsize), dtype)

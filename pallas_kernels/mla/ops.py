@@ -1,0 +1,156 @@
+"""The public MLA operations: checks, then the reference or the Mosaic GPU kernel."""
+
+import jax
+
+from pallas_kernels.backend import Backend
+from pallas_kernels.mla import checks, reference, write
+
+
+def mla_decode(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    layer: jax.Array | int = 0,
+    pages_per_layer: int,
+    value_width: int = 512,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Absorbed latent attention of a decode step over paged, variable-length requests (DeepSeek-V2, section 2.1).
+
+    Query `s` of a request of length n sees cached tokens `0 .. n - (S - 1 - s) - 1`: the S newest tokens are in the
+    cache already and are causal among themselves.
+
+    Args:
+      q: `[B, S, H, R + P]` float32, bfloat16 or float16; the key up-projection is folded into the first R values.
+      pages: `[layers * pages_per_layer, 64, R + P]` of the dtype of `q`, or FP8 rows, uint8
+        `[layers * pages_per_layer, 64, fp8_row_bytes(R, P)]` (see `layout.py`). Unwritten rows may hold anything.
+      page_table: `[B, MP]` int32, page ids within a layer. Entries past a request's length are never followed.
+      lengths: `[B]` int32, cached tokens of each request, the S query tokens included; at most `64 * MP`.
+      scale: factor on the scores before the softmax.
+      layer: index of the layer, static or a traced int32; page `layer * pages_per_layer + page_table[b, j]` is read.
+      pages_per_layer: pages the pool holds for one layer.
+      value_width: R; the first R values of a row are also the attention's values.
+      backend: an implementation, or None for the one that suits the default device.
+
+    Returns:
+      out `[B, S, H, R]` in the dtype of `q`, and lse `[B, S, H]` float32 (natural log of the sum of exponentials).
+      A query that sees no token gets out 0 and lse +inf, FlashMLA's convention.
+
+    Raises:
+      ValueError: a shape, dtype or page size does not fit.
+    """
+    checks.check_decode(q, pages, page_table, lengths, pages_per_layer, value_width)
+    return reference.decode_reference(
+        q, pages, page_table, lengths, scale=scale, first_page=layer * pages_per_layer, value_width=value_width
+    )
+
+
+def mla_prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_lengths: jax.Array,
+    *,
+    scale: float,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention of new tokens among themselves, in expanded form, several requests in one flat batch.
+
+    Args:
+      q, k: `[T, H, N + P]` float32, bfloat16 or float16.
+      v: `[T, H, V]` of the same dtype.
+      cu_lengths: `[G + 1]` int32, 0 and then the running total of the requests' token counts (not decreasing).
+        Tokens at or past `cu_lengths[-1]` are padding and may hold anything.
+      scale: factor on the scores before the softmax.
+      backend: an implementation, or None for the one that suits the default device.
+
+    Returns:
+      out `[T, H, V]` in the dtype of `q` and lse `[T, H]` float32; padding gets out 0 and lse +inf. With
+      `merge_attention` the result joins the attention to earlier tokens (`mla_prefill_context`).
+
+    Raises:
+      ValueError: a shape or dtype does not fit.
+    """
+    checks.check_prefill(q, k, v, cu_lengths)
+    return reference.prefill_reference(q, k, v, cu_lengths, scale=scale)
+
+
+def mla_prefill_context(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    context_lengths: jax.Array,
+    cu_lengths: jax.Array,
+    *,
+    scale: float,
+    layer: jax.Array | int = 0,
+    pages_per_layer: int,
+    value_width: int = 512,
+    backend: Backend | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of new tokens to the earlier, cached tokens of their own request, in absorbed form.
+
+    Costs next to nothing where no request has context.
+
+    Args:
+      q: `[T, H, R + P]`, the flat batch of `mla_prefill` with the key up-projection folded in.
+      pages: the page pool, as in `mla_decode`.
+      page_table: `[G, MP]` int32, a row for each request. Entries past its context are never followed.
+      context_lengths: `[G]` int32, earlier tokens of each request; every one is visible to all its new tokens.
+      cu_lengths: `[G + 1]` int32, as in `mla_prefill`.
+      scale, layer, pages_per_layer, value_width, backend: as in `mla_decode`.
+
+    Returns:
+      out `[T, H, R]` in the dtype of `q` and lse `[T, H]` float32; 0 and +inf for tokens without context and padding.
+
+    Raises:
+      ValueError: a shape, dtype or page size does not fit.
+    """
+    checks.check_context(q, pages, page_table, context_lengths, cu_lengths, pages_per_layer, value_width)
+    return reference.context_reference(
+        q,
+        pages,
+        page_table,
+        context_lengths,
+        cu_lengths,
+        scale=scale,
+        first_page=layer * pages_per_layer,
+        value_width=value_width,
+    )
+
+
+def write_pages(
+    pages: jax.Array,
+    latents: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    *,
+    layer: jax.Array | int = 0,
+    pages_per_layer: int,
+    value_width: int = 512,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Writes the latents of new tokens into the page pool; in place where the caller donates `pages`.
+
+    Args:
+      pages: the page pool, as in `mla_decode`.
+      latents: `[T, R + P]`, normed latent and rotated key (interleaved pairs), of the dtype of `pages`; for FP8 rows
+        of any float type, and quantised here.
+      page_ids: `[T]` int32, page within the layer. Rows whose page is negative, or not below `pages_per_layer`, are
+        dropped. No two kept rows may name the same place.
+      offsets: `[T]` int32, row within the page, 0..63; others are dropped.
+      layer, pages_per_layer, value_width, backend: as in `mla_decode`.
+
+    Returns:
+      The pool, of the shape and dtype of `pages`.
+
+    Raises:
+      ValueError: a shape, dtype or page size does not fit.
+    """
+    checks.check_write(pages, latents, page_ids, offsets, pages_per_layer, value_width)
+    return write.write_reference(
+        pages, latents, page_ids, offsets, layer=layer, pages_per_layer=pages_per_layer, value_width=value_width
+    )

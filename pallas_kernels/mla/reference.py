@@ -1,0 +1,192 @@
+"""Attention in plain jax.numpy: the path of a CPU, and the oracle of the kernels.
+
+All three are flash attention with an online softmax: loops run over blocks of keys and stop at the longest length
+present, so neither the width of a page table nor a padded batch costs anything. With 16 requests of about 300 tokens in
+tables of 2,048 (H 8, R 128, P 32, two CPU cores) that took a ninth of the time of gathering the table's whole width in
+float32, half in bfloat16; 128 keys a step was the best or near it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8, unpack_fp8
+
+_PAGES_PER_STEP = 2
+_SPAN = _PAGES_PER_STEP * PAGE_SIZE
+_PREFILL_BLOCK = 128
+_CONTEXT_BLOCK = 64
+
+
+class _Softmax(NamedTuple):
+    """Running maximum [..., M], sum [..., M] and unnormalised output [..., M, V], all float32."""
+
+    top: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def decode_reference(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    first_page: jax.Array | int,
+    value_width: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See `mla_decode`; `first_page` is the layer's first page in the pool."""
+    B, S, H, D = q.shape
+    table = _pad_table(page_table)
+    rows = q.reshape(B, S * H, D)
+    visible = jnp.repeat(lengths[:, None] - (S - 1 - jnp.arange(S)), H, axis=1)  # [B, S * H]
+
+    def step(state: tuple[jax.Array, _Softmax]) -> tuple[jax.Array, _Softmax]:
+        index, softmax = state
+        keys = _latents(pages, table, lengths, index, first_page, value_width, q.dtype)  # [B, span, D]
+        scores = jnp.einsum("bmd,bkd->bmk", rows, keys, preferred_element_type=jnp.float32) * scale
+        scores = jnp.where(index * _SPAN + jnp.arange(_SPAN) < visible[..., None], scores, -jnp.inf)
+        return index + 1, _accumulate(softmax, scores, keys[..., :value_width], "bmk,bkv->bmv")
+
+    steps = (jnp.max(lengths) + _SPAN - 1) // _SPAN
+    start = (jnp.int32(0), _start((B, S * H), value_width))
+    _, softmax = lax.while_loop(lambda state: state[0] < steps, step, start)
+    out, lse = _finish(softmax, q.dtype)
+    return out.reshape(B, S, H, value_width), lse.reshape(B, S, H)
+
+
+def prefill_reference(
+    q: jax.Array, k: jax.Array, v: jax.Array, cu_lengths: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `mla_prefill`. Query blocks of 128 tokens bound the memory: scores are never more than `[H, 128, 128]`."""
+    T, block = q.shape[0], min(_PREFILL_BLOCK, q.shape[0])
+    padded = -(-T // block) * block
+    start, end = _segment_starts(cu_lengths, padded), cu_lengths[-1]
+    v = jnp.where(jnp.arange(T)[:, None, None] < end, v, 0)  # a masked NaN would still poison 0 * NaN
+    qs, ks, vs = (_head_blocks(x, block, padded) for x in (q, k, v))  # [blocks, H, block, width]
+
+    def query_block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        position = index * block + jnp.arange(block)
+        first_key = start[index * block]
+
+        def step(key_block: jax.Array, softmax: _Softmax) -> _Softmax:
+            keys = key_block * block + jnp.arange(block)
+            scores = jnp.einsum("hmd,hkd->hmk", qs[index], ks[key_block], preferred_element_type=jnp.float32) * scale
+            causal = keys <= position[:, None]
+            seen = causal & (keys >= start[position][:, None]) & (position < end)[:, None]
+            return _accumulate(softmax, jnp.where(seen, scores, -jnp.inf), vs[key_block], "hmk,hkv->hmv")
+
+        stop = jnp.where(index * block < end, index + 1, 0)
+        softmax = lax.fori_loop(first_key // block, stop, step, _start(qs.shape[1:3], v.shape[-1]))
+        return _finish(softmax, q.dtype)
+
+    out, lse = lax.map(query_block, jnp.arange(padded // block))
+    out, lse = out.transpose(0, 2, 1, 3), lse.transpose(0, 2, 1)
+    return out.reshape(padded, *out.shape[2:])[:T], lse.reshape(padded, -1)[:T]
+
+
+def context_reference(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    context_lengths: jax.Array,
+    cu_lengths: jax.Array,
+    *,
+    scale: float,
+    first_page: jax.Array | int,
+    value_width: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See `mla_prefill_context`. A block of 64 tokens visits the requests it holds tokens of, one after the other."""
+    T, H, D = q.shape
+    block = min(_CONTEXT_BLOCK, T)
+    padded = -(-T // block) * block
+    blocks = jnp.pad(q, ((0, padded - T), (0, 0), (0, 0))).reshape(-1, block * H, D)
+    request = _segment_ids(cu_lengths, padded).reshape(-1, block)  # G for padding
+    table, groups = _pad_table(page_table), context_lengths.shape[0]
+
+    def token_block(rows: jax.Array, request: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row_request = jnp.repeat(request, H)
+
+        def visit(g: jax.Array, softmax: _Softmax) -> _Softmax:
+            length = lax.dynamic_slice_in_dim(context_lengths, g, 1)
+
+            def step(index: jax.Array, softmax: _Softmax) -> _Softmax:
+                row = lax.dynamic_slice_in_dim(table, g, 1)
+                keys = _latents(pages, row, length, index, first_page, value_width, q.dtype)[0]
+                scores = jnp.einsum("md,kd->mk", rows, keys, preferred_element_type=jnp.float32) * scale
+                seen = (row_request == g)[:, None] & (index * _SPAN + jnp.arange(_SPAN) < length)
+                scores = jnp.where(seen, scores, -jnp.inf)
+                return _accumulate(softmax, scores, keys[:, :value_width], "mk,kv->mv")
+
+            return lax.fori_loop(0, (length[0] + _SPAN - 1) // _SPAN, step, softmax)
+
+        last = jnp.minimum(request[-1], groups - 1)
+        return _finish(lax.fori_loop(request[0], last + 1, visit, _start((block * H,), value_width)), q.dtype)
+
+    def attend() -> tuple[jax.Array, jax.Array]:
+        out, lse = lax.map(lambda args: token_block(*args), (blocks, request))
+        return out.reshape(padded, H, value_width)[:T], lse.reshape(padded, H)[:T]
+
+    def nothing() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((T, H, value_width), q.dtype), jnp.full((T, H), jnp.inf, jnp.float32)
+
+    return lax.cond(jnp.any(context_lengths > 0), attend, nothing)
+
+
+def _pad_table(page_table: jax.Array) -> jax.Array:
+    return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % _PAGES_PER_STEP)))
+
+
+def _latents(
+    pages: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    index: jax.Array,
+    first_page: jax.Array | int,
+    value_width: int,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Cached rows [B, span, D] of one step. Rows past a length are 0: table entries there are not to be followed."""
+    slots = index * _PAGES_PER_STEP + jnp.arange(_PAGES_PER_STEP)
+    ids = lax.dynamic_slice_in_dim(table, index * _PAGES_PER_STEP, _PAGES_PER_STEP, axis=1)
+    ids = jnp.where(slots * PAGE_SIZE < lengths[:, None], first_page + ids, 0)
+    rows = pages.at[ids].get(mode="clip").reshape(table.shape[0], _SPAN, pages.shape[-1])
+    if is_fp8(pages):
+        rows = unpack_fp8(rows, value_width, dtype)
+    return jnp.where((index * _SPAN + jnp.arange(_SPAN) < lengths[:, None])[..., None], rows, 0)
+
+
+def _start(rows: tuple[int, ...], value_width: int) -> _Softmax:
+    return _Softmax(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, value_width)))
+
+
+def _accumulate(softmax: _Softmax, scores: jax.Array, values: jax.Array, product: str) -> _Softmax:
+    top = jnp.maximum(softmax.top, scores.max(-1))
+    base = jnp.where(jnp.isneginf(top), 0, top)
+    weights, shrink = jnp.exp(scores - base[..., None]), jnp.exp(softmax.top - base)
+    update = jnp.einsum(product, weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return _Softmax(top, softmax.total * shrink + weights.sum(-1), softmax.out * shrink[..., None] + update)
+
+
+def _finish(softmax: _Softmax, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    seen = softmax.total > 0
+    total = jnp.where(seen, softmax.total, 1)
+    return (softmax.out / total[..., None]).astype(dtype), jnp.where(seen, softmax.top + jnp.log(total), jnp.inf)
+
+
+def _segment_ids(cu_lengths: jax.Array, tokens: int) -> jax.Array:
+    """The segment [T] of each token; G for tokens past the last segment."""
+    return jnp.searchsorted(cu_lengths[1:], jnp.arange(tokens, dtype=jnp.int32), side="right").astype(jnp.int32)
+
+
+def _segment_starts(cu_lengths: jax.Array, tokens: int) -> jax.Array:
+    """The first token [T] of each token's segment."""
+    return cu_lengths[_segment_ids(cu_lengths, tokens)]
+
+
+def _head_blocks(x: jax.Array, block: int, padded: int) -> jax.Array:
+    x = jnp.pad(x, ((0, padded - x.shape[0]), (0, 0), (0, 0)))
+    return x.reshape(-1, block, *x.shape[1:]).transpose(0, 2, 1, 3)

@@ -1,0 +1,156 @@
+"""The jax.numpy paths against a float64 oracle, and the checks of bad input."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.backend import Backend
+from pallas_kernels.mla import (
+    fp8_row_bytes,
+    merge_attention,
+    mla_decode,
+    mla_prefill,
+    mla_prefill_context,
+    pack_fp8,
+    unpack_fp8,
+    write_pages,
+)
+from tests.pallas_kernels.mla import cases
+
+REFERENCE = Backend.REFERENCE
+SCALE = 0.1352338
+EDGE_LENGTHS = (0, 1, 63, 64, 65, 300)
+
+
+def decode(case, value_width, **kwargs):
+    run = functools.partial(
+        mla_decode,
+        scale=SCALE,
+        pages_per_layer=case.pages_per_layer,
+        value_width=value_width,
+        backend=REFERENCE,
+        **kwargs,
+    )
+    layer = jnp.int32(case.layer)
+    return jax.jit(lambda c_layer: run(case.q, case.pages, case.page_table, case.lengths, layer=c_layer))(layer)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("S", "H"), [(1, 1), (2, 3), (4, 16)])
+def test_decode_edge_lengths(dtype, S, H):
+    case = cases.decode_case(EDGE_LENGTHS, S=S, H=H, R=32, P=16, dtype=dtype, table_width=9)
+    out, lse = decode(case, 32)
+    cases.assert_close(out, lse, *cases.decode_oracle(case, SCALE, 32), dtype=dtype)
+
+
+def test_decode_real_widths_and_every_row_empty():
+    case = cases.decode_case((70, 5), H=16)
+    out, lse = decode(case, 512)
+    cases.assert_close(out, lse, *cases.decode_oracle(case, SCALE, 512), dtype=jnp.bfloat16)
+    empty = cases.decode_case((0, 0), H=2)
+    out, lse = decode(empty, 512)
+    assert not np.asarray(out, np.float32).any()
+    assert np.isposinf(lse).all()
+
+
+@pytest.mark.parametrize("lengths", [(5,), (1, 127, 128, 129), (0, 40, 0, 200), (0, 0)])
+def test_prefill(lengths):
+    T = max(sum(lengths) + 7, 1)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((T, 2, w)).astype(np.float32) for w in (24, 24, 16))
+    for x in (q, k, v):
+        x[sum(lengths) :] = np.nan
+    out, lse = mla_prefill(q, k, v, _cu(lengths), scale=SCALE, backend=REFERENCE)
+    cases.assert_close(out, lse, *cases.prefill_oracle(q, k, v, lengths, SCALE), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("counts", "contexts"), [((5, 64, 1), (0, 130, 64)), ((3, 0, 70, 9), (200, 64, 1, 65)), ((4, 4), (0, 0))]
+)
+def test_prefill_context(counts, contexts):
+    case = cases.decode_case(contexts, H=1, R=32, P=16, dtype=jnp.float32)
+    T = sum(counts) + 3
+    q = np.random.default_rng(1).standard_normal((T, 2, 48)).astype(np.float32)
+    q[sum(counts) :] = np.nan
+    out, lse = mla_prefill_context(
+        q,
+        case.pages,
+        case.page_table,
+        case.lengths,
+        _cu(counts),
+        scale=SCALE,
+        layer=case.layer,
+        pages_per_layer=case.pages_per_layer,
+        value_width=32,
+        backend=REFERENCE,
+    )
+    cases.assert_close(out, lse, *cases.context_oracle(q, case, counts, SCALE, 32), dtype=jnp.float32)
+
+
+def test_merge_equals_attention_over_the_union():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape) for shape in ((4, 8), (10, 8), (10, 6)))
+    sides = [cases.attend(q, k[s], v[s], SCALE) for s in (slice(0, 3), slice(3, 10), slice(0, 0))]
+    (out_a, lse_a), (out_b, lse_b), (_, lse_none) = ([jnp.asarray(x, jnp.float32) for x in side] for side in sides)
+    poison = jnp.full_like(out_a, jnp.nan)  # what an empty side computed must not matter
+    whole, whole_lse = cases.attend(q, k, v, SCALE)
+    np.testing.assert_allclose(merge_attention(out_a, lse_a, out_b, lse_b)[0], whole, rtol=1e-5)
+    np.testing.assert_allclose(merge_attention(out_a, lse_a, out_b, lse_b)[1], whole_lse, rtol=1e-5)
+    for args in ((out_a, lse_a, poison, lse_none), (poison, lse_none, out_a, lse_a)):
+        out, lse = merge_attention(*args)
+        np.testing.assert_allclose(out, out_a, rtol=1e-6)
+        np.testing.assert_allclose(lse, lse_a, rtol=1e-6)
+    out, lse = merge_attention(poison, lse_none, poison, lse_none)
+    assert not np.asarray(out).any()
+    assert np.isposinf(lse).all()
+
+
+def test_write_drops_what_has_no_place_and_donates():
+    pages = jnp.zeros((6, 64, 48), jnp.bfloat16)
+    latents = jnp.asarray(np.random.default_rng(0).standard_normal((7, 48)), jnp.bfloat16)
+    page_ids = jnp.asarray([0, 2, -1, 3, 1, 1, -(2**31)], jnp.int32)  # page 3 is the next layer's
+    offsets = jnp.asarray([0, 63, 5, 0, 64, -1, 0], jnp.int32)
+    run = jax.jit(
+        functools.partial(write_pages, pages_per_layer=3, value_width=32, backend=REFERENCE), donate_argnums=0
+    )
+    expected = np.zeros(pages.shape, np.float32)
+    expected[3, 0], expected[5, 63] = np.asarray(latents[0], np.float32), np.asarray(latents[1], np.float32)
+    compiled = run.lower(pages, latents, page_ids, offsets, layer=jnp.int32(1)).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == pages.nbytes
+    np.testing.assert_array_equal(
+        np.asarray(run(pages, latents, page_ids, offsets, layer=jnp.int32(1)), np.float32), expected
+    )
+
+
+def test_fp8_rows_hold_what_the_format_can():
+    assert fp8_row_bytes(512, 64) == 656
+    rng = np.random.default_rng(0)
+    latents = rng.standard_normal((50, 576)).astype(np.float32) * 10.0 ** rng.integers(-3, 3, (50, 1))
+    latents[3] = 0
+    rows = pack_fp8(jnp.asarray(latents), 512)
+    assert rows.shape == (50, 656)
+    back = np.asarray(unpack_fp8(rows, 512, jnp.float32))
+    scales = np.asarray(rows)[:, 512:528].copy().view(np.float32)
+    assert np.all(np.frexp(scales)[0] == 0.5)
+    tile_scale = np.repeat(scales, 128, axis=1)
+    error = np.abs(back[:, :512] - latents[:, :512])
+    assert np.all(error <= np.maximum(np.abs(latents[:, :512]) / 16, tile_scale * 2**-10))
+    np.testing.assert_array_equal(back[:, 512:], np.asarray(jnp.asarray(latents[:, 512:], jnp.bfloat16), np.float32))
+
+
+def test_fp8_cache_decodes_like_its_own_dequantised_rows():
+    case = cases.decode_case(EDGE_LENGTHS, S=2, H=4, R=160, P=16, dtype=jnp.float32)
+    packed = pack_fp8(case.pages, 160)
+    plain = cases.DecodeCase(
+        case.q, unpack_fp8(packed, 160, jnp.float32), case.page_table, case.lengths, case.layer, case.pages_per_layer
+    )
+    eight = cases.DecodeCase(case.q, packed, case.page_table, case.lengths, case.layer, case.pages_per_layer)
+    for got, expected in zip(decode(eight, 160), decode(plain, 160), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
+
+
+def _cu(lengths):
+    return jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)

@@ -1,0 +1,92 @@
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharding.eplb import ExpertMap, balancedness, gpu_load, rebalance_experts
+
+# Outputs of DeepSeek's EPLB with its sort made stable (the "note" in the file says why).
+CASES = json.loads((pathlib.Path(__file__).parent / "eplb_cases.json").read_text())["cases"]
+
+
+def solve(case: dict) -> ExpertMap:
+    return rebalance_experts(
+        np.array(case["weight"]), case["num_replicas"], case["num_groups"], case["num_nodes"], case["num_gpus"]
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_equals_the_original_bit_for_bit(case: dict) -> None:
+    result = solve(case)
+    for name in ExpertMap._fields:
+        np.testing.assert_array_equal(getattr(result, name), case[name])
+    weight = np.array(case["weight"])
+    np.testing.assert_allclose(gpu_load(weight, result, case["num_gpus"]).max(axis=1), case["max_gpu_load"])
+    np.testing.assert_allclose(balancedness(weight, result, case["num_gpus"]), case["balancedness_mean_over_max"])
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict:
+    nodes, per_node, groups = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    experts = groups * draw(st.integers(1, 4)) * nodes
+    gpus = nodes * per_node
+    replicas = gpus * draw(st.integers(-(-experts // gpus), -(-experts // gpus) + 3))
+    loads = st.lists(st.floats(0, 1e6, width=32), min_size=experts, max_size=experts)
+    weight = draw(st.lists(loads, min_size=1, max_size=3))
+    return dict(weight=weight, num_replicas=replicas, num_groups=groups, num_nodes=nodes, num_gpus=gpus)
+
+
+@settings(deadline=None)
+@given(problems())
+def test_every_slot_and_every_expert_is_accounted_for(problem: dict) -> None:
+    result = solve(problem)
+    layers, experts = np.shape(problem["weight"])
+    for layer in range(layers):
+        counts = np.bincount(result.phy2log[layer], minlength=experts)
+        np.testing.assert_array_equal(counts, result.logcnt[layer])
+        assert counts.min() >= 1
+        for expert in range(experts):
+            slots = result.log2phy[layer, expert]
+            assert (result.phy2log[layer, slots[: counts[expert]]] == expert).all()
+            assert (slots[counts[expert] :] == -1).all()
+    total = gpu_load(np.array(problem["weight"]), result, problem["num_gpus"]).sum(axis=1)
+    np.testing.assert_allclose(total, np.sum(problem["weight"], axis=1), rtol=1e-6)
+
+
+def test_hierarchical_policy_keeps_a_group_on_one_node() -> None:
+    weight = np.random.default_rng(0).lognormal(size=(3, 64))
+    result = rebalance_experts(weight, 80, 8, 4, 16)
+    node_of_slot = np.arange(80) // 20
+    for layer in result.phy2log:
+        for group in range(8):
+            assert len(set(node_of_slot[layer // 8 == group])) == 1
+
+
+def test_copies_even_out_a_hot_expert() -> None:
+    weight = np.ones((1, 64))
+    weight[0, 7] = 20
+    result = rebalance_experts(weight, 80, 1, 1, 16)
+    assert result.logcnt[0, 7] > 1
+    assert (
+        balancedness(weight, result, 16)[0] > 2 * balancedness(weight, rebalance_experts(weight, 64, 1, 1, 16), 16)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((np.ones((1, 8)), 7, 1, 1, 1), "at least 8"),
+        ((np.ones((1, 8)), 10, 1, 1, 4), "multiple of 4"),
+        ((np.ones((1, 8)), 8, 3, 1, 4), "multiple of 3"),
+        ((np.ones((1, 8)), 8, 1, 3, 4), "multiple of 3"),
+        ((np.ones((1, 8)), 8, 0, 1, 4), "positive"),
+        ((np.ones(8), 8, 1, 1, 4), "layers, experts"),
+        ((np.full((1, 8), np.nan), 8, 1, 1, 4), "not finite"),
+    ],
+)
+def test_impossible_placements_are_refused(arguments: tuple, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rebalance_experts(*arguments)

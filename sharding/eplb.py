@@ -1,8 +1,8 @@
 """Expert-parallel load balancing: which physical slot holds a copy of which logical expert.
 
 Terms: a *logical* expert is one of the model's; a *physical* expert (a replica) is a slot on a GPU that holds a copy of
-one. Slots are numbered GPU by GPU, node by node. The policies and their results are those of DeepSeek's EPLB (open-source
-week, day 4); ties are broken by a stable order, which the original leaves to its sort.
+one. Slots are numbered GPU by GPU, node by node. The policies and their results are those of DeepSeek's EPLB (open-
+source week, day 4); ties are broken by a stable order, which the original leaves to its sort.
 
 Shapes: L layers, E logical experts, R physical experts (replicas), C the largest number of copies of one expert.
 """

@@ -1,9 +1,9 @@
 """The parameters of a model: one declaration, from which shapes, initial values and shardings all follow.
 
 Linear weights are `[out, in]`, the layout of a checkpoint and the K-major operand that FP8 matrix products want, so
-loading transposes nothing. Layers are stacked on a leading axis; routed experts of all layers share one leading axis
-`layers * experts`, addressed by `layer * experts + expert`, so that a kernel indexes the stack instead of copying a
-slice (61 layers stay under 300 arrays). Leaves of a parameter tree are arrays, or `Fp8Weight` where the checkpoint is
+loading transposes nothing. Layers are stacked on a leading axis (61 layers stay under 300 arrays); routed experts are
+`[layers, experts, ...]`, so that expert parallelism splits the expert axis. Inside a step the two axes are merged, which
+is free, and a kernel addresses `layer * experts + expert` in the stack instead of copying a slice. Leaves of a parameter tree are arrays, or `Fp8Weight` where the checkpoint is
 FP8 and stays so.
 """
 
@@ -78,8 +78,8 @@ class MoeParams:
 
     router: Any  # [L, E, D] float32
     router_bias: Any  # [L, E] float32, None unless topk_method is noaux_tc
-    gate_up: Any  # [L * E, 2 * I, D]
-    down: Any  # [L * E, D, I]
+    gate_up: Any  # [L, E, 2 * I, D]
+    down: Any  # [L, E, D, I]
     shared: MlpParams | None  # [L, ...], width n_shared_experts * I
 
 
@@ -159,14 +159,14 @@ def _attention(cfg: ModelConfig, L: int) -> AttentionParams:
 
 def _moe(cfg: ModelConfig, L: int) -> MoeParams:
     D, E, I = cfg.hidden_size, cfg.n_routed_experts, cfg.moe_intermediate_size  # noqa: E741
-    stack: tuple[Axis, ...] = ("experts", None, None)
+    stack: tuple[Axis, ...] = ("layers", "experts", None, None)
     return MoeParams(
         router=ParamSpec((L, E, D), ("layers", None, None), dtype=jnp.float32),
         router_bias=(
             ParamSpec((L, E), ("layers", None), "zeros", dtype=jnp.float32) if cfg.topk_method == "noaux_tc" else None
         ),
-        gate_up=ParamSpec((L * E, 2 * I, D), stack, quantizable=True),
-        down=ParamSpec((L * E, D, I), stack, quantizable=True),
+        gate_up=ParamSpec((L, E, 2 * I, D), stack, quantizable=True),
+        down=ParamSpec((L, E, D, I), stack, quantizable=True),
         shared=_mlp(L, D, cfg.n_shared_experts * I) if cfg.n_shared_experts else None,
     )
 

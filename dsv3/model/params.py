@@ -2,9 +2,9 @@
 
 Linear weights are `[out, in]`, the layout of a checkpoint and the K-major operand that FP8 matrix products want, so
 loading transposes nothing. Layers are stacked on a leading axis (61 layers stay under 300 arrays); routed experts are
-`[layers, experts, ...]`, so that expert parallelism splits the expert axis. Inside a step the two axes are merged, which
-is free, and a kernel addresses `layer * experts + expert` in the stack instead of copying a slice. Leaves of a parameter tree are arrays, or `Fp8Weight` where the checkpoint is
-FP8 and stays so.
+`[layers, experts, ...]`, so that expert parallelism splits the expert axis. Inside a step the two axes are merged,
+which is free, and a kernel addresses `layer * experts + expert` in the stack instead of copying a slice. Leaves of a
+parameter tree are arrays, or `Fp8Weight` where the checkpoint is FP8 and stays so.
 """
 
 import dataclasses

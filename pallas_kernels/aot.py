@@ -1,0 +1,280 @@
+"""Compiling for NVIDIA GPUs on a machine without one: programs, memory, collectives, registers and spills.
+
+XLA:GPU compiles for a described device (jax.experimental.topologies), so tests and planning need only the CUDA plugin
+and ptxas (the `aot` extra), with JAX_PLATFORMS=cpu set before jax starts. Nothing is autotuned: assert on memory,
+collectives and kernels' resources, not on the tiles XLA chose for its own products.
+
+    mesh = gpu_mesh({"data": 8})
+    compiled = compile_for(step, weights, tokens, mesh=mesh)      # ShapeDtypeStructs, with shardings or replicated
+    compiled.memory_analysis().temp_size_in_bytes
+    for kernel in kernel_resources(step, weights, tokens, mesh=mesh):
+        assert kernel.spill_bytes == 0
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.interpreters import mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_MOSAIC_CALL = "mosaic_gpu_v2"
+_DUMP_VARIABLE = "MOSAIC_GPU_DUMP_TO"  # read by jaxlib's C++ at each kernel compilation; there is no argument for it
+_fresh = itertools.count()
+
+
+class AotUnavailableError(RuntimeError):
+    """The CUDA plugin or ptxas is missing, so nothing can be compiled for a GPU here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTarget:
+    """Facts about a GPU that its compiler needs. Sizes in bytes; data sheet and CUDA occupancy tables."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    memory: int
+    memory_bytes_per_second: int
+    l2_cache: int
+    clock_ghz: float
+    nvlinks: int
+    cuda_version: tuple[int, int]
+    cudnn_version: tuple[int, int]
+
+    def text_proto(self) -> str:
+        """The text form of XLA's GpuTargetConfigProto. Per-multiprocessor limits are those of sm_90."""
+        major, minor = self.compute_capability
+        cuda, cudnn = (".".join(map(str, (*version, 0))) for version in (self.cuda_version, self.cudnn_version))
+        return f"""
+gpu_device_info {{
+  name: "{self.name}"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability {major}.{minor}a"
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
+  core_count: {self.multiprocessors}
+  clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory}
+  memory_bandwidth: {self.memory_bytes_per_second}
+  l2_cache_size: {self.l2_cache}
+  ecc_enabled: true
+  device_address_bits: 64
+  pcie_bandwidth: {32 << 30}
+  device_interconnect_info {{ active_links: {self.nvlinks} }}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  fpus_per_core: 128
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_core: {228 << 10}
+  shared_memory_per_block: {48 << 10}
+  shared_memory_per_block_optin: {227 << 10}
+  driver_version: "{cuda}"
+  runtime_version: "{cuda}"
+  compile_time_toolkit_version: "{cuda}"
+  dnn_version: "{cudnn}"
+}}
+platform_name: "CUDA"
+device_description_str: "{self.name}"
+runtime_version {{ major: {self.cuda_version[0]} minor: {self.cuda_version[1]} patch: 0 }}
+dnn_version_info {{ major: {self.cudnn_version[0]} minor: {self.cudnn_version[1]} patch: 0 }}
+"""
+
+
+H200 = GpuTarget(
+    name="NVIDIA H200",
+    compute_capability=(9, 0),
+    multiprocessors=132,
+    memory=141 << 30,
+    memory_bytes_per_second=4_800_000_000_000,
+    l2_cache=50 << 20,
+    clock_ghz=1.98,
+    nvlinks=18,
+    cuda_version=(13, 0),
+    cudnn_version=(9, 10),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelResources:
+    """What ptxas and Mosaic report about one kernel of a program."""
+
+    name: str
+    registers: int
+    """Registers of a thread at launch; `set_max_registers` moves them between warpgroups afterwards."""
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+
+    @property
+    def spill_bytes(self) -> int:
+        return self.spill_store_bytes + self.spill_load_bytes
+
+
+def gpu_devices(count: int = 1, *, per_host: int = 8, target: GpuTarget = H200) -> list[jax.Device]:
+    """Compile-only devices: `count` GPUs in hosts of `per_host`.
+
+    Raises:
+      ValueError: `count` is no multiple of `per_host` and above it.
+      AotUnavailableError: the CUDA plugin is missing.
+    """
+    per_host = min(count, per_host)
+    if count < 1 or count % per_host:
+        raise ValueError(f"{count} GPUs do not fill hosts of {per_host}")
+    topology = f"{count // per_host}x1x{per_host}"
+    with _explained():
+        description = topologies.get_topology_desc(
+            platform="cuda", target_config=target.text_proto(), topology=topology
+        )
+    return description.devices
+
+
+def gpu_mesh(axes: Mapping[str, int], *, per_host: int = 8, target: GpuTarget = H200) -> Mesh:
+    """A mesh of compile-only GPUs with the named axis sizes, outermost first. Raises as `gpu_devices`."""
+    shape = tuple(axes.values())
+    devices = gpu_devices(int(np.prod(shape)), per_host=per_host, target=target)
+    return Mesh(np.array(devices).reshape(shape), tuple(axes))
+
+
+def lower_for(
+    fn: Callable, *args, mesh: Mesh | None = None, donate_argnums: tuple[int, ...] = (), **kwargs
+) -> jax.stages.Lowered:
+    """Traces and lowers `fn` for the mesh (one H200 by default). See `compile_for`."""
+    mesh = gpu_mesh({"device": 1}) if mesh is None else mesh
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def place(x: Any) -> Any:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            return x
+        sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or replicated)
+
+    args, kwargs = jax.tree.map(place, (args, kwargs))
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn, donate_argnums=donate_argnums)
+    return jitted.lower(*args, **kwargs)
+
+
+def compile_for(
+    fn: Callable, *args, mesh: Mesh | None = None, donate_argnums: tuple[int, ...] = (), **kwargs
+) -> jax.stages.Compiled:
+    """Compiles `fn` for GPUs that are not there.
+
+    Args:
+      fn: a function, jitted or not. Kernels must be asked for explicitly (`backend=Backend.MOSAIC`): the default
+        device of this process is a CPU.
+      args, kwargs: pytrees of arrays or ShapeDtypeStructs, of which only shape, dtype and a ShapeDtypeStruct's
+        sharding count. Without a sharding an argument is replicated over the mesh.
+      mesh: from `gpu_mesh`; one H200 by default.
+      donate_argnums: as in jax.jit, for an `fn` that is not jitted yet.
+
+    Raises:
+      AotUnavailableError: the CUDA plugin or ptxas is missing.
+    """
+    with _explained():
+        return lower_for(fn, *args, mesh=mesh, donate_argnums=donate_argnums, **kwargs).compile()
+
+
+def kernel_resources(
+    fn: Callable, *args, mesh: Mesh | None = None, donate_argnums: tuple[int, ...] = (), **kwargs
+) -> tuple[KernelResources, ...]:
+    """Registers, spills and stack of every Mosaic GPU kernel in the program, sorted by name.
+
+    Arguments and errors as in `compile_for`.
+    """
+    with _explained():
+        lowered = lower_for(fn, *args, mesh=mesh, donate_argnums=donate_argnums, **kwargs)
+        _forget_compiled_kernels(lowered)
+        with _dump_directory() as directory:
+            lowered.compile()
+            reports = [path.read_text() for path in directory.glob("*.ptxas")]
+    return tuple(sorted(map(_parse_report, reports), key=lambda kernel: kernel.name))
+
+
+def _parse_report(report: str) -> KernelResources:
+    def number(pattern: str) -> int:
+        found = re.search(pattern, report)
+        if found is None:
+            raise RuntimeError(f"ptxas reported in a form this version does not know, without {pattern!r}:\n{report}")
+        return int(found[1])
+
+    name = re.search(r"entry function '(\w+?)(?:_mosaic_gpu_kernel)?'", report)
+    return KernelResources(
+        name=name[1] if name else "",
+        registers=number(r"Used (\d+) registers"),
+        spill_store_bytes=number(r"(\d+) bytes spill stores"),
+        spill_load_bytes=number(r"(\d+) bytes spill loads"),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+    )
+
+
+def _forget_compiled_kernels(lowered: jax.stages.Lowered) -> None:
+    """Gives every Mosaic kernel of the module a hash of its own.
+
+    jaxlib keeps compiled kernels under their hash for the life of the process, and says nothing about one it has.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    ir = mlir.ir
+
+    def visit(op):
+        if op.name == "stablehlo.custom_call" and _MOSAIC_CALL in str(op.attributes["call_target_name"]):
+            config = op.attributes["mhlo.backend_config"]
+            entries = {entry.name: entry.attr for entry in config}
+            digest = hashlib.sha256(f"{os.getpid()} {next(_fresh)}".encode()).digest()
+            entries["kernel_hash"] = ir.StringAttr.get(digest)
+            op.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries)
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(visit)
+
+
+@contextlib.contextmanager
+def _dump_directory() -> Iterator[Path]:
+    """Makes jaxlib write what it knows of each kernel it compiles into a directory, for as long as the block runs."""
+    before = os.environ.get(_DUMP_VARIABLE)
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ[_DUMP_VARIABLE] = directory
+        try:
+            yield Path(directory)
+        finally:
+            if before is None:
+                del os.environ[_DUMP_VARIABLE]
+            else:
+                os.environ[_DUMP_VARIABLE] = before
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turns the errors of a missing plugin or ptxas into one that says what to install."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, AotUnavailableError) or not _is_about_installation(text):
+            raise
+        raise AotUnavailableError(
+            "compiling for a GPU needs the CUDA plugin and ptxas: install the 'aot' extra (or CUDA 13) and set "
+            f"JAX_PLATFORMS=cpu before jax starts. The compiler said: {text[:300]}"
+        ) from error
+
+
+def _is_about_installation(text: str) -> bool:
+    signs = ("topology not implemented", "PTX compilation provider", "Unable to load cuDNN", "libdevice")
+    return any(sign in text for sign in signs)

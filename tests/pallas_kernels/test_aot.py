@@ -1,0 +1,77 @@
+"""Compiling for an H200 that is not there."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import aot
+
+pytestmark = pytest.mark.aot
+
+
+def double(x_ref, out_ref):
+    out_ref[...] = x_ref[...] * 2
+
+
+def doubled(x):
+    return plgpu.kernel(double, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def test_a_program_of_16_gpus_on_two_hosts():
+    mesh = aot.gpu_mesh({"node": 2, "gpu": 8})
+    assert {device.device_kind for device in mesh.devices.flat} == {"NVIDIA H200"}
+    assert {device.process_index for device in mesh.devices[1]} == {1}
+
+    @jax.shard_map(mesh=mesh, in_specs=P(("node", "gpu")), out_specs=P(("node", "gpu")))
+    def total(x):
+        return lax.all_gather(doubled(x), ("node", "gpu"), tiled=True).sum(0, keepdims=True)
+
+    x = jax.ShapeDtypeStruct((16 * 128, 128), jnp.float32, sharding=NamedSharding(mesh, P(("node", "gpu"))))
+    compiled = aot.compile_for(total, x, mesh=mesh)
+    assert compiled.memory_analysis().argument_size_in_bytes == 128 * 128 * 4
+    assert "all-gather" in compiled.as_text()
+    assert "mosaic_gpu" in compiled.as_text()
+
+
+def test_resources_are_reported_again_for_a_kernel_already_compiled():
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    aot.compile_for(doubled, x)
+    for _ in range(2):
+        (kernel,) = aot.kernel_resources(doubled, x)
+        assert kernel.name == "double"
+        assert 0 < kernel.registers <= 255
+        assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+def test_no_kernel_no_report():
+    assert aot.kernel_resources(jnp.tanh, jax.ShapeDtypeStruct((8,), jnp.float32)) == ()
+
+
+def test_donated_memory_is_aliased():
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    compiled = aot.compile_for(lambda x: x.at[0].set(0), x, donate_argnums=(0,))
+    assert compiled.memory_analysis().alias_size_in_bytes == 4 << 20
+
+
+def test_devices_must_fill_hosts():
+    with pytest.raises(ValueError, match="12 GPUs do not fill hosts of 8"):
+        aot.gpu_devices(12)
+
+
+def test_a_missing_plugin_says_what_to_install(monkeypatch):
+    def missing(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    with pytest.raises(aot.AotUnavailableError, match="'aot' extra"):
+        aot.compile_for(jnp.tanh, jnp.zeros(8))
+
+
+def test_an_error_of_the_program_stays_what_it_is():
+    with pytest.raises(TypeError):
+        aot.compile_for(lambda x: x @ "y", jnp.zeros(8))

@@ -1,0 +1,157 @@
+"""Tokens to the devices that hold their experts, and back: dispatch and combine as static-shape collectives.
+
+Everything here runs inside `shard_map`, on one rank. A *hop* moves rows along some mesh axes: every token goes once to
+each peer that holds at least one of its experts, the peer computes what it can, and what comes back is summed. One hop
+over all axes is the flat all-to-all; a hop over nodes followed by one over the GPUs of a node is DeepEP's node-limited
+form: a token crosses to a node once, is fanned out inside it, and is reduced there on the way back.
+
+Buffers have `capacity` rows for each pair of peers, near the expected load: at EP144 with 128 tokens a device the
+expected load is 7 rows and the worst case 128, so worst-case buffers would carry 17 times the payload. What does not
+fit goes in further rounds, whose number is agreed by an all-reduce; nothing is ever dropped.
+
+Expert ids are physical ids relative to the range that the current peers share: peer p of a hop owns ids
+`[p * span, (p + 1) * span)`. -1 selects nothing. Shapes: T tokens of this rank, K experts a token, C capacity.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """One crossing: `peers` devices along `axes`, `span` expert ids a peer, `capacity` rows a pair and round."""
+
+    axes: tuple[str, ...]
+    peers: int
+    span: int
+    capacity: int
+
+
+class Rows(NamedTuple):
+    """Tokens on their way: `payload` is any tree of [T, ...] arrays (activations, or FP8 values and their scales)."""
+
+    payload: Any
+    ids: jax.Array  # [T, K] int32, -1 selects nothing
+    weights: jax.Array  # [T, K] float32
+
+
+class Plan(NamedTuple):
+    """Where the rows of one hop go: row t stands `slot[t, k]`-th in the queue for `peer[t, k]`."""
+
+    peer: jax.Array  # [T, K] int32, `peers` where nothing is sent (no expert, or an earlier k has the same peer)
+    slot: jax.Array  # [T, K] int32
+    rounds: jax.Array  # int32, the same on every peer
+
+
+Experts = Callable[[Rows], jax.Array]
+"""Computes the weighted sum of the selected local experts for each row, [T, D]; rows without a selection give zeros."""
+
+
+def expected_capacity(tokens: int, peers: int, experts_per_token: int) -> int:
+    """Rows for a pair of peers: the mean load under even routing plus three standard deviations, a multiple of 8.
+
+    16 for 128 tokens, 144 peers and 8 experts a token: 2.3 times the mean, one round nearly always.
+    """
+    mean = tokens * (1 - (1 - 1 / peers) ** experts_per_token)
+    return min(tokens, 8 * math.ceil((mean + 3 * math.sqrt(mean)) / 8))
+
+
+def exchange(rows: Rows, hops: Sequence[Hop], experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """Computes routed experts wherever they live; returns ([T, D] sums for this rank's rows, rounds of each hop).
+
+    Without hops every expert is local. Later hops run inside the rounds of earlier ones.
+    """
+    if not hops:
+        return experts(rows), jnp.zeros((0,), jnp.int32)
+    hop, rest = hops[0], hops[1:]
+    plan = make_plan(rows.ids, hop)
+
+    def one_round(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, rounds = exchange(receive(send(rows, plan, number, hop), hop), rest, experts)
+        return collect(send_back(y, hop), plan, number, hop), jnp.concatenate([jnp.ones(1, jnp.int32), rounds])
+
+    def more(carry: tuple) -> tuple:
+        number, total, rounds = carry
+        y, inner = one_round(number)
+        return number + 1, total + y, rounds + inner
+
+    first = one_round(jnp.int32(0))
+    _, y, rounds = lax.while_loop(lambda carry: carry[0] < plan.rounds, more, (jnp.int32(1), *first))
+    return y, rounds
+
+
+def make_plan(ids: jax.Array, hop: Hop) -> Plan:
+    """Queues each token once for each peer it needs, in token order, and agrees on the number of rounds."""
+    peer = jnp.where(ids >= 0, ids // hop.span, hop.peers)  # [T, K]
+    earlier = jnp.tril(jnp.ones((ids.shape[1],) * 2, bool), -1)
+    repeated = ((peer[:, :, None] == peer[:, None, :]) & earlier).any(axis=2)
+    peer = jnp.where(repeated, hop.peers, peer)
+    needs = (peer[:, :, None] == jnp.arange(hop.peers)).any(axis=1)  # [T, peers]
+    queue = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
+    slot = jnp.take_along_axis(queue, jnp.minimum(peer, hop.peers - 1), axis=1) - 1
+    longest = lax.pmax(queue[-1].max(), hop.axes)
+    return Plan(peer, slot, -(-longest // hop.capacity))
+
+
+def send(rows: Rows, plan: Plan, number: jax.Array, hop: Hop) -> Rows:
+    """Fills round `number`'s buffers and sends them: [peers * C, ...] rows, those of peer p from p * C on."""
+    T, K = rows.ids.shape
+    place = _place(plan, number, hop)
+    source = jnp.full((hop.peers * hop.capacity,), T, jnp.int32)
+    source = source.at[place.ravel()].set(jnp.repeat(jnp.arange(T, dtype=jnp.int32), K), mode="drop")
+
+    def fill(x: jax.Array, empty: int) -> jax.Array:
+        return _all_to_all(jnp.take(x, source, axis=0, mode="fill", fill_value=empty), hop)
+
+    return Rows(jax.tree.map(lambda x: fill(x, 0), rows.payload), fill(rows.ids, -1), fill(rows.weights, 0))
+
+
+def receive(arrived: Rows, hop: Hop) -> Rows:
+    """Makes the ids of arrived rows relative to this peer; experts of other peers become -1."""
+    ids = arrived.ids - lax.axis_index(hop.axes) * hop.span
+    mine = (arrived.ids >= 0) & (ids >= 0) & (ids < hop.span)
+    return Rows(arrived.payload, jnp.where(mine, ids, -1), jnp.where(mine, arrived.weights, 0))
+
+
+def send_back(y: jax.Array, hop: Hop) -> jax.Array:
+    """Returns each row's partial sum to the peer it came from: [peers * C, D] in the layout of `send`."""
+    return _all_to_all(y, hop)
+
+
+def collect(returned: jax.Array, plan: Plan, number: jax.Array, hop: Hop) -> jax.Array:
+    """Sums what came back in round `number`, in the order of k and in float32: [T, D] in the dtype of `returned`.
+
+    Gathers instead of scattering: the order of a scatter-add is not defined on a GPU.
+    """
+    place = _place(plan, number, hop)
+    total = jnp.zeros((place.shape[0], returned.shape[1]), jnp.float32)
+    for k in range(place.shape[1]):
+        total += jnp.take(returned, place[:, k], axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+    return total.astype(returned.dtype)
+
+
+def gather_all(rows: Rows, axes: tuple[str, ...], span: int, experts: Experts) -> jax.Array:
+    """The ring transport: every rank sees every token, computes its share, and sums are scattered back, [T, D].
+
+    Sends each token to all ranks, so it suits small batches and few ranks, and is the reference for the others.
+    """
+    everywhere = jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), rows)
+    y = experts(receive(everywhere, Hop(axes, 1, span, 1)))
+    return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+
+
+def _place(plan: Plan, number: jax.Array, hop: Hop) -> jax.Array:
+    """Index of each (token, k) in round `number`'s buffer [T, K]; out of range when it is not sent in this round."""
+    column = plan.slot - number * hop.capacity
+    sent = (plan.peer < hop.peers) & (column >= 0) & (column < hop.capacity)
+    return jnp.where(sent, plan.peer * hop.capacity + column, hop.peers * hop.capacity)
+
+
+def _all_to_all(x: jax.Array, hop: Hop) -> jax.Array:
+    return lax.all_to_all(x, hop.axes, split_axis=0, concat_axis=0, tiled=True)

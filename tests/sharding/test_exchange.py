@@ -1,0 +1,92 @@
+"""Every transport must give what one device would, for any routing, on meshes of forced CPU devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from sharding.exchange import Hop, Rows, exchange, expected_capacity, gather_all
+
+T, K, D, EXPERTS = 24, 4, 16, 16
+AXES = ("node", "gpu")
+ALL = PartitionSpec(AXES)
+
+
+def dense(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, w: np.ndarray) -> np.ndarray:
+    y = np.zeros_like(x)
+    for t, k in np.argwhere(ids >= 0):
+        y[t] += weights[t, k] * (x[t] @ w[ids[t, k]])
+    return y
+
+
+def local_experts(w: jax.Array, rows: Rows) -> jax.Array:
+    product = jnp.einsum("td,edf->tef", rows.payload["x"] * rows.payload["scale"], w)
+    chosen = jnp.take_along_axis(product, jnp.maximum(rows.ids, 0)[:, :, None], axis=1)
+    return (jnp.where(rows.ids >= 0, rows.weights, 0)[:, :, None] * chosen).sum(axis=1)
+
+
+def hops_for(kind: str, nodes: int, gpus: int, capacity: int) -> list[Hop]:
+    span = EXPERTS // (nodes * gpus)
+    if kind == "flat":
+        return [Hop(AXES, nodes * gpus, span, capacity)]
+    return [Hop(("node",), nodes, span * gpus, capacity), Hop(("gpu",), gpus, span, 2 * capacity)]
+
+
+@functools.cache
+def program(kind: str, nodes: int, gpus: int, capacity: int):
+    mesh = Mesh(np.array(jax.devices()[: nodes * gpus]).reshape(nodes, gpus), AXES)
+
+    def step(x, ids, weights, w):
+        rows = Rows({"x": x / 2, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
+        experts = functools.partial(local_experts, w)
+        if kind == "ring":
+            return gather_all(rows, AXES, EXPERTS // (nodes * gpus), experts), jnp.ones((1, 1), jnp.int32)
+        y, rounds = exchange(rows, hops_for(kind, nodes, gpus, capacity), experts)
+        return y, rounds[None]
+
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(ALL,) * 4, out_specs=(ALL, ALL), check_vma=False))
+
+
+def route(kind: str, tokens: int, rng: np.random.Generator) -> np.ndarray:
+    if kind == "one expert for all":
+        return np.full((tokens, K), [[3, -1, -1, -1]])
+    if kind == "nobody":
+        return np.full((tokens, K), -1)
+    ids = np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :K]
+    if kind == "some unset":
+        ids = np.where(rng.random(ids.shape) < 0.3, -1, ids)
+    return ids
+
+
+@pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "nobody"])
+@pytest.mark.parametrize(("kind", "nodes", "gpus"), [("ring", 2, 4), ("flat", 1, 2), ("flat", 2, 4), ("nodes", 2, 4)])
+def test_equals_a_single_device(kind: str, nodes: int, gpus: int, routing: str) -> None:
+    rng = np.random.default_rng(0)
+    tokens = T * nodes * gpus
+    x, w = rng.normal(size=(tokens, D)).astype(np.float32), rng.normal(size=(EXPERTS, D, D)).astype(np.float32)
+    ids, weights = route(routing, tokens, rng).astype(np.int32), rng.random((tokens, K)).astype(np.float32)
+    y, rounds = program(kind, nodes, gpus, 8)(x, ids, weights, w)
+    np.testing.assert_allclose(y, dense(x, ids, weights, w), rtol=2e-5, atol=2e-5)
+    if kind == "flat" and routing == "one expert for all":
+        assert (np.asarray(rounds) == T // 8).all(), "24 rows for one peer need three rounds of 8"
+
+
+def test_a_token_crosses_to_a_node_once() -> None:
+    """All four experts of each token live on node 1: its buffer of T rows must do in one round."""
+    ids = np.full((T * 8, K), [[8, 10, 12, 14]], np.int32)
+    ones = np.ones((T * 8, D), np.float32)
+    w = np.ones((EXPERTS, D, D), np.float32)
+    y, rounds = program("nodes", 2, 4, T)(ones, ids, np.ones((T * 8, K), np.float32), w)
+    np.testing.assert_allclose(y, 4 * D)
+    assert (np.asarray(rounds)[:, 0] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "peers", "experts", "capacity"), [(128, 144, 8, 16), (4, 8, 8, 4), (4096, 32, 8, 1016)]
+)
+def test_capacity_stays_near_the_expected_load(tokens: int, peers: int, experts: int, capacity: int) -> None:
+    assert expected_capacity(tokens, peers, experts) == capacity
+    assert capacity <= 2.5 * max(8, tokens * experts / peers)

@@ -1,1 +1,24 @@
+"""What is computed for a token: parameters, the two served steps, and the training form."""
 
+from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
+from dsv3.model.decoder import logits
+from dsv3.model.forward import ForwardOutput, forward
+from dsv3.model.params import Fp8Weight, Params, abstract, declare, initialise
+from dsv3.model.steps import StepOutput, decode, prefill
+
+__all__ = [
+    "PAGE_SIZE",
+    "DecodeBatch",
+    "ForwardOutput",
+    "Fp8Weight",
+    "Params",
+    "PrefillBatch",
+    "StepOutput",
+    "abstract",
+    "declare",
+    "decode",
+    "forward",
+    "initialise",
+    "logits",
+    "prefill",
+]

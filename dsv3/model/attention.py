@@ -1,0 +1,178 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) in its three forms.
+
+Training expands the latents of all tokens to keys and values of every head. Prefill expands those of new tokens, reads
+the earlier tokens of a request from the cache in absorbed form, and merges the two. Decode is absorbed: the key
+up-projection is folded into the query, so that the cached latents are keys and values of all heads at once.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.config import ModelConfig
+from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
+from dsv3.model.linear import Index, at, linear
+from dsv3.model.norm import rms_norm
+from dsv3.model.params import AttentionParams
+from dsv3.model.rope import Rotation, rotate
+from pallas_kernels import mla
+from pallas_kernels.backend import Backend
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Where T tokens go in the cache: page within a layer (-1: nowhere) and row within the page, `[T]` int32 each."""
+
+    page_ids: jax.Array
+    offsets: jax.Array
+
+
+def prefill_slots(batch: PrefillBatch) -> Slots:
+    """The slots of a prefill batch; padding rows get none."""
+    groups, width = batch.page_table.shape
+    rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    group = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right")
+    table_row = jnp.minimum(group, groups - 1)
+    column = jnp.clip(batch.positions // PAGE_SIZE, 0, width - 1)
+    page_ids = jnp.where(group < groups, batch.page_table[table_row, column], -1)
+    return Slots(page_ids, batch.positions % PAGE_SIZE)
+
+
+def decode_positions(batch: DecodeBatch) -> jax.Array:
+    """Positions `[B, S]` int32 of the query tokens; negative in inactive rows."""
+    S = batch.tokens.shape[1]
+    return batch.lengths[:, None] - S + jnp.arange(S, dtype=jnp.int32)
+
+
+def decode_slots(batch: DecodeBatch) -> Slots:
+    """The slots `[B * S]` of a decode batch; inactive rows get none."""
+    positions = decode_positions(batch)
+    column = jnp.clip(positions // PAGE_SIZE, 0, batch.page_table.shape[1] - 1)
+    page_ids = jnp.where(positions >= 0, jnp.take_along_axis(batch.page_table, column, axis=1), -1)
+    return Slots(page_ids.reshape(-1), (positions % PAGE_SIZE).reshape(-1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Projected:
+    """What attention needs of T tokens: query parts `[T, H, N]` and `[T, H, P]` (rotated), cache rows `[T, R + P]`."""
+
+    q_nope: jax.Array
+    q_rope: jax.Array
+    latent: jax.Array
+
+
+def project(
+    x: jax.Array,
+    params: AttentionParams,
+    layer: Index,
+    cfg: ModelConfig,
+    rotation: Rotation,
+    backend: Backend | None,
+) -> Projected:
+    """Queries and cache rows of `x` `[T, D]`."""
+    N = cfg.qk_nope_head_dim
+    down = linear(x, params.qkv_a, layer, backend)
+    q, latent, k_rope = jnp.split(down, [down.shape[1] - cfg.latent_dim, down.shape[1] - cfg.qk_rope_head_dim], axis=1)
+    if params.q_b is not None:
+        q = rms_norm(q, at(params.q_norm, layer), cfg.latent_norm_eps)
+        q = linear(q, params.q_b, layer, backend)
+    q = q.reshape(-1, cfg.num_attention_heads, cfg.qk_head_dim)
+    latent = rms_norm(latent, at(params.kv_norm, layer), cfg.latent_norm_eps)
+    row = jnp.concatenate([latent, rotate(k_rope, rotation)], axis=1)
+    return Projected(q[..., :N], rotate(q[..., N:], rotation), row)
+
+
+def expand(latent: jax.Array, params: AttentionParams, layer: Index) -> tuple[jax.Array, jax.Array]:
+    """Keys `[T, H, N + P]` and values `[T, H, V]` of every head, from cache rows `[T, R + P]`."""
+    k_up, v_up = at(params.k_up, layer), at(params.v_up, layer)
+    R = k_up.shape[-1]
+    k_nope = jnp.einsum("tr,hnr->thn", latent[:, :R], k_up)
+    k_rope = jnp.broadcast_to(latent[:, None, R:], (*k_nope.shape[:2], latent.shape[1] - R))
+    return jnp.concatenate([k_nope, k_rope], axis=-1), jnp.einsum("tr,hvr->thv", latent[:, :R], v_up)
+
+
+def absorb(tokens: Projected, params: AttentionParams, layer: Index) -> jax.Array:
+    """Queries `[T, H, R + P]` that score cached rows directly."""
+    q_latent = jnp.einsum("thn,hnr->thr", tokens.q_nope, at(params.k_up, layer))
+    return jnp.concatenate([q_latent, tokens.q_rope], axis=-1)
+
+
+def values_of(out: jax.Array, params: AttentionParams, layer: Index) -> jax.Array:
+    """Per-head values `[T, H, V]` of attention outputs `[T, H, R]` on latents."""
+    return jnp.einsum("thr,hvr->thv", out, at(params.v_up, layer))
+
+
+class Attend(Protocol):
+    """The attention core of one mode: from projected tokens to `[T, H, V]`, and the state it carries on (the pages).
+
+    `layer` indexes the stack `params`, `cache_layer` counts the layers that own pages.
+    """
+
+    def __call__(
+        self, tokens: Projected, params: AttentionParams, layer: Index, cache_layer: Index, state: Any
+    ) -> tuple[jax.Array, Any]: ...
+
+
+def causal_attend(cfg: ModelConfig, batch: int) -> Attend:
+    """The training form: `batch` equally long sequences lie one after the other; there is no cache."""
+
+    def attend(tokens, params, layer, cache_layer, state):
+        k, v = expand(tokens.latent, params, layer)
+        q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
+        q, k, v = (a.reshape(batch, -1, *a.shape[1:]) for a in (q, k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * cfg.softmax_scale
+        seen = jnp.tril(jnp.ones(scores.shape[-2:], jnp.bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+        return jnp.einsum("bhqk,bkhv->bqhv", weights, v).reshape(-1, *v.shape[2:]), state
+
+    return attend
+
+
+def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
+    """New tokens among themselves in expanded form, to the cached ones in absorbed form. The state is the page pool."""
+    slots = prefill_slots(batch)
+
+    def attend(tokens, params, layer, cache_layer, pages):
+        where = _addressing(cfg, cache_layer, pages_per_layer, backend)
+        pages = mla.write_pages(pages, tokens.latent, slots.page_ids, slots.offsets, **where)
+        k, v = expand(tokens.latent, params, layer)
+        q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
+        new = mla.mla_prefill(q, k, v, batch.cu_lengths, scale=cfg.softmax_scale, backend=backend)
+        latent_out, lse = mla.mla_prefill_context(
+            absorb(tokens, params, layer),
+            pages,
+            batch.page_table,
+            batch.context_lengths,
+            batch.cu_lengths,
+            scale=cfg.softmax_scale,
+            **where,
+        )
+        return mla.merge_attention(*new, values_of(latent_out, params, layer), lse)[0], pages
+
+    return attend
+
+
+def decode_attend(cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
+    """Absorbed attention of S new tokens a request to everything cached, themselves included. State: the page pool."""
+    slots, (B, S) = decode_slots(batch), batch.tokens.shape
+
+    def attend(tokens, params, layer, cache_layer, pages):
+        where = _addressing(cfg, cache_layer, pages_per_layer, backend)
+        pages = mla.write_pages(pages, tokens.latent, slots.page_ids, slots.offsets, **where)
+        q = absorb(tokens, params, layer).reshape(B, S, cfg.num_attention_heads, cfg.latent_dim)
+        out, _ = mla.mla_decode(q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, **where)
+        return values_of(out.reshape(B * S, *out.shape[2:]), params, layer), pages
+
+    return attend
+
+
+def _addressing(cfg: ModelConfig, cache_layer: Index, pages_per_layer: int, backend: Backend | None) -> dict[str, Any]:
+    return {
+        "layer": cache_layer,
+        "pages_per_layer": pages_per_layer,
+        "value_width": cfg.kv_lora_rank,
+        "backend": backend,
+    }

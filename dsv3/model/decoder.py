@@ -1,0 +1,93 @@
+"""Decoder layers, and the loop over them that every mode shares."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.config import ModelConfig
+from dsv3.model import experts
+from dsv3.model.attention import Attend, project
+from dsv3.model.linear import Index, at, linear
+from dsv3.model.norm import rms_norm
+from dsv3.model.params import LayerParams, MoeParams, Params
+from dsv3.model.rope import Rotation
+from dsv3.model.router import route
+from pallas_kernels.backend import Backend
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the layers of one step have in common. `valid` `[T]` marks the rows that are no padding."""
+
+    cfg: ModelConfig
+    rotation: Rotation
+    attend: Attend
+    valid: jax.Array
+    backend: Backend | None
+
+
+def run_layers(
+    layers: LayerParams, step: Step, x: jax.Array, state: Any, first_cache_layer: int
+) -> tuple[jax.Array, Any, jax.Array | None]:
+    """Runs a stack of layers on `x` `[T, D]`; also returns the attention state and the experts' counts `[L, E]`."""
+    L = layers.input_norm.shape[0]
+
+    def body(carry: tuple[jax.Array, Any], layer: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array | None]:
+        x, state, counts = run_layer(layers, layer, step, *carry, first_cache_layer + layer)
+        return (x, state), counts
+
+    (x, state), counts = jax.lax.scan(body, (x, state), jnp.arange(L, dtype=jnp.int32))
+    return x, state, counts
+
+
+def run_layer(
+    layers: LayerParams, layer: Index, step: Step, x: jax.Array, state: Any, cache_layer: Index
+) -> tuple[jax.Array, Any, jax.Array | None]:
+    """One decoder layer: attention, then a dense MLP or the experts, each after a norm and around a residual."""
+    cfg = step.cfg
+    with jax.named_scope("attention"):
+        normed = rms_norm(x, at(layers.input_norm, layer), cfg.rms_norm_eps)
+        tokens = project(normed, layers.attention, layer, cfg, step.rotation, step.backend)
+        out, state = step.attend(tokens, layers.attention, layer, cache_layer, state)
+        x = x + linear(out.reshape(out.shape[0], -1), layers.attention.o, layer, step.backend)
+    normed = rms_norm(x, at(layers.post_norm, layer), cfg.rms_norm_eps)
+    if layers.mlp is not None:
+        with jax.named_scope("mlp"):
+            return x + experts.mlp(normed, layers.mlp, layer, step.backend), state, None
+    assert layers.moe is not None  # a layer has either
+    with jax.named_scope("moe"):
+        y, counts = _moe(normed, layers.moe, layer, step)
+        return x + y, state, counts
+
+
+def _moe(x: jax.Array, moe: MoeParams, layer: Index, step: Step) -> tuple[jax.Array, jax.Array]:
+    bias = None if moe.router_bias is None else at(moe.router_bias, layer)
+    ids, weights = route(step.cfg, x, at(moe.router, layer), bias)
+    ids = jnp.where(step.valid[:, None], ids, -1)
+    y, counts = experts.moe(x, ids, weights, moe, layer, step.backend)
+    if moe.shared is not None:
+        y = y + experts.mlp(x, moe.shared, layer, step.backend)
+    return y, counts
+
+
+def run_decoder(params: Params, step: Step, x: jax.Array, state: Any) -> tuple[jax.Array, Any, jax.Array | None]:
+    """All layers of the main model and its final norm: hidden `[T, D]`, state, counts `[num_moe_layers, E]`."""
+    cfg, counts = step.cfg, None
+    if params.dense is not None:
+        x, state, _ = run_layers(params.dense, step, x, state, 0)
+    if params.moe is not None:
+        x, state, counts = run_layers(params.moe, step, x, state, cfg.num_dense_layers)
+    return rms_norm(x, params.norm, cfg.rms_norm_eps), state, counts
+
+
+def embed(params: Params, tokens: jax.Array) -> jax.Array:
+    """Embeddings `[..., D]` of `tokens` `[...]`; ids out of range give the last row, never undefined memory."""
+    return params.embed.at[tokens].get(mode="clip")
+
+
+def logits(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """Logits float32 `[..., W]` of hidden states `[..., D]` taken after the final norm."""
+    head = params.embed if cfg.tie_word_embeddings else params.head
+    return jnp.einsum("...d,wd->...w", hidden, head, preferred_element_type=jnp.float32)

@@ -1,0 +1,77 @@
+"""The training form: whole sequences, no cache, differentiable."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.config import ModelConfig
+from dsv3.model import mtp
+from dsv3.model.attention import causal_attend
+from dsv3.model.decoder import Step, embed, logits, run_decoder
+from dsv3.model.params import Params
+from dsv3.model.rope import rotation
+from pallas_kernels.backend import Backend
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForwardOutput:
+    """What the training form returns.
+
+    `hidden` `[B, S, D]` after the final norm; `logits` float32 `[B, S, W]`, those at i predict token i + 1.
+    `mtp_logits[d]` float32 `[B, S - 1 - d, W]`: row i of module d predicts token i + 2 + d.
+    `expert_counts` int32 `[num_moe_layers + MTP modules, E]`: (token, expert) pairs, for the update of the router's
+    bias; None in a model without routed experts.
+    """
+
+    hidden: Any
+    logits: Any
+    mtp_logits: tuple[Any, ...]
+    expert_counts: Any
+
+
+def forward(
+    params: Params, cfg: ModelConfig, tokens: jax.Array, *, with_mtp: bool = False, backend: Backend | None = None
+) -> ForwardOutput:
+    """Runs `tokens` `[B, S]` int32 from position 0. Activations have the dtype of `params.embed`."""
+    B, S = tokens.shape
+    step = _step(cfg, B, S, backend)
+    hidden, _, counts = run_decoder(params, step, embed(params, tokens.reshape(-1)), None)
+    hidden = hidden.reshape(B, S, -1)
+    mtp_logits, mtp_counts = _mtp_chain(params, cfg, tokens, hidden, backend) if with_mtp else ((), [])
+    return ForwardOutput(
+        hidden=hidden,
+        logits=logits(params, cfg, hidden),
+        mtp_logits=mtp_logits,
+        expert_counts=_stack_counts(counts, mtp_counts),
+    )
+
+
+def _stack_counts(counts: jax.Array | None, mtp_counts: list[Any]) -> jax.Array | None:
+    parts = ([] if counts is None else [counts]) + [c[None] for c in mtp_counts]
+    return jnp.concatenate(parts) if parts else None
+
+
+def _step(cfg: ModelConfig, batch: int, length: int, backend: Backend | None) -> Step:
+    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+    return Step(cfg, rotation(cfg, positions), causal_attend(cfg, batch), jnp.ones(batch * length, jnp.bool), backend)
+
+
+def _mtp_chain(
+    params: Params, cfg: ModelConfig, tokens: jax.Array, hidden: jax.Array, backend: Backend | None
+) -> tuple[tuple[jax.Array, ...], list[Any]]:
+    """Module d works on positions 0 .. S - 2 - d; the causal chain is complete at each depth (report, figure 3)."""
+    (B, S), D = tokens.shape, cfg.hidden_size
+    predictions: list[jax.Array] = []
+    counts: list[Any] = []
+    for depth in range(cfg.num_nextn_predict_layers):
+        length = S - 1 - depth
+        step = _step(cfg, B, length, backend)
+        hidden = hidden[:, :length].reshape(B * length, D)
+        hidden, _, loads = mtp.predict(params, step, depth, hidden, tokens[:, depth + 1 :].reshape(-1), None)
+        hidden = hidden.reshape(B, length, D)
+        predictions.append(logits(params, cfg, hidden))
+        counts.append(loads)
+    return tuple(predictions), counts

@@ -1,0 +1,73 @@
+"""Rotary position embedding of the family: interleaved pairs, plain or with YaRN (arXiv:2309.00071)."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv3.config import ModelConfig, YarnConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines `[T, P / 2]` float32 of the angles of T tokens, computed once for all layers."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def inverse_frequencies(cfg: ModelConfig) -> np.ndarray:
+    """Radians per position of each of the P / 2 pairs, float32.
+
+    Under YaRN pairs that turn often within the original context keep their frequency, pairs that never complete a turn
+    are slowed by `factor`, and those between are mixed linearly (for DeepSeek-V3 pairs 10 to 23 of 32).
+    """
+    width = cfg.qk_rope_head_dim
+    plain = 1.0 / np.float32(cfg.rope_theta) ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
+    if cfg.yarn is None:
+        return plain
+    low, high = _correction_range(cfg.yarn, width, cfg.rope_theta)
+    ramp = np.clip((np.arange(width // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    return (plain / np.float32(cfg.yarn.factor) * ramp + plain * (1 - ramp)).astype(np.float32)
+
+
+def _correction_range(yarn: YarnConfig, width: int, theta: float) -> tuple[float, float]:
+    def pair_turning(turns: float) -> float:
+        span = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
+        return width * math.log(span) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_turning(yarn.beta_slow)), width - 1)
+    return low, high if high > low else low + 0.001  # Kimi-K2 has beta_fast = beta_slow
+
+
+def amplitude(yarn: YarnConfig | None) -> float:
+    """Factor on cosines and sines: the ratio of YaRN's two temperatures, 1 in every published model."""
+    if yarn is None or yarn.factor <= 1:
+        return 1.0
+    return _temperature(yarn.factor, yarn.mscale) / _temperature(yarn.factor, yarn.mscale_all_dim)
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rotation(cfg: ModelConfig, positions: jax.Array) -> Rotation:
+    """The rotation of tokens at `positions` [T] int32."""
+    angles = positions.astype(jnp.float32)[..., None] * inverse_frequencies(cfg)
+    factor = amplitude(cfg.yarn)
+    return Rotation(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+
+
+def rotate(x: jax.Array, by: Rotation) -> jax.Array:
+    """Rotates the pairs (x0, x1), (x2, x3), ... of `x` `[T, P]` or `[T, H, P]`; computed in float32, dtype of x."""
+    shape = x.shape
+    pairs = x.astype(jnp.float32).reshape(*shape[:-1], -1, 2)
+    heads = (slice(None), *(None,) * (x.ndim - 2))
+    cos, sin = by.cos[heads], by.sin[heads]
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+    return turned.reshape(shape).astype(x.dtype)

@@ -1,0 +1,81 @@
+"""The two served steps, for one rank: prefill of a ragged batch and decode of a batch of requests."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.config import ModelConfig
+from dsv3.model.attention import decode_attend, decode_positions, prefill_attend
+from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.decoder import Step, embed, run_decoder
+from dsv3.model.params import Params
+from dsv3.model.rope import rotation
+from pallas_kernels.backend import Backend
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """Hidden states after the final norm, the page pool, and (token, expert) pairs by MoE layer and expert.
+
+    `expert_counts` is int32 `[num_moe_layers, E]`, without the padding rows; None in a model without routed experts.
+    """
+
+    hidden: Any
+    pages: Any
+    expert_counts: Any
+
+
+def prefill(
+    params: Params, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, *, backend: Backend | None = None
+) -> StepOutput:
+    """Runs the chunks of a ragged batch and writes their latents into the pages of their requests.
+
+    Args:
+      params: the model; activations have the dtype of `params.embed`.
+      batch: see `PrefillBatch`. Padding rows write nothing; their hidden states mean nothing.
+      pages: `[num_cache_layers * pages_per_layer, 64, R + P]` of the dtype of the activations, or FP8 rows (uint8,
+        see `pallas_kernels.mla`). Donate it: the result's `pages` is the same memory.
+      backend: implementation of the kernels, or None for the one that suits the device.
+
+    Returns:
+      `StepOutput` with hidden `[T, D]`.
+    """
+    rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    step = Step(
+        cfg=cfg,
+        rotation=rotation(cfg, batch.positions),
+        attend=prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
+        valid=rows < batch.cu_lengths[-1],
+        backend=backend,
+    )
+    return StepOutput(*run_decoder(params, step, embed(params, batch.tokens), pages))
+
+
+def decode(
+    params: Params, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, *, backend: Backend | None = None
+) -> StepOutput:
+    """Advances every request of a batch by its S query tokens; arguments as in `prefill`.
+
+    Returns:
+      `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states mean nothing.
+    """
+    positions = decode_positions(batch).reshape(-1)
+    step = Step(
+        cfg=cfg,
+        rotation=rotation(cfg, positions),
+        attend=decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
+        valid=positions >= 0,
+        backend=backend,
+    )
+    x = embed(params, batch.tokens.reshape(-1))
+    hidden, pages, counts = run_decoder(params, step, x, pages)
+    return StepOutput(hidden.reshape(*batch.tokens.shape, -1), pages, counts)
+
+
+def _pages_per_layer(cfg: ModelConfig, pages: jax.Array) -> int:
+    if pages.shape[0] % cfg.num_cache_layers:
+        raise ValueError(f"the {pages.shape[0]} pages of the pool must divide by {cfg.num_cache_layers} cache layers")
+    return pages.shape[0] // cfg.num_cache_layers

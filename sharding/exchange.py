@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding.collectives import Overlap, finish, start_all_to_all
+
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
@@ -31,6 +33,7 @@ class Hop:
     peers: int
     span: int
     capacity: int
+    overlap: Overlap = Overlap.NONE
 
 
 class Rows(NamedTuple):
@@ -47,6 +50,13 @@ class Plan(NamedTuple):
     peer: jax.Array  # [T, K] int32, `peers` where nothing is sent (no expert, or an earlier k has the same peer)
     slot: jax.Array  # [T, K] int32
     rounds: jax.Array  # int32, the same on every peer
+
+
+class Sent(NamedTuple):
+    """Rows under way: one handle for each array of a `Rows`."""
+
+    handles: list[Any]
+    tree: Any
 
 
 Experts = Callable[[Rows], jax.Array]
@@ -99,36 +109,44 @@ def make_plan(ids: jax.Array, hop: Hop) -> Plan:
     return Plan(peer, slot, -(-longest // hop.capacity))
 
 
-def send(rows: Rows, plan: Plan, number: jax.Array, hop: Hop) -> Rows:
-    """Fills round `number`'s buffers and sends them: [peers * C, ...] rows, those of peer p from p * C on."""
+def send(rows: Rows, plan: Plan, number: jax.Array | int, hop: Hop) -> Sent:
+    """Fills round `number`'s buffers, [peers * C, ...] with peer p's rows from p * C on, and starts sending them."""
     T, K = rows.ids.shape
     place = _place(plan, number, hop)
     source = jnp.full((hop.peers * hop.capacity,), T, jnp.int32)
     source = source.at[place.ravel()].set(jnp.repeat(jnp.arange(T, dtype=jnp.int32), K), mode="drop")
 
-    def fill(x: jax.Array, empty: int) -> jax.Array:
-        return _all_to_all(jnp.take(x, source, axis=0, mode="fill", fill_value=empty), hop)
+    def fill(x: jax.Array, empty: int = 0) -> jax.Array:
+        return jnp.take(x, source, axis=0, mode="fill", fill_value=empty)
 
-    return Rows(jax.tree.map(lambda x: fill(x, 0), rows.payload), fill(rows.ids, -1), fill(rows.weights, 0))
-
-
-def receive(arrived: Rows, hop: Hop) -> Rows:
-    """Makes the ids of arrived rows relative to this peer; experts of other peers become -1."""
-    ids = arrived.ids - lax.axis_index(hop.axes) * hop.span
-    mine = (arrived.ids >= 0) & (ids >= 0) & (ids < hop.span)
-    return Rows(arrived.payload, jnp.where(mine, ids, -1), jnp.where(mine, arrived.weights, 0))
+    leaves, tree = jax.tree.flatten(Rows(jax.tree.map(fill, rows.payload), fill(rows.ids, -1), fill(rows.weights)))
+    return Sent([start_all_to_all(x, hop.axes, hop.overlap) for x in leaves], tree)
 
 
-def send_back(y: jax.Array, hop: Hop) -> jax.Array:
-    """Returns each row's partial sum to the peer it came from: [peers * C, D] in the layout of `send`."""
-    return _all_to_all(y, hop)
+def receive(sent: Sent, hop: Hop) -> Rows:
+    """Waits for the rows of `send`, [peers * C, ...], and makes their ids local: experts of other peers become -1."""
+    leaves = [finish(handle, hop.overlap) for handle in sent.handles]
+    return localise(jax.tree.unflatten(sent.tree, leaves), hop)
 
 
-def collect(returned: jax.Array, plan: Plan, number: jax.Array, hop: Hop) -> jax.Array:
-    """Sums what came back in round `number`, in the order of k and in float32: [T, D] in the dtype of `returned`.
+def localise(rows: Rows, hop: Hop) -> Rows:
+    """Makes ids relative to this peer's range; experts of other peers become -1."""
+    ids = rows.ids - lax.axis_index(hop.axes) * hop.span
+    mine = (rows.ids >= 0) & (ids >= 0) & (ids < hop.span)
+    return Rows(rows.payload, jnp.where(mine, ids, -1), jnp.where(mine, rows.weights, 0))
+
+
+def send_back(y: jax.Array, hop: Hop) -> Any:
+    """Starts returning each row's partial sum to the peer it came from; a handle for `collect`."""
+    return start_all_to_all(y, hop.axes, hop.overlap)
+
+
+def collect(sent: Any, plan: Plan, number: jax.Array | int, hop: Hop) -> jax.Array:
+    """Sums what comes back in round `number`, in the order of k and in float32: [T, D] in the dtype of the rows.
 
     Gathers instead of scattering: the order of a scatter-add is not defined on a GPU.
     """
+    returned = finish(sent, hop.overlap)
     place = _place(plan, number, hop)
     total = jnp.zeros((place.shape[0], returned.shape[1]), jnp.float32)
     for k in range(place.shape[1]):
@@ -142,16 +160,12 @@ def gather_all(rows: Rows, axes: tuple[str, ...], span: int, experts: Experts) -
     Sends each token to all ranks, so it suits small batches and few ranks, and is the reference for the others.
     """
     everywhere = jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), rows)
-    y = experts(receive(everywhere, Hop(axes, 1, span, 1)))
+    y = experts(localise(everywhere, Hop(axes, 1, span, 1)))
     return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
 
 
-def _place(plan: Plan, number: jax.Array, hop: Hop) -> jax.Array:
+def _place(plan: Plan, number: jax.Array | int, hop: Hop) -> jax.Array:
     """Index of each (token, k) in round `number`'s buffer [T, K]; out of range when it is not sent in this round."""
     column = plan.slot - number * hop.capacity
     sent = (plan.peer < hop.peers) & (column >= 0) & (column < hop.capacity)
     return jnp.where(sent, plan.peer * hop.capacity + column, hop.peers * hop.capacity)
-
-
-def _all_to_all(x: jax.Array, hop: Hop) -> jax.Array:
-    return lax.all_to_all(x, hop.axes, split_axis=0, concat_axis=0, tiled=True)

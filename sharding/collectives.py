@@ -1,0 +1,54 @@
+"""The all-to-all in two halves, start and finish, so that a program can put work between them.
+
+DeepEP calls this a hook: the first call only sends, the second receives. XLA left alone puts each collective's start
+next to its done, and overlaps nothing. What can be had depends on platform and version, and is chosen once, by
+`resolve_overlap`:
+
+- On a GPU from jax 0.12 on, `jax._src.lax.parallel.all_to_all_start` returns a future, and with program order enforced
+  the compiled schedule is the one written. It has no public name yet (`jax.lax` has `psum_scatter_start` alone).
+- On a GPU with jax 0.11 the future fails in Shardy ("propagation doesn't support tuples"): collectives stay
+  synchronous, in program order, which still keeps XLA from copying the page pool.
+- On a CPU futures together with enforced order crash the process: plain collectives, no enforced order.
+"""
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.overlap import program_order
+
+
+class Overlap(enum.Enum):
+    """How far a compiled program keeps the written order of collectives and compute."""
+
+    HOOKS = "collectives start early and finish late, in program order"
+    ORDER = "collectives are synchronous, in program order"
+    NONE = "collectives are synchronous, in the order XLA finds"
+
+
+def resolve_overlap(platform: str) -> Overlap:
+    """What `platform` ("gpu", "cuda", "cpu") can do with the installed jax."""
+    if platform not in ("gpu", "cuda"):
+        return Overlap.NONE
+    return Overlap.HOOKS if jax.__version_info__ >= (0, 12, 0) else Overlap.ORDER
+
+
+def in_program_order(f: Callable, overlap: Overlap) -> Callable:
+    """`f` with its collectives and compute scheduled in the order it is written, where `overlap` says so."""
+    return f if overlap is Overlap.NONE else program_order(f, enforce=True)
+
+
+def start_all_to_all(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Any:
+    """Sends block p of the leading axis of `x` to peer p along mesh axes `axes`; returns a handle for `finish`."""
+    if overlap is not Overlap.HOOKS:
+        return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+    from jax._src.lax.parallel import all_to_all_start
+
+    return all_to_all_start(x, axes, 0, 0, tiled=True)
+
+
+def finish(handle: Any, overlap: Overlap) -> jax.Array:
+    """What the peers sent, in the layout of `start_all_to_all`'s argument: block p comes from peer p."""
+    return handle.done() if overlap is Overlap.HOOKS else handle

@@ -1,0 +1,65 @@
+"""Finds strings in text that arrives piece by piece, in linear time."""
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Watches a text for the first end of any of `patterns`, which may stretch over pieces.
+
+    One Knuth-Morris-Pratt automaton a pattern: each character costs amortised constant time whatever the text, and
+    the automaton's state is the number of characters that may yet turn out to be part of a match.
+    """
+
+    def __init__(self, patterns: Sequence[str]):
+        if any(not pattern for pattern in patterns):
+            raise ValueError("a pattern is empty")
+        self._patterns = tuple(patterns)
+        self._failures = tuple(map(_failures, patterns))
+        self._states = [0] * len(self._patterns)
+
+    @property
+    def held(self) -> int:
+        """Trailing characters of the text so far that may belong to a match to come."""
+        return max(self._states, default=0)
+
+    def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
+        """Reads `text[start:]`; at the first match returns the index after it and the pattern, longest first.
+
+        Reading stops there: call again with that index to go on.
+        """
+        if not self._patterns:
+            return None
+        for i in range(start, len(text)):
+            match = self._advance(text[i])
+            if match is not None:
+                return i + 1, match
+        return None
+
+    def _advance(self, char: str) -> str | None:
+        match: str | None = None
+        for p, pattern in enumerate(self._patterns):
+            failures = self._failures[p]
+            state = self._states[p]
+            while state and pattern[state] != char:
+                state = failures[state - 1]
+            if pattern[state] == char:
+                state += 1
+            if state == len(pattern):
+                state = failures[state - 1]
+                if match is None or len(pattern) > len(match):
+                    match = pattern
+            self._states[p] = state
+        return match
+
+
+def _failures(pattern: str) -> list[int]:
+    """For each prefix the length of its longest proper suffix that is a prefix too."""
+    table = [0] * len(pattern)
+    length = 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = table[length - 1]
+        if pattern[i] == pattern[length]:
+            length += 1
+        table[i] = length
+    return table

@@ -1,0 +1,166 @@
+"""The tokenizer of a model directory: text to token ids, token ids to bytes; no code from the directory is run.
+
+Reads `tokenizer.json` (the `tokenizers` library's format) and `tokenizer_config.json` beside it. Byte-level BPE is
+what the DeepSeek family uses and the only kind supported: each token stands for a fixed string of bytes, so that
+text can be produced token by token in linear time.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+_MAX_CONFIG_BYTES = 64 * 2**20
+
+
+class TokenizerError(ValueError):
+    """The tokenizer's files cannot be used, or a text cannot be encoded; the message says why."""
+
+
+class TokenizerNotFound(TokenizerError):
+    """The model directory has no `tokenizer.json`."""
+
+
+class Tokenizer:
+    """Byte-level BPE tokenizer with the special tokens and the chat template that came with it.
+
+    `vocab_size` counts the ids the tokenizer knows (0 .. vocab_size - 1, with possible gaps); a model's logits may be
+    wider. `fingerprint` is a sha256 of the files, for cache keys.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], chat_template: str | None = None):
+        _require_byte_level(backend)
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.chat_template = chat_template
+        self.special_tokens = _special_tokens(config)
+        added = backend.get_added_tokens_decoder()
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_id = self._id_of("eos_token")
+        self.max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        self.fingerprint = hashlib.sha256((backend.to_str() + json.dumps(config, sort_keys=True)).encode()).hexdigest()
+        self._add_bos: bool | None = config.get("add_bos_token")
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> Self:
+        """Reads the tokenizer of a Hugging Face model directory.
+
+        Raises TokenizerNotFound without a `tokenizer.json`, TokenizerError for files that cannot be used.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerNotFound(f"{directory} has no tokenizer.json: only prompts of token ids can be served")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{path}: {error}") from None
+        config = _read_json(directory / "tokenizer_config.json")
+        return cls(backend, config, _chat_template(directory, config))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` the beginning-of-sequence token comes first, never twice.
+
+        Releases the interpreter lock, so that a thread may encode a huge text. Raises TokenizerError for text that is
+        not Unicode (a lone surrogate).
+        """
+        use_post_processor = add_special_tokens and self._add_bos is None
+        try:
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=use_post_processor)
+        except TypeError:
+            raise TokenizerError("the text is not valid Unicode (a lone surrogate)") from None
+        ids: list[int] = encoding.ids
+        if not add_special_tokens or self.bos_token_id is None:
+            return ids
+        if self._add_bos and ids[:1] != [self.bos_token_id]:
+            return [self.bos_token_id, *ids]
+        return ids[1:] if ids[:2] == [self.bos_token_id] * 2 else ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of whole token ids; bytes that are no UTF-8 become U+FFFD, unknown ids are nothing."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        return b"".join(self.token_bytes(i) for i in token_ids if i not in skipped).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; empty for an id without a token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = _to_bytes(self._backend.id_to_token(token_id) or "")
+        return known
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token given as it is written in the vocabulary, None if there is none."""
+        return self._backend.token_to_id(token)
+
+    def _id_of(self, role: str) -> int | None:
+        token = self.special_tokens.get(role)
+        return None if token is None else self.id_of(token)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _to_bytes(token: str) -> bytes:
+    """A token outside the alphabet (DeepSeek's markers) is its own UTF-8, as the library's ByteLevel decoder has it."""
+    try:
+        return bytes(_BYTE_OF_CHAR[c] for c in token)
+    except KeyError:
+        return token.encode()
+
+
+def _require_byte_level(backend: tokenizers.Tokenizer) -> None:
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    kinds = [step.get("type") for step in steps]
+    if kinds != ["ByteLevel"]:
+        raise TokenizerError(f"tokenizer.json: decoder {kinds} is not supported, only byte-level BPE (ByteLevel) is")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise TokenizerError(f"{path}: larger than {_MAX_CONFIG_BYTES} bytes")
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: expected an object, found {type(value).__name__}")
+    return value
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` ...: written as a string or as an object with a `content` field."""
+    found = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """`chat_template.jinja` wins over `tokenizer_config.json`; of several named templates the "default" is used."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

@@ -10,10 +10,6 @@ BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sen
 SPECIAL = [BOS, EOS, USER, ASSISTANT]
 MARKERS = ["<think>", "</think>"]
 CORPUS = ["def add(x, y):\n    return x + y\n", "The quick brown fox jumps over it. ", "héllo wörld 🙂 日本語 "] * 30
-    "def add(x, y):\n    return x + y\n",
-    "The quick brown fox jumps over the lazy dog. ",
-    "héllo wörld 🙂 日本語 ",
-] * 30
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{%- for message in messages %}"

@@ -28,7 +28,8 @@ def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> tuple[plgpu.T
         swizzle //= 2
     if swizzle < 32:
         raise ValueError(f"no swizzle fits {minor} elements of {jnp.dtype(dtype).name}; rows must be 32 bytes or more")
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # type: ignore[abstract]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
 def interpret_params(*, detect_races: bool = True, **options) -> plgpu.InterpretGPUParams:
@@ -70,4 +71,4 @@ def _raise_on_races() -> None:
             if self.races_found:
                 raise RuntimeError("data race in a Mosaic GPU kernel; the accesses are printed above")
 
-    gpu_callbacks.GPURaceDetectionState = RaisingRaceDetection
+    gpu_callbacks.GPURaceDetectionState = RaisingRaceDetection  # type: ignore[misc]

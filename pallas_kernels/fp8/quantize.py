@@ -1,0 +1,138 @@
+"""Block quantisation to e4m3: 1x128 for activations, 128x128 for weights, and SwiGLU fused with the former.
+
+Follows section 3.3.2 of the DeepSeek-V3 report (arXiv:2412.19437) and DeepGEMM's test utilities: the scale of a block
+is its largest magnitude over 448, with the magnitude clamped at 1e-4; a value is recovered by *multiplying* with it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backend import Backend, resolve_backend
+
+BLOCK = 128
+E4M3 = jnp.float8_e4m3fn
+E4M3_MAX = 448.0
+_AMAX_FLOOR = 1e-4
+
+
+def quantize_1x128(x: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None) -> tuple[jax.Array, jax.Array]:
+    """Quantises activations per row and 128 channels.
+
+    Args:
+      x: [..., M, K] floating point. A last block of fewer than 128 channels has a scale of its own.
+      ue8m0: round scales up to powers of two (DeepSeek-V3.1's `scale_fmt`).
+      backend: implementation; None chooses by device.
+
+    Returns:
+      values [..., M, K] e4m3 and scales [..., ceil(K/128), M] float32. The scales are M-major, as DeepGEMM has them
+      on Hopper, because the GEMM then loads one contiguous run of them per 128 of K. The scales of chosen rows are
+      `scale[..., rows]`.
+    """
+    resolve_backend(requested=backend)
+    _require_float("quantize_1x128", x, 2)
+    blocks = _split_last(x.astype(jnp.float32))  # [..., M, k, 128]
+    scale = _block_scale(jnp.max(jnp.abs(blocks), axis=-1), ue8m0)  # [..., M, k]
+    values = _to_e4m3(blocks / scale[..., None])
+    return values.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], jnp.swapaxes(scale, -1, -2)
+
+
+def quantize_128x128(
+    w: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Quantises weights in blocks of 128 rows by 128 columns, counted from the first row and column.
+
+    Args:
+      w: [..., N, K] floating point; blocks at the lower and right edges may be partial.
+      ue8m0: round scales up to powers of two.
+      backend: implementation; None chooses by device.
+
+    Returns:
+      values [..., N, K] e4m3 and scales [..., ceil(N/128), ceil(K/128)] float32, which is `weight_scale_inv` of a
+      DeepSeek checkpoint.
+    """
+    resolve_backend(requested=backend)
+    _require_float("quantize_128x128", w, 2)
+    n, k = w.shape[-2:]
+    blocks = _split_blocks(w.astype(jnp.float32))  # [..., n, 128, k, 128]
+    scale = _block_scale(jnp.max(jnp.abs(blocks), axis=(-3, -1)), ue8m0)  # [..., n, k]
+    values = _to_e4m3(blocks / scale[..., :, None, :, None])
+    return _join_blocks(values, n, k), scale
+
+
+def dequantize_128x128(
+    q: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike = jnp.bfloat16, *, backend: Backend | None = None
+) -> jax.Array:
+    """Recovers weights [..., N, K] in `dtype` from e4m3 values [..., N, K] and scales [..., ceil(N/128), ceil(K/128)].
+
+    Raises:
+      ValueError: the scale's shape does not belong to the values' shape.
+    """
+    resolve_backend(requested=backend)
+    n, k = q.shape[-2:]
+    expected = (*q.shape[:-2], -(-n // BLOCK), -(-k // BLOCK))
+    if scale.shape != expected:
+        raise ValueError(f"dequantize_128x128: values {q.shape} need scales {expected}, got {scale.shape}")
+    blocks = _split_blocks(q).astype(jnp.float32) * scale.astype(jnp.float32)[..., :, None, :, None]
+    return _join_blocks(blocks.astype(dtype), n, k)
+
+
+def swiglu_quantize(
+    gate_up: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`silu(gate) * up` in float32, quantised per row and 128 channels: the input of an expert's second product.
+
+    Args:
+      gate_up: [..., M, 2I]; the first I channels are the gate.
+      ue8m0: round scales up to powers of two.
+      backend: implementation; None chooses by device.
+
+    Returns:
+      values [..., M, I] e4m3 and scales [..., ceil(I/128), M] float32, as `quantize_1x128`.
+    """
+    _require_float("swiglu_quantize", gate_up, 2)
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"swiglu_quantize: the last axis holds gate and up halves, got odd shape {gate_up.shape}")
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return quantize_1x128(jax.nn.silu(gate) * up, ue8m0=ue8m0, backend=backend)
+
+
+def _block_scale(amax: jax.Array, ue8m0: bool) -> jax.Array:
+    scale = jnp.maximum(amax, _AMAX_FLOOR) / E4M3_MAX
+    return _ceil_to_power_of_two(scale) if ue8m0 else scale
+
+
+def _ceil_to_power_of_two(scale: jax.Array) -> jax.Array:
+    """Next power of two, exactly, for positive normal float32: carry any mantissa bit into the exponent."""
+    bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
+    return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
+
+
+def _to_e4m3(x: jax.Array) -> jax.Array:
+    return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3)  # rounding of the scale may push the largest past 448
+
+
+def _split_last(x: jax.Array) -> jax.Array:
+    """[..., K] -> [..., ceil(K/128), 128], zero-padded."""
+    pad = -x.shape[-1] % BLOCK
+    if pad:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
+    return x.reshape(*x.shape[:-1], -1, BLOCK)
+
+
+def _split_blocks(w: jax.Array) -> jax.Array:
+    """[..., N, K] -> [..., ceil(N/128), 128, ceil(K/128), 128], zero-padded."""
+    pad_n, pad_k = -w.shape[-2] % BLOCK, -w.shape[-1] % BLOCK
+    if pad_n or pad_k:
+        w = jnp.pad(w, [(0, 0)] * (w.ndim - 2) + [(0, pad_n), (0, pad_k)])
+    return w.reshape(*w.shape[:-2], w.shape[-2] // BLOCK, BLOCK, w.shape[-1] // BLOCK, BLOCK)
+
+
+def _join_blocks(blocks: jax.Array, n: int, k: int) -> jax.Array:
+    """Undoes `_split_blocks` and cuts the padding off."""
+    *lead, rows, _, columns, _ = blocks.shape
+    return blocks.reshape(*lead, rows * BLOCK, columns * BLOCK)[..., :n, :k]
+
+
+def _require_float(name: str, x: jax.Array, min_ndim: int) -> None:
+    if x.ndim < min_ndim or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name}: needs a floating-point array of {min_ndim} or more axes, got {x.shape} {x.dtype}")

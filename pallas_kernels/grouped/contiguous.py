@@ -1,0 +1,142 @@
+"""Grouped products of rows sorted by expert, segments aligned to tiles: prefill, training, small decode batches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.fp8.gemm import check_operands
+from pallas_kernels.grouped import reference
+
+
+def grouped_gemm_contiguous(
+    x: jax.Array,
+    w: jax.Array,
+    tile_group: jax.Array,
+    *,
+    tile_m: int,
+    group_offset: jax.Array | int = 0,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """`x[rows of tile] @ w[group_offset + tile_group[tile]].T` for every tile; differentiable in x and w.
+
+    Args:
+      x: [M, K] bfloat16 or float32, rows laid out by `align_groups`.
+      w: [G, N, K] of the same dtype; a stack of layers is [layers * experts, N, K].
+      tile_group: [M/tile_m] int32, the group of each tile; -1 skips a tile, whose weight is not read and whose
+        output rows are undefined (zero in the reference).
+      tile_m: rows of a tile.
+      group_offset: added to every group id, Python or traced integer: `layer * experts` for a stack.
+      backend: implementation; None chooses by device.
+
+    Returns:
+      [M, N] in x's dtype; sums are float32.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together.
+    """
+    check_plain("grouped_gemm_contiguous", x, w, 2)
+    _check_tiles("grouped_gemm_contiguous", x.shape[0], tile_group, tile_m)
+    resolve_backend(requested=backend)
+    return _contiguous(x, w, tile_group, jnp.asarray(group_offset, jnp.int32), tile_m)
+
+
+def fp8_grouped_gemm_contiguous(
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: jax.Array,
+    w_scale: jax.Array,
+    tile_group: jax.Array,
+    *,
+    tile_m: int,
+    group_offset: jax.Array | int = 0,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """`grouped_gemm_contiguous` of block-scaled e4m3 (DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`).
+
+    Args:
+      x: [M, K] e4m3, and x_scale: [ceil(K/128), M] float32, both from `quantize_1x128`.
+      w: [G, N, K] e4m3, and w_scale: [G, ceil(N/128), ceil(K/128)] float32.
+      tile_group, tile_m, group_offset, backend: as `grouped_gemm_contiguous`.
+      out_dtype: bfloat16 or float32.
+
+    Returns:
+      [M, N] in `out_dtype`.
+    """
+    name = "fp8_grouped_gemm_contiguous"
+    check_fp8(name, x, x_scale, w, w_scale, 2)
+    _check_tiles(name, x.shape[0], tile_group, tile_m)
+    resolve_backend(requested=backend)
+    return reference.fp8_contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
+
+
+def grouped_weight_gradient(
+    dy: jax.Array,
+    x: jax.Array,
+    tile_group: jax.Array,
+    num_groups: int,
+    *,
+    tile_m: int,
+    group_offset: jax.Array | int = 0,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """The k-grouped product: `sum over rows of group g of dy[row] x[row]^T`, as a jax.numpy reference only.
+
+    Args:
+      dy: [M, N] and x: [M, K], both laid out by `align_groups`; padding rows of dy must be zero.
+      tile_group, tile_m, group_offset: as `grouped_gemm_contiguous`.
+      num_groups: length of the result; groups without rows are zero.
+
+    Returns:
+      [num_groups, N, K] float32.
+    """
+    name = "grouped_weight_gradient"
+    if dy.ndim != 2 or x.ndim != 2 or dy.shape[0] != x.shape[0] or num_groups < 1:
+        raise ValueError(f"{name}: needs dy [M, N], x [M, K], num_groups > 0; got {dy.shape}, {x.shape}, {num_groups}")
+    _check_tiles(name, x.shape[0], tile_group, tile_m)
+    resolve_backend(requested=backend)
+    return reference.weight_gradient(dy, x, tile_group, group_offset, tile_m, num_groups)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _contiguous(x, w, tile_group, group_offset, tile_m):
+    return reference.contiguous(x, w, tile_group, group_offset, tile_m)
+
+
+def _contiguous_forward(x, w, tile_group, group_offset, tile_m):
+    return _contiguous(x, w, tile_group, group_offset, tile_m), (x, w, tile_group, group_offset)
+
+
+def _contiguous_backward(tile_m, saved, dy):
+    x, w, tile_group, group_offset = saved
+    dx = reference.contiguous(dy, w, tile_group, group_offset, tile_m, transposed=True)
+    dw = reference.weight_gradient(dy, x, tile_group, group_offset, tile_m, w.shape[0])
+    return dx, dw.astype(w.dtype), None, None
+
+
+_contiguous.defvjp(_contiguous_forward, _contiguous_backward)
+
+
+def check_plain(name: str, x: jax.Array, w: jax.Array, x_ndim: int) -> None:
+    """Raises ValueError unless x (of `x_ndim` axes) and w [G, N, K] share K and a dtype, bfloat16 or float32."""
+    if x.ndim != x_ndim or w.ndim != 3 or x.shape[-1] != w.shape[-1]:
+        raise ValueError(f"{name}: needs x of {x_ndim} axes and w [G, N, K] with one K, got {x.shape} and {w.shape}")
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"{name}: x and w must both be bfloat16 or both float32, got {x.dtype} and {w.dtype}")
+
+
+def check_fp8(name: str, x: jax.Array, x_scale: jax.Array, w: jax.Array, w_scale: jax.Array, x_ndim: int) -> None:
+    """Raises ValueError unless the four arrays are a block-scaled x (of `x_ndim` axes) and w [G, N, K]."""
+    if x.ndim != x_ndim or w.ndim != 3 or x.shape[-1] != w.shape[-1]:
+        raise ValueError(f"{name}: needs x of {x_ndim} axes and w [G, N, K] with one K, got {x.shape} and {w.shape}")
+    check_operands(name, x, x_scale, w, w_scale)
+
+
+def _check_tiles(name: str, rows: int, tile_group: jax.Array, tile_m: int) -> None:
+    if tile_m < 1 or rows % tile_m or tile_group.shape != (rows // tile_m,):
+        raise ValueError(f"{name}: {rows} rows in tiles of {tile_m} need tile_group [{rows}/{tile_m}], "
+                         f"got {tile_group.shape}")  # fmt: skip
+    if not jnp.issubdtype(tile_group.dtype, jnp.integer):
+        raise ValueError(f"{name}: tile_group must be integers, got {tile_group.dtype}")

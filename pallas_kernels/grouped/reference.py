@@ -1,0 +1,85 @@
+"""Grouped products in jax.numpy: a loop over the tiles that hold rows, one expert's weight at a time.
+
+`lax.ragged_dot` is a dense product over all groups on CPU and on CUDA; a loop reads each needed weight once and leaves
+empty tiles out.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.fp8 import reference as fp8_reference
+
+
+def contiguous(
+    x: jax.Array, w: jax.Array, tile_group: jax.Array, group_offset: jax.Array | int, tile_m: int, *, transposed=False
+) -> jax.Array:
+    """[M, K] x [G, N, K] -> [M, N] in x's dtype, float32 sums; with `transposed`, w is [G, K, N]. -1 tiles are zero."""
+
+    def product(tile, group):
+        w_g = lax.dynamic_index_in_dim(w, group_offset + group, 0, keepdims=False)
+        x_t = lax.dynamic_slice_in_dim(x, tile * tile_m, tile_m, 0)
+        contract = (((1,), (0 if transposed else 1,)), ((), ()))
+        return lax.dot_general(x_t, w_g, contract, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    n = w.shape[2] if transposed else w.shape[1]
+    return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], n), x.dtype))
+
+
+def fp8_contiguous(
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: jax.Array,
+    w_scale: jax.Array,
+    tile_group: jax.Array,
+    group_offset: jax.Array | int,
+    tile_m: int,
+    out_dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Block-scaled e4m3 [M, K] x [G, N, K] -> [M, N] in `out_dtype`; -1 tiles are zero."""
+
+    def product(tile, group):
+        w_g, w_scale_g = (lax.dynamic_index_in_dim(v, group_offset + group, 0, keepdims=False) for v in (w, w_scale))
+        x_t = lax.dynamic_slice_in_dim(x, tile * tile_m, tile_m, 0)
+        x_scale_t = lax.dynamic_slice_in_dim(x_scale, tile * tile_m, tile_m, 1)
+        return fp8_reference.scaled_matmul(x_t, x_scale_t, w_g, w_scale_g).astype(out_dtype)
+
+    return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], w.shape[1]), out_dtype))
+
+
+def weight_gradient(
+    dy: jax.Array, x: jax.Array, tile_group: jax.Array, group_offset: jax.Array | int, tile_m: int, num_groups: int
+) -> jax.Array:
+    """Sum of dy^T x over each group's rows: [M, N], [M, K] -> [num_groups, N, K] float32 (k-grouped product)."""
+
+    def add(tile, group, acc):
+        dy_t, x_t = (lax.dynamic_slice_in_dim(v, tile * tile_m, tile_m, 0) for v in (dy, x))
+        part = lax.dot_general(dy_t, x_t, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return acc.at[group_offset + group].add(part)
+
+    return _for_each_tile(add, tile_group, jnp.zeros((num_groups, dy.shape[1], x.shape[1]), jnp.float32))
+
+
+def tiles_of_counts(counts: jax.Array, tiles_per_group: int, tile_m: int) -> jax.Array:
+    """[G * tiles_per_group] tile groups of a masked layout: tile i of a group holds rows when i * tile_m < count."""
+    first_row = jnp.arange(tiles_per_group, dtype=jnp.int32) * tile_m
+    group = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.where(first_row[None, :] < counts[:, None], group, -1).reshape(-1)
+
+
+def _fill_tiles(product: Callable, tile_group: jax.Array, tile_m: int, out: jax.Array) -> jax.Array:
+    """`out` with `product(tile, group)` written over the rows of every tile that has a group."""
+
+    def write(tile, group, acc):
+        return lax.dynamic_update_slice_in_dim(acc, product(tile, group), tile * tile_m, 0)
+
+    return _for_each_tile(write, tile_group, out)
+
+
+def _for_each_tile(step: Callable, tile_group: jax.Array, init: jax.Array) -> jax.Array:
+    """Folds `step(tile, group, acc)` over the tiles whose group is not -1; the trip count is their number."""
+    tiles = jnp.argsort(tile_group < 0, stable=True)
+    used = jnp.sum(tile_group >= 0)
+    return lax.fori_loop(0, used, lambda i, acc: step(tiles[i], tile_group[tiles[i]], acc), init)

@@ -1,0 +1,62 @@
+"""Alignment of rows to groups: invariants for any routing."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.backend import Backend
+from pallas_kernels.grouped import align_groups, choose_tile_m, padded_rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ids=st.lists(st.integers(-2, 7), min_size=12, max_size=12),
+    num_groups=st.sampled_from([1, 3, 6]),
+    tile_m=st.sampled_from([1, 4, 8]),
+)
+def test_every_row_has_one_slot_in_a_tile_of_its_group(ids, num_groups, tile_m):
+    ids = np.array(ids)
+    aligned = align_groups(jnp.asarray(ids), num_groups, tile_m)
+    slots = padded_rows(len(ids), num_groups, tile_m)
+    row_of_slot, slot_of_row, tile_group = (np.asarray(v) for v in aligned[:3])
+    assert row_of_slot.shape == (slots,) and tile_group.shape == (slots // tile_m,)
+    kept = (ids >= 0) & (ids < num_groups)
+    np.testing.assert_array_equal(aligned.counts, np.bincount(ids[kept], minlength=num_groups))
+    assert (slot_of_row[~kept] == slots).all()
+    np.testing.assert_array_equal(row_of_slot[slot_of_row[kept]], np.flatnonzero(kept))
+    np.testing.assert_array_equal(tile_group[slot_of_row[kept] // tile_m], ids[kept])
+    assert (row_of_slot < len(ids)).sum() == kept.sum()
+    used = tile_group >= 0
+    assert used[: used.sum()].all() and (np.diff(tile_group[used]) >= 0).all()
+    assert used.sum() == sum(-(-c // tile_m) for c in np.asarray(aligned.counts))
+    for group in range(num_groups):  # stable: rows of a group keep their order, without gaps
+        at = slot_of_row[ids == group]
+        assert (np.diff(at) == 1).all() and (len(at) == 0 or at[0] % tile_m == 0)
+
+
+def test_scatter_and_back():
+    ids = jnp.array([2, 0, -1, 2, 1])
+    x = jnp.arange(10.0).reshape(5, 2)
+    aligned = align_groups(ids, 3, 4)
+    padded = x.at[aligned.row_of_slot].get(mode="fill", fill_value=0)
+    back = padded.at[aligned.slot_of_row].get(mode="fill", fill_value=0)
+    np.testing.assert_array_equal(back, x * (ids >= 0)[:, None])
+
+
+def test_choose_tile_m():
+    assert choose_tile_m(8, 16, backend=Backend.REFERENCE) == 1
+    assert choose_tile_m(128, 16, backend=Backend.REFERENCE) == 16
+    assert choose_tile_m(100_000, 16, backend=Backend.REFERENCE) == 64
+    assert choose_tile_m(8, 16, backend=Backend.MOSAIC) == 8
+    assert choose_tile_m(100_000, 16, backend=Backend.MOSAIC) == 128
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="float32"):
+        align_groups(jnp.zeros(3), 2, 4)
+    with pytest.raises(ValueError, match="0 and 4"):
+        align_groups(jnp.zeros(3, jnp.int32), 0, 4)
+    with pytest.raises(ValueError, match="0 and 2"):
+        choose_tile_m(0, 2)

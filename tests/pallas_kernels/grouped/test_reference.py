@@ -1,0 +1,129 @@
+"""Grouped products through the reference: against dense formulations, gradients, skipped tiles, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped import (
+    align_groups,
+    fp8_grouped_gemm_contiguous,
+    fp8_grouped_gemm_masked,
+    grouped_gemm_contiguous,
+    grouped_gemm_masked,
+    grouped_weight_gradient,
+)
+from tests.pallas_kernels.numerics import activation, calc_diff, weight
+
+ROUTINGS = {
+    "spread": [3, 0, 2, 2, 0, 3, 3, 0, 1, 2],
+    "one group": [2] * 10,
+    "empty groups and dropped rows": [0, -1, 3, 3, -1, 0, 3, 0, 0, -1],
+}
+
+
+def routed(x, aligned):
+    return x.at[aligned.row_of_slot].get(mode="fill", fill_value=0)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("tile_m", [1, 4])
+def test_contiguous_and_gradients_against_dense(routing, tile_m):
+    ids = jnp.array(routing)
+    x = jax.random.normal(jax.random.key(0), (len(routing), 24))
+    w = jax.random.normal(jax.random.key(1), (8, 16, 24))
+    offset = jnp.int32(4)  # the second layer of a stack of two
+    target = jax.random.normal(jax.random.key(2), (len(routing), 16))
+
+    def grouped(x, w, offset):
+        aligned = align_groups(ids, 4, tile_m)
+        y = grouped_gemm_contiguous(routed(x, aligned), w, aligned.tile_group, tile_m=tile_m, group_offset=offset)
+        return y.at[aligned.slot_of_row].get(mode="fill", fill_value=0)
+
+    def dense(x, w, offset):
+        return jnp.einsum("mk,mnk->mn", x, w[offset + ids]) * (ids >= 0)[:, None]
+
+    def loss(product):
+        return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(product(x, w, offset) * target), (0, 1)))
+
+    np.testing.assert_allclose(grouped(x, w, offset), dense(x, w, offset), rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(loss(grouped)(x, w)), jax.tree.leaves(loss(dense)(x, w)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_skipped_tiles_do_no_work_and_read_no_weight():
+    w = jnp.stack([jnp.full((8, 8), jnp.nan), jnp.ones((8, 8))])
+    y = grouped_gemm_contiguous(jnp.ones((6, 8)), w, jnp.array([-1, 1, -1]), tile_m=2)
+    np.testing.assert_array_equal(y[:, 0], [0, 0, 8, 8, 0, 0])
+
+
+def test_contiguous_bfloat16():
+    x = jax.random.normal(jax.random.key(0), (8, 64), jnp.bfloat16)
+    w = jax.random.normal(jax.random.key(1), (2, 32, 64), jnp.bfloat16)
+    y = grouped_gemm_contiguous(x, w, jnp.array([1, 0]), tile_m=4)
+    assert y.dtype == jnp.bfloat16
+    exact = np.concatenate([np.asarray(x[:4], np.float64) @ np.asarray(w[1], np.float64).T,
+                            np.asarray(x[4:], np.float64) @ np.asarray(w[0], np.float64).T])  # fmt: skip
+    assert calc_diff(y, exact) < 1e-5
+
+
+def test_fp8_contiguous():
+    x, x_scale, x_true = activation(0, 12, 200)
+    w, w_scale, w_true = weight(1, 4, 136, 200)
+    product = jax.jit(lambda offset: fp8_grouped_gemm_contiguous(
+        x, x_scale, w, w_scale, jnp.array([1, -1, 0]), tile_m=4, group_offset=offset))  # fmt: skip
+    y = product(2)
+    assert calc_diff(y[:4], x_true[:4] @ w_true[3].T) < 1e-5
+    assert calc_diff(y[8:], x_true[8:] @ w_true[2].T) < 1e-5
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 9], [0, 0, 0], [9, 9, 9]])
+def test_masked(counts):
+    counts_device = jnp.array(counts)
+    x, x_scale, x_true = activation(0, 3, 9, 256)
+    w, w_scale, w_true = weight(1, 6, 128, 256)
+    y = jax.jit(lambda c, o: fp8_grouped_gemm_masked(x, x_scale, w, w_scale, c, group_offset=o))(counts_device, 3)
+    plain_x, plain_w = jnp.asarray(x_true, jnp.bfloat16), jnp.asarray(w_true, jnp.bfloat16)
+    plain = jax.jit(lambda c, o: grouped_gemm_masked(plain_x, plain_w, c, group_offset=o))(counts_device, 3)
+    assert y.shape == plain.shape == (3, 9, 128)
+    for g, count in enumerate(counts):
+        assert calc_diff(y[g, :count], x_true[g, :count] @ w_true[3 + g].T) < 1e-5
+        assert calc_diff(plain[g, :count], x_true[g, :count] @ w_true[3 + g].T) < 1e-4  # bfloat16 rounds the inputs
+        assert not jnp.any(y[g, count:]) and not jnp.any(plain[g, count:])
+
+
+def test_masked_ignores_rows_past_the_count_in_gradients():
+    x = jnp.ones((2, 3, 8)).at[0, 1:].set(jnp.nan)
+    w = jnp.ones((2, 4, 8))
+    dx, dw = jax.grad(lambda x, w: jnp.sum(grouped_gemm_masked(x, w, jnp.array([1, 3]))), (0, 1))(x, w)
+    np.testing.assert_array_equal(dx[..., 0], [[4, 0, 0], [4, 4, 4]])
+    np.testing.assert_array_equal(dw[:, 0, 0], [1, 3])
+
+
+def test_weight_gradient_with_an_empty_group():
+    dy = jax.random.normal(jax.random.key(0), (8, 5))
+    x = jax.random.normal(jax.random.key(1), (8, 6))
+    dw = grouped_weight_gradient(dy, x, jnp.array([0, 2, -1, 2]), 3, tile_m=2)
+    np.testing.assert_allclose(dw[0], dy[:2].T @ x[:2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dw[2], dy[2:4].T @ x[2:4] + dy[6:].T @ x[6:], rtol=1e-5, atol=1e-6)
+    assert not jnp.any(dw[1])
+
+
+X, W, TILES = jnp.zeros((8, 16)), jnp.zeros((2, 4, 16)), jnp.zeros(2, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: grouped_gemm_contiguous(X, W, TILES, tile_m=2), r"\[8/2\]"),
+        (lambda: grouped_gemm_contiguous(X, W[..., :8], TILES, tile_m=4), r"\(2, 4, 8\)"),
+        (lambda: grouped_gemm_contiguous(X, W.astype(jnp.bfloat16), TILES, tile_m=4), "bfloat16"),
+        (lambda: grouped_gemm_contiguous(X, W, TILES.astype(jnp.float32), tile_m=4), "integers"),
+        (lambda: grouped_gemm_masked(X[None], W, jnp.zeros(2, jnp.int32)), r"\[1\]"),
+        (lambda: grouped_gemm_masked(jnp.zeros((3, 8, 16)), W, jnp.zeros(3, jnp.int32)), "only 2 weights"),
+        (lambda: grouped_weight_gradient(X, X[:4], TILES, 2, tile_m=4), r"\(4, 16\)"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

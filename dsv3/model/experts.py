@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.linear import Index, at, linear, swiglu
+from dsv3.model.linear import Index, linear, swiglu
 from dsv3.model.params import MlpParams, MoeParams
 from pallas_kernels.backend import Backend
+from pallas_kernels.grouped import align_groups, choose_tile_m, grouped_gemm_contiguous
 
 
 def moe(
@@ -28,13 +29,22 @@ def moe(
     Returns:
       y `[T, D]` in the dtype of x, and counts `[E]` int32, the (token, expert) pairs each expert worked on.
     """
-    E = params.router.shape[1]
-    chosen = jax.nn.one_hot(topk_ids, E, dtype=jnp.float32)  # [T, K, E]
-    inner = swiglu(jnp.einsum("td,eid->tei", x, at(params.gate_up, layer)))
-    out = jnp.einsum("tei,edi->ted", inner, at(params.down, layer))
-    weights = jnp.einsum("tk,tke->te", topk_weights, chosen)
-    y = jnp.einsum("te,ted->td", weights, out.astype(jnp.float32))
-    return y.astype(x.dtype), chosen.sum(axis=(0, 1)).astype(jnp.int32)
+    (T, K), E = topk_ids.shape, params.gate_up.shape[1]
+    tile_m = choose_tile_m(T * K, E, backend=backend)
+    aligned = align_groups(topk_ids.reshape(-1), E, tile_m)
+    token = aligned.row_of_slot // K  # T in padding slots
+
+    def product(rows: jax.Array, stack: jax.Array) -> jax.Array:
+        flat = stack.reshape(-1, *stack.shape[2:])  # [L * E, N, K], addressed in place
+        return grouped_gemm_contiguous(
+            rows, flat, aligned.tile_group, tile_m=tile_m, group_offset=layer * E, backend=backend
+        )
+
+    rows = x.at[token].get(mode="fill", fill_value=0)
+    out = product(swiglu(product(rows, params.gate_up)), params.down)
+    picked = out.at[aligned.slot_of_row].get(mode="fill", fill_value=0).reshape(T, K, -1)
+    y = jnp.einsum("tk,tkd->td", topk_weights, picked.astype(jnp.float32))
+    return y.astype(x.dtype), aligned.counts
 
 
 def mlp(x: jax.Array, params: MlpParams, layer: Index, backend: Backend | None = None) -> jax.Array:

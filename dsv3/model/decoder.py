@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from dsv3.config import ModelConfig
 from dsv3.model import experts
 from dsv3.model.attention import Attend, project
-from dsv3.model.linear import Index, at, linear
+from dsv3.model.linear import Index, Numerics, at, linear, mlp
 from dsv3.model.norm import rms_norm
 from dsv3.model.params import LayerParams, MoeParams, Params
 from dsv3.model.rope import Rotation
 from dsv3.model.router import route
-from pallas_kernels.backend import Backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Step:
     rotation: Rotation
     attend: Attend
     valid: jax.Array
-    backend: Backend | None
+    numerics: Numerics
 
 
 def run_layers(
@@ -46,30 +45,39 @@ def run_layer(
     layers: LayerParams, layer: Index, step: Step, x: jax.Array, state: Any, cache_layer: Index
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """One decoder layer: attention, then a dense MLP or the experts, each after a norm and around a residual."""
-    cfg = step.cfg
-    with jax.named_scope("attention"):
-        normed = rms_norm(x, at(layers.input_norm, layer), cfg.rms_norm_eps)
-        tokens = project(normed, layers.attention, layer, cfg, step.rotation, step.backend)
-        out, state = step.attend(tokens, layers.attention, layer, cache_layer, state)
-        x = x + linear(out.reshape(out.shape[0], -1), layers.attention.o, layer, step.backend)
-    normed = rms_norm(x, at(layers.post_norm, layer), cfg.rms_norm_eps)
+    x, state = attention_block(layers, layer, step, x, state, cache_layer)
+    normed = rms_norm(x, at(layers.post_norm, layer), step.cfg.rms_norm_eps)
     if layers.mlp is not None:
         with jax.named_scope("mlp"):
             return x + experts.mlp(normed, layers.mlp, layer, step.backend), state, None
     assert layers.moe is not None  # a layer has either
     with jax.named_scope("moe"):
-        y, counts = _moe(normed, layers.moe, layer, step)
-        return x + y, state, counts
+        ids, weights = choose_experts(layers.moe, layer, step, normed)
+        y, counts = experts.moe(normed, ids, weights, layers.moe, layer, step.backend)
+        return x + y + shared_expert(layers.moe, layer, step, normed), state, counts
 
 
-def _moe(x: jax.Array, moe: MoeParams, layer: Index, step: Step) -> tuple[jax.Array, jax.Array]:
+def attention_block(
+    layers: LayerParams, layer: Index, step: Step, x: jax.Array, state: Any, cache_layer: Index
+) -> tuple[jax.Array, Any]:
+    """`x` `[T, D]` after attention and its residual, and the attention state."""
+    with jax.named_scope("attention"):
+        normed = rms_norm(x, at(layers.input_norm, layer), step.cfg.rms_norm_eps)
+        tokens = project(normed, layers.attention, layer, step.cfg, step.rotation, step.backend)
+        out, state = step.attend(tokens, layers.attention, layer, cache_layer, state)
+        return x + linear(out.reshape(out.shape[0], -1), layers.attention.o, layer, step.backend), state
+
+
+def choose_experts(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids and weights `[T, K]` of each row's experts; -1 in padding rows."""
     bias = None if moe.router_bias is None else at(moe.router_bias, layer)
-    ids, weights = route(step.cfg, x, at(moe.router, layer), bias)
-    ids = jnp.where(step.valid[:, None], ids, -1)
-    y, counts = experts.moe(x, ids, weights, moe, layer, step.backend)
-    if moe.shared is not None:
-        y = y + experts.mlp(x, moe.shared, layer, step.backend)
-    return y, counts
+    ids, weights = route(step.cfg, normed, at(moe.router, layer), bias)
+    return jnp.where(step.valid[:, None], ids, -1), weights
+
+
+def shared_expert(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) -> jax.Array | float:
+    """The shared expert's part `[T, D]`, added unscaled; 0 in a model without one."""
+    return 0.0 if moe.shared is None else experts.mlp(normed, moe.shared, layer, step.backend)
 
 
 def run_decoder(params: Params, step: Step, x: jax.Array, state: Any) -> tuple[jax.Array, Any, jax.Array | None]:

@@ -1,0 +1,217 @@
+"""Reads one streamed completion: server-sent events to chunks, chunks to a record of when which tokens came."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from dsv3.bench.transport import Client, TransportError
+
+MAX_EVENT_BYTES = 1 << 24
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+    def has_text(self) -> bool:
+        delta = self.delta
+        return bool(
+            self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls))
+        )
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """One chunk that carried tokens: when it was read, and how many tokens (None: the server did not say)."""
+
+    time_s: float
+    tokens: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What became of one request. Times are seconds on the monotonic clock; `error` None means success.
+
+    `scheduled_s` is when the request was due, `sent_s` when its sending began. `output_tokens` comes from the
+    server's usage, or else from the token ids it streamed; None where it gave neither. Chunks are never counted.
+    """
+
+    index: int
+    scheduled_s: float
+    sent_s: float
+    finished_s: float
+    arrivals: tuple[Arrival, ...] = ()
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    detail: str = ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the moment the request was due to its first token."""
+        return self.arrivals[0].time_s - self.scheduled_s if self.arrivals else None
+
+    @property
+    def e2e_s(self) -> float:
+        """From the moment the request was due to the end of its stream."""
+        return self.finished_s - self.scheduled_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of an output token after the first chunk's; None for answers of one chunk or of unknown length."""
+        if len(self.arrivals) < 2 or self.output_tokens is None:
+            return None
+        later = self.output_tokens - (self.arrivals[0].tokens or 1)
+        return (self.arrivals[-1].time_s - self.arrivals[0].time_s) / later if later > 0 else None
+
+    @property
+    def counts_known(self) -> bool:
+        """Whether the server told for every chunk how many tokens it carried."""
+        return all(arrival.tokens is not None for arrival in self.arrivals)
+
+    def inter_token_s(self) -> list[float]:
+        """One latency a token after the first chunk; a chunk of k tokens gives its gap / k, k times.
+
+        Where the server does not say how many tokens its chunks carry, one latency a chunk.
+        """
+        latencies: list[float] = []
+        for before, after in zip(self.arrivals, self.arrivals[1:], strict=False):
+            count = after.tokens if self.counts_known and after.tokens else 1
+            latencies += [(after.time_s - before.time_s) / count] * count
+        return latencies
+
+
+class _Reader:
+    """Collects the chunks of one stream."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[Arrival] = []
+        self.usage: _Usage | None = None
+        self.finish_reason: str | None = None
+        self.done_s: float | None = None
+
+    def take(self, data: bytes) -> None:
+        now = time.monotonic()
+        if data == b"[DONE]":
+            self.done_s = now
+            return
+        try:
+            chunk = _decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TransportError("malformed", f"{error}: {data[:200]!r}") from error
+        if chunk.error is not None:
+            raise TransportError("error event", str(chunk.error))
+        self.usage = chunk.usage or self.usage
+        for choice in chunk.choices:
+            self.finish_reason = choice.finish_reason or self.finish_reason
+        self._count(chunk.choices, now)
+
+    def _count(self, choices: list[_Choice], now: float) -> None:
+        ids = [choice.token_ids for choice in choices if choice.token_ids is not None]
+        tokens = sum(map(len, ids))
+        if tokens:
+            self.arrivals.append(Arrival(now, tokens))
+        elif not ids and any(choice.has_text() for choice in choices):
+            self.arrivals.append(Arrival(now, None))
+
+    def fields(self) -> dict:
+        """The part of a Record that the stream decides."""
+        usage, streamed = self.usage, [arrival.tokens or 0 for arrival in self.arrivals]
+        counted = sum(streamed) if streamed and all(streamed) else None
+        details = usage.prompt_tokens_details if usage else None
+        return {
+            "arrivals": tuple(self.arrivals),
+            "prompt_tokens": usage.prompt_tokens if usage else None,
+            "cached_tokens": details.cached_tokens if details else None,
+            "output_tokens": usage.completion_tokens if usage else counted,
+            "finish_reason": self.finish_reason,
+        }
+
+
+async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of each server-sent event (WHATWG HTML 9.2.6; comments and other fields are skipped)."""
+    buffer, data = bytearray(), []
+    async for piece in pieces:
+        buffer += piece
+        *lines, rest = buffer.split(b"\n")
+        buffer = rest
+        if len(buffer) > MAX_EVENT_BYTES:
+            raise TransportError("malformed", f"an event of more than {MAX_EVENT_BYTES} bytes")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                data.append(bytes(line[5:].removeprefix(b" ")))
+            elif not line and data:
+                yield b"\n".join(data)
+                data = []
+
+
+async def complete(
+    client: Client, path: str, body: bytes, *, index: int, scheduled_s: float, timeout_s: float
+) -> Record:
+    """Sends one streaming request and reads it to its end; failures become the record's `error`, never an exception.
+
+    The kinds of error: those of `Client.request`, "timeout" (`timeout_s` after sending began), "error event" (the
+    server reports an error inside of the stream), "malformed", "finish: abort" and "finish: error".
+    """
+    reader, sent_s, error = _Reader(), time.monotonic(), None
+    try:
+        async with asyncio.timeout(timeout_s), client.request("POST", path, body) as response:
+            async for data in events(response.pieces()):
+                reader.take(data)
+        error = _verdict(reader)
+    except TransportError as failure:
+        error = failure
+    except TimeoutError:
+        error = TransportError("timeout", f"not finished {timeout_s:g} s after it was sent")
+    return Record(
+        index=index,
+        scheduled_s=scheduled_s,
+        sent_s=sent_s,
+        finished_s=time.monotonic() if error or reader.done_s is None else reader.done_s,
+        error=error.kind if error else None,
+        detail=error.detail if error else "",
+        **reader.fields(),
+    )
+
+
+def _verdict(reader: _Reader) -> TransportError | None:
+    if reader.done_s is None:
+        return TransportError("disconnected", "the stream ended without [DONE]")
+    if reader.finish_reason in ("abort", "error"):
+        return TransportError(f"finish: {reader.finish_reason}", "the server gave the request up")
+    return None

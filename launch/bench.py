@@ -1,0 +1,131 @@
+"""Measures a running OpenAI-compatible server (this one, vLLM, SGLang) under load.
+
+  python -m launch.bench serve --url=http://127.0.0.1:8000 --concurrency=16
+  python -m launch.bench serve --url=http://127.0.0.1:8000 --request_rate=4 --goodput=ttft:2000,itl:100
+
+--concurrency alone is a closed loop: as many requests at a time, the next one when one ends. --request_rate is an open
+loop: requests are due at random times whether or not earlier ones have ended, and latencies count from then.
+docs/benchmarking.md defines every figure.
+"""
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import uvloop
+from absl import flags as absl_flags
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dsv3.bench import metrics, report, serve
+from dsv3.bench.stream import Record
+from dsv3.bench.workload import RandomPrompts
+from launch import flags
+
+_URL = absl_flags.DEFINE_string("url", "http://127.0.0.1:8000", "The server, with or without /v1.")
+_ENDPOINT = absl_flags.DEFINE_enum("endpoint", "completions", ["completions", "chat"], "Which route to load.")
+_MODEL = absl_flags.DEFINE_string("model", None, "Model to ask for; the first one the server lists if not given.")
+_API_KEY = absl_flags.DEFINE_string("api_key", None, "Key sent as bearer token.")
+_CONCURRENCY = absl_flags.DEFINE_integer(
+    "concurrency", None, "Requests at a time. Beside --request_rate: an upper bound; the time held back is latency."
+)
+_REQUEST_RATE = absl_flags.DEFINE_float("request_rate", None, "Requests due per second; inf makes all due at once.")
+_BURSTINESS = absl_flags.DEFINE_float(
+    "burstiness", 1.0, "Shape of the gamma distribution of the gaps: 1 is a Poisson process, less is burstier."
+)
+_NUM_PROMPTS = absl_flags.DEFINE_integer("num_prompts", None, "Requests measured; 100, or all of the dataset.")
+_NUM_WARMUPS = absl_flags.DEFINE_integer("num_warmups", 1, "Requests sent before the measured ones, other prompts.")
+_DATASET = absl_flags.DEFINE_string(
+    "dataset", None, "JSON Lines file with prompt (text or token ids) or messages, and optionally max_tokens."
+)
+_INPUT_LEN = absl_flags.DEFINE_integer("input_len", 512, "Tokens of a random prompt, its prefix not counted.")
+_OUTPUT_LEN = absl_flags.DEFINE_integer("output_len", 128, "Tokens asked for, where the dataset does not say.")
+_RANGE_RATIO = absl_flags.DEFINE_float("range_ratio", 0.0, "Random lengths vary by this part of themselves.")
+_PREFIX_LEN = absl_flags.DEFINE_integer("prefix_len", 0, "Tokens in front of each random prompt that others share.")
+_NUM_PREFIXES = absl_flags.DEFINE_integer("num_prefixes", 1, "Different shared prefixes.")
+_PROMPT_KIND = absl_flags.DEFINE_enum(
+    "prompt_kind",
+    "auto",
+    ["auto", "token_ids", "text"],
+    "What random prompts are: exact token ids drawn from what the server's /tokenize makes of common words, or those "
+    "words (about a token each). auto: ids where the server has /tokenize and the endpoint takes ids.",
+)
+_VOCAB_SIZE = absl_flags.DEFINE_integer("vocab_size", None, "Draw token ids below this without asking /tokenize.")
+_TEMPERATURE = absl_flags.DEFINE_float("temperature", 0.0, "Sampling temperature.")
+_IGNORE_EOS = absl_flags.DEFINE_boolean("ignore_eos", True, "Answers have exactly the length asked for.")
+_EXTENSIONS = absl_flags.DEFINE_boolean(
+    "extensions", True, "Send ignore_eos and return_token_ids; off for servers that refuse fields OpenAI has not."
+)
+_TIMEOUT = absl_flags.DEFINE_float("timeout", 600.0, "Seconds until a request counts as failed.")
+_GOODPUT = absl_flags.DEFINE_list(
+    "goodput",
+    [],
+    "Limits in milliseconds that a good request keeps: ttft, itl, tpot, e2e, as in ttft:2000,itl:100.",
+)
+_SEED = absl_flags.DEFINE_integer("seed", 0, "Fixes prompts and arrival times.")
+_OUTPUT = absl_flags.DEFINE_string("output", None, "Write the report as JSON to this file.")
+
+
+def main(command: str) -> int:
+    """Runs one load test; the exit status is 1 if no request completed."""
+    if command != "serve":
+        raise flags.UsageError(f"unknown command {command!r}; the only one is serve")
+    if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).absolute().parent.is_dir():
+        raise flags.UsageError(f"--output {_OUTPUT.value}: there is no such folder")
+    try:
+        result = uvloop.run(_run(_options(), Console(stderr=True)))
+    except serve.BenchError as error:
+        print(f"launch.bench: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        raise flags.UsageError(str(error)) from error
+    Console().print(report.render(result))
+    if _OUTPUT.value:
+        pathlib.Path(_OUTPUT.value).write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if result["requests"]["completed"] else 1
+
+
+def _options() -> serve.ServeOptions:
+    prompts = RandomPrompts(
+        _INPUT_LEN.value, _OUTPUT_LEN.value, _RANGE_RATIO.value, _PREFIX_LEN.value, _NUM_PREFIXES.value
+    )
+    return serve.ServeOptions(
+        url=_URL.value,
+        prompts=prompts,
+        endpoint=_ENDPOINT.value,
+        model=_MODEL.value,
+        api_key=_API_KEY.value,
+        num_prompts=_NUM_PROMPTS.value,
+        num_warmups=_NUM_WARMUPS.value,
+        concurrency=_CONCURRENCY.value,
+        request_rate=_REQUEST_RATE.value,
+        burstiness=_BURSTINESS.value,
+        prompt_kind=_PROMPT_KIND.value,
+        vocab_size=_VOCAB_SIZE.value,
+        dataset=pathlib.Path(_DATASET.value) if _DATASET.value else None,
+        temperature=_TEMPERATURE.value,
+        ignore_eos=_IGNORE_EOS.value,
+        extensions=_EXTENSIONS.value,
+        timeout_s=_TIMEOUT.value,
+        limits=tuple(map(metrics.Limit.parse, _GOODPUT.value)),
+        seed=_SEED.value,
+    )
+
+
+async def _run(options: serve.ServeOptions, console: Console) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
+        task = progress.add_task("warming up", total=None)
+
+        def on_start(total: int) -> None:
+            progress.update(task, description="requests", total=total)
+
+        def on_record(record: Record) -> None:
+            progress.advance(task)
+
+        return await serve.run(options, on_start, on_record)
+
+
+if __name__ == "__main__":
+    flags.run(main, positional="COMMAND")

@@ -1,0 +1,126 @@
+"""`python -m launch.bench serve`, as a process of its own, against a scripted server."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.dsv3.bench.fake_openai import fake_server
+
+
+def bench(server, *arguments, command="serve"):
+    line = [sys.executable, "-m", "launch.bench", command, f"--url={server.url}", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60)
+
+
+def test_closed_loop_reports_what_was_sent(tmp_path):
+    output = tmp_path / "report.json"
+    with fake_server(["plain"]) as server:
+        done = bench(
+            server, "--concurrency=4", "--num-prompts", "12", "--input-len=9", "--output-len=5", "--prefix-len=3",
+            "--num-warmups=2", "--goodput=ttft:60000,itl:60000", f"--output={output}", "--api-key=hidden",
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "closed loop, 4 at a time" in done.stdout and "goodput" in done.stdout
+    report = json.loads(output.read_text())
+    assert report["requests"] == {"sent": 12, "completed": 12, "failed": 0}
+    assert report["tokens"] == {"input": 12 * 12, "input_cached": 12, "output": 60, "itl_per": "token"}
+    assert report["goodput"]["requests"] == 12
+    assert report["options"]["model"] == "plain" and report["options"]["prompt_kind"] == "token_ids"
+    assert len(report["per_request"]) == 12
+    assert "hidden" not in output.read_text()
+    assert len(server.bodies) == 14 and all(body["max_tokens"] == 5 for body in server.bodies)
+    prompts = [body["prompt"] for body in server.bodies]
+    assert all(len(prompt) == 12 and min(prompt) >= 1000 for prompt in prompts)
+    # The measured prompts share their prefix; the warm-up has one of its own.
+    assert {tuple(prompt[:3]) for prompt in prompts[2:]} == {tuple(prompts[2][:3])} != {tuple(prompts[0][:3])}
+
+
+def test_open_loop_over_a_dataset_with_failures(tmp_path):
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text("".join(json.dumps({"prompt": f"prompt {i}", "max_tokens": 2 + i}) + "\n" for i in range(6)))
+    output = tmp_path / "report.json"
+    with fake_server(["error"]) as server:
+        done = bench(server, "--request_rate=200", "--num_warmups=0", f"--dataset={dataset}", f"--output={output}")
+    report = json.loads(output.read_text())
+    assert done.returncode == 1
+    assert report["requests"] == {"sent": 6, "completed": 0, "failed": 6}
+    assert report["errors"]["error event"]["count"] == 6 and "engine died" in done.stdout
+    assert sorted(body["max_tokens"] for body in server.bodies) == [2, 3, 4, 5, 6, 7]
+
+
+def test_chat_sends_words_and_only_openai_fields():
+    with fake_server(["reasoning"]) as server:
+        done = bench(server, "--endpoint=chat", "--noextensions", "--concurrency=1", "--num-prompts=2", "--input-len=6")
+    assert done.returncode == 0, done.stderr
+    assert "per chunk" in done.stdout
+    for body in server.bodies:
+        assert len(body["messages"][0]["content"].split()) == 6
+        assert "ignore_eos" not in body and "return_token_ids" not in body
+
+
+def test_words_stand_in_where_the_server_has_no_tokenize():
+    with fake_server(["plain"], tokenize=False) as server:
+        assert bench(server, "--concurrency=1", "--num-prompts=1", "--input-len=4").returncode == 0
+        assert isinstance(server.bodies[-1]["prompt"], str)
+        refused = bench(server, "--concurrency=1", "--prompt-kind=token_ids")
+        assert refused.returncode == 1 and "--vocab_size" in refused.stderr
+        assert bench(server, "--concurrency=1", "--num-prompts=1", "--vocab-size=7").returncode == 0
+        assert set(server.bodies[-1]["prompt"]) <= set(range(7))
+
+
+def test_a_refused_warm_up_ends_the_run():
+    with fake_server(["busy"]) as server:
+        done = bench(server, "--concurrency=2")
+    assert done.returncode == 1
+    assert "warm-up" in done.stderr and "queue is full" in done.stderr and len(server.bodies) == 1
+
+
+def test_an_interrupt_reports_what_was_measured(tmp_path):
+    output = tmp_path / "report.json"
+    line = [sys.executable, "-m", "launch.bench", "serve", "--concurrency=2", "--num-prompts=100000"]
+    with fake_server(["paced"]) as server:
+        process = subprocess.Popen(
+            [*line, f"--url={server.url}", "--output-len=4", "--input-len=4", f"--output={output}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while len(server.bodies) < 20 and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    report = json.loads(output.read_text())
+    assert report["interrupted"] and report["requests"]["completed"] >= 17
+    assert "interrupted" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--concurrency"),
+        (["--concurrency=0"], "--concurrency 0"),
+        (["--request-rate=-1"], "--request_rate"),
+        (["--concurrency=1", "--goodput=speed:5"], "--goodput"),
+        (["--concurrency=1", "--dataset=/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--concurrency=1", "--output=/nowhere/report.json"], "no such folder"),
+        (["--concurrency=1", "--endpoint=chat", "--prompt-kind=token_ids"], "takes text"),
+        (["--concurrency=1", "--url=localhost:8000"], "http://HOST:PORT"),
+    ],
+)
+def test_mistakes_end_with_status_2_and_what_to_change(arguments, words):
+    with fake_server() as server:
+        done = bench(server, *arguments)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_server_and_no_command():
+    with fake_server() as server:
+        pass
+    refused = bench(server, "--concurrency=1")
+    assert refused.returncode == 1 and "connect" in refused.stderr
+    assert bench(server, command="train").returncode == 2

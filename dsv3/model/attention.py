@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
-from dsv3.model.linear import Index, at, linear
+from dsv3.model.linear import Index, Numerics, at, linear
 from dsv3.model.norm import rms_norm
 from dsv3.model.params import AttentionParams
 from dsv3.model.rope import Rotation, rotate
@@ -70,15 +70,15 @@ def project(
     layer: Index,
     cfg: ModelConfig,
     rotation: Rotation,
-    backend: Backend | None,
+    numerics: Numerics,
 ) -> Projected:
     """Queries and cache rows of `x` `[T, D]`."""
     N = cfg.qk_nope_head_dim
-    down = linear(x, params.qkv_a, layer, backend)
+    down = linear(x, params.qkv_a, layer, numerics)
     q, latent, k_rope = jnp.split(down, [down.shape[1] - cfg.latent_dim, down.shape[1] - cfg.qk_rope_head_dim], axis=1)
     if params.q_b is not None:
         q = rms_norm(q, at(params.q_norm, layer), cfg.latent_norm_eps)
-        q = linear(q, params.q_b, layer, backend)
+        q = linear(q, params.q_b, layer, numerics)
     q = q.reshape(-1, cfg.num_attention_heads, cfg.qk_head_dim)
     latent = rms_norm(latent, at(params.kv_norm, layer), cfg.latent_norm_eps)
     row = jnp.concatenate([latent, rotate(k_rope, rotation)], axis=1)

@@ -49,11 +49,11 @@ def run_layer(
     normed = rms_norm(x, at(layers.post_norm, layer), step.cfg.rms_norm_eps)
     if layers.mlp is not None:
         with jax.named_scope("mlp"):
-            return x + experts.mlp(normed, layers.mlp, layer, step.backend), state, None
+            return x + mlp(normed, layers.mlp, layer, step.numerics), state, None
     assert layers.moe is not None  # a layer has either
     with jax.named_scope("moe"):
         ids, weights = choose_experts(layers.moe, layer, step, normed)
-        y, counts = experts.moe(normed, ids, weights, layers.moe, layer, step.backend)
+        y, counts = experts.moe(normed, ids, weights, layers.moe, layer, step.numerics)
         return x + y + shared_expert(layers.moe, layer, step, normed), state, counts
 
 
@@ -63,9 +63,9 @@ def attention_block(
     """`x` `[T, D]` after attention and its residual, and the attention state."""
     with jax.named_scope("attention"):
         normed = rms_norm(x, at(layers.input_norm, layer), step.cfg.rms_norm_eps)
-        tokens = project(normed, layers.attention, layer, step.cfg, step.rotation, step.backend)
+        tokens = project(normed, layers.attention, layer, step.cfg, step.rotation, step.numerics)
         out, state = step.attend(tokens, layers.attention, layer, cache_layer, state)
-        return x + linear(out.reshape(out.shape[0], -1), layers.attention.o, layer, step.backend), state
+        return x + linear(out.reshape(out.shape[0], -1), layers.attention.o, layer, step.numerics), state
 
 
 def choose_experts(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +77,7 @@ def choose_experts(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) 
 
 def shared_expert(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) -> jax.Array | float:
     """The shared expert's part `[T, D]`, added unscaled; 0 in a model without one."""
-    return 0.0 if moe.shared is None else experts.mlp(normed, moe.shared, layer, step.backend)
+    return 0.0 if moe.shared is None else mlp(normed, moe.shared, layer, step.numerics)
 
 
 def run_decoder(params: Params, step: Step, x: jax.Array, state: Any) -> tuple[jax.Array, Any, jax.Array | None]:

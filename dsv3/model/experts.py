@@ -1,52 +1,73 @@
-"""Routed and shared experts of one layer on one device."""
+"""The routed experts of one layer on one device."""
 
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.linear import Index, linear, swiglu
-from dsv3.model.params import MlpParams, MoeParams
-from pallas_kernels.backend import Backend
-from pallas_kernels.grouped import align_groups, choose_tile_m, grouped_gemm_contiguous
+from dsv3.model.linear import Index, Numerics, swiglu
+from dsv3.model.params import Fp8Weight, MoeParams
+from pallas_kernels import fp8, grouped
 
 
 def moe(
-    x: jax.Array,
-    topk_ids: jax.Array,
-    topk_weights: jax.Array,
-    params: MoeParams,
-    layer: Index,
-    backend: Backend | None = None,
+    x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, params: MoeParams, layer: Index, numerics: Numerics
 ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of each token's routed experts.
 
+    Rows are sorted by expert and padded to whole tiles; the grouped products address expert e of the layer as
+    `layer * E + e` in the stack, so no weight is copied and those of idle experts are not read.
+
     Args:
       x: `[T, D]`.
-      topk_ids: `[T, K]` int32, experts of this layer, each in 0..E-1; -1 takes no expert (padding).
+      topk_ids: `[T, K]` int32, experts of this layer, each in 0..E-1; others (padding has -1) take no expert.
       topk_weights: `[T, K]` float32.
-      params: the stack of layers; `gate_up` `[L, E, 2 * I, D]`, `down` `[L, E, D, I]`.
+      params: the stack of layers, `gate_up` `[L, E, 2 * I, D]` and `down` `[L, E, D, I]`.
       layer: index of the layer in the stack, may be traced.
 
     Returns:
-      y `[T, D]` in the dtype of x, and counts `[E]` int32, the (token, expert) pairs each expert worked on.
+      y `[T, D]` in the dtype of x, summed in float32, and counts `[E]` int32, the (token, expert) pairs each expert
+      worked on.
     """
-    (T, K), E = topk_ids.shape, params.gate_up.shape[1]
-    tile_m = choose_tile_m(T * K, E, backend=backend)
-    aligned = align_groups(topk_ids.reshape(-1), E, tile_m)
-    token = aligned.row_of_slot // K  # T in padding slots
-
-    def product(rows: jax.Array, stack: jax.Array) -> jax.Array:
-        flat = stack.reshape(-1, *stack.shape[2:])  # [L * E, N, K], addressed in place
-        return grouped_gemm_contiguous(
-            rows, flat, aligned.tile_group, tile_m=tile_m, group_offset=layer * E, backend=backend
-        )
-
-    rows = x.at[token].get(mode="fill", fill_value=0)
-    out = product(swiglu(product(rows, params.gate_up)), params.down)
-    picked = out.at[aligned.slot_of_row].get(mode="fill", fill_value=0).reshape(T, K, -1)
+    (T, K), E = topk_ids.shape, params.router.shape[1]
+    tile_m = grouped.choose_tile_m(T * K, E, backend=numerics.backend)
+    rows = grouped.align_groups(topk_ids.reshape(-1), E, tile_m)
+    token_of_slot = rows.row_of_slot // K  # T where the slot is padding
+    tiles = {
+        "tile_group": rows.tile_group,
+        "tile_m": tile_m,
+        "group_offset": layer * E,
+        "backend": numerics.backend,
+    }
+    experts = _fp8_experts if isinstance(params.gate_up, Fp8Weight) else _plain_experts
+    out = experts(x, token_of_slot, params, tiles, numerics)  # [slots, D]
+    picked = out.at[rows.slot_of_row].get(mode="fill", fill_value=0).reshape(T, K, -1)
     y = jnp.einsum("tk,tkd->td", topk_weights, picked.astype(jnp.float32))
-    return y.astype(x.dtype), aligned.counts
+    return y.astype(x.dtype), rows.counts
 
 
-def mlp(x: jax.Array, params: MlpParams, layer: Index, backend: Backend | None = None) -> jax.Array:
-    """SwiGLU of `x` `[T, D]`: a dense layer's MLP, or the shared expert."""
-    return linear(swiglu(linear(x, params.gate_up, layer, backend)), params.down, layer, backend)
+def _plain_experts(
+    x: jax.Array, token_of_slot: jax.Array, params: MoeParams, tiles: dict, numerics: Numerics
+) -> jax.Array:
+    gathered = x.at[token_of_slot].get(mode="fill", fill_value=0)
+    inner = swiglu(grouped.grouped_gemm_contiguous(gathered, _merge(params.gate_up), **tiles))
+    return grouped.grouped_gemm_contiguous(inner, _merge(params.down), **tiles)
+
+
+def _fp8_experts(
+    x: jax.Array, token_of_slot: jax.Array, params: MoeParams, tiles: dict, numerics: Numerics
+) -> jax.Array:
+    values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    values = values.at[token_of_slot].get(mode="fill", fill_value=0)
+    scale = scale.at[:, token_of_slot].get(mode="fill", fill_value=0)
+    gate_up = _fp8_product(values, scale, params.gate_up, x.dtype, tiles)
+    values, scale = fp8.swiglu_quantize(gate_up, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    return _fp8_product(values, scale, params.down, x.dtype, tiles)
+
+
+def _fp8_product(values: jax.Array, scale: jax.Array, weight: Fp8Weight, dtype: jnp.dtype, tiles: dict) -> jax.Array:
+    data, block_scale = _merge(weight.data), _merge(weight.scale)
+    return grouped.fp8_grouped_gemm_contiguous(values, scale, data, block_scale, out_dtype=dtype, **tiles)
+
+
+def _merge(stack: jax.Array) -> jax.Array:
+    """`[L, E, ...]` as `[L * E, ...]`, which moves nothing."""
+    return stack.reshape(-1, *stack.shape[2:])

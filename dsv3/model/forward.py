@@ -10,6 +10,7 @@ from dsv3.config import ModelConfig
 from dsv3.model import mtp
 from dsv3.model.attention import causal_attend
 from dsv3.model.decoder import Step, embed, logits, run_decoder
+from dsv3.model.linear import Numerics
 from dsv3.model.params import Params
 from dsv3.model.rope import rotation
 from pallas_kernels.backend import Backend
@@ -56,7 +57,13 @@ def _stack_counts(counts: jax.Array | None, mtp_counts: list[Any]) -> jax.Array 
 
 def _step(cfg: ModelConfig, batch: int, length: int, backend: Backend | None) -> Step:
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
-    return Step(cfg, rotation(cfg, positions), causal_attend(cfg, batch), jnp.ones(batch * length, jnp.bool), backend)
+    return Step(
+        cfg,
+        rotation(cfg, positions),
+        causal_attend(cfg, batch),
+        jnp.ones(batch * length, jnp.bool),
+        Numerics.of(cfg, backend),
+    )
 
 
 def _mtp_chain(

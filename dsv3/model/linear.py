@@ -1,25 +1,66 @@
-"""Products with stacked weights."""
+"""Products with stacked weights: one function for plain and for FP8 weights."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
+from dsv3.config import ModelConfig
+from dsv3.model.params import Fp8Weight, MlpParams
+from pallas_kernels import fp8
 from pallas_kernels.backend import Backend
 
 Index = jax.Array | int
 """A layer's place in a stack: static, or traced by a scan over the layers."""
 
 
-def linear(x: jax.Array, weight: jax.Array, layer: Index, backend: Backend | None) -> jax.Array:
-    """`x` `[T, in]` times layer `layer` of the stack `weight` `[L, out, in]`, in the dtype of x: `[T, out]`."""
-    return jnp.einsum("ti,oi->to", x, at(weight, layer))
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """How products are computed: the kernels' implementation, and whether activation scales are powers of two."""
+
+    backend: Backend | None = None
+    ue8m0: bool = False
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, backend: Backend | None) -> "Numerics":
+        return cls(backend, cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0")
 
 
-def at(stack: jax.Array, layer: Index) -> jax.Array:
-    """Layer `layer` of a stack, for parameters too small to mind the copy that a traced index costs on a GPU."""
-    return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:
+    """`x` `[T, in]` times layer `layer` of the stack `weight` `[L, out, in]`, in the dtype of x: `[T, out]`.
+
+    With an `Fp8Weight` x is quantised per row and 128 channels, and the kernel addresses the layer in the stack. A
+    plain weight is sliced: nothing on a CPU, a copy on a GPU where `layer` is traced. Sums are float32.
+    """
+    if isinstance(weight, Fp8Weight):
+        values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+        return _fp8_linear(values, scale, weight, layer, x.dtype, numerics)
+    return jnp.einsum("ti,oi->to", x, at(weight, layer), preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:
+    """SwiGLU of `x` `[T, D]`: a dense layer's MLP, or the shared expert."""
+    gate_up = linear(x, params.gate_up, layer, numerics)
+    if isinstance(params.down, Fp8Weight):
+        values, scale = fp8.swiglu_quantize(gate_up, ue8m0=numerics.ue8m0, backend=numerics.backend)
+        return _fp8_linear(values, scale, params.down, layer, x.dtype, numerics)
+    return linear(swiglu(gate_up), params.down, layer, numerics)
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
     """`silu(gate) * up` of `[T, 2 * F]`, gate columns first: `[T, F]`."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
+
+
+def at(stack: jax.Array, layer: Index) -> jax.Array:
+    """Layer `layer` of a stack."""
+    return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+
+
+def _fp8_linear(
+    values: jax.Array, scale: jax.Array, weight: Fp8Weight, layer: Index, dtype: jnp.dtype, numerics: Numerics
+) -> jax.Array:
+    return fp8.fp8_gemm(
+        values, scale, weight.data, weight.scale, layer=layer, out_dtype=dtype, backend=numerics.backend
+    )

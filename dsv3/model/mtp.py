@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.decoder import Step, run_layer, embed
+from dsv3.model.decoder import Step, embed, run_layer
 from dsv3.model.linear import at
 from dsv3.model.norm import rms_norm
 from dsv3.model.params import Params

@@ -10,6 +10,7 @@ from dsv3.config import ModelConfig
 from dsv3.model.attention import decode_attend, decode_positions, prefill_attend
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.decoder import Step, embed, run_decoder
+from dsv3.model.linear import Numerics
 from dsv3.model.params import Params
 from dsv3.model.rope import rotation
 from pallas_kernels.backend import Backend
@@ -49,7 +50,7 @@ def prefill(
         rotation=rotation(cfg, batch.positions),
         attend=prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
         valid=rows < batch.cu_lengths[-1],
-        backend=backend,
+        numerics=Numerics.of(cfg, backend),
     )
     return StepOutput(*run_decoder(params, step, embed(params, batch.tokens), pages))
 
@@ -68,7 +69,7 @@ def decode(
         rotation=rotation(cfg, positions),
         attend=decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
         valid=positions >= 0,
-        backend=backend,
+        numerics=Numerics.of(cfg, backend),
     )
     x = embed(params, batch.tokens.reshape(-1))
     hidden, pages, counts = run_decoder(params, step, x, pages)

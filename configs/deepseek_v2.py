@@ -1,0 +1,32 @@
+"""DeepSeek-V2 (236B; arXiv:2405.04434)."""
+
+from dsv3.config import ModelConfig, YarnConfig
+
+DEEPSEEK_V2 = ModelConfig(
+    vocab_size=102400,
+    hidden_size=5120,
+    num_hidden_layers=60,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    n_routed_experts=160,
+    num_experts_per_tok=6,
+    n_shared_experts=2,
+    n_group=8,
+    topk_group=3,
+    topk_method="group_limited_greedy",
+    scoring_func="softmax",
+    norm_topk_prob=False,
+    routed_scaling_factor=16.0,
+    first_k_dense_replace=1,
+    rope_theta=10000.0,
+    yarn=YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707),
+    max_position_embeddings=163840,
+    bos_token_id=100000,
+    eos_token_ids=(100001,),
+)

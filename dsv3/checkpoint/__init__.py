@@ -1,1 +1,6 @@
+"""Checkpoints: Hugging Face directories and the pre-stacked form, to and from the parameter tree."""
 
+from dsv3.checkpoint.errors import CheckpointError
+from dsv3.checkpoint.load import load_params
+
+__all__ = ["CheckpointError", "load_params"]

@@ -1,0 +1,76 @@
+"""A Hugging Face checkpoint directory: the tensors of all its safetensors files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dsv3.checkpoint.errors import CheckpointError, raise_findings
+from dsv3.checkpoint.layout import HARMLESS
+from dsv3.checkpoint.safetensors_file import Tensor, read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def read_directory(directory: Path) -> dict[str, Tensor]:
+    """Tensors by name, from the index and its shards or from the single file; the index wins where both exist.
+
+    Raises `CheckpointError` if there is neither, a shard is absent or damaged, index and shards disagree, or the index
+    names a file outside the directory.
+    """
+    if (directory / INDEX).is_file():
+        return _read_shards(directory, _weight_map(directory / INDEX))
+    if (directory / SINGLE).is_file():
+        return read_header(directory / SINGLE)
+    raise CheckpointError(
+        f"{directory}: has neither {INDEX} nor {SINGLE}; only safetensors checkpoints are read (pickled ones never are)"
+    )
+
+
+def plain_file_name(name: Any) -> bool:
+    """Whether `name` is a file name without any path in it."""
+    return isinstance(name, str) and bool(name) and not set(name) & set("/\\\0") and name not in (".", "..")
+
+
+def read_json(path: Path) -> Any:
+    """Content of a JSON file; `CheckpointError` if it cannot be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    content = read_json(path)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: has no weight_map from tensor names to files")
+    for name, file in weight_map.items():
+        if not plain_file_name(file) or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{path}: tensor {name}: {file!r} is not the plain name of a safetensors file")
+    return weight_map
+
+
+def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
+    files = sorted(set(weight_map.values()))
+    raise_findings(
+        directory, {"shards named in the index but absent": [f for f in files if not (directory / f).exists()]}
+    )
+    headers = {file: read_header(directory / file) for file in files}
+    stray = [
+        f"{name} in {file}"
+        for file, header in headers.items()
+        for name in header
+        if weight_map.get(name) != file and not HARMLESS.fullmatch(name)
+    ]
+    lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in headers[file]]
+    raise_findings(
+        directory,
+        {
+            "tensors that the index places in a shard that lacks them": lost,
+            "tensors in a shard where the index does not place them": stray,
+        },
+    )
+    return {name: headers[file][name] for name, file in weight_map.items()}

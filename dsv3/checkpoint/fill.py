@@ -1,0 +1,292 @@
+"""Reads boxes of arrays from files: bytes go straight to their place, or through a few MiB of scratch to be converted.
+
+An `Array` is one array to be built (a stack, or the scales of one). Its `Source`s say which part of which tensor in
+which file fills which box. `Files.fill` reads any box of it with several threads; memory beyond the destination is
+bounded by the number of threads times `BLOCK_BYTES`, times six where values are converted.
+"""
+
+import dataclasses
+import itertools
+import math
+import mmap
+import os
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from dsv3.checkpoint.errors import CheckpointError
+from dsv3.checkpoint.layout import BLOCK, Box, full_box
+from dsv3.checkpoint.safetensors_file import Tensor
+
+# Large enough that a read costs more than its bookkeeping, small enough that scratch does not count.
+BLOCK_BYTES = 4 << 20
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Tensor `tensor`, seen under shape `view`, whose box `take` fills the box `put` of an array.
+
+    `scale`: block scales to multiply (the tensor is FP8). `crc32`: checksums of the blocks of `view`, in order.
+    """
+
+    tensor: Tensor
+    view: tuple[int, ...]
+    take: Box
+    put: Box
+    scale: "Source | None" = None
+    crc32: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array to be read. Its sources tile it; several are ordered by, and one each to, indices of the first axis.
+
+    `positive`: the array holds scales, which must be finite and above zero.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sources: tuple[Source, ...]
+    positive: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def bytes_to_read(self, box: Box) -> int:
+        """Bytes in files behind a box, those of scales to multiply not counted."""
+        met = ((s.tensor.dtype.itemsize, _intersection(s.put, box)) for s in self.overlapping(box))
+        return sum(size * math.prod(extents(part)) for size, part in met if part is not None)
+
+    def overlapping(self, box: Box) -> Sequence[Source]:
+        """Sources whose extent on the first axis meets the box."""
+        if len(self.sources) == 1:
+            return self.sources
+        ends = (box[0].start, box[0].stop)
+        first, last = (bisect_left(self.sources, end, key=lambda s: s.put[0].start) for end in ends)
+        return self.sources[first:last]
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One contiguous block of a source, of which the part `inner` (relative to the block) goes to `out`."""
+
+    source: Source
+    number: int
+    block: Box
+    inner: Box
+    out: np.ndarray
+    positive: bool
+
+    @property
+    def first(self) -> int:
+        """Elements of the tensor before the block."""
+        view = self.source.view
+        return sum(s.start * math.prod(view[axis + 1 :]) for axis, s in enumerate(self.block))
+
+    @property
+    def direct(self) -> bool:
+        """Whether the block's bytes are the destination's bytes."""
+        whole = self.out.size == math.prod(extents(self.block))
+        same = self.source.tensor.dtype == self.out.dtype and self.source.scale is None
+        return whole and same and self.out.flags.c_contiguous
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """Shape of a box."""
+    return tuple(s.stop - s.start for s in box)
+
+
+def split(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
+    """Axis and count such that `count` indices of that axis, all before it fixed, are contiguous and within `limit`."""
+    for axis in range(len(shape)):
+        unit = math.prod(shape[axis + 1 :]) * itemsize
+        if unit <= limit:
+            return axis, max(1, min(shape[axis], limit // unit))
+    raise ValueError(f"no block of {limit} bytes fits an array of shape {shape} with {itemsize}-byte elements")
+
+
+def blocks(shape: tuple[int, ...], itemsize: int, inside: Box) -> Iterator[tuple[int, Box]]:
+    """Number and box of the contiguous blocks that partition an array, those that meet the box `inside` only."""
+    axis, count = split(shape, itemsize, BLOCK_BYTES)
+    per_prefix = -(-shape[axis] // count)
+    for prefix in itertools.product(*(range(s.start, s.stop) for s in inside[:axis])):
+        before = sum(i * math.prod(shape[a + 1 : axis]) for a, i in enumerate(prefix)) * per_prefix
+        fixed = tuple(slice(i, i + 1) for i in prefix)
+        for j in range(inside[axis].start // count, -(-inside[axis].stop // count)):
+            here = slice(j * count, min((j + 1) * count, shape[axis]))
+            yield before + j, (*fixed, here, *full_box(shape[axis + 1 :]))
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised array on pages of its own: JAX's CPU backend adopts it uncopied, and freeing it returns memory."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)[:nbytes].view(dtype).reshape(shape)
+
+
+def reads(array: Array, box: Box, out: np.ndarray) -> Iterator[Read]:
+    """The reads that fill `out` with `array[box]`."""
+    for source in array.overlapping(box):
+        want = _intersection(source.put, box)
+        if want is None:
+            continue
+        to_view = tuple(t.start - p.start for t, p in zip(source.take, source.put, strict=True))
+        inside = _moved(want, to_view)
+        for number, block in blocks(source.view, source.tensor.dtype.itemsize, inside):
+            part = _intersection(block, inside)
+            assert part is not None
+            inner = _moved(part, tuple(-s.start for s in block))
+            to_out = tuple(-v - b.start for v, b in zip(to_view, box, strict=True))
+            yield Read(source, number, block, inner, out[_moved(part, to_out)], array.positive)
+
+
+def _intersection(a: Box, b: Box) -> Box | None:
+    box = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+    return box if all(s.start < s.stop for s in box) else None
+
+
+def _moved(box: Box, by: tuple[int, ...]) -> Box:
+    return tuple(slice(s.start + d, s.stop + d) for s, d in zip(box, by, strict=True))
+
+
+def dequantise(data: np.ndarray, scale: np.ndarray, first_row: int, matrix_rows: int) -> np.ndarray:
+    """float32 values of FP8 rows `data` [rows, K] uint8, which begin at `first_row` of a stack of matrices.
+
+    `scale` float32 [..., ceil(matrix_rows / 128), ceil(K / 128)] belongs to the whole stack and is multiplied.
+    """
+    rows, K = data.shape
+    block_rows = scale.shape[-2]
+    scale = scale.reshape(-1, scale.shape[-1])
+    values = np.empty((rows, K), np.float32)
+    row = first_row
+    while row < first_row + rows:
+        matrix, inner = divmod(row, matrix_rows)
+        end = min(row - inner % BLOCK + BLOCK, (matrix + 1) * matrix_rows, first_row + rows)
+        here = slice(row - first_row, end - first_row)
+        columns = np.repeat(scale[matrix * block_rows + inner // BLOCK], BLOCK)[:K]
+        np.multiply(_E4M3_VALUES[data[here]], columns, out=values[here])
+        row = end
+    return values
+
+
+class Files:
+    """Open files and the threads that read them; a context manager."""
+
+    def __init__(self, threads: int = 8) -> None:
+        self._stack = ExitStack()
+        self._descriptors: dict[Path, int] = {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint")
+        self._scales: dict[Tensor, np.ndarray] = {}
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._stack.close()
+
+    def open(self, paths: Iterable[Path]) -> None:
+        """Opens files before they are read; from one thread."""
+        for path in dict.fromkeys(paths):
+            try:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+            self._stack.callback(os.close, self._descriptors[path])
+
+    def fill(self, array: Array, box: Box, out: np.ndarray, advance: Callable[[int], None]) -> None:
+        """Reads `array[box]` into `out`; `advance` is told the bytes of `Array.bytes_to_read` as they come.
+
+        Raises `CheckpointError` for a file that ended early, a wrong checksum, or a scale that is not above zero.
+        """
+        self._run(self._execute, reads(array, box, out), advance)
+        self._scales.clear()
+
+    def same_bytes(self, a: Tensor, b: Tensor, advance: Callable[[int], None]) -> bool:
+        """Whether two tensors hold the same values in the same type."""
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        equal: list[bool] = []
+
+        def compare(start: int) -> int:
+            n = min(BLOCK_BYTES, a.nbytes - start)
+            ours, theirs = np.empty(n, np.uint8), np.empty(n, np.uint8)
+            self._read(a, start, ours)
+            self._read(b, start, theirs)
+            equal.append(np.array_equal(ours, theirs))
+            return 2 * n
+
+        self._run(compare, range(0, a.nbytes, BLOCK_BYTES), advance)
+        return all(equal)
+
+    def _run[T](self, task: Callable[[T], int], items: Iterable[T], advance: Callable[[int], None]) -> None:
+        futures = [self._pool.submit(task, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                advance(future.result())
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _execute(self, read: Read) -> int:
+        source, tensor = read.source, read.source.tensor
+        shape = extents(read.block)
+        direct = read.direct
+        nbytes = math.prod(shape) * tensor.dtype.itemsize
+        raw = read.out.reshape(-1).view(np.uint8) if direct else np.empty(nbytes, np.uint8)
+        self._read(tensor, read.first * tensor.dtype.itemsize, raw)
+        if source.crc32 is not None and zlib.crc32(raw) != source.crc32[read.number]:
+            raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: block {read.number} has a wrong checksum")
+        if not direct:
+            read.out[...] = self._values(read, raw).reshape(shape)[read.inner]
+        if read.positive:
+            _check_positive(tensor, read.out)
+        return read.out.size * tensor.dtype.itemsize
+
+    def _values(self, read: Read, raw: np.ndarray) -> np.ndarray:
+        source, tensor = read.source, read.source.tensor
+        if source.scale is None:
+            return raw.view(tensor.dtype)
+        rows, K = tensor.shape[-2:]
+        return dequantise(raw.reshape(-1, K), self._scale(source.scale), read.first // K, rows)
+
+    def _scale(self, source: Source) -> np.ndarray:
+        """All scales of a tensor, kept until the end of the current fill (one part in 4,096 of the FP8 bytes)."""
+        if source.tensor not in self._scales:
+            array = Array(source.tensor.name, source.view, np.dtype(np.float32), (source,), positive=True)
+            out = np.empty(source.view, np.float32)
+            for read in reads(array, full_box(source.view), out):
+                self._execute(read)
+            self._scales[source.tensor] = out
+        return self._scales[source.tensor]
+
+    def _read(self, tensor: Tensor, start: int, out: np.ndarray) -> None:
+        """Fills `out` (uint8) with the tensor's bytes from `start` on."""
+        descriptor, done, view = self._descriptors[tensor.path], 0, memoryview(out)
+        while done < len(view):
+            try:
+                n = os.preadv(descriptor, [view[done:]], tensor.offset + start + done)
+            except OSError as error:
+                raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: {error.strerror}") from error
+            if n == 0:
+                raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: the file ended while it was read")
+            done += n
+
+
+def _check_positive(tensor: Tensor, values: np.ndarray) -> None:
+    good = np.isfinite(values) & (values > 0)
+    if not good.all():
+        where = tuple(int(i) for i in np.argwhere(~good)[0])
+        raise CheckpointError(
+            f"{tensor.path}: tensor {tensor.name}: a block scale is {values[where]}, not a positive finite number"
+        )

@@ -1,0 +1,207 @@
+"""The one table between parameter leaves and Hugging Face tensor names; reading and writing both derive from it.
+
+A leaf of `dsv3.model.params.Params` is a stack over layers (and experts). Its entry in the table lists the checkpoint
+tensors that make up one layer (one expert), in the order of their rows. `pieces` expands the table for a configuration
+into boxes: which part of which tensor equals which part of which stack.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+from dsv3.config import ModelConfig
+from dsv3.model.params import ParamSpec, declare
+
+BLOCK = 128  # rows and columns that share one scale of an FP8 weight
+Box = tuple[slice, ...]
+
+# Buffers that older exporters stored although they follow from the configuration; reading them would change nothing.
+HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+
+# A layer beyond the decoder is an MTP module if it has this tensor.
+MTP_MARK = "eh_proj.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor of a leaf: its name below the layer's prefix, and its extent on the leaf's row axis.
+
+    `rows` None: the leaf is this tensor alone. `of` and `skip`: the tensor has `of` rows where the leaf has `rows`, of
+    which the leaf takes those from `skip` on (kv_b_proj holds, head after head, N key rows and V value rows).
+    """
+
+    name: str
+    rows: int | None = None
+    of: int | None = None
+    skip: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tensor `name` of `shape`, seen as `view` (the rank of the stack), whose box `take` is the stack's box `put`."""
+
+    name: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    take: Box
+    put: Box
+
+
+@dataclasses.dataclass(frozen=True)
+class Duplicate:
+    """Tensor `name` repeats tensor `of`: compared when present, never stored; an error if absent and `required`."""
+
+    name: str
+    of: str
+    required: bool
+
+
+def _table(cfg: ModelConfig) -> dict[str, tuple[Part, ...]]:
+    """Checkpoint tensors of one layer by leaf path below `LayerParams`; `{e}` stands for the expert."""
+    H, N, V = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.v_head_dim
+    queries = (
+        Part("self_attn.q_a_proj.weight", cfg.q_lora_rank)
+        if cfg.q_lora_rank
+        else Part("self_attn.q_proj.weight", H * cfg.qk_head_dim)
+    )
+    return {
+        "input_norm": (Part("input_layernorm.weight"),),
+        "post_norm": (Part("post_attention_layernorm.weight"),),
+        "attention.qkv_a": (queries, Part("self_attn.kv_a_proj_with_mqa.weight", cfg.latent_dim)),
+        "attention.q_norm": (Part("self_attn.q_a_layernorm.weight"),),
+        "attention.q_b": (Part("self_attn.q_b_proj.weight"),),
+        "attention.kv_norm": (Part("self_attn.kv_a_layernorm.weight"),),
+        "attention.k_up": (Part("self_attn.kv_b_proj.weight", N, of=N + V),),
+        "attention.v_up": (Part("self_attn.kv_b_proj.weight", V, of=N + V, skip=N),),
+        "attention.o": (Part("self_attn.o_proj.weight"),),
+        "mlp.gate_up": _swiglu("mlp", cfg.intermediate_size),
+        "mlp.down": (Part("mlp.down_proj.weight"),),
+        "moe.router": (Part("mlp.gate.weight"),),
+        "moe.router_bias": (Part("mlp.gate.e_score_correction_bias"),),
+        "moe.gate_up": _swiglu("mlp.experts.{e}", cfg.moe_intermediate_size),
+        "moe.down": (Part("mlp.experts.{e}.down_proj.weight"),),
+        "moe.shared.gate_up": _swiglu("mlp.shared_experts", cfg.n_shared_experts * cfg.moe_intermediate_size),
+        "moe.shared.down": (Part("mlp.shared_experts.down_proj.weight"),),
+    }
+
+
+def _swiglu(prefix: str, width: int) -> tuple[Part, ...]:
+    return Part(f"{prefix}.gate_proj.weight", width), Part(f"{prefix}.up_proj.weight", width)
+
+
+_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+
+_MTP = {
+    "embed_norm": "enorm.weight",
+    "hidden_norm": "hnorm.weight",
+    "proj": MTP_MARK,
+    "norm": "shared_head.norm.weight",
+}
+
+
+def leaves(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    """Declared parameters by dotted path ("moe.attention.qkv_a"), in the order of the flattened tree."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(declare(cfg))
+    return {leaf_path(keys): spec for keys, spec in flat}
+
+
+def leaf_path(keys: tuple[Any, ...]) -> str:
+    """Dotted path of a leaf from its key path in a tree."""
+    return jax.tree_util.keystr(keys, simple=True, separator=".")
+
+
+def pieces(cfg: ModelConfig) -> dict[str, tuple[Piece, ...]]:
+    """For each leaf path, the boxes that tile the leaf, in the order of the stack."""
+    table = _table(cfg)
+    return {path: tuple(_leaf_pieces(cfg, table, path, spec)) for path, spec in leaves(cfg).items()}
+
+
+def duplicates(cfg: ModelConfig) -> tuple[Duplicate, ...]:
+    """Tensors of a checkpoint that repeat another: embedding and head of each MTP module, and a tied head."""
+    embed = _TOP["embed"]
+    head = embed if cfg.tie_word_embeddings else _TOP["head"]
+    result = [Duplicate(_TOP["head"], embed, required=False)] if cfg.tie_word_embeddings else []
+    for prefix in _prefixes(cfg, "mtp"):
+        result.append(Duplicate(f"{prefix}embed_tokens.weight", embed, required=True))
+        result.append(Duplicate(f"{prefix}shared_head.head.weight", head, required=True))
+    return tuple(result)
+
+
+def scale_name(name: str) -> str:
+    """Name of the block scales of FP8 tensor `name`."""
+    return f"{name}_scale_inv"
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the block scales of an FP8 tensor `[..., N, K]`; blocks at the edges may be partial."""
+    return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
+
+
+def scale_piece(piece: Piece) -> Piece:
+    """The box of the scale stack that the scales of `piece` fill; its first row must be a multiple of 128."""
+    put = (*piece.put[:-2], *(slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in piece.put[-2:]))
+    view = scale_shape(piece.view)
+    return Piece(scale_name(piece.name), scale_shape(piece.shape), view, full_box(view), put)
+
+
+def full_box(shape: tuple[int, ...]) -> Box:
+    """The box that covers all of `shape`."""
+    return tuple(slice(0, n) for n in shape)
+
+
+def mtp_layers_beyond(cfg: ModelConfig, names: Iterable[str]) -> set[int]:
+    """Layer numbers of MTP modules in a checkpoint that `cfg` does not ask for."""
+    mark = re.compile(r"model\.layers\.(\d+)\." + re.escape(MTP_MARK))
+    found = {int(match[1]) for match in map(mark.fullmatch, names) if match}
+    return {layer for layer in found if layer >= cfg.num_cache_layers}
+
+
+def layer_of(name: str) -> int | None:
+    """Layer number in a tensor's name."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def _prefixes(cfg: ModelConfig, stack: str) -> list[str]:
+    first, count = {
+        "dense": (0, cfg.num_dense_layers),
+        "moe": (cfg.num_dense_layers, cfg.num_moe_layers),
+        "mtp": (cfg.num_hidden_layers, cfg.num_nextn_predict_layers),
+    }[stack]
+    return [f"model.layers.{first + i}." for i in range(count)]
+
+
+def _leaf_pieces(cfg: ModelConfig, table: dict[str, tuple[Part, ...]], path: str, spec: ParamSpec) -> Iterator[Piece]:
+    if path in _TOP:
+        box = full_box(spec.shape)
+        yield Piece(_TOP[path], spec.shape, spec.shape, box, box)
+        return
+    stack, _, rest = path.partition(".")
+    rest = rest.removeprefix("layers.")
+    parts = (Part(_MTP[rest]),) if stack == "mtp" and rest in _MTP else table[rest]
+    experts = spec.shape[1] if "{e}" in parts[0].name else None
+    for layer, prefix in enumerate(_prefixes(cfg, stack)):
+        for index in [(layer,)] if experts is None else [(layer, e) for e in range(experts)]:
+            row = 0
+            for part in parts:
+                yield _piece(prefix + part.name.format(e=index[-1]), part, index, row, spec.shape)
+                row += part.rows or 0
+
+
+def _piece(name: str, part: Part, index: tuple[int, ...], row: int, stack: tuple[int, ...]) -> Piece:
+    """Piece for `stack[*index, ..., row : row + part.rows, :]`."""
+    inner = list(stack[len(index) :])
+    put = [*(slice(i, i + 1) for i in index), *full_box(stack[len(index) :])]
+    if part.rows is not None:
+        put[-2] = slice(row, row + part.rows)
+        inner[-2] = part.of or part.rows
+    view = (*(1 for _ in index), *inner)
+    take = list(full_box(view))
+    if part.rows is not None:
+        take[-2] = slice(part.skip, part.skip + part.rows)
+    # A tensor is at most a matrix: the heads of kv_b_proj lie one after another in its rows.
+    shape = (inner[0] * inner[1], inner[2]) if len(inner) == 3 else tuple(inner)
+    return Piece(name, shape, view, tuple(take), tuple(put))

@@ -1,0 +1,71 @@
+"""`load_params`: a directory in, a parameter tree out."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from dsv3.checkpoint.directory import read_directory
+from dsv3.checkpoint.layout import leaf_path, leaves
+from dsv3.checkpoint.plan import Fp8Mode, Plan, plan_hf
+from dsv3.checkpoint.reader import read_leaves
+from dsv3.config import ModelConfig
+from dsv3.model.params import Fp8Weight, Params, declare
+
+DTYPES = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
+
+_log = logging.getLogger(__name__)
+
+
+def load_params(
+    directory: str | os.PathLike[str],
+    cfg: ModelConfig,
+    *,
+    dtype: Any,
+    fp8: Fp8Mode = "keep",
+    shardings: Params | None = None,
+    progress: bool = True,
+    threads: int = 8,
+) -> Params:
+    """Parameters of a checkpoint directory, stacked and on their devices.
+
+    `dtype` (float32, bfloat16 or float16) is that of all parameters but the router's weights and bias (float32) and of
+    FP8 weights that stay FP8. `fp8` "keep" leaves block-quantised products as `Fp8Weight`, "dequantize" multiplies them
+    out; kv_b_proj (`k_up`, `v_up`) is always dequantised, because the absorbed attention core runs in bfloat16.
+
+    `shardings` is a tree like the parameters' with a `jax.sharding.Sharding` at each leaf (or an `Fp8Weight` of two,
+    else data and scales share one); each process reads only what its devices hold. None: the default device.
+
+    Host memory: the arrays that stay on the host, plus one array (one device's share of it), plus scratch of at most
+    `threads` times 24 MiB where values are converted.
+
+    Raises `CheckpointError` naming file and tensor where the checkpoint is not what `cfg` describes.
+    """
+    plan = plan_directory(Path(directory), cfg, np.dtype(dtype), fp8)
+    if plan.skipped_mtp_layers:
+        _log.info("%s: MTP modules of layers %s are not loaded", directory, list(plan.skipped_mtp_layers))
+    values = read_leaves(plan, _by_path(cfg, shardings), progress=progress, threads=threads)
+    return jax.tree.unflatten(jax.tree.structure(declare(cfg)), values)
+
+
+def plan_directory(directory: Path, cfg: ModelConfig, dtype: np.dtype, fp8: Fp8Mode) -> Plan:
+    """What to read from a directory of either form."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
+    if fp8 not in get_args(Fp8Mode):
+        raise ValueError(f"fp8 {fp8!r} is not one of {', '.join(get_args(Fp8Mode))}")
+    return plan_hf(directory, read_directory(directory), cfg, dtype, fp8)
+
+
+def _by_path(cfg: ModelConfig, shardings: Params | None) -> dict[str, Any]:
+    if shardings is None:
+        return {}
+    flat, _ = jax.tree_util.tree_flatten_with_path(shardings, is_leaf=lambda x: isinstance(x, Fp8Weight))
+    by_path = {leaf_path(keys): value for keys, value in flat}
+    if differing := by_path.keys() ^ leaves(cfg).keys():
+        raise ValueError(f"shardings belong to another model; they differ in {', '.join(sorted(differing))}")
+    return by_path

@@ -1,0 +1,176 @@
+"""Decides, from headers alone, which bytes of a Hugging Face checkpoint fill which parameter, and in which type.
+
+Every disagreement between checkpoint and configuration is found here, before any weight is read.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from dsv3.checkpoint import layout
+from dsv3.checkpoint.errors import raise_findings
+from dsv3.checkpoint.fill import E4M3, Array, Source
+from dsv3.checkpoint.layout import BLOCK, Piece, full_box, scale_name, scale_piece, scale_shape
+from dsv3.checkpoint.safetensors_file import NAMES, Tensor
+from dsv3.config import ModelConfig
+from dsv3.model.params import ParamSpec
+
+Fp8Mode = Literal["keep", "dequantize"]
+Findings = defaultdict[str, list[str]]
+
+PLAIN = {np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16)}
+SCALES = {np.dtype(t) for t in (np.float32, ml_dtypes.float8_e8m0fnu)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to read: for each leaf path one array, or data and scale; and pairs of tensors that must be equal."""
+
+    directory: Path
+    leaves: dict[str, tuple[Array, ...]]
+    equal: tuple[tuple[Tensor, Tensor], ...] = ()
+    skipped_mtp_layers: tuple[int, ...] = ()
+
+    @property
+    def files(self) -> list[Path]:
+        """Files the plan reads."""
+        tensors = (s.tensor for arrays in self.leaves.values() for a in arrays for s in a.sources)
+        scales = (
+            s.scale.tensor for arrays in self.leaves.values() for a in arrays for s in a.sources if s.scale is not None
+        )
+        pairs = (t for pair in self.equal for t in pair)
+        return list({t.path: None for group in (tensors, scales, pairs) for t in group})
+
+
+def plan_hf(directory: Path, tensors: Mapping[str, Tensor], cfg: ModelConfig, dtype: np.dtype, fp8: Fp8Mode) -> Plan:
+    """Plan for the tensors of a Hugging Face checkpoint.
+
+    Raises one `CheckpointError` with all missing, unexpected and misshapen tensors and wrong dtypes. Rules beyond the
+    table: rotary buffers (`layout.HARMLESS`) are ignored; MTP modules beyond `num_nextn_predict_layers` are skipped,
+    for they change no output; MTP modules that the configuration promises and the checkpoint lacks are an error.
+    """
+    findings: Findings = defaultdict(list)
+    pieces = layout.pieces(cfg)
+    skipped = layout.mtp_layers_beyond(cfg, tensors)
+    _check_names(cfg, tensors, pieces, skipped, findings)
+    for piece in (p for group in pieces.values() for p in group):
+        _check_tensor(tensors, piece.name, piece.shape, cfg, findings)
+    raise_findings(directory, findings)
+    leaves = {
+        path: _leaf(path, spec, pieces[path], tensors, dtype, fp8, findings)
+        for path, spec in layout.leaves(cfg).items()
+    }
+    raise_findings(directory, findings)
+    equal = tuple((tensors[d.name], tensors[d.of]) for d in layout.duplicates(cfg) if d.name in tensors)
+    return Plan(directory, leaves, equal, tuple(sorted(skipped)))
+
+
+def _check_names(
+    cfg: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    pieces: Mapping[str, tuple[Piece, ...]],
+    skipped: set[int],
+    findings: Findings,
+) -> None:
+    required = {p.name: None for group in pieces.values() for p in group}
+    required |= {d.name: None for d in layout.duplicates(cfg) if d.required}
+    missing = [name for name in required if name not in tensors]
+    findings["missing tensors"] = missing
+    absent = [i for i in range(cfg.num_hidden_layers, cfg.num_cache_layers) if _no_layer(tensors, i)]
+    if absent:
+        findings["missing tensors"] = [n for n in missing if layout.layer_of(n) not in absent]
+        findings["MTP modules that the checkpoint lacks altogether; set num_nextn_predict_layers to what it has"] = [
+            f"layer {i}" for i in absent
+        ]
+    known = required.keys() | {d.name for d in layout.duplicates(cfg)}
+    known |= {scale_name(name) for name in known if name in tensors and tensors[name].dtype == E4M3}
+    findings["unexpected tensors"] = [
+        f"{name} in {tensor.path.name}"
+        for name, tensor in tensors.items()
+        if name not in known and layout.layer_of(name) not in skipped and not layout.HARMLESS.fullmatch(name)
+    ]
+
+
+def _no_layer(tensors: Mapping[str, Tensor], layer: int) -> bool:
+    return not any(name.startswith(f"model.layers.{layer}.") for name in tensors)
+
+
+def _check_tensor(
+    tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], cfg: ModelConfig, findings: Findings
+) -> None:
+    tensor = tensors.get(name)
+    if tensor is None:
+        return
+    where = f"{name} in {tensor.path.name}"
+    if tensor.shape != shape:
+        findings["wrong shapes"].append(f"{where} is {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.dtype == E4M3 and len(shape) == 2:
+        if cfg.fp8 is None:
+            findings["FP8 tensors although the configuration has no quantization_config"].append(where)
+        _check_scale(tensors, name, shape, findings)
+    elif tensor.dtype not in PLAIN:
+        findings["wrong dtypes"].append(f"{where} is {NAMES[tensor.dtype]}, expected {_names(PLAIN)} or FP8 matrices")
+
+
+def _check_scale(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], findings: Findings) -> None:
+    scale = tensors.get(scale_name(name))
+    if scale is None:
+        findings["missing tensors"].append(scale_name(name))
+        return
+    where = f"{scale.name} in {scale.path.name}"
+    if scale.shape != scale_shape(shape):
+        findings["wrong shapes"].append(f"{where} is {list(scale.shape)}, expected {list(scale_shape(shape))}")
+    if scale.dtype not in SCALES:
+        findings["wrong dtypes"].append(f"{where} is {NAMES[scale.dtype]}, expected {_names(SCALES)}")
+
+
+def _names(dtypes: set[np.dtype]) -> str:
+    return "/".join(sorted(NAMES[dtype] for dtype in dtypes))
+
+
+def _leaf(
+    path: str,
+    spec: ParamSpec,
+    pieces: tuple[Piece, ...],
+    tensors: Mapping[str, Tensor],
+    dtype: np.dtype,
+    fp8: Fp8Mode,
+    findings: Findings,
+) -> tuple[Array, ...]:
+    quantised = [p for p in pieces if tensors[p.name].dtype == E4M3]
+    if spec.quantizable and quantised and fp8 == "keep":
+        findings["weights that cannot stay FP8; load with fp8='dequantize'"] += _obstacles(path, pieces, quantised)
+        data = Array(f"{path}.data", spec.shape, E4M3, tuple(_source(tensors, p) for p in pieces))
+        scales = tuple(_source(tensors, scale_piece(p)) for p in quantised)
+        return data, Array(f"{path}.scale", scale_shape(spec.shape), np.dtype(np.float32), scales, positive=True)
+    sources = tuple(_dequantising(tensors, p) for p in pieces)
+    return (Array(path, spec.shape, np.dtype(spec.dtype or dtype), sources),)
+
+
+def _obstacles(path: str, pieces: tuple[Piece, ...], quantised: list[Piece]) -> Iterator[str]:
+    if len(quantised) < len(pieces):
+        plain = next(p for p in pieces if p not in quantised)
+        yield f"{path}: {quantised[0].name} is FP8 but {plain.name} is not"
+    for piece in quantised:
+        rows = piece.put[-2]
+        if rows.start % BLOCK:
+            yield f"{path}: {piece.name} begins at row {rows.start} of the fused weight, not a multiple of {BLOCK}"
+            return
+
+
+def _source(tensors: Mapping[str, Tensor], piece: Piece) -> Source:
+    return Source(tensors[piece.name], piece.view, piece.take, piece.put)
+
+
+def _dequantising(tensors: Mapping[str, Tensor], piece: Piece) -> Source:
+    tensor = tensors[piece.name]
+    if tensor.dtype != E4M3:
+        return _source(tensors, piece)
+    scale = tensors[scale_name(piece.name)]
+    box = full_box(scale.shape)
+    return Source(tensor, piece.view, piece.take, piece.put, Source(scale, scale.shape, box, box))

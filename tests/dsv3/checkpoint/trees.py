@@ -1,0 +1,28 @@
+"""Parameter trees as flat dictionaries, and comparisons of them to the bit."""
+
+import jax
+import numpy as np
+
+from dsv3.checkpoint import layout
+from dsv3.config import ModelConfig
+from dsv3.model.params import Fp8Weight, Params
+
+
+def by_path(cfg: ModelConfig, params: Params) -> dict[str, np.ndarray]:
+    """Host arrays by dotted path; an FP8 weight gives two, at ".data" and ".scale"."""
+    flat = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Fp8Weight))
+    result = {}
+    for path, leaf in zip(layout.leaves(cfg), flat, strict=True):
+        if isinstance(leaf, Fp8Weight):
+            result |= {f"{path}.data": np.asarray(leaf.data), f"{path}.scale": np.asarray(leaf.scale)}
+        else:
+            result[path] = np.asarray(leaf)
+    return result
+
+
+def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    """Same names, shapes, dtypes and bytes."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
+        assert a[name].tobytes() == b[name].tobytes(), name

@@ -1,0 +1,168 @@
+"""The output file across kills: torn lines, other inputs, other writers, a full disk."""
+
+import errno
+import json
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv3.batch.journal import BatchError, Journal, summarize_input
+
+
+def line(number, text="x"):
+    return json.dumps({"id": f"batch_req_{number}", "custom_id": str(number), "text": text}).encode() + b"\n"
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'{{"custom_id": "{i}"}}\n' for i in range(1, 9)))
+    return path
+
+
+def open_journal(source, output, model="m"):
+    return Journal.open(output, summarize_input(source), model)
+
+
+def test_input_summary(tmp_path):
+    path = tmp_path / "in"
+    path.write_bytes(b"a\n\nb")
+    summary = summarize_input(path)
+    assert (summary.lines, summary.last_line, summary.bytes) == (2, 3, 4)
+    path.write_bytes(b"")
+    assert summarize_input(path).lines == 0
+
+
+def test_answers_are_found_again(source, tmp_path):
+    output = tmp_path / "out.jsonl"
+    journal = open_journal(source, output)
+    for number in (3, 1, 8):
+        journal.append(number, line(number))
+    journal.close()
+    again = open_journal(source, output)
+    assert again.answered == 3
+    assert [number for number in range(1, 9) if again.is_answered(number)] == [1, 3, 8]
+    again.close()
+    assert output.read_bytes() == line(3) + line(1) + line(8)
+
+
+@settings(max_examples=40)
+@given(cut=st.data())
+def test_a_torn_end_costs_only_the_torn_line(tmp_path_factory, cut):
+    folder = tmp_path_factory.mktemp("torn")
+    source, output = folder / "in", folder / "out"
+    source.write_bytes(b"1\n2\n3\n")
+    journal = open_journal(source, output)
+    whole = [line(1, "é"), line(2), line(3, "\n")]
+    for number, text in enumerate(whole, 1):
+        journal.append(number, text)
+    journal.close()
+    size = cut.draw(st.integers(0, len(b"".join(whole))))
+    os.truncate(output, size)
+    again = open_journal(source, output)
+    kept = b""
+    for number, text in enumerate(whole, 1):
+        expected = len(kept + text) <= size and kept == b"".join(whole[: number - 1])
+        assert again.is_answered(number) == expected
+        kept += text if expected else b""
+    assert output.read_bytes() == kept
+    again.append(3, line(3)) if not again.is_answered(3) else None
+    again.close()
+    assert output.read_bytes().startswith(kept)
+
+
+def test_another_input_is_refused_and_nothing_is_touched(source, tmp_path):
+    output = tmp_path / "out.jsonl"
+    journal = open_journal(source, output)
+    journal.append(1, line(1))
+    journal.close()
+    source.write_text("other\n")
+    with pytest.raises(BatchError, match=r"another input.*restore that input to resume, or name another output"):
+        open_journal(source, output)
+    assert output.read_bytes() == line(1)
+
+
+def test_another_model_is_refused(source, tmp_path):
+    output = tmp_path / "out.jsonl"
+    journal = open_journal(source, output, "one")
+    journal.append(1, line(1))
+    journal.close()
+    with pytest.raises(BatchError, match="'one', not 'two'"):
+        open_journal(source, output, "two")
+
+
+@pytest.mark.parametrize("state", [None, "", "{}", '{"version": 1}'])
+def test_a_file_of_unknown_origin_is_refused(source, tmp_path, state):
+    output = tmp_path / "out.jsonl"
+    output.write_text("precious\n")
+    if state is not None:
+        (tmp_path / "out.jsonl.state.json").write_text(state)
+    with pytest.raises(BatchError, match="move the file away"):
+        open_journal(source, output)
+    assert output.read_text() == "precious\n"
+
+
+def test_deleting_the_output_starts_anew(source, tmp_path):
+    output = tmp_path / "out.jsonl"
+    journal = open_journal(source, output)
+    journal.append(1, line(1))
+    journal.close()
+    output.unlink()
+    source.write_text("other\n")
+    journal = open_journal(source, output)
+    assert journal.answered == 0
+    journal.close()
+
+
+def test_one_writer_at_a_time(source, tmp_path):
+    journal = open_journal(source, tmp_path / "out")
+    with pytest.raises(BatchError, match="another process"):
+        open_journal(source, tmp_path / "out")
+    journal.close()
+    open_journal(source, tmp_path / "out").close()
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\n", b'{"id": "batch_req_99"}\n', line(1), b"{}\n"])
+def test_damage_names_its_place(source, tmp_path, damage):
+    output = tmp_path / "out.jsonl"
+    journal = open_journal(source, output)
+    journal.append(1, line(1))
+    journal.close()
+    with output.open("ab") as file:
+        file.write(damage)
+    with pytest.raises(BatchError, match=f"at byte {len(line(1))} is damaged"):
+        open_journal(source, output)
+
+
+def test_a_full_disk_leaves_whole_lines(source, tmp_path, monkeypatch):
+    output = tmp_path / "out.jsonl"
+    journal = open_journal(source, output)
+    journal.append(1, line(1))
+    write = os.write
+
+    def fills_up(descriptor, data):
+        if len(data) < len(line(2)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:10])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", fills_up)
+        with pytest.raises(BatchError, match="No space left"):
+            journal.append(2, line(2))
+    assert output.read_bytes() == line(1) and not journal.is_answered(2)
+    journal.append(2, line(2))
+    journal.close()
+    assert output.read_bytes() == line(1) + line(2)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "."])
+def test_inputs_that_are_no_file(tmp_path, name):
+    with pytest.raises(BatchError):
+        summarize_input(tmp_path / name)
+
+
+def test_an_output_that_cannot_be_made(source, tmp_path):
+    with pytest.raises(BatchError, match="No such file"):
+        open_journal(source, tmp_path / "nowhere" / "out")

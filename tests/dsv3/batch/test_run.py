@@ -1,0 +1,172 @@
+"""A batch from file to file with a completer that needs no model: exactness, above all across kill -9."""
+
+import collections
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dsv3.batch.journal import BatchError
+from tests.dsv3.batch.fake_completer import FakeCompleter, run_batch
+
+
+def request(custom_id, prompt="abc", **fields):
+    body = {"prompt": prompt}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body} | fields)
+
+
+def write_input(path, lines):
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def answers(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def files(tmp_path):
+    return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+def test_every_line_is_answered_once(files):
+    source, output = files
+    write_input(source, [request(f"r{i}", "x" * (i % 5 + 1)) for i in range(50)])
+    completer = FakeCompleter(room=4)
+    progress = run_batch(source, output, completer)
+    assert (progress.succeeded, progress.failed, progress.total) == (50, 0, 50)
+    assert progress.output_tokens == sum(i % 5 + 1 for i in range(50))
+    assert completer.most_running == 4
+    found = {row["custom_id"]: row for row in answers(output)}
+    assert len(found) == len(answers(output)) == 50
+    for i in range(50):
+        assert found[f"r{i}"]["response"]["body"] == {"text": "x" * (i % 5 + 1)}
+        assert found[f"r{i}"]["id"] == f"batch_req_{i + 1}"
+
+
+def test_bad_lines_do_not_stop_the_rest(files):
+    source, output = files
+    lines = [
+        request("good"), "{broken", request("good", "again"), "", request("wrong", url="/v1/audio"),
+        request("refused", prompt=5), request("late", prompt="too long"), request("dies", prompt="explodes"), "   ",
+        request("last"),
+    ]  # fmt: skip
+    write_input(source, lines)
+    progress = run_batch(source, output)
+    assert (progress.total, progress.succeeded, progress.failed) == (8, 2, 6)
+    rows = {row["id"]: row for row in answers(output)}
+    assert {i: row["error"]["code"] for i, row in rows.items() if row["error"]} == {
+        "batch_req_2": "invalid_json",
+        "batch_req_3": "duplicate_custom_id",
+        "batch_req_5": "invalid_url",
+    }
+    statuses = {row["custom_id"]: row["response"]["status_code"] for row in rows.values() if row["response"]}
+    assert statuses == {"good": 200, "refused": 400, "late": 400, "dies": 500, "last": 200}
+
+
+def test_an_empty_input_is_an_empty_output(files):
+    source, output = files
+    source.write_text("")
+    assert run_batch(source, output).answered == 0
+    assert output.read_text() == ""
+
+
+def test_a_finished_batch_has_nothing_left_to_do(files):
+    source, output = files
+    write_input(source, [request(f"r{i}") for i in range(5)] + ["{broken"])
+    run_batch(source, output)
+    before, completer = output.read_bytes(), FakeCompleter()
+    progress = run_batch(source, output, completer)
+    assert progress.resumed == progress.total == 6
+    assert completer.prepared == 0 and output.read_bytes() == before
+
+
+def test_a_stop_gives_up_running_requests_and_the_next_run_answers_them(files):
+    source, output = files
+    write_input(source, [request(f"r{i}", "x" * 10) for i in range(30)])
+    stop, completer = threading.Event(), FakeCompleter(room=4)
+    progress = run_batch(
+        source, output, completer, stop=stop, on_progress=lambda p: stop.set() if p.succeeded >= 8 else None
+    )
+    assert progress.interrupted and 8 <= progress.succeeded < 30
+    assert len(answers(output)) == progress.succeeded
+    again = run_batch(source, output)
+    assert again.resumed == progress.succeeded and again.answered == 30
+    assert len({row["custom_id"] for row in answers(output)}) == len(answers(output)) == 30
+
+
+def test_a_dead_engine_keeps_what_was_answered(files):
+    source, output = files
+    write_input(source, [request(f"r{i}") for i in range(20)])
+    with pytest.raises(RuntimeError, match="the engine died"):
+        run_batch(source, output, FakeCompleter(room=2, fail_at_step=8))
+    assert 0 < len(answers(output)) < 20
+    run_batch(source, output)
+    assert sorted(row["custom_id"] for row in answers(output)) == sorted(f"r{i}" for i in range(20))
+
+
+def test_a_duplicate_stays_one_across_a_resume(files):
+    source, output = files
+    write_input(source, [request("a"), request("b"), request("a", "second")])
+    stop = threading.Event()
+    run_batch(source, output, FakeCompleter(room=1), stop=stop, on_progress=lambda p: p.succeeded and stop.set())
+    assert [row["custom_id"] for row in answers(output)] == ["a"]
+    run_batch(source, output)
+    codes = {row["id"]: (row["error"] or {}).get("code") for row in answers(output)}
+    assert codes == {"batch_req_1": None, "batch_req_2": None, "batch_req_3": "duplicate_custom_id"}
+
+
+def test_memory_does_not_follow_the_input(files):
+    """The reader runs ahead of the engine by a bounded number of lines only."""
+    source, output = files
+    write_input(source, [request(f"r{i}") for i in range(1000)])
+    stop, completer = threading.Event(), FakeCompleter(room=1)
+    run_batch(source, output, completer, stop=stop, on_progress=lambda p: p.succeeded >= 3 and stop.set())
+    assert completer.prepared <= 3 + 1 + 64 + 2
+
+
+def test_an_input_that_changes_meanwhile_is_noticed(files):
+    source, output = files
+    write_input(source, [request(f"r{i}") for i in range(300)])
+
+    def append(progress):
+        if progress.succeeded == 1:
+            with source.open("a") as file:
+                file.write(request("late") + "\n")
+
+    with pytest.raises(BatchError, match="changed"):
+        run_batch(source, output, FakeCompleter(room=1), on_progress=append)
+
+
+def test_killed_at_any_moment_nothing_is_lost_or_doubled(files):
+    source, output = files
+    count = 400
+    write_input(source, [request(f"r{i}", "x" * (i % 7 + 1)) for i in range(count)] + ["{broken", request("r3")])
+    command = [sys.executable, "-m", "tests.dsv3.batch.fake_completer", str(source), str(output)]
+    rng, kills = random.Random(5), 0
+    while kills < 6:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        before = output.stat().st_size if output.exists() else 0
+        while process.poll() is None and (output.stat().st_size if output.exists() else 0) <= before:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0.0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        if process.returncode == 0:
+            break
+        kills += 1
+        with output.open("ab") as file:
+            file.write(b'{"id": "batch_req_' * (kills % 2))
+    assert kills >= 3
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == count + 2
+    ids = collections.Counter(row["id"] for row in answers(output))
+    assert ids == {f"batch_req_{i}": 1 for i in range(1, count + 3)}
+    texts = {row["custom_id"]: row["response"]["body"]["text"] for row in answers(output) if row["response"]}
+    assert texts == {f"r{i}": "x" * (i % 7 + 1) for i in range(count)}

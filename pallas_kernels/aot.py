@@ -12,14 +12,16 @@ collectives and kernels' resources, not on the tiles XLA chose for its own produ
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
+import io
 import itertools
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +31,9 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _MOSAIC_CALL = "mosaic_gpu_v2"
-_DUMP_VARIABLE = "MOSAIC_GPU_DUMP_TO"  # read by jaxlib's C++ at each kernel compilation; there is no argument for it
+# Read by jaxlib's C++ at each kernel compilation; there is no argument for it. MOSAIC_GPU_DUMP_TO would write the report
+# into a file, with 200 MB of compiler passes beside it.
+_REPORT_VARIABLE = "MOSAIC_GPU_DUMP_PTXAS"
 _fresh = itertools.count()
 
 
@@ -201,9 +205,9 @@ def kernel_resources(
     with _explained():
         lowered = lower_for(fn, *args, mesh=mesh, donate_argnums=donate_argnums, **kwargs)
         _forget_compiled_kernels(lowered)
-        with _dump_directory() as directory:
+        with _captured_stdout() as output, _reporting():
             lowered.compile()
-            reports = [path.read_text() for path in directory.glob("*.ptxas")]
+    reports = re.findall(r"Compiling entry function.*?Used \d+ registers", output.getvalue(), flags=re.DOTALL)
     return tuple(sorted(map(_parse_report, reports), key=lambda kernel: kernel.name))
 
 
@@ -246,18 +250,36 @@ def _forget_compiled_kernels(lowered: jax.stages.Lowered) -> None:
 
 
 @contextlib.contextmanager
-def _dump_directory() -> Iterator[Path]:
-    """Makes jaxlib write what it knows of each kernel it compiles into a directory, for as long as the block runs."""
-    before = os.environ.get(_DUMP_VARIABLE)
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ[_DUMP_VARIABLE] = directory
+def _reporting() -> Iterator[None]:
+    """Makes jaxlib print what ptxas says of each kernel it compiles, for as long as the block runs."""
+    before = os.environ.get(_REPORT_VARIABLE)
+    os.environ[_REPORT_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_REPORT_VARIABLE]
+        else:
+            os.environ[_REPORT_VARIABLE] = before
+
+
+@contextlib.contextmanager
+def _captured_stdout() -> Iterator[io.StringIO]:
+    """Collects what the process writes to standard output, C++ included; it can be read once the block is left."""
+    flush, text = ctypes.CDLL(None).fflush, io.StringIO()
+    with tempfile.TemporaryFile() as file:
+        flush(None)
+        sys.stdout.flush()
+        before = os.dup(1)
+        os.dup2(file.fileno(), 1)
         try:
-            yield Path(directory)
+            yield text
         finally:
-            if before is None:
-                del os.environ[_DUMP_VARIABLE]
-            else:
-                os.environ[_DUMP_VARIABLE] = before
+            flush(None)
+            os.dup2(before, 1)
+            os.close(before)
+            file.seek(0)
+            text.write(file.read().decode(errors="replace"))
 
 
 @contextlib.contextmanager

@@ -18,13 +18,17 @@ from dsv3.model.router import route
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What the layers of one step have in common. `valid` `[T]` marks the rows that are no padding."""
+    """What the layers of one step have in common.
+
+    `valid` `[T]` marks the rows that are no padding. `routed` computes routed experts: here, or wherever they live.
+    """
 
     cfg: ModelConfig
     rotation: Rotation
     attend: Attend
     valid: jax.Array
     numerics: Numerics
+    routed: experts.RoutedExperts = experts.moe
 
 
 def run_layers(
@@ -53,7 +57,7 @@ def run_layer(
     assert layers.moe is not None  # a layer has either
     with jax.named_scope("moe"):
         ids, weights = choose_experts(layers.moe, layer, step, normed)
-        y, counts = experts.moe(normed, ids, weights, layers.moe, layer, step.numerics)
+        y, counts = step.routed(normed, ids, weights, layers.moe, layer, step.numerics)
         return x + y + shared_expert(layers.moe, layer, step, normed), state, counts
 
 

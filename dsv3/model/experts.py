@@ -1,5 +1,8 @@
 """The routed experts of one layer on one device."""
 
+import dataclasses
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 
@@ -8,8 +11,38 @@ from dsv3.model.params import Fp8Weight, MoeParams
 from pallas_kernels import fp8, grouped
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """Rows of `dtype` as they travel to FP8 experts: e4m3 `[T, D]` and float32 scales `[T, ceil(D/128)]`."""
+
+    values: jax.Array
+    scale: jax.Array
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+
+
+class RoutedExperts(Protocol):
+    """What a decoder layer asks for: `moe`'s contract, wherever the experts live."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array,
+        params: MoeParams,
+        layer: Index,
+        numerics: Numerics,
+        /,
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
 def moe(
-    x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, params: MoeParams, layer: Index, numerics: Numerics
+    x: jax.Array | Quantized,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    params: MoeParams,
+    layer: Index,
+    numerics: Numerics,
 ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of each token's routed experts.
 
@@ -17,7 +50,7 @@ def moe(
     `layer * E + e` in the stack, so no weight is copied and those of idle experts are not read.
 
     Args:
-      x: `[T, D]`.
+      x: `[T, D]`; quantised already only where the experts are FP8.
       topk_ids: `[T, K]` int32, experts of this layer, each in 0..E-1; others (padding has -1) take no expert.
       topk_weights: `[T, K]` float32.
       params: the stack of layers, `gate_up` `[L, E, 2 * I, D]` and `down` `[L, E, D, I]`.
@@ -27,7 +60,7 @@ def moe(
       y `[T, D]` in the dtype of x, summed in float32, and counts `[E]` int32, the (token, expert) pairs each expert
       worked on.
     """
-    (T, K), E = topk_ids.shape, params.router.shape[1]
+    (T, K), E = topk_ids.shape, jax.tree.leaves(params.gate_up)[0].shape[1]
     tile_m = grouped.choose_tile_m(T * K, E, backend=numerics.backend)
     rows = grouped.align_groups(topk_ids.reshape(-1), E, tile_m)
     token_of_slot = rows.row_of_slot // K  # T where the slot is padding
@@ -37,25 +70,29 @@ def moe(
         "group_offset": layer * E,
         "backend": numerics.backend,
     }
-    experts = _fp8_experts if isinstance(params.gate_up, Fp8Weight) else _plain_experts
-    out = experts(x, token_of_slot, params, tiles, numerics)  # [slots, D]
+    if isinstance(params.gate_up, Fp8Weight):
+        out = _fp8_experts(x, token_of_slot, params, tiles, numerics)  # [slots, D]
+    else:
+        assert isinstance(x, jax.Array), "rows are quantised only for FP8 experts"
+        out = _plain_experts(x, token_of_slot, params, tiles)
     picked = out.at[rows.slot_of_row].get(mode="fill", fill_value=0).reshape(T, K, -1)
     y = jnp.einsum("tk,tkd->td", topk_weights, picked.astype(jnp.float32))
     return y.astype(x.dtype), rows.counts
 
 
-def _plain_experts(
-    x: jax.Array, token_of_slot: jax.Array, params: MoeParams, tiles: dict, numerics: Numerics
-) -> jax.Array:
+def _plain_experts(x: jax.Array, token_of_slot: jax.Array, params: MoeParams, tiles: dict) -> jax.Array:
     gathered = x.at[token_of_slot].get(mode="fill", fill_value=0)
     inner = swiglu(grouped.grouped_gemm_contiguous(gathered, _merge(params.gate_up), **tiles))
     return grouped.grouped_gemm_contiguous(inner, _merge(params.down), **tiles)
 
 
 def _fp8_experts(
-    x: jax.Array, token_of_slot: jax.Array, params: MoeParams, tiles: dict, numerics: Numerics
+    x: jax.Array | Quantized, token_of_slot: jax.Array, params: MoeParams, tiles: dict, numerics: Numerics
 ) -> jax.Array:
-    values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    if isinstance(x, Quantized):
+        values, scale = x.values, x.scale.T
+    else:
+        values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
     values = values.at[token_of_slot].get(mode="fill", fill_value=0)
     scale = scale.at[:, token_of_slot].get(mode="fill", fill_value=0)
     gate_up = _fp8_product(values, scale, params.gate_up, x.dtype, tiles)

@@ -10,6 +10,7 @@ from dsv3.config import ModelConfig
 from dsv3.model.attention import decode_attend, decode_positions, prefill_attend
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.decoder import Step, embed, run_decoder
+from dsv3.model.experts import RoutedExperts, moe
 from dsv3.model.linear import Numerics
 from dsv3.model.params import Params
 from dsv3.model.rope import rotation
@@ -30,7 +31,13 @@ class StepOutput:
 
 
 def prefill(
-    params: Params, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, *, backend: Backend | None = None
+    params: Params,
+    cfg: ModelConfig,
+    batch: PrefillBatch,
+    pages: jax.Array,
+    *,
+    backend: Backend | None = None,
+    routed: RoutedExperts = moe,
 ) -> StepOutput:
     """Runs the chunks of a ragged batch and writes their latents into the pages of their requests.
 
@@ -40,6 +47,7 @@ def prefill(
       pages: `[num_cache_layers * pages_per_layer, 64, R + P]` of the dtype of the activations, or FP8 rows (uint8,
         see `pallas_kernels.mla`). Donate it: the result's `pages` is the same memory.
       backend: implementation of the kernels, or None for the one that suits the device.
+      routed: the routed experts, on this device unless an `ExpertParallel` carries rows to where they live.
 
     Returns:
       `StepOutput` with hidden `[T, D]`.
@@ -51,12 +59,19 @@ def prefill(
         attend=prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
         valid=rows < batch.cu_lengths[-1],
         numerics=Numerics.of(cfg, backend),
+        routed=routed,
     )
     return StepOutput(*run_decoder(params, step, embed(params, batch.tokens), pages))
 
 
 def decode(
-    params: Params, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, *, backend: Backend | None = None
+    params: Params,
+    cfg: ModelConfig,
+    batch: DecodeBatch,
+    pages: jax.Array,
+    *,
+    backend: Backend | None = None,
+    routed: RoutedExperts = moe,
 ) -> StepOutput:
     """Advances every request of a batch by its S query tokens; arguments as in `prefill`.
 
@@ -70,6 +85,7 @@ def decode(
         attend=decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
         valid=positions >= 0,
         numerics=Numerics.of(cfg, backend),
+        routed=routed,
     )
     x = embed(params, batch.tokens.reshape(-1))
     hidden, pages, counts = run_decoder(params, step, x, pages)

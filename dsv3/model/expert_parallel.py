@@ -1,0 +1,57 @@
+"""Routed experts that live on several ranks: the same contract as `experts.moe`, with a transport in between."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.model import experts
+from dsv3.model.linear import Index, Numerics, at
+from dsv3.model.params import Fp8Weight, MoeParams
+from pallas_kernels import fp8
+from sharding.exchange import Rows
+from sharding.placement import Placement, choose_replicas
+from sharding.transport import Transport
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertParallel:
+    """Sends each row to the ranks that hold its experts and sums what comes back; to be called inside `shard_map`.
+
+    `placement` says where the copies of each logical expert are; it is data, so a running server can change it. The
+    parameters hold this rank's physical experts only, `[L, span, ...]`. Rows travel as FP8 with their scales when the
+    experts are FP8 (they would be quantised on arrival), in their own dtype otherwise; sums come back in that dtype.
+    """
+
+    transport: Transport
+    placement: Placement
+
+    def __call__(
+        self,
+        x: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array,
+        params: MoeParams,
+        layer: Index,
+        numerics: Numerics,
+        /,
+    ) -> tuple[jax.Array, jax.Array]:
+        """As `experts.moe`; `topk_ids` are logical, and so are the counts, which are of this rank's rows."""
+        rank = jax.lax.axis_index(self.transport.machine.axes)
+        slots, copies = at(self.placement.slots, layer), at(self.placement.copies, layer)
+        physical = choose_replicas(topk_ids, slots, copies, rank)
+
+        def local(rows: Rows) -> jax.Array:
+            return experts.moe(rows.payload, rows.ids, rows.weights, params, layer, numerics)[0]
+
+        y, _ = self.transport(Rows(pack(x, params, numerics), physical, topk_weights), local)
+        counts = (topk_ids[..., None] == jnp.arange(copies.shape[0])).sum(axis=(0, 1), dtype=jnp.int32)
+        return y, counts
+
+
+def pack(x: jax.Array, params: MoeParams, numerics: Numerics) -> jax.Array | experts.Quantized:
+    """Rows as they are sent: quantised where the experts are FP8."""
+    if not isinstance(params.gate_up, Fp8Weight):
+        return x
+    values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    return experts.Quantized(values, scale.T, x.dtype)

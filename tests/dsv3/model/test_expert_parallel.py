@@ -1,0 +1,119 @@
+"""Experts spread over ranks must give each rank what it would compute alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from dsv3.config import ModelConfig
+from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.expert_parallel import ExpertParallel
+from dsv3.model.params import Params, declare, initialise
+from dsv3.model.steps import decode, prefill
+from sharding.eplb import rebalance_experts
+from sharding.placement import placement_of
+from sharding.rules import machine_of, of_ranks, partition, rank_mesh
+from sharding.transport import Kind, build, load_of
+
+CFG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    intermediate_size=64,
+    moe_intermediate_size=16,
+    n_routed_experts=16,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+)
+REDUNDANT, T, MP = 8, 48, 2
+PAGES = (CFG.num_cache_layers * MP, 64, CFG.latent_dim)
+
+
+@functools.cache
+def parameters() -> Params:
+    params = initialise(CFG, jax.random.key(0), jnp.float32, std=0.2)
+    bias = 0.1 * jax.random.normal(jax.random.key(1), params.moe.moe.router_bias.shape)
+    return jax.tree.map(lambda a: bias if a is params.moe.moe.router_bias else a, params)
+
+
+def spread(params: Params, phy2log: np.ndarray) -> Params:
+    """The parameters with experts in their physical slots `[L, R, ...]`."""
+    layer = np.arange(len(phy2log))[:, None]
+    specs = declare(CFG)
+    return jax.tree.map(lambda spec, a: a[layer, phy2log] if "experts" in spec.axes else a, specs, params)
+
+
+def batches(ranks: int) -> tuple[PrefillBatch, DecodeBatch]:
+    """One request of T tokens on each rank, and one further token for each."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, CFG.vocab_size, (ranks, T + 1)).astype(np.int32)
+    one = np.ones((ranks, 1), np.int32)
+    table = np.tile(np.arange(MP, dtype=np.int32), (ranks, 1, 1))
+    lengths = np.array([[0, T]] * ranks, np.int32)
+    positions = np.tile(np.arange(T, dtype=np.int32), (ranks, 1))
+    return (
+        PrefillBatch(tokens[:, :T], positions, lengths, 0 * one, table),
+        DecodeBatch(tokens[:, T:, None], (T + 1) * one, table),
+    )
+
+
+def run_rank(params: Params, first: PrefillBatch, second: DecodeBatch, **options) -> tuple[jax.Array, jax.Array]:
+    """Prefill and one decode step of one rank: hidden states [T + 1, D] and expert counts."""
+    out = prefill(params, CFG, first, jnp.zeros(PAGES), **options)
+    after = decode(params, CFG, second, out.pages, **options)
+    return jnp.concatenate([out.hidden, after.hidden[0]]), out.expert_counts + after.expert_counts
+
+
+@functools.cache
+def alone(ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    step = jax.jit(functools.partial(run_rank, parameters()))
+    results = [step(*jax.tree.map(lambda a, r=rank: a[r], batches(ranks))) for rank in range(ranks)]
+    return tuple(np.stack(part) for part in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "kind"),
+    [
+        (1, 1, Kind.ALL_TO_ALL),
+        (1, 2, Kind.ALL_TO_ALL),
+        (1, 4, Kind.RING),
+        (2, 4, Kind.ALL_TO_ALL),
+        (2, 4, Kind.HIERARCHICAL),
+    ],
+)
+def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Kind) -> None:
+    ranks = nodes * gpus
+    mesh = rank_mesh(jax.devices()[:ranks], nodes)
+    hot = np.random.default_rng(1).lognormal(sigma=2, size=(CFG.num_moe_layers, CFG.n_routed_experts))
+    expert_map = rebalance_experts(hot, CFG.n_routed_experts + REDUNDANT, CFG.n_group, nodes, ranks)
+    placement = placement_of(expert_map, REDUNDANT + 1)
+    load = load_of(8, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)  # small: forces further rounds
+    transport = build(kind, machine_of(mesh), CFG.n_routed_experts + REDUNDANT, load)
+
+    def body(params, placement, first, second):
+        first, second = jax.tree.map(lambda a: a[0], (first, second))
+        results = run_rank(params, first, second, routed=ExpertParallel(transport, placement))
+        return jax.tree.map(lambda a: a[None], results)
+
+    specs = jax.tree.map(lambda spec: partition(spec.axes), declare(CFG))
+    step = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec(), of_ranks(), of_ranks()),
+        out_specs=of_ranks(),
+        check_vma=False,
+    )
+    hidden, counts = jax.jit(step)(spread(parameters(), expert_map.phy2log), placement, *batches(ranks))
+    expected, expected_counts = alone(ranks)
+    np.testing.assert_allclose(hidden, expected, rtol=2e-4, atol=2e-4)
+    np.testing.assert_array_equal(counts, expected_counts)

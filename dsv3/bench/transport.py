@@ -1,6 +1,6 @@
 """HTTP/1.1 over asyncio streams: h11 for the protocol, asyncio for the sockets, one request at a time on a connection.
 
-A general client costs too much here: at 128 streams httpx takes 2.5 to 4.5 times this module's processor time for
+A general client costs too much here: at 128 streams httpx takes 2.5 times the processor time of this module for
 each event (docs/benchmarking.md), which a fast server's latencies would show.
 """
 

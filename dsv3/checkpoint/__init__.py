@@ -2,5 +2,6 @@
 
 from dsv3.checkpoint.errors import CheckpointError
 from dsv3.checkpoint.load import load_params
+from dsv3.checkpoint.writer import save_hf
 
-__all__ = ["CheckpointError", "load_params"]
+__all__ = ["CheckpointError", "load_params", "save_hf"]

@@ -1,11 +1,13 @@
 """Parameter trees as flat dictionaries, and comparisons of them to the bit."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
 from dsv3.checkpoint import layout
 from dsv3.config import ModelConfig
-from dsv3.model.params import Fp8Weight, Params
+from dsv3.model.params import Fp8Weight, Params, declare
 
 
 def by_path(cfg: ModelConfig, params: Params) -> dict[str, np.ndarray]:
@@ -26,3 +28,9 @@ def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None
     for name in a:
         assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
         assert a[name].tobytes() == b[name].tobytes(), name
+
+
+def random_params(cfg: ModelConfig, dtype: Any, seed: int = 0) -> Params:
+    """Random values at every leaf, made without compiling anything."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda s: jax.device_put(rng.normal(size=s.shape).astype(s.dtype or dtype)), declare(cfg))

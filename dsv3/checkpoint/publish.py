@@ -1,0 +1,63 @@
+"""Directories that appear whole or not at all, also when the process or the machine dies on the way."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """A directory beside `target` to write into, which becomes `target` if the block ends well and vanishes if not.
+
+    Raises `FileExistsError` at once if `target` is anything but absent or an empty directory.
+    """
+    partial = partial_path(target)
+    check_free(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    publish(partial, target)
+
+
+def partial_path(target: Path) -> Path:
+    """Where the directory `target` grows until it is whole."""
+    return target.absolute().parent / f".{target.absolute().name}.partial"
+
+
+def check_free(target: Path) -> None:
+    """`FileExistsError` unless `target` is absent or an empty directory, which a rename may replace."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is not empty; remove it or choose another directory")
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Makes `partial` durable and renames it to `target`."""
+    for directory, _, names in os.walk(partial):
+        for name in names:
+            _sync(Path(directory) / name)
+        _sync(Path(directory))
+    os.rename(partial, target)
+    _sync(target.absolute().parent)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replaces a file by `content`: after a crash it holds the old content or the new."""
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(content)
+    _sync(new)
+    os.replace(new, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

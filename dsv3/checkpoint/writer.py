@@ -1,0 +1,235 @@
+"""Writes parameters as a Hugging Face checkpoint: the table of `layout` read backwards, streamed shard by shard."""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from dsv3.checkpoint import layout
+from dsv3.checkpoint.directory import INDEX, SINGLE
+from dsv3.checkpoint.fill import E4M3
+from dsv3.checkpoint.layout import Piece, full_box
+from dsv3.checkpoint.publish import atomic_directory
+from dsv3.checkpoint.reader import Advance, reporter
+from dsv3.checkpoint.safetensors_file import header_bytes
+from dsv3.config import ModelConfig
+from dsv3.hf_config import to_hf
+from dsv3.model.params import Fp8Weight, Params
+
+F32 = np.dtype(np.float32)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+
+
+class Stacks(Protocol):
+    """Where stacked parameters come from."""
+
+    def dtypes(self, path: str) -> tuple[np.dtype, ...]:
+        """Dtypes of a leaf's arrays: one, or E4M3 data and float32 scale."""
+
+    def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
+        """Indices `rows` of the first axis of array `part` of a leaf, on the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OutTensor:
+    """A tensor to write: the boxes of stacks (leaf path, array of the leaf, piece) that make it up."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, int, Piece], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the tensor takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def save_hf(
+    directory: str | os.PathLike[str],
+    cfg: ModelConfig,
+    params: Params,
+    *,
+    shard_bytes: int = 5 * 10**9,
+    scale_dtype: Any = np.float32,
+    companions: Sequence[Path] = (),
+    progress: bool = False,
+) -> None:
+    """Writes config.json and safetensors files that `load_params` reads back to the bit; the directory appears whole.
+
+    Tensors keep the dtype of their leaf, FP8 data and scales included; a router's weights are written in the dtype of
+    the embedding where that holds them exactly, else in float32. kv_b_proj of an FP8 model was dequantised on loading
+    and is written so, listed with all other matrices that are not FP8 in `modules_to_not_convert`.
+
+    `scale_dtype` float8_e8m0fnu stores scales that are powers of two in one byte. `companions` are copied along
+    (tokenizer files). One shard is `model.safetensors`, more have an index.
+
+    Raises `FileExistsError` if the directory holds anything, `ValueError` if `params` are not those of `cfg`.
+    """
+    write_hf(
+        Path(directory),
+        cfg,
+        TreeStacks(cfg, params),
+        shard_bytes=shard_bytes,
+        scale_dtype=np.dtype(scale_dtype),
+        companions=companions,
+        progress=progress,
+    )
+
+
+class TreeStacks:
+    """Stacks of a parameter tree; rows come to the host when they are asked for."""
+
+    def __init__(self, cfg: ModelConfig, params: Params) -> None:
+        flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Fp8Weight))
+        self._leaves = {layout.leaf_path(keys): leaf for keys, leaf in flat}
+        expected = {path: spec.shape for path, spec in layout.leaves(cfg).items()}
+        found = {path: self._arrays(path)[0].shape for path in self._leaves}
+        wrong = sorted(path for path in expected | found if expected.get(path) != found.get(path))
+        if wrong:
+            shown = "; ".join(f"{p} is {found.get(p)}, expected {expected.get(p)}" for p in wrong[:4])
+            raise ValueError(f"{len(wrong)} parameter(s) do not fit the configuration: {shown}")
+
+    def dtypes(self, path: str) -> tuple[np.dtype, ...]:
+        """Dtypes of a leaf's arrays."""
+        return tuple(np.dtype(array.dtype) for array in self._arrays(path))
+
+    def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
+        """Indices `rows` of the first axis of one array."""
+        array = self._arrays(path)[part]
+        whole = (rows.start, rows.stop) == (0, array.shape[0])
+        return np.asarray(array if whole else array[rows])
+
+    def _arrays(self, path: str) -> tuple[Any, ...]:
+        leaf = self._leaves[path]
+        return (leaf.data, leaf.scale) if isinstance(leaf, Fp8Weight) else (leaf,)
+
+
+def write_hf(
+    directory: Path,
+    cfg: ModelConfig,
+    stacks: Stacks,
+    *,
+    shard_bytes: int,
+    scale_dtype: np.dtype,
+    companions: Sequence[Path],
+    progress: bool,
+) -> None:
+    """`save_hf` from any kind of stacks."""
+    if scale_dtype not in (F32, E8M0):
+        raise ValueError(f"scale_dtype {scale_dtype} is neither float32 nor float8_e8m0fnu")
+    tensors = list(out_tensors(cfg, stacks, scale_dtype))
+    settings = json.dumps(_settings(cfg, tensors), indent=2, sort_keys=True)
+    shards = _shards(tensors, shard_bytes)
+    names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    total = sum(t.nbytes for t in tensors)
+    with atomic_directory(directory) as partial, reporter(total, "saving", shown=progress) as advance:
+        (partial / "config.json").write_text(settings + "\n")
+        for path in companions:
+            shutil.copyfile(path, partial / path.name)
+        for name, shard in zip(names, shards, strict=True):
+            with (partial / name).open("wb") as file:
+                _write_shard(file, shard, stacks, advance)
+        if len(shards) > 1:
+            weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def out_tensors(cfg: ModelConfig, stacks: Stacks, scale_dtype: np.dtype) -> Iterator[OutTensor]:
+    """Tensors of the checkpoint, those of a leaf together and layer by layer, so that few rows are held at once."""
+    copies: dict[str, list[str]] = {}
+    for duplicate in layout.duplicates(cfg):
+        if duplicate.required:
+            copies.setdefault(duplicate.of, []).append(duplicate.name)
+    by_name: dict[str, list[tuple[str, Piece]]] = {}
+    for path, pieces in layout.pieces(cfg).items():
+        for piece in pieces:
+            by_name.setdefault(piece.name, []).append((path, piece))
+    dtypes = {path: _written_dtype(path, stacks) for path in layout.leaves(cfg)}
+    for name, parts in by_name.items():
+        path, piece = parts[0]
+        data = tuple((p, 0, q) for p, q in parts)
+        for title in (name, *copies.get(name, ())):
+            yield OutTensor(title, dtypes[path], piece.shape, data)
+        if len(stacks.dtypes(path)) == 2:
+            scale = layout.scale_piece(piece)
+            yield OutTensor(scale.name, scale_dtype, scale.shape, ((path, 1, scale),))
+
+
+def _written_dtype(path: str, stacks: Stacks) -> np.dtype:
+    own = stacks.dtypes(path)[0]
+    narrow = stacks.dtypes("embed")[0]
+    if not path.endswith(".router") or narrow.itemsize >= own.itemsize:
+        return own
+    values = stacks.rows(path, 0, slice(None))
+    return narrow if np.array_equal(values.astype(narrow).astype(own), values) else own
+
+
+def _settings(cfg: ModelConfig, tensors: Sequence[OutTensor]) -> dict[str, Any]:
+    """config.json, saying of the quantisation what the tensors are."""
+    quantised = any(t.dtype == E4M3 for t in tensors)
+    if quantised and cfg.fp8 is None:
+        raise ValueError("the parameters hold FP8 weights but the configuration's fp8 is None")
+    settings = to_hf(cfg if quantised else dataclasses.replace(cfg, fp8=None))
+    settings["torch_dtype"] = next(t.dtype.name for t in tensors if t.name == "model.embed_tokens.weight")
+    if quantised:
+        plain = [t.name for t in tensors if len(t.shape) == 2 and t.dtype != E4M3 and t.name.endswith(".weight")]
+        settings["quantization_config"]["modules_to_not_convert"] = [n.removesuffix(".weight") for n in plain]
+    return settings
+
+
+def _shards(tensors: Sequence[OutTensor], limit: int) -> list[list[OutTensor]]:
+    shards: list[list[OutTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def _write_shard(file: BinaryIO, tensors: Sequence[OutTensor], stacks: Stacks, advance: Advance) -> None:
+    # Data and scales of a leaf, or the two halves of kv_b_proj, take turns.
+    fetch = functools.lru_cache(maxsize=2)(lambda path, part, start, stop: stacks.rows(path, part, slice(start, stop)))
+    file.write(header_bytes([(t.name, t.dtype, t.shape) for t in tensors], {"format": "pt"}))
+    for tensor in tensors:
+        file.write(_value(tensor, fetch).reshape(-1).view(np.uint8).data)
+        advance(tensor.nbytes)
+
+
+def _value(tensor: OutTensor, fetch: Any) -> np.ndarray:
+    out: np.ndarray | None = None
+    for path, part, piece in tensor.parts:
+        rows = fetch(path, part, piece.put[0].start, piece.put[0].stop)
+        box = rows[(slice(None), *piece.put[1:])]
+        if box.dtype != tensor.dtype:
+            box = _exactly(box, tensor)
+        if piece.take == full_box(piece.view):
+            return np.ascontiguousarray(box).reshape(tensor.shape)
+        out = np.empty(tensor.shape, tensor.dtype) if out is None else out
+        out.reshape(piece.view)[piece.take] = box
+    assert out is not None
+    return out
+
+
+def _exactly(values: np.ndarray, tensor: OutTensor) -> np.ndarray:
+    cast = values.astype(tensor.dtype)
+    if not np.array_equal(cast.astype(values.dtype), values):
+        raise ValueError(f"{tensor.name}: its values are not all representable in {tensor.dtype}")
+    return cast

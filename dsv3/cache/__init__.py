@@ -1,1 +1,1 @@
-
+"""The paged latent cache: memory layout, page pool, prefix index."""

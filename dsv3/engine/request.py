@@ -30,7 +30,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[float]
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step produced for one request.
 
     `finish_reason` is set on a request's last output. `stop_token_id` names the stop or end token that ended it (it is
@@ -51,5 +51,28 @@ class QueueFull(Exception):
     """The waiting queue is at its bound; try again later."""
 
 
+class EngineDead(RuntimeError):
+    """The engine has failed and serves nothing any more; its `failure` is the cause."""
+
+
 class InvalidRequest(ValueError):
     """The request can never be served (too long, token id out of range); the text says what to change."""
+
+
+def fan_out(
+    request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str = ""
+) -> list[EngineRequest]:
+    """The `sampling.n` engine requests of one user's request, ids `request_id-0` and on (`request_id` itself for one).
+
+    With a seed, answer i takes `seed + i` (modulo 2^63), so that the answers differ and stay reproducible.
+    """
+    if sampling.n == 1:
+        ids, each = [request_id], [sampling]
+    else:
+        ids = [f"{request_id}-{i}" for i in range(sampling.n)]
+        seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**63 for i in range(sampling.n)]
+        each = [msgspec.structs.replace(sampling, n=1, seed=seed) for seed in seeds]
+    return [
+        EngineRequest(request_id=name, prompt_token_ids=prompt_token_ids, sampling=params, cache_salt=cache_salt)
+        for name, params in zip(ids, each, strict=True)
+    ]

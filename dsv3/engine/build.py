@@ -1,0 +1,169 @@
+"""From a model directory to an engine: what the notebook face, the server and the batch tool share."""
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import dsv3
+from dsv3.cache.layout import page_bytes, pages_for, pages_within
+from dsv3.checkpoint import load_params
+from dsv3.config import ModelConfig
+from dsv3.engine.compilation import use_compilation_cache
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.engine import Engine
+from dsv3.engine.programs import Progress
+from dsv3.engine.step_bodies import model_functions
+from dsv3.hf_config import load_config
+
+_log = logging.getLogger(__name__)
+_CPU_CACHE_BYTES = 2**30
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """What a user may set; None means a default that suits the device.
+
+    `dtype` "auto" is float32 on a CPU and bfloat16 elsewhere, for weights, activations and the latent cache.
+    `max_model_len` None: what the model was made for, or less where the cache cannot hold it. `gpu_memory_utilization`
+    is the share of a device's memory that weights, cache and activations may take together; on a CPU the cache takes
+    at most 1 GiB instead. `fp8` says whether FP8 weights stay FP8. `tokenizer_id` enters the prefix cache's keys.
+    `compilation_cache_dir` None: `dsv3/xla` in the user's cache directory.
+    """
+
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_queued_reqs: int = 1024
+    gpu_memory_utilization: float = 0.9
+    data_parallel_size: int = 1
+    enable_prefix_caching: bool = True
+    fp8: Literal["keep", "dequantize"] = "keep"
+    tokenizer_id: str = ""
+    seed: int = 0
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is not above 0 and at most 1")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype: {self.dtype!r} is not one of auto, float32, bfloat16")
+
+
+def bundled_model() -> Path:
+    """Directory of the small model that ships with the package."""
+    return Path(dsv3.__file__).parent / "bundled"
+
+
+def build_engine(
+    model_dir: str | os.PathLike[str], options: EngineOptions | None = None, *, progress: bool = True
+) -> Engine:
+    """An engine with the weights of a Hugging Face model directory; call `warm_up` before the first request.
+
+    `progress` shows a bar while weights load. Raises `ConfigError` or `CheckpointError` for a directory that cannot
+    be served, ValueError where the limits do not fit the device.
+    """
+    options = options or EngineOptions()
+    use_compilation_cache(options.compilation_cache_dir)
+    model_cfg = load_config(model_dir)
+    devices = _devices(options.data_parallel_size)
+    dtype = _dtype(options.dtype, devices[0])
+    with jax.default_device(devices[0]):
+        params = load_params(model_dir, model_cfg, dtype=dtype, fp8=options.fp8, progress=progress)
+    jax.block_until_ready(params)
+    cfg = engine_config(model_cfg, options, devices[0], dtype, model_id=_model_id(Path(model_dir)))
+    _log.info("cache: %d pages of 64 tokens, up to %d tokens a request", cfg.num_pages, cfg.max_model_len)
+    return Engine(model_functions(), params, model_cfg, cfg, devices)
+
+
+def engine_config(
+    model_cfg: ModelConfig, options: EngineOptions, device: jax.Device, dtype: Any, model_id: str
+) -> EngineConfig:
+    """Limits for `device`, on which the weights are already."""
+    is_cpu = device.platform == "cpu"
+    max_num_seqs = options.max_num_seqs or (64 if is_cpu else 256)
+    batched = options.max_num_batched_tokens or (1024 if is_cpu else 8192)
+    wanted = options.max_model_len or model_cfg.max_position_embeddings
+    budget = _cache_budget(model_cfg, options, device, dtype, batched, max_num_seqs)
+    num_pages = min(pages_within(model_cfg, dtype, budget), max_num_seqs * pages_for(wanted))
+    if num_pages < 1:
+        raise ValueError(
+            f"{max(0, budget)} bytes are left for the cache, but one page takes {page_bytes(model_cfg, dtype)}; "
+            "raise gpu_memory_utilization or use more devices"
+        )
+    max_model_len = wanted if options.max_model_len else min(wanted, num_pages * 64)
+    return EngineConfig(
+        max_model_len=max_model_len,
+        num_pages=num_pages,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        max_num_queued_reqs=options.max_num_queued_reqs,
+        num_ranks=options.data_parallel_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+        model_id=model_id,
+        cache_dtype=jnp.dtype(dtype).name,
+        tokenizer_id=options.tokenizer_id,
+        seed=options.seed,
+    )
+
+
+def rich_progress(description: str = "compiling") -> tuple[Any, Progress]:
+    """A progress bar on the terminal (a context manager) and the callback that drives it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    task = bar.add_task(description, total=None)
+
+    def update(done: int, total: int, what: str) -> None:
+        bar.update(task, completed=done, total=total, description=f"{description}: {what}")
+
+    return bar, update
+
+
+def _devices(ranks: int) -> list[jax.Device]:
+    devices = jax.devices()
+    if len(devices) < ranks:
+        raise ValueError(f"data_parallel_size is {ranks}, but jax sees {len(devices)} devices")
+    return devices[:ranks]
+
+
+def _dtype(name: DType, device: jax.Device) -> Any:
+    if name == "auto":
+        return jnp.float32 if device.platform == "cpu" else jnp.bfloat16
+    return jnp.dtype(name)
+
+
+def _cache_budget(
+    model_cfg: ModelConfig, options: EngineOptions, device: jax.Device, dtype: Any, batched: int, max_num_seqs: int
+) -> int:
+    """Bytes for one rank's pool: a share of the device's memory less what is taken and what a step will take."""
+    memory = device.memory_stats() if device.platform != "cpu" else None
+    if not memory:
+        return _CPU_CACHE_BYTES
+    allowed = int(memory["bytes_limit"] * options.gpu_memory_utilization) - memory["bytes_in_use"]
+    return allowed - _step_bytes(model_cfg, dtype, batched, max_num_seqs)
+
+
+def _step_bytes(cfg: ModelConfig, dtype: Any, batched: int, max_num_seqs: int) -> int:
+    """An estimate of the largest step's working memory.
+
+    A prompt token keeps about six hidden states, its queries, keys and values of all heads, and its routed copies;
+    logits of a decode batch are float32, and the sampler needs about four arrays of their size.
+    """
+    heads = cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim + cfg.kv_lora_rank)
+    routed = cfg.num_experts_per_tok * (cfg.hidden_size + 3 * cfg.moe_intermediate_size)
+    token = (6 * cfg.hidden_size + heads + routed + 3 * cfg.intermediate_size) * jnp.dtype(dtype).itemsize
+    return batched * token + 4 * max_num_seqs * cfg.vocab_size * 4
+
+
+def _model_id(directory: Path) -> str:
+    """Names the weights in the prefix cache's keys: the directory and when its weights were last written."""
+    newest = max((f.stat().st_mtime_ns for f in directory.glob("*.safetensors*")), default=0)
+    return f"{directory.resolve()}@{newest}"

@@ -1,0 +1,207 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+`step` launches step n + 1 before it looks at the tokens of step n, so the device always has work queued while the host
+reads, stops, streams and plans. One thread calls `step`; `add` and `abort` may come from any thread.
+"""
+
+import itertools
+import logging
+import threading
+from collections import deque
+from time import perf_counter
+from typing import Any
+
+import jax
+import numpy as np
+
+from dsv3.cache.prefix_index import root_key
+from dsv3.config import ModelConfig
+from dsv3.engine.compilation import CompilationCounter
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.programs import Progress
+from dsv3.engine.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull
+from dsv3.engine.results import collect
+from dsv3.engine.runner import Launched, Runner
+from dsv3.engine.scheduler import Scheduler
+from dsv3.engine.sequence import Sequence, prepare
+from dsv3.engine.stats import EngineStats, HostTime
+from dsv3.engine.step_bodies import StepFunctions
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves one model on `cfg.num_ranks` devices.
+
+    Args:
+      functions: the model's step functions (`model_functions()`, or a stand-in with the same signatures).
+      params: the model's parameters, as `functions` take them.
+      model_cfg: the model's hyper-parameters; vocabulary, end tokens and cache layout are read from it.
+      cfg: limits.
+      devices: one for each rank; the first of the default backend if not given.
+    """
+
+    def __init__(
+        self,
+        functions: StepFunctions,
+        params: Any,
+        model_cfg: ModelConfig,
+        cfg: EngineConfig,
+        devices: list[jax.Device] | None = None,
+    ) -> None:
+        self.cfg, self.model_cfg = cfg, model_cfg
+        self.failure: BaseException | None = None
+        self._runner = Runner(functions, params, model_cfg, cfg, devices or jax.devices()[: cfg.num_ranks])
+        self._scheduler = Scheduler(cfg, model_cfg.vocab_size)
+        self._commands: deque[Sequence | str] = deque()  # a new request, or the id of one to abort
+        self._ids: set[str] = set()
+        self._in_flight: Launched | None = None
+        self._compilations = CompilationCounter()
+        self._warm = False
+        self._wake = threading.Event()
+        self._seeds = np.random.SeedSequence(cfg.seed)
+        self._seed_counter = itertools.count()
+        self._host_time = HostTime()
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._commands) or self._in_flight is not None or self._scheduler.has_work
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compiles every program; from then on a compilation is counted and logged."""
+        self._runner.programs.compile_all(progress)
+        self._warm = True
+
+    def add(self, request: EngineRequest) -> None:
+        """Queues a request; its outputs come from `step`, the last with a finish_reason.
+
+        Raises:
+          InvalidRequest: it can never be served, or its id is in use.
+          QueueFull: too many requests wait already.
+          EngineDead: the engine has failed; a new one must be built.
+        """
+        if self.failure is not None:
+            raise EngineDead("the engine has stopped after an error") from self.failure
+        scheduler = self._scheduler
+        if len(self._commands) + len(scheduler.waiting) >= self.cfg.max_num_queued_reqs + scheduler.slots.num_free:
+            raise QueueFull(f"{self.cfg.max_num_queued_reqs} requests are waiting already")
+        if request.request_id in self._ids:
+            raise InvalidRequest(f"request_id {request.request_id!r} is in use")
+        cfg = self.cfg
+        root = root_key(cfg.model_id, cfg.cache_dtype, cfg.tokenizer_id, request.cache_salt)
+        sequence = prepare(request, cfg, self.model_cfg.vocab_size, self.model_cfg.eos_token_ids, root)
+        if request.sampling.seed is None:
+            sequence.seed = self._next_seed()
+        self._ids.add(request.request_id)
+        self._commands.append(sequence)
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request wherever it is; its last output has finish_reason "abort". Unknown ids are ignored."""
+        self._commands.append(request_id)
+        self._wake.set()
+
+    def wait_for_work(self, timeout: float) -> bool:
+        """Blocks until there is work or `timeout` seconds have passed; says whether there is."""
+        if not self.has_work:
+            self._wake.wait(timeout)
+            self._wake.clear()
+        return self.has_work
+
+    def step(self) -> list[EngineOutput]:
+        """Launches one step and returns the outputs of the one before it, of ended requests too.
+
+        An exception on the way ends every request with finish_reason "error" and the engine with `failure` set.
+        """
+        try:
+            if self.failure is not None:
+                return self._end_all(self.failure)
+            if not self._warm:
+                return self._step()
+            with self._compilations.watch():
+                return self._step()
+        except Exception as error:
+            _log.exception("the engine has failed; every request ends")
+            self.failure = error
+            return self._end_all(error)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters; any thread may ask."""
+        scheduler = self._scheduler
+        return EngineStats(
+            running=scheduler.slots.total_running,
+            waiting=len(scheduler.waiting) + len(self._commands),
+            pages_in_use=scheduler.pages_in_use,
+            cache_usage=scheduler.pages_in_use / (self.cfg.num_pages * self.cfg.num_ranks),
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            recompilations=self._compilations.count,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            steps=self._steps,
+            host_time_sum=self._host_time.total,
+            host_time_counts=tuple(self._host_time.counts),
+        )
+
+    def _step(self) -> list[EngineOutput]:
+        started = perf_counter()
+        outputs = self._ingest() if self._commands else []
+        plan = self._scheduler.plan()
+        before, self._in_flight = self._in_flight, None
+        if plan is not None:
+            self._in_flight = self._runner.launch(plan)
+        waited = 0.0
+        if before is not None:
+            waiting = perf_counter()
+            prefill, decode = self._runner.fetch(before.prefill), self._runner.fetch(before.decode)
+            waited = perf_counter() - waiting
+            outputs += self._collect(before, prefill, decode)
+        self._host_time.observe(perf_counter() - started - waited)
+        return outputs
+
+    def _collect(self, launched: Launched, prefill: Any, decode: Any) -> list[EngineOutput]:
+        outputs = collect(self._scheduler, launched.plan, prefill, decode)
+        self._steps += 1
+        self._generated_tokens += len(outputs)
+        if launched.plan.prefill is not None:
+            self._prompt_tokens += sum(c.stop - c.start for mine in launched.plan.prefill.chunks for c in mine)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._ids.discard(output.request_id)
+        return outputs
+
+    def _ingest(self) -> list[EngineOutput]:
+        """Takes over what other threads have handed in."""
+        outputs = []
+        for _ in range(len(self._commands)):
+            command = self._commands.popleft()
+            if isinstance(command, Sequence):
+                self._scheduler.add(command)
+            elif (sequence := self._scheduler.sequences.get(command)) is not None:
+                self._scheduler.remove(sequence)
+                self._ids.discard(command)
+                outputs.append(EngineOutput(request_id=command, token_ids=[], finish_reason="abort"))
+        return outputs
+
+    def _end_all(self, error: BaseException) -> list[EngineOutput]:
+        """Ends every request after a failure; nothing of the device's state can be trusted any more."""
+        self._in_flight = None
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, Sequence):
+                self._scheduler.add(command)
+        ended = list(self._scheduler.sequences.values())
+        for sequence in ended:
+            self._scheduler.remove(sequence)
+        self._scheduler.abandon()
+        self._ids.clear()
+        text = f"the engine has failed: {type(error).__name__}"
+        return [EngineOutput(request_id=s.id, token_ids=[], finish_reason="error", error=text) for s in ended]
+
+    def _next_seed(self) -> int:
+        """A 64-bit seed for a request that brings none; another one each time, the same series for the same engine."""
+        state = np.random.SeedSequence(entropy=self._seeds.entropy, spawn_key=(next(self._seed_counter),))
+        return int(state.generate_state(1, np.uint64).view(np.int64)[0])

@@ -1,0 +1,154 @@
+"""The compiled programs: a table by kind and bucket, filled before the first request."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from dsv3.cache.layout import pool_shape
+from dsv3.config import ModelConfig
+from dsv3.engine import state as device_state
+from dsv3.engine import step_bodies
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.sequence import FULL, GREEDY, SAMPLED
+from dsv3.engine.step_bodies import StepFunctions
+from sharding.mesh import RANK, by_rank
+
+_log = logging.getLogger(__name__)
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, what)` before each program and once at the end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """Names a program: `size` is the bucket (tokens of a prefill, rows of the others), `variant` the sampler's."""
+
+    kind: Literal["prefill", "decode", "sample", "logprobs", "adjust", "new_adjust"]
+    size: int = 0
+    variant: int = 0
+
+
+class Programs:
+    """Compiles, on demand or all at once, and remembers. Every array has a leading rank axis.
+
+    The page pool, the decode state and the adjust state are donated: pass each program the newest ones.
+    """
+
+    def __init__(
+        self,
+        functions: StepFunctions,
+        model_cfg: ModelConfig,
+        cfg: EngineConfig,
+        mesh: Mesh,
+        params: Any,
+        cache_dtype: Any,
+    ) -> None:
+        self._functions, self._model_cfg, self._cfg, self._mesh = functions, model_cfg, cfg, mesh
+        self._compiled: dict[Key, Callable[..., Any]] = {}
+        self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        pages = jax.ShapeDtypeStruct((cfg.num_ranks, *pool_shape(model_cfg, cfg.num_pages)), cache_dtype)
+        self.pages = self._sharded(pages)
+        self.state = self._sharded(device_state.decode_state_shapes(cfg))
+        self.adjust = self._sharded(device_state.adjust_state_shapes(cfg, model_cfg.vocab_size))
+
+    def keys(self) -> list[Key]:
+        """Every program that serving can need."""
+        cfg = self._cfg
+        rows = sorted({*cfg.decode_buckets, *map(cfg.prefill_rows, cfg.prefill_buckets)})
+        return [
+            *(Key("prefill", size) for size in cfg.prefill_buckets),
+            *(Key("decode", size) for size in cfg.decode_buckets),
+            *(Key("sample", size, variant) for variant in (GREEDY, SAMPLED, FULL) for size in rows),
+            *(Key("logprobs", size) for size in rows),
+            Key("new_adjust"),
+            Key("adjust"),
+        ]
+
+    def compile_all(self, progress: Progress | None = None) -> None:
+        """Compiles what `keys` lists, from the persistent cache where it knows them."""
+        keys = self.keys()
+        for done, key in enumerate(keys):
+            if progress is not None:
+                progress(done, len(keys), f"{key.kind} {key.size or ''}".strip())
+            self.get(key)
+        if progress is not None:
+            progress(len(keys), len(keys), "ready")
+
+    def get(self, key: Key) -> Callable[..., Any]:
+        """The compiled program, compiled now if it is new."""
+        program = self._compiled.get(key)
+        if program is None:
+            program = self._compiled[key] = self._compile(key)
+        return program
+
+    def _compile(self, key: Key) -> Callable[..., Any]:
+        _log.debug("compiling %s", key)
+        body, arguments, donated, replicated = getattr(self, f"_{key.kind}")(key)
+        mapped = self._mapped(body, len(arguments), replicated)
+        return jax.jit(mapped, donate_argnums=donated).lower(*arguments).compile()
+
+    def _mapped(self, body: Callable[..., Any], arguments: int, replicated: bool) -> Callable[..., Any]:
+        """`body`, written for one rank, over all of them; the first argument is the same on all if `replicated`."""
+
+        def one_rank(*args: Any) -> Any:
+            split = 1 if replicated else 0
+            mine = jax.tree.map(lambda x: x[0], args[split:])
+            return jax.tree.map(lambda x: x[None], body(*args[:split], *mine))
+
+        specs = [PartitionSpec(RANK)] * arguments
+        if replicated:
+            specs[0] = PartitionSpec()
+        return jax.shard_map(
+            one_rank, mesh=self._mesh, in_specs=tuple(specs), out_specs=PartitionSpec(RANK), check_vma=False
+        )
+
+    def _prefill(self, key: Key) -> tuple[Any, ...]:
+        width = step_bodies.PREFILL_HEADER + self._cfg.pages_per_seq
+        body = functools.partial(step_bodies.prefill_body, self._functions, self._model_cfg)
+        batch = (self._array(key.size), self._array(self._cfg.prefill_rows(key.size), width))
+        return body, (self._params, self.pages, self.state, *batch), (1, 2), True
+
+    def _decode(self, key: Key) -> tuple[Any, ...]:
+        body = functools.partial(step_bodies.decode_body, self._functions, self._model_cfg)
+        return body, (self._params, self.pages, self.state, self._array(key.size, 2)), (1, 2), True
+
+    def _sample(self, key: Key) -> tuple[Any, ...]:
+        body = functools.partial(step_bodies.sample_body, key.variant)
+        adjust = self.adjust if key.variant == FULL else None
+        donated = (0, 1) if key.variant == FULL else (0,)
+        return body, (self.state, adjust, self._logits(key.size), self._array(key.size)), donated, False
+
+    def _logprobs(self, key: Key) -> tuple[Any, ...]:
+        return step_bodies.logprobs_body, (self._logits(key.size), self._array(key.size)), (), False
+
+    def _adjust(self, key: Key) -> tuple[Any, ...]:
+        request = device_state.empty_adjust_request(self._cfg, self._model_cfg.vocab_size)
+        arrays = [getattr(request, field.name) for field in dataclasses.fields(request)]
+        return step_bodies.adjust_body, (self.adjust, *map(self._like, arrays)), (0,), False
+
+    def _new_adjust(self, key: Key) -> tuple[Any, ...]:
+        shapes = jax.tree.map(lambda x: (x.shape[1:], x.dtype), self.adjust)
+        leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+        def zeros(_: jax.Array) -> Any:
+            return jax.tree.unflatten(tree, [jnp.zeros(shape, dtype) for shape, dtype in leaves])
+
+        return zeros, (self._array(),), (), False
+
+    def _logits(self, rows: int) -> jax.ShapeDtypeStruct:
+        return self._array(rows, self._model_cfg.vocab_size, dtype=jnp.float32)
+
+    def _array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return self._sharded(jax.ShapeDtypeStruct((self._cfg.num_ranks, *shape), dtype))
+
+    def _like(self, array: Any) -> jax.ShapeDtypeStruct:
+        return self._sharded(jax.ShapeDtypeStruct(array.shape, array.dtype))
+
+    def _sharded(self, tree: Any) -> Any:
+        sharding = by_rank(self._mesh)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

@@ -1,0 +1,112 @@
+"""A stand-in for the model whose every logit depends on all earlier tokens *as read back from the pages*.
+
+A wrong page, a lost write or a stray one changes the text. Latents are (token, position); the hidden state is a hash of
+all the latents of the request, read through its page table.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.config import ModelConfig
+from dsv3.engine.step_bodies import StepFunctions
+from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
+
+VOCAB = 67
+EOS = 0
+
+
+class ToyOutput(NamedTuple):
+    hidden: Any
+    pages: Any
+
+
+def toy_config(**changes: Any) -> ModelConfig:
+    """A configuration with the cache layout the toy needs: one layer, two values a token."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 2,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "kv_lora_rank": 1,
+        "qk_nope_head_dim": 1,
+        "qk_rope_head_dim": 1,
+        "v_head_dim": 1,
+        "intermediate_size": 2,
+        "moe_intermediate_size": 2,
+        "n_routed_experts": 1,
+        "num_experts_per_tok": 1,
+        "eos_token_ids": (EOS,),
+    }
+    return ModelConfig(**(fields | changes))
+
+
+def _hash(pages: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
+    """Hash [2] of the first `length` latents of a request with page table [MP]."""
+    latents = pages[jnp.clip(table, 0, pages.shape[0] - 1)].reshape(-1, 2).astype(jnp.uint32)
+    index = jnp.arange(latents.shape[0], dtype=jnp.uint32)
+    mixed = (latents[:, 0] + 1) * (index * jnp.uint32(2654435761) + 97) ^ (latents[:, 1] * 40503)
+    total = jnp.sum(jnp.where(index < length, mixed, 0))
+    total = (total ^ (total >> 15)) * jnp.uint32(2246822519)
+    return jnp.stack([total & 0xFFF, (total >> 12) & 0xFFF]).astype(jnp.float32)
+
+
+def _write(pages: jax.Array, table: jax.Array, tokens: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
+    page = jnp.take_along_axis(table, (positions // PAGE_SIZE)[:, None], axis=1)[:, 0]
+    page = jnp.where(valid, page, pages.shape[0])
+    latents = jnp.stack([tokens, positions], -1).astype(pages.dtype)
+    return pages.at[page, positions % PAGE_SIZE].set(latents, mode="drop")
+
+
+def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> ToyOutput:
+    rows = jnp.arange(batch.tokens.shape[0])
+    chunk = jnp.minimum(jnp.searchsorted(batch.cu_lengths[1:], rows, side="right"), batch.context_lengths.shape[0] - 1)
+    table = batch.page_table[chunk]
+    pages = _write(pages, table, batch.tokens, batch.positions, rows < batch.cu_lengths[-1])
+    hidden = jax.vmap(lambda t, p: _hash(pages, t, p + 1))(table, batch.positions)
+    return ToyOutput(hidden + params, pages)
+
+
+def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> ToyOutput:
+    positions = jnp.maximum(batch.lengths - 1, 0)
+    pages = _write(pages, batch.page_table, batch.tokens[:, 0], positions, batch.lengths > 0)
+    hidden = jax.vmap(lambda t, n: _hash(pages, t, n))(batch.page_table, batch.lengths)
+    return ToyOutput((hidden + params)[:, None], pages)
+
+
+def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+    state = hidden[..., 0].astype(jnp.uint32) | (hidden[..., 1].astype(jnp.uint32) << 12)
+    mixed = (state[..., None] + 1) * (jnp.arange(cfg.vocab_size, dtype=jnp.uint32) * jnp.uint32(2654435761) + 12345)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(3266489917)
+    return ((mixed >> 8) & 0xFFFF).astype(jnp.float32) / 8192.0
+
+
+FUNCTIONS = StepFunctions(prefill, decode, logits)
+PARAMS = jnp.zeros(())
+
+
+def expected_tokens(prompt: list[int], count: int, stop: tuple[int, ...] = (EOS,)) -> list[int]:
+    """Greedy answer of the toy, computed in plain Python without pages."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(_next_token(tokens))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+def _next_token(tokens: list[int]) -> int:
+    mask = 0xFFFFFFFF
+    total = 0
+    for i, token in enumerate(tokens):
+        total += (((token + 1) * ((i * 2654435761 + 97) & mask)) & mask) ^ (i * 40503)
+    total &= mask
+    total = ((total ^ (total >> 15)) * 2246822519) & mask
+    state = (total & 0xFFF) | (((total >> 12) & 0xFFF) << 12)
+    scores = []
+    for w in range(VOCAB):
+        mixed = ((state + 1) * ((w * 2654435761 + 12345) & mask)) & mask
+        mixed = ((mixed ^ (mixed >> 13)) * 3266489917) & mask
+        scores.append((mixed >> 8) & 0xFFFF)
+    return scores.index(max(scores))

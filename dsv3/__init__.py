@@ -1,1 +1,24 @@
+"""A serving runtime for the DeepSeek-V3 model family in JAX.
 
+`dsv3.LLM` and `dsv3.SamplingParams` are imported on first use, so that importing the package stays cheap.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsv3.llm import LLM, Completion, RequestOutput
+    from dsv3.sampling_params import SamplingParams
+
+__all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SamplingParams":
+        from dsv3.sampling_params import SamplingParams
+
+        return SamplingParams
+    if name in __all__:
+        from dsv3 import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'dsv3' has no attribute {name!r}")

@@ -71,7 +71,7 @@ def build_engine(
     """
     options = options or EngineOptions()
     use_compilation_cache(options.compilation_cache_dir)
-    model_cfg = load_config(model_dir)
+    model_cfg = load_config(Path(model_dir))
     devices = _devices(options.data_parallel_size)
     dtype = _dtype(options.dtype, devices[0])
     with jax.default_device(devices[0]):

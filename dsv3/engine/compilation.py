@@ -31,11 +31,13 @@ class CompilationCounter:
             _watched.counter = before
 
 
-def _on_event(event: str, seconds: float, **_: object) -> None:
+def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
     counter = getattr(_watched, "counter", None)
     if counter is not None and event == _COMPILE_EVENT:
         counter.count += 1
-        _log.warning("a program was compiled after warm-up (%.1f s): a shape is missing from the buckets", seconds)
+        _log.warning(
+            "a program was compiled after warm-up (%.1f s): a shape is missing from the buckets", duration_secs
+        )
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_event)  # jax offers no way to take one listener off again

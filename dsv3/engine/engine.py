@@ -89,14 +89,18 @@ class Engine:
             raise QueueFull(f"{self.cfg.max_num_queued_reqs} requests are waiting already")
         if request.request_id in self._ids:
             raise InvalidRequest(f"request_id {request.request_id!r} is in use")
-        cfg = self.cfg
-        root = root_key(cfg.model_id, cfg.cache_dtype, cfg.tokenizer_id, request.cache_salt)
-        sequence = prepare(request, cfg, self.model_cfg.vocab_size, self.model_cfg.eos_token_ids, root)
+        sequence = self.check(request)
         if request.sampling.seed is None:
             sequence.seed = self._next_seed()
         self._ids.add(request.request_id)
         self._commands.append(sequence)
         self._wake.set()
+
+    def check(self, request: EngineRequest) -> Sequence:
+        """The request as the engine will hold it; raises InvalidRequest where it can never be served."""
+        cfg = self.cfg
+        root = root_key(cfg.model_id, cfg.cache_dtype, cfg.tokenizer_id, request.cache_salt)
+        return prepare(request, cfg, self.model_cfg.vocab_size, self.model_cfg.eos_token_ids, root)
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is; its last output has finish_reason "abort". Unknown ids are ignored."""

@@ -1,0 +1,249 @@
+"""The notebook face: a model, prompts in, texts out.
+
+from dsv3 import LLM, SamplingParams
+outputs = LLM().generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=32))
+print(outputs[0].outputs[0].text)
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsv3.engine.build import DType, EngineOptions, build_engine, bundled_model, rich_progress
+from dsv3.engine.request import EngineOutput, EngineRequest, FinishReason, QueueFull, TokenLogprobs, fan_out
+from dsv3.sampling_params import SamplingParams
+from dsv3.text.chat_template import ChatTemplate
+from dsv3.text.output import TextStream
+from dsv3.text.tokenizer import Tokenizer, TokenizerNotFound
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclasses.dataclass
+class Completion:
+    """One answer. `logprobs` has an entry for each token if they were asked for; `error` explains "error"."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """A prompt (`prompt` is None where token ids were given) with its `n` answers."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass
+class _Answer:
+    """An answer on its way."""
+
+    parent: RequestOutput
+    completion: Completion
+    stream: TextStream
+
+
+class LLM:
+    """A model on this machine's devices.
+
+    Args:
+      model: a Hugging Face model directory; None is the small model that ships with the package.
+      progress: show progress bars while the model loads, compiles and answers.
+      The others: see `EngineOptions`.
+
+    A directory without a tokenizer serves prompts of token ids; texts are then empty.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        dtype: DType = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        data_parallel_size: int = 1,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> None:
+        directory = Path(model) if model is not None else bundled_model()
+        self._progress = progress
+        self.tokenizer = _tokenizer(directory)
+        self._template: ChatTemplate | None = None
+        options = EngineOptions(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            data_parallel_size=data_parallel_size,
+            enable_prefix_caching=enable_prefix_caching,
+            tokenizer_id=self.tokenizer.fingerprint if self.tokenizer else "",
+            seed=seed,
+        )
+        self.engine = build_engine(directory, options, progress=progress)
+        self._ids = itertools.count()
+        bar, update = rich_progress()
+        with bar if progress else contextlib.nullcontext():
+            self.engine.warm_up(update if progress else None)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues one prompt or several, each a text or token ids; results are in the order of the prompts.
+
+        `sampling_params` is for all prompts, or one for each. Raises InvalidRequest where a prompt can never be
+        served (none has been started then), ValueError for text without a tokenizer.
+        """
+        several = _as_list(prompts)
+        each = _one_each(sampling_params, len(several))
+        return self._run([self._output(p, s) for p, s in zip(several, each, strict=True)], each)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or several, written with the model's chat template.
+
+        A message is a mapping with "role" and "content". Raises TemplateError where the template refuses it.
+        """
+        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        each = _one_each(sampling_params, len(several))
+        template, tokenizer = self._chat_template(), self._need_tokenizer()
+        outputs = []
+        for conversation, params in zip(several, each, strict=True):
+            text = template.render(
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                kwargs=chat_template_kwargs,
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            outputs.append(RequestOutput(text, ids, [Completion(i) for i in range(params.n)]))
+        return self._run(outputs, each)
+
+    def _output(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        answers = [Completion(i) for i in range(params.n)]
+        if isinstance(prompt, str):
+            return RequestOutput(prompt, self._need_tokenizer().encode(prompt), answers)
+        return RequestOutput(None, list(prompt), answers)
+
+    def _run(self, outputs: list[RequestOutput], each: list[SamplingParams]) -> list[RequestOutput]:
+        """Feeds the engine as its queue allows and gathers answers until all are complete."""
+        waiting: deque[tuple[EngineRequest, _Answer]] = deque()
+        for output, params in zip(outputs, each, strict=True):
+            requests = fan_out(f"llm-{next(self._ids)}", output.prompt_token_ids, params)
+            for request, completion in zip(requests, output.outputs, strict=True):
+                self.engine.check(request)
+                stream = TextStream(self.tokenizer, params)
+                waiting.append((request, _Answer(output, completion, stream)))
+        live: dict[str, _Answer] = {}
+        with self._bar(len(waiting)) as update:
+            try:
+                while waiting or live:
+                    self._feed(waiting, live)
+                    for result in self.engine.step():
+                        self._take(result, live)
+                    update(len(waiting) + len(live))
+            finally:
+                self._abandon(live)
+        return outputs
+
+    def _feed(self, waiting: deque[tuple[EngineRequest, _Answer]], live: dict[str, _Answer]) -> None:
+        while waiting:
+            request, answer = waiting[0]
+            try:
+                self.engine.add(request)
+            except QueueFull:
+                return
+            live[request.request_id] = answer
+            waiting.popleft()
+
+    def _take(self, result: EngineOutput, live: dict[str, _Answer]) -> None:
+        answer = live.get(result.request_id)
+        if answer is None:
+            return  # aborted after a stop string
+        completion = answer.completion
+        delta = answer.stream.push(result.token_ids, result.finish_reason, result.stop_token_id)
+        answer.parent.num_cached_tokens = max(answer.parent.num_cached_tokens, result.num_cached_tokens)
+        completion.text += delta.text
+        completion.token_ids += result.token_ids[: delta.num_tokens]
+        if result.logprobs is not None:
+            completion.logprobs = (completion.logprobs or []) + result.logprobs[: delta.num_tokens]
+        if delta.finish_reason is not None:
+            completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+            completion.error = result.error
+            del live[result.request_id]
+            if result.finish_reason is None:
+                self.engine.abort(result.request_id)
+
+    def _abandon(self, live: dict[str, _Answer]) -> None:
+        """Leaves nothing behind in the engine, also after an interrupt."""
+        for request_id in live:
+            self.engine.abort(request_id)
+        while self.engine.has_work:
+            self.engine.step()
+
+    @contextlib.contextmanager
+    def _bar(self, total: int) -> Iterator[Any]:
+        if not self._progress:
+            yield lambda left: None
+            return
+        bar, update = rich_progress("generating")
+        with bar:
+            yield lambda left: update(total - left, total, f"{left} left" if left else "done")
+
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            tokenizer = self._need_tokenizer()
+            if tokenizer.chat_template is None:
+                raise ValueError("this model has no chat template; use generate with a prompt of your own")
+            self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        return self._template
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError("this model directory has no tokenizer.json; give prompts as token ids")
+        return self.tokenizer
+
+
+def _tokenizer(directory: Path) -> Tokenizer | None:
+    try:
+        return Tokenizer.from_directory(directory)
+    except TokenizerNotFound:
+        return None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling parameters for {count} prompts; give one, or one for each prompt")
+    return list(params)

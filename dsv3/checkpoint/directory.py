@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from dsv3.checkpoint.errors import CheckpointError, raise_findings
 from dsv3.checkpoint.layout import HARMLESS
@@ -27,7 +27,7 @@ def read_directory(directory: Path) -> dict[str, Tensor]:
     )
 
 
-def plain_file_name(name: Any) -> bool:
+def plain_file_name(name: Any) -> TypeGuard[str]:
     """Whether `name` is a file name without any path in it."""
     return isinstance(name, str) and bool(name) and not set(name) & set("/\\\0") and name not in (".", "..")
 

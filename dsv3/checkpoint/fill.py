@@ -34,7 +34,8 @@ _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 class Source:
     """Tensor `tensor`, seen under shape `view`, whose box `take` fills the box `put` of an array.
 
-    `scale`: block scales to multiply (the tensor is FP8). `crc32`: checksums of the blocks of `view`, in order.
+    `scale`: block scales to multiply (the tensor is FP8). `crc32`: checksums of the blocks of `view`, in order, which
+    are `block_bytes` at most.
     """
 
     tensor: Tensor
@@ -43,6 +44,7 @@ class Source:
     put: Box
     scale: "Source | None" = None
     crc32: tuple[int, ...] | None = None
+    block_bytes: int = BLOCK_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Array:
 
     def bytes_to_read(self, box: Box) -> int:
         """Bytes in files behind a box, those of scales to multiply not counted."""
-        met = ((s.tensor.dtype.itemsize, _intersection(s.put, box)) for s in self.overlapping(box))
+        met = ((s.tensor.dtype.itemsize, intersection(s.put, box)) for s in self.overlapping(box))
         return sum(size * math.prod(extents(part)) for size, part in met if part is not None)
 
     def overlapping(self, box: Box) -> Sequence[Source]:
@@ -116,9 +118,13 @@ def split(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
     raise ValueError(f"no block of {limit} bytes fits an array of shape {shape} with {itemsize}-byte elements")
 
 
-def blocks(shape: tuple[int, ...], itemsize: int, inside: Box) -> Iterator[tuple[int, Box]]:
+def blocks(shape: tuple[int, ...], itemsize: int, inside: Box, limit: int) -> Iterator[tuple[int, Box]]:
     """Number and box of the contiguous blocks that partition an array, those that meet the box `inside` only."""
-    axis, count = split(shape, itemsize, BLOCK_BYTES)
+    yield from grid(shape, *split(shape, itemsize, limit), inside)
+
+
+def grid(shape: tuple[int, ...], axis: int, count: int, inside: Box) -> Iterator[tuple[int, Box]]:
+    """Number and box of the blocks of `count` indices of an axis, all axes before it fixed, that meet `inside`."""
     per_prefix = -(-shape[axis] // count)
     for prefix in itertools.product(*(range(s.start, s.stop) for s in inside[:axis])):
         before = sum(i * math.prod(shape[a + 1 : axis]) for a, i in enumerate(prefix)) * per_prefix
@@ -137,25 +143,27 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def reads(array: Array, box: Box, out: np.ndarray) -> Iterator[Read]:
     """The reads that fill `out` with `array[box]`."""
     for source in array.overlapping(box):
-        want = _intersection(source.put, box)
+        want = intersection(source.put, box)
         if want is None:
             continue
         to_view = tuple(t.start - p.start for t, p in zip(source.take, source.put, strict=True))
-        inside = _moved(want, to_view)
-        for number, block in blocks(source.view, source.tensor.dtype.itemsize, inside):
-            part = _intersection(block, inside)
+        inside = moved(want, to_view)
+        for number, block in blocks(source.view, source.tensor.dtype.itemsize, inside, source.block_bytes):
+            part = intersection(block, inside)
             assert part is not None
-            inner = _moved(part, tuple(-s.start for s in block))
+            inner = moved(part, tuple(-s.start for s in block))
             to_out = tuple(-v - b.start for v, b in zip(to_view, box, strict=True))
-            yield Read(source, number, block, inner, out[_moved(part, to_out)], array.positive)
+            yield Read(source, number, block, inner, out[moved(part, to_out)], array.positive)
 
 
-def _intersection(a: Box, b: Box) -> Box | None:
+def intersection(a: Box, b: Box) -> Box | None:
+    """Box that two boxes share."""
     box = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
     return box if all(s.start < s.stop for s in box) else None
 
 
-def _moved(box: Box, by: tuple[int, ...]) -> Box:
+def moved(box: Box, by: tuple[int, ...]) -> Box:
+    """The box, each axis shifted."""
     return tuple(slice(s.start + d, s.stop + d) for s, d in zip(box, by, strict=True))
 
 

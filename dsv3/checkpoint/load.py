@@ -13,6 +13,7 @@ from dsv3.checkpoint.directory import read_directory
 from dsv3.checkpoint.layout import leaf_path, leaves
 from dsv3.checkpoint.plan import Fp8Mode, Plan, plan_hf
 from dsv3.checkpoint.reader import read_leaves
+from dsv3.checkpoint.stacked import is_stacked, plan_stacked
 from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, declare
 
@@ -31,11 +32,12 @@ def load_params(
     progress: bool = True,
     threads: int = 8,
 ) -> Params:
-    """Parameters of a checkpoint directory, stacked and on their devices.
+    """Parameters of a checkpoint directory, Hugging Face or pre-stacked, stacked and on their devices.
 
-    `dtype` (float32, bfloat16 or float16) is that of all parameters but the router's weights and bias (float32) and of
-    FP8 weights that stay FP8. `fp8` "keep" leaves block-quantised products as `Fp8Weight`, "dequantize" multiplies them
-    out; kv_b_proj (`k_up`, `v_up`) is always dequantised, because the absorbed attention core runs in bfloat16.
+    `dtype` (float32, bfloat16 or float16; None: the embedding's in the checkpoint) is that of all parameters but the
+    router's weights and bias (float32) and of FP8 weights that stay FP8. `fp8` "keep" leaves block-quantised products
+    as `Fp8Weight`, "dequantize" multiplies them out; kv_b_proj (`k_up`, `v_up`) is always dequantised, because the
+    absorbed attention core runs in bfloat16.
 
     `shardings` is a tree like the parameters' with a `jax.sharding.Sharding` at each leaf (or an `Fp8Weight` of two,
     else data and scales share one); each process reads only what its devices hold. None: the default device.
@@ -45,19 +47,22 @@ def load_params(
 
     Raises `CheckpointError` naming file and tensor where the checkpoint is not what `cfg` describes.
     """
-    plan = plan_directory(Path(directory), cfg, np.dtype(dtype), fp8)
+    plan = plan_directory(Path(directory), cfg, dtype, fp8)
     if plan.skipped_mtp_layers:
-        _log.info("%s: MTP modules of layers %s are not loaded", directory, list(plan.skipped_mtp_layers))
+        _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
     values = read_leaves(plan, _by_path(cfg, shardings), progress=progress, threads=threads)
     return jax.tree.unflatten(jax.tree.structure(declare(cfg)), values)
 
 
-def plan_directory(directory: Path, cfg: ModelConfig, dtype: np.dtype, fp8: Fp8Mode) -> Plan:
-    """What to read from a directory of either form."""
-    if dtype not in DTYPES:
+def plan_directory(directory: Path, cfg: ModelConfig, dtype: Any, fp8: Fp8Mode) -> Plan:
+    """What to read from a directory of either form, and how it becomes the parameters of `cfg`."""
+    dtype = None if dtype is None else np.dtype(dtype)
+    if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
     if fp8 not in get_args(Fp8Mode):
         raise ValueError(f"fp8 {fp8!r} is not one of {', '.join(get_args(Fp8Mode))}")
+    if is_stacked(directory):
+        return plan_stacked(directory, cfg, dtype, fp8)
     return plan_hf(directory, read_directory(directory), cfg, dtype, fp8)
 
 

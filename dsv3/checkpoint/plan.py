@@ -47,8 +47,10 @@ class Plan:
         return list({t.path: None for group in (tensors, scales, pairs) for t in group})
 
 
-def plan_hf(directory: Path, tensors: Mapping[str, Tensor], cfg: ModelConfig, dtype: np.dtype, fp8: Fp8Mode) -> Plan:
-    """Plan for the tensors of a Hugging Face checkpoint.
+def plan_hf(
+    directory: Path, tensors: Mapping[str, Tensor], cfg: ModelConfig, dtype: np.dtype | None, fp8: Fp8Mode
+) -> Plan:
+    """Plan for the tensors of a Hugging Face checkpoint; `dtype` None: that of the embedding.
 
     Raises one `CheckpointError` with all missing, unexpected and misshapen tensors and wrong dtypes. Rules beyond the
     table: rotary buffers (`layout.HARMLESS`) are ignored; MTP modules beyond `num_nextn_predict_layers` are skipped,
@@ -61,6 +63,8 @@ def plan_hf(directory: Path, tensors: Mapping[str, Tensor], cfg: ModelConfig, dt
     for piece in (p for group in pieces.values() for p in group):
         _check_tensor(tensors, piece.name, piece.shape, cfg, findings)
     raise_findings(directory, findings)
+    own = tensors[pieces["embed"][0].name].dtype
+    dtype = dtype or (own if own in PLAIN else np.dtype(ml_dtypes.bfloat16))
     leaves = {
         path: _leaf(path, spec, pieces[path], tensors, dtype, fp8, findings)
         for path, spec in layout.leaves(cfg).items()
@@ -114,7 +118,7 @@ def _check_tensor(
             findings["FP8 tensors although the configuration has no quantization_config"].append(where)
         _check_scale(tensors, name, shape, findings)
     elif tensor.dtype not in PLAIN:
-        findings["wrong dtypes"].append(f"{where} is {NAMES[tensor.dtype]}, expected {_names(PLAIN)} or FP8 matrices")
+        findings["wrong dtypes"].append(f"{where} is {NAMES[tensor.dtype]}, expected {names(PLAIN)} or FP8 matrices")
 
 
 def _check_scale(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], findings: Findings) -> None:
@@ -126,10 +130,11 @@ def _check_scale(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...
     if scale.shape != scale_shape(shape):
         findings["wrong shapes"].append(f"{where} is {list(scale.shape)}, expected {list(scale_shape(shape))}")
     if scale.dtype not in SCALES:
-        findings["wrong dtypes"].append(f"{where} is {NAMES[scale.dtype]}, expected {_names(SCALES)}")
+        findings["wrong dtypes"].append(f"{where} is {NAMES[scale.dtype]}, expected {names(SCALES)}")
 
 
-def _names(dtypes: set[np.dtype]) -> str:
+def names(dtypes: set[np.dtype]) -> str:
+    """Their names in the safetensors format."""
     return "/".join(sorted(NAMES[dtype] for dtype in dtypes))
 
 

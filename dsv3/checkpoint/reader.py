@@ -29,10 +29,15 @@ def read_leaves(plan: Plan, shardings: Mapping[str, Any], *, progress: bool, thr
     """
     with Files(threads) as files, reporter(_total(plan, shardings), "loading", shown=progress) as advance:
         files.open(plan.files)
-        for a, b in plan.equal:
-            if not files.same_bytes(a, b, advance):
-                raise CheckpointError(f"{a.path}: tensor {a.name}: differs from {b.name}, which it must repeat")
+        check_duplicates(files, plan, advance)
         return [_leaf(files, arrays, shardings.get(path), advance) for path, arrays in plan.leaves.items()]
+
+
+def check_duplicates(files: Files, plan: Plan, advance: Advance) -> None:
+    """`CheckpointError` if a tensor that must repeat another (an MTP module's embedding or head) differs from it."""
+    for a, b in plan.equal:
+        if not files.same_bytes(a, b, advance):
+            raise CheckpointError(f"{a.path}: tensor {a.name}: differs from {b.name}, which it must repeat")
 
 
 @contextmanager

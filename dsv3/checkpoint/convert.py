@@ -1,0 +1,209 @@
+"""Converts a checkpoint directory to the pre-stacked form or back, without holding more than a window of it."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsv3.checkpoint import fill
+from dsv3.checkpoint.fill import (
+    E4M3,
+    Array,
+    Box,
+    Files,
+    aligned_empty,
+    blocks,
+    extents,
+    grid,
+    moved,
+    split,
+)
+from dsv3.checkpoint.layout import full_box
+from dsv3.checkpoint.load import plan_directory
+from dsv3.checkpoint.plan import Fp8Mode, Plan
+from dsv3.checkpoint.publish import check_free, partial_path, publish, write_durably
+from dsv3.checkpoint.reader import Advance, check_duplicates, reporter
+from dsv3.checkpoint.safetensors_file import PAGE, header_bytes
+from dsv3.checkpoint.stacked import FOLDER, FORMAT, MANIFEST, VERSION, manifest_bytes
+from dsv3.checkpoint.writer import F32, write_hf
+from dsv3.config import ModelConfig
+from dsv3.hf_config import to_hf
+
+WINDOW_BYTES = 256 << 20
+JOURNAL = "journal.json"
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "tiktoken.model",
+    "generation_config.json",
+)
+
+
+def convert_to_stacked(
+    source: Path,
+    target: Path,
+    cfg: ModelConfig,
+    *,
+    dtype: Any = None,
+    fp8: Fp8Mode = "keep",
+    progress: bool = False,
+    threads: int = 8,
+) -> None:
+    """Writes the pre-stacked form of a checkpoint directory; `dtype` None keeps that of the embedding.
+
+    `target` appears whole. A run that was killed is continued by the next run with the same source and options: files
+    that were finished are kept, others are written again; with another source or other options it starts afresh.
+
+    Raises `CheckpointError` if the source is not what `cfg` describes, `FileExistsError` if `target` holds anything.
+    """
+    plan = plan_directory(source, cfg, dtype, fp8)
+    check_free(target)
+    partial = partial_path(target)
+    done = _resume(partial, _fingerprint(plan, cfg))
+    arrays = [array for leaf in plan.leaves.values() for array in leaf if array.name not in done["arrays"]]
+    total = sum(2 * a.nbytes for a, _ in plan.equal) + sum(a.bytes_to_read(full_box(a.shape)) for a in arrays)
+    with Files(threads) as files, reporter(total, "converting", shown=progress) as advance:
+        files.open(plan.files)
+        check_duplicates(files, plan, advance)
+        for path, leaf in plan.leaves.items():
+            if leaf[0].name not in done["arrays"]:
+                done["arrays"] |= _write_leaf(files, leaf, partial / FOLDER / f"{path}.safetensors", advance)
+                write_durably(partial / JOURNAL, json.dumps(done).encode())
+    _finish(source, partial, plan, cfg, done["arrays"])
+    publish(partial, target)
+
+
+def convert_to_hf(
+    source: Path,
+    target: Path,
+    cfg: ModelConfig,
+    *,
+    dtype: Any = None,
+    fp8: Fp8Mode = "keep",
+    shard_bytes: int = 5 * 10**9,
+    progress: bool = False,
+    threads: int = 8,
+) -> None:
+    """Writes the Hugging Face form of a checkpoint directory; see `writer.save_hf` for what it holds.
+
+    Raises as `convert_to_stacked` does. A run that was killed starts afresh.
+    """
+    plan = plan_directory(source, cfg, dtype, fp8)
+    with Files(threads) as files:
+        files.open(plan.files)
+        check_duplicates(files, plan, _ignore)
+        write_hf(
+            target,
+            cfg,
+            PlannedStacks(plan, files),
+            shard_bytes=shard_bytes,
+            scale_dtype=F32,
+            companions=_companions(source),
+            progress=progress,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStacks:
+    """Stacks that are read from a checkpoint directory as they are asked for (`writer.Stacks`)."""
+
+    plan: Plan
+    files: Files
+
+    def dtypes(self, path: str) -> tuple[np.dtype, ...]:
+        """Dtypes of a leaf's arrays."""
+        return tuple(array.dtype for array in self.plan.leaves[path])
+
+    def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
+        """Indices `rows` of the first axis of one array."""
+        array = self.plan.leaves[path][part]
+        box = (slice(*rows.indices(array.shape[0])[:2]), *full_box(array.shape[1:]))
+        out = aligned_empty(extents(box), array.dtype)
+        self.files.fill(array, box, out, _ignore)
+        return out
+
+
+def windows(array: Array) -> Iterator[Box]:
+    """Boxes of at most `WINDOW_BYTES` that follow each other in the array's bytes; each is a union of whole blocks."""
+    itemsize = array.dtype.itemsize
+    axis, count = split(array.shape, itemsize, WINDOW_BYTES)
+    block_axis, block_count = split(array.shape, itemsize, fill.BLOCK_BYTES)
+    if axis == block_axis and count < array.shape[axis]:
+        count -= count % block_count
+    for _, box in grid(array.shape, axis, count, full_box(array.shape)):
+        yield box
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+def _write_leaf(files: Files, leaf: tuple[Array, ...], path: Path, advance: Advance) -> dict[str, Any]:
+    """Writes one file and returns the manifest's entries for its arrays."""
+    entries: dict[str, Any] = {}
+    with path.open("wb") as out:
+        out.write(header_bytes([(a.name, a.dtype, a.shape) for a in leaf], {"format": FORMAT}, PAGE))
+        for array in leaf:
+            checksums: list[int] = []
+            for window in windows(array):
+                host = aligned_empty(extents(window), array.dtype)
+                files.fill(array, window, host, advance)
+                out.write(host.reshape(-1).view(np.uint8).data)
+                checksums += _checksums(array, window, host)
+            entries[array.name] = {"file": path.name, "crc32": checksums}
+        out.flush()
+        os.fsync(out.fileno())
+    return entries
+
+
+def _checksums(array: Array, window: Box, host: np.ndarray) -> Iterator[int]:
+    """CRC-32 of each block of a window, whose values are `host`."""
+    for _, block in blocks(array.shape, array.dtype.itemsize, window, fill.BLOCK_BYTES):
+        inside = host[moved(block, tuple(-s.start for s in window))]
+        yield zlib.crc32(inside.reshape(-1).view(np.uint8))
+
+
+def _fingerprint(plan: Plan, cfg: ModelConfig) -> str:
+    """What a journal belongs to: the source files as they are now, and everything that shapes the output."""
+    files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in plan.files]
+    arrays = [(a.name, a.shape, str(a.dtype)) for leaf in plan.leaves.values() for a in leaf]
+    facts = [VERSION, fill.BLOCK_BYTES, dataclasses.asdict(cfg), sorted(files), arrays]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _resume(partial: Path, fingerprint: str) -> dict[str, Any]:
+    """The journal of a run that was cut off, or a fresh one in an empty directory."""
+    fresh: dict[str, Any] = {"fingerprint": fingerprint, "arrays": {}}
+    try:
+        journal = json.loads((partial / JOURNAL).read_bytes())
+        if journal["fingerprint"] == fingerprint:
+            return journal
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / FOLDER).mkdir(parents=True)
+    write_durably(partial / JOURNAL, json.dumps(fresh).encode())
+    return fresh
+
+
+def _finish(source: Path, partial: Path, plan: Plan, cfg: ModelConfig, entries: dict[str, Any]) -> None:
+    quantised = any(array.dtype == E4M3 for leaf in plan.leaves.values() for array in leaf)
+    settings = to_hf(cfg if quantised else dataclasses.replace(cfg, fp8=None))
+    write_durably(partial / "config.json", json.dumps(settings, indent=2, sort_keys=True).encode() + b"\n")
+    for path in _companions(source):
+        shutil.copyfile(path, partial / path.name)
+    write_durably(partial / FOLDER / MANIFEST, manifest_bytes(entries, fill.BLOCK_BYTES))
+    (partial / JOURNAL).unlink()
+
+
+def _companions(source: Path) -> list[Path]:
+    return [source / name for name in COMPANIONS if (source / name).is_file()]

@@ -1,0 +1,132 @@
+"""The pre-stacked form: one safetensors file a parameter, as it lies in memory, with a checksum for every block.
+
+    config.json, tokenizer files     as in a Hugging Face directory
+    stacked/manifest.json            format, version, block size; per array its file and its blocks' CRC-32
+    stacked/<leaf>.safetensors       the array, or `.data` and `.scale` of an FP8 weight; data begin on a page
+
+Loading needs no transposing or reassembly: every block is read to its place and checked there.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsv3.checkpoint import layout
+from dsv3.checkpoint.directory import plain_file_name, read_json
+from dsv3.checkpoint.errors import CheckpointError, raise_findings
+from dsv3.checkpoint.fill import E4M3, Array, Source, blocks
+from dsv3.checkpoint.layout import full_box, scale_shape
+from dsv3.checkpoint.plan import PLAIN, Findings, Fp8Mode, Plan, names
+from dsv3.checkpoint.safetensors_file import NAMES, read_header
+from dsv3.config import ModelConfig
+from dsv3.model.params import ParamSpec
+
+FORMAT = "dsv3-stacked"
+VERSION = 1
+FOLDER = "stacked"
+MANIFEST = "manifest.json"
+F32 = np.dtype(np.float32)
+
+
+def is_stacked(directory: Path) -> bool:
+    """Whether a directory holds the pre-stacked form."""
+    return (directory / FOLDER / MANIFEST).is_file()
+
+
+def manifest_bytes(arrays: dict[str, Any], block_bytes: int) -> bytes:
+    """Content of the manifest; `arrays` maps names to `{"file": ..., "crc32": [...]}`."""
+    content = {"format": FORMAT, "version": VERSION, "block_bytes": block_bytes, "arrays": arrays}
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+
+
+def plan_stacked(directory: Path, cfg: ModelConfig, dtype: np.dtype | None, fp8: Fp8Mode) -> Plan:
+    """Plan for a pre-stacked directory; `dtype` None: that of the embedding.
+
+    Raises `CheckpointError` for a manifest of another version, damaged or absent files, and parameters that are not
+    those of `cfg`. MTP modules in the directory are skipped if `cfg` has none.
+    """
+    stored = _read_sources(directory / FOLDER)
+    leaves = layout.leaves(cfg)
+    dtype = dtype or (stored["embed"].tensor.dtype if "embed" in stored else F32)
+    found = {name.removesuffix(".data").removesuffix(".scale") for name in stored}
+    skipped = {path for path in found if path.startswith("mtp.")} if not cfg.num_nextn_predict_layers else set()
+    findings: Findings = defaultdict(list)
+    findings["missing parameters"] = [path for path in leaves if path not in found]
+    findings["unexpected parameters"] = sorted(found - leaves.keys() - skipped)
+    raise_findings(directory, findings)
+    planned = {path: _leaf(path, spec, stored, cfg, dtype, fp8, findings) for path, spec in leaves.items()}
+    raise_findings(directory, findings)
+    return Plan(directory, planned, skipped_mtp_layers=(cfg.num_hidden_layers,) if skipped else ())
+
+
+def _read_sources(folder: Path) -> dict[str, Source]:
+    """For each stored array the source that is all of it."""
+    path = folder / MANIFEST
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise CheckpointError(f"{path}: is not a {FORMAT} manifest of version {VERSION}; convert the checkpoint again")
+    block_bytes, entries = manifest.get("block_bytes"), manifest.get("arrays")
+    if type(block_bytes) is not int or block_bytes <= 0 or not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: lacks block_bytes or arrays")
+    files = {name: _file(path, name, entry) for name, entry in entries.items()}
+    headers = {file: read_header(folder / file) for file in set(files.values())}
+    lost = [f"{name} in {file}" for name, file in files.items() if name not in headers[file]]
+    raise_findings(folder, {"arrays that their file lacks": lost})
+    return {
+        name: _source(path, headers[file][name], entries[name].get("crc32"), block_bytes)
+        for name, file in files.items()
+    }
+
+
+def _file(path: Path, name: str, entry: Any) -> str:
+    file = entry.get("file") if isinstance(entry, dict) else None
+    if plain_file_name(file):
+        return file
+    raise CheckpointError(f"{path}: array {name}: {file!r} is not a plain file name")
+
+
+def _source(path: Path, tensor: Any, crc32: Any, block_bytes: int) -> Source:
+    box = full_box(tensor.shape)
+    count = sum(1 for _ in blocks(tensor.shape, tensor.dtype.itemsize, box, block_bytes))
+    if not isinstance(crc32, list) or len(crc32) != count or not all(type(value) is int for value in crc32):
+        raise CheckpointError(f"{path}: array {tensor.name}: crc32 must list the checksums of its {count} blocks")
+    return Source(tensor, tensor.shape, box, box, None, tuple(crc32), block_bytes)
+
+
+def _leaf(
+    path: str,
+    spec: ParamSpec,
+    stored: dict[str, Source],
+    cfg: ModelConfig,
+    dtype: np.dtype,
+    fp8: Fp8Mode,
+    findings: Findings,
+) -> tuple[Array, ...]:
+    target = np.dtype(spec.dtype or dtype)
+    if path in stored:
+        _check(stored[path], spec.shape, PLAIN, findings)
+        return (Array(path, spec.shape, target, (stored[path],)),)
+    if (data := stored.get(f"{path}.data")) is None or (scale := stored.get(f"{path}.scale")) is None:
+        findings["FP8 parameters that lack their data or their scales"].append(path)
+        return ()
+    if cfg.fp8 is None:
+        findings["FP8 parameters although the configuration has no quantization_config"].append(path)
+    _check(data, spec.shape, {E4M3}, findings)
+    _check(scale, scale_shape(spec.shape), {F32}, findings)
+    if fp8 == "dequantize" or not spec.quantizable:
+        source = Source(data.tensor, data.view, data.take, data.put, scale, data.crc32, data.block_bytes)
+        return (Array(path, spec.shape, target, (source,)),)
+    kept = Array(f"{path}.data", spec.shape, E4M3, (data,))
+    return kept, Array(f"{path}.scale", scale_shape(spec.shape), F32, (scale,), positive=True)
+
+
+def _check(source: Source, shape: tuple[int, ...], dtypes: set[np.dtype], findings: Findings) -> None:
+    tensor = source.tensor
+    where = f"{tensor.name} in {tensor.path.name}"
+    if tensor.shape != shape:
+        findings["wrong shapes"].append(f"{where} is {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.dtype not in dtypes:
+        findings["wrong dtypes"].append(f"{where} is {NAMES[tensor.dtype]}, expected {names(dtypes)}")

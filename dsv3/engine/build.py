@@ -115,10 +115,14 @@ def engine_config(
 
 def rich_progress(description: str = "compiling") -> tuple[Any, Progress]:
     """A progress bar on the terminal (a context manager) and the callback that drives it."""
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # In a notebook rich would draw with ipywidgets, or not at all; a bar of one line works there as on a terminal.
+    console = Console(force_jupyter=False, force_terminal=True) if Console().is_jupyter else Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Bar(*columns, console=console)
     task = bar.add_task(description, total=None)
 
     def update(done: int, total: int, what: str) -> None:

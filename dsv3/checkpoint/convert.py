@@ -28,7 +28,7 @@ from dsv3.checkpoint.fill import (
 from dsv3.checkpoint.layout import full_box
 from dsv3.checkpoint.load import plan_directory
 from dsv3.checkpoint.plan import Fp8Mode, Plan
-from dsv3.checkpoint.publish import check_free, partial_path, publish, write_durably
+from dsv3.checkpoint.publish import check_free, partial_path, publish, replace_file
 from dsv3.checkpoint.reader import Advance, check_duplicates, reporter
 from dsv3.checkpoint.safetensors_file import PAGE, header_bytes
 from dsv3.checkpoint.stacked import FOLDER, FORMAT, MANIFEST, VERSION, manifest_bytes
@@ -77,7 +77,7 @@ def convert_to_stacked(
         for path, leaf in plan.leaves.items():
             if leaf[0].name not in done["arrays"]:
                 done["arrays"] |= _write_leaf(files, leaf, partial / FOLDER / f"{path}.safetensors", advance)
-                write_durably(partial / JOURNAL, json.dumps(done).encode())
+                replace_file(partial / JOURNAL, json.dumps(done).encode())
     _finish(source, partial, plan, cfg, done["arrays"])
     publish(partial, target)
 
@@ -191,17 +191,17 @@ def _resume(partial: Path, fingerprint: str) -> dict[str, Any]:
         pass
     shutil.rmtree(partial, ignore_errors=True)
     (partial / FOLDER).mkdir(parents=True)
-    write_durably(partial / JOURNAL, json.dumps(fresh).encode())
+    replace_file(partial / JOURNAL, json.dumps(fresh).encode())
     return fresh
 
 
 def _finish(source: Path, partial: Path, plan: Plan, cfg: ModelConfig, entries: dict[str, Any]) -> None:
     quantised = any(array.dtype == E4M3 for leaf in plan.leaves.values() for array in leaf)
     settings = to_hf(cfg if quantised else dataclasses.replace(cfg, fp8=None))
-    write_durably(partial / "config.json", json.dumps(settings, indent=2, sort_keys=True).encode() + b"\n")
+    (partial / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for path in _companions(source):
         shutil.copyfile(path, partial / path.name)
-    write_durably(partial / FOLDER / MANIFEST, manifest_bytes(entries, fill.BLOCK_BYTES))
+    (partial / FOLDER / MANIFEST).write_bytes(manifest_bytes(entries, fill.BLOCK_BYTES))
     (partial / JOURNAL).unlink()
 
 

@@ -46,13 +46,11 @@ def publish(partial: Path, target: Path) -> None:
     _sync(target.absolute().parent)
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Replaces a file by `content`: after a crash it holds the old content or the new."""
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file such that a process killed on the way leaves the old content or the new."""
     new = path.with_name(path.name + ".new")
     new.write_bytes(content)
-    _sync(new)
     os.replace(new, path)
-    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

@@ -166,3 +166,14 @@ def test_leftovers_of_a_killed_write_are_not_read_and_do_not_disturb(tmp_path):
         load_params(tmp_path / "out", cfg, dtype=jnp.float32, progress=False)
     save_hf(tmp_path / "out", cfg, params)
     assert os.listdir(tmp_path) == ["out"] and not (tmp_path / "out/junk").exists()
+
+
+def test_files_are_durable_before_the_directory_appears(tmp_path, monkeypatch):
+    """Every file is synced before the rename and the parent after it."""
+    events = []
+    rename = os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    save_hf(tmp_path / "out", hf.config(), random_params(hf.config(), jnp.float32))
+    assert {"config.json", "model.safetensors", ".out.partial"} <= set(events[: events.index("rename")])
+    assert events[events.index("rename") + 1 :] == [tmp_path.name]

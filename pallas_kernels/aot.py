@@ -31,8 +31,8 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _MOSAIC_CALL = "mosaic_gpu_v2"
-# Read by jaxlib's C++ at each kernel compilation; there is no argument for it. MOSAIC_GPU_DUMP_TO would write the report
-# into a file, with 200 MB of compiler passes beside it.
+# Read by jaxlib's C++ at each kernel compilation; there is no argument for it. MOSAIC_GPU_DUMP_TO writes the report to
+# a file, and 200 MB of compiler passes beside it.
 _REPORT_VARIABLE = "MOSAIC_GPU_DUMP_PTXAS"
 _fresh = itertools.count()
 

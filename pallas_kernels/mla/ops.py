@@ -2,8 +2,9 @@
 
 import jax
 
-from pallas_kernels.backend import Backend
-from pallas_kernels.mla import checks, reference, write
+from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.mla import checks, mosaic_ops, reference, write
+from pallas_kernels.mla.schedule import DecodeSchedule
 
 
 def mla_decode(
@@ -16,6 +17,7 @@ def mla_decode(
     layer: jax.Array | int = 0,
     pages_per_layer: int,
     value_width: int = 512,
+    schedule: DecodeSchedule | None = None,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Absorbed latent attention of a decode step over paged, variable-length requests (DeepSeek-V2, section 2.1).
@@ -33,6 +35,8 @@ def mla_decode(
       layer: index of the layer, static or a traced int32; page `layer * pages_per_layer + page_table[b, j]` is read.
       pages_per_layer: pages the pool holds for one layer.
       value_width: R; the first R values of a row are also the attention's values.
+      schedule: from `decode_schedule` for the same lengths, S and H; computed here if absent. The kernel's, so a step
+        of many layers computes it once; the reference has no use for it.
       backend: an implementation, or None for the one that suits the default device.
 
     Returns:
@@ -43,8 +47,13 @@ def mla_decode(
       ValueError: a shape, dtype or page size does not fit.
     """
     checks.check_decode(q, pages, page_table, lengths, pages_per_layer, value_width)
+    first_page = layer * pages_per_layer
+    if _on_kernels("mla_decode", backend, mosaic_ops.decode_unsupported(q, pages, value_width)):
+        return mosaic_ops.decode_mosaic(
+            q, pages, page_table, lengths, scale=scale, first_page=first_page, schedule=schedule
+        )
     return reference.decode_reference(
-        q, pages, page_table, lengths, scale=scale, first_page=layer * pages_per_layer, value_width=value_width
+        q, pages, page_table, lengths, scale=scale, first_page=first_page, value_width=value_width
     )
 
 
@@ -110,16 +119,10 @@ def mla_prefill_context(
       ValueError: a shape, dtype or page size does not fit.
     """
     checks.check_context(q, pages, page_table, context_lengths, cu_lengths, pages_per_layer, value_width)
-    return reference.context_reference(
-        q,
-        pages,
-        page_table,
-        context_lengths,
-        cu_lengths,
-        scale=scale,
-        first_page=layer * pages_per_layer,
-        value_width=value_width,
-    )
+    arrays, first_page = (q, pages, page_table, context_lengths, cu_lengths), layer * pages_per_layer
+    if _on_kernels("mla_prefill_context", backend, mosaic_ops.decode_unsupported(q, pages, value_width)):
+        return mosaic_ops.context_mosaic(*arrays, scale=scale, first_page=first_page)
+    return reference.context_reference(*arrays, scale=scale, first_page=first_page, value_width=value_width)
 
 
 def write_pages(
@@ -154,3 +157,12 @@ def write_pages(
     return write.write_reference(
         pages, latents, page_ids, offsets, layer=layer, pages_per_layer=pages_per_layer, value_width=value_width
     )
+
+
+def _on_kernels(operation: str, backend: Backend | None, obstacle: str | None) -> bool:
+    """Whether the Mosaic kernel runs. What it cannot take goes to the reference, which is said once in the log."""
+    if resolve_backend(requested=backend) is not Backend.MOSAIC:
+        return False
+    if obstacle is not None:
+        mosaic_ops.log_fallback(operation, obstacle)
+    return obstacle is None

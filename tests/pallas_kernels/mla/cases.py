@@ -19,12 +19,14 @@ class DecodeCase:
     pages_per_layer: int
 
 
-def decode_case(lengths, *, S=1, H=16, R=512, P=64, dtype=jnp.bfloat16, layers=2, layer=1, table_width=None, seed=0):
+def decode_case(
+    lengths, *, S=1, H=16, R=512, P=64, dtype=jnp.bfloat16, layers=2, layer=1, table_width=None, pool=None, seed=0
+):
     """NaN in every row that no request may see: page tails, unused pages, other layers."""
     rng = np.random.default_rng(seed)
     needed = [-(-n // PAGE) for n in lengths]
     width = table_width or max([*needed, 1])
-    per_layer = sum(needed) + 2
+    per_layer = pool or sum(needed) + 2
     order = rng.permutation(per_layer)
     table = np.full((len(lengths), width), UNUSED_PAGE, np.int32)
     pages = np.full((layers * per_layer, PAGE, R + P), np.nan, np.float32)

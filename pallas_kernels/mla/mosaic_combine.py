@@ -1,0 +1,84 @@
+"""Joins the pieces of requests that the schedule split, in place in the output of the decode kernel."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mla.schedule import DecodeSchedule
+
+_ROWS_PER_BLOCK = 8  # a warpgroup for each; row counts are multiples of 8
+_EMPTY = -1e29  # a piece without keys has log-sum-exp -1e30
+_LN2 = math.log(2)
+
+
+def combine_splits(
+    out: jax.Array,
+    lse: jax.Array,
+    partial_out: jax.Array,
+    partial_lse: jax.Array,
+    schedule: DecodeSchedule,
+    *,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Fills in `out` [B, rows, R] and `lse` [B, rows] of the groups that were split; the others stay as they are.
+
+    Args:
+      partial_out, partial_lse: float32 `[2 * parts, rows, R]` and `[2 * parts, rows]` of `mosaic_decode`.
+    """
+    _, rows, width = out.shape
+    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
+    kernel = plgpu.kernel(
+        functools.partial(_body, width),
+        out_type=(),
+        grid=(schedule.cuts.shape[0] - 1, rows // _ROWS_PER_BLOCK),
+        grid_names=("part", "block"),
+        num_threads=_ROWS_PER_BLOCK,
+        thread_name="row",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="mla_combine",
+        interpret=interpret,
+    )
+    kernel(partial_out, partial_lse, schedule.cuts.reshape(-1), schedule.last_part, out_ref, lse_ref)
+    return jax.freeze(out_ref), jax.freeze(lse_ref)
+
+
+def _body(width, partial_out, partial_lse, cuts, last_part, out, lse):
+    """A block takes the group whose first piece is the last of its part, if there is one."""
+    first = lax.axis_index("part")
+    row = lax.axis_index("block") * _ROWS_PER_BLOCK + lax.axis_index("row")
+    group = cuts[2 * first + 2]
+    begins_here = (cuts[2 * first] < group) | (cuts[2 * first + 1] == 0)
+    split = begins_here & (cuts[2 * first + 3] > 0)
+
+    def log_weight(part):
+        """Slot and log-sum-exp of a part's piece; a part without pages wrote none."""
+        slot = 2 * part + jnp.where(cuts[2 * part] == group, 0, 1)
+        wrote = (cuts[2 * part] != cuts[2 * part + 2]) | (cuts[2 * part + 1] != cuts[2 * part + 3])
+        return slot, jnp.where(wrote, partial_lse[slot, row], -jnp.inf)
+
+    @pl.when(split)
+    def _():
+        last = last_part[group]
+        top = lax.fori_loop(first, last + 1, lambda p, top: jnp.maximum(top, log_weight(p)[1]), jnp.float32(-1e30))
+
+        layout = plgpu.Layout.WG_STRIDED((width,), vec_size=4)
+
+        def add(part, carry):
+            slot, log_sum = log_weight(part)
+
+            def written():
+                weight = jnp.exp2(log_sum - top)
+                return carry[0] + weight, carry[1] + plgpu.load(partial_out.at[slot, row], layout=layout) * weight
+
+            return lax.cond(log_sum > -jnp.inf, written, lambda: carry)
+
+        zero = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
+        total, acc = lax.fori_loop(first, last + 1, add, (jnp.float32(0), zero))
+        out[group, row] = (acc / total).astype(out.dtype)
+        lse[group, row] = jnp.where(top > _EMPTY, (top + jnp.log(total) / _LN2) * _LN2, jnp.inf)

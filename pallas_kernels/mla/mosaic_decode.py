@@ -1,0 +1,475 @@
+"""Paged latent attention for Hopper: the kernel behind `mla_decode` and `mla_prefill_context`.
+
+A persistent thread block works through its part of the schedule with 64 rows (query tokens x heads) of one request at
+a time. Three warpgroups: two compute, one feeds them with TMA. Pages are taken in pairs, `a` and `b`. The 64 x 512
+float32 output fills the registers of two warpgroups, so warpgroup 0 owns its left half and warpgroup 1 its right half;
+each computes the scores of one page of the pair and both multiply both pages' weights with their half of the values:
+
+    warpgroup 0:  scores a -> softmax a ------> O_left += P_a V_a -------------> O_left += P_b V_b
+                                       \\ max, P_a                       / max, P_b
+    warpgroup 1:  scores b -------------> softmax b -----> O_right += P_a V_a -> O_right += P_b V_b
+
+The running maximum passes from a to b to the next pair's a, so no step waits for both warpgroups at once, and the
+halves of a page are refilled as soon as their last reader is done. P replaces the rotated part of its own page, which
+nobody reads after the scores. FlashMLA (deepseek-ai, 2025) is the model of the split of O and the order of the steps.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mla.layout import PAGE_SIZE
+from pallas_kernels.mla.schedule import DecodeSchedule
+from pallas_kernels.mosaic import swizzle_transforms
+
+ROWS = 64
+"""Rows of a tile: the M of a wgmma."""
+
+VALUE_WIDTH = 512
+ROPE_WIDTH = 64
+WIDTH = VALUE_WIDTH + ROPE_WIDTH
+_HALF = VALUE_WIDTH // 2
+_LEFT, _RIGHT, _ROPE = pl.ds(0, _HALF), pl.ds(_HALF, _HALF), pl.ds(VALUE_WIDTH, ROPE_WIDTH)
+
+_LOG2E = math.log2(math.e)
+_MASKED = -1e30  # a score nobody may see
+_START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
+_NO_KEYS = -1e30  # log-sum-exp of a split without keys
+_TOP, _TOTAL, _LSE = 0, 2, 6  # rows of `vectors`: 2 maxima, 2 x 2 totals, the log-sum-exp
+_LAYOUT = plgpu.Layout.WGMMA
+_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileShape:
+    """Static facts of a call."""
+
+    heads: int
+    queries: int
+    """Query tokens of a group that are causal among themselves; 1 where every row sees the whole length."""
+    rows: int
+    """Rows of a group, padded: a multiple of 8 up to 64, of 64 beyond."""
+    parts: int
+    dtype: jnp.dtype
+    scale: float
+    carried_accumulator: bool
+    """Whether P V adds to the output within the tensor core's accumulator. The interpreter has no such thing."""
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // ROWS)
+
+    @property
+    def tile_rows(self) -> int:
+        return min(self.rows, ROWS)
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of a group as the kernel takes them: TMA moves 8 of a swizzled tile at least, a wgmma takes 64."""
+    return -(-rows // 8) * 8 if rows < ROWS else -(-rows // ROWS) * ROWS
+
+
+def part_count(rows: int, multiprocessors: int) -> int:
+    """Parts of the schedule for groups of `rows` padded rows: one thread block per tile and part fills the GPU."""
+    return max(1, multiprocessors // -(-rows // ROWS))
+
+
+def attend_pages(
+    shape: TileShape,
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    table_rows: jax.Array,
+    lengths: jax.Array,
+    first_page: jax.Array,
+    schedule: DecodeSchedule,
+    *,
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Attention of every group's rows over its pages.
+
+    Args:
+      q: `[B, rows, 576]`, the rows of group b.
+      page_table: `[requests, MP]` int32; group b uses row `table_rows[b]` of it, up to `lengths[b]` tokens.
+      first_page: `[1]` int32, added to each page id.
+
+    Returns:
+      out `[B, rows, 512]` and lse `[B, rows]` float32 of the groups that are not split; and of the splits, float32,
+      unnormalised log base 2: partial out `[2 * parts, rows, 512]` and lse `[2 * parts, rows]`. A part writes its first
+      piece, if split, at 2p and its last at 2p + 1.
+    """
+    groups, slots = q.shape[0], 2 * shape.parts
+    kernel = plgpu.kernel(
+        functools.partial(_body, shape),
+        out_type=(
+            jax.ShapeDtypeStruct((groups, shape.rows, VALUE_WIDTH), shape.dtype),
+            jax.ShapeDtypeStruct((groups, shape.rows), jnp.float32),
+            jax.ShapeDtypeStruct((slots, shape.rows, VALUE_WIDTH), jnp.float32),
+            jax.ShapeDtypeStruct((slots, shape.rows), jnp.float32),
+        ),
+        grid=(shape.parts, shape.tiles),
+        grid_names=("part", "tile"),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=_scratch(shape.dtype),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name="mla_decode",
+        interpret=interpret,
+    )
+    return kernel(q, pages, page_table, table_rows, lengths, first_page, schedule.cuts.reshape(-1))
+
+
+def _scratch(dtype: jnp.dtype) -> dict[str, Any]:
+    wide, narrow = swizzle_transforms(dtype, 64), swizzle_transforms(jnp.float32, 32)
+    return {
+        "query": plgpu.RefUnion(
+            plgpu.SMEM((1, ROWS, WIDTH), dtype, transforms=wide),
+            plgpu.SMEM((2, ROWS, _HALF), dtype, transforms=wide),
+            plgpu.SMEM((2, ROWS, _HALF // 2), jnp.float32, transforms=narrow),
+        ),
+        "left": plgpu.SMEM((2, PAGE_SIZE, _HALF), dtype, transforms=wide),
+        "right": plgpu.SMEM((2, PAGE_SIZE, _HALF), dtype, transforms=wide),
+        "rope": plgpu.SMEM((2, PAGE_SIZE, ROPE_WIDTH), dtype, transforms=wide),
+        "vectors": plgpu.SMEM((7, ROWS), jnp.float32),  # one array: each is rounded up to 1,024 bytes
+        "query_full": plgpu.Barrier(),
+        "query_free": plgpu.Barrier(num_arrivals=2),
+        "left_full": plgpu.Barrier(num_barriers=2),
+        "right_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "left_free": plgpu.Barrier(num_barriers=2),
+        "right_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "weights_ready": plgpu.Barrier(num_barriers=2),
+        "totals_ready": plgpu.Barrier(num_arrivals=2),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """The pages [begin, end) of one group that this part works on, all traced int32."""
+
+    group: Any
+    begin: Any
+    end: Any
+    whole: Any
+    slot: Any
+    length: Any
+
+    @property
+    def pairs(self):
+        return lax.div(self.end - self.begin + 1, jnp.int32(2))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Global arrays and shared memory of a thread block."""
+
+    shape: TileShape
+    q: Any
+    pages: Any
+    page_table: Any
+    table_rows: Any
+    lengths: Any
+    first_page: Any
+    cuts: Any
+    out: Any
+    lse: Any
+    partial_out: Any
+    partial_lse: Any
+    smem: Any
+
+    @property
+    def tile_rows(self):
+        """This block's rows of a group."""
+        return pl.ds(lax.axis_index("tile") * ROWS, self.shape.tile_rows)
+
+    def pieces(self, visit, init):
+        """Folds `visit(piece, index, carry)` over the pieces of this block's part."""
+        part = lax.axis_index("part")
+        group0, page0, group1, page1 = (self.cuts[2 * part + i] for i in range(4))
+
+        def step(group, carry):
+            length = self.lengths[group]
+            pages = lax.div(jnp.maximum(length, 0) + (PAGE_SIZE - 1), jnp.int32(PAGE_SIZE))
+            begin = jnp.where(group == group0, page0, 0)
+            end = jnp.where(group == group1, page1, pages)
+            whole = (begin == 0) & (end == pages)
+            slot = 2 * part + jnp.where(group == group0, 0, 1)
+            return visit(_Piece(group, begin, end, whole, slot, length), group - group0, carry)
+
+        return lax.fori_loop(group0, group1 + jnp.where(page1 > 0, 1, 0), step, init)
+
+
+def _body(shape: TileShape, *arrays: Any, **smem: Any):
+    names = [field.name for field in dataclasses.fields(_Memory)][1:-1]
+    memory = _Memory(shape, **dict(zip(names, arrays, strict=True)), smem=types.SimpleNamespace(**smem))
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        _produce(memory)
+
+    for index, consume in ((0, _consume_left), (1, _consume_right)):
+
+        @pl.when(warpgroup == index)
+        def attend(index=index, consume=consume):
+            plgpu.set_max_registers(232, action="increase")
+            memory.pieces(lambda piece, number, _: _attend_piece(memory, index, consume, piece, number), None)
+            plgpu.wait_smem_to_gmem(0)
+
+
+def _produce(memory: _Memory):
+    """The TMA warpgroup: a piece's queries and, half by half, its pages."""
+    smem = memory.smem
+
+    def load_query(piece, number):
+        @pl.when(number > 0)
+        def _():
+            plgpu.barrier_wait(smem.query_free)
+
+        @pl.when(piece.pairs > 0)
+        def _():
+            rows = smem.query[0].at[0, pl.ds(0, memory.shape.tile_rows)]
+            plgpu.copy_gmem_to_smem(memory.q.at[piece.group, memory.tile_rows], rows, smem.query_full)
+
+    def load_page(piece, index, slot, reused):
+        row = memory.table_rows[piece.group]
+        page = memory.first_page[0] + memory.page_table[row, jnp.minimum(index, piece.end - 1)]
+        for free, full, parts in (
+            (smem.left_free, smem.left_full, ((_LEFT, smem.left),)),
+            (smem.right_free, smem.right_full, ((_RIGHT, smem.right), (_ROPE, smem.rope))),
+        ):
+
+            @pl.when(reused)
+            def _(free=free):
+                plgpu.barrier_wait(free.at[slot])
+
+            for columns, target in parts:
+                plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], target.at[slot], full.at[slot])
+
+    def visit(piece, number, pairs_before):
+        def pair(i, _):
+            for slot in range(2):
+                load_page(piece, piece.begin + 2 * i + slot, slot, pairs_before + i > 0)
+
+            pl.when(i == 0)(lambda: load_query(piece, number))
+
+        lax.fori_loop(0, piece.pairs, pair, None)
+        pl.when(piece.pairs == 0)(lambda: load_query(piece, number))
+
+        return pairs_before + piece.pairs, number + 1
+
+    pairs, pieces = memory.pieces(lambda piece, number, carry: visit(piece, number, carry[0]), (jnp.int32(0),) * 2)
+
+    @pl.when(pieces > 0)
+    def _():
+        plgpu.barrier_wait(smem.query_free)
+
+    @pl.when(pairs > 0)
+    def _():
+        for slot in range(2):
+            plgpu.barrier_wait(smem.left_free.at[slot])
+            plgpu.barrier_wait(smem.right_free.at[slot])
+
+
+def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
+    """One consumer's share of a piece: its half of the output, and of the pages' scores."""
+    smem = memory.smem
+
+    @pl.when(piece.pairs > 0)
+    def _():
+        plgpu.barrier_wait(smem.query_full)
+
+    def pair(i, carry):
+        # The index of a slot must vary with the loop, as far as the compiler knows: it would keep the descriptors of
+        # constant ones in registers, 70 of them, and spill. A shifted counter is always 0.
+        slot_a = lax.shift_right_logical(i, 30)
+        return consume(memory, piece, piece.begin + 2 * i, slot_a, 1 - slot_a, carry)
+
+    output = plgpu.layout_cast(jnp.zeros((ROWS, _HALF), jnp.float32), _LAYOUT)
+    top = plgpu.layout_cast(jnp.full((ROWS,), _START, jnp.float32), _ROW)
+    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
+    output, top, total = lax.fori_loop(0, piece.pairs, pair, (output, top, total))
+
+    parity = lax.rem(number, jnp.int32(2))  # the other warpgroup may still read the totals of the piece before
+    smem.vectors[_TOTAL + 2 * parity + half] = total
+    plgpu.barrier_arrive(smem.totals_ready)
+    plgpu.barrier_wait(smem.totals_ready)
+    total = _load_vector(memory, _TOTAL + 2 * parity) + _load_vector(memory, _TOTAL + 2 * parity + 1)
+    seen = total > 0
+    output = output * _columns(jnp.where(seen, 1.0 / total, 0.0), _HALF)
+    lse = top + jnp.log(total) * _LOG2E
+
+    @pl.when(piece.whole)
+    def _():
+        _store_whole(memory, half, piece, output, jnp.where(seen, lse / _LOG2E, jnp.inf))
+
+    @pl.when(jnp.logical_not(piece.whole))
+    def _():
+        _store_partial(memory, half, piece, output, jnp.where(seen, lse, _NO_KEYS))
+
+    plgpu.barrier_arrive(smem.query_free)
+
+
+def _consume_left(memory: _Memory, piece: _Piece, page_a, slot_a, slot_b, carry):
+    """Warpgroup 0: scores of page a, left half of the values of both."""
+    smem = memory.smem
+    output, top_before, total = carry
+    scores = _scores(memory, piece, page_a, slot_a, slot_a)
+    weights, top_a, alpha = _softmax(scores, top_before)
+    total = total * alpha + weights.sum(axis=1)
+    _publish(memory, piece, page_a, slot_a, 0, weights, top_a)
+    output = _accumulate(memory, output, alpha, slot_a, smem.left)
+    plgpu.barrier_arrive(smem.left_free.at[slot_a])
+    plgpu.barrier_arrive(smem.right_free.at[slot_a])
+
+    plgpu.barrier_wait(smem.weights_ready.at[1])
+    plgpu.barrier_wait(smem.left_full.at[slot_b])
+    top_b = _load_vector(memory, _TOP + 1)
+    beta = jnp.exp2(top_a - top_b)
+    output = _accumulate(memory, output, beta, slot_b, smem.left)
+    plgpu.barrier_arrive(smem.left_free.at[slot_b])
+    plgpu.barrier_arrive(smem.right_free.at[slot_b])
+    return output, top_b, total * beta
+
+
+def _consume_right(memory: _Memory, piece: _Piece, page_a, slot_a, slot_b, carry):
+    """Warpgroup 1: scores of page b, right half of the values of both."""
+    smem = memory.smem
+    output, top_before, total = carry
+    scores = _scores(memory, piece, page_a + 1, slot_b, slot_a)
+    plgpu.barrier_wait(smem.weights_ready.at[0])
+    top_a = _load_vector(memory, _TOP)
+    alpha = jnp.exp2(top_before - top_a)
+    weights, top_b, beta = _softmax(scores, top_a)
+    total = total * (alpha * beta) + weights.sum(axis=1)
+    _publish(memory, piece, page_a + 1, slot_b, 1, weights, top_b)
+
+    plgpu.barrier_wait(smem.right_full.at[slot_a])
+    output = _accumulate(memory, output, alpha, slot_a, smem.right)
+    plgpu.barrier_arrive(smem.right_free.at[slot_a])
+    output = _accumulate(memory, output, beta, slot_b, smem.right)
+    plgpu.barrier_arrive(smem.right_free.at[slot_b])
+    return output, top_b, total
+
+
+def _softmax(scores, top):
+    """Weights relative to the new running maximum, that maximum, and the factor for what was summed before."""
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    return jnp.exp2(scores - _columns(new_top, PAGE_SIZE)), new_top, jnp.exp2(top - new_top)
+
+
+def _scores(memory: _Memory, piece: _Piece, page, slot, zero):
+    """Scaled scores [64, 64] of a page in log base 2, masked. A page past the end of the piece is masked whole."""
+    smem, shape = memory.smem, memory.shape
+
+    def products(accumulator):
+        query = smem.query[0].at[zero]
+        plgpu.barrier_wait(smem.left_full.at[slot])
+        plgpu.wgmma(accumulator, query.at[:, _LEFT], smem.left.at[slot].T)
+        plgpu.barrier_wait(smem.right_full.at[slot])
+        plgpu.wgmma(accumulator, query.at[:, _RIGHT], smem.right.at[slot].T)
+        plgpu.wgmma(accumulator, query.at[:, _ROPE], smem.rope.at[slot].T)
+        return accumulator[...]
+
+    scores = pl.run_scoped(products, plgpu.ACC((ROWS, PAGE_SIZE), jnp.float32)) * (shape.scale * _LOG2E)
+    length = jnp.where(page < piece.end, piece.length, 0)
+
+    def masked():
+        column = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE_SIZE), 1, layout=_LAYOUT) + page * PAGE_SIZE
+        limit = length
+        if shape.queries > 1:
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE_SIZE), 0, layout=_LAYOUT)
+            query = lax.div(row + lax.axis_index("tile") * ROWS, jnp.int32(shape.heads))
+            limit = query + (length - (shape.queries - 1))
+        return jnp.where(column < limit, scores, _MASKED)
+
+    return lax.cond((page + 1) * PAGE_SIZE > length - (shape.queries - 1), masked, lambda: scores)
+
+
+def _publish(memory: _Memory, piece: _Piece, page, slot, owner: int, weights, top):
+    """Shows a page's weights and maximum to the other warpgroup, with the page's unwritten values set to 0.
+
+    Those may hold NaN, and 0 * NaN is NaN.
+    """
+    smem = memory.smem
+    written = piece.length - jnp.minimum(page, piece.end - 1) * PAGE_SIZE
+
+    @pl.when(written < PAGE_SIZE)
+    def _():
+        def clear(chunk, _):
+            columns = pl.ds(pl.multiple_of(chunk * 64, 64), 64)
+            row = plgpu.broadcasted_iota(jnp.int32, (PAGE_SIZE, 64), 0, layout=_LAYOUT)
+            for half in (smem.left, smem.right):
+                values = plgpu.load(half.at[slot, :, columns], layout=_LAYOUT)
+                half[slot, :, columns] = jnp.where(row < written, values, jnp.zeros((), values.dtype))
+
+        lax.fori_loop(0, _HALF // 64, clear, None)
+
+    smem.rope[slot] = weights.astype(memory.shape.dtype)
+    smem.vectors[_TOP + owner] = top
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem.weights_ready.at[owner])
+
+
+def _accumulate(memory: _Memory, output, shrink, slot, values):
+    """output * shrink + a page's weights @ its half of the values, [64, 256]."""
+    output = output * _columns(shrink, _HALF)
+
+    def multiply(accumulator):
+        plgpu.wgmma(accumulator, memory.smem.rope.at[slot], values.at[slot])
+
+    if memory.shape.carried_accumulator:
+        return pl.run_state(multiply)(plgpu.ACC.init(output))
+
+    def fresh(accumulator):
+        multiply(accumulator)
+        return accumulator[...]
+
+    return output + pl.run_scoped(fresh, plgpu.ACC((ROWS, _HALF), jnp.float32))
+
+
+def _load_vector(memory: _Memory, index):
+    return plgpu.load(memory.smem.vectors.at[index], layout=_ROW)
+
+
+def _columns(x, width: int):
+    return lax.broadcast_in_dim(x, (ROWS, width), [0])
+
+
+def _store_whole(memory: _Memory, half: int, piece: _Piece, output, lse):
+    staging = memory.smem.query[1].at[half]
+    staging[...] = output.astype(memory.shape.dtype)
+    if half == 0:
+        memory.smem.vectors[_LSE] = lse
+    plgpu.commit_smem()
+    rows, columns = pl.ds(0, memory.shape.tile_rows), pl.ds(half * _HALF, _HALF)
+    plgpu.copy_smem_to_gmem(staging.at[rows], memory.out.at[piece.group, memory.tile_rows, columns])
+    if half == 0:
+        plgpu.copy_smem_to_gmem(memory.smem.vectors.at[_LSE, rows], memory.lse.at[piece.group, memory.tile_rows])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _store_partial(memory: _Memory, half: int, piece: _Piece, output, lse):
+    """In float32, so in two steps: the queries' shared memory holds a quarter of a tile at a time and warpgroup."""
+    staging, quarter = memory.smem.query[2].at[half], _HALF // 2
+    rows = pl.ds(0, memory.shape.tile_rows)
+    if half == 0:
+        memory.smem.vectors[_LSE] = lse
+    for step in range(2):
+        staging[...] = output[:, step * quarter : (step + 1) * quarter]
+        plgpu.commit_smem()
+        columns = pl.ds(half * _HALF + step * quarter, quarter)
+        plgpu.copy_smem_to_gmem(staging.at[rows], memory.partial_out.at[piece.slot, memory.tile_rows, columns])
+        if half == 0 and step == 0:
+            plgpu.copy_smem_to_gmem(
+                memory.smem.vectors.at[_LSE, rows], memory.partial_lse.at[piece.slot, memory.tile_rows]
+            )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

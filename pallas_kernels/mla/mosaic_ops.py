@@ -1,0 +1,185 @@
+"""The MLA operations on Mosaic GPU kernels: from the public shapes to the kernels' groups of rows and back."""
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mla import mosaic_decode
+from pallas_kernels.mla.layout import is_fp8
+from pallas_kernels.mla.mosaic_combine import combine_splits
+from pallas_kernels.mla.schedule import DecodeSchedule, schedule_pages
+from pallas_kernels.mosaic import NUM_SMS
+
+_log = logging.getLogger(__name__)
+_HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def decode_schedule(lengths: jax.Array, *, queries: int, heads: int, multiprocessors: int = NUM_SMS) -> DecodeSchedule:
+    """The schedule of a decode step over `lengths` [B] int32: the same for all its layers, so compute it once.
+
+    Args:
+      queries, heads: S and H of the queries `[B, S, H, R + P]` of `mla_decode`.
+      multiprocessors: of the GPU; 132 for an H200.
+    """
+    rows = mosaic_decode.padded_rows(queries * heads)
+    return schedule_pages(lengths, mosaic_decode.part_count(rows, multiprocessors))
+
+
+def decode_mosaic(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    first_page: jax.Array | int,
+    schedule: DecodeSchedule | None = None,
+    multiprocessors: int = NUM_SMS,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `mla_decode`."""
+    B, S, H, D = q.shape
+    if schedule is None:
+        schedule = decode_schedule(lengths, queries=S, heads=H, multiprocessors=multiprocessors)
+    out, lse = _attend(
+        q.reshape(B, S * H, D),
+        pages,
+        page_table,
+        jnp.arange(B, dtype=jnp.int32),
+        lengths,
+        schedule,
+        heads=H,
+        queries=S,
+        scale=scale,
+        first_page=first_page,
+        interpret=interpret,
+    )
+    return out.reshape(B, S, H, -1), lse.reshape(B, S, H)
+
+
+def context_mosaic(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    context_lengths: jax.Array,
+    cu_lengths: jax.Array,
+    *,
+    scale: float,
+    first_page: jax.Array | int,
+    multiprocessors: int = NUM_SMS,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `mla_prefill_context`. The decode kernel, with as many tokens of one request as fill 64 rows for a group."""
+    T, H, D = q.shape
+    together = max(1, mosaic_decode.ROWS // H)
+    tokens, requests, group, place = _group_tokens(cu_lengths, T, together)
+    rows = jnp.where((tokens < T)[..., None, None], q.at[tokens].get(mode="clip"), 0) if together > 1 else q[:, None]
+    lengths = jnp.where(requests < context_lengths.shape[0], context_lengths.at[requests].get(mode="clip"), 0)
+
+    def attend() -> tuple[jax.Array, jax.Array]:
+        padded = mosaic_decode.padded_rows(together * H)
+        out, lse = _attend(
+            rows.reshape(-1, together * H, D),
+            pages,
+            page_table,
+            jnp.minimum(requests, page_table.shape[0] - 1),
+            lengths,
+            schedule_pages(lengths, mosaic_decode.part_count(padded, multiprocessors)),
+            heads=H,
+            queries=1,
+            scale=scale,
+            first_page=first_page,
+            interpret=interpret,
+        )
+        out, lse = out.reshape(-1, together, H, out.shape[-1]), lse.reshape(-1, together, H)
+        return (out[group, place], lse[group, place]) if together > 1 else (out[:, 0], lse[:, 0])
+
+    def nothing() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((T, H, mosaic_decode.VALUE_WIDTH), q.dtype), jnp.full((T, H), jnp.inf, jnp.float32)
+
+    return lax.cond(jnp.any(context_lengths > 0), attend, nothing)
+
+
+def _group_tokens(cu_lengths: jax.Array, T: int, together: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Packs the tokens of each request into groups of `together`.
+
+    Returns:
+      tokens [groups, together], T for none; request [groups], G for none; and for each token its group [T] and its
+      place in it [T]. Padding tokens get a group without a request.
+    """
+    G = cu_lengths.shape[0] - 1
+    if together == 1:
+        token = jnp.arange(T, dtype=jnp.int32)
+        request = jnp.searchsorted(cu_lengths[1:], token, side="right").astype(jnp.int32)
+        return token[:, None], request, token, jnp.zeros_like(token)
+    groups = T // together + G + 1  # each request leaves one group part-filled at most; the last is for padding
+    counts = jnp.diff(cu_lengths)
+    ends = jnp.cumsum(-(-counts // together))
+    starts = ends + counts // -together
+    group = jnp.arange(groups, dtype=jnp.int32)
+    request = jnp.searchsorted(ends, group, side="right").astype(jnp.int32)
+    owner = jnp.minimum(request, G - 1)
+    token = (cu_lengths[owner] + (group - starts[owner]) * together)[:, None] + jnp.arange(together)
+    token = jnp.where((request < G)[:, None] & (token < cu_lengths[owner + 1][:, None]), token, T)
+    all_tokens = jnp.arange(T, dtype=jnp.int32)
+    of = jnp.searchsorted(cu_lengths[1:], all_tokens, side="right")
+    within = all_tokens - cu_lengths[jnp.minimum(of, G - 1)]
+    padding = of == G
+    token_group = jnp.where(padding, groups - 1, starts[jnp.minimum(of, G - 1)] + within // together)
+    return token, request, token_group, jnp.where(padding, 0, within % together)
+
+
+def _attend(
+    rows: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    table_rows: jax.Array,
+    lengths: jax.Array,
+    schedule: DecodeSchedule,
+    *,
+    heads: int,
+    queries: int,
+    scale: float,
+    first_page: jax.Array | int,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    count = rows.shape[1]
+    padded = mosaic_decode.padded_rows(count)
+    shape = mosaic_decode.TileShape(
+        heads=heads,
+        queries=queries,
+        rows=padded,
+        parts=schedule.cuts.shape[0] - 1,
+        dtype=rows.dtype,
+        scale=scale,
+        carried_accumulator=interpret is None,
+    )
+    rows = jnp.pad(rows, ((0, 0), (0, padded - count), (0, 0)))
+    first = jnp.asarray(first_page, jnp.int32).reshape(1)
+    out, lse, partial_out, partial_lse = mosaic_decode.attend_pages(
+        shape, rows, pages, page_table, table_rows, lengths, first, schedule, interpret=interpret
+    )
+    out, lse = combine_splits(out, lse, partial_out, partial_lse, schedule, interpret=interpret)
+    return out[:, :count], lse[:, :count]
+
+
+def decode_unsupported(q: jax.Array, pages: jax.Array, value_width: int) -> str | None:
+    """Why the decode kernel cannot take these arrays, or None where it can."""
+    widths = (value_width, q.shape[-1] - value_width)
+    if widths != (mosaic_decode.VALUE_WIDTH, mosaic_decode.ROPE_WIDTH):
+        return f"latent and rope widths {widths} are not (512, 64)"
+    if is_fp8(pages):
+        return "the cache holds FP8 rows"
+    if q.dtype not in _HALF_TYPES:
+        return f"{q.dtype} is neither bfloat16 nor float16"
+    return None
+
+
+@functools.cache
+def log_fallback(operation: str, reason: str) -> None:
+    """Says once that an operation runs on the reference although kernels were asked for."""
+    _log.warning("%s: jax.numpy instead of the Mosaic kernel, because %s", operation, reason)

@@ -1,0 +1,46 @@
+"""How a decode step's pages are shared out over the streaming multiprocessors, computed on the device.
+
+FlashMLA's metadata in closed form: the pages of all requests are laid end to end, each request preceded by a fixed
+overhead, and the line is cut into equal parts, one for each persistent thread block (or group of blocks, when a request
+has several tiles of rows). A request that a cut falls into is split, and its parts are combined afterwards.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mla.layout import PAGE_SIZE
+
+_REQUEST_OVERHEAD = 5  # pages; FlashMLA's figure for loading the queries and writing the output of a request
+_ALIGNMENT = 2  # pages; the kernel takes two at a time
+
+
+class DecodeSchedule(NamedTuple):
+    """Depends on the lengths alone: one is enough for all layers of a step."""
+
+    cuts: jax.Array
+    """[parts + 1, 2] int32: part p begins at page `cuts[p, 1]` of request `cuts[p, 0]` and ends where p + 1 begins."""
+    last_part: jax.Array
+    """[B] int32, the part that holds the request's last page."""
+
+
+def schedule_pages(lengths: jax.Array, parts: int) -> DecodeSchedule:
+    """Cuts the pages of requests with `lengths` [B] int32 into `parts` of nearly equal cost.
+
+    Part p covers pages from its cut to the next, in the order of requests; every page of every request belongs to
+    exactly one part, and a request without pages to the one that its place falls in.
+    """
+    requests = lengths.shape[0]
+    pages = -(-jnp.maximum(lengths, 0) // PAGE_SIZE)
+    ends = jnp.cumsum(pages + _REQUEST_OVERHEAD)
+    starts = ends - pages - _REQUEST_OVERHEAD
+    share = -(-ends[-1] // parts)
+    targets = jnp.arange(parts + 1, dtype=jnp.int32) * share
+    request = jnp.searchsorted(ends, targets, side="right").astype(jnp.int32)  # B for the end of the line
+    within = jnp.minimum(request, requests - 1)
+    page = jnp.maximum(targets - starts[within] - _REQUEST_OVERHEAD, 0) // _ALIGNMENT * _ALIGNMENT
+    page = jnp.where(request == requests, 0, page)
+    places = jnp.where(request == requests, ends[-1], starts[within] + page)
+    last = jnp.searchsorted(places, jnp.maximum(starts + pages, 1), side="left") - 1
+    return DecodeSchedule(jnp.stack([request, page], axis=1), last.astype(jnp.int32))

@@ -1,0 +1,110 @@
+"""The decode kernel in the Mosaic interpreter, with race detection, on hostile padding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mla import mosaic_ops
+from pallas_kernels.mosaic import interpret_params, reset_interpreter
+from tests.pallas_kernels.mla import cases
+
+SCALE = 0.1352338
+
+
+@pytest.fixture(autouse=True)
+def clean_interpreter():
+    yield
+    reset_interpreter()
+
+
+@functools.partial(jax.jit, static_argnames=("pages_per_layer", "multiprocessors"))
+def _decode(q, pages, page_table, lengths, layer, *, pages_per_layer, multiprocessors):
+    return mosaic_ops.decode_mosaic(
+        q,
+        pages,
+        page_table,
+        lengths,
+        scale=SCALE,
+        first_page=layer * pages_per_layer,
+        multiprocessors=multiprocessors,
+        interpret=interpret_params(),
+    )
+
+
+def decode(case, multiprocessors=3):
+    return _decode(
+        case.q,
+        case.pages,
+        case.page_table,
+        case.lengths,
+        jnp.int32(case.layer),
+        pages_per_layer=case.pages_per_layer,
+        multiprocessors=multiprocessors,
+    )
+
+
+def check(case):
+    out, lse = decode(case)
+    cases.assert_close(out, lse, *cases.decode_oracle(case, SCALE, 512), dtype=case.q.dtype)
+
+
+def splits(case, multiprocessors=3):
+    _, S, H, _ = case.q.shape
+    schedule = mosaic_ops.decode_schedule(case.lengths, queries=S, heads=H, multiprocessors=multiprocessors)
+    return int((np.asarray(schedule.cuts)[1:-1, 1] > 0).sum())
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(0, 1, 63, 64, 65), (0, 0, 0, 0, 0), (200, 0, 3, 129, 128), (700, 0, 20, 3, 0), (40, 0, 640, 1, 64)],
+    ids=str,
+)
+def test_lengths(lengths):
+    case = cases.decode_case(lengths, H=16, table_width=11, pool=16)
+    assert splits(case) == 0 or sum(lengths) > 700
+    check(case)
+
+
+@pytest.mark.parametrize("H", [1, 3, 64, 127, 128])
+def test_heads(H):
+    check(cases.decode_case((130, 40), H=H))
+
+
+@pytest.mark.parametrize(("S", "H"), [(2, 16), (4, 40)])
+def test_query_tokens_are_causal_among_themselves(S, H):
+    check(cases.decode_case((2, 65, 129), S=S, H=H))
+
+
+def test_causal_queries_of_split_requests():
+    case = cases.decode_case((450, 65, 1), S=2, H=16)
+    assert splits(case)
+    check(case)
+
+
+def test_float16():
+    check(cases.decode_case((150, 10), H=16, dtype=jnp.float16))
+
+
+@pytest.mark.parametrize("H", [16, 128])
+def test_context_of_new_tokens(H):
+    counts, contexts = ((5, 2, 0), (70, 0, 64)) if H == 16 else ((1, 2), (70, 0))
+    case = cases.decode_case(contexts, H=1)
+    T = sum(counts) + 2
+    q = jnp.asarray(np.random.default_rng(1).standard_normal((T, H, 576)) / 10, jnp.bfloat16)
+    q = q.at[sum(counts) :].set(jnp.nan)
+    cu_lengths = jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
+    out, lse = mosaic_ops.context_mosaic(
+        q,
+        case.pages,
+        case.page_table,
+        case.lengths,
+        cu_lengths,
+        scale=SCALE,
+        first_page=case.layer * case.pages_per_layer,
+        multiprocessors=3,
+        interpret=interpret_params(),
+    )
+    cases.assert_close(out, lse, *cases.context_oracle(q, case, counts, SCALE, 512), dtype=jnp.bfloat16)

@@ -1,78 +1,71 @@
 """A completer without a model, and a program that runs a batch with it, to be killed by the tests."""
 
+import asyncio
 import json
 import pathlib
 import sys
-import threading
-import time
 
 from dsv3.batch.journal import Journal, summarize_input
-from dsv3.batch.run import Answer, Progress, Refused, run
+from dsv3.batch.run import Answer, Progress, run
 
 
 class FakeCompleter:
-    """Answers {"prompt": text} with the text reversed, after as many steps as the text is long, `room` at a time."""
+    """Answers {"prompt": text} with the text reversed; each character of it takes `char_s`."""
 
-    def __init__(self, room: int = 4, step_s: float = 0.0, fail_at_step: int | None = None):
-        self._room, self._step_s, self._fail_at_step = room, step_s, fail_at_step
-        self._running: dict[int, list] = {}
-        self.steps = self.most_running = 0
-        self.aborted: list[int] = []
-        self.prepared = 0
+    def __init__(self, char_s: float = 0.0, die_after: int | None = None):
+        self._char_s, self._die_after = char_s, die_after
+        self.running = self.most_running = self.completed = self.cancelled = 0
 
-    def prepare(self, url, body):
-        self.prepared += 1
-        fields = json.loads(body)
-        if not isinstance(fields.get("prompt"), str):
-            raise Refused(400, {"error": {"message": "prompt: text expected"}})
-        return fields["prompt"]
+    async def complete(self, url, body):
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await self._complete(json.loads(body).get("prompt"))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
 
-    def has_room(self):
-        return len(self._running) < self._room
-
-    def start(self, number, prepared):
-        if prepared == "too long":
-            raise Refused(400, {"error": {"message": "longer than the model allows"}})
-        self._running[number] = [len(prepared), prepared]
-        self.most_running = max(self.most_running, len(self._running))
-
-    def step(self):
-        self.steps += 1
-        if self.steps == self._fail_at_step:
+    async def _complete(self, prompt):
+        if not isinstance(prompt, str):
+            return Answer(400, "", {"error": {"message": "prompt: text expected"}})
+        await asyncio.sleep(self._char_s * len(prompt))
+        if self.completed == self._die_after:
             raise RuntimeError("the engine died")
-        time.sleep(self._step_s)
-        for state in self._running.values():
-            state[0] -= 1
-        ended = [number for number, (left, _) in self._running.items() if left <= 0]
-        return [self._answer(number, self._running.pop(number)[1]) for number in ended]
-
-    def _answer(self, number, text):
-        if text == "explodes":
-            return Answer(number, 500, f"r{number}", {"error": {"message": "engine error"}})
-        return Answer(number, 200, f"r{number}", {"text": text[::-1]}, output_tokens=len(text))
-
-    def abort(self):
-        self.aborted = list(self._running)
-        self._running.clear()
+        self.completed += 1
+        if prompt == "explodes":
+            return Answer(500, "r", {"error": {"message": "engine error"}})
+        return Answer(200, "r", {"text": prompt[::-1]}, output_tokens=len(prompt))
 
 
-def run_batch(source, output, completer=None, model="fake", stop=None, on_progress=lambda progress: None) -> Progress:
+def run_batch(source, output, completer=None, *, concurrency=4, model="fake", stop_when=None) -> Progress:
+    """Runs a batch to its end, or until `stop_when(progress)` holds."""
     source, output = pathlib.Path(source), pathlib.Path(output)
     summary = summarize_input(source)
     journal = Journal.open(output, summary, model)
-    try:
-        return run(
+
+    async def batch():
+        task = asyncio.current_task()
+
+        def on_progress(progress):
+            if stop_when is not None and stop_when(progress):
+                task.cancel()
+
+        return await run(
             source,
             journal,
             completer or FakeCompleter(),
+            concurrency=concurrency,
             total=summary.lines,
-            stop=stop or threading.Event(),
             on_progress=on_progress,
         )
+
+    try:
+        return asyncio.run(batch())
     finally:
         journal.close()
 
 
 if __name__ == "__main__":
-    done = run_batch(sys.argv[1], sys.argv[2], FakeCompleter(step_s=0.001))
-    print(done.answered)
+    print(run_batch(sys.argv[1], sys.argv[2], FakeCompleter(char_s=0.001)).answered)

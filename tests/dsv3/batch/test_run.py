@@ -2,16 +2,17 @@
 
 import collections
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
 from dsv3.batch.journal import BatchError
+from dsv3.batch.lines import BadLine, LineParser
 from tests.dsv3.batch.fake_completer import FakeCompleter, run_batch
 
 
@@ -37,8 +38,8 @@ def files(tmp_path):
 def test_every_line_is_answered_once(files):
     source, output = files
     write_input(source, [request(f"r{i}", "x" * (i % 5 + 1)) for i in range(50)])
-    completer = FakeCompleter(room=4)
-    progress = run_batch(source, output, completer)
+    completer = FakeCompleter()
+    progress = run_batch(source, output, completer, concurrency=4)
     assert (progress.succeeded, progress.failed, progress.total) == (50, 0, 50)
     assert progress.output_tokens == sum(i % 5 + 1 for i in range(50))
     assert completer.most_running == 4
@@ -53,12 +54,11 @@ def test_bad_lines_do_not_stop_the_rest(files):
     source, output = files
     lines = [
         request("good"), "{broken", request("good", "again"), "", request("wrong", url="/v1/audio"),
-        request("refused", prompt=5), request("late", prompt="too long"), request("dies", prompt="explodes"), "   ",
-        request("last"),
+        request("refused", prompt=5), request("dies", prompt="explodes"), "   ", request("last"),
     ]  # fmt: skip
     write_input(source, lines)
     progress = run_batch(source, output)
-    assert (progress.total, progress.succeeded, progress.failed) == (8, 2, 6)
+    assert (progress.total, progress.succeeded, progress.failed) == (7, 2, 5)
     rows = {row["id"]: row for row in answers(output)}
     assert {i: row["error"]["code"] for i, row in rows.items() if row["error"]} == {
         "batch_req_2": "invalid_json",
@@ -66,7 +66,7 @@ def test_bad_lines_do_not_stop_the_rest(files):
         "batch_req_5": "invalid_url",
     }
     statuses = {row["custom_id"]: row["response"]["status_code"] for row in rows.values() if row["response"]}
-    assert statuses == {"good": 200, "refused": 400, "late": 400, "dies": 500, "last": 200}
+    assert statuses == {"good": 200, "refused": 400, "dies": 500, "last": 200}
 
 
 def test_an_empty_input_is_an_empty_output(files):
@@ -83,17 +83,16 @@ def test_a_finished_batch_has_nothing_left_to_do(files):
     before, completer = output.read_bytes(), FakeCompleter()
     progress = run_batch(source, output, completer)
     assert progress.resumed == progress.total == 6
-    assert completer.prepared == 0 and output.read_bytes() == before
+    assert completer.completed == 0 and output.read_bytes() == before
 
 
 def test_a_stop_gives_up_running_requests_and_the_next_run_answers_them(files):
     source, output = files
     write_input(source, [request(f"r{i}", "x" * 10) for i in range(30)])
-    stop, completer = threading.Event(), FakeCompleter(room=4)
-    progress = run_batch(
-        source, output, completer, stop=stop, on_progress=lambda p: stop.set() if p.succeeded >= 8 else None
-    )
+    completer = FakeCompleter(char_s=0.0005)
+    progress = run_batch(source, output, completer, stop_when=lambda p: p.succeeded >= 8)
     assert progress.interrupted and 8 <= progress.succeeded < 30
+    assert completer.cancelled and completer.running == 0
     assert len(answers(output)) == progress.succeeded
     again = run_batch(source, output)
     assert again.resumed == progress.succeeded and again.answered == 30
@@ -104,8 +103,8 @@ def test_a_dead_engine_keeps_what_was_answered(files):
     source, output = files
     write_input(source, [request(f"r{i}") for i in range(20)])
     with pytest.raises(RuntimeError, match="the engine died"):
-        run_batch(source, output, FakeCompleter(room=2, fail_at_step=8))
-    assert 0 < len(answers(output)) < 20
+        run_batch(source, output, FakeCompleter(die_after=8))
+    assert len(answers(output)) == 8
     run_batch(source, output)
     assert sorted(row["custom_id"] for row in answers(output)) == sorted(f"r{i}" for i in range(20))
 
@@ -113,34 +112,40 @@ def test_a_dead_engine_keeps_what_was_answered(files):
 def test_a_duplicate_stays_one_across_a_resume(files):
     source, output = files
     write_input(source, [request("a"), request("b"), request("a", "second")])
-    stop = threading.Event()
-    run_batch(source, output, FakeCompleter(room=1), stop=stop, on_progress=lambda p: p.succeeded and stop.set())
+    run_batch(source, output, concurrency=1, stop_when=lambda p: p.succeeded)
     assert [row["custom_id"] for row in answers(output)] == ["a"]
     run_batch(source, output)
     codes = {row["id"]: (row["error"] or {}).get("code") for row in answers(output)}
     assert codes == {"batch_req_1": None, "batch_req_2": None, "batch_req_3": "duplicate_custom_id"}
 
 
-def test_memory_does_not_follow_the_input(files):
-    """The reader runs ahead of the engine by a bounded number of lines only."""
+def test_memory_does_not_follow_the_input(files, monkeypatch):
+    """Lines are read as they are needed, not ahead."""
     source, output = files
     write_input(source, [request(f"r{i}") for i in range(1000)])
-    stop, completer = threading.Event(), FakeCompleter(room=1)
-    run_batch(source, output, completer, stop=stop, on_progress=lambda p: p.succeeded >= 3 and stop.set())
-    assert completer.prepared <= 3 + 1 + 64 + 2
+    parsed = []
+    monkeypatch.setattr(
+        LineParser, "parse", lambda self, number, raw: parsed.append(number) or BadLine(number, "x", "", "")
+    )
+    run_batch(source, output, concurrency=3, stop_when=lambda p: p.failed >= 5)
+    assert len(parsed) <= 5 + 3
 
 
-def test_an_input_that_changes_meanwhile_is_noticed(files):
+@pytest.mark.parametrize("change", ["append", "touch"])
+def test_an_input_that_changes_meanwhile_is_noticed(files, change):
     source, output = files
-    write_input(source, [request(f"r{i}") for i in range(300)])
+    write_input(source, [request(f"r{i}") for i in range(30)])
 
-    def append(progress):
-        if progress.succeeded == 1:
+    def meddle(progress):
+        if progress.succeeded == 1 and change == "append":
             with source.open("a") as file:
                 file.write(request("late") + "\n")
+        elif progress.succeeded == 1:
+            os.utime(source, (1, 1))
 
     with pytest.raises(BatchError, match="changed"):
-        run_batch(source, output, FakeCompleter(room=1), on_progress=append)
+        run_batch(source, output, concurrency=1, stop_when=meddle)
+    assert all(row["custom_id"] != "late" for row in answers(output))
 
 
 def test_killed_at_any_moment_nothing_is_lost_or_doubled(files):

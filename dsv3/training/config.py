@@ -1,0 +1,45 @@
+"""What a training run is: the settings of data, optimiser, schedule and reporting as one frozen dataclass."""
+
+import dataclasses
+from typing import Literal
+
+from dsv3.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """Settings of one run; all lengths are in tokens, all intervals in optimiser steps.
+
+    A run is `steps` steps of `batch_size` rows of `sequence_length` tokens. In the last `chat_steps` of them
+    `chat_fraction` of the rows are conversations, the rest stays plain text. The learning rate rises linearly over
+    `warmup_steps`, then follows a cosine down to `final_rate_fraction` of its peak. `mtp_weight` is lambda of the
+    DeepSeek-V3 report (2.2), `router_bias_rate` its gamma (2.1.2).
+    """
+
+    model: ModelConfig
+    steps: int
+    chat_steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float
+    warmup_steps: int
+    final_rate_fraction: float = 0.05
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    init_std: float = 0.02
+    mtp_weight: float = 0.3
+    router_bias_rate: float = 0.001
+    chat_fraction: float = 0.5
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    eval_every: int = 200
+    eval_batches: int = 8
+    checkpoint_every: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.warmup_steps < self.steps or not 0 <= self.chat_steps <= self.steps:
+            raise ValueError(
+                f"{self.steps} steps are too few for {self.warmup_steps} of warm-up and {self.chat_steps} of chat"
+            )

@@ -1,0 +1,129 @@
+"""The training loop: batches in, checkpoints, reports and validation out, and a clean stop on SIGTERM."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dsv3.training import data as training_data
+from dsv3.training.checkpoints import Checkpoints
+from dsv3.training.config import TrainingConfig
+from dsv3.training.data import Data
+from dsv3.training.report import RunLog, read_log
+from dsv3.training.step import TrainState, evaluate, initial_state, train_step
+
+REPORT_EVERY = 10
+"""Steps between lines of the log and changes of the progress line."""
+
+
+def train(config: TrainingConfig, output: Path, *, resume: bool, console: Console) -> TrainState:
+    """Runs training below `output` to `config.steps`, or to SIGTERM; the state reached is then on disk.
+
+    Raises:
+      FileExistsError: `output` holds checkpoints and `resume` is false.
+      FileNotFoundError: `resume` is true and there is none.
+      ValueError: the checkpoint belongs to another model.
+    """
+    data = training_data.prepare(output / "data", config)
+    with Checkpoints(output / "checkpoints", config) as checkpoints:
+        if not resume and checkpoints.latest_step() is not None:
+            raise FileExistsError(f"{output} holds a run; continue it with --resume or give another --output")
+        state = checkpoints.restore() if resume else initial_state(config)
+        done = int(state.step)
+        console.print(f"{done} of {config.steps} steps done, {_count(state):,} parameters, {output}")
+        run = _Run(config, data, checkpoints, RunLog(output / "log.jsonl", done), console)
+        run.seconds = _seconds_before(output / "log.jsonl")
+        with stop_signal() as stopped:
+            return run.steps(state, stopped)
+
+
+class _Run:
+    """One pass of the loop; `seconds` is the time spent in training steps, earlier processes of the run included."""
+
+    def __init__(
+        self, config: TrainingConfig, data: Data, checkpoints: Checkpoints, log: RunLog, console: Console
+    ) -> None:
+        self.config, self.data, self.checkpoints, self.log, self.console = config, data, checkpoints, log, console
+        self.seconds = 0.0
+        self._validation = training_data.held_out_batches(data, config, config.eval_batches)
+
+    def steps(self, state: TrainState, stopped: list[int]) -> TrainState:
+        config, tokens_per_step = self.config, self.config.batch_size * self.config.sequence_length
+        with _progress(self.console) as progress:
+            task = progress.add_task("train", total=config.steps, completed=int(state.step), text="")
+            since, window = time.perf_counter(), 0
+            for step in range(int(state.step), config.steps):
+                state, metrics = train_step(state, training_data.batch(self.data, config, step), config=config)
+                metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                done, window = step + 1, window + 1
+                if done % REPORT_EVERY == 0:
+                    elapsed = time.perf_counter() - since
+                    speed = window * tokens_per_step / elapsed
+                    self.seconds += elapsed
+                    self._report("train", done, metrics | {"tokens_per_second": speed})
+                    text = f"loss {metrics['loss']:.3f}  mtp {metrics['mtp_loss']:.3f}  {speed:,.0f} tokens/s"
+                    progress.update(task, completed=done, text=text)
+                    since, window = time.perf_counter(), 0
+                if done % config.eval_every == 0:
+                    self._validate(state, done, progress.tasks[task].fields["text"])
+                if done % config.checkpoint_every == 0 or done == config.steps or stopped:
+                    self.checkpoints.save(state)
+                if stopped:
+                    self.console.print(f"stopped by signal {stopped[0]} after step {done}; continue with --resume")
+                    break
+        return state
+
+    def _validate(self, state: TrainState, done: int, text: str) -> None:
+        metrics = mean_metrics(state, self._validation, self.config)
+        self._report("validation", done, metrics)
+        values = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        self.console.print(f"step {done}: {text}  |  validation: {values}", highlight=False, soft_wrap=True)
+
+    def _report(self, kind: str, done: int, metrics: dict[str, float]) -> None:
+        tokens = done * self.config.batch_size * self.config.sequence_length
+        self.log.write(kind=kind, step=done, tokens=tokens, seconds=round(self.seconds, 1), **metrics)
+
+
+def mean_metrics(state: TrainState, batches: list[np.ndarray], config: TrainingConfig) -> dict[str, float]:
+    """Means of `evaluate` over `batches`, which have the same shape."""
+    results = [jax.device_get(evaluate(state.params, tokens, config=config)) for tokens in batches]
+    return {name: float(np.mean([r[name] for r in results])) for name in results[0]}
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[list[int]]:
+    """A list that receives SIGTERM and SIGINT instead of the process; a second one acts as usual."""
+    received: list[int] = []
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def remember(number: int, _frame: object) -> None:
+        received.append(number)
+        signal.signal(number, previous[signal.Signals(number)])
+
+    for number in previous:
+        signal.signal(number, remember)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    return Progress(*columns, console=console, speed_estimate_period=300)
+
+
+def _count(state: TrainState) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+
+def _seconds_before(log: Path) -> float:
+    rows = read_log(log)
+    return rows[-1]["seconds"] if rows else 0.0

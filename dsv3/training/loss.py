@@ -1,0 +1,36 @@
+"""What training minimises: cross-entropy of the next token, and of the one after it by the MTP module."""
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.model.forward import ForwardOutput
+from dsv3.training.tokenizer import PAD_ID
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean over the targets that are no padding, in nats a token, float32 scalar.
+
+    Args:
+      logits: `[B, S, W]`, computed on in float32.
+      targets: `[B, S]` int32.
+    """
+    logits = logits.astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - picked
+    real = targets != PAD_ID
+    return jnp.where(real, losses, 0.0).sum() / jnp.maximum(real.sum(), 1)
+
+
+def main_loss(output: ForwardOutput, tokens: jax.Array) -> jax.Array:
+    """Cross-entropy of token i + 1 given tokens 0 .. i, over a row of `tokens` `[B, S]`."""
+    return cross_entropy(output.logits[:, :-1], tokens[:, 1:])
+
+
+def mtp_loss(output: ForwardOutput, tokens: jax.Array) -> jax.Array:
+    """Mean over the MTP modules of their cross-entropies (DeepSeek-V3 report, equations 24 and 25, without lambda).
+
+    Module d (from 0) predicts token i + 2 + d at row i, so its last row has no target.
+    """
+    depths = enumerate(output.mtp_logits)
+    losses = [cross_entropy(logits[:, :-1], tokens[:, depth + 2 :]) for depth, logits in depths]
+    return sum(losses, start=jnp.zeros(())) / max(len(losses), 1)

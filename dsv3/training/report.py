@@ -1,0 +1,49 @@
+"""What a run leaves to read: a JSON line for every report, and a picture of the loss curves."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+
+class RunLog:
+    """Lines of `log.jsonl`, one JSON object each; lines past the step a run resumes from are dropped."""
+
+    def __init__(self, path: Path, resume_step: int):
+        self._path = path
+        kept = [row for row in read_log(path) if row["step"] <= resume_step]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    def write(self, **values: Any) -> None:
+        """Appends one line."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log, none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def plot_losses(log: Path, picture: Path) -> bool:
+    """Draws training, MTP and validation loss over tokens seen into a PNG; False where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    rows = read_log(log)
+    figure = Figure(figsize=(6.4, 3.6), dpi=90, layout="constrained")
+    axes = figure.add_subplot()
+    for kind, key, label in (
+        ("train", "mtp_loss", "MTP (token after next)"),
+        ("train", "loss", "training"),
+        ("validation", "loss", "validation"),
+    ):
+        chosen = [row for row in rows if row["kind"] == kind]
+        style = "o-" if kind == "validation" else "-"
+        axes.plot([r["tokens"] / 1e6 for r in chosen], [r[key] for r in chosen], style, ms=2.5, lw=1, label=label)
+    axes.set(xlabel="million tokens", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture)
+    return True

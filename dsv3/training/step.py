@@ -1,0 +1,114 @@
+"""One optimiser step: loss, gradient, AdamW on float32 weights, and the router's bias beside the optimiser."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dsv3.config import ModelConfig
+from dsv3.model.forward import forward
+from dsv3.model.params import Params, declare, initialise
+from dsv3.training.config import TrainingConfig
+from dsv3.training.loss import main_loss, mtp_loss
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything a checkpoint holds: float32 parameters, the optimiser's moments, and steps done (int32 scalar)."""
+
+    params: Params
+    optimizer: Any
+    step: jax.Array
+
+
+def learning_rate(config: TrainingConfig) -> optax.Schedule:
+    """Linear warm-up, then a cosine that ends at the last step."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.steps,
+        end_value=config.learning_rate * config.final_rate_fraction,
+    )
+
+
+def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
+    """Clipping by the global norm, then AdamW; norms and the router's bias do not decay."""
+    decays = jax.tree.map(lambda spec: spec.init == "normal", declare(config.model))
+    adamw = optax.adamw(
+        learning_rate(config), config.adam_b1, config.adam_b2, weight_decay=config.weight_decay, mask=decays
+    )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+
+
+def initial_state(config: TrainingConfig) -> TrainState:
+    """Random parameters from the run's seed, and no step done."""
+    params = initialise(config.model, jax.random.key(config.seed), jnp.float32, std=config.init_std)
+    return TrainState(params, optimizer(config).init(params), jnp.zeros((), jnp.int32))
+
+
+def compute_copy(params: Params, cfg: ModelConfig, dtype: Any) -> Params:
+    """The parameters in the type the model computes in; the router keeps float32."""
+    return jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype or dtype), declare(cfg), params)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
+def train_step(state: TrainState, tokens: jax.Array, *, config: TrainingConfig) -> tuple[TrainState, dict[str, Any]]:
+    """Trains on `tokens` int32 `[B, S]`; returns the next state and scalars to report."""
+    (_, metrics), gradient = jax.value_and_grad(_objective, has_aux=True)(state.params, tokens, config)
+    counts = metrics.pop("expert_counts")
+    updates, moments = optimizer(config).update(gradient, state.optimizer, state.params)
+    params = balance(optax.apply_updates(state.params, updates), counts, config.router_bias_rate)
+    metrics["gradient_norm"] = optax.tree.norm(gradient)
+    metrics["expert_load_peak"] = (counts.max(axis=1) / counts.mean(axis=1)).mean()
+    return TrainState(params, moments, state.step + 1), metrics
+
+
+def _objective(params: Params, tokens: jax.Array, config: TrainingConfig) -> tuple[jax.Array, dict[str, Any]]:
+    computed = compute_copy(params, config.model, jnp.dtype(config.compute_dtype))
+    output = forward(computed, config.model, tokens, with_mtp=config.model.num_nextn_predict_layers > 0)
+    main, extra = main_loss(output, tokens), mtp_loss(output, tokens)
+    metrics = {"loss": main, "mtp_loss": extra, "expert_counts": output.expert_counts}
+    return main + config.mtp_weight * extra, metrics
+
+
+def balance(params: Params, counts: jax.Array, rate: float) -> Params:
+    """Moves the router's biases against the load: up by `rate` for an expert below the mean, down for one above it.
+
+    `counts` `[num_moe_layers + MTP modules, E]` are the tokens of the step (auxiliary-loss-free balancing,
+    arXiv:2408.15664; DeepSeek-V3 report, 2.1.2). The optimiser never moves a bias: its gradient is zero.
+    """
+    counts = counts.astype(jnp.float32)
+    change = rate * jnp.sign(counts.mean(axis=1, keepdims=True) - counts)
+    main = params.moe.moe.router_bias.shape[0]
+    params = dataclasses.replace(params, moe=_shift_bias(params.moe, change[:main]))
+    if params.mtp is None:
+        return params
+    return dataclasses.replace(
+        params, mtp=dataclasses.replace(params.mtp, layers=_shift_bias(params.mtp.layers, change[main:]))
+    )
+
+
+def _shift_bias(layers: Any, change: jax.Array) -> Any:
+    moe = dataclasses.replace(layers.moe, router_bias=layers.moe.router_bias + change)
+    return dataclasses.replace(layers, moe=moe)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def evaluate(params: Params, tokens: jax.Array, *, config: TrainingConfig) -> dict[str, jax.Array]:
+    """Main and MTP loss on `tokens` `[B, S]`, and the share of positions where an MTP draft would be accepted.
+
+    A draft counts as accepted where the MTP module's most likely token i + 2 is the main model's: the rate of greedy
+    speculative decoding along this text.
+    """
+    computed = compute_copy(params, config.model, jnp.dtype(config.compute_dtype))
+    output = forward(computed, config.model, tokens, with_mtp=config.model.num_nextn_predict_layers > 0)
+    metrics = {"loss": main_loss(output, tokens), "mtp_loss": mtp_loss(output, tokens)}
+    if output.mtp_logits:
+        drafts = output.mtp_logits[0].argmax(axis=-1)  # [B, S - 1]
+        metrics["mtp_acceptance"] = (drafts == output.logits[:, 1:].argmax(axis=-1)).mean()
+    return metrics

@@ -1,0 +1,66 @@
+"""Trains a small DeepSeek-V3-architecture model on the text of Python's standard library.
+
+Writes checkpoints, a log and a picture of the loss below the output directory, and at the end the trained model as a
+Hugging Face directory that `python -m launch.serve --model OUTPUT/model-STEPS` serves. SIGTERM or Ctrl-C saves and
+stops; `--resume` goes on, to more steps than before if `--steps` says so.
+"""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+from absl import flags as absl_flags
+from rich.console import Console
+
+from dsv3.training import data as training_data
+from dsv3.training.config import TrainingConfig
+from dsv3.training.export import export, final_figures
+from dsv3.training.loop import train
+from dsv3.training.report import plot_losses
+from dsv3.training.step import TrainState
+from launch import flags
+
+CONFIG = absl_flags.DEFINE_string("config", "tiny", "Module of `configs` that holds the training configuration.")
+OUTPUT = absl_flags.DEFINE_string("output", None, "Directory of the run; runs/CONFIG unless given.")
+STEPS = absl_flags.DEFINE_integer("steps", None, "Steps in all, those of a resumed run included.", lower_bound=1)
+RESUME = absl_flags.DEFINE_bool("resume", False, "Continue from the newest checkpoint in the output directory.")
+
+
+def main() -> int:
+    """Trains, then exports."""
+    console = Console()
+    config, output = _config(), Path(OUTPUT.value or f"runs/{CONFIG.value}")
+    try:
+        state = train(config, output, resume=RESUME.value, console=console)
+    except (FileExistsError, FileNotFoundError, ValueError) as error:
+        raise flags.UsageError(str(error)) from error
+    if not plot_losses(output / "log.jsonl", output / "loss.png"):
+        console.print("no picture of the loss: matplotlib is missing (pip install 'dsv3[plots]')")
+    if int(state.step) >= config.steps:
+        _finish(state, config, output, console)
+    return 0
+
+
+def _finish(state: TrainState, config: TrainingConfig, output: Path, console: Console) -> None:
+    figures = final_figures(state, training_data.prepare(output / "data", config), config)
+    console.print(f"held-out text: {json.dumps(figures)}", highlight=False)
+    model = output / f"model-{int(state.step)}"
+    if not model.exists():
+        export(model, state, config, output / "data")
+        console.print(f"model written to {model}", highlight=False)
+
+
+def _config() -> TrainingConfig:
+    try:
+        config = importlib.import_module(f"configs.{CONFIG.value}").TRAINING
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise flags.UsageError(f"--config={CONFIG.value}: no training configuration there ({error})") from error
+    try:
+        return dataclasses.replace(config, steps=STEPS.value) if STEPS.value else config
+    except ValueError as error:
+        raise flags.UsageError(f"--steps={STEPS.value}: {error}") from error
+
+
+if __name__ == "__main__":
+    flags.run(main)

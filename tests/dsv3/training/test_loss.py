@@ -1,0 +1,52 @@
+"""The losses against their definitions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv3.config import ModelConfig
+from dsv3.model.forward import ForwardOutput, forward
+from dsv3.model.params import initialise
+from dsv3.training.config import TrainingConfig
+from dsv3.training.loss import cross_entropy, main_loss, mtp_loss
+from dsv3.training.tokenizer import PAD_ID
+
+
+def surprise(logits: np.ndarray, target: int) -> float:
+    """Minus the logarithm of the target's probability, in float64."""
+    logits = np.asarray(logits, np.float64)
+    return float(np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[target])
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(3, 320, (2, 9)).astype(np.int32)
+
+
+@pytest.fixture
+def output(toy_config: TrainingConfig, tokens: np.ndarray) -> ForwardOutput:
+    cfg: ModelConfig = toy_config.model
+    params = initialise(cfg, jax.random.key(0), jnp.float32, std=0.3)
+    return forward(params, cfg, jnp.asarray(tokens), with_mtp=True)
+
+
+def test_main_loss_is_the_surprise_of_the_next_token(output: ForwardOutput, tokens: np.ndarray) -> None:
+    logits = np.asarray(output.logits)
+    expected = np.mean([surprise(logits[b, i], tokens[b, i + 1]) for b in range(2) for i in range(8)])
+    np.testing.assert_allclose(main_loss(output, tokens), expected, rtol=1e-5)
+
+
+def test_mtp_loss_is_the_surprise_of_the_token_after_next(output: ForwardOutput, tokens: np.ndarray) -> None:
+    """Equation 24 of the DeepSeek-V3 report with k = 1: row i, which saw tokens 0 .. i + 1, predicts token i + 2."""
+    logits = np.asarray(output.mtp_logits[0])
+    expected = np.mean([surprise(logits[b, i], tokens[b, i + 2]) for b in range(2) for i in range(7)])
+    np.testing.assert_allclose(mtp_loss(output, tokens), expected, rtol=1e-5)
+
+
+def test_padding_counts_for_nothing() -> None:
+    logits = np.random.default_rng(1).normal(size=(1, 3, 5)).astype(np.float32)
+    targets = np.array([[4, 3, PAD_ID]])
+    expected = (surprise(logits[0, 0], 4) + surprise(logits[0, 1], 3)) / 2
+    np.testing.assert_allclose(cross_entropy(jnp.asarray(logits), jnp.asarray(targets)), expected, rtol=1e-5)
+    assert float(cross_entropy(jnp.asarray(logits), jnp.full((1, 3), PAD_ID))) == 0.0

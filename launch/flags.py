@@ -93,17 +93,22 @@ def help_text(program: str, positional: str, doc: str, own: Sequence[flags.Flag]
     usage = " ".join(filter(None, [f"usage: {program}", positional, "[flags]"]))
     lines = [usage, "", textwrap.dedent(doc).strip(), "", "flags (dashes may stand for underscores):"]
     for flag in own:
-        default = "" if flag.default in (None, "", []) else f" (default {flag.default_as_str})"
+        shown = str(flag.default_as_str).strip("'")
+        default = "" if flag.default in (None, "", []) else f" (default {shown})"
         lines.append(f"  {_spelling(flag)}")
-        lines += textwrap.wrap(str(flag.help) + default, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        meaning = str(flag.help).removeprefix(f"<{'|'.join(_choices(flag))}>: ")
+        lines += textwrap.wrap(meaning + default, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines)
 
 
 def _spelling(flag: flags.Flag) -> str:
     if flag.boolean:
         return f"--[no]{flag.name}"
-    choices = getattr(flag.parser, "enum_values", None)
-    return f"--{flag.name}={'|'.join(choices) if choices else flag.flag_type().upper()}"
+    return f"--{flag.name}={'|'.join(_choices(flag)) or flag.flag_type().upper()}"
+
+
+def _choices(flag: flags.Flag) -> Sequence[str]:
+    return getattr(flag.parser, "enum_values", ())
 
 
 def _is_flag(argument: str) -> bool:

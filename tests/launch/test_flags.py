@@ -65,6 +65,11 @@ def test_mistakes_say_what_to_change(values, arguments, message):
     assert message in str(error.value)
 
 
+def test_help_says_choices_once(values):
+    text = flags.help_text("x", "IN", "Doc.", [values["fp8"]])
+    assert text.splitlines()[-2:] == ["  --fp8=keep|dequantize", "        What to do with FP8. (default keep)"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [(["--help"], True), (["-h"], True), (["--api-key", "--help"], False), (["--", "--help"], False), ([], False)],
@@ -101,7 +106,11 @@ def test_run_from_a_shell(program):
     assert (done.returncode, done.stdout) == (3, "me here\n")
     done = program("--help")
     assert done.returncode == 0
-    assert "Greets." in done.stdout and "--user_name=STRING" in done.stdout and "(default 'you')" in done.stdout
+    assert (
+        "Greets." in done.stdout
+        and "--user_name=STRING" in done.stdout
+        and "Whom to greet. (default you)" in done.stdout
+    )
     assert "--[no]loud" in done.stdout and "logtostderr" not in done.stdout
     done = program("here", "--user-nam=me")
     assert (done.returncode, done.stdout) == (2, "")

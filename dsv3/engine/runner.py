@@ -50,10 +50,8 @@ class Runner:
         self._adjust: Any = None
 
     def _zeros(self, shapes: Any) -> Any:
-        def make() -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-        return jax.jit(make, out_shardings=by_rank(self._mesh))()
+        sharding = by_rank(self._mesh)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=sharding), shapes)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Starts a step and the copies of its results to the host."""

@@ -15,6 +15,8 @@ from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
 
 VOCAB = 67
 EOS = 0
+POISON = VOCAB - 1
+"""A prompt that ends in this token gets NaN logits; no answer ever contains it."""
 
 
 class ToyOutput(NamedTuple):
@@ -65,6 +67,7 @@ def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array
     table = batch.page_table[chunk]
     pages = _write(pages, table, batch.tokens, batch.positions, rows < batch.cu_lengths[-1])
     hidden = jax.vmap(lambda t, p: _hash(pages, t, p + 1))(table, batch.positions)
+    hidden = jnp.where((batch.tokens == POISON)[:, None], jnp.nan, hidden)
     return ToyOutput(hidden + params, pages)
 
 
@@ -79,7 +82,9 @@ def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
     state = hidden[..., 0].astype(jnp.uint32) | (hidden[..., 1].astype(jnp.uint32) << 12)
     mixed = (state[..., None] + 1) * (jnp.arange(cfg.vocab_size, dtype=jnp.uint32) * jnp.uint32(2654435761) + 12345)
     mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(3266489917)
-    return ((mixed >> 8) & 0xFFFF).astype(jnp.float32) / 8192.0
+    scores = ((mixed >> 8) & 0xFFFF).astype(jnp.float32) / 8192.0
+    scores = jnp.where(jnp.arange(cfg.vocab_size) == POISON, -1.0, scores)
+    return jnp.where(jnp.isnan(hidden[..., :1]), jnp.nan, scores)
 
 
 FUNCTIONS = StepFunctions(prefill, decode, logits)
@@ -105,7 +110,7 @@ def _next_token(tokens: list[int]) -> int:
     total = ((total ^ (total >> 15)) * 2246822519) & mask
     state = (total & 0xFFF) | (((total >> 12) & 0xFFF) << 12)
     scores = []
-    for w in range(VOCAB):
+    for w in range(POISON):
         mixed = ((state + 1) * ((w * 2654435761 + 12345) & mask)) & mask
         mixed = ((mixed ^ (mixed >> 13)) * 3266489917) & mask
         scores.append((mixed >> 8) & 0xFFFF)

@@ -1,0 +1,43 @@
+"""One toy engine of two ranks, compiled once for all tests of this directory."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.engine import Engine
+from dsv3.engine.programs import Programs
+from tests.dsv3.engine import toy
+
+LIMITS = {"max_model_len": 256, "num_pages": 7, "max_num_seqs": 4, "max_num_batched_tokens": 100, "num_ranks": 2}
+
+
+@pytest.fixture(scope="session")
+def programs() -> Programs:
+    """The compiled programs of `LIMITS`."""
+    engine = Engine(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**LIMITS))
+    engine.warm_up()
+    return engine._runner.programs
+
+
+@pytest.fixture
+def make_engine(programs: Programs) -> Callable[..., Engine]:
+    """Makes fresh, warm engines; only options that change no shape may differ from `LIMITS`."""
+
+    def make(**changes) -> Engine:
+        engine = Engine(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**(LIMITS | changes)))
+        engine._runner.programs = programs
+        engine.warm_up()
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., Engine]) -> Iterator[Engine]:
+    """A fresh engine, which must hold no page and have compiled nothing when the test is over."""
+    engine = make_engine()
+    yield engine
+    if engine.failure is None:
+        assert engine.stats().pages_in_use == 0
+    assert engine.stats().recompilations == 0

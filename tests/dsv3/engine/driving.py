@@ -1,0 +1,55 @@
+"""Helpers that feed an engine and gather what it gives."""
+
+import dataclasses
+
+from dsv3.engine.engine import Engine
+from dsv3.engine.request import EngineOutput, EngineRequest
+from dsv3.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass
+class Gathered:
+    """All a request has given."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    outputs: list[EngineOutput] = dataclasses.field(default_factory=list)
+
+    @property
+    def last(self) -> EngineOutput:
+        return self.outputs[-1]
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.last.finish_reason
+
+
+def request(name: str, prompt: list[int], *, salt: str = "", **sampling) -> EngineRequest:
+    """A request, greedy unless told otherwise."""
+    params = SamplingParams(**({"temperature": 0.0} | sampling))
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params, cache_salt=salt)
+
+
+def drain(engine: Engine, into: dict[str, Gathered] | None = None, limit: int = 5000) -> dict[str, Gathered]:
+    """Steps until nothing is left to do."""
+    gathered = {} if into is None else into
+    for _ in range(limit):
+        if not engine.has_work:
+            return gathered
+        take(engine.step(), gathered)
+    raise AssertionError(f"the engine still has work after {limit} steps: {engine.stats()}")
+
+
+def take(outputs: list[EngineOutput], into: dict[str, Gathered]) -> None:
+    """Notes the outputs of one step; nothing may follow a request's last output."""
+    for output in outputs:
+        entry = into.setdefault(output.request_id, Gathered())
+        assert not entry.outputs or entry.finish_reason is None, f"{output} came after the end"
+        entry.outputs.append(output)
+        entry.tokens += output.token_ids
+
+
+def run(engine: Engine, *requests: EngineRequest) -> dict[str, Gathered]:
+    """Adds requests and steps until all have ended."""
+    for item in requests:
+        engine.add(item)
+    return drain(engine)

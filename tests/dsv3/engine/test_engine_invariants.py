@@ -1,0 +1,149 @@
+"""Random arrivals, lengths, aborts and pre-emptions: no page lost, none with two writers, every text its own."""
+
+import dataclasses
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from dsv3.engine.engine import Engine
+from dsv3.engine.plan import StepPlan
+from dsv3.engine.request import EngineRequest, QueueFull
+from dsv3.model.batch import PAGE_SIZE
+from tests.dsv3.engine import toy
+from tests.dsv3.engine.driving import Gathered, drain, request, take
+
+
+@dataclasses.dataclass
+class Auditor:
+    """Watches every launched step: which request writes which page of which rank."""
+
+    engine: Engine
+    last_step: int = 0
+    last_writers: dict[tuple[int, int], str] = dataclasses.field(default_factory=dict)
+
+    def check(self, plan: StepPlan) -> None:
+        if self.engine._scheduler._collected >= self.last_step:
+            self.last_writers = {}  # that step has finished
+        writers: dict[tuple[int, int], str] = {}
+        for rank, page, name in self._writes(plan):
+            assert writers.setdefault((rank, page), name) == name, f"two requests write page {page}"
+            cache = self.engine._scheduler.caches[rank]
+            assert cache.pool.references(page) == 1, f"a shared page {page} is written"
+            assert not cache.index.knows(page), f"a findable page {page} is written"
+            in_flight = self.last_writers.get((rank, page), name)
+            assert in_flight == name, f"page {page} was handed on while a launched step may still write it"
+        self.last_step, self.last_writers = plan.number, writers
+
+    def _writes(self, plan: StepPlan):
+        slots = self.engine._scheduler.slots
+        if plan.prefill is not None:
+            for rank, chunks in enumerate(plan.prefill.chunks):
+                for chunk in chunks:
+                    for index in range(chunk.start // PAGE_SIZE, (chunk.stop - 1) // PAGE_SIZE + 1):
+                        yield rank, chunk.sequence.pages[index], chunk.sequence.id
+        if plan.decode is not None:
+            rows = plan.decode.rows
+            for slot, rank in zip(rows.slots.tolist(), rows.rank.tolist(), strict=True):
+                position = int(slots.planned[slot]) - 2  # `planned` counts this step's token already
+                sequence = slots.sequences[slot]
+                yield rank, sequence.pages[position // PAGE_SIZE], sequence.id
+
+
+_FAMILIES = [[(7 * i * (f + 3)) % (toy.POISON - 1) + 1 for i in range(250)] for f in range(3)]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests come and go while the engine steps."""
+
+    make_engine = None
+    sharing = True
+
+    @initialize()
+    def start(self) -> None:
+        self.engine = type(self).make_engine(enable_prefix_caching=self.sharing, max_num_queued_reqs=6)
+        auditor = Auditor(self.engine)
+        launch = self.engine._runner.launch
+
+        def audited(plan: StepPlan):
+            auditor.check(plan)
+            return launch(plan)
+
+        self.engine._runner.launch = audited
+        self.requests: dict[str, EngineRequest] = {}
+        self.gathered: dict[str, Gathered] = {}
+        self.aborted: set[str] = set()
+
+    @rule(
+        family=st.integers(0, 2),
+        shared=st.integers(0, 249),
+        tail=st.lists(st.integers(1, toy.POISON - 1), max_size=4),
+        max_tokens=st.integers(1, 150),
+        stop=st.sets(st.integers(0, toy.POISON - 1), max_size=2),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, family, shared, tail, max_tokens, stop, ignore_eos) -> None:
+        prompt = (_FAMILIES[family][:shared] + tail)[:254] or [1]
+        name = f"r{len(self.requests)}"
+        item = request(name, prompt, max_tokens=max_tokens, stop_token_ids=tuple(sorted(stop)), ignore_eos=ignore_eos)
+        try:
+            self.engine.add(item)
+        except QueueFull:
+            return
+        self.requests[name] = item
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count) -> None:
+        for _ in range(count):
+            take(self.engine.step(), self.gathered)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        self.aborted.add(name)
+        self.engine.abort(name)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        drain(self.engine, self.gathered)
+        stats = self.engine.stats()
+        assert self.engine.failure is None
+        assert (stats.pages_in_use, stats.running, stats.waiting, stats.recompilations) == (0, 0, 0, 0)
+        assert self.gathered.keys() == self.requests.keys()
+        for name, item in self.requests.items():
+            self._check_text(name, item)
+
+    def _check_text(self, name: str, item: EngineRequest) -> None:
+        got, sampling = self.gathered[name], item.sampling
+        stop = {*sampling.stop_token_ids} | (set() if sampling.ignore_eos else {toy.EOS})
+        room = 256 - len(item.prompt_token_ids)
+        expected = toy.expected_tokens(item.prompt_token_ids, min(sampling.max_tokens, room), tuple(stop))
+        if got.finish_reason == "abort":
+            assert name in self.aborted
+            assert got.tokens == expected[: len(got.tokens)]
+            return
+        assert got.tokens == expected
+        assert got.finish_reason == ("stop" if expected[-1] in stop else "length")
+        assert got.last.stop_token_id == (expected[-1] if expected[-1] in stop else None)
+
+
+@pytest.mark.parametrize("sharing", [True, False], ids=["prefix-cache", "no-prefix-cache"])
+def test_every_text_is_its_own_and_every_page_comes_back(make_engine, sharing):
+    machine = type("Machine", (EngineMachine,), {"make_engine": staticmethod(make_engine), "sharing": sharing})
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=checks)
+    )
+
+
+def test_the_pool_is_small_enough_to_pre_empt(make_engine):
+    engine = make_engine()
+    for i in range(8):
+        engine.add(request(str(i), [i + 1] * 60, max_tokens=150, ignore_eos=True))
+    gathered = drain(engine)
+    assert engine.stats().preemptions > 0
+    for i in range(8):
+        assert gathered[str(i)].tokens == toy.expected_tokens([i + 1] * 60, 150, ())

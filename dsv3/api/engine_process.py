@@ -1,0 +1,219 @@
+"""The process that owns the engine: steps it on the main thread, while two threads carry frames in and out.
+
+Started by `dsv3.api.engine_client` as `python -m dsv3.api.engine_process FD`, FD being one end of a Unix socket pair.
+
+Outgoing frames are buffered without being dropped, since a lost token is a lost text; the buffer is bounded by what the
+running requests can still produce, and past `_MAX_BUFFERED_BYTES` (an HTTP process that has stopped reading) the
+process ends itself. When the HTTP process goes away, this one ends at once, whatever it is doing.
+"""
+
+import importlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import deque
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from dsv3.api import frames
+from dsv3.engine.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull
+
+_MAX_BUFFERED_BYTES = 512 * 2**20
+_log = logging.getLogger("dsv3.engine")
+
+
+class EngineLike(Protocol):
+    """What this process needs of an engine; `dsv3.engine.engine.Engine` is one."""
+
+    failure: BaseException | None
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[EngineOutput]: ...
+    def stats(self) -> Any: ...
+
+
+class EngineFailed(Exception):
+    """The engine has ended every request after an exception; it takes no more."""
+
+
+class Outbox:
+    """Frames on their way to the HTTP process; `send` never waits for it."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._buffered = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def send(self, message: frames.FromEngine) -> None:
+        frame = frames.encode(message)
+        with self._lock:
+            self._buffered += len(frame)
+            full = self._buffered > _MAX_BUFFERED_BYTES
+        if full:
+            _log.error("the HTTP process does not read: %d bytes wait for it; ending", self._buffered)
+            os._exit(1)
+        self._frames.put(frame)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Sends what is left, for at most `timeout_s`."""
+        self._frames.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (frame := self._frames.get()) is not None:
+            try:
+                self._connection.sendall(frame)
+            except OSError:
+                return  # the inbox sees the end of the connection and ends the process
+            with self._lock:
+                self._buffered -= len(frame)
+
+
+class Inbox:
+    """Messages from the HTTP process, read by a thread as they come."""
+
+    def __init__(self, connection: socket.socket):
+        self._stream = frames.stream_of(connection)
+        self._messages: deque[frames.ToEngine] = deque()
+        self._arrived = threading.Event()
+
+    def first(self) -> frames.ToEngine | None:
+        """The first message, read on this thread; None if the peer has gone."""
+        body = frames.read_frame(self._stream)
+        return None if body is None else frames.to_engine.decode(body)
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="inbox", daemon=True).start()
+
+    def take(self) -> list[frames.ToEngine]:
+        """Everything that has arrived; empty if nothing has."""
+        self._arrived.clear()
+        taken = []
+        while self._messages:
+            taken.append(self._messages.popleft())
+        return taken
+
+    def wait(self) -> None:
+        self._arrived.wait()
+
+    def _run(self) -> None:
+        try:
+            while (body := frames.read_frame(self._stream)) is not None:
+                message = frames.to_engine.decode(body)
+                if isinstance(message, frames.Stop):
+                    break
+                self._messages.append(message)
+                self._arrived.set()
+        except (OSError, frames.FrameError, msgspec.MsgspecError) as error:
+            _log.error("connection to the HTTP process: %s", error)
+        os._exit(0)  # at once: the main thread may be compiling or inside of a step
+
+
+def main(fd: int) -> int:
+    """Runs an engine for the peer of the socket `fd`; returns the exit status."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)  # the HTTP process drains first and then says when to stop
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    connection = socket.socket(fileno=fd)
+    inbox, outbox = Inbox(connection), Outbox(connection)
+    start = inbox.first()
+    if not isinstance(start, frames.Start):
+        return 1
+    inbox.start()
+    try:
+        serve(_build(start, outbox), inbox, outbox)
+    except Exception as error:
+        _report(error)
+        kind = str(error) if isinstance(error, EngineFailed) else type(error).__name__
+        outbox.send(frames.Failed(f"the engine stopped after an error ({kind})"))
+    outbox.close()
+    return 1
+
+
+def serve(engine: EngineLike, inbox: Inbox, outbox: Outbox) -> None:
+    """Steps the engine for ever; raises EngineFailed, or what `engine.step` raises, when it cannot go on."""
+    while True:
+        changed = False
+        for message in inbox.take():
+            _handle(engine, message, outbox)
+            changed = True
+        outputs = engine.step() if engine.has_work else []
+        idle = not engine.has_work
+        if outputs or changed or idle:
+            outbox.send(frames.Step(outputs, _numbers(engine.stats())))
+        if engine.failure is not None:
+            raise EngineFailed(type(engine.failure).__name__)
+        if idle:
+            inbox.wait()
+
+
+def _build(start: frames.Start, outbox: Outbox) -> EngineLike:
+    def progress(text: str, done: int = 0, total: int = 0) -> None:
+        outbox.send(frames.Progress(text, done, total))
+
+    module, _, name = start.factory.partition(":")
+    factory = getattr(importlib.import_module(module), name)
+    engine, info = factory(Path(start.model_dir), start.options, progress)
+    outbox.send(info)
+    return engine
+
+
+def _handle(engine: EngineLike, message: frames.ToEngine, outbox: Outbox) -> None:
+    if isinstance(message, frames.Add):
+        rejection = _add(engine, message.requests)
+        if rejection is not None:
+            outbox.send(rejection)
+    elif isinstance(message, frames.Abort):
+        for request_id in message.request_ids:
+            engine.abort(request_id)
+
+
+def _add(engine: EngineLike, requests: list[EngineRequest]) -> frames.Rejected | None:
+    """Adds all of `requests` or, after the first that is refused, none."""
+    ids = [request.request_id for request in requests]
+    for i, request in enumerate(requests):
+        try:
+            engine.add(request)
+            continue
+        except QueueFull as error:
+            kind, text = "queue_full", str(error)
+        except InvalidRequest as error:
+            kind, text = "invalid", str(error)
+        except Exception:  # one request may fail only itself
+            _log.error("request %s was not taken:\n%s", request.request_id, traceback.format_exc())
+            kind, text = "internal", "the engine could not take the request"
+        for taken in ids[:i]:
+            engine.abort(taken)
+        return frames.Rejected(ids, kind, text)
+    return None
+
+
+def _numbers(stats: Any) -> dict[str, float]:
+    fields = msgspec.to_builtins(stats)
+    return {name: value for name, value in fields.items() if isinstance(value, int | float)}
+
+
+def _report(error: Exception) -> None:
+    """The log has everything; clients only hear the kind, since a text may carry a path or a part of a prompt."""
+    if isinstance(error, ValueError | OSError | EngineFailed):  # bad files and settings: their text says what to change
+        _log.error("%s: %s", type(error).__name__, error)
+        _log.debug("%s", traceback.format_exc())
+    else:
+        _log.error("the engine stopped:\n%s", traceback.format_exc())
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

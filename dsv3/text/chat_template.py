@@ -1,0 +1,123 @@
+"""Chat templates: a model's jinja template turns messages into a prompt, in jinja2's immutable sandbox.
+
+The sandbox keeps a template from reaching Python; it does not bound time or memory. Servers therefore render in a
+process that can be killed (`dsv3.api.template_pool`); this module is what runs there.
+"""
+
+import datetime
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+
+Message = Mapping[str, Any]
+
+# What a client may set through `chat_template_kwargs`; anything else could overrule the variables set here.
+ALLOWED_KWARGS = frozenset({"thinking", "enable_thinking", "thinking_budget", "reasoning_effort", "date_string"})
+_MAX_ERROR_CHARS = 200
+
+
+class TemplateError(ValueError):
+    """The template is malformed, or refuses or cannot render these messages."""
+
+
+class ChatTemplate:
+    """A compiled chat template with the special tokens it may name (`bos_token`, `eos_token` ...).
+
+    Raises TemplateError for a template that does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+            raise TemplateError(f"the chat template does not compile: {_short(error)}") from None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for `messages`; special tokens are in it, so it is encoded without adding any.
+
+        `continue_final_message` ends the prompt inside of the last message, for the model to go on with it.
+        `kwargs` are the template's own switches; names outside of `ALLOWED_KWARGS` are refused.
+        """
+        refused = sorted(set(kwargs or {}) - ALLOWED_KWARGS)
+        if refused:
+            raise TemplateError(f"chat_template_kwargs: only {', '.join(sorted(ALLOWED_KWARGS))} may be set")
+        if continue_final_message and add_generation_prompt:
+            raise TemplateError("continue_final_message and add_generation_prompt exclude each other")
+        mark = f"<{secrets.token_hex(16)}>" if continue_final_message else ""
+        variables = {
+            **(kwargs or {}),
+            **self._special_tokens,
+            "messages": _marked(messages, mark) if mark else list(messages),
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        return _cut(self._render(variables), mark)
+
+    def _render(self, variables: dict[str, Any]) -> str:
+        try:
+            return self._template.render(variables)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template refuses these messages: {_short(error)}") from None
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            kind = type(error).__name__
+            raise TemplateError(f"the chat template cannot render these messages ({kind})") from None
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """The environment Hugging Face templates are written for."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Plain JSON: jinja2's own filter escapes characters for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _marked(messages: Sequence[Message], mark: str) -> list[Message]:
+    """`messages` with a unique mark after the last one's text, where the prompt is to end."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise TemplateError("continue_final_message needs a last message of the assistant with text")
+    return [*messages[:-1], {**last, "content": last["content"] + mark}]
+
+
+def _cut(prompt: str, mark: str) -> str:
+    if not mark:
+        return prompt
+    text, found, _ = prompt.rpartition(mark)
+    if not found:
+        raise TemplateError("continue_final_message: the chat template drops the last message")
+    return text
+
+
+def _short(error: Exception) -> str:
+    return str(error)[:_MAX_ERROR_CHARS]

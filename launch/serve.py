@@ -1,0 +1,162 @@
+"""Serves a DeepSeek-V3-family model over OpenAI's HTTP API.
+
+  python -m launch.serve                                  the bundled model on http://127.0.0.1:8000
+  python -m launch.serve --model /models/DeepSeek-V3      a Hugging Face model directory
+
+GET /health answers 503 until the model is loaded and compiled. The first SIGTERM (or ^C) stops taking requests and
+lets those in flight finish; the second aborts them.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+import uvloop
+from absl import flags as absl_flags
+
+from dsv3.api.server import ServerConfig, bind, serve
+from dsv3.api.service import Service
+from dsv3.text.reasoning import PARSERS
+from dsv3.text.tokenizer import TokenizerError
+from launch import flags
+
+_MODEL = absl_flags.DEFINE_string("model", None, "Hugging Face model directory; the bundled model if not given.")
+_NAMES = absl_flags.DEFINE_list(
+    "served_model_name", [], "Names clients may use, separated by commas; the directory's name if not given."
+)
+_HOST = absl_flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.")
+_PORT = absl_flags.DEFINE_integer("port", 8000, "Port to listen on; 0 takes a free one.", 0, 65535)
+_API_KEY = absl_flags.DEFINE_string(
+    "api_key", None, "Key that every route but /health asks for. Process listings show it: see --api_key_file."
+)
+_API_KEY_FILE = absl_flags.DEFINE_string("api_key_file", None, "File that holds the API key on its first line.")
+_DTYPE = absl_flags.DEFINE_enum(
+    "dtype", "auto", ["auto", "float32", "bfloat16"], "Of weights and cache; auto: float32 on a CPU, else bfloat16."
+)
+_MAX_MODEL_LEN = absl_flags.DEFINE_integer(
+    "max_model_len", None, "Tokens of prompt and answer together; what the model was made for if not given.", 1
+)
+_MAX_NUM_SEQS = absl_flags.DEFINE_integer("max_num_seqs", None, "Sequences that run at once, on each device.", 1)
+_MAX_BATCHED = absl_flags.DEFINE_integer("max_num_batched_tokens", None, "Prompt tokens of one step.", 1)
+_MAX_QUEUED = absl_flags.DEFINE_integer("max_num_queued_reqs", 1024, "Sequences that may wait; beyond: 503 at once.", 0)
+_MEMORY = absl_flags.DEFINE_float(
+    "gpu_memory_utilization", 0.9, "Share of a device's memory for weights, cache and activations.", 0.01, 1.0
+)
+_DATA_PARALLEL = absl_flags.DEFINE_integer("data_parallel_size", 1, "Devices that each serve requests.", 1)
+_PREFIX_CACHING = absl_flags.DEFINE_bool("enable_prefix_caching", True, "Reuse the cache of equal prompt beginnings.")
+_REASONING = absl_flags.DEFINE_enum(
+    "reasoning_parser",
+    "auto",
+    list(PARSERS),
+    "Splits <think> ... </think> into reasoning_content. auto: if the chat template knows the markers; deepseek_r1: "
+    "everything before </think> is reasoning, even without <think>.",
+)
+_SHUTDOWN_TIMEOUT = absl_flags.DEFINE_float(
+    "shutdown_timeout", 30.0, "Seconds that requests in flight have to finish after SIGTERM.", 0.0
+)
+_CACHE_DIR = absl_flags.DEFINE_string(
+    "compilation_cache_dir", None, "Where compiled programs are kept; the user's cache directory if not given."
+)
+_SEED = absl_flags.DEFINE_integer("seed", 0, "Of the random numbers of requests that bring no seed.")
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    config = _config(_model_dir())
+    try:
+        listener = bind(_HOST.value, _PORT.value)
+    except OSError as error:
+        raise flags.UsageError(
+            f"cannot listen on {_HOST.value} port {_PORT.value}: {error.strerror or error}; choose another --port"
+        ) from None
+    address = _address(_HOST.value, listener.getsockname()[1])
+    _say(f"serving {config.model_names[0]} from {config.model_dir}; {address}/health tells when it is ready")
+    try:
+        return uvloop.run(serve(config, listener, lambda service: _say(_greeting(service, address, config))))
+    except TokenizerError as error:
+        _say(f"error: {error}")
+        return 1
+
+
+def _model_dir() -> Path:
+    directory = Path(_MODEL.value) if _MODEL.value else _bundled()
+    if not (directory / "config.json").is_file():
+        raise flags.UsageError(f"--model {directory}: no config.json there; give a Hugging Face model directory")
+    return directory.resolve()
+
+
+def _bundled() -> Path:
+    """Without `dsv3.engine.build.bundled_model`, which imports jax."""
+    import dsv3
+
+    return Path(dsv3.__file__).parent / "bundled"
+
+
+def _config(model_dir: Path) -> ServerConfig:
+    return ServerConfig(
+        model_dir=model_dir,
+        model_names=tuple(_NAMES.value) or (model_dir.name if _MODEL.value else "dsv3-tiny",),
+        engine_options={
+            "dtype": _DTYPE.value,
+            "max_model_len": _MAX_MODEL_LEN.value,
+            "max_num_seqs": _MAX_NUM_SEQS.value,
+            "max_num_batched_tokens": _MAX_BATCHED.value,
+            "max_num_queued_reqs": _MAX_QUEUED.value,
+            "gpu_memory_utilization": _MEMORY.value,
+            "data_parallel_size": _DATA_PARALLEL.value,
+            "enable_prefix_caching": _PREFIX_CACHING.value,
+            "seed": _SEED.value,
+            "compilation_cache_dir": _CACHE_DIR.value,
+        },
+        max_num_queued_reqs=_MAX_QUEUED.value,
+        api_key=_api_key(),
+        reasoning_parser=_REASONING.value,
+        shutdown_timeout_s=_SHUTDOWN_TIMEOUT.value,
+        notify=_say,
+    )
+
+
+def _api_key() -> str | None:
+    if _API_KEY.value is not None and _API_KEY_FILE.value is not None:
+        raise flags.UsageError("give one of --api_key and --api_key_file")
+    key = _API_KEY.value
+    if _API_KEY_FILE.value is not None:
+        try:
+            key = Path(_API_KEY_FILE.value).read_text("utf-8").partition("\n")[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise flags.UsageError(f"--api_key_file: {error}") from None
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise flags.UsageError("the API key must be printable ASCII without blanks, and not empty")
+    return key
+
+
+def _address(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"
+
+
+def _greeting(service: Service, address: str, config: ServerConfig) -> str:
+    """The address, and a line to paste into a terminal."""
+    info = service.engine.info
+    assert info is not None
+    name = config.model_names[0]
+    if service.templates is not None:
+        path, body = "chat/completions", f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    elif service.tokenizer is not None:
+        path, body = "completions", f'{{"model": "{name}", "prompt": "import ", "max_tokens": 32}}'
+    else:
+        path, body = "completions", f'{{"model": "{name}", "prompt": [1, 2, 3], "return_token_ids": true}}'
+    auth = ' -H "Authorization: Bearer $API_KEY"' if config.api_key else ""
+    return (
+        f"ready at {address} ({info.max_model_len} tokens a request, {info.max_num_seqs} requests at once, "
+        f"{info.num_pages} cache pages)\n"
+        f"curl {address}/v1/{path}{auth} -H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    flags.run(main)

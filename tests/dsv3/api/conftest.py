@@ -1,0 +1,43 @@
+"""Servers that tests share; each is started once a session, when first used."""
+
+import pytest
+
+from tests.dsv3.api import serving
+from tests.dsv3.text import tiny
+
+KEY = "sk-secret-key"
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """A model directory as far as the HTTP process looks into it."""
+    return tiny.write(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def server(model_dir):
+    """Fast fake engine, tokenizer, chat template with reasoning markers."""
+    with serving.running(model_dir) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def slow_server(model_dir):
+    """Two sequences run, three wait, 10 ms a step."""
+    options = {"step_s": 0.01, "max_num_seqs": 2, "max_num_queued_reqs": 3}
+    with serving.running(model_dir, engine_options=options, max_num_queued_reqs=3) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bare_server(tmp_path_factory):
+    """No tokenizer."""
+    with serving.running(tmp_path_factory.mktemp("bare")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def locked_server(model_dir):
+    """An API key is needed."""
+    with serving.running(model_dir, api_key=KEY) as server:
+        yield server

@@ -1,0 +1,122 @@
+"""An engine without a model: repeats the prompt, in the same process arrangement as the real one.
+
+A sequence's tokens are its prompt's, again and again; a prompt that begins with the beginning-of-sequence token ends
+with the end-of-sequence token after one repetition. Token ids from `TROUBLE` on make trouble, for tests.
+"""
+
+import dataclasses
+import time
+from collections import deque
+
+from dsv3.api.frames import EngineInfo
+from dsv3.engine.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull, TokenLogprobs
+
+BOS, EOS = 0, 1
+VOCAB = 500
+CRASH_STEP, FAIL_STEP, CRASH_ADD, INVALID, HANG, BAD_OUTPUT = range(VOCAB - 6, VOCAB)
+TROUBLE = CRASH_STEP
+
+
+@dataclasses.dataclass
+class _Sequence:
+    request: EngineRequest
+    done: int = 0
+
+    @property
+    def pages(self) -> int:
+        return (len(self.request.prompt_token_ids) + self.done) // 64 + 1
+
+
+class FakeEngine:
+    """`Engine`'s interface; one token a step for each running sequence, `step_s` seconds a step."""
+
+    def __init__(self, max_model_len: int, max_num_seqs: int, max_num_queued_reqs: int, step_s: float):
+        self.failure: BaseException | None = None
+        self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
+        self._max_waiting, self._step_s = max_num_queued_reqs, step_s
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, request: EngineRequest) -> None:
+        if CRASH_ADD in request.prompt_token_ids:
+            raise RuntimeError("secret /path/of/this/machine")
+        if INVALID in request.prompt_token_ids:
+            raise InvalidRequest("prompt: the engine refuses it")
+        if len(self._waiting) >= self._max_waiting + self._max_num_seqs - len(self._running):
+            raise QueueFull("the queue is full")
+        self._waiting.append(_Sequence(request))
+
+    def abort(self, request_id: str) -> None:
+        self._waiting = deque(s for s in self._waiting if s.request.request_id != request_id)
+        self._running = [s for s in self._running if s.request.request_id != request_id]
+
+    def step(self) -> list[EngineOutput]:
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            self._running.append(self._waiting.popleft())
+        time.sleep(self._step_s)
+        self._steps += 1
+        outputs = [self._advance(sequence) for sequence in self._running]
+        ended = {o.request_id for o in outputs if o.finish_reason}
+        self._running = [s for s in self._running if s.request.request_id not in ended]
+        return outputs
+
+    def stats(self) -> dict[str, object]:
+        pages = sum(s.pages for s in self._running)
+        return {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "pages_in_use": pages,
+            "cache_usage": pages / 1000,
+            "steps": self._steps,
+            "host_time_counts": (1, 2),
+        }
+
+    def _advance(self, sequence: _Sequence) -> EngineOutput:
+        request, prompt = sequence.request, sequence.request.prompt_token_ids
+        self._make_trouble(prompt)
+        if BAD_OUTPUT in prompt:
+            return EngineOutput(request_id=request.request_id, token_ids=[], finish_reason="error", error="not finite")
+        sampling, echoed = request.sampling, prompt[1:] if prompt[0] == BOS else prompt
+        ends = prompt[0] == BOS and not sampling.ignore_eos and sequence.done >= len(echoed)
+        token = EOS if ends else echoed[sequence.done % len(echoed)]
+        sequence.done += 1
+        limit = sampling.max_tokens or self._max_model_len - len(prompt)
+        stopped = token == EOS or token in sampling.stop_token_ids
+        reason = "stop" if stopped else "length" if sequence.done >= limit else None
+        return EngineOutput(
+            request_id=request.request_id,
+            token_ids=[token],
+            logprobs=None if sampling.logprobs is None else [_logprobs(token, sampling.logprobs)],
+            finish_reason=reason,
+            stop_token_id=token if stopped else None,
+            num_cached_tokens=64 * (len(prompt) // 64) if sequence.done == 1 else 0,
+        )
+
+    def _make_trouble(self, prompt: list[int]) -> None:
+        if CRASH_STEP in prompt:
+            raise RuntimeError("secret /path/of/this/machine")
+        if HANG in prompt:
+            time.sleep(3600)
+        if FAIL_STEP in prompt:
+            self.failure = FloatingPointError("secret")
+
+
+def _logprobs(token: int, count: int) -> TokenLogprobs:
+    others = [i for i in range(4, 30) if i != token]
+    return TokenLogprobs(-0.5, [token, *others][:count], [-0.5, -2.0, float("-inf"), *[-9.0] * 20][:count])
+
+
+def make(model_dir, options, progress):
+    """The factory that the server under test is given."""
+    if "fail" in options:
+        raise ValueError(options["fail"])
+    for i in range(3):
+        progress(f"compiling program {i}", i + 1, 3)
+    time.sleep(options.get("start_s", 0))
+    limits = options.get("max_model_len", 2048), options.get("max_num_seqs", 64), options.get("max_num_queued_reqs", 64)
+    return FakeEngine(*limits, options.get("step_s", 0.001)), EngineInfo(VOCAB, limits[0], limits[1], 1000)

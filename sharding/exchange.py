@@ -79,19 +79,30 @@ def exchange(rows: Rows, hops: Sequence[Hop], experts: Experts) -> tuple[jax.Arr
     """
     if not hops:
         return experts(rows), jnp.zeros((0,), jnp.int32)
-    hop, rest = hops[0], hops[1:]
-    plan = make_plan(rows.ids, hop)
+    plan = make_plan(rows.ids, hops[0])
+    return further_rounds(rows, plan, hops, experts, one_round(rows, plan, jnp.int32(0), hops, experts))
 
-    def one_round(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, rounds = exchange(receive(send(rows, plan, number, hop), hop), rest, experts)
-        return collect(send_back(y, hop), plan, number, hop), jnp.concatenate([jnp.ones(1, jnp.int32), rounds])
+
+def one_round(
+    rows: Rows, plan: Plan, number: jax.Array, hops: Sequence[Hop], experts: Experts
+) -> tuple[jax.Array, jax.Array]:
+    """Round `number` of the first of `hops` from start to end: sums [T, D] and the rounds of each hop."""
+    hop, rest = hops[0], hops[1:]
+    y, inner = exchange(receive(send(rows, plan, number, hop), hop), rest, experts)
+    rounds = jnp.concatenate([jnp.ones(1, jnp.int32), inner])
+    return collect(send_back(y, hop), plan, number, hop), rounds
+
+
+def further_rounds(
+    rows: Rows, plan: Plan, hops: Sequence[Hop], experts: Experts, first: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Adds the rounds after the first, of which there are nearly always none, to the result of the first."""
 
     def more(carry: tuple) -> tuple:
         number, total, rounds = carry
-        y, inner = one_round(number)
+        y, inner = one_round(rows, plan, number, hops, experts)
         return number + 1, total + y, rounds + inner
 
-    first = one_round(jnp.int32(0))
     _, y, rounds = lax.while_loop(lambda carry: carry[0] < plan.rounds, more, (jnp.int32(1), *first))
     return y, rounds
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 from dsv3.model import experts
-from dsv3.model.attention import Attend, project
+from dsv3.model.attention import Attend, Projected, project
 from dsv3.model.linear import Index, Numerics, at, linear, mlp
 from dsv3.model.norm import rms_norm
 from dsv3.model.params import LayerParams, MoeParams, Params
@@ -65,9 +65,21 @@ def attention_block(
     layers: LayerParams, layer: Index, step: Step, x: jax.Array, state: Any, cache_layer: Index
 ) -> tuple[jax.Array, Any]:
     """`x` `[T, D]` after attention and its residual, and the attention state."""
+    return attend(layers, layer, step, x, queries(layers, layer, step, x), state, cache_layer)
+
+
+def queries(layers: LayerParams, layer: Index, step: Step, x: jax.Array) -> Projected:
+    """The part of attention before its core: norm and projections of `x` `[T, D]`."""
     with jax.named_scope("attention"):
         normed = rms_norm(x, at(layers.input_norm, layer), step.cfg.rms_norm_eps)
-        tokens = project(normed, layers.attention, layer, step.cfg, step.rotation, step.numerics)
+        return project(normed, layers.attention, layer, step.cfg, step.rotation, step.numerics)
+
+
+def attend(
+    layers: LayerParams, layer: Index, step: Step, x: jax.Array, tokens: Projected, state: Any, cache_layer: Index
+) -> tuple[jax.Array, Any]:
+    """The rest: cache write, attention core, output projection and residual."""
+    with jax.named_scope("attention"):
         out, state = step.attend(tokens, layers.attention, layer, cache_layer, state)
         return x + linear(out.reshape(out.shape[0], -1), layers.attention.o, layer, step.numerics), state
 

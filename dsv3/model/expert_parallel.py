@@ -9,7 +9,7 @@ from dsv3.model import experts
 from dsv3.model.linear import Index, Numerics, at
 from dsv3.model.params import Fp8Weight, MoeParams
 from pallas_kernels import fp8
-from sharding.exchange import Rows
+from sharding.exchange import Experts, Rows
 from sharding.placement import Placement, choose_replicas
 from sharding.transport import Transport
 
@@ -37,16 +37,34 @@ class ExpertParallel:
         /,
     ) -> tuple[jax.Array, jax.Array]:
         """As `experts.moe`; `topk_ids` are logical, and so are the counts, which are of this rank's rows."""
+        rows = self.address(x, topk_ids, topk_weights, params, layer, numerics)
+        y, _ = self.transport(rows, local_experts(params, layer, numerics))
+        return y, count(topk_ids, self.placement.copies.shape[1])
+
+    def address(
+        self,
+        x: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array,
+        params: MoeParams,
+        layer: Index,
+        numerics: Numerics,
+    ) -> Rows:
+        """The rows to send, with a copy chosen for each of their experts."""
         rank = jax.lax.axis_index(self.transport.machine.axes)
         slots, copies = at(self.placement.slots, layer), at(self.placement.copies, layer)
         physical = choose_replicas(topk_ids, slots, copies, rank)
+        return Rows(pack(x, params, numerics), physical, topk_weights)
 
-        def local(rows: Rows) -> jax.Array:
-            return experts.moe(rows.payload, rows.ids, rows.weights, params, layer, numerics)[0]
 
-        y, _ = self.transport(Rows(pack(x, params, numerics), physical, topk_weights), local)
-        counts = (topk_ids[..., None] == jnp.arange(copies.shape[0])).sum(axis=(0, 1), dtype=jnp.int32)
-        return y, counts
+def local_experts(params: MoeParams, layer: Index, numerics: Numerics) -> Experts:
+    """The experts of this rank as a transport calls them."""
+    return lambda rows: experts.moe(rows.payload, rows.ids, rows.weights, params, layer, numerics)[0]
+
+
+def count(topk_ids: jax.Array, num_experts: int) -> jax.Array:
+    """How often each expert was chosen, `[E]` int32."""
+    return (topk_ids[..., None] == jnp.arange(num_experts)).sum(axis=(0, 1), dtype=jnp.int32)
 
 
 def pack(x: jax.Array, params: MoeParams, numerics: Numerics) -> jax.Array | experts.Quantized:

@@ -52,15 +52,7 @@ def prefill(
     Returns:
       `StepOutput` with hidden `[T, D]`.
     """
-    rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    step = Step(
-        cfg=cfg,
-        rotation=rotation(cfg, batch.positions),
-        attend=prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
-        valid=rows < batch.cu_lengths[-1],
-        numerics=Numerics.of(cfg, backend),
-        routed=routed,
-    )
+    step = prefill_step(cfg, batch, pages, backend, routed)
     return StepOutput(*run_decoder(params, step, embed(params, batch.tokens), pages))
 
 
@@ -78,8 +70,33 @@ def decode(
     Returns:
       `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states mean nothing.
     """
+    step = decode_step(cfg, batch, pages, backend, routed)
+    x = embed(params, batch.tokens.reshape(-1))
+    hidden, pages, counts = run_decoder(params, step, x, pages)
+    return StepOutput(hidden.reshape(*batch.tokens.shape, -1), pages, counts)
+
+
+def prefill_step(
+    cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, backend: Backend | None, routed: RoutedExperts
+) -> Step:
+    """What the layers of a prefill step have in common; arguments as in `prefill`."""
+    rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    return Step(
+        cfg=cfg,
+        rotation=rotation(cfg, batch.positions),
+        attend=prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
+        valid=rows < batch.cu_lengths[-1],
+        numerics=Numerics.of(cfg, backend),
+        routed=routed,
+    )
+
+
+def decode_step(
+    cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, backend: Backend | None, routed: RoutedExperts
+) -> Step:
+    """What the layers of a decode step have in common; arguments as in `decode`."""
     positions = decode_positions(batch).reshape(-1)
-    step = Step(
+    return Step(
         cfg=cfg,
         rotation=rotation(cfg, positions),
         attend=decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
@@ -87,9 +104,6 @@ def decode(
         numerics=Numerics.of(cfg, backend),
         routed=routed,
     )
-    x = embed(params, batch.tokens.reshape(-1))
-    hidden, pages, counts = run_decoder(params, step, x, pages)
-    return StepOutput(hidden.reshape(*batch.tokens.shape, -1), pages, counts)
 
 
 def _pages_per_layer(cfg: ModelConfig, pages: jax.Array) -> int:

@@ -1,5 +1,6 @@
 """Experts spread over ranks must give each rank what it would compute alone."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.expert_parallel import ExpertParallel
+from dsv3.model.micro_batches import decode_overlapped, prefill_overlapped
 from dsv3.model.params import Params, declare, initialise
 from dsv3.model.steps import decode, prefill
 from sharding.eplb import rebalance_experts
@@ -36,7 +38,7 @@ CFG = ModelConfig(
     routed_scaling_factor=2.5,
 )
 REDUNDANT, T, MP = 8, 48, 2
-PAGES = (CFG.num_cache_layers * MP, 64, CFG.latent_dim)
+PAGES = (CFG.num_cache_layers * 2 * MP, 64, CFG.latent_dim)
 
 
 @functools.cache
@@ -54,24 +56,29 @@ def spread(params: Params, phy2log: np.ndarray) -> Params:
 
 
 def batches(ranks: int) -> tuple[PrefillBatch, DecodeBatch]:
-    """One request of T tokens on each rank, and one further token for each."""
+    """On each rank requests of 30 and 14 tokens and 4 rows of padding, then one further token for each request."""
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, CFG.vocab_size, (ranks, T + 1)).astype(np.int32)
-    one = np.ones((ranks, 1), np.int32)
-    table = np.tile(np.arange(MP, dtype=np.int32), (ranks, 1, 1))
-    lengths = np.array([[0, T]] * ranks, np.int32)
-    positions = np.tile(np.arange(T, dtype=np.int32), (ranks, 1))
+    lengths = np.array([30, 14], np.int32)
+    positions = np.concatenate([np.arange(30), np.arange(14), np.zeros(4)]).astype(np.int32)
+    table = np.arange(2 * MP, dtype=np.int32).reshape(2, MP)
+    first = PrefillBatch(None, positions, np.array([0, 30, 44], np.int32), 0 * lengths, table)
+    second = DecodeBatch(None, lengths + 1, table)
+    first, second = jax.tree.map(lambda a: np.broadcast_to(a, (ranks, *a.shape)), (first, second))
     return (
-        PrefillBatch(tokens[:, :T], positions, lengths, 0 * one, table),
-        DecodeBatch(tokens[:, T:, None], (T + 1) * one, table),
+        dataclasses.replace(first, tokens=rng.integers(0, CFG.vocab_size, (ranks, T)).astype(np.int32)),
+        dataclasses.replace(second, tokens=rng.integers(0, CFG.vocab_size, (ranks, 2, 1)).astype(np.int32)),
     )
 
 
-def run_rank(params: Params, first: PrefillBatch, second: DecodeBatch, **options) -> tuple[jax.Array, jax.Array]:
-    """Prefill and one decode step of one rank: hidden states [T + 1, D] and expert counts."""
-    out = prefill(params, CFG, first, jnp.zeros(PAGES), **options)
-    after = decode(params, CFG, second, out.pages, **options)
-    return jnp.concatenate([out.hidden, after.hidden[0]]), out.expert_counts + after.expert_counts
+def run_rank(
+    params: Params, first: PrefillBatch, second: DecodeBatch, steps=(prefill, decode), **options
+) -> tuple[jax.Array, jax.Array]:
+    """Prefill and one decode step of one rank: hidden states [T + 2, D], those of padding rows 0, and expert counts."""
+    out = steps[0](params, CFG, first, jnp.zeros(PAGES), **options)
+    after = steps[1](params, CFG, second, out.pages, **options)
+    live = jnp.arange(T)[:, None] < first.cu_lengths[-1]
+    hidden = jnp.concatenate([jnp.where(live, out.hidden, 0), after.hidden[:, 0]])
+    return hidden, out.expert_counts + after.expert_counts
 
 
 @functools.cache
@@ -81,17 +88,22 @@ def alone(ranks: int) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.stack(part) for part in zip(*results, strict=True))
 
 
+PLAIN, OVERLAPPED = (prefill, decode), (prefill_overlapped, decode_overlapped)
+
+
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "kind"),
+    ("nodes", "gpus", "kind", "steps"),
     [
-        (1, 1, Kind.ALL_TO_ALL),
-        (1, 2, Kind.ALL_TO_ALL),
-        (1, 4, Kind.RING),
-        (2, 4, Kind.ALL_TO_ALL),
-        (2, 4, Kind.HIERARCHICAL),
+        (1, 1, Kind.ALL_TO_ALL, PLAIN),
+        (1, 2, Kind.ALL_TO_ALL, PLAIN),
+        (1, 4, Kind.RING, PLAIN),
+        (2, 4, Kind.ALL_TO_ALL, PLAIN),
+        (2, 4, Kind.HIERARCHICAL, PLAIN),
+        (2, 4, Kind.ALL_TO_ALL, OVERLAPPED),
+        (2, 4, Kind.HIERARCHICAL, OVERLAPPED),
     ],
 )
-def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Kind) -> None:
+def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Kind, steps: tuple) -> None:
     ranks = nodes * gpus
     mesh = rank_mesh(jax.devices()[:ranks], nodes)
     hot = np.random.default_rng(1).lognormal(sigma=2, size=(CFG.num_moe_layers, CFG.n_routed_experts))
@@ -102,7 +114,7 @@ def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Ki
 
     def body(params, placement, first, second):
         first, second = jax.tree.map(lambda a: a[0], (first, second))
-        results = run_rank(params, first, second, routed=ExpertParallel(transport, placement))
+        results = run_rank(params, first, second, steps, routed=ExpertParallel(transport, placement))
         return jax.tree.map(lambda a: a[None], results)
 
     specs = jax.tree.map(lambda spec: partition(spec.axes), declare(CFG))

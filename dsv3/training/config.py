@@ -39,6 +39,8 @@ class TrainingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.model.topk_method != "noaux_tc" or not self.model.num_moe_layers:
+            raise ValueError("only models with bias-corrected routed experts are trained (topk_method noaux_tc)")
         if not self.warmup_steps < self.steps or not 0 <= self.chat_steps <= self.steps:
             raise ValueError(
                 f"{self.steps} steps are too few for {self.warmup_steps} of warm-up and {self.chat_steps} of chat"

@@ -84,13 +84,13 @@ def balance(params: Params, counts: jax.Array, rate: float) -> Params:
     """
     counts = counts.astype(jnp.float32)
     change = rate * jnp.sign(counts.mean(axis=1, keepdims=True) - counts)
-    main = params.moe.moe.router_bias.shape[0]
+    mtp_modules = 0 if params.mtp is None else params.mtp.norm.shape[0]
+    main = change.shape[0] - mtp_modules
     params = dataclasses.replace(params, moe=_shift_bias(params.moe, change[:main]))
     if params.mtp is None:
         return params
-    return dataclasses.replace(
-        params, mtp=dataclasses.replace(params.mtp, layers=_shift_bias(params.mtp.layers, change[main:]))
-    )
+    mtp = dataclasses.replace(params.mtp, layers=_shift_bias(params.mtp.layers, change[main:]))
+    return dataclasses.replace(params, mtp=mtp)
 
 
 def _shift_bias(layers: Any, change: jax.Array) -> Any:

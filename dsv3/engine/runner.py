@@ -64,12 +64,12 @@ class Runner:
         """Waits for the results of one program."""
         return Sampled(*(np.asarray(array) for array in results)) if results is not None else None
 
-    def _launch_prefill(self, plan: PrefillPlan) -> tuple[jax.Array, ...] | None:
+    def _launch_prefill(self, plan: PrefillPlan) -> tuple[jax.Array, ...]:
         tokens, rows = self._prefill_arrays(plan)
         program = self.programs.get(Key("prefill", plan.tokens))
         self._pages, self._state, logits, slots = program(self._params, self._pages, self._state, tokens, rows)
         if not len(plan.sampled.slots):
-            return None
+            return (slots,)  # no token to read, but something to wait for: pages are shared once they are written
         if plan.variant == FULL:
             self._set_adjustments(plan)
         return self._sample(logits, slots, plan.variant, plan.logprobs)

@@ -102,6 +102,12 @@ def expected_tokens(prompt: list[int], count: int, stop: tuple[int, ...] = (EOS,
 
 
 def _next_token(tokens: list[int]) -> int:
+    values = scores(tokens)[:POISON]
+    return values.index(max(values))
+
+
+def scores(tokens: list[int]) -> list[int]:
+    """The toy's logits after `tokens`, times 8192."""
     mask = 0xFFFFFFFF
     total = 0
     for i, token in enumerate(tokens):
@@ -109,9 +115,9 @@ def _next_token(tokens: list[int]) -> int:
     total &= mask
     total = ((total ^ (total >> 15)) * 2246822519) & mask
     state = (total & 0xFFF) | (((total >> 12) & 0xFFF) << 12)
-    scores = []
+    values = []
     for w in range(POISON):
         mixed = ((state + 1) * ((w * 2654435761 + 12345) & mask)) & mask
         mixed = ((mixed ^ (mixed >> 13)) * 3266489917) & mask
-        scores.append((mixed >> 8) & 0xFFFF)
-    return scores.index(max(scores))
+        values.append((mixed >> 8) & 0xFFFF)
+    return [*values, -8192]

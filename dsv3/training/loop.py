@@ -30,6 +30,8 @@ def train(config: TrainingConfig, output: Path, *, resume: bool, console: Consol
       FileNotFoundError: `resume` is true and there is none.
       ValueError: the checkpoint belongs to another model.
     """
+    if resume and not (output / "checkpoints").is_dir():
+        raise FileNotFoundError(f"no checkpoint in {output}; start without --resume")
     data = training_data.prepare(output / "data", config)
     with Checkpoints(output / "checkpoints", config) as checkpoints:
         if not resume and checkpoints.latest_step() is not None:

@@ -1,0 +1,23 @@
+"""`python -m launch.train` refuses what it cannot run, in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=nothing"], "--config=nothing: no training configuration there"),
+        (["--config=tiny", "--steps=5"], "--steps=5: 5 steps are too few for 100 of warm-up"),
+        (["--resume", "--output=/nonexistent/run"], "no checkpoint in /nonexistent/run"),
+    ],
+)
+def test_mistakes_end_with_status_2_and_one_line(arguments: list[str], message: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "launch.train", *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

@@ -126,7 +126,7 @@ def main(fd: int) -> int:
     """Runs an engine for the peer of the socket `fd`; returns the exit status."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)  # the HTTP process drains first and then says when to stop
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    _configure_logging()
     connection = socket.socket(fileno=fd)
     inbox, outbox = Inbox(connection), Outbox(connection)
     start = inbox.first()
@@ -141,6 +141,14 @@ def main(fd: int) -> int:
         outbox.send(frames.Failed(f"the engine stopped after an error ({kind})"))
     outbox.close()
     return 1
+
+
+def _configure_logging() -> None:
+    """jax warns only; told to use the CPU, it is silent about GPU plugins that it cannot start there."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
 
 
 def serve(engine: EngineLike, inbox: Inbox, outbox: Outbox) -> None:

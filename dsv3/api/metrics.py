@@ -5,7 +5,7 @@ Gauges and counters of the engine come with each step's frame; latencies are mea
 
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
 
@@ -35,6 +35,7 @@ class Metrics:
     """All metrics of one server, labelled with the model's name."""
 
     def __init__(self, model_name: str):
+        disable_created_metrics()  # a second series for each, which nobody reads
         self.registry = CollectorRegistry()
         self._label = {"model_name": model_name}
         self._gauges = {key: self._make(Gauge, *spec) for key, spec in _GAUGES.items()}

@@ -15,7 +15,7 @@ from dsv3.api import frames
 from dsv3.api.app import make_app
 from dsv3.api.engine_client import WATCHDOG_S, EngineClient, EngineDead
 from dsv3.api.service import Service, ServiceConfig
-from dsv3.api.template_pool import TemplatePool
+from dsv3.api.template_pool import DEADLINE_S, TemplatePool
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.reasoning import writes_reasoning
 from dsv3.text.tokenizer import Tokenizer, TokenizerNotFound
@@ -44,6 +44,7 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     failure_linger_s: float = FAILURE_LINGER_S
     watchdog_s: float = WATCHDOG_S
+    template_deadline_s: float = DEADLINE_S
     engine_factory: str = "dsv3.api.engine_factory:start_engine"
     notify: Callable[[str], None] = print
 
@@ -148,7 +149,7 @@ async def _templates(config: ServerConfig, tokenizer: Tokenizer | None) -> Templ
     if tokenizer.chat_template is None:
         config.notify("the tokenizer has no chat template: /v1/chat/completions is off")
         return None
-    pool = TemplatePool(tokenizer.chat_template, tokenizer.special_tokens)
+    pool = TemplatePool(tokenizer.chat_template, tokenizer.special_tokens, config.template_deadline_s)
     try:
         await pool.check()
     except TemplateError as error:

@@ -1,0 +1,259 @@
+"""Starting, losing clients, losing the engine, draining and stopping."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+from tests.dsv3.api import fake_engine, serving
+
+COMPLETIONS = "/v1/completions"
+ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 2000}
+
+
+class Requests:
+    """Requests in threads of their own."""
+
+    def __init__(self, server):
+        self._url = server.url
+        self._threads = []
+        self.answers = []
+
+    def send(self, body, count=1):
+        for _ in range(count):
+            thread = threading.Thread(target=self._post, args=(body,))
+            thread.start()
+            self._threads.append(thread)
+
+    def _post(self, body):
+        try:
+            self.answers.append(httpx.post(self._url + COMPLETIONS, json=body, timeout=60))
+        except httpx.HTTPError as error:
+            self.answers.append(error)
+
+    def wait(self):
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a client hangs"
+        return self.answers
+
+
+def test_health_tells_that_the_server_starts(model_dir):
+    with serving.running(model_dir, ready=False, engine_options={"start_s": 1.0}) as server:
+        server.wait_for(lambda: server.http.get("/health").status_code == 503)
+        assert server.http.get("/health").json()["status"] == "starting"
+        answer = server.http.post(COMPLETIONS, json=ENDLESS)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
+        assert "retry-after" in answer.headers
+        server.wait_ready()
+        assert server.stop() == 0
+        output = server.process.stdout.read()
+        assert "[1/3] compiling program 0" in output
+        assert "ready" in output
+        assert "no jax" in output
+
+
+def test_a_failing_start_ends_the_process_with_the_reason(model_dir):
+    options = {"engine_options": {"fail": "config.json: vocab_size is missing"}, "failure_linger_s": 1.0}
+    with serving.running(model_dir, ready=False, **options) as server:
+        server.wait_for(lambda: server.http.get("/health").json()["status"] == "failed")
+        assert server.http.get("/health").json()["reason"] == "the engine stopped after an error (ValueError)"
+        assert server.process.wait(30) == 1
+        assert "config.json: vocab_size is missing" in server.log.read_text()
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_a_full_queue_answers_503_at_once(slow_server):
+    requests = Requests(slow_server)
+    requests.send(ENDLESS | {"max_tokens": 150}, 5)
+    slow_server.wait_for(lambda: slow_server.metric("vllm:num_requests_waiting") == 3)
+    assert slow_server.http.get("/ready").status_code == 503
+    assert slow_server.http.get("/health").status_code == 200
+    refused = slow_server.http.post(COMPLETIONS, json=ENDLESS)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+    assert int(refused.headers["retry-after"]) > 0
+    assert slow_server.metric("vllm:admission_rejections_total") == 1
+    assert [a.status_code for a in requests.wait()] == [200] * 5
+    slow_server.wait_for(slow_server.is_idle)
+    assert slow_server.http.get("/ready").status_code == 200
+
+
+def test_n_counts_against_the_queue_before_anything_is_copied(slow_server):
+    for body in ({"prompt": [5], "n": 6}, {"prompt": [[5], [6]], "n": 3}, {"prompt": [[5]] * 1024, "n": 128}):
+        answer = slow_server.http.post(COMPLETIONS, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+    assert slow_server.http.post(COMPLETIONS, json={"prompt": [5], "n": 5, "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disconnect_frees_everything_at_once(server, stream):
+    aborted = server.metric("vllm:request_success_total")
+    body = json.dumps(ENDLESS | {"stream": stream, "n": 8, "max_tokens": 2000}).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == 8)
+    server.wait_for(server.is_idle, seconds=1.5)  # they would run for more than two seconds
+    assert server.metric("vllm:request_success_total") == aborted + 8
+
+
+def test_a_disconnect_while_waiting_frees_the_queue(slow_server):
+    requests = Requests(slow_server)
+    requests.send(ENDLESS | {"max_tokens": 100}, 2)
+    slow_server.wait_for(lambda: slow_server.metric("vllm:num_requests_running") == 2)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(slow_server.url + COMPLETIONS, json=ENDLESS, timeout=0.2)
+    slow_server.wait_for(lambda: slow_server.metric("vllm:num_requests_waiting") == 0)
+    assert [a.status_code for a in requests.wait()] == [200, 200]
+
+
+def test_a_reader_that_never_reads_delays_nobody(server):
+    """128 streams nobody reads; another request is answered meanwhile, and closing them frees the engine."""
+    body = json.dumps(ENDLESS | {"stream": True, "max_tokens": 1500}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(30)]
+    for connection in connections:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    answer = server.http.post(COMPLETIONS, json={"prompt": [5, 6], "max_tokens": 5})
+    assert answer.status_code == 200
+    for connection in connections:
+        connection.close()
+    server.wait_for(server.is_idle)
+
+
+@pytest.mark.parametrize("trouble", ["kill", fake_engine.CRASH_STEP, fake_engine.FAIL_STEP, fake_engine.HANG])
+def test_the_death_of_the_engine_reaches_everyone(model_dir, trouble):
+    settings = {"engine_options": {"step_s": 0.01}, "failure_linger_s": 1.0, "watchdog_s": 1.0}
+    with serving.running(model_dir, **settings) as server:
+        requests = Requests(server)
+        requests.send(ENDLESS, 2)
+        requests.send(ENDLESS | {"stream": True}, 2)
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == 4)
+        if trouble == "kill":
+            server.engine_process().kill()
+        else:
+            requests.send({"prompt": [trouble]})
+        server.wait_for(lambda: server.http.get("/health").status_code == 503)
+        health = server.http.get("/health").json()
+        assert health["status"] == "failed"
+        refused = server.http.post(COMPLETIONS, json=ENDLESS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "failed")
+        for answer in requests.wait():
+            assert "engine" in answer.text
+            assert answer.status_code == 503 or answer.text.rstrip().endswith("data: [DONE]")
+            assert "secret" not in answer.text
+        assert server.process.wait(30) == 1
+
+
+def test_sigterm_drains(model_dir):
+    with serving.running(model_dir, engine_options={"step_s": 0.01}, shutdown_timeout_s=30.0) as server:
+        requests = Requests(server)
+        requests.send(ENDLESS | {"max_tokens": 100}, 2)
+        requests.send(ENDLESS | {"max_tokens": 100, "stream": True}, 2)
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == 4)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(lambda: server.http.get("/health").status_code == 503)
+        assert server.http.get("/health").json()["status"] == "draining"
+        assert server.http.get("/ready").status_code == 503
+        assert server.http.post(COMPLETIONS, json=ENDLESS).status_code == 503
+        answers = requests.wait()
+        assert [a.status_code for a in answers] == [200] * 4
+        assert all('"finish_reason":"length"' in a.text for a in answers)
+        assert server.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("second_signal", [signal.SIGTERM, signal.SIGINT, None])
+def test_draining_ends_with_the_timeout_or_a_second_signal(model_dir, second_signal):
+    timeout = 0.3 if second_signal is None else 600.0
+    with serving.running(model_dir, engine_options={"step_s": 0.05}, shutdown_timeout_s=timeout) as server:
+        requests = Requests(server)
+        requests.send(ENDLESS)
+        requests.send(ENDLESS | {"stream": True})
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == 2)
+        server.process.send_signal(signal.SIGTERM)
+        if second_signal is not None:
+            server.wait_for(lambda: server.http.get("/health").status_code == 503)
+            server.process.send_signal(second_signal)
+        for answer in requests.wait():
+            assert "the server is shutting down" in answer.text
+        assert server.process.wait(30) == 0
+
+
+def test_an_idle_server_stops_at_once_and_takes_its_processes_along(model_dir):
+    with serving.running(model_dir, shutdown_timeout_s=600.0) as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(children) == 2  # the engine and a template worker
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
+        _, alive = psutil.wait_procs(children, 10)
+        assert not alive
+
+
+def test_killing_the_http_process_ends_the_others(model_dir):
+    with serving.running(model_dir, engine_options={"step_s": 0.01}) as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        Requests(server).send(ENDLESS)
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
+        os.kill(server.process.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(children, 10)
+        assert not alive
+
+
+def test_signals_to_the_engine_are_the_http_process_s_to_handle(model_dir):
+    """Process managers signal whole groups; draining needs the engine alive."""
+    with serving.running(model_dir, engine_options={"step_s": 0.01}) as server:
+        requests = Requests(server)
+        requests.send(ENDLESS | {"max_tokens": 50})
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            server.engine_process().send_signal(number)
+        [answer] = requests.wait()
+        assert answer.status_code == 200
+
+
+def test_soak_with_disconnects(server):
+    """300 streams, every fifth dropped half-way: nothing is left, and memory does not grow with them."""
+    engine, http = server.engine_process(), psutil.Process(server.process.pid)
+
+    async def one(client, i):
+        body = {"prompt": [5, 6, 7], "max_tokens": 40, "stream": True}
+        async with client.stream("POST", COMPLETIONS, json=body) as answer:
+            async for _ in answer.aiter_lines():
+                if i % 5 == 0:
+                    break
+
+    async def rounds(count):
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            for _ in range(count):
+                await asyncio.gather(*(one(client, i) for i in range(50)))
+
+    asyncio.run(rounds(2))
+    before = [p.memory_info().rss for p in (engine, http)]
+    asyncio.run(rounds(4))
+    server.wait_for(server.is_idle)
+    after = [p.memory_info().rss for p in (engine, http)]
+    assert max(a - b for a, b in zip(after, before, strict=True)) < 10 * 2**20
+
+
+def test_the_engine_is_not_stalled_by_an_http_process_that_stops_reading(server):
+    """Stopped for a while, the HTTP process finds everything it missed."""
+    requests = Requests(server)
+    requests.send({"prompt": [5, 6, 7], "max_tokens": 300, "return_token_ids": True}, 8)
+    server.wait_for(lambda: server.metric("vllm:num_requests_running") == 8)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    engine = server.engine_process()
+    time.sleep(1.0)
+    idle = engine.cpu_times()
+    time.sleep(0.3)
+    assert engine.cpu_times().user - idle.user < 0.2  # it finished all the requests meanwhile
+    os.kill(server.process.pid, signal.SIGCONT)
+    for answer in requests.wait():
+        assert answer.json()["choices"][0]["token_ids"] == [5, 6, 7] * 100

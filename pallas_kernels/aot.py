@@ -202,8 +202,12 @@ def kernel_resources(
 
     Arguments and errors as in `compile_for`.
     """
+
+    def fresh(*args, **kwargs):  # jax keeps the lowered module and the executable of a function it has seen
+        return fn(*args, **kwargs)
+
     with _explained():
-        lowered = lower_for(fn, *args, mesh=mesh, donate_argnums=donate_argnums, **kwargs)
+        lowered = lower_for(fresh, *args, mesh=mesh, donate_argnums=donate_argnums, **kwargs)
         _forget_compiled_kernels(lowered)
         with _captured_stdout() as output, _reporting():
             lowered.compile()

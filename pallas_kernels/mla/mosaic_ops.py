@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mla import mosaic_decode
+from pallas_kernels.mla import mosaic_decode, mosaic_prefill
 from pallas_kernels.mla.layout import is_fp8
 from pallas_kernels.mla.mosaic_combine import combine_splits
 from pallas_kernels.mla.schedule import DecodeSchedule, schedule_pages
@@ -183,3 +183,57 @@ def decode_unsupported(q: jax.Array, pages: jax.Array, value_width: int) -> str 
 def log_fallback(operation: str, reason: str) -> None:
     """Says once that an operation runs on the reference although kernels were asked for."""
     _log.warning("%s: jax.numpy instead of the Mosaic kernel, because %s", operation, reason)
+
+
+def prefill_mosaic(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_lengths: jax.Array,
+    *,
+    scale: float,
+    key_block: int = 128,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `mla_prefill`."""
+    T, H, key_width = q.shape
+    padded = -(-T // mosaic_prefill.BLOCK) * mosaic_prefill.BLOCK
+    q, k, v = (jnp.pad(x, ((0, padded - T), (0, 0), (0, 0))) for x in (q, k, v))
+    token = jnp.arange(padded, dtype=jnp.int32)
+    end = cu_lengths[-1]
+    starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right")]
+    shape = mosaic_prefill.PrefillShape(
+        tokens=padded,
+        heads=H,
+        key_width=key_width,
+        value_width=v.shape[-1],
+        dtype=q.dtype,
+        scale=scale,
+        interpreted=interpret is not None,
+        key_block=key_block,
+    )
+    starts = jnp.where(token < end, starts, mosaic_prefill.PADDING)
+    out, lse = mosaic_prefill.attend_segments(shape, q, k, _clear_tail(v, end), starts, interpret=interpret)
+    return out[:T], lse[:, :T].T
+
+
+def _clear_tail(v: jax.Array, end: jax.Array) -> jax.Array:
+    """Zeroes the padding tokens of the block in which padding begins: their weights are 0, but 0 * NaN is not.
+
+    One block only, in place where `v` is not used again; the blocks after it are never read.
+    """
+    block = mosaic_prefill.BLOCK
+    first = jnp.minimum(end // block * block, v.shape[0] - block)
+    tail = lax.dynamic_slice_in_dim(v, first, block)
+    tail = jnp.where((first + jnp.arange(block) < end)[:, None, None], tail, 0)
+    return lax.dynamic_update_slice_in_dim(v, tail, first, 0)
+
+
+def prefill_unsupported(q: jax.Array, v: jax.Array) -> str | None:
+    """Why the prefill kernel cannot take these arrays, or None where it can."""
+    widths = (q.shape[-1], v.shape[-1])
+    if widths != (192, 128):
+        return f"key and value widths {widths} are not (192, 128)"
+    if q.dtype not in _HALF_TYPES:
+        return f"{q.dtype} is neither bfloat16 nor float16"
+    return None

@@ -1,10 +1,13 @@
 """The public MLA operations: checks, then the reference or the Mosaic GPU kernel."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.mla import checks, mosaic_ops, reference, write
+from pallas_kernels.mla import checks, mosaic_ops, mosaic_write, reference, write
+from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8, pack_fp8
 from pallas_kernels.mla.schedule import DecodeSchedule
+from pallas_kernels.mla.write import DROPPED
 
 
 def mla_decode(
@@ -84,6 +87,8 @@ def mla_prefill(
       ValueError: a shape or dtype does not fit.
     """
     checks.check_prefill(q, k, v, cu_lengths)
+    if _on_kernels("mla_prefill", backend, mosaic_ops.prefill_unsupported(q, v)):
+        return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, scale=scale)
     return reference.prefill_reference(q, k, v, cu_lengths, scale=scale)
 
 
@@ -154,9 +159,12 @@ def write_pages(
       ValueError: a shape, dtype or page size does not fit.
     """
     checks.check_write(pages, latents, page_ids, offsets, pages_per_layer, value_width)
-    return write.write_reference(
-        pages, latents, page_ids, offsets, layer=layer, pages_per_layer=pages_per_layer, value_width=value_width
-    )
+    rows = pack_fp8(latents, value_width) if is_fp8(pages) else latents
+    kept = (page_ids >= 0) & (page_ids < pages_per_layer) & (offsets >= 0) & (offsets < PAGE_SIZE)
+    targets = jnp.where(kept, layer * pages_per_layer + page_ids, DROPPED)
+    if _on_kernels("write_pages", backend, mosaic_write.unsupported(pages)):
+        return mosaic_write.write_rows(pages, rows, targets, offsets)
+    return write.write_rows(pages, rows, targets, offsets)
 
 
 def _on_kernels(operation: str, backend: Backend | None, obstacle: str | None) -> bool:

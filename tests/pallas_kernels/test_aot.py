@@ -40,9 +40,10 @@ def test_a_program_of_16_gpus_on_two_hosts():
 
 def test_resources_are_reported_again_for_a_kernel_already_compiled():
     x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-    aot.compile_for(doubled, x)
-    for _ in range(2):
-        (kernel,) = aot.kernel_resources(doubled, x)
+    jitted = jax.jit(doubled)
+    aot.compile_for(jitted, x)
+    for fn in (jitted, jitted, doubled):
+        (kernel,) = aot.kernel_resources(fn, x)
         assert kernel.name == "double"
         assert 0 < kernel.registers <= 255
         assert kernel.spill_bytes == kernel.stack_bytes == 0

@@ -1,0 +1,281 @@
+"""Ragged causal attention for Hopper in expanded form: the kernel behind `mla_prefill`.
+
+A thread block takes 128 consecutive tokens of the flat batch and one head; each of two compute warpgroups has 64 of
+the tokens, a third feeds keys and values with TMA. Blocks of keys are 128 tokens, from the one that holds the first
+token of the first query's segment up to the queries' own. Only blocks that cross the diagonal or a segment's start are
+masked. The warpgroups take turns at the tensor core, so that one's softmax hides behind the other's products
+(FlashAttention-3, Shah et al. 2024, section 3.1). The longest blocks start first.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import swizzle_transforms
+
+BLOCK = 128
+"""Query tokens of a thread block, and what the flat batch is padded to."""
+
+PADDING = 1 << 30
+"""The segment start of a padding token: above every key."""
+
+_ROWS = 64
+_STAGES = 2
+_LOG2E = math.log2(math.e)
+_MASKED = -1e30  # a score nobody may see
+_START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
+_LAYOUT = plgpu.Layout.WGMMA
+_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillShape:
+    """Static facts of a call."""
+
+    tokens: int
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: jnp.dtype
+    scale: float
+    interpreted: bool
+    """The interpreter has neither the tensor core's carried accumulator nor operands in registers."""
+    key_block: int = 128
+
+
+def attend_segments(
+    shape: PrefillShape, q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, *, interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of every token to those of its segment up to itself.
+
+    Args:
+      q, k: `[T, H, key_width]`, T a multiple of 128.
+      v: `[T, H, value_width]`, finite in every block of 128 tokens that holds a token of a segment.
+      starts: `[T]` int32, first token of each token's segment, PADDING for padding.
+
+    Returns:
+      out `[T, H, value_width]` and lse `[H, T]` float32; 0 and +inf for padding.
+    """
+    kernel = plgpu.kernel(
+        functools.partial(_body, shape),
+        out_type=(
+            jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.value_width), shape.dtype),
+            jax.ShapeDtypeStruct((shape.heads, shape.tokens), jnp.float32),
+        ),
+        grid=(shape.tokens // BLOCK * shape.heads,),
+        grid_names=("item",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=_scratch(shape),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name="mla_prefill",
+        interpret=interpret,
+    )
+    return kernel(q, k, v, starts)
+
+
+def _scratch(shape: PrefillShape) -> dict[str, Any]:
+    tiled = swizzle_transforms(shape.dtype, 64)
+
+    def array(*dims: int):
+        return plgpu.SMEM(dims, shape.dtype, transforms=tiled)
+
+    scratch = {
+        "query": plgpu.RefUnion(array(2, _ROWS, shape.key_width), array(2, _ROWS, shape.value_width)),
+        "key": array(_STAGES, shape.key_block, shape.key_width),
+        "value": array(_STAGES, shape.key_block, shape.value_width),
+        "row_lse": plgpu.SMEM((2, _ROWS), jnp.float32),
+        "query_full": plgpu.Barrier(num_arrivals=2),
+        "key_full": plgpu.Barrier(num_barriers=_STAGES),
+        "value_full": plgpu.Barrier(num_barriers=_STAGES),
+        "key_free": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        "value_free": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        "turn": plgpu.Barrier(num_arrivals=2),
+    }
+    return scratch | ({"weights": array(2, _ROWS, shape.key_block)} if shape.interpreted else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """One thread block's tokens, head and range of key blocks."""
+
+    shape: PrefillShape
+    q: Any
+    k: Any
+    v: Any
+    starts: Any
+    out: Any
+    lse: Any
+    smem: Any
+    head: Any
+    first_token: Any
+    first_block: Any
+    blocks: Any
+
+
+def _body(shape: PrefillShape, q, k, v, starts, out, lse, **smem):
+    item = lax.axis_index("item")
+    query_block = (shape.tokens // BLOCK - 1) - lax.div(item, jnp.int32(shape.heads))
+    first_token = query_block * BLOCK
+    start = starts[first_token]
+    first_block = lax.div(jnp.minimum(start, first_token), jnp.int32(shape.key_block))
+    last_block = lax.div(first_token + (BLOCK - 1), jnp.int32(shape.key_block))
+    blocks = jnp.where(start == PADDING, 0, last_block - first_block + 1)
+    head = lax.rem(item, jnp.int32(shape.heads))
+    work = _Work(
+        shape, q, k, v, starts, out, lse, types.SimpleNamespace(**smem), head, first_token, first_block, blocks
+    )
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        _produce(work)
+
+    @pl.when(warpgroup < 2)
+    def attend():
+        plgpu.set_max_registers(232, action="increase")
+        _consume(work, warpgroup)
+
+
+def _produce(work: _Work):
+    smem, block = work.smem, work.shape.key_block
+
+    @pl.when(work.blocks > 0)
+    def _():
+        for half in range(2):
+            rows = pl.ds(work.first_token + half * _ROWS, _ROWS)
+            plgpu.copy_gmem_to_smem(work.q.at[rows, work.head], smem.query[0].at[half], smem.query_full)
+
+    def step(i, _):
+        stage = lax.rem(i, jnp.int32(_STAGES))
+        tokens = pl.ds((work.first_block + i) * block, block)
+        for source, target, full, free in (
+            (work.k, smem.key, smem.key_full, smem.key_free),
+            (work.v, smem.value, smem.value_full, smem.value_free),
+        ):
+
+            @pl.when(i >= _STAGES)
+            def _(free=free):
+                plgpu.barrier_wait(free.at[stage])
+
+            plgpu.copy_gmem_to_smem(source.at[tokens, work.head], target.at[stage], full.at[stage])
+
+    lax.fori_loop(0, work.blocks, step, None)
+    for stage in range(_STAGES):
+
+        @pl.when(work.blocks > stage)
+        def _(stage=stage):
+            plgpu.barrier_wait(smem.key_free.at[stage])
+            plgpu.barrier_wait(smem.value_free.at[stage])
+
+
+def _consume(work: _Work, warpgroup):
+    smem, shape = work.smem, work.shape
+    first_row = work.first_token + warpgroup * _ROWS
+    starts = plgpu.load(work.starts.at[pl.ds(first_row, _ROWS)], layout=_ROW, optimized=False)
+    last_start = work.starts[first_row + (_ROWS - 1)]
+
+    @pl.when(work.blocks > 0)
+    def _():
+        plgpu.barrier_wait(smem.query_full)
+        pl.when(warpgroup == 1)(lambda: _take_turn(smem))
+
+    def step(i, carry):
+        output, top, total = carry
+        stage = lax.rem(i, jnp.int32(_STAGES))
+        scores = _scores(work, warpgroup, i, stage, first_row, starts, last_start)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+        total = total * shrink + weights.sum(axis=1)
+        output = output * lax.broadcast_in_dim(shrink, output.shape, [0])
+        plgpu.barrier_wait(smem.value_full.at[stage])
+        _take_turn(smem)
+        output = _accumulate(work, warpgroup, output, weights.astype(shape.dtype), smem.value.at[stage])
+        plgpu.barrier_arrive(smem.value_free.at[stage])
+        return output, new_top, total
+
+    output = plgpu.layout_cast(jnp.zeros((_ROWS, shape.value_width), jnp.float32), _LAYOUT)
+    top = plgpu.layout_cast(jnp.full((_ROWS,), _START, jnp.float32), _ROW)
+    total = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _ROW)
+    output, top, total = lax.fori_loop(0, work.blocks, step, (output, top, total))
+
+    @pl.when((work.blocks > 0) & (warpgroup == 0))
+    def _():
+        _take_turn(smem)
+
+    seen = total > 0
+    inverse = jnp.where(seen, 1.0 / total, 0.0)
+    _store(
+        work,
+        warpgroup,
+        first_row,
+        output * lax.broadcast_in_dim(inverse, output.shape, [0]),
+        jnp.where(seen, top / _LOG2E + jnp.log(total), jnp.inf),
+    )
+
+
+def _take_turn(smem):
+    """Hands the tensor core to the other warpgroup and waits until it hands it back."""
+    plgpu.barrier_arrive(smem.turn)
+    plgpu.barrier_wait(smem.turn)
+
+
+def _scores(work: _Work, warpgroup, i, stage, first_row, starts, last_start):
+    """Scaled scores [64, key_block] in log base 2, masked to each row's segment and past."""
+    smem, block = work.smem, work.shape.key_block
+    # Always 0, but not as far as the compiler knows, which would keep the queries' descriptors in registers and spill.
+    zero = lax.shift_right_logical(i, 30)
+    plgpu.barrier_wait(smem.key_full.at[stage])
+
+    def products(accumulator):
+        plgpu.wgmma(accumulator, smem.query[0].at[warpgroup + zero], smem.key.at[stage].T)
+        _take_turn(smem)
+        return accumulator[...]
+
+    scores = pl.run_scoped(products, plgpu.ACC((_ROWS, block), jnp.float32)) * (work.shape.scale * _LOG2E)
+    plgpu.barrier_arrive(smem.key_free.at[stage])
+    first_key = (work.first_block + i) * block
+
+    def masked():
+        key = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 1, layout=_LAYOUT) + first_key
+        row = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 0, layout=_LAYOUT) + first_row
+        seen = (key <= row) & (key >= lax.broadcast_in_dim(starts, key.shape, [0]))
+        return jnp.where(seen, scores, _MASKED)
+
+    crosses = (first_key + (block - 1) > first_row) | (first_key < last_start)
+    return lax.cond(crosses, masked, lambda: scores)
+
+
+def _accumulate(work: _Work, warpgroup, output, weights, values):
+    """output + weights @ values, [64, value_width]."""
+    if not work.shape.interpreted:
+        return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, weights, values))(plgpu.ACC.init(output))
+    staging = work.smem.weights.at[warpgroup]
+    staging[...] = weights
+    plgpu.commit_smem()
+
+    def fresh(accumulator):
+        plgpu.wgmma(accumulator, staging, values)
+        return accumulator[...]
+
+    return output + pl.run_scoped(fresh, plgpu.ACC(output.shape, jnp.float32))
+
+
+def _store(work: _Work, warpgroup, first_row, output, lse):
+    staging, rows = work.smem.query[1].at[warpgroup], pl.ds(first_row, _ROWS)
+    staging[...] = output.astype(work.shape.dtype)
+    work.smem.row_lse[warpgroup] = lse
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, work.out.at[rows, work.head])
+    plgpu.copy_smem_to_gmem(work.smem.row_lse.at[warpgroup], work.lse.at[work.head, rows])
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,131 @@
+"""The kernels compiled for sm_90a at production shapes, with no GPU: no spills, no copies of the page pool."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import aot
+from pallas_kernels.backend import Backend
+from pallas_kernels.mla import decode_schedule, mla_decode, mla_prefill, mla_prefill_context, write_pages
+
+pytestmark = pytest.mark.aot
+
+SCALE = 0.1352338
+BATCH, TABLE, LAYERS = 128, 512, 4  # 32,768 tokens a request
+PAGES_PER_LAYER = BATCH * TABLE
+POOL_SHAPE = (LAYERS * PAGES_PER_LAYER, 64, 576)
+LAUNCH_REGISTERS = 168  # 65,536 over 384 threads, before the warpgroups trade among themselves
+
+i32, bf16 = jnp.int32, jnp.bfloat16
+decode = functools.partial(mla_decode, scale=SCALE, backend=Backend.MOSAIC)
+
+
+def array(shape, dtype=bf16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def assert_clean(kernels, *names):
+    assert [kernel.name for kernel in kernels] == sorted(names)
+    for kernel in kernels:
+        assert kernel.spill_bytes == kernel.stack_bytes == 0, kernel
+        assert kernel.registers <= LAUNCH_REGISTERS, kernel
+
+
+@pytest.mark.parametrize(("H", "S", "dtype"), [(128, 1, bf16), (16, 1, bf16), (128, 2, jnp.float16)])
+def test_decode(H, S, dtype):
+    kernels = aot.kernel_resources(
+        functools.partial(decode, pages_per_layer=PAGES_PER_LAYER),
+        array((BATCH, S, H, 576), dtype),
+        array(POOL_SHAPE, dtype),
+        array((BATCH, TABLE), i32),
+        array((BATCH,), i32),
+        layer=array((), i32),
+    )
+    assert_clean(kernels, "mla_decode", "mla_combine")
+
+
+def test_prefill_and_context():
+    T, H, G = 4096, 128, 8
+
+    def attend(q, k, v, cu_lengths, absorbed, pages, table, contexts, layer):
+        return (
+            mla_prefill(q, k, v, cu_lengths, scale=SCALE, backend=Backend.MOSAIC),
+            mla_prefill_context(
+                absorbed,
+                pages,
+                table,
+                contexts,
+                cu_lengths,
+                scale=SCALE,
+                layer=layer,
+                pages_per_layer=PAGES_PER_LAYER,
+                backend=Backend.MOSAIC,
+            ),
+        )
+
+    kernels = aot.kernel_resources(
+        attend,
+        array((T, H, 192)),
+        array((T, H, 192)),
+        array((T, H, 128)),
+        array((G + 1,), i32),
+        array((T, H, 576)),
+        array(POOL_SHAPE),
+        array((G, TABLE), i32),
+        array((G,), i32),
+        array((), i32),
+    )
+    assert_clean(kernels, "mla_prefill", "mla_decode", "mla_combine")
+
+
+def layers_step(pages, q, latents, page_ids, offsets, table, lengths):
+    """Every layer writes its new token and attends, as a decode step's scan does."""
+    schedule = decode_schedule(lengths, queries=1, heads=q.shape[2])
+
+    def layer_step(carry, layer):
+        pages, q = carry
+        pages = write_pages(
+            pages,
+            latents,
+            page_ids,
+            offsets,
+            layer=layer,
+            pages_per_layer=pages.shape[0] // LAYERS,
+            backend=Backend.MOSAIC,
+        )
+        out, _ = decode(
+            q, pages, table, lengths, layer=layer, pages_per_layer=pages.shape[0] // LAYERS, schedule=schedule
+        )
+        return (pages, q.at[..., :512].add(out)), None
+
+    (pages, q), _ = lax.scan(layer_step, (pages, q), jnp.arange(LAYERS, dtype=i32))
+    return pages, q
+
+
+def test_eight_gpus_scan_layers_over_a_pool_that_is_never_copied():
+    mesh = aot.gpu_mesh({"data": 8})
+    step = jax.jit(
+        jax.shard_map(layers_step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False),
+        donate_argnums=0,
+    )
+    B, per_device = 8 * 16, LAYERS * 4096
+    shapes = [
+        ((8 * per_device, 64, 576), bf16),
+        ((B, 1, 128, 576), bf16),
+        ((B, 576), bf16),
+        ((B,), i32),
+        ((B,), i32),
+        ((B, 256), i32),
+        ((B,), i32),
+    ]
+    arguments = [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, P("data"))) for s, d in shapes]
+    compiled = aot.compile_for(step, *arguments, mesh=mesh)
+    memory, pool_bytes = compiled.memory_analysis(), per_device * 64 * 576 * 2
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 8
+    assert_clean(aot.kernel_resources(step, *arguments, mesh=mesh), "mla_decode", "mla_combine", "mla_write")

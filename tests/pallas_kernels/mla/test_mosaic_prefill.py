@@ -1,0 +1,58 @@
+"""The prefill kernel in the Mosaic interpreter, with race detection."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mla import mosaic_ops
+from pallas_kernels.mosaic import interpret_params, reset_interpreter
+from tests.pallas_kernels.mla import cases
+
+SCALE = 0.1352338
+
+
+@pytest.fixture(autouse=True)
+def clean_interpreter():
+    yield
+    reset_interpreter()
+
+
+@functools.partial(jax.jit, static_argnames="key_block")
+def prefill(q, k, v, cu_lengths, key_block=64):
+    return mosaic_ops.prefill_mosaic(
+        q, k, v, cu_lengths, scale=SCALE, key_block=key_block, interpret=interpret_params()
+    )
+
+
+def check(lengths, T, *, H=1, dtype=jnp.bfloat16, **kwargs):
+    rng = np.random.default_rng(0)
+    q, k, v = (np.clip(rng.standard_normal((T, H, w)) / 3, -1, 1) for w in (192, 192, 128))
+    for x in (q, k, v):
+        x[sum(lengths) :] = np.nan
+    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
+    cu_lengths = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
+    out, lse = prefill(q, k, v, cu_lengths, **kwargs)
+    expected_out, expected_lse = cases.prefill_oracle(q, k, v, lengths, SCALE)
+    np.testing.assert_array_equal(np.isinf(lse), np.isinf(expected_lse))
+    finite = np.isfinite(expected_lse)
+    np.testing.assert_allclose(np.asarray(lse)[finite], expected_lse[finite], atol=1e-5, rtol=1e-5)
+    out = np.asarray(out, np.float64)
+    np.testing.assert_allclose(out, expected_out, atol=2e-3, rtol=2.01 / 128)
+    assert cases.cosine_difference(out, expected_out) < 1e-5
+    assert not out[sum(lengths) :].any()
+
+
+@pytest.mark.parametrize("lengths", [(256, 0, 0), (1, 130, 61), (127, 1, 128), (0, 0, 5), (0, 0, 0)], ids=str)
+def test_segments(lengths):
+    check(lengths, 256)
+
+
+def test_two_heads_and_a_length_that_fills_no_block():
+    check((70, 60), 150, H=2, dtype=jnp.float16)
+
+
+def test_key_blocks_of_128():
+    check((200, 40), 256, key_block=128)

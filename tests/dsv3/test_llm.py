@@ -1,0 +1,144 @@
+"""The notebook face on a small random model, and the engine token for token against transformers."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dsv3 import LLM, SamplingParams
+from dsv3.checkpoint.writer import save_hf
+from dsv3.engine.request import InvalidRequest
+from tests.dsv3.model.golden import DIRECTORY, model
+from tests.dsv3.text import tiny
+
+
+@pytest.fixture(scope="module")
+def greedy() -> dict:
+    """32 prompts and the 64 tokens transformers continues each with, greedily, in float32."""
+    return json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory) -> LLM:
+    """The greedy set's model with a tokenizer beside it, and its vocabulary made wide enough for that.
+
+    The rows added are zero: their logits are 0, which is never the largest in the greedy set.
+    """
+    directory = tmp_path_factory.mktemp("models") / "model"
+    params, cfg = model("greedy")
+    rows = ((0, 512 - cfg.vocab_size), (0, 0))
+    wide = dataclasses.replace(params, embed=jnp.pad(params.embed, rows), head=jnp.pad(params.head, rows))
+    save_hf(directory, dataclasses.replace(cfg, vocab_size=512), wide)
+    tiny.write(directory)
+    return LLM(directory, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, progress=False)
+
+
+def test_greedy_text_is_transformers_token_for_token(llm, greedy):
+    length = len(greedy["greedy"][0])
+    outputs = llm.generate(greedy["prompts"], SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+    assert [o.outputs[0].token_ids for o in outputs] == greedy["greedy"]
+    stats = llm.engine.stats()
+    assert (stats.pages_in_use, stats.recompilations) == (0, 0)
+
+
+def test_what_an_output_holds(llm):
+    [output] = llm.generate("def add(x", SamplingParams(temperature=0, max_tokens=7, logprobs=2, ignore_eos=True))
+    [answer] = output.outputs
+    assert output.prompt == "def add(x"
+    assert output.prompt_token_ids == llm.tokenizer.encode("def add(x")
+    assert (answer.index, answer.finish_reason, len(answer.token_ids), len(answer.logprobs)) == (0, "length", 7, 7)
+    assert answer.text == llm.tokenizer.decode(answer.token_ids)
+
+
+def test_prompts_of_both_kinds_keep_their_order(llm):
+    prompts = ["def", [1, 2, 3], "The quick"]
+    params = [SamplingParams(max_tokens=n, seed=0, ignore_eos=True) for n in (9, 1, 4)]
+    outputs = llm.generate(prompts, params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 1, 4]
+    assert [o.prompt for o in outputs] == ["def", None, "The quick"]
+    assert outputs[1].prompt_token_ids == [1, 2, 3]
+
+
+def test_n_answers_differ_and_a_seed_brings_them_back(llm):
+    params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True)
+    first, second = (llm.generate("def", params)[0] for _ in range(2))
+    texts = [tuple(a.token_ids) for a in first.outputs]
+    assert len(set(texts)) == 3
+    assert texts == [tuple(a.token_ids) for a in second.outputs]
+
+
+def test_a_stop_string_ends_the_text_before_the_engine_does(llm):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    whole = llm.generate([3, 4, 5], params)[0].outputs[0]
+    stop = whole.text[8:10]
+    cut = llm.generate([3, 4, 5], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=(stop,)))
+    answer = cut[0].outputs[0]
+    assert answer.text == whole.text[: whole.text.index(stop)]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+    assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
+    assert llm.engine.stats().pages_in_use == 0
+
+
+def test_chat_writes_the_template(llm):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    [output] = llm.chat(messages, SamplingParams(max_tokens=2, ignore_eos=True))
+    assert output.prompt == f"{tiny.BOS}Be brief.{tiny.USER}hi{tiny.ASSISTANT}</think>"
+    assert output.prompt_token_ids.count(llm.tokenizer.bos_token_id) == 1
+    several = llm.chat([messages, messages[1:]], SamplingParams(max_tokens=1), chat_template_kwargs={"thinking": True})
+    assert [o.prompt.endswith("<think>") for o in several] == [True, True]
+
+
+def test_more_prompts_than_the_queue_holds(llm, monkeypatch):
+    tight = dataclasses.replace(llm.engine.cfg, max_num_queued_reqs=1)
+    monkeypatch.setattr(llm.engine, "cfg", tight)
+    outputs = llm.generate([[i] for i in range(20)], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length"] * 20
+
+
+def test_one_bad_prompt_starts_nothing(llm):
+    steps = llm.engine.stats().steps
+    with pytest.raises(InvalidRequest, match="max_model_len"):
+        llm.generate([[1], [1] * 300])
+    with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts"):
+        llm.generate([[1]], [SamplingParams()] * 2)
+    assert llm.engine.stats().steps == steps and not llm.engine.has_work
+
+
+def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
+    step, calls = llm.engine.step, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2]], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert not llm.engine.has_work and llm.engine.stats().pages_in_use == 0
+
+
+def test_without_a_tokenizer_token_ids_still_work(llm, monkeypatch):
+    monkeypatch.setattr(llm, "tokenizer", None)
+    [output] = llm.generate([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 3)
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        llm.generate("text")
+
+
+def test_the_step_takes_few_arguments(llm):
+    """A decode step's flat arguments (2,600 cost 34 ms a step elsewhere)."""
+    programs = llm.engine._runner.programs
+    arrays = jax.tree.leaves((programs._params, programs.pages, programs.state))
+    assert len(arrays) + 1 < 60
+    assert all(a.dtype != jnp.float64 for a in arrays)
+
+
+def test_importing_the_package_imports_no_jax():
+    code = "import sys, dsv3; dsv3.SamplingParams; assert 'jax' not in sys.modules, 'jax was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,6 +7,7 @@ from jax import lax
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.fp8 import reference
 from pallas_kernels.fp8.quantize import BLOCK, E4M3
+from pallas_kernels.gemm import launch
 
 
 def fp8_gemm(
@@ -34,10 +35,13 @@ def fp8_gemm(
       [M, N] in `out_dtype`.
 
     Raises:
-      ValueError: shapes or dtypes that do not belong together.
+      ValueError: shapes or dtypes that do not belong together; on Hopper also N that is no multiple of 8 or K that is
+        no multiple of 16.
     """
     _validate(a, a_scale, b, b_scale, layer, out_dtype)
-    resolve_backend(requested=backend)
+    if resolve_backend(requested=backend) is Backend.MOSAIC:
+        stack = (b[None], b_scale[None], 0) if layer is None else (b, b_scale, layer)
+        return launch.dense(a, a_scale, *stack, out_dtype)
     if layer is not None:
         b = lax.dynamic_index_in_dim(b, layer, 0, keepdims=False)
         b_scale = lax.dynamic_index_in_dim(b_scale, layer, 0, keepdims=False)

@@ -4,10 +4,13 @@ Follows section 3.3.2 of the DeepSeek-V3 report (arXiv:2412.19437) and DeepGEMM'
 is its largest magnitude over 448, with the magnitude clamped at 1e-4; a value is recovered by *multiplying* with it.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.fp8 import quantize_kernel
 
 BLOCK = 128
 E4M3 = jnp.float8_e4m3fn
@@ -15,25 +18,28 @@ E4M3_MAX = 448.0
 _AMAX_FLOOR = 1e-4
 
 
-def quantize_1x128(x: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None) -> tuple[jax.Array, jax.Array]:
+def quantize_1x128(
+    x: jax.Array, *, ue8m0: bool = False, counts: jax.Array | None = None, backend: Backend | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Quantises activations per row and 128 channels.
 
     Args:
       x: [..., M, K] floating point. A last block of fewer than 128 channels has a scale of its own.
       ue8m0: round scales up to powers of two (DeepSeek-V3.1's `scale_fmt`).
-      backend: implementation; None chooses by device.
+      counts: for x [G, M, K], [G] integers: only the first counts[g] rows matter, and the kernel skips the rest.
+      backend: implementation; None chooses by device. The kernel needs bfloat16 or float32 and K in multiples of 16;
+        other inputs take the reference on every device.
 
     Returns:
       values [..., M, K] e4m3 and scales [..., ceil(K/128), M] float32. The scales are M-major, as DeepGEMM has them
       on Hopper, because the GEMM then loads one contiguous run of them per 128 of K. The scales of chosen rows are
       `scale[..., rows]`.
+
+    Raises:
+      ValueError: x is no floating-point array of two or more axes, or `counts` does not belong to it.
     """
-    resolve_backend(requested=backend)
     _require_float("quantize_1x128", x, 2)
-    blocks = _split_last(x.astype(jnp.float32))  # [..., M, k, 128]
-    scale = _block_scale(jnp.max(jnp.abs(blocks), axis=-1), ue8m0)  # [..., M, k]
-    values = _to_e4m3(blocks / scale[..., None])
-    return values.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], jnp.swapaxes(scale, -1, -2)
+    return _quantize_rows(x, counts, gated=False, ue8m0=ue8m0, backend=backend)
 
 
 def quantize_128x128(
@@ -77,23 +83,42 @@ def dequantize_128x128(
 
 
 def swiglu_quantize(
-    gate_up: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None
+    gate_up: jax.Array, *, ue8m0: bool = False, counts: jax.Array | None = None, backend: Backend | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """`silu(gate) * up` in float32, quantised per row and 128 channels: the input of an expert's second product.
 
     Args:
       gate_up: [..., M, 2I]; the first I channels are the gate.
-      ue8m0: round scales up to powers of two.
-      backend: implementation; None chooses by device.
+      ue8m0, counts, backend: as `quantize_1x128`.
 
     Returns:
       values [..., M, I] e4m3 and scales [..., ceil(I/128), M] float32, as `quantize_1x128`.
+
+    Raises:
+      ValueError: as `quantize_1x128`, or an odd number of channels.
     """
     _require_float("swiglu_quantize", gate_up, 2)
     if gate_up.shape[-1] % 2:
         raise ValueError(f"swiglu_quantize: the last axis holds gate and up halves, got odd shape {gate_up.shape}")
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return quantize_1x128(jax.nn.silu(gate) * up, ue8m0=ue8m0, backend=backend)
+    return _quantize_rows(gate_up, counts, gated=True, ue8m0=ue8m0, backend=backend)
+
+
+def _quantize_rows(x, counts, *, gated: bool, ue8m0: bool, backend: Backend | None) -> tuple[jax.Array, jax.Array]:
+    if counts is not None and (x.ndim != 3 or counts.shape != x.shape[:1]):
+        raise ValueError(f"quantisation: counts {counts.shape} need an input [{counts.shape}, M, K], got {x.shape}")
+    scale_of = functools.partial(_block_scale, ue8m0=ue8m0)
+    if resolve_backend(requested=backend) is Backend.MOSAIC and quantize_kernel.supports(x, 2 if gated else 1):
+        grouped = x.reshape(-1, *x.shape[-2:])
+        q, scale = quantize_kernel.quantize_rows(grouped, counts, gated=gated, scale_of=scale_of, finish=_to_e4m3)
+        return q.reshape(*x.shape[:-1], q.shape[-1]), scale.reshape(*x.shape[:-2], *scale.shape[1:])
+    x = x.astype(jnp.float32)
+    if gated:
+        gate, up = jnp.split(x, 2, axis=-1)
+        x = jax.nn.silu(gate) * up
+    blocks = _split_last(x)  # [..., M, k, 128]
+    scale = scale_of(jnp.max(jnp.abs(blocks), axis=-1))  # [..., M, k]
+    values = _to_e4m3(blocks * (1.0 / scale)[..., None])
+    return values.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], jnp.swapaxes(scale, -1, -2)
 
 
 def _block_scale(amax: jax.Array, ue8m0: bool) -> jax.Array:

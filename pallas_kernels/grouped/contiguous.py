@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.fp8.gemm import check_operands
+from pallas_kernels.gemm import launch
 from pallas_kernels.grouped import reference
 
 
@@ -21,12 +22,14 @@ def grouped_gemm_contiguous(
 ) -> jax.Array:
     """`x[rows of tile] @ w[group_offset + tile_group[tile]].T` for every tile; differentiable in x and w.
 
+    The gradients are computed by the reference on every backend.
+
     Args:
       x: [M, K] bfloat16 or float32, rows laid out by `align_groups`.
       w: [G, N, K] of the same dtype; a stack of layers is [layers * experts, N, K].
       tile_group: [M/tile_m] int32, the group of each tile; -1 skips a tile, whose weight is not read and whose
         output rows are undefined (zero in the reference).
-      tile_m: rows of a tile.
+      tile_m: rows of a tile; on Hopper 8, 16, 32, 64 or 128 (see `choose_tile_m`).
       group_offset: added to every group id, Python or traced integer: `layer * experts` for a stack.
       backend: implementation; None chooses by device.
 
@@ -38,8 +41,8 @@ def grouped_gemm_contiguous(
     """
     check_plain("grouped_gemm_contiguous", x, w, 2)
     _check_tiles("grouped_gemm_contiguous", x.shape[0], tile_group, tile_m)
-    resolve_backend(requested=backend)
-    return _contiguous(x, w, tile_group, jnp.asarray(group_offset, jnp.int32), tile_m)
+    chosen = plain_backend("grouped_gemm_contiguous", x.dtype, backend)
+    return _contiguous(x, w, tile_group, jnp.asarray(group_offset, jnp.int32), tile_m, chosen)
 
 
 def fp8_grouped_gemm_contiguous(
@@ -60,7 +63,7 @@ def fp8_grouped_gemm_contiguous(
       x: [M, K] e4m3, and x_scale: [ceil(K/128), M] float32, both from `quantize_1x128`.
       w: [G, N, K] e4m3, and w_scale: [G, ceil(N/128), ceil(K/128)] float32.
       tile_group, tile_m, group_offset, backend: as `grouped_gemm_contiguous`.
-      out_dtype: bfloat16 or float32.
+      out_dtype: bfloat16 or float32; on Hopper float32 needs tiles of 128 rows.
 
     Returns:
       [M, N] in `out_dtype`.
@@ -68,7 +71,8 @@ def fp8_grouped_gemm_contiguous(
     name = "fp8_grouped_gemm_contiguous"
     check_fp8(name, x, x_scale, w, w_scale, 2)
     _check_tiles(name, x.shape[0], tile_group, tile_m)
-    resolve_backend(requested=backend)
+    if resolve_backend(requested=backend) is Backend.MOSAIC:
+        return launch.contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
     return reference.fp8_contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
 
 
@@ -100,16 +104,19 @@ def grouped_weight_gradient(
     return reference.weight_gradient(dy, x, tile_group, group_offset, tile_m, num_groups)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _contiguous(x, w, tile_group, group_offset, tile_m):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _contiguous(x, w, tile_group, group_offset, tile_m, backend):
+    if backend is Backend.MOSAIC:
+        return launch.contiguous(x, None, w, None, tile_group, group_offset, tile_m, x.dtype)
     return reference.contiguous(x, w, tile_group, group_offset, tile_m)
 
 
-def _contiguous_forward(x, w, tile_group, group_offset, tile_m):
-    return _contiguous(x, w, tile_group, group_offset, tile_m), (x, w, tile_group, group_offset)
+def _contiguous_forward(x, w, tile_group, group_offset, tile_m, backend):
+    return _contiguous(x, w, tile_group, group_offset, tile_m, backend), (x, w, tile_group, group_offset)
 
 
-def _contiguous_backward(tile_m, saved, dy):
+def _contiguous_backward(tile_m, backend, saved, dy):
+    del backend  # the gradients exist as references only
     x, w, tile_group, group_offset = saved
     dx = reference.contiguous(dy, w, tile_group, group_offset, tile_m, transposed=True)
     dw = reference.weight_gradient(dy, x, tile_group, group_offset, tile_m, w.shape[0])
@@ -117,6 +124,15 @@ def _contiguous_backward(tile_m, saved, dy):
 
 
 _contiguous.defvjp(_contiguous_forward, _contiguous_backward)
+
+
+def plain_backend(name: str, dtype, requested: Backend | None) -> Backend:
+    """The backend of a product without scales: the kernels take bfloat16, float32 goes to the reference."""
+    if dtype == jnp.bfloat16:
+        return resolve_backend(requested=requested)
+    if requested is Backend.MOSAIC:
+        raise ValueError(f"{name}: the Mosaic kernel takes bfloat16, got {dtype}; use Backend.REFERENCE")
+    return Backend.REFERENCE
 
 
 def check_plain(name: str, x: jax.Array, w: jax.Array, x_ndim: int) -> None:

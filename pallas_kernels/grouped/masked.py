@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.gemm import launch
 from pallas_kernels.grouped import reference
 from pallas_kernels.grouped.align import choose_tile_m
-from pallas_kernels.grouped.contiguous import check_fp8, check_plain, grouped_gemm_contiguous
+from pallas_kernels.grouped.contiguous import check_fp8, check_plain, grouped_gemm_contiguous, plain_backend
 
 
 def grouped_gemm_masked(
@@ -15,27 +16,31 @@ def grouped_gemm_masked(
     counts: jax.Array,
     *,
     group_offset: jax.Array | int = 0,
+    expected_rows: int | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """`x[g, :counts[g]] @ w[group_offset + g].T` for every group; differentiable in x and w on the reference.
+    """`x[g, :counts[g]] @ w[group_offset + g].T` for every group; the reference is differentiable in x and w.
 
     Args:
       x: [G, Mmax, K] bfloat16 or float32.
       w: [G_total, N, K] of the same dtype, G_total >= G; a stack of layers is [layers * experts, N, K].
       counts: [G] int32 on the device, 0..Mmax. A group of count 0 never reads its weight.
       group_offset: added to the group number, Python or traced integer: `layer * experts` for a stack.
+      expected_rows: rows a group is likely to hold, for the choice of tiles; None takes half of Mmax.
       backend: implementation; None chooses by device.
 
     Returns:
-      [G, Mmax, N] in x's dtype. Rows from counts[g] on are undefined (zero in the reference).
+      [G, Mmax, N] in x's dtype. Rows from counts[g] on are not written on Hopper, and zero in the reference.
 
     Raises:
       ValueError: shapes or dtypes that do not belong together.
     """
     check_plain("grouped_gemm_masked", x, w, 3)
     _check_counts("grouped_gemm_masked", x, w, counts)
-    resolve_backend(requested=backend)
     groups, rows, k = x.shape
+    if plain_backend("grouped_gemm_masked", x.dtype, backend) is Backend.MOSAIC:
+        expected = _expected_rows(rows, expected_rows)
+        return launch.masked(x, None, w, None, counts, group_offset, x.dtype, expected_rows=expected)
     valid = jnp.arange(rows) < counts[:, None]
     tile_m = _reference_tile(rows)
     padded = _pad_rows(jnp.where(valid[..., None], x, 0), 1, tile_m)
@@ -54,6 +59,7 @@ def fp8_grouped_gemm_masked(
     counts: jax.Array,
     *,
     group_offset: jax.Array | int = 0,
+    expected_rows: int | None = None,
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: Backend | None = None,
 ) -> jax.Array:
@@ -62,16 +68,18 @@ def fp8_grouped_gemm_masked(
     Args:
       x: [G, Mmax, K] e4m3, and x_scale: [G, ceil(K/128), Mmax] float32, both from `quantize_1x128`.
       w: [G_total, N, K] e4m3, and w_scale: [G_total, ceil(N/128), ceil(K/128)] float32.
-      counts, group_offset, backend: as `grouped_gemm_masked`.
-      out_dtype: bfloat16 or float32.
+      counts, group_offset, expected_rows, backend: as `grouped_gemm_masked`.
+      out_dtype: bfloat16 or float32; on Hopper float32 needs more than 64 expected rows.
 
     Returns:
-      [G, Mmax, N] in `out_dtype`. Rows from counts[g] on are undefined (zero in the reference).
+      [G, Mmax, N] in `out_dtype`. Rows from counts[g] on are not written on Hopper, and zero in the reference.
     """
     check_fp8("fp8_grouped_gemm_masked", x, x_scale, w, w_scale, 3)
     _check_counts("fp8_grouped_gemm_masked", x, w, counts)
-    resolve_backend(requested=backend)
     groups, rows, k = x.shape
+    if resolve_backend(requested=backend) is Backend.MOSAIC:
+        expected = _expected_rows(rows, expected_rows)
+        return launch.masked(x, x_scale, w, w_scale, counts, group_offset, out_dtype, expected_rows=expected)
     tile_m = _reference_tile(rows)
     padded = _pad_rows(x, 1, tile_m)
     scale = jnp.swapaxes(_pad_rows(x_scale, 2, tile_m), 0, 1).reshape(x_scale.shape[1], -1)
@@ -79,6 +87,10 @@ def fp8_grouped_gemm_masked(
     y = reference.fp8_contiguous(padded.reshape(-1, k), scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
     valid = jnp.arange(rows) < counts[:, None]
     return jnp.where(valid[..., None], y.reshape(groups, -1, w.shape[1])[:, :rows], 0)
+
+
+def _expected_rows(rows: int, expected: int | None) -> int:
+    return max(1, rows // 2) if expected is None else expected
 
 
 def _reference_tile(rows: int) -> int:

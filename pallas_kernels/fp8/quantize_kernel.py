@@ -1,0 +1,92 @@
+"""Quantisation as one Mosaic GPU kernel: values read once, written once.
+
+XLA compiles the jnp form to three kernels that read the input twice, and for SwiGLU writes and reads back a float32
+product besides: 109 bytes where 42 would do (read off the program compiled for an H200, 4096 rows of 2 x 2048).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import swizzle_transforms
+
+_ROWS = 64
+_BLOCK = 128
+_E4M3 = jnp.float8_e4m3fn
+
+
+def supports(x: jax.Array, halves: int) -> bool:
+    """True where TMA can address the input and the result: rows in multiples of 16 values, and bfloat16 or float32."""
+    return x.dtype in (jnp.bfloat16, jnp.float32) and x.shape[-1] % (16 * halves) == 0 and x.size > 0
+
+
+def quantize_rows(
+    x: jax.Array, counts: jax.Array | None, *, gated: bool, scale_of, finish
+) -> tuple[jax.Array, jax.Array]:
+    """Quantises per row and 128 channels, after SwiGLU when `gated`.
+
+    Args:
+      x: [G, M, C], or [G, M, 2C] when gated.
+      counts: [G] rows to read of each group, or None for all; tiles of 64 rows past it are left unwritten.
+      gated: the channels are gate and up halves.
+      scale_of: from the largest magnitudes of rows to their scales.
+      finish: from scaled float32 values to e4m3.
+
+    Returns:
+      values [G, M, C] e4m3 and scales [G, ceil(C/128), M] float32.
+    """
+    groups, rows, width = x.shape
+    halves = 2 if gated else 1
+    channels = width // halves
+    padded_rows = pl.cdiv(rows, 4) * 4  # TMA strides are multiples of 16 bytes
+    blocks = pl.cdiv(channels, _BLOCK)
+    counts = jnp.full(groups, rows, jnp.int32) if counts is None else counts.astype(jnp.int32)
+
+    def body(x_ref, counts_ref, q_ref, scale_ref, x_s, q_s, scale_s, loaded):
+        group, block = lax.axis_index("group"), lax.axis_index("block")
+        first = lax.axis_index("row") * _ROWS
+        at = pl.ds(first, _ROWS)
+        channel = pl.ds(block * _BLOCK, _BLOCK)
+
+        @pl.when(first < counts_ref[group])
+        def _quantize():
+            for half in range(halves):
+                plgpu.copy_gmem_to_smem(x_ref.at[group, at, half, channel], x_s.at[half], loaded)
+            plgpu.barrier_wait(loaded)
+            values = _load(x_s.at[0])
+            if gated:
+                values = values / (1.0 + jnp.exp(-values)) * _load(x_s.at[1])
+            scale = scale_of(jnp.max(jnp.abs(values), axis=1))
+            inverse = lax.broadcast_in_dim(1.0 / scale, values.shape, [0])
+            q_s[...] = finish(values * inverse)
+            scale_s[...] = scale
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_s, q_ref.at[group, at, channel])
+            plgpu.copy_smem_to_gmem(scale_s, scale_ref.at[group, block, at])
+            plgpu.wait_smem_to_gmem(0)
+
+    q, scale = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((groups, rows, channels), _E4M3),
+            jax.ShapeDtypeStruct((groups, blocks, padded_rows), jnp.float32),
+        ),
+        grid=(groups, pl.cdiv(rows, _ROWS), blocks),
+        grid_names=("group", "row", "block"),
+        num_threads=1,
+        thread_name="wg",
+        scratch_types={
+            "x_s": plgpu.SMEM((halves, _ROWS, _BLOCK), x.dtype, transforms=swizzle_transforms(x.dtype, _BLOCK)),
+            "q_s": plgpu.SMEM((_ROWS, _BLOCK), _E4M3, transforms=swizzle_transforms(_E4M3, _BLOCK)),
+            "scale_s": plgpu.SMEM((_ROWS,), jnp.float32),
+            "loaded": plgpu.Barrier(num_arrivals=halves),
+        },
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(x.reshape(groups, rows, halves, channels), counts)
+    return q, scale[..., :rows]
+
+
+def _load(ref) -> jax.Array:
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)

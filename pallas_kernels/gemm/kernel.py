@@ -1,0 +1,316 @@
+"""What the wide and the narrow kernel share: a ring of shared-memory stages, its producer, and the sums over K.
+
+A block has two consumer warpgroups and one producer that keeps the ring full by TMA. FP8 partial sums of 128 of K are
+scaled and added in float32 registers, because the tensor core's own accumulator keeps only some 14 bits (section 3.3.2
+of the DeepSeek-V3 report); while one warpgroup does that the other multiplies. bfloat16 accumulates over all of K.
+"""
+
+import abc
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm.schedule import Schedule, Tile
+from pallas_kernels.mosaic import NUM_SMS, SMEM_BYTES, swizzle_transforms
+
+SCALE_BLOCK = 128
+WG_ROWS = 64
+"""Rows of a warpgroup's matrix product."""
+_STAGE_BYTES_K = 128
+"""Bytes of K in a stage: the widest swizzle, and one scale block of FP8."""
+_MAX_STAGES = 12
+_MISC_BYTES = 4096
+"""Shared memory left for barriers and alignment."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """A kernel's operands in global memory and its buffers in shared memory."""
+
+    x: Any
+    w: Any
+    x_scale: Any
+    w_scale: Any
+    out: Any
+    schedule: tuple
+    x_s: Any
+    w_s: Any
+    o_s: Any
+    full: Any
+    empty: Any
+    x_scale_s: Any = None
+    tail_s: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmKernel(abc.ABC):
+    """x [Gx, M, K] times w [Gw, N, K]; the schedule says which group multiplies which.
+
+    Attributes:
+      tile_m: rows of x in a tile.
+      tile_n: rows of w in a tile.
+      stages: depth of the ring; None fills the shared memory.
+      cluster: blocks of a cluster, 1 or 2. Two neighbours along N then fetch the activations once, by multicast.
+      schedule: the walk over the tiles.
+      dtype: of the operands: e4m3 with scales, or bfloat16 without.
+      out_type: of the result.
+      shape_n, shape_k: N and K.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int | None
+    cluster: int
+    schedule: Schedule
+    dtype: jnp.dtype
+    out_type: jax.ShapeDtypeStruct
+    shape_n: int
+    shape_k: int
+
+    def __post_init__(self):
+        if self.scaled and self.tile_n > SCALE_BLOCK + self.piece:
+            raise ValueError(f"tile_n {self.tile_n} would meet three weight scales; at most 128 + gcd(tile_n, 128)")
+        if not 2 <= self.depth <= self.max_depth():
+            raise ValueError(f"{self.depth} stages for {self}; shared memory takes 2 to {self.max_depth()}")
+
+    @property
+    def scaled(self) -> bool:
+        return self.dtype.itemsize == 1
+
+    @property
+    def tile_k(self) -> int:
+        return _STAGE_BYTES_K // self.dtype.itemsize
+
+    @property
+    def k_steps(self) -> int:
+        return pl.cdiv(self.shape_k, self.tile_k)
+
+    @property
+    def columns(self) -> int:
+        """Tiles along N of a whole cluster."""
+        return pl.cdiv(self.shape_n, self.tile_n * self.cluster)
+
+    @property
+    def piece(self) -> int:
+        """Columns that share a weight scale wherever the tile begins."""
+        return math.gcd(self.tile_n, SCALE_BLOCK) if self.scaled else self.tile_n
+
+    @property
+    def depth(self) -> int:
+        return min(_MAX_STAGES, self.max_depth()) if self.stages is None else self.stages
+
+    def max_depth(self) -> int:
+        out_bytes = self.tile_m * self.tile_n * jnp.dtype(self.out_type.dtype).itemsize
+        stage_bytes = (self.tile_m + self.tile_n) * _STAGE_BYTES_K + max(128, self.tile_m * 4)
+        return (SMEM_BYTES - _MISC_BYTES - out_bytes) // stage_bytes
+
+    def __call__(self, x, w, scales: tuple, schedule_operands: tuple, num_sms: int = NUM_SMS) -> jax.Array:
+        return plgpu.kernel(
+            self.body,
+            out_type=self.out_type,
+            grid=(num_sms // self.cluster,),
+            grid_names=("sm",),
+            cluster=(self.cluster,),
+            cluster_names=("cluster",),
+            num_threads=3,
+            thread_name="wg",
+            scratch_types=self.scratch(),
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        )(x, w, *scales, *schedule_operands)
+
+    def scratch(self) -> dict:
+        swizzled = swizzle_transforms(self.dtype, self.tile_k)
+        barriers: dict[str, Any] = {"num_arrivals": 2, "num_barriers": self.depth}
+        scratch = {
+            "x_s": plgpu.SMEM((self.depth, self.tile_m, self.tile_k), self.dtype, transforms=swizzled),
+            "w_s": plgpu.SMEM((self.depth, self.tile_n, self.tile_k), self.dtype, transforms=swizzled),
+            "o_s": self.out_buffer(),
+            "full": plgpu.Barrier(num_arrivals=3 if self.scaled else 2, num_barriers=self.depth),
+            "empty": plgpu.ClusterBarrier(collective_axes=("cluster",), **barriers)
+            if self.cluster > 1
+            else plgpu.Barrier(**barriers),
+        }
+        if self.scaled:
+            scratch["x_scale_s"] = plgpu.SMEM((self.depth, self.tile_m), jnp.float32)
+        return scratch
+
+    def body(self, x, w, *rest, **scratch) -> None:
+        x_scale, w_scale = rest[:2] if self.scaled else (None, None)
+        *schedule_refs, out = rest[2:] if self.scaled else rest
+        refs = Refs(x, w, x_scale, w_scale, out, tuple(schedule_refs), **scratch)
+        warpgroup = lax.axis_index("wg")
+
+        @pl.when(warpgroup == 2)
+        def _producer():
+            plgpu.set_max_registers(40, action="decrease")
+            self.produce(refs)
+
+        @pl.when(warpgroup < 2)
+        def _consumer():
+            plgpu.set_max_registers(232, action="increase")
+            self.consume(refs, warpgroup)
+
+    def column(self, tile: Tile) -> jax.Array:
+        """First row of w of this block's part of the cluster's tile."""
+        if self.cluster == 1:
+            return tile.column * self.tile_n
+        return (tile.column * self.cluster + lax.axis_index("cluster")) * self.tile_n
+
+    def walk(self, refs: Refs, body) -> jax.Array:
+        return self.schedule.walk(refs.schedule, self.columns, self.k_steps, body)
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        """Stage of a step, counted over all of the block's tiles. A traced slot also keeps registers free: with
+        static ones LLVM hoists some 70 descriptors out of the loop."""
+        return lax.rem(step, jnp.int32(self.depth))
+
+    def produce(self, refs: Refs) -> None:
+        shared = "cluster" if self.cluster > 1 else None
+
+        def load(tile: Tile, done):
+            column = self.column(tile)
+
+            def step(i, _):
+                slot = self.slot(done + i)
+
+                @pl.when(done + i >= self.depth)
+                def _wait_until_free():
+                    plgpu.barrier_wait(refs.empty.at[slot])
+
+                k, rows = pl.ds((tile.k_begin + i) * self.tile_k, self.tile_k), pl.ds(tile.row, self.tile_m)
+                full, group = refs.full.at[slot], tile.x_group
+                plgpu.copy_gmem_to_smem(refs.w.at[tile.w_group, pl.ds(column, self.tile_n), k], refs.w_s.at[slot], full)
+                plgpu.copy_gmem_to_smem(refs.x.at[group, rows, k], refs.x_s.at[slot], full, collective_axes=shared)
+                if self.scaled:
+                    scale = refs.x_scale.at[group, tile.k_begin + i, rows]
+                    plgpu.copy_gmem_to_smem(scale, refs.x_scale_s.at[slot], full, collective_axes=shared)
+
+            lax.fori_loop(0, tile.k_steps, step, None)
+            return done + tile.k_steps
+
+        total = self.walk(refs, load)
+        for slot in range(self.depth):  # a barrier must not go with arrivals that nobody waited for
+
+            @pl.when(total > slot)
+            def _drain(slot=slot):
+                plgpu.barrier_wait(refs.empty.at[slot])
+
+    def consume(self, refs: Refs, warpgroup) -> None:
+        def compute(tile: Tile, done):
+            multiply = self.multiply_scaled if self.scaled else self.multiply_plain
+            sums = multiply(refs, warpgroup, tile, done)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.store(refs, warpgroup, tile, sums)
+            return done + tile.k_steps
+
+        self.walk(refs, compute)
+        plgpu.wait_smem_to_gmem(0)
+
+    def multiply_scaled(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
+        """Sums over K of scaled partial products, in pieces along N that share a weight scale."""
+        rows, columns = self.product_shape
+        pieces = self.tile_n // self.piece
+        column, last_block = self.column(tile), refs.w_scale.shape[1] - 1
+        first = lax.div(column, jnp.int32(SCALE_BLOCK))
+        blocks = [jnp.minimum(first + i, last_block) for i in range(min(2, pieces))]
+        in_first = [lax.div(column + j * self.piece, jnp.int32(SCALE_BLOCK)) == first for j in range(pieces)]
+
+        def scales_of(i):
+            k = jnp.minimum(tile.k_begin + i, self.k_steps - 1)
+            return tuple(refs.w_scale[tile.w_group, block, k] for block in blocks)
+
+        def step(i, carry):
+            sums, w_scales = carry
+            following = scales_of(i + 1)  # a read from global memory takes about as long as a step: one step ahead
+            slot = self.slot(done + i)
+            plgpu.barrier_wait(refs.full.at[slot])
+            x_scale, axis = self.load_x_scale(refs, slot, warpgroup)
+            plgpu.commit_smem()
+
+            def multiply(acc):
+                plgpu.wgmma(acc, *self.operands(refs, slot, warpgroup))
+                return acc[...]
+
+            product = pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32))
+            plgpu.barrier_arrive(refs.empty.at[slot])
+            updated = []
+            for j, total in enumerate(sums):
+                w_scale = w_scales[0] if pieces == 1 else jnp.where(in_first[j], w_scales[0], w_scales[1])
+                part = product if pieces == 1 else product[:, j * self.piece : (j + 1) * self.piece]
+                scale = lax.broadcast_in_dim(jnp.multiply(x_scale, w_scale), part.shape, [axis])
+                updated.append(total + part * scale)
+            return updated, following
+
+        zero = jnp.zeros((rows, columns // pieces), jnp.float32)
+        zeros = [plgpu.layout_cast(zero, plgpu.Layout.WGMMA) for _ in range(pieces)]
+        return lax.fori_loop(0, tile.k_steps, step, (zeros, scales_of(0)))[0]
+
+    def multiply_plain(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
+        """Sum over K in the tensor core's accumulator; a stage is released one product late."""
+
+        def accumulate(acc):
+            def step(i, _):
+                slot = self.slot(done + i)
+                plgpu.barrier_wait(refs.full.at[slot])
+                plgpu.wgmma(acc, *self.operands(refs, slot, warpgroup))
+                plgpu.wgmma_wait(1)
+
+                @pl.when(i > 0)
+                def _release():
+                    plgpu.barrier_arrive(refs.empty.at[self.slot(done + i - 1)])
+
+            lax.fori_loop(0, tile.k_steps, step, None)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(refs.empty.at[self.slot(done + tile.k_steps - 1)])
+            return acc[...]
+
+        return [pl.run_scoped(accumulate, plgpu.ACC(self.product_shape, jnp.float32))]
+
+    @property
+    @abc.abstractmethod
+    def product_shape(self) -> tuple[int, int]:
+        """Shape of one warpgroup's sums."""
+
+    @abc.abstractmethod
+    def operands(self, refs: Refs, slot, warpgroup) -> tuple:
+        """Left and right operand of a warpgroup's product in a stage."""
+
+    @abc.abstractmethod
+    def load_x_scale(self, refs: Refs, slot, warpgroup) -> tuple[jax.Array, int]:
+        """The activations' scales in registers, and the axis of the product that they run along."""
+
+    @abc.abstractmethod
+    def out_buffer(self):
+        """Shared memory that the sums leave through."""
+
+    @abc.abstractmethod
+    def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
+        """Writes the sums of a tile to global memory."""
+
+
+def store_rows(source, target, row, count) -> None:
+    """Copies the first `count` rows of `source` in shared memory to `target` from `row` on, and nothing else.
+
+    A dynamic number of rows is a sum of powers of two, each of which is one TMA store of fixed size.
+    """
+    height = source.shape[0]
+
+    @pl.when(count >= height)
+    def _store_all():
+        plgpu.copy_smem_to_gmem(source, target.at[pl.ds(row, height)])
+
+    size = height // 2
+    while size:
+
+        @pl.when((count > 0) & (count < height) & (lax.rem(lax.div(count, jnp.int32(size)), jnp.int32(2)) == 1))
+        def _store_part(size=size):
+            start = lax.div(count, jnp.int32(2 * size)) * (2 * size)
+            plgpu.copy_smem_to_gmem(source.at[pl.ds(start, size)], target.at[pl.ds(row + start, size)])
+
+        size //= 2

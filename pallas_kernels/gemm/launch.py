@@ -1,0 +1,104 @@
+"""From arrays to kernels: checks what TMA needs, picks the plan, brings operands into the kernels' common form."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gemm.kernel import GemmKernel
+from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
+from pallas_kernels.gemm.plan import Plan, plan_contiguous, plan_dense, plan_masked
+from pallas_kernels.gemm.schedule import Contiguous, Dense, Masked, Schedule
+from pallas_kernels.gemm.wide import WideKernel
+from pallas_kernels.mosaic import NUM_SMS
+
+_SCALES_PER_LOAD = 4
+"""TMA wants strides in multiples of 16 bytes: the scales' rows are padded to four float32."""
+
+
+def dense(a, a_scale, b, b_scale, layer, out_dtype, *, plan: Plan | None = None, num_sms: int = NUM_SMS) -> jax.Array:
+    """`fp8_gemm` on Hopper, of validated operands: b [L, N, K], b_scale [L, ...], layer an integer."""
+    (m, k), n = a.shape, b.shape[1]
+    _check_strides("fp8_gemm", n, k, a.dtype)
+    wanted = plan or plan_dense(m, n, k)
+    # A narrow tile leaves as float32 only untransposed, which is the form of a split product.
+    split = not wanted.wide and (wanted.splits > 1 or jnp.dtype(out_dtype) == jnp.float32)
+    padded_m = _round_up(m, _SCALES_PER_LOAD)
+    out = ((wanted.splits, n, padded_m), jnp.float32) if split else ((1, m, n), out_dtype)
+    kernel_type: type[GemmKernel] = SplitKernel if split else NarrowKernel
+    schedule = Dense(m, wanted.tile_m, wanted.splits)
+    kernel = _kernel(wanted, schedule, a, b, out, kernel_type)
+    result = kernel(
+        a[None], b, (_pad_scale(a_scale)[None], b_scale), (jnp.asarray(layer, jnp.int32).reshape(1),), num_sms
+    )
+    return jnp.sum(result, axis=0).T[:m].astype(out_dtype) if split else result[0]
+
+
+def contiguous(
+    x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype, *, plan: Plan | None = None,
+    num_sms: int = NUM_SMS,
+) -> jax.Array:  # fmt: skip
+    """A grouped contiguous product on Hopper, of validated operands; scales are None for bfloat16."""
+    (m, k), n = x.shape, w.shape[1]
+    _check_strides("grouped gemm, contiguous", n, k, x.dtype)
+    wanted = plan or plan_contiguous(m, tile_m, n, k, x.dtype.itemsize)
+    _check_narrow_output("grouped gemm, contiguous", wanted, out_dtype)
+    kernel = _kernel(wanted, Contiguous(m, tile_m), x, w, ((1, m, n), out_dtype))
+    operands = (tile_group.astype(jnp.int32), _offset(group_offset))
+    return kernel(x[None], w, _scales(x_scale, w_scale, lambda s: s[None]), operands, num_sms)[0]
+
+
+def masked(
+    x, x_scale, w, w_scale, counts, group_offset, out_dtype, *, expected_rows: int, plan: Plan | None = None,
+    num_sms: int = NUM_SMS,
+) -> jax.Array:  # fmt: skip
+    """A grouped masked product on Hopper, of validated operands; scales are None for bfloat16."""
+    (groups, rows, k), n = x.shape, w.shape[1]
+    _check_strides("grouped gemm, masked", n, k, x.dtype)
+    wanted = plan or plan_masked(groups, expected_rows, n, k, x.dtype.itemsize)
+    _check_narrow_output("grouped gemm, masked", wanted, out_dtype)
+    kernel = _kernel(wanted, Masked(groups, rows, wanted.tile_m), x, w, ((groups, rows, n), out_dtype))
+    operands = (counts.astype(jnp.int32), _offset(group_offset))
+    return kernel(x, w, _scales(x_scale, w_scale, lambda s: s), operands, num_sms)
+
+
+def _kernel(plan: Plan, schedule: Schedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel) -> GemmKernel:
+    return (WideKernel if plan.wide else narrow)(
+        tile_m=plan.tile_m,
+        tile_n=plan.tile_n,
+        stages=plan.stages,
+        cluster=plan.cluster,
+        schedule=schedule,
+        dtype=jnp.dtype(x.dtype),
+        out_type=jax.ShapeDtypeStruct(*out),
+        shape_n=w.shape[1],
+        shape_k=w.shape[2],
+    )
+
+
+def _scales(x_scale, w_scale, lead) -> tuple:
+    return () if x_scale is None else (lead(_pad_scale(x_scale)), w_scale)
+
+
+def _pad_scale(scale: jax.Array) -> jax.Array:
+    pad = -scale.shape[-1] % _SCALES_PER_LOAD
+    return jnp.pad(scale, [(0, 0)] * (scale.ndim - 1) + [(0, pad)]) if pad else scale
+
+
+def _offset(group_offset) -> jax.Array:
+    return jnp.asarray(group_offset, jnp.int32).reshape(1)
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def _check_strides(name: str, n: int, k: int, dtype) -> None:
+    if k * dtype.itemsize % 16 or n % 8:
+        raise ValueError(
+            f"{name}: TMA needs K in multiples of {16 // dtype.itemsize} ({dtype}) and N in multiples of 8, "
+            f"got N={n}, K={k}; pad the weights or use Backend.REFERENCE"
+        )
+
+
+def _check_narrow_output(name: str, plan: Plan, out_dtype) -> None:
+    if not plan.wide and jnp.dtype(out_dtype) != jnp.bfloat16:
+        raise ValueError(f"{name}: tiles of {plan.tile_m} rows give bfloat16, got out_dtype {jnp.dtype(out_dtype)}")

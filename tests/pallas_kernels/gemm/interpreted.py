@@ -1,0 +1,32 @@
+"""Runs kernels in the Mosaic interpreter: data races raise, and what nobody writes is NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+
+NUM_BLOCKS = 2
+"""Blocks of a grid in these tests: each walks several tiles, and more would only take longer."""
+
+
+def interpret(fn, *args):
+    """`jit(fn)(*args)` with every Mosaic kernel interpreted."""
+    with plgpu.force_gpu_interpret_mode(mosaic.interpret_params()):
+        try:
+            return jax.block_until_ready(jax.jit(fn)(*args))
+        except Exception:
+            mosaic.reset_interpreter()
+            raise
+
+
+def bfloat16(key, *shape):
+    """Normal bfloat16 values and the same in float64."""
+    x = jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
+    return x, np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def untouched(x) -> bool:
+    """True when nothing of x was written: the interpreter begins with NaN."""
+    return bool(jnp.all(jnp.isnan(x.astype(jnp.float32))))

@@ -1,0 +1,122 @@
+"""The Mosaic kernels in the interpreter, with race detection: every kind of tile, edge and layout.
+
+`calc_diff` against float64 of the same quantised values; 1e-5 leaves room for the bfloat16 of the result only.
+"""
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.gemm import launch
+from pallas_kernels.gemm.plan import Plan
+from tests.pallas_kernels.gemm.interpreted import NUM_BLOCKS, bfloat16, interpret, untouched
+from tests.pallas_kernels.numerics import activation, calc_diff, weight
+
+# M, N, K, plan: no dimension is a multiple of the tile, weight scales change inside of tiles, the ring wraps around.
+DENSE = {
+    "wide 128": (200, 264, 256, Plan(True, 128, 128, stages=3)),
+    "wide 112 meets two scales": (130, 264, 400, Plan(True, 128, 112, stages=2)),
+    "wide 192": (130, 392, 272, Plan(True, 128, 192, stages=3)),
+    "wide 128 multicast": (130, 392, 256, Plan(True, 128, 128, cluster=2, stages=3)),
+    "narrow 8": (5, 264, 400, Plan(False, 8, 128, stages=3)),
+    "narrow 32, two row tiles": (40, 136, 256, Plan(False, 32, 128, stages=2)),
+    "narrow 16 split": (11, 264, 912, Plan(False, 16, 128, splits=3, stages=3)),
+}
+
+
+@pytest.mark.parametrize(("m", "n", "k", "plan"), DENSE.values(), ids=DENSE)
+def test_dense_fp8(m, n, k, plan):
+    a, a_scale, a_true = activation(0, m, k)
+    b, b_scale, b_true = weight(1, 3, n, k)
+    out = interpret(
+        lambda a, a_scale, b, b_scale, layer: launch.dense(
+            a, a_scale, b, b_scale, layer, jnp.bfloat16, plan=plan, num_sms=NUM_BLOCKS * plan.cluster
+        ),
+        a, a_scale, b, b_scale, 1,
+    )  # fmt: skip
+    assert out.shape == (m, n) and out.dtype == jnp.bfloat16
+    assert calc_diff(out, a_true @ b_true[1].T) < 1e-5
+
+
+@pytest.mark.parametrize("plan", [Plan(True, 128, 128), Plan(False, 16, 128)], ids=["wide", "narrow"])
+def test_dense_float32_output(plan):
+    a, a_scale, a_true = activation(0, 9, 256)
+    b, b_scale, b_true = weight(1, 1, 136, 256)
+    out = interpret(
+        lambda *args: launch.dense(*args, 0, jnp.float32, plan=plan, num_sms=NUM_BLOCKS), a, a_scale, b, b_scale
+    )
+    assert calc_diff(out, a_true @ b_true[0].T) < 1e-12
+
+
+def contiguous(x, x_scale, w, w_scale, tile_group, tile_m, plan):
+    def fn(x, x_scale, w, w_scale, tile_group, offset):
+        return launch.contiguous(
+            x, x_scale, w, w_scale, tile_group, offset, tile_m, jnp.bfloat16, plan=plan, num_sms=NUM_BLOCKS
+        )
+
+    return interpret(fn, x, x_scale, w, w_scale, jnp.array(tile_group), 2)
+
+
+CONTIGUOUS = {
+    "wide": ([0, -1, 2], 128, Plan(True, 128, 128, stages=3)),
+    "wide, one group": ([1, 1], 128, Plan(True, 128, 192, stages=2)),
+    "narrow": ([2, 0, 0, -1, 1, -1], 16, Plan(False, 16, 128, stages=3)),
+    "nothing to do": ([-1, -1], 8, Plan(False, 8, 128, stages=3)),
+}
+
+
+@pytest.mark.parametrize(("tile_group", "tile_m", "plan"), CONTIGUOUS.values(), ids=CONTIGUOUS)
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bfloat16"])
+def test_contiguous(tile_group, tile_m, plan, fp8):
+    rows, n, k = len(tile_group) * tile_m, 200, 208
+    if fp8:
+        (x, x_scale, x_true), (w, w_scale, w_true) = activation(0, rows, k), weight(1, 5, n, k)
+    else:
+        (x, x_true), (w, w_true), x_scale, w_scale = bfloat16(0, rows, k), bfloat16(1, 5, n, k), None, None
+    out = contiguous(x, x_scale, w, w_scale, tile_group, tile_m, plan)
+    for tile, group in enumerate(tile_group):
+        at = slice(tile * tile_m, (tile + 1) * tile_m)
+        if group < 0:
+            assert untouched(out[at])
+        else:
+            assert calc_diff(out[at], x_true[at] @ w_true[2 + group].T) < 1e-5
+
+
+MASKED = {
+    "narrow": ([0, 5, 16, 1, 20], 20, Plan(False, 16, 128, stages=3)),
+    "narrow 64": ([37, 0, 50], 50, Plan(False, 64, 128, stages=2)),
+    "wide": ([0, 131, 7], 140, Plan(True, 128, 128, stages=2)),
+    "all empty": ([0, 0], 8, Plan(False, 8, 128, stages=3)),
+}
+
+
+@pytest.mark.parametrize(("counts", "rows", "plan"), MASKED.values(), ids=MASKED)
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bfloat16"])
+def test_masked_writes_every_valid_row_and_nothing_else(counts, rows, plan, fp8):
+    groups, n, k = len(counts), 136, 208
+    if fp8:
+        (x, x_scale, x_true), (w, w_scale, w_true) = activation(0, groups, rows, k), weight(1, groups + 1, n, k)
+    else:
+        (x, x_true), (w, w_true) = bfloat16(0, groups, rows, k), bfloat16(1, groups + 1, n, k)
+        x_scale, w_scale = None, None
+    out = interpret(
+        lambda x, x_scale, w, w_scale, counts, offset: launch.masked(
+            x, x_scale, w, w_scale, counts, offset, jnp.bfloat16, expected_rows=1, plan=plan, num_sms=NUM_BLOCKS
+        ),
+        x, x_scale, w, w_scale, jnp.array(counts), 1,
+    )  # fmt: skip
+    for group, count in enumerate(counts):
+        expected = x_true[group, :count] @ w_true[1 + group].T
+        assert calc_diff(out[group, :count], expected) < 1e-5
+        assert not jnp.any(jnp.isnan(out[group, :count].astype(jnp.float32)))
+        assert untouched(out[group, count:])
+
+
+def test_empty_groups_never_read_their_weights():
+    x, x_scale, _ = activation(0, 2, 8, 128)
+    w, w_scale, _ = weight(1, 2, 128, 128)
+    poisoned, plan = w_scale.at[1].set(jnp.nan), Plan(False, 8, 128, stages=2)
+    out = interpret(
+        lambda *args: launch.masked(*args, 0, jnp.bfloat16, expected_rows=8, plan=plan, num_sms=1),
+        x, x_scale, w, poisoned, jnp.array([8, 0]),
+    )  # fmt: skip
+    assert not jnp.any(jnp.isnan(out[0].astype(jnp.float32))) and untouched(out[1])

@@ -1,0 +1,78 @@
+"""The notebooks of `examples/`: executed with the bundled model, committed without outputs."""
+
+import pathlib
+import re
+
+import nbclient
+import nbformat
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(cell):
+    """What a cell printed, without the terminal codes of progress bars."""
+    printed = (output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
+    return re.sub(r"\x1b\[[^@-~]*[@-~]", "", "".join(printed))
+
+
+def pictures_of(cell):
+    return [output for output in cell.outputs if "image/png" in output.get("data", {})]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_are_valid_and_committed_without_outputs(path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert all(not cell.outputs and cell.execution_count is None for cell in code_cells(notebook))
+
+
+@pytest.fixture(scope="module")
+def quickstart():
+    notebook = read(EXAMPLES / "quickstart.ipynb")
+    resources = {"metadata": {"path": str(EXAMPLES.parent)}}
+    return nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
+
+
+def test_text_comes_in_three_cells(quickstart):
+    first = code_cells(quickstart)[:3]
+    assert first[0].source == "from dsv3 import LLM, SamplingParams"
+    assert first[1].source == "llm = LLM()"
+    prompt = "def read_lines(path):\n"
+    shown = text_of(first[2])
+    assert prompt in shown and len(shown.split(prompt)[1].strip()) > 20
+
+
+def test_no_cell_warns(quickstart):
+    warnings = [
+        output.text
+        for cell in code_cells(quickstart)
+        for output in cell.outputs
+        if output.output_type == "stream" and output.name == "stderr" and "Warning" in output.text
+    ]
+    assert not warnings
+
+
+def test_it_shows_probabilities_and_experts_as_pictures(quickstart):
+    assert sum(len(pictures_of(cell)) for cell in code_cells(quickstart)) == 2
+
+
+def test_prompts_with_one_beginning_share_it(quickstart):
+    [shown] = [text_of(cell) for cell in code_cells(quickstart) if "num_cached_tokens" in cell.source]
+    cached, read_tokens = shown.split(", ")[-1].removesuffix(" prompt tokens cached\n").split(" of ")
+    assert 0 < int(cached) < int(read_tokens)
+
+
+def test_the_step_by_hand_equals_the_engine(quickstart):
+    [shown] = [text_of(cell) for cell in code_cells(quickstart) if "by_hand" in cell.source]
+    by_hand, by_engine = shown.strip().splitlines()[-1].removeprefix("by hand ").split(", by the engine ")
+    assert by_hand == by_engine and len(by_hand) > 2

@@ -98,6 +98,9 @@ def _errors(errors: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _number(value: float | None) -> str:
+    """Counts exactly, measures to about four digits."""
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+    if isinstance(value, int) or value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}"

@@ -149,7 +149,7 @@ def _leaf(
 ) -> tuple[Array, ...]:
     quantised = [p for p in pieces if tensors[p.name].dtype == E4M3]
     if spec.quantizable and quantised and fp8 == "keep":
-        findings["weights that cannot stay FP8; load with fp8='dequantize'"] += _obstacles(path, pieces, quantised)
+        findings["weights that cannot stay FP8; load with fp8='dequantize'"] += _obstacles(path, pieces, tensors)
         data = Array(f"{path}.data", spec.shape, E4M3, tuple(_source(tensors, p) for p in pieces))
         scales = tuple(_source(tensors, scale_piece(p)) for p in quantised)
         return data, Array(f"{path}.scale", scale_shape(spec.shape), np.dtype(np.float32), scales, positive=True)
@@ -157,15 +157,14 @@ def _leaf(
     return (Array(path, spec.shape, np.dtype(spec.dtype or dtype), sources),)
 
 
-def _obstacles(path: str, pieces: tuple[Piece, ...], quantised: list[Piece]) -> Iterator[str]:
-    if len(quantised) < len(pieces):
-        plain = next(p for p in pieces if p not in quantised)
-        yield f"{path}: {quantised[0].name} is FP8 but {plain.name} is not"
-    for piece in quantised:
-        rows = piece.put[-2]
-        if rows.start % BLOCK:
-            yield f"{path}: {piece.name} begins at row {rows.start} of the fused weight, not a multiple of {BLOCK}"
-            return
+def _obstacles(path: str, pieces: tuple[Piece, ...], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    first, plain = (next((p for p in pieces if (tensors[p.name].dtype == E4M3) == q), None) for q in (True, False))
+    if first and plain:
+        yield f"{path}: {first.name} is FP8 but {plain.name} is not"
+    split = next((p for p in pieces if p.put[-2].start % BLOCK), None)
+    if split:
+        row = split.put[-2].start
+        yield f"{path}: {split.name} begins at row {row} of the fused weight, not a multiple of {BLOCK}"
 
 
 def _source(tensors: Mapping[str, Tensor], piece: Piece) -> Source:

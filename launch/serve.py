@@ -17,7 +17,6 @@ from absl import flags as absl_flags
 from dsv3.api.server import ServerConfig, bind, serve
 from dsv3.api.service import Service
 from dsv3.text.reasoning import PARSERS
-from dsv3.text.tokenizer import TokenizerError
 from launch import flags
 
 _MODEL = absl_flags.DEFINE_string("model", None, "Hugging Face model directory; the bundled model if not given.")
@@ -73,7 +72,7 @@ def main() -> int:
     _say(f"serving {config.model_names[0]} from {config.model_dir}; {address}/health tells when it is ready")
     try:
         return uvloop.run(serve(config, listener, lambda service: _say(_greeting(service, address, config))))
-    except TokenizerError as error:
+    except ValueError as error:
         _say(f"error: {error}")
         return 1
 

@@ -50,11 +50,11 @@ class _Answer:
     async def prepare(self) -> None:
         """Reads the prompt; nothing is generated yet."""
         service, request = self._service, self._request
-        info = service.require_ready()
+        service.require_ready()
         self._prompt: Prompt = await chat_prompt(service, request)
         limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        sampling = sampling_params(request, info, [self._prompt], limit, logprobs)
+        sampling = sampling_params(service, request, [self._prompt], limit, logprobs)
         self._generation = Generation(service, [self._prompt], sampling, request.cache_salt)
 
     async def whole(self) -> bytes:

@@ -40,9 +40,9 @@ class _Answer:
     async def prepare(self) -> None:
         """Reads the prompts; nothing is generated yet."""
         service, request = self._service, self._request
-        info = service.require_ready()
+        service.require_ready()
         prompts = await completion_prompts(service, request)
-        sampling = sampling_params(request, info, prompts, request.max_tokens, request.logprobs)
+        sampling = sampling_params(service, request, prompts, request.max_tokens, request.logprobs)
         self._generation = Generation(service, prompts, sampling, request.cache_salt)
 
     async def whole(self) -> bytes:

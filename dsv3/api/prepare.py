@@ -61,14 +61,16 @@ async def tokenize_prompt(service: Service, request: TokenizeRequest) -> Prompt:
 
 
 def sampling_params(
-    request: Sampled, info: EngineInfo, prompts: list[Prompt], max_tokens: int | None, logprobs: int | None
+    service: Service, request: Sampled, prompts: list[Prompt], max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """The sampling parameters, checked against the context that `prompts` leave and what the server can hold."""
+    info = service.require_ready()
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("best_of is not supported other than equal to n", "best_of", "unsupported_parameter")
     if max_tokens is None and isinstance(request, CompletionRequest):
         max_tokens = min(_COMPLETION_MAX_TOKENS, max(1, info.max_model_len - max(len(p.token_ids) for p in prompts)))
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    given = service.config.sampling_defaults | given
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     try:
         sampling = SamplingParams(

@@ -13,6 +13,7 @@ import uvicorn
 
 from dsv3.api import frames
 from dsv3.api.app import make_app
+from dsv3.api.defaults import sampling_defaults
 from dsv3.api.engine_client import WATCHDOG_S, EngineClient, EngineDead
 from dsv3.api.service import Service, ServiceConfig
 from dsv3.api.template_pool import DEADLINE_S, TemplatePool
@@ -69,7 +70,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
 
     The first SIGTERM or SIGINT drains: no new requests, those in flight have `shutdown_timeout_s` to finish, then they
     are aborted. The second aborts them at once. When the engine fails every client hears of it at once, and the
-    process ends a few seconds later for a supervisor to start it anew.
+    process ends a few seconds later (at once if it had not been ready) for a supervisor to start it anew.
     """
     service = await make_service(config)
     server = _uvicorn(service, config)
@@ -85,7 +86,8 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
         if first.done():
             await _drain(service, signals, config)
             return 0
-        await _linger(signals, config)
+        if service.engine.info is not None:
+            await _linger(signals, config)
         return 1
     finally:
         signals.close()
@@ -115,7 +117,7 @@ def _uvicorn(service: Service, config: ServerConfig) -> "_Uvicorn":
 async def make_service(config: ServerConfig) -> Service:
     """Tokenizer, chat template and the (not yet started) engine client of a server.
 
-    Raises TokenizerError for a tokenizer that cannot be used.
+    Raises TokenizerError for a tokenizer, ValueError for a generation_config.json that cannot be used.
     """
     tokenizer = _tokenizer(config)
     templates = await _templates(config, tokenizer)
@@ -130,7 +132,8 @@ async def make_service(config: ServerConfig) -> Service:
         on_progress=_Progress(config.notify),
         watchdog_s=config.watchdog_s,
     )
-    service = Service(ServiceConfig(config.model_names, parser), engine, tokenizer, templates)
+    settings = ServiceConfig(config.model_names, parser, sampling_defaults(config.model_dir))
+    service = Service(settings, engine, tokenizer, templates)
     engine.on_stats = service.metrics.update
     return service
 

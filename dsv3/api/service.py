@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 from dsv3.api.engine_client import EngineClient
 from dsv3.api.errors import ApiError, invalid, unavailable
@@ -20,10 +20,11 @@ _INLINE_CHARS = 1024
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
     """Settings of the HTTP side. `model_names`: the first is the one answers carry. `reasoning_parser` as in
-    `dsv3.text.reasoning.PARSERS`."""
+    `dsv3.text.reasoning.PARSERS`. `sampling_defaults` hold where a request is silent."""
 
     model_names: tuple[str, ...]
     reasoning_parser: str = "none"
+    sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 

@@ -1,0 +1,229 @@
+"""`python -m launch.serve` as a user types it: the bundled model, the real engine, a real socket."""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "launch.serve"]
+SMALL = ["--max-num-seqs", "4", "--max_model_len=256", "--max_num_batched_tokens=64", "--max-num-queued-reqs", "20"]
+PROMPT = "def read(self, size):\n    "
+
+
+@contextlib.contextmanager
+def serving(*arguments):
+    """A server's process and its lines up to the ready-made curl command."""
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            if line.startswith("curl "):
+                break
+        else:
+            pytest.fail("\n".join(lines))
+        yield process, lines
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The process and its lines; the bundled model with small programs."""
+    with serving(*SMALL, "--compilation_cache_dir", str(tmp_path_factory.mktemp("xla"))) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def url(server):
+    return re.search(r"ready at (http://\S+)", "\n".join(server[1]))[1]
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def complete(client, prompt, **kwargs):
+    answer = client.completions.create(
+        model="dsv3-tiny", prompt=prompt, **{"max_tokens": 20, "temperature": 0} | kwargs
+    )
+    return answer.choices[0].text
+
+
+def metric(url, name):
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0] == name)
+
+
+def test_what_it_prints(server):
+    text = "\n".join(server[1])
+    assert "serving dsv3-tiny from" in text
+    assert re.search(r"\[\d+/\d+\] compiling ", text)
+    assert "ready at http://127.0.0.1:" in text
+    assert "256 tokens a request, 4 requests at once" in text
+
+
+def test_the_printed_curl_line(server, url):
+    """Done with httpx, since curl may be missing."""
+    words = shlex.split(server[1][-1])
+    assert words[0] == "curl" and words[1].startswith(url) and words[2] == "-H" and words[4] == "-d"
+    name, _, value = words[3].partition(": ")
+    answer = httpx.post(words[1], content=words[5], headers={name: value}, timeout=120)
+    assert answer.json()["choices"][0]["message"]["content"]
+
+
+def test_greedy_text_is_the_same_streamed_batched_and_alone(client):
+    alone = complete(client, PROMPT)
+    assert len(alone) > 10
+    stream = client.completions.create(model="dsv3-tiny", prompt=PROMPT, max_tokens=20, temperature=0, stream=True)
+    assert "".join(event.choices[0].text for event in stream) == alone
+    batch = client.completions.create(
+        model="dsv3-tiny", prompt=[PROMPT, "import os", PROMPT, "class A:"] * 2, max_tokens=20, temperature=0
+    )
+    assert [batch.choices[i].text for i in (0, 2, 4, 6)] == [alone] * 4
+
+
+def test_seeds(client):
+    first = complete(client, PROMPT, temperature=1, seed=7)
+    assert complete(client, PROMPT, temperature=1, seed=7) == first
+    assert complete(client, PROMPT, temperature=1, seed=8) != first
+
+
+def test_stop_string_and_logprobs(client):
+    whole = complete(client, PROMPT)
+    stop = whole[5:9]
+    assert complete(client, PROMPT, stop=stop) == whole[: whole.index(stop)]
+    answer = client.completions.create(model="dsv3-tiny", prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert chosen == pytest.approx(max(top.values()))
+        assert chosen < 0
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(client):
+    prompt = list(range(10, 110))
+    for expected in (0, 64):
+        answer = client.completions.create(model="dsv3-tiny", prompt=prompt, max_tokens=2, temperature=0)
+        assert answer.usage.prompt_tokens_details.cached_tokens == expected
+    salted = client.completions.create(
+        model="dsv3-tiny", prompt=prompt, max_tokens=2, extra_body={"cache_salt": "another tenant"}
+    )
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_chat_in_the_form_of_the_template(client):
+    messages = [{"role": "user", "content": "What does os.path.join do?"}]
+    answer = client.chat.completions.create(model="dsv3-tiny", messages=messages, max_tokens=30, temperature=0)
+    assert answer.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="roles system, user and assistant"):
+        client.chat.completions.create(model="dsv3-tiny", messages=[{"role": "tool", "content": "x"}])
+
+
+def test_limits_are_those_of_the_engine(client):
+    with pytest.raises(openai.BadRequestError, match="256 tokens"):
+        complete(client, list(range(250)), max_tokens=7)
+    with pytest.raises(openai.BadRequestError, match="token id"):
+        complete(client, [10**6])
+    assert complete(client, [11] * 250, max_tokens=6, extra_body={"ignore_eos": True}) is not None
+
+
+def test_nothing_is_compiled_after_the_start_and_nothing_stays(client, url):
+    client.chat.completions.create(
+        model="dsv3-tiny",
+        messages=[{"role": "user", "content": "x"}],
+        n=3,
+        max_tokens=5,
+        logprobs=True,
+        top_logprobs=5,
+        presence_penalty=1,
+        logit_bias={"5": -1},
+        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2},
+    )
+    assert metric(url, "dsv3:recompilations_total") == 0
+    assert metric(url, "dsv3:pages_in_use") == 0
+    assert metric(url, "vllm:prefix_cache_hits_total") > 0
+
+
+def test_sigterm_ends_it_with_status_0(server, url, client):
+    """The last test of the shared server."""
+    server[0].send_signal(signal.SIGTERM)
+    assert server[0].wait(60) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def run(*arguments):
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ}
+    )
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run("--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert "cannot listen" in done.stderr and "--port" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "/nowhere"], "no config.json"),
+        (["--api_key", "a b"], "printable"),
+        (["--api_key", "a", "--api-key-file", "b"], "one of"),
+        (["--api_key_file", "/nowhere"], "api_key_file"),
+        (["--max_num_seqs", "0"], "max_num_seqs"),
+        (["--dtype", "int4"], "dtype"),
+        (["--no-such-flag"], "unknown flag"),
+    ],
+)
+def test_wrong_command_lines(arguments, words):
+    done = run("--port", "0", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_model_ends_it_with_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    process = subprocess.run(
+        [*COMMAND, "--port", "0", "--model", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert process.returncode == 1
+    assert "config.json: " in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+def test_help():
+    done = run("--help")
+    assert done.returncode == 0
+    for flag in ("model", "served_model_name", "host", "port", "api_key", "max_num_queued_reqs", "shutdown_timeout"):
+        assert f"--{flag}=" in done.stdout

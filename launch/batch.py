@@ -24,7 +24,6 @@ from dsv3.batch.journal import BatchError, InputSummary, Journal, summarize_inpu
 from dsv3.batch.progress import ProgressDisplay
 from dsv3.batch.run import Progress, run
 from dsv3.text.reasoning import PARSERS
-from dsv3.text.tokenizer import TokenizerError
 from launch import engine_flags, flags
 
 _REASONING = absl_flags.DEFINE_enum(
@@ -46,7 +45,7 @@ def main(source: str, output: str) -> int:
             return _run(pathlib.Path(source), summary, journal, _config(model_dir))
         finally:
             journal.close()
-    except (BatchError, TokenizerError) as error:
+    except BatchError as error:
         print(f"launch.batch: {error}", file=sys.stderr)
         return 1
 

@@ -123,9 +123,12 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
 async def server_completer(config: ServerConfig) -> AsyncIterator[ServerCompleter]:
     """A completer for the time of the `async with`, its engine loaded and warm.
 
-    Raises BatchError when the engine cannot start, TokenizerError for a tokenizer that cannot be used.
+    Raises BatchError when the model's files cannot be used or the engine cannot start.
     """
-    service = await make_service(config)
+    try:
+        service = await make_service(config)
+    except ValueError as error:
+        raise BatchError(str(error)) from error
     try:
         await service.engine.start()
         await service.engine.settled.wait()

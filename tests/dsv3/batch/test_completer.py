@@ -8,7 +8,8 @@ import pytest
 from dsv3.api.server import ServerConfig
 from dsv3.batch.completer import call, server_completer
 from dsv3.batch.journal import BatchError
-from tests.dsv3.batch.fake_engine import DEADLY, POISON
+from tests.dsv3.api.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
+from tests.dsv3.text import tiny
 
 COMPLETIONS = "/v1/completions"
 
@@ -17,14 +18,19 @@ def ask(prompt, **fields):
     return json.dumps({"prompt": prompt, "max_tokens": 3, "return_token_ids": True} | fields).encode()
 
 
-def serve(tmp_path, use, **options):
-    """Runs `use(completer, service)` against a fresh engine process; a directory without tokenizer is enough."""
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return tiny.write(tmp_path_factory.mktemp("model"))
+
+
+def serve(model_dir, use, **options):
+    """Runs `use(completer, service)` against a fresh engine process."""
     config = ServerConfig(
-        model_dir=tmp_path,
+        model_dir=model_dir,
         model_names=("tiny",),
         engine_options=options,
         max_num_queued_reqs=options.get("max_num_queued_reqs", 1024),
-        engine_factory="tests.dsv3.batch.fake_engine:start",
+        engine_factory="tests.dsv3.batch.fake_engine:make",
         notify=lambda line: None,
     )
 
@@ -39,68 +45,82 @@ def body_of(answer):
     return json.loads(bytes(answer.body))
 
 
-def test_a_line_is_answered_as_the_server_answers(tmp_path):
+def test_a_line_is_answered_as_the_server_answers(model_dir):
     async def use(completer, service):
-        return await completer.complete(COMPLETIONS, ask([[7], [20]], n=2)), completer.concurrency
+        return await completer.complete(COMPLETIONS, ask([[7, 8], [20]], n=2)), completer.concurrency
 
-    answer, concurrency = serve(tmp_path, use)
+    answer, concurrency = serve(model_dir, use, max_num_seqs=8)
     body = body_of(answer)
     assert answer.status == 200 and answer.request_id == body["id"] and answer.output_tokens == 12
     assert body["object"] == "text_completion" and body["model"] == "tiny"
-    assert [choice["token_ids"] for choice in body["choices"]] == [[8, 9, 10]] * 2 + [[21, 22, 23]] * 2
+    assert [choice["token_ids"] for choice in body["choices"]] == [[7, 8, 7]] * 2 + [[20, 20, 20]] * 2
     assert body["usage"]["completion_tokens"] == 12
-    assert concurrency == 4
+    assert concurrency == 16
 
 
-def test_refusals_are_answers_in_openais_shape(tmp_path):
+def test_refusals_are_answers_in_openais_shape(model_dir):
     lines = {
         "stream": (COMPLETIONS, ask([1], stream=True)),
         "model": (COMPLETIONS, ask([1], model="gpt-4")),
-        "too long": (COMPLETIONS, ask([1] * 80)),
+        "too long": (COMPLETIONS, ask([7] * 3000)),
         "wrong type": (COMPLETIONS, ask([1], temperature="hot")),
-        "no tokenizer": ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}]}'),
-        "poisoned": (COMPLETIONS, ask([POISON])),
+        "no messages": ("/v1/chat/completions", b'{"messages": []}'),
+        "fails alone": (COMPLETIONS, ask([BAD_OUTPUT])),
     }
 
     async def use(completer, service):
         return {name: await completer.complete(*line) for name, line in lines.items()}
 
-    answers = serve(tmp_path, use)
+    answers = serve(model_dir, use)
     statuses = {name: answer.status for name, answer in answers.items()}
-    assert statuses == {name: 400 for name in lines} | {"model": 404, "poisoned": 500}
+    assert statuses == {name: 400 for name in lines} | {"model": 404, "fails alone": 500}
     for answer in answers.values():
         assert body_of(answer)["error"]["message"]
         assert answer.request_id == "" and answer.output_tokens == 0
 
 
-def test_a_full_queue_is_waited_out(tmp_path):
+def test_a_full_queue_is_waited_out(model_dir):
     async def use(completer, service):
-        return await asyncio.gather(*(completer.complete(COMPLETIONS, ask([i])) for i in range(20)))
+        return await asyncio.gather(*(completer.complete(COMPLETIONS, ask([20 + i])) for i in range(20)))
 
-    answers = serve(tmp_path, use, max_num_queued_reqs=1)
+    answers = serve(model_dir, use, max_num_seqs=2, max_num_queued_reqs=1)
     assert [answer.status for answer in answers] == [200] * 20
 
 
-def test_the_engines_death_leaves_its_requests_unanswered(tmp_path):
+@pytest.mark.parametrize("trouble", [FAIL_STEP, CRASH_STEP])
+def test_the_engines_death_leaves_its_requests_unanswered(model_dir, trouble):
     async def use(completer, service):
-        harmless = [completer.complete(COMPLETIONS, ask([i], max_tokens=50)) for i in range(3)]
-        deadly = completer.complete(COMPLETIONS, ask([DEADLY]))
+        harmless = [completer.complete(COMPLETIONS, ask([20 + i], max_tokens=500)) for i in range(3)]
+        deadly = completer.complete(COMPLETIONS, ask([trouble]))
         return await asyncio.gather(*harmless, deadly, return_exceptions=True)
 
-    results = serve(tmp_path, use)
-    assert isinstance(results[-1], BatchError)
-    assert all(isinstance(result, BatchError) or result.status == 200 for result in results)
-    assert any(isinstance(result, BatchError) for result in results[:-1])
+    results = serve(model_dir, use)
+    assert all(isinstance(result, BatchError) for result in results), results
 
 
-def test_an_engine_that_cannot_start_is_an_error(tmp_path):
+def test_an_engine_that_cannot_start_is_an_error(model_dir):
     with pytest.raises(BatchError, match="engine"):
-        serve(tmp_path, None, broken=True)
+        serve(model_dir, None, fail="the weights are missing")
 
 
-def test_a_cancelled_line_leaves_nothing_in_the_engine(tmp_path):
+def test_a_tokenizer_that_cannot_be_used_is_an_error(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BatchError, match=r"tokenizer\.json"):
+        serve(tmp_path, None)
+
+
+def test_a_conversation_is_answered(model_dir):
     async def use(completer, service):
-        task = asyncio.create_task(completer.complete(COMPLETIONS, ask([1], max_tokens=60)))
+        body = b'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}'
+        return await completer.complete("/v1/chat/completions", body)
+
+    answer = serve(model_dir, use)
+    assert answer.status == 200 and body_of(answer)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_a_cancelled_line_leaves_nothing_in_the_engine(model_dir):
+    async def use(completer, service):
+        task = asyncio.create_task(completer.complete(COMPLETIONS, ask([20], max_tokens=1000)))
         while not service.engine.num_live:
             await asyncio.sleep(0)
         task.cancel()
@@ -108,7 +128,7 @@ def test_a_cancelled_line_leaves_nothing_in_the_engine(tmp_path):
             await task
         return service.engine.num_live
 
-    assert serve(tmp_path, use) == 0
+    assert serve(model_dir, use) == 0
 
 
 def test_call_speaks_asgi():

@@ -1,0 +1,43 @@
+"""The golden data of tests/golden: small checkpoints of the family and what transformers computes with them."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv3.checkpoint import load_params
+from dsv3.config import ModelConfig
+from dsv3.hf_config import load_config
+from dsv3.model.forward import ForwardOutput, forward
+from dsv3.model.params import Params
+
+DIRECTORY = pathlib.Path(__file__).parents[2] / "golden"
+MEMBERS = ("deepseek_v3", "deepseek_v31", "deepseek_v2", "deepseek_v2_lite", "moonlight", "kimi_k2")
+
+
+@functools.cache
+def model(member: str) -> tuple[Params, ModelConfig]:
+    """Parameters in float32, FP8 multiplied out."""
+    cfg = load_config(DIRECTORY / member)
+    return load_params(DIRECTORY / member, cfg, dtype=jnp.float32, fp8="dequantize", progress=False), cfg
+
+
+@functools.cache
+def data(member: str) -> dict[str, np.ndarray]:
+    with np.load(DIRECTORY / member / "golden.npz") as file:
+        return dict(file)
+
+
+_forward = jax.jit(forward, static_argnames=("cfg", "with_mtp"))
+
+
+def run(params: Params, cfg: ModelConfig, tokens: np.ndarray) -> ForwardOutput:
+    """The training form on `tokens` `[B, S]`, with every MTP module the model has."""
+    return _forward(params, cfg=cfg, tokens=jnp.asarray(tokens), with_mtp=cfg.num_nextn_predict_layers > 0)
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference over the largest expected magnitude."""
+    return float(np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max())

@@ -1,0 +1,72 @@
+"""Expert choice against the plain wording of the papers, and the traps between implementations."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.deepseek_v2 import DEEPSEEK_V2
+from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
+from configs.deepseek_v3 import DEEPSEEK_V3
+from configs.kimi_k2 import KIMI_K2
+from dsv3.config import ModelConfig
+from dsv3.model.router import route
+
+
+def choose_plainly(cfg: ModelConfig, logits: np.ndarray, bias: np.ndarray) -> tuple[list[int], list[float]]:
+    """One token at a time with Python lists."""
+    scores = 1 / (1 + np.exp(-logits)) if cfg.scoring_func == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+    choice = scores + bias
+    groups = np.split(np.arange(len(choice)), cfg.n_group)
+    ranks = 2 if cfg.topk_method == "noaux_tc" else 1
+    strength = [sum(sorted(choice[g])[-ranks:]) for g in groups]
+    kept = sorted(range(cfg.n_group), key=lambda g: -strength[g])[: cfg.topk_group]
+    within = [e for g in kept for e in groups[g]]
+    ids = sorted(within, key=lambda e: -choice[e])[: cfg.num_experts_per_tok]
+    weights = scores[ids] / (scores[ids].sum() if cfg.norm_topk_prob else 1) * cfg.routed_scaling_factor
+    return ids, weights.tolist()
+
+
+@pytest.mark.parametrize("cfg", [DEEPSEEK_V3, DEEPSEEK_V2, DEEPSEEK_V2_LITE, KIMI_K2])
+def test_against_plain_python(cfg: ModelConfig) -> None:
+    D, E = 16, cfg.n_routed_experts
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(20, D)).astype(np.float32), rng.normal(size=(E, D)).astype(np.float32)
+    bias = rng.normal(0, 0.3, E).astype(np.float32) if cfg.topk_method == "noaux_tc" else None
+    ids, weights = route(cfg, jnp.asarray(x), jnp.asarray(weight), None if bias is None else jnp.asarray(bias))
+    for t in range(len(x)):
+        plain = choose_plainly(cfg, x[t] @ weight.T, np.zeros(E) if bias is None else bias)
+        assert ids[t].tolist() == plain[0]
+        np.testing.assert_allclose(weights[t], plain[1], rtol=1e-4)
+
+
+def test_a_masked_expert_never_wins_over_a_negative_score() -> None:
+    cfg = dataclasses.replace(
+        DEEPSEEK_V3, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, routed_scaling_factor=1.0
+    )
+    bias = jnp.array([-0.6, -0.7, -0.9, -0.95])  # every biased score is below zero
+    ids, weights = route(cfg, jnp.ones((1, 1)), jnp.zeros((4, 1)), bias)
+    assert ids.tolist() == [[0, 1]]
+    np.testing.assert_allclose(weights, [[0.5, 0.5]])
+
+
+def test_the_bias_moves_the_choice_and_not_the_weights() -> None:
+    cfg = dataclasses.replace(KIMI_K2, n_routed_experts=3, num_experts_per_tok=1, norm_topk_prob=False)
+    weight, x = jnp.array([[2.0], [1.0], [0.0]]), jnp.ones((1, 1))
+    assert route(cfg, x, weight, jnp.zeros(3))[0].tolist() == [[0]]
+    ids, weights = route(cfg, x, weight, jnp.array([0.0, 0.0, 9.0]))
+    assert ids.tolist() == [[2]]
+    assert float(weights[0, 0]) == pytest.approx(0.5 * cfg.routed_scaling_factor)
+
+
+def test_bfloat16_activations_are_scored_in_float32() -> None:
+    x = jax.random.normal(jax.random.key(0), (8, 64)).astype(jnp.bfloat16)
+    weight = jax.random.normal(jax.random.key(1), (256, 64))
+    bias = jnp.zeros(256)
+    ids, weights = route(DEEPSEEK_V3, x, weight, bias)
+    ids32, weights32 = route(DEEPSEEK_V3, x.astype(jnp.float32), weight, bias)
+    assert (ids == ids32).all()
+    assert (weights == weights32).all()
+    assert weights.dtype == jnp.float32

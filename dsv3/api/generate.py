@@ -142,6 +142,8 @@ class Generation:
         metrics, now = self._service.metrics, time.monotonic()
         if choice.last_token_at is None and output.token_ids:
             metrics.observe("ttft", now - self._started_at)
+            if output.queue_seconds is not None:
+                metrics.observe("queue", output.queue_seconds)
             prompt = choice.index // self.n
             metrics.prompt_tokens.inc(len(self.prompts[prompt].token_ids))
             self._cached_tokens[prompt] = max(self._cached_tokens.get(prompt, 0), output.num_cached_tokens)

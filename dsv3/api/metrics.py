@@ -28,6 +28,7 @@ _HISTOGRAMS = {
     "ttft": ("vllm:time_to_first_token_seconds", "From the request's arrival to its first token."),
     "itl": ("vllm:inter_token_latency_seconds", "Between two outputs of one sequence, per token."),
     "e2e": ("vllm:e2e_request_latency_seconds", "From the request's arrival to its last token."),
+    "queue": ("vllm:request_queue_time_seconds", "From the engine's taking the request to its first slot."),
 }
 
 
@@ -61,7 +62,7 @@ class Metrics:
                 self._seen[key] = new
 
     def observe(self, what: str, seconds: float) -> None:
-        """Adds a latency; `what` is "ttft", "itl" or "e2e"."""
+        """Adds a latency; `what` is "ttft", "itl", "e2e" or "queue"."""
         self._times[what].observe(seconds)
 
     def finished(self, reason: str) -> None:

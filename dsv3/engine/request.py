@@ -34,7 +34,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step produced for one request.
 
     `finish_reason` is set on a request's last output. `stop_token_id` names the stop or end token that ended it (it is
-    the last of `token_ids`). `num_cached_tokens` counts prompt tokens found in the prefix cache, on the first output.
+    the last of `token_ids`). `num_cached_tokens` counts prompt tokens found in the prefix cache, on the first output,
+    where `queue_seconds` is the time from the engine's taking the request to its first slot.
     `error` explains a finish_reason of "error".
     """
 
@@ -44,6 +45,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    queue_seconds: float | None = None
     error: str | None = None
 
 

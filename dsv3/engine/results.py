@@ -85,7 +85,7 @@ def _detailed(
     scheduler: Scheduler, sequence: Sequence, token: int, at_limit: bool, logprobs: list[TokenLogprobs] | None
 ) -> EngineOutput:
     """The output of a row that is a request's first or last, or carries log-probabilities."""
-    num_cached = 0 if sequence.started else sequence.num_cached
+    num_cached, queue_seconds = (0, None) if sequence.started else (sequence.num_cached, sequence.queue_seconds)
     sequence.started = scheduler.slots.started[sequence.slot] = True
     if token < 0:
         scheduler.distrust(sequence)
@@ -102,6 +102,7 @@ def _detailed(
         finish_reason=reason,
         stop_token_id=token if stopped else None,
         num_cached_tokens=num_cached,
+        queue_seconds=queue_seconds,
     )
 
 

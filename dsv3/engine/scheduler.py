@@ -6,6 +6,7 @@ dropped, and the pages it may still write are held back from new owners until it
 """
 
 from collections import deque
+from time import perf_counter
 
 import numpy as np
 
@@ -57,6 +58,7 @@ class Scheduler:
         """Puts a request at the end of the queue."""
         self._arrivals += 1
         sequence.arrival = self._arrivals
+        sequence.queued_at = perf_counter()
         self.sequences[sequence.id] = sequence
         self.waiting.append(sequence)
 
@@ -182,6 +184,8 @@ class Scheduler:
         fresh = [cache.allocate() for _ in range(pages_for(len(sequence.tokens)) - len(cached))]
         sequence.pages = [*cached, *(page for page in fresh if page is not None)]
         sequence.prefilled = len(cached) * PAGE_SIZE
+        if sequence.queue_seconds is None:
+            sequence.queue_seconds = perf_counter() - sequence.queued_at
         self._count_prefix(sequence)
         if self.cfg.enable_prefix_caching:
             sequence.pending = set(sequence.keys[len(cached) :]) - self._pending[rank]

@@ -36,6 +36,8 @@ class Sequence:
     prefilled: int = 0  # tokens whose latents a launched step has written or will write
     pending: set[Key] = dataclasses.field(default_factory=set)  # keys of pages it is filling from its prompt
     num_cached: int = 0
+    queued_at: float = 0.0
+    queue_seconds: float | None = None  # from the queue to the first slot
     started: bool = False  # its first token has been reported
 
     @property

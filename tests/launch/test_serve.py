@@ -163,6 +163,9 @@ def test_nothing_is_compiled_after_the_start_and_nothing_stays(client, url):
     assert metric(url, "dsv3:recompilations_total") == 0
     assert metric(url, "dsv3:pages_in_use") == 0
     assert metric(url, "vllm:prefix_cache_hits_total") > 0
+    for name in ("request_queue_time", "time_to_first_token", "e2e_request_latency"):
+        assert metric(url, f"vllm:{name}_seconds_count") == metric(url, "vllm:time_to_first_token_seconds_count")
+    assert metric(url, "vllm:request_queue_time_seconds_sum") < metric(url, "vllm:time_to_first_token_seconds_sum")
 
 
 def test_sigterm_ends_it_with_status_0(server, url, client):

@@ -1,0 +1,231 @@
+"""Speed of loading a checkpoint as a fraction of the raw read speed of the disk, each in a fresh process.
+
+    python -m benchmarks.checkpoint --size-gb=2 --rounds=3 --directory=/path/on/the/disk
+
+Makes a DeepSeek-V3-shaped bfloat16 checkpoint of about the given size, its FP8 twin and their pre-stacked forms, then
+reads in turn, round after round: the files alone (threads with 4 MiB reads, into one buffer each through the page cache
+and with O_DIRECT, and into as much new memory as the files take), and the parameters by `load_params` from each form.
+Before every run the page cache is dropped, by
+/proc/sys/vm/drop_caches where that is permitted and by POSIX_FADV_DONTNEED otherwise; the bytes that the kernel then
+fetched from storage are shown beside the bytes asked for. A ratio is taken within a round, and the median is shown.
+Processor seconds are shown because a load that has to wait for a busy processor looks like a slow disk.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags as absl_flags
+
+from launch import flags
+
+SIZE_GB = absl_flags.DEFINE_float("size_gb", 2.0, "Size of the bfloat16 checkpoint, in 10^9 bytes.", 0.01)
+ROUNDS = absl_flags.DEFINE_integer("rounds", 3, "How often everything is read.", 1)
+DIRECTORY = absl_flags.DEFINE_string(
+    "directory", None, "Where the checkpoints are made and removed; a new one in /tmp."
+)
+CASE = absl_flags.DEFINE_string("case", None, "Runs one case in this process (the benchmark calls itself).")
+
+READ_BYTES = 4 << 20
+THREADS = 8
+# case -> checkpoint it reads
+CASES = {
+    "raw": "bf16",
+    "raw O_DIRECT": "bf16",
+    "raw to new memory": "bf16",
+    "safetensors package": "bf16",
+    "hf bf16": "bf16",
+    "stacked bf16": "bf16-stacked",
+    "raw fp8": "fp8",
+    "hf fp8 keep": "fp8",
+    "hf fp8 dequantize": "fp8",
+    "stacked fp8 keep": "fp8-stacked",
+}
+
+
+def main() -> int:
+    """Makes the checkpoints, runs the cases and prints one line a case."""
+    if CASE.value:
+        print(json.dumps(run_case(CASE.value, Path(DIRECTORY.value))))
+        return 0
+    with tempfile.TemporaryDirectory(dir=DIRECTORY.value) as directory:
+        make(Path(directory), SIZE_GB.value)
+        results: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
+        for _ in range(ROUNDS.value):
+            for case, name in CASES.items():
+                how = drop_cache(Path(directory) / name)
+                results[case].append(in_fresh_process(case, Path(directory) / name))
+        report(results, how)
+    return 0
+
+
+def make(root: Path, size_gb: float) -> None:
+    """Writes the four checkpoint directories; values repeat a block of random numbers."""
+    import jax
+    import ml_dtypes
+
+    from dsv3.checkpoint import convert_to_stacked, save_hf
+    from dsv3.checkpoint.layout import scale_shape
+    from dsv3.config import Fp8Config, ModelConfig
+    from dsv3.model.params import Fp8Weight, declare
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536,
+        "intermediate_size": 8192, "moe_intermediate_size": 1408, "num_experts_per_tok": 2, "n_routed_experts": 4,
+    }  # fmt: skip
+    expert = 3 * sizes["hidden_size"] * sizes["moe_intermediate_size"] * 7 * 2
+    sizes["n_routed_experts"] = max(4, round((size_gb * 1e9 - 0.6e9) / expert))
+    block = np.random.default_rng(0).normal(size=1 << 20).astype(ml_dtypes.bfloat16)
+    fp8_block = block.astype(ml_dtypes.float8_e4m3fn)
+
+    def draw(spec: Any, quantised: bool) -> Any:
+        if quantised and spec.quantizable:
+            scale = np.full(scale_shape(spec.shape), 0.01, np.float32)
+            return Fp8Weight(np.resize(fp8_block, spec.shape), scale)
+        return np.resize(block, spec.shape).astype(spec.dtype or block.dtype)
+
+    for name, cfg in (("bf16", ModelConfig(**sizes)), ("fp8", ModelConfig(**sizes, fp8=Fp8Config()))):
+        params = jax.tree.map(lambda spec, q=name == "fp8": draw(spec, q), declare(cfg))
+        save_hf(root / name, cfg, params, shard_bytes=10**9)
+        del params
+        convert_to_stacked(root / name, root / f"{name}-stacked", cfg)
+
+
+def drop_cache(directory: Path) -> str:
+    """Empties the page cache of a directory's files; says how."""
+    os.sync()
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        return "drop_caches"
+    for path in files(directory):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return "POSIX_FADV_DONTNEED"
+
+
+def files(directory: Path) -> list[Path]:
+    """Weight files of a directory of either form."""
+    return sorted(directory.rglob("*.safetensors"))
+
+
+def in_fresh_process(case: str, directory: Path) -> dict[str, float]:
+    """Result of one case, measured by a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.checkpoint", f"--case={case}", f"--directory={directory}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
+
+
+def run_case(case: str, directory: Path) -> dict[str, float]:
+    """Seconds, bytes in the files, bytes fetched from storage, and peak of resident memory above the start."""
+    work = loader(case)
+    total = sum(path.stat().st_size for path in files(directory))
+    fetched, resident = fetched_bytes(), memory("VmRSS")
+    start, cpu = time.perf_counter(), time.process_time()
+    keep = work(directory)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    result = {"seconds": seconds, "cpu": cpu, "bytes": total, "fetched": fetched_bytes() - fetched}
+    result["peak"] = memory("VmHWM") - resident
+    del keep
+    return result
+
+
+def loader(case: str) -> Callable[[Path], Any]:
+    """What a case does, with its imports done and JAX started."""
+    if case.startswith("raw"):
+        return lambda d: read_raw(d, direct=case.endswith("O_DIRECT"), into_one=not case.endswith("memory"))
+    import jax
+
+    from dsv3.checkpoint import load_params
+    from dsv3.hf_config import load_config
+
+    jax.block_until_ready(jax.device_put(np.zeros(8)))
+    if case == "safetensors package":
+        return read_with_package
+    fp8: Any = "dequantize" if case.endswith("dequantize") else "keep"
+    return lambda d: load_params(d, load_config(d), dtype="bfloat16", fp8=fp8, progress=False, threads=THREADS)
+
+
+def read_raw(directory: Path, *, direct: bool, into_one: bool) -> Any:
+    """Reads every byte of the files with threads, each into a buffer of its own or all into one new array."""
+    paths = files(directory)
+    jobs = [(path, at) for path in paths for at in range(0, path.stat().st_size, READ_BYTES)]
+    handles = {path: os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0)) for path in paths}
+    buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(THREADS)]
+    everything = None if into_one else np.empty(len(jobs) * READ_BYTES, np.uint8)
+
+    def read(worker: int) -> None:
+        for job in range(worker, len(jobs), THREADS):
+            path, at = jobs[job]
+            part = buffers[worker] if everything is None else everything[job * READ_BYTES : (job + 1) * READ_BYTES]
+            os.preadv(handles[path], [part], at)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(read, range(THREADS)))
+    return everything
+
+
+def read_with_package(directory: Path) -> Any:
+    """What a plain loader does: the safetensors package's arrays, stacked by numpy where the table says so."""
+    from safetensors import safe_open
+
+    from dsv3.checkpoint.layout import leaves, pieces
+    from dsv3.hf_config import load_config
+
+    cfg = load_config(directory)
+    where = {}
+    handles = [safe_open(path, "np") for path in files(directory)]
+    for handle in handles:
+        where |= dict.fromkeys(handle.keys(), handle)
+    stacks = {}
+    for path, spec in leaves(cfg).items():
+        parts = {p.name: where[p.name].get_tensor(p.name) for p in pieces(cfg)[path]}
+        stack = np.empty(spec.shape, next(iter(parts.values())).dtype)
+        for piece in pieces(cfg)[path]:
+            stack[piece.put] = parts[piece.name].reshape(piece.view)[piece.take]
+        stacks[path] = stack
+    return stacks
+
+
+def fetched_bytes() -> int:
+    """Bytes this process made the kernel fetch from storage."""
+    return int(Path("/proc/self/io").read_text().split("\nread_bytes:")[1].split()[0])
+
+
+def memory(field: str) -> int:
+    """A field of /proc/self/status in bytes."""
+    return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024
+
+
+def report(results: dict[str, list[dict[str, float]]], how: str) -> None:
+    """One line a case: bytes, throughput, ratio to the raw read of the same checkpoint, memory."""
+    rounds = len(next(iter(results.values())))
+    rates = {case: [r["bytes"] / r["seconds"] / 1e9 for r in runs] for case, runs in results.items()}
+    print(f"page cache dropped by {how}; {rounds} rounds; median (all ratios)")
+    print(f"{'case':22}{'GB':>7}{'from disk':>11}{'GB/s':>7}{'of raw':>8}{'CPU s':>7}{'peak GB':>9}")
+    for case, runs in results.items():
+        bases = ["raw fp8"] if "fp8" in case else ["raw", "raw O_DIRECT"]
+        ratios = [rates[case][i] / max(rates[base][i] for base in bases) for i in range(rounds)]
+        middle = {key: statistics.median(r[key] for r in runs) for key in runs[0]}
+        print(
+            f"{case:22}{middle['bytes'] / 1e9:7.2f}{middle['fetched'] / middle['bytes']:10.0%} "
+            f"{statistics.median(rates[case]):7.2f}{statistics.median(ratios):8.0%}{middle['cpu']:7.2f}"
+            f"{middle['peak'] / 1e9:9.2f}  ({', '.join(f'{r:.0%}' for r in ratios)})"
+        )
+
+
+if __name__ == "__main__":
+    flags.run(main)

@@ -30,7 +30,10 @@ class TemplatePool:
 
     async def render(self, request: frames.Render) -> str:
         """The prompt; raises TemplateError, of which TemplateTooSlow is a case."""
-        frame = frames.encode(request)
+        try:
+            frame = frames.encode(request)
+        except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
+            raise TemplateError("a tool or tool call holds a value that cannot be rendered") from None
         worker = self._small if len(frame) <= _SMALL_BYTES else self._large
         answer = await worker.ask(frame)
         if answer.error is not None:

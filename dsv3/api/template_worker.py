@@ -10,7 +10,7 @@ import sys
 from dsv3.api import frames
 from dsv3.text.chat_template import ChatTemplate, TemplateError
 
-_MAX_MEMORY_BYTES = 2 * 2**30
+_MAX_MEMORY_BYTES = 2**30
 # The parent kills a late worker much earlier; this ends one whose parent was itself killed.
 _MAX_RENDER_S = 60
 

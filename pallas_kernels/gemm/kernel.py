@@ -80,6 +80,11 @@ class GemmKernel(abc.ABC):
             raise ValueError(f"{self.depth} stages for {self}; shared memory takes 2 to {self.max_depth()}")
 
     @property
+    def name(self) -> str:
+        kind, schedule = type(self).__name__.removesuffix("Kernel"), type(self.schedule).__name__
+        return f"{'fp8' if self.scaled else 'bf16'}_{schedule}_{kind}_{self.tile_m}x{self.tile_n}".lower()
+
+    @property
     def scaled(self) -> bool:
         return self.dtype.itemsize == 1
 
@@ -111,10 +116,14 @@ class GemmKernel(abc.ABC):
         return (SMEM_BYTES - _MISC_BYTES - out_bytes) // stage_bytes
 
     def __call__(self, x, w, scales: tuple, schedule_operands: tuple, num_sms: int = NUM_SMS) -> jax.Array:
+        def body(*args, **scratch) -> None:
+            self.body(*args, **scratch)
+
+        body.__name__ = self.name  # what profiles and ptxas reports show
         return plgpu.kernel(
-            self.body,
+            body,
             out_type=self.out_type,
-            grid=(num_sms // self.cluster,),
+            grid=(max(1, min(num_sms // self.cluster, self.schedule.most_tiles(self.columns))),),
             grid_names=("sm",),
             cluster=(self.cluster,),
             cluster_names=("cluster",),

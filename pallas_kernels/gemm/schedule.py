@@ -49,6 +49,10 @@ class Schedule(Protocol):
     @property
     def exact_rows(self) -> bool: ...
 
+    def most_tiles(self, columns: int) -> int:
+        """Tiles there can be: more clusters than that would have nothing to do."""
+        ...
+
     def walk(self, refs: tuple, columns: int, k_steps: int, body: TileBody) -> jax.Array:
         """Folds `body(tile, carry)` over this cluster's tiles, from a carry of 0.
 
@@ -70,12 +74,15 @@ class Dense:
     splits: int = 1
     exact_rows: ClassVar[bool] = False
 
+    def most_tiles(self, columns: int) -> int:
+        return pl.cdiv(self.rows, self.tile_m) * columns * self.splits
+
     def walk(self, refs: tuple, columns: int, k_steps: int, body: TileBody) -> jax.Array:
         (layer_ref,) = refs
         row_tiles = pl.cdiv(self.rows, self.tile_m)
         layer = layer_ref[0]
 
-        @plgpu.nd_loop((row_tiles * columns * self.splits,), collective_axes="sm", init_carry=jnp.int32(0))
+        @plgpu.nd_loop((self.most_tiles(columns),), collective_axes="sm", init_carry=jnp.int32(0))
         def total(info, carry):
             (position,) = info.index
             split = lax.rem(position, jnp.int32(self.splits))
@@ -98,12 +105,15 @@ class Contiguous:
     tile_m: int
     exact_rows: ClassVar[bool] = False
 
+    def most_tiles(self, columns: int) -> int:
+        return self.rows // self.tile_m * columns
+
     def walk(self, refs: tuple, columns: int, k_steps: int, body: TileBody) -> jax.Array:
         group_ref, offset_ref = refs
         row_tiles = self.rows // self.tile_m
         offset = offset_ref[0]
 
-        @plgpu.nd_loop((row_tiles * columns,), collective_axes="sm", init_carry=jnp.int32(0))
+        @plgpu.nd_loop((self.most_tiles(columns),), collective_axes="sm", init_carry=jnp.int32(0))
         def total(info, carry):
             (position,) = info.index
             row, column = plgpu.planar_snake(position, (row_tiles, columns), 0, _PANEL)
@@ -129,6 +139,9 @@ class Masked:
     rows: int
     tile_m: int
     exact_rows: ClassVar[bool] = True
+
+    def most_tiles(self, columns: int) -> int:
+        return self.groups * pl.cdiv(self.rows, self.tile_m) * columns
 
     def walk(self, refs: tuple, columns: int, k_steps: int, body: TileBody) -> jax.Array:
         counts_ref, offset_ref = refs

@@ -1,0 +1,26 @@
+"""DeepSeek-V3's shapes, as DeepGEMM tests and times them: what the kernels are compiled, checked and measured at."""
+
+DENSE_NK = (
+    (2112, 7168),  # q_a and kv_a projections
+    (576, 7168),  # kv_a projection
+    (24576, 1536),  # q_b projection
+    (32768, 512),  # kv_b projection
+    (7168, 16384),  # output projection
+    (4096, 7168),  # gate and up of an expert
+    (7168, 2048),  # down of an expert
+)
+"""(N, K) of dense products."""
+
+DENSE_M = (1, 64, 128, 4096)
+
+CONTIGUOUS_GROUPS = ((4, 8192), (8, 4096))
+"""(groups, expected rows of each)."""
+
+MASKED_GROUPS = ((1, 1024), (2, 512), (4, 256), (6, 1024), (32, 192), (32, 20), (6, 20))
+"""(groups, expected rows of each); DeepGEMM's published table has the first three."""
+
+EXPERT_NK = ((4096, 7168), (7168, 2048))
+"""(N, K) of an expert's products in DeepSeek-V3."""
+
+OTHER_NK = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
+"""(N, K) of grouped products in DeepGEMM's tests."""

@@ -1,0 +1,171 @@
+"""The kernels compiled for an H200 that is not there: resources, weights left in place, a program of eight GPUs.
+
+`python -m benchmarks.gpu.fp8_gemm --compile` gates every shape of `shapes.py`; here stands one of each kind.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import aot
+from pallas_kernels.backend import Backend
+from pallas_kernels.fp8 import fp8_gemm, quantize_1x128, swiglu_quantize
+from pallas_kernels.gemm import launch
+from pallas_kernels.gemm.plan import Plan
+from pallas_kernels.grouped import (
+    fp8_grouped_gemm_contiguous,
+    fp8_grouped_gemm_masked,
+    grouped_gemm_contiguous,
+    grouped_gemm_masked,
+)
+
+pytestmark = pytest.mark.aot
+MOSAIC = Backend.MOSAIC
+E4M3, BF16, F32, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.int32
+
+
+def spec(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def scaled_x(*shape):
+    """Specs of activations [..., M, K] and their scales."""
+    *lead, m, k = shape
+    return spec(E4M3, *shape), spec(F32, *lead, -(-k // 128), m)
+
+
+def scaled_w(*shape):
+    """Specs of weights [..., N, K] and their scales."""
+    *lead, n, k = shape
+    return spec(E4M3, *shape), spec(F32, *lead, -(-n // 128), -(-k // 128))
+
+
+def assert_in_registers(fn, *args, kernels=1, **kwargs):
+    resources = aot.kernel_resources(fn, *args, **kwargs)
+    assert len(resources) == kernels
+    for kernel in resources:
+        # At launch; 168 for all three warpgroups, which set_max_registers makes 232, 232 and 40. The limit of a
+        # kernel of one warpgroup is the architecture's 255.
+        assert kernel.registers <= (168 if "x1" in kernel.name else 255), kernel
+        if jax.__version_info__ >= (0, 12):  # older releases spill a little
+            assert kernel.spill_bytes == 0, kernel
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168)])
+def test_dense(m, n, k):
+    assert_in_registers(lambda *args: fp8_gemm(*args, backend=MOSAIC), *scaled_x(m, k), *scaled_w(n, k))
+
+
+def test_dense_multicast():
+    plan = Plan(True, 128, 192, cluster=2)
+    args = (*scaled_x(4096, 7168), *scaled_w(4, 4096, 7168), spec(I32))
+    assert_in_registers(lambda *args: launch.dense(*args, jnp.bfloat16, plan=plan), *args)
+
+
+@pytest.mark.parametrize("tile_m", [32, 128])
+def test_contiguous(tile_m):
+    tiles, offset = spec(I32, 8192 // tile_m), spec(I32)
+    assert_in_registers(
+        lambda x, xs, w, ws, t, o: fp8_grouped_gemm_contiguous(
+            x, xs, w, ws, t, tile_m=tile_m, group_offset=o, backend=MOSAIC
+        ),
+        *scaled_x(8192, 7168), *scaled_w(8, 4096, 7168), tiles, offset,
+    )  # fmt: skip
+    assert_in_registers(
+        lambda x, w, t, o: grouped_gemm_contiguous(x, w, t, tile_m=tile_m, group_offset=o, backend=MOSAIC),
+        spec(BF16, 8192, 2048), spec(BF16, 8, 7168, 2048), tiles, offset,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("groups", "expected"), [(32, 20), (2, 512)])
+def test_masked(groups, expected):
+    counts = spec(I32, groups)
+    assert_in_registers(
+        lambda x, xs, w, ws, c: fp8_grouped_gemm_masked(x, xs, w, ws, c, expected_rows=expected, backend=MOSAIC),
+        *scaled_x(groups, 1024, 7168), *scaled_w(groups, 4096, 7168), counts,
+    )  # fmt: skip
+    assert_in_registers(
+        lambda x, w, c: grouped_gemm_masked(x, w, c, expected_rows=expected, backend=MOSAIC),
+        spec(BF16, groups, 1024, 2048), spec(BF16, groups, 7168, 2048), counts,
+    )  # fmt: skip
+
+
+def test_quantisation():
+    assert_in_registers(lambda x: quantize_1x128(x, backend=MOSAIC), spec(BF16, 4096, 7168))
+    assert_in_registers(lambda x: swiglu_quantize(x, ue8m0=True, backend=MOSAIC), spec(BF16, 4096, 4096))
+
+
+LAYERS, EXPERTS, D, INNER = 5, 4, 1024, 512
+
+
+def layers_in_place(x, dense, experts, counts):
+    """A scan over layers whose products address the stacks themselves."""
+
+    def layer(x, i):
+        q, scale = quantize_1x128(x, backend=MOSAIC)
+        x = fp8_gemm(q, scale, *dense, layer=i, backend=MOSAIC)
+        grouped = jnp.broadcast_to(x, (EXPERTS, *x.shape))
+        q, scale = quantize_1x128(grouped, backend=MOSAIC)
+        y = fp8_grouped_gemm_masked(q, scale, *experts, counts, group_offset=i * EXPERTS, backend=MOSAIC)
+        return x + y.sum(0), None
+
+    return lax.scan(layer, x, jnp.arange(LAYERS))[0]
+
+
+def layers_sliced(x, dense, experts, counts):
+    """The same with the dense weight sliced by the scan counter."""
+
+    def layer(x, i):
+        q, scale = quantize_1x128(x, backend=MOSAIC)
+        b, b_scale = (lax.dynamic_index_in_dim(v, i, 0, keepdims=False) for v in dense)
+        return fp8_gemm(q, scale, b, b_scale, backend=MOSAIC), None
+
+    del experts, counts
+    return lax.scan(layer, x, jnp.arange(LAYERS))[0]
+
+
+def weights_written(compiled_text):
+    """Instructions whose result has the shape of a weight, other than those that only name it."""
+    weights = rf"f8e4m3fn\[(?:\d+,)?(?:{D},{D})\]"
+    found = re.findall(rf"= {weights}\S* ([\w-]+)\(", compiled_text)
+    return [op for op in found if op not in ("parameter", "get-tuple-element", "bitcast")]
+
+
+@pytest.mark.parametrize(("layers", "copies"), [(layers_in_place, False), (layers_sliced, True)])
+def test_a_scan_over_layers_copies_no_weight(layers, copies):
+    x, counts = spec(BF16, 64, D), spec(I32, EXPERTS)
+    stacks = scaled_w(LAYERS, D, D), scaled_w(LAYERS * EXPERTS, D, D)
+    compiled = aot.compile_for(layers, x, *stacks, counts)
+    assert bool(weights_written(compiled.as_text())) == copies
+    if not copies:  # nor in any other shape: all temporaries together are activations, smaller than one weight
+        assert compiled.memory_analysis().temp_size_in_bytes < D * D
+
+
+def test_experts_on_eight_gpus():
+    mesh = aot.gpu_mesh({"expert": 8})
+    rows = 32
+
+    @jax.shard_map(mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
+    def experts(x, up, up_scale, down, down_scale, counts):
+        q, scale = quantize_1x128(x, backend=MOSAIC)  # [8 * local experts, rows, D] by destination
+        q, scale = (lax.all_to_all(v, "expert", 0, 0, tiled=True) for v in (q, scale))
+        gate_up = fp8_grouped_gemm_masked(q, scale, up, up_scale, counts, backend=MOSAIC)
+        q, scale = swiglu_quantize(gate_up, counts=counts, backend=MOSAIC)
+        y = fp8_grouped_gemm_masked(q, scale, down, down_scale, counts, backend=MOSAIC)
+        return lax.all_to_all(y, "expert", 0, 0, tiled=True)
+
+    def sharded(*specs):
+        return [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, P("expert"))) for s in specs]
+
+    groups = 8 * 8
+    args = sharded(
+        spec(BF16, groups, rows, D), *scaled_w(groups, 2 * INNER, D), *scaled_w(groups, D, INNER), spec(I32, groups)
+    )
+    assert_in_registers(experts, *args, mesh=mesh, kernels=4)
+    text = aot.compile_for(experts, *args, mesh=mesh).as_text()
+    assert "all-to-all" in text and text.count("mosaic_gpu") >= 4

@@ -1,0 +1,107 @@
+"""The public operations on the Mosaic backend: same answers as the reference, refusals before any kernel is traced."""
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.backend import Backend
+from pallas_kernels.fp8 import fp8_gemm, swiglu_quantize
+from pallas_kernels.grouped import (
+    align_groups,
+    fp8_grouped_gemm_contiguous,
+    fp8_grouped_gemm_masked,
+    grouped_gemm_contiguous,
+    grouped_gemm_masked,
+)
+from tests.pallas_kernels.gemm.interpreted import interpret
+from tests.pallas_kernels.numerics import activation, calc_diff, weight
+
+MOSAIC, REFERENCE = Backend.MOSAIC, Backend.REFERENCE
+
+
+def test_dense_of_a_stack_with_rows_that_tma_cannot_stride():
+    a, a_scale, _ = activation(0, 3, 128)  # three rows of scales are 12 bytes
+    b, b_scale, _ = weight(1, 2, 136, 128)
+
+    def run(backend):
+        return lambda layer: fp8_gemm(a, a_scale, b, b_scale, layer=layer, backend=backend)
+
+    assert calc_diff(interpret(run(MOSAIC), 1), run(REFERENCE)(1)) < 1e-5
+
+
+def test_experts_from_routing_to_combined_rows():
+    ids = jnp.array([1, 0, 1, -1, 1])
+    x, x_scale, _ = activation(0, 5, 128)
+    up, down = weight(1, 4, 256, 128), weight(2, 4, 128, 128)
+
+    def experts(backend):
+        def run(offset):
+            aligned = align_groups(ids, 2, 8)
+            q, scale = (
+                x.at[aligned.row_of_slot].get(mode="fill", fill_value=0),
+                x_scale.at[:, aligned.row_of_slot].get(mode="fill", fill_value=0),
+            )
+            place = {"tile_m": 8, "group_offset": offset, "backend": backend}
+            gate_up = fp8_grouped_gemm_contiguous(q, scale, *up[:2], aligned.tile_group, **place)
+            q, scale = swiglu_quantize(gate_up, backend=backend)
+            y = fp8_grouped_gemm_contiguous(q, scale, *down[:2], aligned.tile_group, **place)
+            return y.at[aligned.slot_of_row].get(mode="fill", fill_value=0)
+
+        return run
+
+    ours = interpret(experts(MOSAIC), 2)
+    assert not jnp.any(ours[3])
+    assert calc_diff(ours, experts(REFERENCE)(2)) < 1e-4
+
+
+E4M3, F32, BF16 = jnp.float8_e4m3fn, jnp.float32, jnp.bfloat16
+
+
+def zeros(dtype, *shape):
+    return jnp.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: fp8_gemm(
+                zeros(E4M3, 8, 128), zeros(F32, 1, 8), zeros(E4M3, 130, 128), zeros(F32, 2, 1), backend=MOSAIC
+            ),
+            "N=130",
+        ),
+        (
+            lambda: fp8_gemm(
+                zeros(E4M3, 8, 120), zeros(F32, 1, 8), zeros(E4M3, 128, 120), zeros(F32, 1, 1), backend=MOSAIC
+            ),
+            "K=120",
+        ),
+        (
+            lambda: grouped_gemm_contiguous(
+                zeros(BF16, 8, 64), zeros(BF16, 2, 64, 64), jnp.zeros(2, jnp.int32), tile_m=4, backend=MOSAIC
+            ),
+            "tile_m=4",
+        ),
+        (
+            lambda: grouped_gemm_masked(
+                zeros(F32, 2, 8, 64), zeros(F32, 2, 64, 64), jnp.zeros(2, jnp.int32), backend=MOSAIC
+            ),
+            "float32",
+        ),
+        (
+            lambda: fp8_grouped_gemm_masked(
+                zeros(E4M3, 2, 8, 128),
+                zeros(F32, 2, 1, 8),
+                zeros(E4M3, 2, 128, 128),
+                zeros(F32, 2, 1, 1),
+                jnp.zeros(2, jnp.int32),
+                out_dtype=F32,
+                backend=MOSAIC,
+            ),
+            "out_dtype float32",
+        ),
+    ],
+    ids=["N", "K", "tile_m", "dtype", "out_dtype"],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,80 @@
+"""Choice of tiles: always a kernel that exists, fewer idle multiprocessors where the width can be chosen."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.gemm import plan as planning
+from pallas_kernels.gemm.launch import _kernel
+from pallas_kernels.gemm.plan import Plan, plan_contiguous, plan_dense, plan_masked
+from pallas_kernels.gemm.schedule import Dense
+from pallas_kernels.gemm.shapes import DENSE_M, DENSE_NK
+from pallas_kernels.mosaic import NUM_SMS
+
+
+def kernel_of(plan, n, k, dtype=jnp.float8_e4m3fn):
+    """Builds the kernel, which refuses tiles that do not fit shared memory or meet three scales."""
+    w = jax.ShapeDtypeStruct((1, n, k), dtype)
+    return _kernel(plan, Dense(8, plan.tile_m, plan.splits), w, w, ((1, 8, n), jnp.bfloat16))
+
+
+@settings(max_examples=80, deadline=None)
+@given(m=st.integers(1, 9000), n=st.integers(1, 40000), k=st.integers(1, 20000))
+def test_every_dense_product_has_a_kernel(m, n, k):
+    plan = plan_dense(m, n, k)
+    assert kernel_of(plan, n, k).depth >= 2
+    assert plan.wide or plan.tile_m >= min(m, 128)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
+def test_every_candidate_is_a_kernel(dtype):
+    itemsize = jnp.dtype(dtype).itemsize
+    for plan in [*planning.wide_plans(itemsize), *(Plan(False, tile, 128) for tile in planning.NARROW_TILES_M)]:
+        assert kernel_of(plan, 4096, 7168, dtype).depth >= 2, plan
+
+
+def waves(plan, m, n):
+    return math.ceil(math.ceil(m / plan.tile_m) * math.ceil(n / plan.tile_n) * plan.splits / NUM_SMS)
+
+
+def test_few_rows_split_k_until_the_multiprocessors_are_busy():
+    for n, k in DENSE_NK:
+        plan = plan_dense(1, n, k)
+        tiles = math.ceil(n / plan.tile_n) * plan.splits
+        assert not plan.wide and plan.tile_m == 8
+        assert waves(plan, 1, n) == 1 or plan.splits == 1
+        # Where K is long enough to be split, most of the multiprocessors have work.
+        assert tiles > NUM_SMS / 2 or k < 4096
+
+
+def test_an_unaligned_width_wins_where_it_saves_a_wave():
+    plan = plan_dense(256, 7168, 16384)
+    assert plan.tile_n == 112 and waves(plan, 256, 7168) == 1
+    aligned = Plan(True, 128, 64)
+    assert waves(aligned, 256, 7168) == 2
+
+
+def test_measured_plans_come_first(monkeypatch):
+    monkeypatch.setitem(planning.TUNED, planning.dense_key(65, 4096, 7168), (True, 128, 96, 1, 2, 5))
+    planning.plan_dense.cache_clear()
+    try:
+        assert plan_dense(100, 4096, 7168) == Plan(True, 128, 96, cluster=2, stages=5)
+    finally:
+        planning.plan_dense.cache_clear()
+
+
+def test_grouped_plans_follow_the_layout():
+    assert plan_contiguous(8192, 32, 4096, 7168, 1) == Plan(False, 32, 128)
+    assert plan_contiguous(8192, 128, 4096, 7168, 2).wide
+    with pytest.raises(ValueError, match="tile_m=48"):
+        plan_contiguous(96, 48, 4096, 7168, 1)
+    assert plan_masked(32, 5, 4096, 7168, 1) == Plan(False, 8, 128)
+    assert plan_masked(2, 512, 4096, 7168, 1).wide
+
+
+def test_deepseek_shapes_have_plans():
+    assert all(plan_dense(m, n, k) for m in DENSE_M for n, k in DENSE_NK)

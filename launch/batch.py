@@ -86,7 +86,11 @@ def _run(source: pathlib.Path, summary: InputSummary, journal: Journal, config: 
     if received is not None:
         _say(f"interrupted by {received.name}: {so_far.format(journal.answered, summary.lines)}")
         return 128 + received
-    _say(f"answered {progress.answered} lines, {progress.failed} of this run's with an error")
+    done = progress.succeeded + progress.failed
+    _say(
+        f"answered {done} lines in {progress.seconds:.1f} s, {progress.failed} with an error; "
+        f"{progress.output_tokens} tokens, {progress.tokens_per_s:,.0f} tokens/s"
+    )
     return 0
 
 

@@ -28,7 +28,7 @@ class ProgressDisplay:
         )
         self._bar = Bar(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal)
         self._task = self._bar.add_task("answering", total=None, rate=0.0, failed=0)
-        self._began_s = self._logged_s = time.monotonic()
+        self._logged_s = time.monotonic()
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -39,8 +39,7 @@ class ProgressDisplay:
 
     def update(self, progress: Progress) -> None:
         """Shows the newest counts; tokens/s is the mean since the start of this run."""
-        now = time.monotonic()
-        rate = progress.output_tokens / max(now - self._began_s, 1e-9)
+        now, rate = time.monotonic(), progress.tokens_per_s
         if not self._bar.disable:
             self._bar.update(
                 self._task, total=progress.total, completed=progress.answered, rate=rate, failed=progress.failed

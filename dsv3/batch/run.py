@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -37,19 +38,25 @@ class Completer(Protocol):
 
 @dataclasses.dataclass
 class Progress:
-    """Counts of a run: `resumed` lines were answered by earlier runs, the others by this one."""
+    """Counts of a run: `resumed` lines were answered by earlier runs, the others by this one, in `seconds`."""
 
     total: int
     resumed: int = 0
     succeeded: int = 0
     failed: int = 0
     output_tokens: int = 0
+    seconds: float = 0.0
     interrupted: bool = False
 
     @property
     def answered(self) -> int:
         """Lines with an answer in the output file."""
         return self.resumed + self.succeeded + self.failed
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second, the mean over this run."""
+        return self.output_tokens / self.seconds if self.seconds else 0.0
 
 
 async def run(
@@ -67,12 +74,13 @@ async def run(
     completer raises, and BatchError when the input changes meanwhile or the output cannot be written; what is written
     stays.
     """
-    progress = Progress(total=total, resumed=journal.answered)
+    progress, began_s = Progress(total=total, resumed=journal.answered), time.monotonic()
     lines = _unanswered(source, journal)
 
     async def worker() -> None:
         for line in lines:
             await _answer(line, journal, completer, progress)
+            progress.seconds = time.monotonic() - began_s
             on_progress(progress)
             await asyncio.sleep(0)  # lines that need no completer must not keep the others waiting
 

@@ -3,7 +3,7 @@
 The estimate counts waves: `ceil(tiles / multiprocessors)` times the cycles of a tile, where a tile takes the longer of
 its arithmetic and its loads, never less than reading the operands from memory once. So a tile width such as 112 wins
 where it leaves fewer multiprocessors idle in the last wave. Its constants are round figures for an H200, not
-measurements; `benchmarks/gpu/fp8_gemm.py --tune` replaces estimates by measurements in `tuned.py`.
+measurements; `benchmarks/gpu/fp8_gemm.py` replaces estimates by measurements in `tuned.py`.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Plan:
 def plan_dense(m: int, n: int, k: int) -> Plan:
     """The plan of an FP8 product [m, k] x [n, k]."""
     measured = TUNED.get(("dense", _bucket(m), n, k))
-    return Plan(*measured) if measured else min(dense_plans(m), key=lambda plan: _cycles(plan, m, n, k))
+    return Plan(*measured) if measured else min(dense_plans(m), key=lambda plan: estimated_cycles(plan, m, n, k))
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def dense_key(m: int, n: int, k: int) -> tuple:
 
 
 def _best_wide(m: int, n: int, k: int, itemsize: int) -> Plan:
-    return min(wide_plans(itemsize), key=lambda plan: _cycles(plan, m, n, k, itemsize))
+    return min(wide_plans(itemsize), key=lambda plan: estimated_cycles(plan, m, n, k, itemsize))
 
 
 def _bucket(m: int) -> int:
@@ -118,7 +118,7 @@ def _bucket(m: int) -> int:
     return 1 << (m - 1).bit_length() if m <= WIDE_TILE_M else math.ceil(m / WIDE_TILE_M) * WIDE_TILE_M
 
 
-def _cycles(plan: Plan, m: int, n: int, k: int, itemsize: int = 1) -> float:
+def estimated_cycles(plan: Plan, m: int, n: int, k: int, itemsize: int = 1) -> float:
     """Estimated cycles of a product, comparable between plans of one product."""
     tiles = math.ceil(m / plan.tile_m) * math.ceil(n / plan.tile_n) * plan.splits
     depth = math.ceil(k / 128 / plan.splits) * 128

@@ -1,0 +1,227 @@
+"""The products that `fp8_gemm.py` compiles, checks and times: operands, a call, the answer in float32, work, bytes.
+
+Weights are stacks that do not fit the L2 cache, and every call takes the next of them, so that a loop of calls reads
+weights from memory as a model does.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.backend import Backend
+from pallas_kernels.fp8 import dequantize_128x128, fp8_gemm, quantize_1x128, quantize_128x128, swiglu_quantize
+from pallas_kernels.gemm import launch, shapes
+from pallas_kernels.gemm.plan import Plan
+from pallas_kernels.grouped import (
+    fp8_grouped_gemm_contiguous,
+    fp8_grouped_gemm_masked,
+    grouped_gemm_contiguous,
+    grouped_gemm_masked,
+)
+
+_STACK_BYTES = 256 << 20
+"""Weights of a case together: five times the L2 cache of an H200."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product.
+
+    Attributes:
+      table: dense, contiguous, masked or quantise.
+      label: what the table's first column says.
+      key: for looking up published figures and tuned plans.
+      operands: makes the random operands, from a key.
+      call: (operands, i) -> result, with weight number i of the stack.
+      valid_rows: (operands, i) -> (results, expected), both float32, of the rows that count.
+      flops: of one call.
+      bytes: read and written by one call, at the least.
+      tolerance: on calc_diff.
+    """
+
+    table: str
+    label: str
+    key: tuple
+    operands: Callable[[jax.Array], dict]
+    call: Callable[..., jax.Array]
+    valid_rows: Callable[..., tuple[jax.Array, jax.Array]]
+    flops: float
+    bytes: float
+    tolerance: float
+
+
+def all_cases(backend: Backend) -> Iterator[Case]:
+    """Every case of DeepGEMM's tables and tests, FP8 first."""
+    for m in shapes.DENSE_M:
+        for n, k in shapes.DENSE_NK:
+            yield dense_case(m, n, k, backend)
+    for dtype in (jnp.float8_e4m3fn, jnp.bfloat16):
+        other = shapes.OTHER_NK if dtype == jnp.float8_e4m3fn else ()
+        for groups, rows in shapes.CONTIGUOUS_GROUPS:
+            for n, k in (*shapes.EXPERT_NK, *other):
+                yield contiguous_case(groups, rows, n, k, dtype, backend)
+        for groups, rows in shapes.MASKED_GROUPS:
+            for n, k in (*shapes.EXPERT_NK, *(other if groups in (6, 32) else ())):
+                yield masked_case(groups, rows, n, k, dtype, backend)
+    for m in (128, 4096):
+        yield quantise_case(m, 7168, False, backend)
+        yield quantise_case(m, 2048, True, backend)
+
+
+def dense_case(m: int, n: int, k: int, backend: Backend, plan: Plan | None = None) -> Case:
+    layers = _stack(n * k)
+
+    def operands(key):
+        a_key, b_key = jax.random.split(key)
+        return {"a": _activation(a_key, m, k), "b": _weight(b_key, layers, n, k)}
+
+    def call(operands, i):
+        (a, a_scale), (b, b_scale) = operands["a"], operands["b"]
+        if plan is not None:
+            return launch.dense(a, a_scale, b, b_scale, i % layers, jnp.bfloat16, plan=plan)
+        return fp8_gemm(a, a_scale, b, b_scale, layer=i % layers, backend=backend)
+
+    def valid_rows(operands, i):
+        b, b_scale = (v[i % layers] for v in operands["b"])
+        expected = _exact(_dequantize_rows(*operands["a"]), dequantize_128x128(b, b_scale, jnp.float32))
+        return call(operands, i).astype(jnp.float32), expected
+
+    size = m * k + n * k + 2 * m * n
+    return Case("dense", f"{m} x {n} x {k}", (m, n, k), operands, call, valid_rows, 2 * m * n * k, size, 1e-3)
+
+
+def contiguous_case(groups: int, rows: int, n: int, k: int, dtype, backend: Backend, plan: Plan | None = None) -> Case:
+    """Rows per group are 0.7 to 1.3 times `rows`, in whole tiles of 128, as in DeepGEMM's test."""
+    fp8, tile_m = dtype == jnp.float8_e4m3fn, 128
+    layers = _stack(groups * n * k * jnp.dtype(dtype).itemsize)
+    tiles = np.maximum(1, np.random.default_rng(0).uniform(0.7, 1.3, groups) * rows // tile_m).astype(int)
+    tile_group, m = jnp.asarray(np.repeat(np.arange(groups), tiles), jnp.int32), int(tiles.sum()) * tile_m
+
+    def operands(key):
+        x_key, w_key = jax.random.split(key)
+        if fp8:
+            return {"x": _activation(x_key, m, k), "w": _weight(w_key, layers * groups, n, k)}
+        return {"x": (_normal(x_key, m, k),), "w": (_normal(w_key, layers * groups, n, k),)}
+
+    def call(operands, i):
+        place = {"tile_m": tile_m, "group_offset": i % layers * groups, "backend": backend}
+        if plan is not None:
+            x, w = (v if fp8 else (*v, None) for v in (operands["x"], operands["w"]))
+            return launch.contiguous(*x, *w, tile_group, place["group_offset"], tile_m, jnp.bfloat16, plan=plan)
+        product = fp8_grouped_gemm_contiguous if fp8 else grouped_gemm_contiguous
+        return product(*operands["x"], *operands["w"], tile_group, **place)
+
+    def valid_rows(operands, i):
+        x = _dequantize_rows(*operands["x"]) if fp8 else operands["x"][0].astype(jnp.float32)
+        parts, begin = [], 0
+        for group, count in enumerate(tiles * tile_m):
+            parts.append(_exact(x[begin : begin + count], _weight_at(operands["w"], i % layers * groups + group)))
+            begin += count
+        return call(operands, i).astype(jnp.float32), jnp.concatenate(parts)
+
+    itemsize = jnp.dtype(dtype).itemsize
+    size = (m * k + groups * n * k) * itemsize + 2 * m * n
+    label = f"{groups} groups, {m} rows, {n} x {k}"
+    key = (jnp.dtype(dtype).name, groups, rows, n, k)
+    tolerance = 1e-3 if fp8 else 1e-5
+    return Case("contiguous", label, key, operands, call, valid_rows, 2 * m * n * k, size, tolerance)
+
+
+def masked_case(groups: int, rows: int, n: int, k: int, dtype, backend: Backend, plan: Plan | None = None) -> Case:
+    """Counts are 0.7 to 1.3 times `rows`; a buffer holds 1.5 times `rows`. Rows past the count are NaN."""
+    fp8, buffer = dtype == jnp.float8_e4m3fn, math.ceil(rows * 1.5 / 16) * 16
+    layers = _stack(groups * n * k * jnp.dtype(dtype).itemsize)
+    counts = (np.random.default_rng(0).uniform(0.7, 1.3, groups) * rows).astype(np.int32)
+    if groups == 1:
+        counts[:] = rows
+    past = np.arange(buffer) >= counts[:, None]
+
+    def operands(key):
+        x_key, w_key = jax.random.split(key)
+        x = jnp.where(past[..., None], jnp.nan, _normal(x_key, groups, buffer, k))
+        if fp8:
+            return {"x": quantize_1x128(x, backend=Backend.REFERENCE), "w": _weight(w_key, layers * groups, n, k)}
+        return {"x": (x,), "w": (_normal(w_key, layers * groups, n, k),)}
+
+    def call(operands, i):
+        offset = i % layers * groups
+        if plan is not None:
+            x, w = (v if fp8 else (*v, None) for v in (operands["x"], operands["w"]))
+            return launch.masked(*x, *w, jnp.asarray(counts), offset, jnp.bfloat16, expected_rows=rows, plan=plan)
+        product = fp8_grouped_gemm_masked if fp8 else grouped_gemm_masked
+        place = {"group_offset": offset, "expected_rows": rows, "backend": backend}
+        return product(*operands["x"], *operands["w"], jnp.asarray(counts), **place)
+
+    def valid_rows(operands, i):
+        out = call(operands, i).astype(jnp.float32)
+        expected = []
+        for group, count in enumerate(counts):
+            x = tuple(v[group] for v in operands["x"])
+            x = _dequantize_rows(*x) if fp8 else x[0].astype(jnp.float32)
+            expected.append(_exact(x[:count], _weight_at(operands["w"], i % layers * groups + group)))
+        return jnp.concatenate([out[g, :count] for g, count in enumerate(counts)]), jnp.concatenate(expected)
+
+    itemsize, total = jnp.dtype(dtype).itemsize, int(counts.sum())
+    size = (total * k + groups * n * k) * itemsize + 2 * total * n
+    label, key = f"{groups} groups, about {rows} rows, {n} x {k}", (jnp.dtype(dtype).name, groups, rows, n, k)
+    tolerance = 1e-3 if fp8 else 1e-5
+    return Case("masked", label, key, operands, call, valid_rows, 2 * total * n * k, size, tolerance)
+
+
+def quantise_case(m: int, channels: int, gated: bool, backend: Backend) -> Case:
+    """The input is one buffer: where it fits the L2 cache (58 MB and 34 MB at 4096 rows) the rate is the cache's."""
+    width = 2 * channels if gated else channels
+    quantise = swiglu_quantize if gated else quantize_1x128
+
+    def operands(key):
+        return {"x": _normal(key, m, width)}
+
+    def call(operands, i):
+        x, _ = jax.lax.optimization_barrier((operands["x"], i))  # or a loop of calls would compute it once
+        return quantise(x, backend=backend)
+
+    def valid_rows(operands, i):
+        x = operands["x"].astype(jnp.float32)
+        expected = jax.nn.silu(x[:, :channels]) * x[:, channels:] if gated else x
+        return _dequantize_rows(*call(operands, i)), expected
+
+    label = f"{'SwiGLU and ' if gated else ''}1x128, {m} x {channels}"
+    size = 2 * m * width + m * channels + 4 * m * channels // 128
+    return Case("quantise", label, (gated, m, channels), operands, call, valid_rows, 0, size, 1e-3)
+
+
+def calc_diff(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`1 - 2<x,y>/(|x|^2+|y|^2)`, written as `|x-y|^2/(|x|^2+|y|^2)`: the same number, exact enough in float32."""
+    return jnp.sum(jnp.square(x - y)) / (jnp.sum(jnp.square(x)) + jnp.sum(jnp.square(y)))
+
+
+def _stack(weight_bytes: int) -> int:
+    return max(2, math.ceil(_STACK_BYTES / weight_bytes))
+
+
+def _normal(key, *shape) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+def _activation(key, m: int, k: int) -> tuple[jax.Array, jax.Array]:
+    return quantize_1x128(_normal(key, m, k), backend=Backend.REFERENCE)
+
+
+def _weight(key, stack: int, n: int, k: int) -> tuple[jax.Array, jax.Array]:
+    return jax.lax.map(lambda key: quantize_128x128(_normal(key, n, k)), jax.random.split(key, stack))
+
+
+def _weight_at(w: tuple, i) -> jax.Array:
+    return dequantize_128x128(w[0][i], w[1][i], jnp.float32) if len(w) == 2 else w[0][i].astype(jnp.float32)
+
+
+def _dequantize_rows(q: jax.Array, scale: jax.Array) -> jax.Array:
+    return q.astype(jnp.float32) * jnp.repeat(scale.T, 128, axis=1)[:, : q.shape[1]]
+
+
+def _exact(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.matmul(x, w.T, precision=jax.lax.Precision.HIGHEST)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mla.layout import FLOAT_DTYPES, PAGE_SIZE, fp8_row_bytes, is_fp8
+from pallas_kernels.mla.layout import FLOAT_DTYPES, FP8_TILE, PAGE_SIZE, fp8_row_bytes, is_fp8
 
 
 def check_decode(
@@ -73,6 +73,8 @@ def check_pool(
     if not 0 < value_width < width:
         raise ValueError(f"value_width {value_width} must be above 0 and below the row width {width} of {other_name}")
     if is_fp8(pages):
+        if value_width > FP8_TILE and value_width % FP8_TILE:
+            raise ValueError(f"FP8 pages need a value_width of whole tiles of {FP8_TILE}, not {value_width}")
         expected = fp8_row_bytes(value_width, width - value_width)
         if pages.shape[2] != expected:
             raise ValueError(

@@ -1,12 +1,19 @@
-"""The paged latent cache: page size, row layouts, and the FP8 row of 656 bytes.
+"""The paged latent cache: page size, row layouts, and FP8 pages of 656 bytes a token.
 
 A page holds 64 tokens of one layer. A row is `R` values of the normed latent followed by `P` values of the rotated key
 (RoPE pairs interleaved), in float32, bfloat16 or float16. The FP8 row is bytes (uint8), as FlashMLA lays it out for
 DeepSeek-V3.2: `R` e4m3 values, one float32 scale per 128 of them, then the `P` rotated values in bfloat16.
+
+Within an FP8 page the bytes of its 64 rows are reordered: tile after tile of values `[R / 128, 64, 128]`, then scales
+`[R / 128, 64]`, then rotated keys `[64, P]`. TMA fetches swizzled tiles only at multiples of their size, and 656 is no
+multiple of anything large.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 PAGE_SIZE = 64
@@ -61,6 +68,34 @@ def unpack_fp8(rows: jax.Array, value_width: int, dtype: jax.typing.DTypeLike) -
     rope = _from_bytes(rows[..., value_width + 4 * tiles :], jnp.bfloat16)
     scales = jnp.broadcast_to(scale[..., None], (*lead, tiles, FP8_TILE)).reshape(*lead, -1)[..., :value_width]
     return jnp.concatenate([(values * scales).astype(dtype), rope.astype(dtype)], axis=-1)
+
+
+def fp8_rows_of_pages(pages: jax.Array, value_width: int) -> jax.Array:
+    """The rows `[..., 64, W]` of FP8 pages `[..., 64, W]`: every page's bytes in the order of its tokens."""
+    lead, (tokens, row_bytes), tiles = pages.shape[:-2], pages.shape[-2:], fp8_tiles(value_width)
+    flat = pages.reshape(*lead, tokens * row_bytes)
+    values, scales = tokens * value_width, tokens * 4 * tiles
+    parts = (
+        flat[..., :values].reshape(*lead, tiles, tokens, -1).swapaxes(-2, -3),
+        flat[..., values : values + scales].reshape(*lead, tiles, tokens, 4).swapaxes(-2, -3),
+        flat[..., values + scales :].reshape(*lead, tokens, -1),
+    )
+    return jnp.concatenate([part.reshape(*lead, tokens, -1) for part in parts], axis=-1)
+
+
+def fp8_pages_of_rows(rows: jax.Array, value_width: int) -> jax.Array:
+    """The inverse of `fp8_rows_of_pages`."""
+    order = fp8_page_bytes(value_width, rows.shape[-1]).reshape(-1)
+    flat = rows.reshape(*rows.shape[:-2], -1)
+    return jnp.zeros_like(flat).at[..., order].set(flat).reshape(rows.shape)
+
+
+@functools.cache
+def fp8_page_bytes(value_width: int, row_bytes: int) -> np.ndarray:
+    """Where in its page each byte of a row lies, `[64, row_bytes]`."""
+    places = np.arange(PAGE_SIZE * row_bytes, dtype=np.int32).reshape(PAGE_SIZE, row_bytes)
+    with jax.ensure_compile_time_eval():
+        return np.asarray(fp8_rows_of_pages(jnp.asarray(places), value_width))
 
 
 def _power_of_two_at_least(x: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mla import mosaic_fp8_cache as fp8_cache
 from pallas_kernels.mla.layout import PAGE_SIZE
 from pallas_kernels.mla.schedule import DecodeSchedule
 from pallas_kernels.mosaic import swizzle_transforms
@@ -44,6 +45,7 @@ _MASKED = -1e30  # a score nobody may see
 _START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
 _NO_KEYS = -1e30  # log-sum-exp of a split without keys
 _TOP, _TOTAL, _LSE = 0, 2, 6  # rows of `vectors`: 2 maxima, 2 x 2 totals, the log-sum-exp
+_A, _B = 0, 1  # the slots of a pair of pages, and the warpgroups that own them
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -62,6 +64,8 @@ class TileShape:
     scale: float
     carried_accumulator: bool
     """Whether P V adds to the output within the tensor core's accumulator. The interpreter has no such thing."""
+    fp8: bool = False
+    """Whether the cache holds FP8 rows (`layout.py`)."""
 
     @property
     def tiles(self) -> int:
@@ -119,30 +123,37 @@ def attend_pages(
         grid_names=("part", "tile"),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=_scratch(shape.dtype),
+        scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="mla_decode",
         interpret=interpret,
     )
-    return kernel(q, pages, page_table, table_rows, lengths, first_page, schedule.cuts.reshape(-1))
+    views = fp8_cache.views(pages) if shape.fp8 else pages
+    return kernel(q, views, page_table, table_rows, lengths, first_page, schedule.cuts.reshape(-1))
 
 
-def _scratch(dtype: jnp.dtype) -> dict[str, Any]:
+def _scratch(shape: TileShape) -> dict[str, Any]:
+    dtype = shape.dtype
     wide, narrow = swizzle_transforms(dtype, 64), swizzle_transforms(jnp.float32, 32)
+
+    def page_part(width: int):
+        return plgpu.SMEM((1, PAGE_SIZE, width), dtype, transforms=wide)
+
+    pages = {"left": page_part(_HALF), "right": page_part(_HALF), "rope": page_part(ROPE_WIDTH)}
+    if shape.fp8:
+        pages |= fp8_cache.scratch(pages.pop("right"))
     return {
         "query": plgpu.RefUnion(
             plgpu.SMEM((1, ROWS, WIDTH), dtype, transforms=wide),
             plgpu.SMEM((2, ROWS, _HALF), dtype, transforms=wide),
             plgpu.SMEM((2, ROWS, _HALF // 2), jnp.float32, transforms=narrow),
         ),
-        "left": plgpu.SMEM((2, PAGE_SIZE, _HALF), dtype, transforms=wide),
-        "right": plgpu.SMEM((2, PAGE_SIZE, _HALF), dtype, transforms=wide),
-        "rope": plgpu.SMEM((2, PAGE_SIZE, ROPE_WIDTH), dtype, transforms=wide),
+        **{f"{name}_{slot}": array for name, array in pages.items() for slot in "ab"},
         "vectors": plgpu.SMEM((7, ROWS), jnp.float32),  # one array: each is rounded up to 1,024 bytes
         "query_full": plgpu.Barrier(),
         "query_free": plgpu.Barrier(num_arrivals=2),
         "left_full": plgpu.Barrier(num_barriers=2),
-        "right_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "right_full": plgpu.Barrier(num_arrivals=fp8_cache.COPIES if shape.fp8 else 2, num_barriers=2),
         "left_free": plgpu.Barrier(num_barriers=2),
         "right_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "weights_ready": plgpu.Barrier(num_barriers=2),
@@ -208,7 +219,7 @@ class _Memory:
 
 def _body(shape: TileShape, *arrays: Any, **smem: Any):
     names = [field.name for field in dataclasses.fields(_Memory)][1:-1]
-    memory = _Memory(shape, **dict(zip(names, arrays, strict=True)), smem=types.SimpleNamespace(**smem))
+    memory = _Memory(shape, **dict(zip(names, arrays, strict=True)), smem=_pair_slots(smem))
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 2)
@@ -225,6 +236,14 @@ def _body(shape: TileShape, *arrays: Any, **smem: Any):
             plgpu.wait_smem_to_gmem(0)
 
 
+def _pair_slots(smem: dict[str, Any]) -> types.SimpleNamespace:
+    """Scratch by name, with `x_a` and `x_b` as the pair `x`. Slots are apart so that each has its own aliases."""
+    pairs = {name[:-2]: (ref, smem[name[:-1] + "b"]) for name, ref in smem.items() if name.endswith("_a")}
+    if "right_or_raw" in pairs:
+        pairs["right"], pairs["raw"] = zip(*pairs["right_or_raw"], strict=True)
+    return types.SimpleNamespace(**(smem | pairs))
+
+
 def _produce(memory: _Memory):
     """The TMA warpgroup: a piece's queries and, half by half, its pages."""
     smem = memory.smem
@@ -239,9 +258,22 @@ def _produce(memory: _Memory):
             rows = smem.query[0].at[0, pl.ds(0, memory.shape.tile_rows)]
             plgpu.copy_gmem_to_smem(memory.q.at[piece.group, memory.tile_rows], rows, smem.query_full)
 
+        @pl.when(piece.pairs == 0)
+        def _():  # the output is staged in the queries' place, so even an empty piece has its turn with it
+            plgpu.barrier_arrive(smem.query_full)
+
     def load_page(piece, index, slot, reused):
         row = memory.table_rows[piece.group]
         page = memory.first_page[0] + memory.page_table[row, jnp.minimum(index, piece.end - 1)]
+        if memory.shape.fp8:
+
+            @pl.when(reused)
+            def _():
+                plgpu.barrier_wait(smem.left_free.at[slot])
+                plgpu.barrier_wait(smem.right_free.at[slot])
+
+            fp8_cache.load_page(memory.pages, page, smem, slot)
+            return
         for free, full, parts in (
             (smem.left_free, smem.left_full, ((_LEFT, smem.left),)),
             (smem.right_free, smem.right_full, ((_RIGHT, smem.right), (_ROPE, smem.rope))),
@@ -252,7 +284,7 @@ def _produce(memory: _Memory):
                 plgpu.barrier_wait(free.at[slot])
 
             for columns, target in parts:
-                plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], target.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], target[slot].at[0], full.at[slot])
 
     def visit(piece, number, pairs_before):
         def pair(i, _):
@@ -282,16 +314,13 @@ def _produce(memory: _Memory):
 def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
     """One consumer's share of a piece: its half of the output, and of the pages' scores."""
     smem = memory.smem
-
-    @pl.when(piece.pairs > 0)
-    def _():
-        plgpu.barrier_wait(smem.query_full)
+    plgpu.barrier_wait(smem.query_full)
 
     def pair(i, carry):
-        # The index of a slot must vary with the loop, as far as the compiler knows: it would keep the descriptors of
+        # Addresses must vary with the loop, as far as the compiler knows: it would keep the descriptors of
         # constant ones in registers, 70 of them, and spill. A shifted counter is always 0.
-        slot_a = lax.shift_right_logical(i, 30)
-        return consume(memory, piece, piece.begin + 2 * i, slot_a, 1 - slot_a, carry)
+        zero = lax.shift_right_logical(i, 30)
+        return consume(memory, piece, piece.begin + 2 * i, zero, carry)
 
     output = plgpu.layout_cast(jnp.zeros((ROWS, _HALF), jnp.float32), _LAYOUT)
     top = plgpu.layout_cast(jnp.full((ROWS,), _START, jnp.float32), _ROW)
@@ -318,45 +347,47 @@ def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
     plgpu.barrier_arrive(smem.query_free)
 
 
-def _consume_left(memory: _Memory, piece: _Piece, page_a, slot_a, slot_b, carry):
+def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
     """Warpgroup 0: scores of page a, left half of the values of both."""
     smem = memory.smem
     output, top_before, total = carry
-    scores = _scores(memory, piece, page_a, slot_a, slot_a)
+    scores = _scores(memory, piece, page_a, _A, zero)
     weights, top_a, alpha = _softmax(scores, top_before)
     total = total * alpha + weights.sum(axis=1)
-    _publish(memory, piece, page_a, slot_a, 0, weights, top_a)
-    output = _accumulate(memory, output, alpha, slot_a, smem.left)
-    plgpu.barrier_arrive(smem.left_free.at[slot_a])
-    plgpu.barrier_arrive(smem.right_free.at[slot_a])
+    _publish(memory, piece, page_a, _A, zero, weights, top_a)
+    output = _accumulate(memory, output, alpha, _A, zero, smem.left)
+    plgpu.barrier_arrive(smem.left_free.at[_A])
+    plgpu.barrier_arrive(smem.right_free.at[_A])
 
-    plgpu.barrier_wait(smem.weights_ready.at[1])
-    plgpu.barrier_wait(smem.left_full.at[slot_b])
-    top_b = _load_vector(memory, _TOP + 1)
+    plgpu.barrier_wait(smem.weights_ready.at[_B])
+    if not memory.shape.fp8:
+        plgpu.barrier_wait(smem.left_full.at[_B])
+    top_b = _load_vector(memory, _TOP + _B)
     beta = jnp.exp2(top_a - top_b)
-    output = _accumulate(memory, output, beta, slot_b, smem.left)
-    plgpu.barrier_arrive(smem.left_free.at[slot_b])
-    plgpu.barrier_arrive(smem.right_free.at[slot_b])
+    output = _accumulate(memory, output, beta, _B, zero, smem.left)
+    plgpu.barrier_arrive(smem.left_free.at[_B])
+    plgpu.barrier_arrive(smem.right_free.at[_B])
     return output, top_b, total * beta
 
 
-def _consume_right(memory: _Memory, piece: _Piece, page_a, slot_a, slot_b, carry):
+def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
     """Warpgroup 1: scores of page b, right half of the values of both."""
     smem = memory.smem
     output, top_before, total = carry
-    scores = _scores(memory, piece, page_a + 1, slot_b, slot_a)
-    plgpu.barrier_wait(smem.weights_ready.at[0])
+    scores = _scores(memory, piece, page_a + 1, _B, zero)
+    plgpu.barrier_wait(smem.weights_ready.at[_A])
     top_a = _load_vector(memory, _TOP)
     alpha = jnp.exp2(top_before - top_a)
     weights, top_b, beta = _softmax(scores, top_a)
     total = total * (alpha * beta) + weights.sum(axis=1)
-    _publish(memory, piece, page_a + 1, slot_b, 1, weights, top_b)
+    _publish(memory, piece, page_a + 1, _B, zero, weights, top_b)
 
-    plgpu.barrier_wait(smem.right_full.at[slot_a])
-    output = _accumulate(memory, output, alpha, slot_a, smem.right)
-    plgpu.barrier_arrive(smem.right_free.at[slot_a])
-    output = _accumulate(memory, output, beta, slot_b, smem.right)
-    plgpu.barrier_arrive(smem.right_free.at[slot_b])
+    if not memory.shape.fp8:
+        plgpu.barrier_wait(smem.right_full.at[_A])
+    output = _accumulate(memory, output, alpha, _A, zero, smem.right)
+    plgpu.barrier_arrive(smem.right_free.at[_A])
+    output = _accumulate(memory, output, beta, _B, zero, smem.right)
+    plgpu.barrier_arrive(smem.right_free.at[_B])
     return output, top_b, total
 
 
@@ -370,13 +401,19 @@ def _scores(memory: _Memory, piece: _Piece, page, slot, zero):
     """Scaled scores [64, 64] of a page in log base 2, masked. A page past the end of the piece is masked whole."""
     smem, shape = memory.smem, memory.shape
 
+    if shape.fp8:
+        plgpu.barrier_wait(smem.right_full.at[slot])
+        fp8_cache.dequantise(smem, slot, zero)
+
     def products(accumulator):
         query = smem.query[0].at[zero]
-        plgpu.barrier_wait(smem.left_full.at[slot])
-        plgpu.wgmma(accumulator, query.at[:, _LEFT], smem.left.at[slot].T)
-        plgpu.barrier_wait(smem.right_full.at[slot])
-        plgpu.wgmma(accumulator, query.at[:, _RIGHT], smem.right.at[slot].T)
-        plgpu.wgmma(accumulator, query.at[:, _ROPE], smem.rope.at[slot].T)
+        if not shape.fp8:
+            plgpu.barrier_wait(smem.left_full.at[slot])
+        plgpu.wgmma(accumulator, query.at[:, _LEFT], smem.left[slot].at[zero].T)
+        if not shape.fp8:
+            plgpu.barrier_wait(smem.right_full.at[slot])
+        plgpu.wgmma(accumulator, query.at[:, _RIGHT], smem.right[slot].at[zero].T)
+        plgpu.wgmma(accumulator, query.at[:, _ROPE], smem.rope[slot].at[zero].T)
         return accumulator[...]
 
     scores = pl.run_scoped(products, plgpu.ACC((ROWS, PAGE_SIZE), jnp.float32)) * (shape.scale * _LOG2E)
@@ -394,7 +431,7 @@ def _scores(memory: _Memory, piece: _Piece, page, slot, zero):
     return lax.cond((page + 1) * PAGE_SIZE > length - (shape.queries - 1), masked, lambda: scores)
 
 
-def _publish(memory: _Memory, piece: _Piece, page, slot, owner: int, weights, top):
+def _publish(memory: _Memory, piece: _Piece, page, slot: int, zero, weights, top):
     """Shows a page's weights and maximum to the other warpgroup, with the page's unwritten values set to 0.
 
     Those may hold NaN, and 0 * NaN is NaN.
@@ -407,24 +444,24 @@ def _publish(memory: _Memory, piece: _Piece, page, slot, owner: int, weights, to
         def clear(chunk, _):
             columns = pl.ds(pl.multiple_of(chunk * 64, 64), 64)
             row = plgpu.broadcasted_iota(jnp.int32, (PAGE_SIZE, 64), 0, layout=_LAYOUT)
-            for half in (smem.left, smem.right):
-                values = plgpu.load(half.at[slot, :, columns], layout=_LAYOUT)
-                half[slot, :, columns] = jnp.where(row < written, values, jnp.zeros((), values.dtype))
+            for half in (smem.left[slot], smem.right[slot]):
+                values = plgpu.load(half.at[zero, :, columns], layout=_LAYOUT)
+                half[zero, :, columns] = jnp.where(row < written, values, jnp.zeros((), values.dtype))
 
         lax.fori_loop(0, _HALF // 64, clear, None)
 
-    smem.rope[slot] = weights.astype(memory.shape.dtype)
-    smem.vectors[_TOP + owner] = top
+    smem.rope[slot][zero] = weights.astype(memory.shape.dtype)
+    smem.vectors[_TOP + slot] = top
     plgpu.commit_smem()
-    plgpu.barrier_arrive(smem.weights_ready.at[owner])
+    plgpu.barrier_arrive(smem.weights_ready.at[slot])
 
 
-def _accumulate(memory: _Memory, output, shrink, slot, values):
+def _accumulate(memory: _Memory, output, shrink, slot: int, zero, values):
     """output * shrink + a page's weights @ its half of the values, [64, 256]."""
     output = output * _columns(shrink, _HALF)
 
     def multiply(accumulator):
-        plgpu.wgmma(accumulator, memory.smem.rope.at[slot], values.at[slot])
+        plgpu.wgmma(accumulator, memory.smem.rope[slot].at[zero], values[slot].at[zero])
 
     if memory.shape.carried_accumulator:
         return pl.run_state(multiply)(plgpu.ACC.init(output))

@@ -157,6 +157,7 @@ def _attend(
         dtype=rows.dtype,
         scale=scale,
         carried_accumulator=interpret is None,
+        fp8=is_fp8(pages),
     )
     rows = jnp.pad(rows, ((0, 0), (0, padded - count), (0, 0)))
     first = jnp.asarray(first_page, jnp.int32).reshape(1)
@@ -172,8 +173,8 @@ def decode_unsupported(q: jax.Array, pages: jax.Array, value_width: int) -> str 
     widths = (value_width, q.shape[-1] - value_width)
     if widths != (mosaic_decode.VALUE_WIDTH, mosaic_decode.ROPE_WIDTH):
         return f"latent and rope widths {widths} are not (512, 64)"
-    if is_fp8(pages):
-        return "the cache holds FP8 rows"
+    if is_fp8(pages) and q.dtype != jnp.bfloat16:
+        return f"queries on an FP8 cache are {q.dtype}, not bfloat16"
     if q.dtype not in _HALF_TYPES:
         return f"{q.dtype} is neither bfloat16 nor float16"
     return None

@@ -30,7 +30,7 @@ def mla_decode(
 
     Args:
       q: `[B, S, H, R + P]` float32, bfloat16 or float16; the key up-projection is folded into the first R values.
-      pages: `[layers * pages_per_layer, 64, R + P]` of the dtype of `q`, or FP8 rows, uint8
+      pages: `[layers * pages_per_layer, 64, R + P]` of the dtype of `q`, or FP8 pages, uint8
         `[layers * pages_per_layer, 64, fp8_row_bytes(R, P)]` (see `layout.py`). Unwritten rows may hold anything.
       page_table: `[B, MP]` int32, page ids within a layer. Entries past a request's length are never followed.
       lengths: `[B]` int32, cached tokens of each request, the S query tokens included; at most `64 * MP`.
@@ -159,12 +159,13 @@ def write_pages(
       ValueError: a shape, dtype or page size does not fit.
     """
     checks.check_write(pages, latents, page_ids, offsets, pages_per_layer, value_width)
-    rows = pack_fp8(latents, value_width) if is_fp8(pages) else latents
     kept = (page_ids >= 0) & (page_ids < pages_per_layer) & (offsets >= 0) & (offsets < PAGE_SIZE)
     targets = jnp.where(kept, layer * pages_per_layer + page_ids, DROPPED)
+    if is_fp8(pages):  # one scatter on every platform: a row's scales are too small for TMA
+        return write.write_fp8_rows(pages, pack_fp8(latents, value_width), targets, offsets, value_width)
     if _on_kernels("write_pages", backend, mosaic_write.unsupported(pages)):
-        return mosaic_write.write_rows(pages, rows, targets, offsets)
-    return write.write_rows(pages, rows, targets, offsets)
+        return mosaic_write.write_rows(pages, latents, targets, offsets)
+    return write.write_rows(pages, latents, targets, offsets)
 
 
 def _on_kernels(operation: str, backend: Backend | None, obstacle: str | None) -> bool:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8, unpack_fp8
+from pallas_kernels.mla.layout import PAGE_SIZE, fp8_rows_of_pages, is_fp8, unpack_fp8
 
 _PAGES_PER_STEP = 2
 _SPAN = _PAGES_PER_STEP * PAGE_SIZE
@@ -153,9 +153,10 @@ def _latents(
     slots = index * _PAGES_PER_STEP + jnp.arange(_PAGES_PER_STEP)
     ids = lax.dynamic_slice_in_dim(table, index * _PAGES_PER_STEP, _PAGES_PER_STEP, axis=1)
     ids = jnp.where(slots * PAGE_SIZE < lengths[:, None], first_page + ids, 0)
-    rows = pages.at[ids].get(mode="clip").reshape(table.shape[0], _SPAN, pages.shape[-1])
+    rows = pages.at[ids].get(mode="clip")
     if is_fp8(pages):
-        rows = unpack_fp8(rows, value_width, dtype)
+        rows = unpack_fp8(fp8_rows_of_pages(rows, value_width), value_width, dtype)
+    rows = rows.reshape(table.shape[0], _SPAN, -1)
     return jnp.where((index * _SPAN + jnp.arange(_SPAN) < lengths[:, None])[..., None], rows, 0)
 
 

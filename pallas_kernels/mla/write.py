@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mla.layout import fp8_page_bytes
+
 DROPPED = -1
 """The page of a row that is not written."""
 
@@ -12,5 +14,18 @@ def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: j
 
     One scatter, which XLA does in place where `pages` is donated.
     """
-    targets = jnp.where(targets == DROPPED, pages.shape[0], targets)  # a negative index would count from the end
-    return pages.at[targets, offsets].set(rows, mode="drop")
+    return pages.at[_droppable(pages, targets), offsets].set(rows, mode="drop")
+
+
+def write_fp8_rows(
+    pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array, value_width: int
+) -> jax.Array:
+    """`write_rows` for FP8 rows `[T, W]`, whose bytes lie apart in their page."""
+    count, tokens, row_bytes = pages.shape
+    places = jnp.asarray(fp8_page_bytes(value_width, row_bytes))[jnp.clip(offsets, 0, tokens - 1)]  # [T, W]
+    flat = pages.reshape(count, tokens * row_bytes)
+    return flat.at[_droppable(pages, targets)[:, None], places].set(rows, mode="drop").reshape(pages.shape)
+
+
+def _droppable(pages: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.where(targets == DROPPED, pages.shape[0], targets)  # a negative index would count from the end

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.mla import (
+    fp8_pages_of_rows,
     fp8_row_bytes,
     merge_attention,
     mla_decode,
@@ -142,14 +143,34 @@ def test_fp8_rows_hold_what_the_format_can():
 
 
 def test_fp8_cache_decodes_like_its_own_dequantised_rows():
-    case = cases.decode_case(EDGE_LENGTHS, S=2, H=4, R=160, P=16, dtype=jnp.float32)
-    packed = pack_fp8(case.pages, 160)
+    case = cases.decode_case(EDGE_LENGTHS, S=2, H=4, R=256, P=16, dtype=jnp.float32)
+    rows = pack_fp8(case.pages, 256)
+    packed = fp8_pages_of_rows(rows, 256)
     plain = cases.DecodeCase(
-        case.q, unpack_fp8(packed, 160, jnp.float32), case.page_table, case.lengths, case.layer, case.pages_per_layer
+        case.q, unpack_fp8(rows, 256, jnp.float32), case.page_table, case.lengths, case.layer, case.pages_per_layer
     )
     eight = cases.DecodeCase(case.q, packed, case.page_table, case.lengths, case.layer, case.pages_per_layer)
-    for got, expected in zip(decode(eight, 160), decode(plain, 160), strict=True):
+    for got, expected in zip(decode(eight, 256), decode(plain, 256), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_fp8_rows_are_written_to_their_places():
+    rng = np.random.default_rng(0)
+    latents = jnp.asarray(rng.standard_normal((3, 64, 144)), jnp.float32)
+    page_ids, offsets = (jnp.asarray(x.reshape(-1), jnp.int32) for x in np.indices((3, 64)))
+    pages = write_pages(
+        jnp.zeros((6, 64, fp8_row_bytes(128, 16)), jnp.uint8),
+        latents.reshape(-1, 144),
+        page_ids.at[5].set(-1),
+        offsets,
+        layer=1,
+        pages_per_layer=3,
+        value_width=128,
+        backend=REFERENCE,
+    )
+    rows = pack_fp8(latents, 128).at[0, 5].set(0)
+    np.testing.assert_array_equal(pages[3:], fp8_pages_of_rows(rows, 128))
+    assert not np.asarray(pages[:3]).any()
 
 
 def _cu(lengths):

@@ -1,0 +1,87 @@
+"""FP8 pages in the decode kernel: fetched as they are, dequantised in shared memory by the page's owner.
+
+The raw bytes of a page (64 x 512 e4m3) arrive where the right half of its values will be, which is just as large:
+shared memory has no room for more. What becomes the right half waits in registers until all of the page is read.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE
+from pallas_kernels.mosaic import swizzle_transforms
+
+_VALUES, _TILES, _ROPE = 512, 4, 64
+_LAYOUT = plgpu.Layout.WGMMA
+
+
+def views(pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The pool as e4m3 `[pages, 328, 128]`, float32 `[pages, 10496]` and bfloat16 `[pages, 328, 64]`.
+
+    The same memory: XLA copies nothing.
+    """
+    count, page_bytes = pages.shape[0], pages.shape[1] * pages.shape[2]
+
+    def as_type(dtype):
+        return lax.bitcast_convert_type(pages.reshape(count, -1, jnp.dtype(dtype).itemsize), dtype)
+
+    values = lax.bitcast_convert_type(pages, jnp.float8_e4m3fn).reshape(count, page_bytes // FP8_TILE, FP8_TILE)
+    return values, as_type(jnp.float32), as_type(jnp.bfloat16).reshape(count, -1, _ROPE)
+
+
+def scratch(right: Any) -> dict[str, Any]:
+    """Shared memory: the right halves, raw pages in the same place, and scales."""
+    raw_type = jnp.float8_e4m3fn
+    tiled = swizzle_transforms(raw_type, FP8_TILE)
+    raw = plgpu.SMEM((1, _TILES, PAGE_SIZE, FP8_TILE), raw_type, transforms=tiled)
+    scale = plgpu.SMEM((1, _TILES * PAGE_SIZE), jnp.float32)
+    return {"right_or_raw": plgpu.RefUnion(right, raw), "scale": scale}
+
+
+COPIES = _TILES + 2
+"""Arrivals of a page at its barrier."""
+
+
+def load_page(pool: Any, page: Any, smem: Any, slot: int) -> None:
+    """Fetches raw values, scales and rotated keys, which arrive at `right_full`."""
+    values, floats, halves = pool
+    full = smem.right_full.at[slot]
+    for tile in range(_TILES):
+        rows = pl.ds(tile * PAGE_SIZE, PAGE_SIZE)
+        plgpu.copy_gmem_to_smem(values.at[page, rows], smem.raw[slot].at[0, tile], full)
+    first_scale = PAGE_SIZE * _VALUES // 4
+    scales = pl.ds(first_scale, _TILES * PAGE_SIZE)
+    plgpu.copy_gmem_to_smem(floats.at[page, scales], smem.scale[slot].at[0], full)
+    first_rope = (PAGE_SIZE * _VALUES + 4 * _TILES * PAGE_SIZE) // (2 * _ROPE)
+    plgpu.copy_gmem_to_smem(halves.at[page, pl.ds(first_rope, PAGE_SIZE)], smem.rope[slot].at[0], full)
+
+
+def dequantise(smem: Any, slot: int, zero: Any) -> None:
+    """Turns the raw page of `slot` into both halves of its values. `zero` is 0, see `mosaic_decode`."""
+    left, right = smem.left[slot], smem.right[slot]
+    for tile in range(2):
+        left[zero, :, _columns(tile)] = _scaled(_raw_tile(smem, slot, zero, tile), smem, slot, zero, tile)
+    raw = [_raw_tile(smem, slot, zero, tile) for tile in (2, 3)]
+    plgpu.commit_smem()  # every warp has read all of the raw page, whose place the next stores take
+    for tile in range(2):
+        right[zero, :, _columns(tile)] = _scaled(raw[tile], smem, slot, zero, tile + 2)
+    plgpu.commit_smem()
+
+
+def _columns(tile: int):
+    return pl.ds(tile * FP8_TILE, FP8_TILE)
+
+
+def _raw_tile(smem: Any, slot: int, zero: Any, tile: int):
+    return plgpu.load(smem.raw[slot].at[zero, tile], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+
+
+def _scaled(raw: Any, smem: Any, slot: int, zero: Any, tile: int):
+    """128 dequantised columns [64, 128] bfloat16. sm_90 converts e4m3 to float16 only."""
+    values = plgpu.layout_cast(raw.astype(jnp.float16), _LAYOUT).astype(jnp.float32)
+    scale = plgpu.load(smem.scale[slot].at[zero, pl.ds(tile * PAGE_SIZE, PAGE_SIZE)], layout=_LAYOUT.reduce(1))
+    return (values * lax.broadcast_in_dim(scale, values.shape, [0])).astype(jnp.bfloat16)

@@ -14,6 +14,7 @@ Expert ids are physical ids relative to the range that the current peers share: 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -97,6 +98,7 @@ def further_rounds(
     rows: Rows, plan: Plan, hops: Sequence[Hop], experts: Experts, first: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Adds the rounds after the first, of which there are nearly always none, to the result of the first."""
+    hops = [dataclasses.replace(hop, overlap=Overlap.NONE) for hop in hops]
 
     def more(carry: tuple) -> tuple:
         number, total, rounds = carry
@@ -107,6 +109,7 @@ def further_rounds(
     return y, rounds
 
 
+@functools.partial(jax.jit, static_argnames="hop")
 def make_plan(ids: jax.Array, hop: Hop) -> Plan:
     """Queues each token once for each peer it needs, in token order, and agrees on the number of rounds."""
     peer = jnp.where(ids >= 0, ids // hop.span, hop.peers)  # [T, K]
@@ -121,30 +124,15 @@ def make_plan(ids: jax.Array, hop: Hop) -> Plan:
 
 
 def send(rows: Rows, plan: Plan, number: jax.Array | int, hop: Hop) -> Sent:
-    """Fills round `number`'s buffers, [peers * C, ...] with peer p's rows from p * C on, and starts sending them."""
-    T, K = rows.ids.shape
-    place = _place(plan, number, hop)
-    source = jnp.full((hop.peers * hop.capacity,), T, jnp.int32)
-    source = source.at[place.ravel()].set(jnp.repeat(jnp.arange(T, dtype=jnp.int32), K), mode="drop")
-
-    def fill(x: jax.Array, empty: int = 0) -> jax.Array:
-        return jnp.take(x, source, axis=0, mode="fill", fill_value=empty)
-
-    leaves, tree = jax.tree.flatten(Rows(jax.tree.map(fill, rows.payload), fill(rows.ids, -1), fill(rows.weights)))
+    """Starts sending round `number`: [peers * C, ...] rows, peer p's from p * C on."""
+    leaves, tree = jax.tree.flatten(_fill(rows, plan, number, hop))
     return Sent([start_all_to_all(x, hop.axes, hop.overlap) for x in leaves], tree)
 
 
 def receive(sent: Sent, hop: Hop) -> Rows:
     """Waits for the rows of `send`, [peers * C, ...], and makes their ids local: experts of other peers become -1."""
     leaves = [finish(handle, hop.overlap) for handle in sent.handles]
-    return localise(jax.tree.unflatten(sent.tree, leaves), hop)
-
-
-def localise(rows: Rows, hop: Hop) -> Rows:
-    """Makes ids relative to this peer's range; experts of other peers become -1."""
-    ids = rows.ids - lax.axis_index(hop.axes) * hop.span
-    mine = (rows.ids >= 0) & (ids >= 0) & (ids < hop.span)
-    return Rows(rows.payload, jnp.where(mine, ids, -1), jnp.where(mine, rows.weights, 0))
+    return _localise(jax.tree.unflatten(sent.tree, leaves), hop)
 
 
 def send_back(y: jax.Array, hop: Hop) -> Any:
@@ -153,16 +141,8 @@ def send_back(y: jax.Array, hop: Hop) -> Any:
 
 
 def collect(sent: Any, plan: Plan, number: jax.Array | int, hop: Hop) -> jax.Array:
-    """Sums what comes back in round `number`, in the order of k and in float32: [T, D] in the dtype of the rows.
-
-    Gathers instead of scattering: the order of a scatter-add is not defined on a GPU.
-    """
-    returned = finish(sent, hop.overlap)
-    place = _place(plan, number, hop)
-    total = jnp.zeros((place.shape[0], returned.shape[1]), jnp.float32)
-    for k in range(place.shape[1]):
-        total += jnp.take(returned, place[:, k], axis=0, mode="fill", fill_value=0).astype(jnp.float32)
-    return total.astype(returned.dtype)
+    """Sums what comes back in round `number`, in the order of k and in float32: [T, D] in the dtype of the rows."""
+    return _sum(finish(sent, hop.overlap), plan, number, hop)
 
 
 def gather_all(rows: Rows, axes: tuple[str, ...], span: int, experts: Experts) -> jax.Array:
@@ -171,8 +151,41 @@ def gather_all(rows: Rows, axes: tuple[str, ...], span: int, experts: Experts) -
     Sends each token to all ranks, so it suits small batches and few ranks, and is the reference for the others.
     """
     everywhere = jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), rows)
-    y = experts(localise(everywhere, Hop(axes, 1, span, 1)))
+    y = experts(_localise(everywhere, Hop(axes, 1, span, 1)))
     return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+
+
+# Each of these is one jitted unit: enforced program order keeps the order of units, and inside of them XLA is free.
+@functools.partial(jax.jit, static_argnames="hop")
+def _fill(rows: Rows, plan: Plan, number: jax.Array | int, hop: Hop) -> Rows:
+    """The buffers of round `number`, [peers * C, ...]."""
+    T, K = rows.ids.shape
+    place = _place(plan, number, hop)
+    source = jnp.full((hop.peers * hop.capacity,), T, jnp.int32)
+    source = source.at[place.ravel()].set(jnp.repeat(jnp.arange(T, dtype=jnp.int32), K), mode="drop")
+
+    def fill(x: jax.Array, empty: int = 0) -> jax.Array:
+        return jnp.take(x, source, axis=0, mode="fill", fill_value=empty)
+
+    return Rows(jax.tree.map(fill, rows.payload), fill(rows.ids, -1), fill(rows.weights))
+
+
+@functools.partial(jax.jit, static_argnames="hop")
+def _localise(rows: Rows, hop: Hop) -> Rows:
+    """Makes ids relative to this peer's range; experts of other peers become -1."""
+    ids = rows.ids - lax.axis_index(hop.axes) * hop.span
+    mine = (rows.ids >= 0) & (ids >= 0) & (ids < hop.span)
+    return Rows(rows.payload, jnp.where(mine, ids, -1), jnp.where(mine, rows.weights, 0))
+
+
+@functools.partial(jax.jit, static_argnames="hop")
+def _sum(returned: jax.Array, plan: Plan, number: jax.Array | int, hop: Hop) -> jax.Array:
+    """Each row's partial sums of round `number`. It gathers: the order of a scatter-add is not defined on a GPU."""
+    place = _place(plan, number, hop)
+    total = jnp.zeros((place.shape[0], returned.shape[1]), jnp.float32)
+    for k in range(place.shape[1]):
+        total += jnp.take(returned, place[:, k], axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+    return total.astype(returned.dtype)
 
 
 def _place(plan: Plan, number: jax.Array | int, hop: Hop) -> jax.Array:

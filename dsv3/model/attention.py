@@ -55,6 +55,7 @@ def decode_slots(batch: DecodeBatch) -> Slots:
     return Slots(page_ids.reshape(-1), (positions % PAGE_SIZE).reshape(-1))
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projected:
     """What attention needs of T tokens: query parts `[T, H, N]` and `[T, H, P]` (rotated), cache rows `[T, R + P]`."""

@@ -24,13 +24,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dsv3.model.attention import Projected
 from dsv3.model.decoder import Step, attend, attention_block, choose_experts, queries, shared_expert
 from dsv3.model.expert_parallel import ExpertParallel, count, local_experts
 from dsv3.model.linear import Index, at
 from dsv3.model.norm import rms_norm
 from dsv3.model.params import LayerParams, MoeParams
 from sharding.collectives import in_program_order
-from sharding.exchange import Plan, Rows, collect, exchange, further_rounds, make_plan, receive, send, send_back
+from sharding.exchange import (
+    Hop,
+    Plan,
+    Rows,
+    Sent,
+    collect,
+    exchange,
+    further_rounds,
+    make_plan,
+    receive,
+    send,
+    send_back,
+)
 
 MIN_DECODE_TOKENS = 128
 MIN_PREFILL_TOKENS = 1024
@@ -59,7 +72,11 @@ class Uncombined(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """One micro-batch's way through the MoE layers: its step, and the functions of a layer's stages."""
+    """One micro-batch's way through the MoE layers: its step, and the stages of a layer.
+
+    A stage is one jitted unit. Program order is kept between units, not inside of them: enforced on single operations
+    it would also keep XLA from fusing these.
+    """
 
     layers: LayerParams
     step: Step
@@ -72,45 +89,71 @@ class Lane:
         return self.layers.moe
 
     @property
-    def hop(self):
+    def hop(self) -> Hop:
         return self.parallel.transport.hops[0]
 
     def route(self, layer: Index, x: jax.Array) -> Routed:
         """Norm, router, and the queues of what is to be sent."""
-        normed = rms_norm(x, at(self.layers.post_norm, layer), self.step.cfg.rms_norm_eps)
-        ids, weights = choose_experts(self.moe, layer, self.step, normed)
-        rows = self.parallel.address(normed, ids, weights, self.moe, layer, self.step.numerics)
-        return Routed(normed, ids, rows, make_plan(rows.ids, self.hop))
 
-    def start_dispatch(self, routed: Routed):
+        def stage(x: jax.Array) -> Routed:
+            normed = rms_norm(x, at(self.layers.post_norm, layer), self.step.cfg.rms_norm_eps)
+            ids, weights = choose_experts(self.moe, layer, self.step, normed)
+            rows = self.parallel.address(normed, ids, weights, self.moe, layer, self.step.numerics)
+            return Routed(normed, ids, rows, make_plan(rows.ids, self.hop))
+
+        return jax.jit(stage)(x)
+
+    def start_dispatch(self, routed: Routed) -> Sent:
         return send(routed.rows, routed.plan, 0, self.hop)
 
-    def finish_dispatch(self, sent) -> Rows:
+    def finish_dispatch(self, sent: Sent) -> Rows:
         return receive(sent, self.hop)
 
     def experts(self, layer: Index, arrived: Rows) -> jax.Array:
         """What this rank (or, over several hops, this node) computes for the rows that arrived."""
         local = local_experts(self.moe, layer, self.step.numerics)
-        return exchange(arrived, self.parallel.transport.hops[1:], local)[0]
+        return jax.jit(lambda rows: exchange(rows, self.parallel.transport.hops[1:], local)[0])(arrived)
 
-    def start_combine(self, sums: jax.Array):
+    def start_combine(self, sums: jax.Array) -> Any:
         return send_back(sums, self.hop)
 
-    def finish_combine(self, layer: Index, x: jax.Array, routed: Routed, handle, shared: jax.Array | float):
+    def finish_combine(
+        self, layer: Index, x: jax.Array, routed: Routed, handle: Any, shared: jax.Array | float
+    ) -> jax.Array:
         """`x` after the MoE layer: what comes back, what did not fit the first round, and the shared expert."""
-        first = collect(handle, routed.plan, 0, self.hop), jnp.ones(len(self.parallel.transport.hops), jnp.int32)
+        hops = self.parallel.transport.hops
         local = local_experts(self.moe, layer, self.step.numerics)
-        y, _ = further_rounds(routed.rows, routed.plan, self.parallel.transport.hops, local, first)
-        return x + y + shared
+
+        def stage(x: jax.Array, first: jax.Array) -> jax.Array:
+            y, _ = further_rounds(routed.rows, routed.plan, hops, local, (first, jnp.ones(len(hops), jnp.int32)))
+            return x + y + shared
+
+        return jax.jit(stage)(x, collect(handle, routed.plan, 0, self.hop))
 
     def shared(self, layer: Index, routed: Routed) -> jax.Array | float:
-        return shared_expert(self.moe, layer, self.step, routed.normed)
+        return jax.jit(lambda normed: shared_expert(self.moe, layer, self.step, normed))(routed.normed)
 
     def attention(self, layer: Index, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return attention_block(self.layers, layer, self.step, x, pages, self.first_cache_layer + layer)
+        cache_layer = self.first_cache_layer + layer
+        return jax.jit(lambda x, pages: attention_block(self.layers, layer, self.step, x, pages, cache_layer))(x, pages)
+
+    def project(self, layer: Index, x: jax.Array) -> Projected:
+        """The part of attention before its core."""
+        return jax.jit(lambda x: queries(self.layers, layer, self.step, x))(x)
+
+    def attend(
+        self, layer: Index, x: jax.Array, tokens: Projected, pages: jax.Array
+    ) -> tuple[jax.Array, Routed, jax.Array]:
+        """Attention from its core on, and the router."""
+
+        def stage(x: jax.Array, tokens: Projected, pages: jax.Array):
+            x, pages = attend(self.layers, layer, self.step, x, tokens, pages, self.first_cache_layer + layer)
+            return x, self.route(layer, x), pages
+
+        return jax.jit(stage)(x, tokens, pages)
 
     def counts(self, routed: Routed) -> jax.Array:
-        return count(routed.ids, self.moe.router.shape[1])
+        return jax.jit(lambda ids: count(ids, self.moe.router.shape[1]))(routed.ids)
 
 
 Layers = tuple[jax.Array, jax.Array, Any, jax.Array]
@@ -198,9 +241,8 @@ def _half(a: Lane, layer_a: Index, x_a, routed_a: Routed, b: Lane, layer_b: Inde
     """Experts of micro-batch `a` in `layer_a` around attention and router of `b` in `layer_b`."""
     dispatch = a.start_dispatch(routed_a)
     shared = a.shared(layer_a, routed_a)
-    tokens = queries(b.layers, layer_b, b.step, x_b)
+    tokens = b.project(layer_b, x_b)
     arrived = a.finish_dispatch(dispatch)
     combine = a.start_combine(a.experts(layer_a, arrived))
-    x_b, pages = attend(b.layers, layer_b, b.step, x_b, tokens, pages, b.first_cache_layer + layer_b)
-    routed_b = b.route(layer_b, x_b)
-    return a.finish_combine(layer_a, x_a, routed_a, combine, shared), (x_b, routed_b, pages)
+    after_b = b.attend(layer_b, x_b, tokens, pages)
+    return a.finish_combine(layer_a, x_a, routed_a, combine, shared), after_b

@@ -1,0 +1,167 @@
+"""Decisions of the scheduler, without a device: chunks, fairness, pages held back, pre-emption, ranks."""
+
+import numpy as np
+import pytest
+
+from dsv3.cache.prefix_index import root_key
+from dsv3.engine.config import EngineConfig, bucket
+from dsv3.engine.request import EngineRequest
+from dsv3.engine.results import Sampled, collect
+from dsv3.engine.scheduler import Scheduler
+from dsv3.engine.sequence import Sequence, prepare
+from dsv3.sampling_params import SamplingParams
+
+VOCAB = 50
+
+
+class Driver:
+    """A scheduler whose every sampled token is 1, with results one step late as in the engine."""
+
+    def __init__(self, **limits) -> None:
+        defaults = {"max_model_len": 512, "num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+        self.cfg = EngineConfig(**(defaults | limits))
+        self.scheduler = Scheduler(self.cfg, VOCAB)
+        self.in_flight = None
+
+    def add(self, name: str, length: int, max_tokens: int = 100, token: int = 2) -> Sequence:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+        request = EngineRequest(request_id=name, prompt_token_ids=[token] * length, sampling=sampling)
+        sequence = prepare(request, self.cfg, VOCAB, (), root_key("m", "d", "t", name))
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self):
+        plan = self.scheduler.plan()
+        before, self.in_flight = self.in_flight, plan
+        outputs = []
+        if before is not None:
+            ones = Sampled(np.ones((self.cfg.num_ranks, 64), np.int32))
+            outputs = collect(self.scheduler, before, before.prefill and ones, before.decode and ones)
+        return plan, outputs
+
+
+def _chunks(plan):
+    return [[(c.sequence.id, c.start, c.stop) for c in mine] for mine in plan.prefill.chunks]
+
+
+def test_a_long_prompt_comes_in_chunks_and_leaves_room_for_decode():
+    driver = Driver()
+    driver.add("short", 10)
+    driver.step()
+    driver.add("long", 300)
+    plans = [driver.step()[0] for _ in range(4)]
+    assert [_chunks(p)[0] if p.prefill else None for p in plans] == [
+        [("long", 0, 128)], [("long", 128, 256)], [("long", 256, 300)], None
+    ]  # fmt: skip
+    assert [p.decode.rows.ids for p in plans] == [["short"]] * 3 + [["short", "long"]]
+
+
+def test_chunks_share_the_budget_in_order_of_arrival():
+    driver = Driver()
+    for name, length in (("a", 50), ("b", 50), ("c", 50)):
+        driver.add(name, length)
+    plan, _ = driver.step()
+    assert _chunks(plan) == [[("a", 0, 50), ("b", 0, 50), ("c", 0, 28)]]
+    assert plan.prefill.sampled.ids == ["a", "b"]
+    assert _chunks(driver.step()[0]) == [[("c", 28, 50)]]
+
+
+def test_a_request_at_its_last_token_is_not_launched_again():
+    driver = Driver()
+    driver.add("a", 5, max_tokens=3)
+    plans, outputs = zip(*(driver.step() for _ in range(5)), strict=True)
+    assert [p is not None for p in plans] == [True, True, True, False, False]
+    tokens = [o for step in outputs for o in step]
+    assert [o.finish_reason for o in tokens] == [None, None, "length"]
+
+
+def test_the_head_of_the_queue_is_not_overtaken():
+    driver = Driver(num_pages=8)
+    driver.add("running", 64 * 4)
+    for _ in range(3):
+        driver.step()
+    driver.add("large", 64 * 6)
+    driver.add("small", 5)
+    driver.step()
+    assert [s.id for s in driver.scheduler.waiting] == ["large", "small"]
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_pages_of_an_aborted_request_wait_for_the_step_in_flight(in_flight):
+    driver = Driver()
+    sequence = driver.add("a", 100)
+    driver.step()
+    if not in_flight:
+        driver.scheduler.collected(1)
+    pages_before = driver.scheduler.pages_in_use
+    driver.scheduler.remove(sequence)
+    assert pages_before == 2
+    assert driver.scheduler.pages_in_use == (2 if in_flight else 0)
+    driver.step()
+    assert driver.scheduler.pages_in_use == 0
+
+
+def test_the_youngest_is_pre_empted_and_comes_back_first():
+    driver = Driver(num_pages=8, max_num_seqs=4)
+    for i, name in enumerate(("old", "middle", "young")):
+        driver.add(name, 120, token=i + 2)
+    driver.add("later", 64 * 4)
+    while not driver.scheduler.num_preemptions:
+        driver.step()
+    assert [s.id for s in driver.scheduler.waiting] == ["young", "later"]
+    assert len(driver.scheduler.waiting[0].tokens) > 120, "its answer so far is computed again with the prompt"
+    order = []
+    while driver.scheduler.has_work or driver.in_flight:
+        order += [o.request_id for o in driver.step()[1] if o.finish_reason]
+    assert order[-1] == "later" and sorted(order) == ["later", "middle", "old", "young"]
+    assert driver.scheduler.pages_in_use == 0
+
+
+def test_requests_spread_over_ranks_and_stay():
+    driver = Driver(num_ranks=3, max_num_seqs=2)
+    for i in range(7):
+        driver.add(str(i), 5, token=i)
+    plan, _ = driver.step()
+    assert [len(mine) for mine in plan.prefill.chunks] == [2, 2, 2]
+    assert [s.id for s in driver.scheduler.waiting] == ["6"]
+    decode = driver.step()[0].decode
+    assert decode.batch.shape == (3, 2, 2)
+    assert (decode.batch[..., 0] == [[0, 1]] * 3).all()
+
+
+def test_a_full_rank_does_not_block_another():
+    driver = Driver(num_ranks=2, num_pages=8, max_num_seqs=4)
+    driver.add("large", 64 * 7)
+    driver.add("small", 5)
+    driver.add("medium", 64 * 4)
+    driver.step()
+    assert [s.id for s in driver.scheduler.slots.running(1)] == ["small", "medium"]
+
+
+def test_idle_ranks_are_padding():
+    driver = Driver(num_ranks=2, max_num_seqs=4)
+    driver.add("only", 5)
+    driver.step()
+    batch = driver.step()[0].decode.batch
+    assert batch[1, :, 0].tolist() == [4], "slot max_num_seqs means nothing to do"
+
+
+def test_buckets_are_few_and_cover_the_limits():
+    cfg = EngineConfig(max_model_len=64, num_pages=1, max_num_seqs=100, max_num_batched_tokens=5000)
+    assert cfg.decode_buckets == (1, 4, 16, 64, 100)
+    assert cfg.prefill_buckets == (64, 256, 1024, 4096, 5000)
+    assert [bucket(cfg.decode_buckets, n) for n in (1, 2, 16, 17, 100)] == [1, 4, 16, 64, 100]
+    assert all(cfg.prefill_rows(t) in cfg.decode_buckets for t in cfg.prefill_buckets)
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"num_pages": 1}, "lower max_model_len"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_queued_reqs": -1}, "max_num_queued_reqs"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(limits, words):
+    with pytest.raises(ValueError, match=words):
+        EngineConfig(**({"max_model_len": 128, "num_pages": 2} | limits))

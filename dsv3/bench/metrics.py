@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class Limit:
             limit = cls(metric, float(value))
         except ValueError:
             limit = cls(metric, -1.0)
-        if metric not in GOODPUT_METRICS or not limit.milliseconds > 0:
+        if metric not in GOODPUT_METRICS or not 0 < limit.milliseconds < math.inf:
             raise ValueError(f"--goodput {text!r}: expected METRIC:MILLISECONDS, METRIC one of {GOODPUT_METRICS}")
         return limit
 

@@ -71,7 +71,7 @@ def describe_load(options: Mapping[str, Any]) -> str:
     if options["request_rate"] is None:
         return f"closed loop, {at_most} at a time"
     held = f", at most {at_most} at a time" if at_most else ""
-    return f"open loop, {options['request_rate']:g} requests/s{held}"
+    return f"open loop, {float(options['request_rate']):g} requests/s{held}"
 
 
 def _latencies(report: Mapping[str, Any]) -> Table:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -63,6 +64,8 @@ class ServeOptions:
             raise ValueError(f"--num_warmups {self.num_warmups}: must not be negative")
         if self.endpoint == "chat" and (self.prompt_kind == "token_ids" or self.vocab_size):
             raise ValueError("--endpoint=chat takes text, not --prompt_kind=token_ids or --vocab_size")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("--api_key: must be printable ASCII")
         if self.request_rate is not None:
             arrival_offsets(1, self.request_rate, self.burstiness, self.seed)
 
@@ -71,6 +74,8 @@ class ServeOptions:
         fields = dataclasses.asdict(self)
         del fields["api_key"]
         fields["dataset"] = str(self.dataset) if self.dataset else None
+        if self.request_rate is not None and math.isinf(self.request_rate):
+            fields["request_rate"] = "inf"  # JSON has no infinity
         fields["limits"] = {limit.metric: limit.milliseconds for limit in self.limits}
         return fields
 

@@ -52,6 +52,16 @@ def test_open_loop_over_a_dataset_with_failures(tmp_path):
     assert sorted(body["max_tokens"] for body in server.bodies) == [2, 3, 4, 5, 6, 7]
 
 
+def test_all_at_once_is_a_rate_that_json_can_hold(tmp_path):
+    output = tmp_path / "report.json"
+    with fake_server(["plain"]) as server:
+        done = bench(server, "--request-rate=inf", "--concurrency=3", "--num-prompts=9", f"--output={output}")
+    assert done.returncode == 0 and "at most 3 at a time" in done.stdout
+    report = json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert report["options"]["request_rate"] == "inf" and report["requests"]["completed"] == 9
+    assert server.most_running <= 3
+
+
 def test_chat_sends_words_and_only_openai_fields():
     with fake_server(["reasoning"]) as server:
         done = bench(server, "--endpoint=chat", "--noextensions", "--concurrency=1", "--num-prompts=2", "--input-len=6")
@@ -110,6 +120,7 @@ def test_an_interrupt_reports_what_was_measured(tmp_path):
         (["--concurrency=1", "--output=/nowhere/report.json"], "no such folder"),
         (["--concurrency=1", "--endpoint=chat", "--prompt-kind=token_ids"], "takes text"),
         (["--concurrency=1", "--url=localhost:8000"], "http://HOST:PORT"),
+        (["--concurrency=1", "--api-key=a\nb"], "printable"),
     ],
 )
 def test_mistakes_end_with_status_2_and_what_to_change(arguments, words):

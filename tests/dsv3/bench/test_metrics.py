@@ -101,7 +101,7 @@ def test_a_limit_includes_its_bound():
     assert Limit("e2e", 2600).holds(record()) and Limit("tpot", 750).holds(record())
 
 
-@pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:-1", "ttft:nan", "latency:5", ":5", "ttft:0"])
+@pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:-1", "ttft:nan", "latency:5", ":5", "ttft:0", "ttft:inf"])
 def test_a_limit_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="METRIC:MILLISECONDS"):
         Limit.parse(text)

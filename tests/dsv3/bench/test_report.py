@@ -50,7 +50,7 @@ def test_the_figures_are_shown_in_full_on_a_narrow_terminal():
     ("options", "words"),
     [
         ({"request_rate": 2.5, "concurrency": None}, "open loop, 2.5 requests/s"),
-        ({"request_rate": float("inf"), "concurrency": 8}, "open loop, inf requests/s, at most 8 at a time"),
+        ({"request_rate": "inf", "concurrency": 8}, "open loop, inf requests/s, at most 8 at a time"),
     ],
 )
 def test_the_kind_of_load_is_named(options, words):

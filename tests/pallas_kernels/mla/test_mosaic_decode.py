@@ -1,5 +1,6 @@
 """The decode kernel in the Mosaic interpreter, with race detection, on hostile padding."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla import mosaic_ops
+from pallas_kernels.mla import fp8_pages_of_rows, mosaic_ops, pack_fp8, unpack_fp8
 from pallas_kernels.mosaic import interpret_params, reset_interpreter
 from tests.pallas_kernels.mla import cases
 
@@ -86,6 +87,17 @@ def test_causal_queries_of_split_requests():
 
 def test_float16():
     check(cases.decode_case((150, 10), H=16, dtype=jnp.float16))
+
+
+def test_fp8_cache():
+    """Like the reference on the same pages, and as near to the unquantised cache as e4m3 allows."""
+    case = cases.decode_case((0, 1, 64, 200), H=16)
+    eight = dataclasses.replace(case, pages=fp8_pages_of_rows(pack_fp8(case.pages, 512), 512))
+    out, lse = decode(eight)
+    plain = dataclasses.replace(case, pages=unpack_fp8(pack_fp8(case.pages, 512), 512, jnp.bfloat16))
+    cases.assert_close(out, lse, *cases.decode_oracle(plain, SCALE, 512), dtype=jnp.bfloat16)
+    exact, _ = cases.decode_oracle(case, SCALE, 512)
+    assert 1e-5 < cases.cosine_difference(np.asarray(out, np.float64), exact) < 1e-3
 
 
 @pytest.mark.parametrize("H", [16, 128])

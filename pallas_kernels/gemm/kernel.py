@@ -22,6 +22,8 @@ from pallas_kernels.mosaic import NUM_SMS, SMEM_BYTES, swizzle_transforms
 SCALE_BLOCK = 128
 WG_ROWS = 64
 """Rows of a warpgroup's matrix product."""
+TMA_ALIGNMENT = 128
+"""Shared-memory addresses of TMA copies are multiples of this; neither Mosaic nor its interpreter checks it."""
 _STAGE_BYTES_K = 128
 """Bytes of K in a stage: the widest swizzle, and one scale block of FP8."""
 _MAX_STAGES = 12
@@ -112,7 +114,7 @@ class GemmKernel(abc.ABC):
 
     def max_depth(self) -> int:
         out_bytes = self.tile_m * self.tile_n * jnp.dtype(self.out_type.dtype).itemsize
-        stage_bytes = (self.tile_m + self.tile_n) * _STAGE_BYTES_K + max(128, self.tile_m * 4)
+        stage_bytes = (self.tile_m + self.tile_n) * _STAGE_BYTES_K + max(TMA_ALIGNMENT, self.tile_m * 4)
         return (SMEM_BYTES - _MISC_BYTES - out_bytes) // stage_bytes
 
     def __call__(self, x, w, scales: tuple, schedule_operands: tuple, num_sms: int = NUM_SMS) -> jax.Array:
@@ -146,7 +148,8 @@ class GemmKernel(abc.ABC):
             else plgpu.Barrier(**barriers),
         }
         if self.scaled:
-            scratch["x_scale_s"] = plgpu.SMEM((self.depth, self.tile_m), jnp.float32)
+            # TMA writes to multiples of 128 bytes, which a stage of 8 or 16 scales would not keep.
+            scratch["x_scale_s"] = plgpu.SMEM((self.depth, max(TMA_ALIGNMENT // 4, self.tile_m)), jnp.float32)
         return scratch
 
     def body(self, x, w, *rest, **scratch) -> None:
@@ -198,7 +201,8 @@ class GemmKernel(abc.ABC):
                 plgpu.copy_gmem_to_smem(refs.x.at[group, rows, k], refs.x_s.at[slot], full, collective_axes=shared)
                 if self.scaled:
                     scale = refs.x_scale.at[group, tile.k_begin + i, rows]
-                    plgpu.copy_gmem_to_smem(scale, refs.x_scale_s.at[slot], full, collective_axes=shared)
+                    to = refs.x_scale_s.at[slot, pl.ds(0, self.tile_m)]
+                    plgpu.copy_gmem_to_smem(scale, to, full, collective_axes=shared)
 
             lax.fori_loop(0, tile.k_steps, step, None)
             return done + tile.k_steps

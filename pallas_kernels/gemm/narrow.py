@@ -38,7 +38,8 @@ class NarrowKernel(GemmKernel):
         return refs.w_s.at[slot, pl.ds(warpgroup * WG_ROWS, WG_ROWS)], refs.x_s.at[slot].T
 
     def load_x_scale(self, refs: Refs, slot, warpgroup) -> tuple[jax.Array, int]:
-        return plgpu.load(refs.x_scale_s.at[slot], layout=plgpu.Layout.WGMMA.reduce(0)), 1
+        scales = refs.x_scale_s.at[slot, pl.ds(0, self.tile_m)]
+        return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(0)), 1
 
     def out_buffer(self):
         return plgpu.SMEM((2, self.tile_m, WG_ROWS), jnp.bfloat16, transforms=swizzle_transforms(jnp.bfloat16, WG_ROWS))

@@ -82,7 +82,7 @@ def plan_masked(groups: int, expected_rows: int, n: int, k: int, itemsize: int) 
         return Plan(*measured)
     if expected_rows <= 64:
         return Plan(False, tile_m, NARROW_TILE_N)
-    return _best_wide(groups * expected_rows, n, k, itemsize)
+    return _best_wide(groups * expected_rows, n, k, itemsize, width_multiple=64)  # so that single rows can be stored
 
 
 def dense_plans(m: int) -> Iterator[Plan]:
@@ -109,8 +109,9 @@ def dense_key(m: int, n: int, k: int) -> tuple:
     return "dense", _bucket(m), n, k
 
 
-def _best_wide(m: int, n: int, k: int, itemsize: int) -> Plan:
-    return min(wide_plans(itemsize), key=lambda plan: estimated_cycles(plan, m, n, k, itemsize))
+def _best_wide(m: int, n: int, k: int, itemsize: int, width_multiple: int = 1) -> Plan:
+    plans = (plan for plan in wide_plans(itemsize) if plan.tile_n % width_multiple == 0)
+    return min(plans, key=lambda plan: estimated_cycles(plan, m, n, k, itemsize))
 
 
 def _bucket(m: int) -> int:

@@ -6,7 +6,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs, store_rows
+from pallas_kernels.gemm.kernel import TMA_ALIGNMENT, WG_ROWS, GemmKernel, Refs, store_rows
 from pallas_kernels.gemm.schedule import Tile
 from pallas_kernels.mosaic import swizzle_transforms
 
@@ -18,6 +18,12 @@ class WideKernel(GemmKernel):
     def __post_init__(self):
         if self.tile_m != 2 * WG_ROWS:
             raise ValueError(f"a wide tile has {2 * WG_ROWS} rows, got {self.tile_m}")
+        row_bytes = self.tile_n * self.out_type.dtype.itemsize
+        if self.schedule.exact_rows and row_bytes % TMA_ALIGNMENT:
+            raise ValueError(
+                f"single rows of {row_bytes} bytes cannot be stored: tile_n {self.tile_n} must make them a multiple "
+                f"of {TMA_ALIGNMENT} bytes"
+            )
         super().__post_init__()
 
     @property

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pallas_kernels.gemm import plan as planning
 from pallas_kernels.gemm.launch import _kernel
 from pallas_kernels.gemm.plan import Plan, plan_contiguous, plan_dense, plan_masked
-from pallas_kernels.gemm.schedule import Dense
+from pallas_kernels.gemm.schedule import Dense, Masked
 from pallas_kernels.gemm.shapes import DENSE_M, DENSE_NK
 from pallas_kernels.mosaic import NUM_SMS
 
@@ -35,6 +35,25 @@ def test_every_candidate_is_a_kernel(dtype):
     itemsize = jnp.dtype(dtype).itemsize
     for plan in [*planning.wide_plans(itemsize), *(Plan(False, tile, 128) for tile in planning.NARROW_TILES_M)]:
         assert kernel_of(plan, 4096, 7168, dtype).depth >= 2, plan
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
+def test_shared_memory_slices_keep_the_alignment_of_tma(dtype):
+    """128 bytes between stages and warpgroups; 1,024 where rows are swizzled. The interpreter does not check it."""
+    for plan in [*planning.wide_plans(jnp.dtype(dtype).itemsize), *(Plan(False, t, 128) for t in (8, 16, 32, 64, 128))]:
+        for name, buffer in kernel_of(plan, 4096, 7168, dtype).scratch().items():
+            if name not in ("full", "empty"):
+                slice_bytes = math.prod(buffer.shape[1:]) * jnp.dtype(buffer.dtype).itemsize
+                assert slice_bytes % (1024 if name in ("x_s", "w_s", "o_s") else 128) == 0, (plan, name)
+
+
+def test_single_rows_need_aligned_widths():
+    out = ((1, 8, 4096), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((1, 4096, 7168), jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match="tile_n 112"):
+        _kernel(Plan(True, 128, 112), Masked(1, 8, 128), w, w, out)
+    for rows in (65, 100, 300, 1024):
+        assert plan_masked(3, rows, 2112, 7168, 1).tile_n % 64 == 0
 
 
 def waves(plan, m, n):

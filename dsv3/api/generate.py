@@ -105,6 +105,10 @@ class Generation:
         try:
             return await subscription.get()
         except (Busy, Refused, EngineDead) as error:
+            if isinstance(error, EngineDead):
+                for _ in self._choices:
+                    self._service.metrics.finished("error")
+            self._choices.clear()  # the engine holds none of them
             raise self._api_error(error) from None
 
     def _api_error(self, error: Exception) -> ApiError:
@@ -123,6 +127,7 @@ class Generation:
         if choice is None:
             return None  # it has ended by a stop string
         if output.finish_reason == "error":
+            del self._choices[output.request_id]
             self._service.metrics.finished("error")
             raise self._failed(output)
         delta = choice.stream.push(output.token_ids, output.finish_reason, output.stop_token_id)

@@ -79,7 +79,7 @@ class FakeEngine:
     def _advance(self, sequence: _Sequence) -> EngineOutput:
         request, prompt = sequence.request, sequence.request.prompt_token_ids
         self._make_trouble(prompt)
-        if BAD_OUTPUT in prompt:
+        if BAD_OUTPUT in prompt and sequence.done == 2:
             return EngineOutput(request_id=request.request_id, token_ids=[], finish_reason="error", error="not finite")
         sampling, echoed = request.sampling, prompt[1:] if prompt[0] == BOS else prompt
         ends = prompt[0] == BOS and not sampling.ignore_eos and sequence.done >= len(echoed)

@@ -282,7 +282,7 @@ def test_health_answers_while_a_huge_prompt_is_encoded(model_dir, tmp_path):
         body = json.dumps({"prompt": "def add hello world " * 60_000, "max_tokens": 1}).encode()
         request = threading.Thread(target=post, args=(server, COMPLETIONS, body))
         request.start()
-        time.sleep(0.3)
+        time.sleep(0.05)
         answers = 0
         while request.is_alive():
             assert server.http.get("/health").status_code == 200
@@ -316,12 +316,29 @@ def test_one_request_fails_only_itself(server):
 
 def test_an_error_in_a_stream_is_an_event(server):
     body = {"prompt": [[5] * 5, [fake_engine.BAD_OUTPUT]], "stream": True, "max_tokens": 1000}
-    lines = [line for line in post(server, COMPLETIONS, body).text.split("\n\n") if line]
-    if len(lines) > 1:
-        assert json.loads(lines[-2].removeprefix("data: "))["error"]["message"] == "not finite"
-        assert lines[-1] == "data: [DONE]"
+    answer = post(server, COMPLETIONS, body)
+    assert answer.status_code == 200
+    *_, text, error, done, rest = answer.text.split("\n\n")
+    assert "choices" in json.loads(text.removeprefix("data: "))
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "not finite"
+    assert (done, rest) == ("data: [DONE]", "")
     server.wait_for(server.is_idle)
     refusal(post(server, COMPLETIONS, {"prompt": "x", "stream": True, "n": 0}))
+
+
+def test_every_sequence_is_counted_once(server):
+    def counts():
+        lines = server.http.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith("vllm:request_success_total{")]
+        return {line.split('"')[1]: float(line.rpartition(" ")[2]) for line in found}
+
+    before = counts()
+    post(server, COMPLETIONS, {"prompt": [[5] * 5, [fake_engine.BAD_OUTPUT]], "max_tokens": 1000})  # an abort, an error
+    post(server, COMPLETIONS, {"prompt": [fake_engine.INVALID]})  # never taken
+    post(server, COMPLETIONS, {"prompt": "xy", "max_tokens": 100, "stop": "y"})
+    post(server, COMPLETIONS, {"prompt": [5], "max_tokens": 2, "n": 3})
+    new = {reason: count - before[reason] for reason, count in counts().items()}
+    assert new == {"abort": 1, "error": 1, "stop": 1, "length": 3}
 
 
 def test_unknown_routes_and_methods(server):

@@ -20,6 +20,8 @@ NARROW_TILE_N = 128
 FP8_TILES_N = (64, 80, 96, 112, 128, 144, 160, 192)
 """Widths that meet at most two weight scales wherever they begin: at most 128 + gcd(width, 128)."""
 BF16_TILES_N = (64, 96, 128, 160, 192, 224, 256)
+EXACT_TILES_N = (64, 128, 192)
+"""Widths whose rows can be stored one by one: TMA wants multiples of 128 bytes, Mosaic no more than 192 columns."""
 
 _FLOPS_PER_CYCLE = 8192 * 0.7  # of one multiprocessor in FP8; the factor is what kernels reach
 _L2_BYTES_PER_CYCLE = 40  # into one multiprocessor
@@ -82,7 +84,7 @@ def plan_masked(groups: int, expected_rows: int, n: int, k: int, itemsize: int) 
         return Plan(*measured)
     if expected_rows <= 64:
         return Plan(False, tile_m, NARROW_TILE_N)
-    return _best_wide(groups * expected_rows, n, k, itemsize, width_multiple=64)  # so that single rows can be stored
+    return _best_wide(groups * expected_rows, n, k, itemsize, EXACT_TILES_N)
 
 
 def dense_plans(m: int) -> Iterator[Plan]:
@@ -109,8 +111,8 @@ def dense_key(m: int, n: int, k: int) -> tuple:
     return "dense", _bucket(m), n, k
 
 
-def _best_wide(m: int, n: int, k: int, itemsize: int, width_multiple: int = 1) -> Plan:
-    plans = (plan for plan in wide_plans(itemsize) if plan.tile_n % width_multiple == 0)
+def _best_wide(m: int, n: int, k: int, itemsize: int, widths: tuple[int, ...] | None = None) -> Plan:
+    plans = (plan for plan in wide_plans(itemsize) if widths is None or plan.tile_n in widths)
     return min(plans, key=lambda plan: estimated_cycles(plan, m, n, k, itemsize))
 
 

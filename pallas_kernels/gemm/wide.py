@@ -19,11 +19,8 @@ class WideKernel(GemmKernel):
         if self.tile_m != 2 * WG_ROWS:
             raise ValueError(f"a wide tile has {2 * WG_ROWS} rows, got {self.tile_m}")
         row_bytes = self.tile_n * self.out_type.dtype.itemsize
-        if self.schedule.exact_rows and row_bytes % TMA_ALIGNMENT:
-            raise ValueError(
-                f"single rows of {row_bytes} bytes cannot be stored: tile_n {self.tile_n} must make them a multiple "
-                f"of {TMA_ALIGNMENT} bytes"
-            )
+        if self.schedule.exact_rows and (row_bytes % TMA_ALIGNMENT or self.tile_n >= 256):
+            raise ValueError(f"rows of tile_n {self.tile_n} ({row_bytes} bytes) cannot be stored one by one")
         super().__post_init__()
 
     @property

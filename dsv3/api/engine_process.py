@@ -144,11 +144,24 @@ def main(fd: int) -> int:
 
 
 def _configure_logging() -> None:
-    """jax warns only; told to use the CPU, it is silent about GPU plugins that it cannot start there."""
+    """jax warns only, through its own handler, and says in a line why a GPU plugin does not start.
+
+    Told to use the CPU it does not say that at all.
+    """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jax").setLevel(logging.WARNING)
+    logging.getLogger("jax").propagate = False
+    plugins = logging.getLogger("jax._src.xla_bridge")
+    plugins.addFilter(_without_traceback)
     if os.environ.get("JAX_PLATFORMS") == "cpu":
-        logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
+        plugins.setLevel(logging.CRITICAL)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    if record.exc_info and record.exc_info[1] is not None:
+        record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]}", ()
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def serve(engine: EngineLike, inbox: Inbox, outbox: Outbox) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -273,3 +275,21 @@ def _wait_until_asleep(process, seconds=60):
         assert time.monotonic() < deadline
         before = now
         time.sleep(0.3)
+
+
+def test_jax_speaks_in_lines():
+    """A GPU plugin that cannot start is a line in the log, once, not two tracebacks."""
+    code = (
+        "import logging; from dsv3.api.engine_process import _configure_logging; _configure_logging()\n"
+        "import jax\n"
+        "log = logging.getLogger('jax._src.xla_bridge')\n"
+        "try:\n    raise RuntimeError('no cuDNN')\n"
+        "except RuntimeError:\n    log.exception('plugin error %s', 5)\n"
+        "log.info('not shown')\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=serving.ROOT, env=environment, check=True
+    )
+    [line] = done.stderr.splitlines()
+    assert "plugin error 5: no cuDNN" in line

@@ -1,0 +1,72 @@
+"""Which implementation the public operations choose. Lowering for a GPU shows it without one."""
+
+import functools
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import aot
+from pallas_kernels.backend import Backend
+from pallas_kernels.mla import mla_decode, mla_prefill, mosaic_ops, write_pages
+
+KERNEL = "mosaic_gpu"
+
+
+def array(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def decode_program(width, value_width, backend, dtype=jnp.bfloat16):
+    run = functools.partial(mla_decode, scale=1.0, pages_per_layer=4, value_width=value_width, backend=backend)
+    arguments = (
+        array((2, 1, 8, width), dtype),
+        array((8, 64, width), dtype),
+        array((2, 3), jnp.int32),
+        array((2,), jnp.int32),
+    )
+    return aot.lower_for(run, *arguments).as_text()
+
+
+@pytest.mark.aot
+def test_kernels_run_where_asked_for_and_only_there():
+    assert KERNEL in decode_program(576, 512, Backend.MOSAIC)
+    assert KERNEL not in decode_program(576, 512, Backend.REFERENCE)
+    assert KERNEL not in decode_program(576, 512, None)  # this process computes on a CPU
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (lambda: decode_program(48, 32, Backend.MOSAIC), r"\(32, 16\) are not \(512, 64\)"),
+        (lambda: decode_program(576, 512, Backend.MOSAIC, jnp.float32), "float32 is neither"),
+        (
+            lambda: aot.lower_for(
+                functools.partial(mla_prefill, scale=1.0, backend=Backend.MOSAIC),
+                *(array((64, 2, w)) for w in (24, 24, 16)),
+                array((2,), jnp.int32),
+            ).as_text(),
+            r"\(24, 16\) are not \(192, 128\)",
+        ),
+        (
+            lambda: aot.lower_for(
+                functools.partial(write_pages, pages_per_layer=8, value_width=20, backend=Backend.MOSAIC),
+                array((8, 64, 31)),
+                array((3, 31)),
+                array((3,), jnp.int32),
+                array((3,), jnp.int32),
+            ).as_text(),
+            "31 x bfloat16",
+        ),
+    ],
+)
+def test_what_a_kernel_cannot_take_goes_to_the_reference_and_the_log(program, reason, caplog):
+    mosaic_ops.log_fallback.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert KERNEL not in program()
+        program()
+    (record,) = caplog.records
+    assert re.search(reason, record.message)

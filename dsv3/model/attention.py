@@ -18,7 +18,7 @@ from dsv3.model.norm import rms_norm
 from dsv3.model.params import AttentionParams
 from dsv3.model.rope import Rotation, rotate
 from pallas_kernels import mla
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, resolve_backend
 
 
 @jax.tree_util.register_dataclass
@@ -159,12 +159,17 @@ def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
 def decode_attend(cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
     """Absorbed attention of S new tokens a request to everything cached, themselves included. State: the page pool."""
     slots, (B, S) = decode_slots(batch), batch.tokens.shape
+    schedule = None
+    if resolve_backend(requested=backend) is Backend.MOSAIC:
+        schedule = mla.decode_schedule(batch.lengths, queries=S, heads=cfg.num_attention_heads)  # once for all layers
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
         pages = mla.write_pages(pages, tokens.latent, slots.page_ids, slots.offsets, **where)
         q = absorb(tokens, params, layer).reshape(B, S, cfg.num_attention_heads, cfg.latent_dim)
-        out, _ = mla.mla_decode(q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, **where)
+        out, _ = mla.mla_decode(
+            q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, schedule=schedule, **where
+        )
         return values_of(out.reshape(B * S, *out.shape[2:]), params, layer), pages
 
     return attend

@@ -1,13 +1,14 @@
 """Every family member computes what transformers computes: float32 logits within 1e-4 of the largest."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.dsv3.model.golden import MEMBERS, data, model, relative_error, run
+from tests.dsv3.model.golden import DIRECTORY, MEMBERS, data, model, relative_error, run
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -56,6 +57,18 @@ def test_the_golden_data_needs_the_selection_bias(member: str) -> None:
     unbiased = jax.tree.map(lambda a: zeros if a is params.moe.moe.router_bias else a, params)
     out = run(unbiased, cfg, golden["input_ids"])
     assert relative_error(out.logits, golden["logits"]) > 0.05
+
+
+def test_greedy_continuations() -> None:
+    params, cfg = model("greedy")
+    golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
+    rows = [prompt + greedy for prompt, greedy in zip(golden["prompts"], golden["greedy"], strict=True)]
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row)] = row
+    best = np.asarray(run(params, cfg, tokens).logits).argmax(-1)
+    for row, prompt, greedy in zip(best, golden["prompts"], golden["greedy"], strict=True):
+        assert row[len(prompt) - 1 : len(prompt) + len(greedy) - 1].tolist() == greedy
 
 
 def test_bfloat16_follows_float32() -> None:

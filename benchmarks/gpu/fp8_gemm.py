@@ -126,7 +126,7 @@ class Run:
             if self.time_left() < 20:
                 self.left_out += [f"{c.table}: {c.label}" for c in cases[number:]]
                 return
-            operands = jax.jit(case.operands)(jax.random.key(number))
+            operands = case.operands(jax.random.key(number))
             diff = difference(case, operands)
             if not diff < case.tolerance:
                 self.failures.append(f"{case.table}, {case.label}: calc_diff {diff:.2e}, allowed {case.tolerance:.0e}")
@@ -163,7 +163,7 @@ class Run:
                     self.left_out.append(f"tuning from {key} on")
                     return
                 case = untuned(plan)
-                operands = jax.jit(case.operands)(jax.random.key(0)) if operands is None else operands
+                operands = case.operands(jax.random.key(0)) if operands is None else operands
                 best = min(
                     filter(None, (best, self.time_plan(case, plan, operands))), default=None, key=lambda found: found[0]
                 )
@@ -227,8 +227,9 @@ def difference(case: Case, operands) -> float:
 
 def time_case(case: Case, operands, roof_seconds: float) -> float:
     calls = int(min(_MAX_CALLS, max(5, _LOOP_SECONDS / roof_seconds)))
-    first = jax.jit(lambda operands: case.call(operands, 0))(operands)
-    return seconds_per_call(lambda i, _, operands: case.call(operands, i), first, calls, operands)
+    result = jax.eval_shape(case.call, operands, 0)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
+    return seconds_per_call(lambda i, _, operands: case.call(operands, i), nothing, calls, operands)
 
 
 def seconds_per_call(step: Callable, init, calls: int, *operands) -> float:

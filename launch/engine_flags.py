@@ -8,10 +8,13 @@ from launch import flags
 
 _MODEL = absl_flags.DEFINE_string("model", None, "Hugging Face model directory; the bundled model if not given.")
 _NAMES = absl_flags.DEFINE_list(
-    "served_model_name", [], "Names requests may use, separated by commas; the directory's name if not given."
+    "served_model_name", [], "Names clients may use, separated by commas; the directory's name if not given."
 )
 _DTYPE = absl_flags.DEFINE_enum(
     "dtype", "auto", ["auto", "float32", "bfloat16"], "Of weights and cache; auto: float32 on a CPU, else bfloat16."
+)
+_FP8 = absl_flags.DEFINE_enum(
+    "fp8", "keep", ["keep", "dequantize"], "What becomes of FP8 weights: kept in memory as FP8, or turned into --dtype."
 )
 _MAX_MODEL_LEN = absl_flags.DEFINE_integer(
     "max_model_len", None, "Tokens of prompt and answer together; what the model was made for if not given.", 1
@@ -46,6 +49,7 @@ def engine_options() -> dict[str, object]:
     """Fields of `dsv3.engine.build.EngineOptions`."""
     return {
         "dtype": _DTYPE.value,
+        "fp8": _FP8.value,
         "max_model_len": _MAX_MODEL_LEN.value,
         "max_num_seqs": _MAX_NUM_SEQS.value,
         "max_num_batched_tokens": _MAX_BATCHED.value,

@@ -17,32 +17,16 @@ from absl import flags as absl_flags
 from dsv3.api.server import ServerConfig, bind, serve
 from dsv3.api.service import Service
 from dsv3.text.reasoning import PARSERS
-from launch import flags
+from launch import engine_flags, flags
 
-_MODEL = absl_flags.DEFINE_string("model", None, "Hugging Face model directory; the bundled model if not given.")
-_NAMES = absl_flags.DEFINE_list(
-    "served_model_name", [], "Names clients may use, separated by commas; the directory's name if not given."
-)
+absl_flags.adopt_module_key_flags(engine_flags)
 _HOST = absl_flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.")
 _PORT = absl_flags.DEFINE_integer("port", 8000, "Port to listen on; 0 takes a free one.", 0, 65535)
 _API_KEY = absl_flags.DEFINE_string(
     "api_key", None, "Key that every route but /health asks for. Process listings show it: see --api_key_file."
 )
 _API_KEY_FILE = absl_flags.DEFINE_string("api_key_file", None, "File that holds the API key on its first line.")
-_DTYPE = absl_flags.DEFINE_enum(
-    "dtype", "auto", ["auto", "float32", "bfloat16"], "Of weights and cache; auto: float32 on a CPU, else bfloat16."
-)
-_MAX_MODEL_LEN = absl_flags.DEFINE_integer(
-    "max_model_len", None, "Tokens of prompt and answer together; what the model was made for if not given.", 1
-)
-_MAX_NUM_SEQS = absl_flags.DEFINE_integer("max_num_seqs", None, "Sequences that run at once, on each device.", 1)
-_MAX_BATCHED = absl_flags.DEFINE_integer("max_num_batched_tokens", None, "Prompt tokens of one step.", 1)
 _MAX_QUEUED = absl_flags.DEFINE_integer("max_num_queued_reqs", 1024, "Sequences that may wait; beyond: 503 at once.", 0)
-_MEMORY = absl_flags.DEFINE_float(
-    "gpu_memory_utilization", 0.9, "Share of a device's memory for weights, cache and activations.", 0.01, 1.0
-)
-_DATA_PARALLEL = absl_flags.DEFINE_integer("data_parallel_size", 1, "Devices that each serve requests.", 1)
-_PREFIX_CACHING = absl_flags.DEFINE_bool("enable_prefix_caching", True, "Reuse the cache of equal prompt beginnings.")
 _REASONING = absl_flags.DEFINE_enum(
     "reasoning_parser",
     "auto",
@@ -53,15 +37,11 @@ _REASONING = absl_flags.DEFINE_enum(
 _SHUTDOWN_TIMEOUT = absl_flags.DEFINE_float(
     "shutdown_timeout", 30.0, "Seconds that requests in flight have to finish after SIGTERM.", 0.0
 )
-_CACHE_DIR = absl_flags.DEFINE_string(
-    "compilation_cache_dir", None, "Where compiled programs are kept; the user's cache directory if not given."
-)
-_SEED = absl_flags.DEFINE_integer("seed", 0, "Of the random numbers of requests that bring no seed.")
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    config = _config(_model_dir())
+    config = _config(engine_flags.model_dir())
     try:
         listener = bind(_HOST.value, _PORT.value)
     except OSError as error:
@@ -77,36 +57,11 @@ def main() -> int:
         return 1
 
 
-def _model_dir() -> Path:
-    directory = Path(_MODEL.value) if _MODEL.value else _bundled()
-    if not (directory / "config.json").is_file():
-        raise flags.UsageError(f"--model {directory}: no config.json there; give a Hugging Face model directory")
-    return directory.resolve()
-
-
-def _bundled() -> Path:
-    """Without `dsv3.engine.build.bundled_model`, which imports jax."""
-    import dsv3
-
-    return Path(dsv3.__file__).parent / "bundled"
-
-
 def _config(model_dir: Path) -> ServerConfig:
     return ServerConfig(
         model_dir=model_dir,
-        model_names=tuple(_NAMES.value) or (model_dir.name if _MODEL.value else "dsv3-tiny",),
-        engine_options={
-            "dtype": _DTYPE.value,
-            "max_model_len": _MAX_MODEL_LEN.value,
-            "max_num_seqs": _MAX_NUM_SEQS.value,
-            "max_num_batched_tokens": _MAX_BATCHED.value,
-            "max_num_queued_reqs": _MAX_QUEUED.value,
-            "gpu_memory_utilization": _MEMORY.value,
-            "data_parallel_size": _DATA_PARALLEL.value,
-            "enable_prefix_caching": _PREFIX_CACHING.value,
-            "seed": _SEED.value,
-            "compilation_cache_dir": _CACHE_DIR.value,
-        },
+        model_names=engine_flags.model_names(),
+        engine_options=engine_flags.engine_options() | {"max_num_queued_reqs": _MAX_QUEUED.value},
         max_num_queued_reqs=_MAX_QUEUED.value,
         api_key=_api_key(),
         reasoning_parser=_REASONING.value,

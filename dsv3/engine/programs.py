@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Literal
 
 import jax
@@ -21,7 +23,9 @@ from sharding.mesh import RANK, by_rank
 
 _log = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, what)` before each program and once at the end."""
+"""Called as `progress(done, total, what)` at the start and after each program."""
+
+_COMPILE_THREADS = 8  # tracing holds the interpreter lock, so more would only wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +76,13 @@ class Programs:
     def compile_all(self, progress: Progress | None = None) -> None:
         """Compiles what `keys` lists, from the persistent cache where it knows them."""
         keys = self.keys()
-        for done, key in enumerate(keys):
-            if progress is not None:
-                progress(done, len(keys), f"{key.kind} {key.size or ''}".strip())
-            self.get(key)
-        if progress is not None:
-            progress(len(keys), len(keys), "ready")
+        report = progress or (lambda done, total, what: None)
+        report(0, len(keys), "")
+        with ThreadPoolExecutor(min(_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
+            names = {pool.submit(self.get, key): f"{key.kind} {key.size or ''}".strip() for key in keys}
+            for done, future in enumerate(as_completed(names), 1):
+                future.result()
+                report(done, len(keys), names[future])
 
     def get(self, key: Key) -> Callable[..., Any]:
         """The compiled program, compiled now if it is new."""

@@ -248,11 +248,11 @@ def tunable_products():
     """(key in `tuned.py`, plan -> case, plans to try), the products of a decode and a prefill step first."""
     for m in (4096, 64, 128, 1):
         for n, k in shapes.DENSE_NK:
-            plans = sorted(planning.dense_plans(m), key=lambda plan: planning.estimated_cycles(plan, m, n, k))[:4]
+            plans = sorted(planning.dense_plans(m, 1), key=lambda plan: planning.estimated_cycles(plan, m, n, k, 1))[:4]
             wide = [plan for plan in plans if plan.wide]
             multicast = [Plan(True, plan.tile_m, plan.tile_n, cluster=2) for plan in wide[:2]]
             yield (
-                planning.dense_key(m, n, k),
+                planning.dense_key(m, n, k, 1),
                 lambda plan, m=m, n=n, k=k: fp8_cases.dense_case(m, n, k, Backend.MOSAIC, plan),
                 plans + multicast,
             )

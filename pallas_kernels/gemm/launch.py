@@ -15,10 +15,10 @@ _SCALES_PER_LOAD = 4
 
 
 def dense(a, a_scale, b, b_scale, layer, out_dtype, *, plan: Plan | None = None, num_sms: int = NUM_SMS) -> jax.Array:
-    """`fp8_gemm` on Hopper, of validated operands: b [L, N, K], b_scale [L, ...], layer an integer."""
+    """A dense product on Hopper, of validated operands: b [L, N, K], layer an integer; scales are None for bfloat16."""
     (m, k), n = a.shape, b.shape[1]
-    _check_strides("fp8_gemm", n, k, a.dtype)
-    wanted = plan or plan_dense(m, n, k)
+    _check_strides("dense gemm", n, k, a.dtype)
+    wanted = plan or plan_dense(m, n, k, a.dtype.itemsize)
     # A narrow tile leaves as float32 only untransposed, which is the form of a split product.
     split = not wanted.wide and (wanted.splits > 1 or jnp.dtype(out_dtype) == jnp.float32)
     padded_m = _round_up(m, _SCALES_PER_LOAD)
@@ -26,9 +26,7 @@ def dense(a, a_scale, b, b_scale, layer, out_dtype, *, plan: Plan | None = None,
     kernel_type: type[GemmKernel] = SplitKernel if split else NarrowKernel
     schedule = Dense(m, wanted.tile_m, wanted.splits)
     kernel = _kernel(wanted, schedule, a, b, out, kernel_type)
-    result = kernel(
-        a[None], b, (_pad_scale(a_scale)[None], b_scale), (jnp.asarray(layer, jnp.int32).reshape(1),), num_sms
-    )
+    result = kernel(a[None], b, _scales(a_scale, b_scale, lambda s: s[None]), (_offset(layer),), num_sms)
     return jnp.sum(result, axis=0).T[:m].astype(out_dtype) if split else result[0]
 
 

@@ -52,10 +52,12 @@ class Plan:
 
 
 @functools.cache
-def plan_dense(m: int, n: int, k: int) -> Plan:
-    """The plan of an FP8 product [m, k] x [n, k]."""
-    measured = TUNED.get(("dense", _bucket(m), n, k))
-    return Plan(*measured) if measured else min(dense_plans(m), key=lambda plan: estimated_cycles(plan, m, n, k))
+def plan_dense(m: int, n: int, k: int, itemsize: int) -> Plan:
+    """The plan of a product [m, k] x [n, k] of FP8 (itemsize 1) or bfloat16 (2)."""
+    measured = TUNED.get(dense_key(m, n, k, itemsize))
+    if measured:
+        return Plan(*measured)
+    return min(dense_plans(m, itemsize), key=lambda plan: estimated_cycles(plan, m, n, k, itemsize))
 
 
 @functools.cache
@@ -87,10 +89,10 @@ def plan_masked(groups: int, expected_rows: int, n: int, k: int, itemsize: int) 
     return _best_wide(groups * expected_rows, n, k, itemsize, EXACT_TILES_N)
 
 
-def dense_plans(m: int) -> Iterator[Plan]:
+def dense_plans(m: int, itemsize: int) -> Iterator[Plan]:
     """Plans worth considering, and measuring, for m rows."""
-    for tile_n in FP8_TILES_N if m > 64 else ():
-        yield Plan(True, WIDE_TILE_M, tile_n)
+    if m > 64:
+        yield from wide_plans(itemsize)
     for splits in range(1, _MAX_SPLITS + 1) if m <= 512 else ():
         yield Plan(False, narrow_tile_m(m), NARROW_TILE_N, splits)
 
@@ -106,9 +108,9 @@ def narrow_tile_m(rows: int) -> int:
     return next((tile for tile in NARROW_TILES_M if tile >= rows), NARROW_TILES_M[-1])
 
 
-def dense_key(m: int, n: int, k: int) -> tuple:
+def dense_key(m: int, n: int, k: int, itemsize: int) -> tuple:
     """Where `tuned.py` keeps the plan of a dense product."""
-    return "dense", _bucket(m), n, k
+    return "dense", _bucket(m), n, k, itemsize
 
 
 def _best_wide(m: int, n: int, k: int, itemsize: int, widths: tuple[int, ...] | None = None) -> Plan:
@@ -121,7 +123,7 @@ def _bucket(m: int) -> int:
     return 1 << (m - 1).bit_length() if m <= WIDE_TILE_M else math.ceil(m / WIDE_TILE_M) * WIDE_TILE_M
 
 
-def estimated_cycles(plan: Plan, m: int, n: int, k: int, itemsize: int = 1) -> float:
+def estimated_cycles(plan: Plan, m: int, n: int, k: int, itemsize: int) -> float:
     """Estimated cycles of a product, comparable between plans of one product."""
     tiles = math.ceil(m / plan.tile_m) * math.ceil(n / plan.tile_n) * plan.splits
     depth = math.ceil(k / 128 / plan.splits) * 128

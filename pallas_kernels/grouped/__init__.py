@@ -7,6 +7,7 @@ from pallas_kernels.grouped.contiguous import (
     grouped_weight_gradient,
 )
 from pallas_kernels.grouped.masked import fp8_grouped_gemm_masked, grouped_gemm_masked
+from pallas_kernels.grouped.stacked import stacked_gemm
 
 __all__ = [
     "GroupAlignment",
@@ -18,4 +19,5 @@ __all__ = [
     "grouped_gemm_masked",
     "grouped_weight_gradient",
     "padded_rows",
+    "stacked_gemm",
 ]

@@ -62,7 +62,7 @@ def test_without_time_cases_are_named_as_left_out(run):
 
 
 def test_tuned_plans_are_written_as_a_module():
-    key, fields = ("dense", 64, 4096, 7168), (False, 64, 128, 4, 1, None)
+    key, fields = ("dense", 64, 4096, 7168, 1), (False, 64, 128, 4, 1, None)
     module: dict = {}
     exec(fp8_gemm.tuned_module("device, date", {key: fields}), module)
     assert Plan(*module["TUNED"][key]).splits == 4

@@ -22,6 +22,7 @@ from pallas_kernels.grouped import (
     fp8_grouped_gemm_masked,
     grouped_gemm_contiguous,
     grouped_gemm_masked,
+    stacked_gemm,
 )
 
 pytestmark = pytest.mark.aot
@@ -59,6 +60,12 @@ def assert_in_registers(fn, *args, kernels=1, **kwargs):
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168)])
 def test_dense(m, n, k):
     assert_in_registers(lambda *args: fp8_gemm(*args, backend=MOSAIC), *scaled_x(m, k), *scaled_w(n, k))
+
+
+@pytest.mark.parametrize("m", [16, 4096])
+def test_plain_stack(m):
+    args = spec(BF16, m, 7168), spec(BF16, 4, 2112, 7168), spec(I32)
+    assert_in_registers(lambda x, w, layer: stacked_gemm(x, w, layer, backend=MOSAIC), *args)
 
 
 def test_dense_multicast():
@@ -100,10 +107,10 @@ def test_quantisation():
     assert_in_registers(lambda x: swiglu_quantize(x, ue8m0=True, backend=MOSAIC), spec(BF16, 4096, 4096))
 
 
-LAYERS, EXPERTS, D, INNER = 5, 4, 1024, 512
+LAYERS, EXPERTS, D, INNER = 5, 4, 2048, 512
 
 
-def layers_in_place(x, dense, experts, counts):
+def layers_in_place(x, dense, experts, counts, plain):
     """A scan over layers whose products address the stacks themselves."""
 
     def layer(x, i):
@@ -112,12 +119,12 @@ def layers_in_place(x, dense, experts, counts):
         grouped = jnp.broadcast_to(x, (EXPERTS, *x.shape))
         q, scale = quantize_1x128(grouped, backend=MOSAIC)
         y = fp8_grouped_gemm_masked(q, scale, *experts, counts, group_offset=i * EXPERTS, backend=MOSAIC)
-        return x + y.sum(0), None
+        return stacked_gemm(x + y.sum(0), plain, i, backend=MOSAIC), None
 
     return lax.scan(layer, x, jnp.arange(LAYERS))[0]
 
 
-def layers_sliced(x, dense, experts, counts):
+def layers_sliced(x, dense, experts, counts, plain):
     """The same with the dense weight sliced by the scan counter."""
 
     def layer(x, i):
@@ -125,24 +132,24 @@ def layers_sliced(x, dense, experts, counts):
         b, b_scale = (lax.dynamic_index_in_dim(v, i, 0, keepdims=False) for v in dense)
         return fp8_gemm(q, scale, b, b_scale, backend=MOSAIC), None
 
-    del experts, counts
+    del experts, counts, plain
     return lax.scan(layer, x, jnp.arange(LAYERS))[0]
 
 
 def weights_written(compiled_text):
     """Instructions whose result has the shape of a weight, other than those that only name it."""
-    weights = rf"f8e4m3fn\[(?:\d+,)?(?:{D},{D})\]"
+    weights = rf"(?:f8e4m3fn|bf16)\[(?:\d+,)?(?:{D},{D})\]"
     found = re.findall(rf"= {weights}\S* ([\w-]+)\(", compiled_text)
     return [op for op in found if op not in ("parameter", "get-tuple-element", "bitcast")]
 
 
 @pytest.mark.parametrize(("layers", "copies"), [(layers_in_place, False), (layers_sliced, True)])
 def test_a_scan_over_layers_copies_no_weight(layers, copies):
-    x, counts = spec(BF16, 64, D), spec(I32, EXPERTS)
+    x, counts = spec(BF16, 16, D), spec(I32, EXPERTS)
     stacks = scaled_w(LAYERS, D, D), scaled_w(LAYERS * EXPERTS, D, D)
-    compiled = aot.compile_for(layers, x, *stacks, counts)
+    compiled = aot.compile_for(layers, x, *stacks, counts, spec(BF16, LAYERS, D, D))
     assert bool(weights_written(compiled.as_text())) == copies
-    if not copies:  # nor in any other shape: all temporaries together are activations, smaller than one weight
+    if not copies:  # nor in any other shape: all temporaries together are smaller than one weight
         assert compiled.memory_analysis().temp_size_in_bytes < D * D
 
 

@@ -1,6 +1,8 @@
 """The public operations on the Mosaic backend: same answers as the reference, refusals before any kernel is traced."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.backend import Backend
@@ -11,8 +13,9 @@ from pallas_kernels.grouped import (
     fp8_grouped_gemm_masked,
     grouped_gemm_contiguous,
     grouped_gemm_masked,
+    stacked_gemm,
 )
-from tests.pallas_kernels.gemm.interpreted import interpret
+from tests.pallas_kernels.gemm.interpreted import bfloat16, interpret
 from tests.pallas_kernels.numerics import activation, calc_diff, weight
 
 MOSAIC, REFERENCE = Backend.MOSAIC, Backend.REFERENCE
@@ -51,6 +54,31 @@ def test_experts_from_routing_to_combined_rows():
     ours = interpret(experts(MOSAIC), 2)
     assert not jnp.any(ours[3])
     assert calc_diff(ours, experts(REFERENCE)(2)) < 1e-4
+
+
+@pytest.mark.parametrize("rows", [5, 130])
+def test_a_plain_stack(rows):
+    (x, x_true), (w, w_true) = bfloat16(0, rows, 80), bfloat16(1, 3, 136, 80)
+    out = interpret(lambda layer: stacked_gemm(x, w, layer, backend=MOSAIC), 2)
+    assert out.dtype == jnp.bfloat16
+    assert calc_diff(out, x_true @ w_true[2].T) < 1e-5
+    assert calc_diff(stacked_gemm(x, w, 2), x_true @ w_true[2].T) < 1e-5
+
+
+def test_gradients_of_a_plain_stack():
+    x, w = jax.random.normal(jax.random.key(0), (3, 16)), jax.random.normal(jax.random.key(1), (2, 8, 16))
+    dx, dw = jax.grad(lambda x, w: jnp.sum(stacked_gemm(x, w, jnp.int32(1)) ** 2), (0, 1))(x, w)
+    dx_dense, dw_dense = jax.grad(lambda x, w: jnp.sum((x @ w[1].T) ** 2), (0, 1))(x, w)
+    np.testing.assert_allclose(dx, dx_dense, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dw, dw_dense, rtol=1e-4, atol=1e-5)
+
+    (x, _), (w, _) = bfloat16(0, 8, 64), bfloat16(1, 2, 64, 64)
+
+    def gradients(backend):
+        return jax.grad(lambda x, w: jnp.sum(stacked_gemm(x, w, 1, backend=backend).astype(F32)), (0, 1))(x, w)
+
+    for ours, theirs in zip(interpret(lambda: gradients(MOSAIC)), gradients(REFERENCE), strict=True):
+        assert calc_diff(ours, theirs) < 1e-5
 
 
 E4M3, F32, BF16 = jnp.float8_e4m3fn, jnp.float32, jnp.bfloat16

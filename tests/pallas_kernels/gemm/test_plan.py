@@ -25,7 +25,7 @@ def kernel_of(plan, n, k, dtype=jnp.float8_e4m3fn):
 @settings(max_examples=80, deadline=None)
 @given(m=st.integers(1, 9000), n=st.integers(1, 40000), k=st.integers(1, 20000))
 def test_every_dense_product_has_a_kernel(m, n, k):
-    plan = plan_dense(m, n, k)
+    plan = plan_dense(m, n, k, 1)
     assert kernel_of(plan, n, k).depth >= 2
     assert plan.wide or plan.tile_m >= min(m, 128)
 
@@ -63,7 +63,7 @@ def waves(plan, m, n):
 
 def test_few_rows_split_k_until_the_multiprocessors_are_busy():
     for n, k in DENSE_NK:
-        plan = plan_dense(1, n, k)
+        plan = plan_dense(1, n, k, 1)
         tiles = math.ceil(n / plan.tile_n) * plan.splits
         assert not plan.wide and plan.tile_m == 8
         assert waves(plan, 1, n) == 1 or plan.splits == 1
@@ -72,17 +72,17 @@ def test_few_rows_split_k_until_the_multiprocessors_are_busy():
 
 
 def test_an_unaligned_width_wins_where_it_saves_a_wave():
-    plan = plan_dense(256, 7168, 16384)
+    plan = plan_dense(256, 7168, 16384, 1)
     assert plan.tile_n == 112 and waves(plan, 256, 7168) == 1
     aligned = Plan(True, 128, 64)
     assert waves(aligned, 256, 7168) == 2
 
 
 def test_measured_plans_come_first(monkeypatch):
-    monkeypatch.setitem(planning.TUNED, planning.dense_key(65, 4096, 7168), (True, 128, 96, 1, 2, 5))
+    monkeypatch.setitem(planning.TUNED, planning.dense_key(65, 4096, 7168, 1), (True, 128, 96, 1, 2, 5))
     planning.plan_dense.cache_clear()
     try:
-        assert plan_dense(100, 4096, 7168) == Plan(True, 128, 96, cluster=2, stages=5)
+        assert plan_dense(100, 4096, 7168, 1) == Plan(True, 128, 96, cluster=2, stages=5)
     finally:
         planning.plan_dense.cache_clear()
 
@@ -97,4 +97,4 @@ def test_grouped_plans_follow_the_layout():
 
 
 def test_deepseek_shapes_have_plans():
-    assert all(plan_dense(m, n, k) for m in DENSE_M for n, k in DENSE_NK)
+    assert all(plan_dense(m, n, k, 1) for m in DENSE_M for n, k in DENSE_NK)

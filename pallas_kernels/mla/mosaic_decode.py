@@ -140,8 +140,9 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
         return plgpu.SMEM((1, PAGE_SIZE, width), dtype, transforms=wide)
 
     pages = {"left": page_part(_HALF), "right": page_part(_HALF), "rope": page_part(ROPE_WIDTH)}
+    halves = {"left_full": plgpu.Barrier(num_barriers=2), "left_free": plgpu.Barrier(num_barriers=2)}
     if shape.fp8:
-        pages |= fp8_cache.scratch(pages.pop("right"))
+        pages, halves = pages | fp8_cache.scratch(pages.pop("right")), {}
     return {
         "query": plgpu.RefUnion(
             plgpu.SMEM((1, ROWS, WIDTH), dtype, transforms=wide),
@@ -150,11 +151,10 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
         ),
         **{f"{name}_{slot}": array for name, array in pages.items() for slot in "ab"},
         "vectors": plgpu.SMEM((7, ROWS), jnp.float32),  # one array: each is rounded up to 1,024 bytes
+        **halves,
         "query_full": plgpu.Barrier(),
         "query_free": plgpu.Barrier(num_arrivals=2),
-        "left_full": plgpu.Barrier(num_barriers=2),
         "right_full": plgpu.Barrier(num_arrivals=fp8_cache.COPIES if shape.fp8 else 2, num_barriers=2),
-        "left_free": plgpu.Barrier(num_barriers=2),
         "right_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "weights_ready": plgpu.Barrier(num_barriers=2),
         "totals_ready": plgpu.Barrier(num_arrivals=2),
@@ -269,7 +269,6 @@ def _produce(memory: _Memory):
 
             @pl.when(reused)
             def _():
-                plgpu.barrier_wait(smem.left_free.at[slot])
                 plgpu.barrier_wait(smem.right_free.at[slot])
 
             fp8_cache.load_page(memory.pages, page, smem, slot)
@@ -307,7 +306,8 @@ def _produce(memory: _Memory):
     @pl.when(pairs > 0)
     def _():
         for slot in range(2):
-            plgpu.barrier_wait(smem.left_free.at[slot])
+            if not memory.shape.fp8:
+                plgpu.barrier_wait(smem.left_free.at[slot])
             plgpu.barrier_wait(smem.right_free.at[slot])
 
 
@@ -356,8 +356,7 @@ def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
     total = total * alpha + weights.sum(axis=1)
     _publish(memory, piece, page_a, _A, zero, weights, top_a)
     output = _accumulate(memory, output, alpha, _A, zero, smem.left)
-    plgpu.barrier_arrive(smem.left_free.at[_A])
-    plgpu.barrier_arrive(smem.right_free.at[_A])
+    _release_left(memory, _A)
 
     plgpu.barrier_wait(smem.weights_ready.at[_B])
     if not memory.shape.fp8:
@@ -365,8 +364,7 @@ def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
     top_b = _load_vector(memory, _TOP + _B)
     beta = jnp.exp2(top_a - top_b)
     output = _accumulate(memory, output, beta, _B, zero, smem.left)
-    plgpu.barrier_arrive(smem.left_free.at[_B])
-    plgpu.barrier_arrive(smem.right_free.at[_B])
+    _release_left(memory, _B)
     return output, top_b, total * beta
 
 
@@ -389,6 +387,13 @@ def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
     output = _accumulate(memory, output, beta, _B, zero, smem.right)
     plgpu.barrier_arrive(smem.right_free.at[_B])
     return output, top_b, total
+
+
+def _release_left(memory: _Memory, slot: int):
+    """Warpgroup 0 has no more use for a page. FP8 pages are refilled whole, so they have one barrier."""
+    if not memory.shape.fp8:
+        plgpu.barrier_arrive(memory.smem.left_free.at[slot])
+    plgpu.barrier_arrive(memory.smem.right_free.at[slot])
 
 
 def _softmax(scores, top):

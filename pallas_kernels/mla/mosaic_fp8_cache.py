@@ -37,12 +37,12 @@ def scratch(right: Any) -> dict[str, Any]:
     """Shared memory: the right halves, raw pages in the same place, and scales."""
     raw_type = jnp.float8_e4m3fn
     tiled = swizzle_transforms(raw_type, FP8_TILE)
-    raw = plgpu.SMEM((1, _TILES, PAGE_SIZE, FP8_TILE), raw_type, transforms=tiled)
+    raw = plgpu.SMEM((1, _TILES * PAGE_SIZE, FP8_TILE), raw_type, transforms=tiled)
     scale = plgpu.SMEM((1, _TILES * PAGE_SIZE), jnp.float32)
     return {"right_or_raw": plgpu.RefUnion(right, raw), "scale": scale}
 
 
-COPIES = _TILES + 2
+COPIES = 3
 """Arrivals of a page at its barrier."""
 
 
@@ -50,9 +50,7 @@ def load_page(pool: Any, page: Any, smem: Any, slot: int) -> None:
     """Fetches raw values, scales and rotated keys, which arrive at `right_full`."""
     values, floats, halves = pool
     full = smem.right_full.at[slot]
-    for tile in range(_TILES):
-        rows = pl.ds(tile * PAGE_SIZE, PAGE_SIZE)
-        plgpu.copy_gmem_to_smem(values.at[page, rows], smem.raw[slot].at[0, tile], full)
+    plgpu.copy_gmem_to_smem(values.at[page, pl.ds(0, _TILES * PAGE_SIZE)], smem.raw[slot].at[0], full)
     first_scale = PAGE_SIZE * _VALUES // 4
     scales = pl.ds(first_scale, _TILES * PAGE_SIZE)
     plgpu.copy_gmem_to_smem(floats.at[page, scales], smem.scale[slot].at[0], full)
@@ -73,7 +71,8 @@ def dequantise(smem: Any, slot: int, zero: Any) -> None:
 
 
 def _raw_tile(smem: Any, slot: int, zero: Any, tile: int):
-    return plgpu.load(smem.raw[slot].at[zero, tile], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    rows = pl.ds(tile * PAGE_SIZE, PAGE_SIZE)
+    return plgpu.load(smem.raw[slot].at[zero, rows], layout=plgpu.Layout.WGMMA_UPCAST_2X)
 
 
 def _scale(smem: Any, slot: int, zero: Any, tile: int):

@@ -113,7 +113,7 @@ def assert_close(out, lse, expected_out, expected_lse, *, dtype):
     np.testing.assert_array_equal(np.isinf(lse), np.isinf(expected_lse))
     np.testing.assert_allclose(out, expected_out, atol=2e-6 if exact else 8e-4, rtol=1e-5 if exact else 2.01 / 128)
     finite = np.isfinite(expected_lse)
-    np.testing.assert_allclose(lse[finite], expected_lse[finite], atol=2e-6, rtol=8.01 / 65536)
+    np.testing.assert_allclose(lse[finite], expected_lse[finite], atol=1e-6, rtol=8.01 / 65536)
     assert cosine_difference(out, expected_out) < (1e-10 if exact else 5e-6)
 
 

@@ -25,6 +25,12 @@ _MEMORY = absl_flags.DEFINE_float(
     "gpu_memory_utilization", 0.9, "Share of a device's memory for weights, cache and activations.", 0.01, 1.0
 )
 _DATA_PARALLEL = absl_flags.DEFINE_integer("data_parallel_size", 1, "Devices that each serve requests.", 1)
+_EXPERT_PARALLEL = absl_flags.DEFINE_bool(
+    "enable_expert_parallel", False, "Spread the routed experts over the --data_parallel_size devices."
+)
+_REDUNDANT = absl_flags.DEFINE_integer(
+    "num_redundant_experts", 0, "Additional copies of experts, so that the devices divide all copies.", 0
+)
 _PREFIX_CACHING = absl_flags.DEFINE_bool("enable_prefix_caching", True, "Reuse the cache of equal prompt beginnings.")
 _SEED = absl_flags.DEFINE_integer("seed", 0, "Of the random numbers of requests that bring no seed.")
 _CACHE_DIR = absl_flags.DEFINE_string(
@@ -55,6 +61,8 @@ def engine_options() -> dict[str, object]:
         "max_num_batched_tokens": _MAX_BATCHED.value,
         "gpu_memory_utilization": _MEMORY.value,
         "data_parallel_size": _DATA_PARALLEL.value,
+        "enable_expert_parallel": _EXPERT_PARALLEL.value,
+        "num_redundant_experts": _REDUNDANT.value,
         "enable_prefix_caching": _PREFIX_CACHING.value,
         "seed": _SEED.value,
         "compilation_cache_dir": _CACHE_DIR.value,

@@ -16,9 +16,12 @@ from dsv3.config import ModelConfig
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
+from dsv3.engine.parallel import expert_parallel_functions, spread_experts
 from dsv3.engine.programs import Progress
-from dsv3.engine.step_bodies import model_functions
+from dsv3.engine.step_bodies import StepFunctions, model_functions
 from dsv3.hf_config import load_config
+from dsv3.model.params import Params
+from sharding.rules import rank_mesh
 
 _log = logging.getLogger(__name__)
 _CPU_CACHE_BYTES = 2**30
@@ -27,13 +30,14 @@ DType = Literal["auto", "float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """What a user may set; None means a default that suits the device.
-
-    `dtype` "auto" is float32 on a CPU and bfloat16 elsewhere, for weights, activations and the latent cache.
-    `max_model_len` None: what the model was made for, or less where the cache cannot hold it. `gpu_memory_utilization`
-    is the share of a device's memory that weights, cache and activations may take together; on a CPU the cache takes
-    at most 1 GiB instead. `fp8` says whether FP8 weights stay FP8. `tokenizer_id` enters the prefix cache's keys.
-    `compilation_cache_dir` None: `dsv3/xla` in the user's cache directory.
+    """What a user may set; None means a default that suits the device. `dtype` "auto" is float32 on a CPU and bfloat16
+    elsewhere, for weights, activations and the latent cache. `max_model_len` None: what the model was made for, or
+    less where the cache cannot hold it. `gpu_memory_utilization` is the share of a device's memory that weights,
+    cache and activations may take together; on a CPU the cache takes at most 1 GiB instead.
+    `enable_expert_parallel` spreads the routed experts over the `data_parallel_size` devices, in
+    `num_redundant_experts` more slots than there are experts, where each device otherwise holds all. `fp8` says
+    whether FP8 weights stay FP8. `tokenizer_id` enters the prefix cache's keys. `compilation_cache_dir` None:
+    `dsv3/xla` in the user's cache directory.
     """
 
     dtype: DType = "auto"
@@ -43,6 +47,8 @@ class EngineOptions:
     max_num_queued_reqs: int = 1024
     gpu_memory_utilization: float = 0.9
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    num_redundant_experts: int = 0
     enable_prefix_caching: bool = True
     fp8: Literal["keep", "dequantize"] = "keep"
     tokenizer_id: str = ""
@@ -52,6 +58,11 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is not above 0 and at most 1")
+        if self.num_redundant_experts < 0 or (self.num_redundant_experts and not self.enable_expert_parallel):
+            raise ValueError(
+                f"num_redundant_experts: {self.num_redundant_experts} must be at least 0, and needs "
+                "enable_expert_parallel"
+            )
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype: {self.dtype!r} is not one of auto, float32, bfloat16")
 
@@ -74,12 +85,26 @@ def build_engine(
     model_cfg = load_config(Path(model_dir))
     devices = _devices(options.data_parallel_size)
     dtype = _dtype(options.dtype, devices[0])
-    with jax.default_device(devices[0]):
+    # Experts to be spread need not fit one device: they are cut up on the host.
+    first_stop = jax.devices("cpu")[0] if options.enable_expert_parallel else devices[0]
+    with jax.default_device(first_stop):
         params = load_params(model_dir, model_cfg, dtype=dtype, fp8=options.fp8, progress=progress)
-    jax.block_until_ready(params)
+        functions, served = _functions(params, model_cfg, options, devices)
+    jax.block_until_ready(served)
     cfg = engine_config(model_cfg, options, devices[0], dtype, model_id=_model_id(Path(model_dir)))
     _log.info("cache: %d pages of 64 tokens, up to %d tokens a request", cfg.num_pages, cfg.max_model_len)
-    return Engine(model_functions(), params, model_cfg, cfg, devices)
+    return Engine(functions, served, model_cfg, cfg, devices)
+
+
+def _functions(
+    params: Params, cfg: ModelConfig, options: EngineOptions, devices: list[jax.Device]
+) -> tuple[StepFunctions, Any]:
+    """The step functions and the parameters as they take them."""
+    if not options.enable_expert_parallel:
+        return model_functions(), params
+    mesh = rank_mesh(devices)
+    functions = expert_parallel_functions(cfg, mesh, options.num_redundant_experts)
+    return functions, spread_experts(params, cfg, mesh, options.num_redundant_experts)
 
 
 def engine_config(

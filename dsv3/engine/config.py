@@ -15,7 +15,8 @@ class EngineConfig:
     `max_model_len` bounds prompt and answer together, in tokens. `max_num_seqs` requests run at once.
     `max_num_batched_tokens` bounds the prompt tokens of one step. `num_pages` is the pool of 64-token pages; it must
     hold at least one request of `max_model_len`. Above `max_num_queued_reqs` waiting requests (those that a free slot
-    awaits are not counted) the engine refuses new ones. `model_id`, `cache_dtype` and `tokenizer_id` enter the keys of
+    awaits are not counted) the engine refuses new ones. `num_nodes` says over how many hosts the ranks are
+    spread, equally and in order. `model_id`, `cache_dtype` and `tokenizer_id` enter the keys of
     the prefix cache. `seed` starts the random numbers of requests that bring no seed of their own.
 
     Raises ValueError for a value out of range.
@@ -27,6 +28,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 1024
     max_num_queued_reqs: int = 1024
     num_ranks: int = 1
+    num_nodes: int = 1
     enable_prefix_caching: bool = True
     model_id: str = ""
     cache_dtype: str = "float32"

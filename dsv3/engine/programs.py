@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from dsv3.cache.layout import pool_shape
 from dsv3.config import ModelConfig
@@ -19,7 +19,7 @@ from dsv3.engine import step_bodies
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.sequence import FULL, GREEDY, SAMPLED
 from dsv3.engine.step_bodies import StepFunctions
-from sharding.mesh import RANK, by_rank
+from sharding.rules import by_rank, of_ranks
 
 _log = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]
@@ -93,24 +93,22 @@ class Programs:
 
     def _compile(self, key: Key) -> Callable[..., Any]:
         _log.debug("compiling %s", key)
-        body, arguments, donated, replicated = getattr(self, f"_{key.kind}")(key)
-        mapped = self._mapped(body, len(arguments), replicated)
+        body, arguments, donated, takes_params = getattr(self, f"_{key.kind}")(key)
+        mapped = self._mapped(body, len(arguments), takes_params)
         return jax.jit(mapped, donate_argnums=donated).lower(*arguments).compile()
 
-    def _mapped(self, body: Callable[..., Any], arguments: int, replicated: bool) -> Callable[..., Any]:
-        """`body`, written for one rank, over all of them; the first argument is the same on all if `replicated`."""
+    def _mapped(self, body: Callable[..., Any], arguments: int, takes_params: bool) -> Callable[..., Any]:
+        """`body`, written for one rank, over all of them; if it `takes_params`, they are the first argument."""
 
         def one_rank(*args: Any) -> Any:
-            split = 1 if replicated else 0
+            split = 1 if takes_params else 0
             mine = jax.tree.map(lambda x: x[0], args[split:])
             return jax.tree.map(lambda x: x[None], body(*args[:split], *mine))
 
-        specs = [PartitionSpec(RANK)] * arguments
-        if replicated:
-            specs[0] = PartitionSpec()
-        return jax.shard_map(
-            one_rank, mesh=self._mesh, in_specs=tuple(specs), out_specs=PartitionSpec(RANK), check_vma=False
-        )
+        specs: list[Any] = [of_ranks()] * arguments
+        if takes_params:
+            specs[0] = self._functions.param_specs
+        return jax.shard_map(one_rank, mesh=self._mesh, in_specs=tuple(specs), out_specs=of_ranks(), check_vma=False)
 
     def _prefill(self, key: Key) -> tuple[Any, ...]:
         width = step_bodies.PREFILL_HEADER + self._cfg.pages_per_seq

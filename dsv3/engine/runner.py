@@ -15,7 +15,7 @@ from dsv3.engine.results import Sampled
 from dsv3.engine.sequence import FULL
 from dsv3.engine.state import adjust_request, control_row
 from dsv3.engine.step_bodies import PREFILL_HEADER, StepFunctions
-from sharding.mesh import by_rank, rank_mesh, replicated
+from sharding.rules import by_rank, rank_mesh, shardings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Runner:
         if len(devices) != cfg.num_ranks:
             raise ValueError(f"num_ranks is {cfg.num_ranks}, but {len(devices)} devices were given")
         self._cfg, self._model_cfg = cfg, model_cfg
-        self._mesh = rank_mesh(devices)
-        self._params = jax.device_put(params, replicated(self._mesh))
+        self._mesh = rank_mesh(devices, cfg.num_nodes)
+        self._params = jax.device_put(params, shardings(functions.param_specs, self._mesh))
         dtype = jnp.dtype(cfg.cache_dtype)
         self.programs = Programs(functions, model_cfg, cfg, self._mesh, self._params, dtype)
         self._pages = self._zeros(self.programs.pages)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from dsv3.config import ModelConfig
 from dsv3.engine import sampling
@@ -39,12 +40,14 @@ class StepFunctions:
     """The model, as the engine sees it.
 
     `prefill(params, cfg, PrefillBatch, pages)` gives hidden `[T, D]`, `decode(params, cfg, DecodeBatch, pages)` hidden
-    `[B, S, D]`, both with the new pages; `logits(params, cfg, hidden)` is float32 `[..., W]`.
+    `[B, S, D]`, both with the new pages; `logits(params, cfg, hidden)` is float32 `[..., W]`. `param_specs` says how
+    the parameters lie on the ranks: a tree of partitions, or one for all of them.
     """
 
     prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array], StepResult]
     decode: Callable[[Any, ModelConfig, DecodeBatch, jax.Array], StepResult]
     logits: Callable[[Any, ModelConfig, jax.Array], jax.Array]
+    param_specs: Any = dataclasses.field(default_factory=PartitionSpec)
 
 
 def model_functions(backend: Backend | None = None) -> StepFunctions:

@@ -49,7 +49,7 @@ MIN_DECODE_TOKENS = 128
 MIN_PREFILL_TOKENS = 1024
 
 
-def worth_overlapping(tokens: int, ranks: int, *, is_prefill: bool) -> bool:
+def worth_overlapping(tokens: int, ranks: int, is_prefill: bool) -> bool:
     """Whether a step of `tokens` tokens on each rank runs as two micro-batches."""
     return ranks > 1 and tokens >= (MIN_PREFILL_TOKENS if is_prefill else MIN_DECODE_TOKENS)
 

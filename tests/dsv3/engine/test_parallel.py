@@ -1,0 +1,38 @@
+"""The engine with experts spread over several devices gives transformers' tokens, as it does on one."""
+
+import json
+
+import jax
+import pytest
+
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.engine import Engine
+from dsv3.engine.parallel import expert_parallel_functions, spread_experts
+from sharding.rules import rank_mesh
+from tests.dsv3.engine.driving import request, run
+from tests.dsv3.model.golden import DIRECTORY, model
+
+LIMITS = dict(max_model_len=128, num_pages=16, max_num_seqs=4, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "redundant"), [(2, 1, 0), (4, 2, 4), (8, 2, 8)])
+def test_greedy_text_is_transformers_token_for_token(ranks: int, nodes: int, redundant: int) -> None:
+    golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
+    params, cfg = model("greedy")
+    devices = jax.devices()[:ranks]
+    mesh = rank_mesh(devices, nodes)
+    spread = spread_experts(params, cfg, mesh, redundant)
+    functions = expert_parallel_functions(cfg, mesh, redundant)
+    engine = Engine(functions, spread, cfg, EngineConfig(num_ranks=ranks, num_nodes=nodes, **LIMITS), devices)
+    count, length = 12, 16
+    prompts = golden["prompts"][:count]
+    requests = [request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)]
+    gathered = run(engine, *requests)
+    assert [gathered[str(i)].tokens for i in range(count)] == [g[:length] for g in golden["greedy"][:count]]
+    assert engine.stats().pages_in_use == 0
+
+
+def test_ranks_must_divide_the_slots() -> None:
+    params, cfg = model("greedy")
+    with pytest.raises(ValueError, match="do not divide over 8 ranks: add redundant experts"):
+        spread_experts(params, cfg, rank_mesh(jax.devices()), 1)

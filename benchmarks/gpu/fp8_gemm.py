@@ -1,7 +1,7 @@
 """FP8 and grouped products on a GPU, in one run: roofs, correctness, DeepGEMM's tables, tuning with the time left.
 
-    python -m benchmarks.gpu.fp8_gemm --out DIR          on a Hopper GPU; under nine minutes
-    python -m benchmarks.gpu.fp8_gemm --compile          without a GPU: registers and spills at every shape
+    python -m benchmarks.gpu.fp8_gemm --out DIR                       on a Hopper GPU; under nine minutes
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu.fp8_gemm --compile     without one: registers and spills
 
 Writes DIR/fp8_gemm.md (the tables), DIR/fp8_gemm.json and DIR/tuned.py (measured plans, for pallas_kernels/gemm/).
 A figure is the best of three loops of calls, each call with another weight of a stack that the L2 cache cannot hold.

@@ -207,12 +207,11 @@ class GemmKernel(abc.ABC):
             lax.fori_loop(0, tile.k_steps, step, None)
             return done + tile.k_steps
 
-        total = self.walk(refs, load)
-        for slot in range(self.depth):  # a barrier must not go with arrivals that nobody waited for
+        def drain(slot, _):  # a barrier must not go with arrivals that nobody waited for
+            plgpu.barrier_wait(refs.empty.at[slot])
 
-            @pl.when(total > slot)
-            def _drain(slot=slot):
-                plgpu.barrier_wait(refs.empty.at[slot])
+        total = self.walk(refs, load)
+        lax.fori_loop(0, jnp.minimum(total, self.depth), drain, None)
 
     def consume(self, refs: Refs, warpgroup) -> None:
         def compute(tile: Tile, done):

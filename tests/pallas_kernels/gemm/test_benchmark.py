@@ -25,12 +25,10 @@ def run(tmp_path, monkeypatch):
 
 
 def small_cases():
-    e4m3, bf16 = jnp.float8_e4m3fn, jnp.bfloat16
     return [
         fp8_cases.dense_case(3, 136, 128, REFERENCE),
-        fp8_cases.contiguous_case(2, 128, 64, 128, e4m3, REFERENCE),
-        fp8_cases.masked_case(2, 6, 64, 128, e4m3, REFERENCE),
-        fp8_cases.masked_case(2, 6, 64, 128, bf16, REFERENCE),
+        fp8_cases.contiguous_case(2, 128, 64, 128, jnp.bfloat16, REFERENCE),
+        fp8_cases.masked_case(2, 6, 64, 128, jnp.float8_e4m3fn, REFERENCE),
         fp8_cases.quantise_case(4, 128, True, REFERENCE),
     ]
 
@@ -38,8 +36,8 @@ def small_cases():
 def test_cases_pass_and_tables_are_written(run, tmp_path):
     run.check_and_measure(small_cases())
     run.write()
-    assert not run.failures and not run.left_out and len(run.rows) == 5
-    assert len(json.loads((tmp_path / "fp8_gemm.json").read_text())["rows"]) == 5
+    assert not run.failures and not run.left_out and len(run.rows) == 4
+    assert len(json.loads((tmp_path / "fp8_gemm.json").read_text())["rows"]) == 4
     text = (tmp_path / "fp8_gemm.md").read_text()
     assert "| 3 x 136 x 128 |" in text and "## masked" in text
 

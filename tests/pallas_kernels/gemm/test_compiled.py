@@ -53,8 +53,7 @@ def assert_in_registers(fn, *args, kernels=1, **kwargs):
         # At launch; 168 for all three warpgroups, which set_max_registers makes 232, 232 and 40. The limit of a
         # kernel of one warpgroup is the architecture's 255.
         assert kernel.registers <= (168 if "x1" in kernel.name else 255), kernel
-        if jax.__version_info__ >= (0, 12):  # older releases spill a little
-            assert kernel.spill_bytes == 0, kernel
+        assert kernel.spill_bytes == 0, kernel
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168)])

@@ -248,53 +248,14 @@ def _produce(memory: _Memory):
     """The TMA warpgroup: a piece's queries and, half by half, its pages."""
     smem = memory.smem
 
-    def load_query(piece, number):
-        @pl.when(number > 0)
-        def _():
-            plgpu.barrier_wait(smem.query_free)
-
-        @pl.when(piece.pairs > 0)
-        def _():
-            rows = smem.query[0].at[0, pl.ds(0, memory.shape.tile_rows)]
-            plgpu.copy_gmem_to_smem(memory.q.at[piece.group, memory.tile_rows], rows, smem.query_full)
-
-        @pl.when(piece.pairs == 0)
-        def _():  # the output is staged in the queries' place, so even an empty piece has its turn with it
-            plgpu.barrier_arrive(smem.query_full)
-
-    def load_page(piece, index, slot, reused):
-        row = memory.table_rows[piece.group]
-        page = memory.first_page[0] + memory.page_table[row, jnp.minimum(index, piece.end - 1)]
-        if memory.shape.fp8:
-
-            @pl.when(reused)
-            def _():
-                plgpu.barrier_wait(smem.right_free.at[slot])
-
-            fp8_cache.load_page(memory.pages, page, smem, slot)
-            return
-        for free, full, parts in (
-            (smem.left_free, smem.left_full, ((_LEFT, smem.left),)),
-            (smem.right_free, smem.right_full, ((_RIGHT, smem.right), (_ROPE, smem.rope))),
-        ):
-
-            @pl.when(reused)
-            def _(free=free):
-                plgpu.barrier_wait(free.at[slot])
-
-            for columns, target in parts:
-                plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], target[slot].at[0], full.at[slot])
-
     def visit(piece, number, pairs_before):
         def pair(i, _):
-            for slot in range(2):
-                load_page(piece, piece.begin + 2 * i + slot, slot, pairs_before + i > 0)
-
-            pl.when(i == 0)(lambda: load_query(piece, number))
+            for slot in (_A, _B):
+                _load_page(memory, piece, piece.begin + 2 * i + slot, slot, pairs_before + i > 0)
+            pl.when(i == 0)(lambda: _load_query(memory, piece, number))
 
         lax.fori_loop(0, piece.pairs, pair, None)
-        pl.when(piece.pairs == 0)(lambda: load_query(piece, number))
-
+        pl.when(piece.pairs == 0)(lambda: _load_query(memory, piece, number))
         return pairs_before + piece.pairs, number + 1
 
     pairs, pieces = memory.pieces(lambda piece, number, carry: visit(piece, number, carry[0]), (jnp.int32(0),) * 2)
@@ -305,10 +266,45 @@ def _produce(memory: _Memory):
 
     @pl.when(pairs > 0)
     def _():
-        for slot in range(2):
+        for slot in (_A, _B):
             if not memory.shape.fp8:
                 plgpu.barrier_wait(smem.left_free.at[slot])
             plgpu.barrier_wait(smem.right_free.at[slot])
+
+
+def _load_query(memory: _Memory, piece: _Piece, number):
+    smem = memory.smem
+
+    @pl.when(number > 0)
+    def _():
+        plgpu.barrier_wait(smem.query_free)
+
+    @pl.when(piece.pairs > 0)
+    def _():
+        rows = smem.query[0].at[0, pl.ds(0, memory.shape.tile_rows)]
+        plgpu.copy_gmem_to_smem(memory.q.at[piece.group, memory.tile_rows], rows, smem.query_full)
+
+    @pl.when(piece.pairs == 0)
+    def _():  # the output is staged in the queries' place, so even an empty piece has its turn with it
+        plgpu.barrier_arrive(smem.query_full)
+
+
+def _load_page(memory: _Memory, piece: _Piece, index, slot: int, reused):
+    """Fetches a page into a slot, once whoever reads it there is done. Past the piece's end: the last page again."""
+    smem = memory.smem
+    row = memory.table_rows[piece.group]
+    page = memory.first_page[0] + memory.page_table[row, jnp.minimum(index, piece.end - 1)]
+    if memory.shape.fp8:
+        pl.when(reused)(lambda: plgpu.barrier_wait(smem.right_free.at[slot]))
+        fp8_cache.load_page(memory.pages, page, smem, slot)
+        return
+    for free, full, parts in (
+        (smem.left_free, smem.left_full, ((_LEFT, smem.left),)),
+        (smem.right_free, smem.right_full, ((_RIGHT, smem.right), (_ROPE, smem.rope))),
+    ):
+        pl.when(reused)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        for columns, target in parts:
+            plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], target[slot].at[0], full.at[slot])
 
 
 def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):

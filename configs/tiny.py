@@ -29,7 +29,7 @@ MODEL = ModelConfig(
 
 TRAINING = TrainingConfig(
     model=MODEL,
-    steps=5000,
+    steps=4000,
     chat_steps=700,
     batch_size=8,
     sequence_length=256,

@@ -141,17 +141,21 @@ def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
         pages = mla.write_pages(pages, tokens.latent, slots.page_ids, slots.offsets, **where)
         k, v = expand(tokens.latent, params, layer)
         q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
-        new = mla.mla_prefill(q, k, v, batch.cu_lengths, scale=cfg.softmax_scale, backend=backend)
-        latent_out, lse = mla.mla_prefill_context(
-            absorb(tokens, params, layer),
-            pages,
-            batch.page_table,
-            batch.context_lengths,
-            batch.cu_lengths,
-            scale=cfg.softmax_scale,
-            **where,
-        )
-        return mla.merge_attention(*new, values_of(latent_out, params, layer), lse)[0], pages
+        out, lse = mla.mla_prefill(q, k, v, batch.cu_lengths, scale=cfg.softmax_scale, backend=backend)
+
+        def with_context(out: jax.Array) -> jax.Array:
+            latent_out, context_lse = mla.mla_prefill_context(
+                absorb(tokens, params, layer),
+                pages,
+                batch.page_table,
+                batch.context_lengths,
+                batch.cu_lengths,
+                scale=cfg.softmax_scale,
+                **where,
+            )
+            return mla.merge_attention(out, lse, values_of(latent_out, params, layer), context_lse)[0]
+
+        return jax.lax.cond(batch.context_lengths.any(), with_context, lambda out: out, out), pages
 
     return attend
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, MlpParams
-from pallas_kernels import fp8
+from pallas_kernels import fp8, grouped
 from pallas_kernels.backend import Backend
 
 Index = jax.Array | int
@@ -29,13 +29,13 @@ class Numerics:
 def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:
     """`x` `[T, in]` times layer `layer` of the stack `weight` `[L, out, in]`, in the dtype of x: `[T, out]`.
 
-    With an `Fp8Weight` x is quantised per row and 128 channels, and the kernel addresses the layer in the stack. A
-    plain weight is sliced: nothing on a CPU, a copy on a GPU where `layer` is traced. Sums are float32.
+    With an `Fp8Weight` x is quantised per row and 128 channels. On a GPU the kernels address the layer in the stack: a
+    slice by a traced index would be a copy. Sums are float32.
     """
     if isinstance(weight, Fp8Weight):
         values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
         return _fp8_linear(values, scale, weight, layer, x.dtype, numerics)
-    return jnp.einsum("ti,oi->to", x, at(weight, layer), preferred_element_type=jnp.float32).astype(x.dtype)
+    return grouped.stacked_gemm(x, weight, layer, backend=numerics.backend)
 
 
 def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:

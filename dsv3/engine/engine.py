@@ -54,7 +54,7 @@ class Engine:
         self._runner = Runner(functions, params, model_cfg, cfg, devices or jax.devices()[: cfg.num_ranks])
         self._scheduler = Scheduler(cfg, model_cfg.vocab_size)
         self._commands: deque[Sequence | str] = deque()  # a new request, or the id of one to abort
-        self._ids: set[str] = set()
+        self._handed_in: set[str] = set()  # ids among the commands; the scheduler knows the others
         self._in_flight: Launched | None = None
         self._compilations = CompilationCounter()
         self._warm = False
@@ -87,12 +87,12 @@ class Engine:
         scheduler = self._scheduler
         if len(self._commands) + len(scheduler.waiting) >= self.cfg.max_num_queued_reqs + scheduler.slots.num_free:
             raise QueueFull(f"{self.cfg.max_num_queued_reqs} requests are waiting already")
-        if request.request_id in self._ids:
+        if request.request_id in self._handed_in or request.request_id in scheduler.sequences:
             raise InvalidRequest(f"request_id {request.request_id!r} is in use")
         sequence = self.check(request)
         if request.sampling.seed is None:
             sequence.seed = self._next_seed()
-        self._ids.add(request.request_id)
+        self._handed_in.add(request.request_id)
         self._commands.append(sequence)
         self._wake.set()
 
@@ -172,9 +172,6 @@ class Engine:
         self._generated_tokens += len(outputs)
         if launched.plan.prefill is not None:
             self._prompt_tokens += sum(c.stop - c.start for mine in launched.plan.prefill.chunks for c in mine)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._ids.discard(output.request_id)
         return outputs
 
     def _ingest(self) -> list[EngineOutput]:
@@ -184,9 +181,9 @@ class Engine:
             command = self._commands.popleft()
             if isinstance(command, Sequence):
                 self._scheduler.add(command)
+                self._handed_in.discard(command.id)
             elif (sequence := self._scheduler.sequences.get(command)) is not None:
                 self._scheduler.remove(sequence)
-                self._ids.discard(command)
                 outputs.append(EngineOutput(request_id=command, token_ids=[], finish_reason="abort"))
         return outputs
 
@@ -201,7 +198,7 @@ class Engine:
         for sequence in ended:
             self._scheduler.remove(sequence)
         self._scheduler.abandon()
-        self._ids.clear()
+        self._handed_in.clear()
         text = f"the engine has failed: {type(error).__name__}"
         return [EngineOutput(request_id=s.id, token_ids=[], finish_reason="error", error=text) for s in ended]
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,7 @@ Progress = Callable[[int, int, str], None]
 _COMPILE_THREADS = 8  # tracing holds the interpreter lock, so more would only wait
 
 
-@dataclasses.dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Names a program: `size` is the bucket (tokens of a prefill, rows of the others), `variant` the sampler's."""
 
     kind: Literal["prefill", "decode", "sample", "logprobs", "adjust", "new_adjust"]

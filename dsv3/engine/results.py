@@ -63,11 +63,11 @@ def _accept(scheduler: Scheduler, rows: Rows, sampled: Sampled) -> list[EngineOu
     values = tokens.tolist()
     outputs = [EngineOutput(request_id=name, token_ids=[token]) for name, token in zip(rows.ids, values, strict=True)]
     bad = tokens < 0
-    for i in np.flatnonzero((before % PAGE_SIZE == 0) & ~bad).tolist():
+    for i in ((before % PAGE_SIZE == 0) & ~bad).nonzero()[0].tolist():
         _publish_decoded(scheduler, int(mine[i]), int(before[i]))
     at_limit = before + 1 >= slots.limit[mine]
     special = bad | at_limit | (slots.stop_users[tokens] > 0) | slots.wants_logprobs[mine] | ~slots.started[mine]
-    for i in np.flatnonzero(special).tolist():
+    for i in special.nonzero()[0].tolist():
         sequence = slots.sequences[mine[i]]
         assert sequence is not None
         outputs[i] = _detailed(scheduler, sequence, values[i], bool(at_limit[i]), _logprobs(sequence, rows, i, sampled))

@@ -253,13 +253,14 @@ class Scheduler:
         new_pages = stalled = None
         if short.any():
             new_pages, stalled = self._extend(rows.slots[short])
-            rows = self._live_rows()  # pre-emption may have removed some
+            if self._rows_version != slots.version:  # pre-emption has removed some
+                rows = self._live_rows()
             if rows is None:
                 return None
         batch = self._decode_template.copy()
         for slot, page in (new_pages or {}).items():
             if slots.decoding[slot]:
-                row = np.searchsorted(rows.slots, slot)
+                row = rows.slots.searchsorted(slot)
                 batch[rows.rank[row], rows.position[row], 1] = page
         if stalled:
             rows = self._without(rows, stalled, batch)
@@ -278,11 +279,11 @@ class Scheduler:
                 return self._decode_rows
             slots.stop_decoding(mine[done])
         else:
-            mine = np.flatnonzero(slots.decoding)
+            mine = slots.decoding.nonzero()[0]
             done = slots.planned[mine] >= slots.limit[mine]
             if done.any():
                 slots.stop_decoding(mine[done])
-        self._decode_rows = self._make_rows(np.flatnonzero(slots.decoding))
+        self._decode_rows = self._make_rows(slots.decoding.nonzero()[0])
         self._rows_version = slots.version
         return self._decode_rows
 

@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 
+from dsv3.engine.build import EngineOptions, build_engine, bundled_model
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.parallel import expert_parallel_functions, spread_experts
@@ -36,3 +37,20 @@ def test_ranks_must_divide_the_slots() -> None:
     params, cfg = model("greedy")
     with pytest.raises(ValueError, match="do not divide over 8 ranks: add redundant experts"):
         spread_experts(params, cfg, rank_mesh(jax.devices()), 1)
+
+
+def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
+    """From the directory on: the bundled model over four ranks, with redundant copies, against one."""
+    requests = [request(str(i), list(range(100 + i, 130 + i)), max_tokens=12, ignore_eos=True) for i in range(5)]
+    limits = dict(max_num_seqs=4, max_model_len=128, max_num_batched_tokens=64)
+    spread = dict(data_parallel_size=4, enable_expert_parallel=True, num_redundant_experts=4)
+    texts = []
+    for options in (EngineOptions(**limits), EngineOptions(**limits, **spread)):
+        gathered = run(build_engine(bundled_model(), options, progress=False), *requests)
+        texts.append([gathered[item.request_id].tokens for item in requests])
+    assert texts[0] == texts[1]
+
+
+def test_redundant_copies_need_spread_experts() -> None:
+    with pytest.raises(ValueError, match="needs enable_expert_parallel"):
+        EngineOptions(num_redundant_experts=4)

@@ -30,14 +30,15 @@ DType = Literal["auto", "float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """What a user may set; None means a default that suits the device. `dtype` "auto" is float32 on a CPU and bfloat16
-    elsewhere, for weights, activations and the latent cache. `max_model_len` None: what the model was made for, or
-    less where the cache cannot hold it. `gpu_memory_utilization` is the share of a device's memory that weights,
-    cache and activations may take together; on a CPU the cache takes at most 1 GiB instead.
-    `enable_expert_parallel` spreads the routed experts over the `data_parallel_size` devices, in
-    `num_redundant_experts` more slots than there are experts, where each device otherwise holds all. `fp8` says
-    whether FP8 weights stay FP8. `tokenizer_id` enters the prefix cache's keys. `compilation_cache_dir` None:
-    `dsv3/xla` in the user's cache directory.
+    """What a user may set; None means a default that suits the device.
+
+    `dtype` "auto" is float32 on a CPU and bfloat16 elsewhere, for weights, activations and the latent cache.
+    `max_model_len` None: what the model was made for, or less where the cache cannot hold it.
+    `gpu_memory_utilization` is the share of a device's memory that weights, cache and activations may take
+    together; on a CPU the cache takes at most 1 GiB instead. `enable_expert_parallel` spreads the routed experts
+    over the `data_parallel_size` devices, in `num_redundant_experts` more slots than there are experts, where each
+    device otherwise holds all. `fp8` says whether FP8 weights stay FP8. `tokenizer_id` enters the prefix cache's
+    keys. `compilation_cache_dir` None: `dsv3/xla` in the user's cache directory.
     """
 
     dtype: DType = "auto"

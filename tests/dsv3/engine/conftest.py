@@ -26,7 +26,7 @@ def make_engine(programs: Programs) -> Callable[..., Engine]:
 
     def make(**changes) -> Engine:
         engine = Engine(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**(LIMITS | changes)))
-        engine._runner.programs = programs
+        engine._runner.executor.programs = programs
         engine.warm_up()
         return engine
 

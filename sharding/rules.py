@@ -1,4 +1,8 @@
-"""The one place that names mesh axes: what a mesh of ranks looks like, and which parameter lies where on it."""
+"""The one place that names mesh axes: what a mesh of devices looks like, and which parameter lies where on it.
+
+A data-parallel *rank* owns its requests and their pages. With tensor parallelism it is a group of devices instead of
+one: they split its attention heads and MLP widths, and hold the same batches, pages and decode state.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,23 +13,38 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding.transport import Machine
 
-NODE, GPU = RANKS = ("node", "gpu")
-"""Every device is one data-parallel rank: it owns its requests and their pages, and a share of the experts."""
+NODE, GPU, TENSOR = DEVICES = ("node", "gpu", "tensor")
+"""Axes of the mesh, outermost first: `gpu` counts the ranks of a node, `tensor` the devices of a rank."""
+RANKS = (NODE, GPU)
+"""Axes of the data-parallel ranks: batches, pages and decode state lie along these, equal on the devices of a rank."""
+
+_AXES_OF: dict[str | None, Any] = {"experts": DEVICES, "heads": TENSOR, "mlp": TENSOR}
 
 
-def rank_mesh(devices: Sequence[jax.Device], num_nodes: int = 1) -> Mesh:
-    """A mesh with one rank a device, in the order given: `num_nodes` nodes of equally many GPUs.
+def rank_mesh(devices: Sequence[jax.Device], num_nodes: int = 1, tensor_parallel_size: int = 1) -> Mesh:
+    """A mesh over the devices in the order given: nodes of equally many ranks of `tensor_parallel_size` devices each.
 
-    Raises ValueError when the nodes do not divide the devices.
+    Raises ValueError when nodes and ranks do not divide the devices; a rank never spans nodes.
     """
     if not devices or len(devices) % num_nodes:
         raise ValueError(f"{len(devices)} devices do not divide over {num_nodes} nodes")
-    return Mesh(np.array(devices).reshape(num_nodes, -1), RANKS, axis_types=(AxisType.Auto,) * 2)
+    if (len(devices) // num_nodes) % tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} does not divide the {len(devices) // num_nodes} devices of "
+            "a node: a rank's devices must be in one node"
+        )
+    shape = (num_nodes, -1, tensor_parallel_size)
+    return Mesh(np.array(devices).reshape(shape), DEVICES, axis_types=(AxisType.Auto,) * 3)
+
+
+def rank_size(mesh: Mesh) -> int:
+    """Devices of a rank: the tensor-parallel size."""
+    return mesh.shape[TENSOR]
 
 
 def machine_of(mesh: Mesh) -> Machine:
-    """The ranks of a mesh as the transports see them."""
-    return Machine(mesh.shape[NODE], mesh.shape[GPU], RANKS)
+    """The devices of a mesh as the transports see them: the experts live on all of them."""
+    return Machine(mesh.shape[NODE], mesh.shape[GPU] * mesh.shape[TENSOR], DEVICES)
 
 
 def of_ranks() -> PartitionSpec:
@@ -39,8 +58,11 @@ def by_rank(mesh: Mesh) -> NamedSharding:
 
 
 def partition(axes: Sequence[str | None]) -> PartitionSpec:
-    """Where a parameter with these logical axes lies: experts are spread over all ranks, the rest is on each."""
-    return PartitionSpec(*(RANKS if axis == "experts" else None for axis in axes))
+    """Where a parameter with these logical axes lies.
+
+    Experts are spread over all devices, heads and MLP widths over the devices of a rank; the rest is on each.
+    """
+    return PartitionSpec(*(_AXES_OF.get(axis) for axis in axes))
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:

@@ -10,6 +10,7 @@ import enum
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from sharding.collectives import Overlap
 from sharding.exchange import Experts, Hop, Rows, exchange, expected_capacity, gather_all
@@ -23,13 +24,17 @@ class Kind(enum.Enum):
     HIERARCHICAL = "hierarchical"
 
 
+MAX_HOPS = 2
+"""Of any transport: the length of its vector of rounds."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The ranks that share the experts: `nodes` of `gpus` each, on mesh axes `axes` (node axis first)."""
+    """The ranks that share the experts: `nodes` of `gpus` each, on mesh axes `axes`: the node axis, then the others."""
 
     nodes: int
     gpus: int
-    axes: tuple[str, str] = ("node", "gpu")
+    axes: tuple[str, ...] = ("node", "gpu")
 
     @property
     def ranks(self) -> int:
@@ -89,10 +94,11 @@ class Transport:
     hops: tuple[Hop, ...]
 
     def __call__(self, rows: Rows, experts: Experts) -> tuple[jax.Array, jax.Array]:
-        """Weighted sums [T, D] of the routed experts of this rank's rows, and the rounds each hop took, int32."""
+        """Weighted sums [T, D] of the routed experts of this rank's rows, and the rounds [MAX_HOPS] of each hop."""
         if self.kind is Kind.RING:
-            return gather_all(rows, self.machine.axes, self.span, experts), jax.numpy.zeros((0,), jax.numpy.int32)
-        return exchange(rows, self.hops, experts)
+            return gather_all(rows, self.machine.axes, self.span, experts), no_rounds()
+        y, rounds = exchange(rows, self.hops, experts)
+        return y, pad_rounds(rounds)
 
     def traffic(self, load: Load) -> Traffic:
         """Bytes and messages of one round."""
@@ -103,6 +109,16 @@ class Transport:
             return Traffic(others * load.tokens * row, outside * load.tokens * row, 2 * others)
         parts = [_hop_traffic(hop, machine, row) for hop in self.hops]
         return Traffic(*(sum(values) for values in zip(*map(dataclasses.astuple, parts), strict=True)))
+
+
+def no_rounds() -> jax.Array:
+    """The rounds of a transport without hops."""
+    return jnp.zeros(MAX_HOPS, jnp.int32)
+
+
+def pad_rounds(rounds: jax.Array) -> jax.Array:
+    """The rounds of a transport's hops [hops] as [MAX_HOPS], 0 for those it does not have."""
+    return jnp.pad(rounds, (0, MAX_HOPS - rounds.shape[0]))
 
 
 def _hop_traffic(hop: Hop, machine: Machine, row: int) -> Traffic:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 
-Axis = Literal["layers", "experts", "vocab", "heads"] | None
+Axis = Literal["layers", "experts", "vocab", "heads", "mlp"] | None
 Init = Literal["normal", "ones", "zeros"]
 
 
@@ -147,7 +147,7 @@ def _attention(cfg: ModelConfig, L: int) -> AttentionParams:
     D, H, R, Q = cfg.hidden_size, cfg.num_attention_heads, cfg.kv_lora_rank, cfg.q_lora_rank
     q_rows = H * cfg.qk_head_dim
     return AttentionParams(
-        qkv_a=_linear(L, (Q or q_rows) + cfg.latent_dim, D),
+        qkv_a=_linear(L, (Q or q_rows) + cfg.latent_dim, D, None if Q else "heads"),
         q_norm=_norm(L, Q) if Q else None,
         q_b=_linear(L, q_rows, Q, "heads") if Q else None,
         kv_norm=_norm(L, R),
@@ -183,7 +183,7 @@ def _mtp(cfg: ModelConfig, L: int) -> MtpParams:
 
 
 def _mlp(L: int, D: int, F: int) -> MlpParams:
-    return MlpParams(gate_up=_linear(L, 2 * F, D), down=_linear(L, D, F))
+    return MlpParams(gate_up=_linear(L, 2 * F, D, "mlp"), down=_linear(L, D, F, None, "mlp"))
 
 
 def _linear(L: int, out: int, inp: int, out_axis: Axis = None, in_axis: Axis = None) -> ParamSpec:

@@ -39,7 +39,7 @@ MATRIX_WORK = re.compile(r"\bwhile\(|custom-call\(|fusion\(.*(gemm|dot)")
 
 
 def compile_step(step) -> jax.stages.Compiled:
-    mesh = aot.gpu_mesh({"node": 1, "gpu": RANKS})
+    mesh = aot.gpu_mesh({"node": 1, "gpu": RANKS, "tensor": 1})
     load = load_of(TOKENS // 2, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)
     transport = build(Kind.ALL_TO_ALL, machine_of(mesh), CFG.n_routed_experts, load, resolve_overlap("cuda"))
 

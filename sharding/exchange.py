@@ -80,7 +80,7 @@ def exchange(rows: Rows, hops: Sequence[Hop], experts: Experts) -> tuple[jax.Arr
     """
     if not hops:
         return experts(rows), jnp.zeros((0,), jnp.int32)
-    plan = make_plan(rows.ids, hops[0])
+    plan = make_plan(rows.ids, tuple(hops))
     return further_rounds(rows, plan, hops, experts, one_round(rows, plan, jnp.int32(0), hops, experts))
 
 
@@ -109,9 +109,14 @@ def further_rounds(
     return y, rounds
 
 
-@functools.partial(jax.jit, static_argnames="hop")
-def make_plan(ids: jax.Array, hop: Hop) -> Plan:
-    """Queues each token once for each peer it needs, in token order, and agrees on the number of rounds."""
+@functools.partial(jax.jit, static_argnames="hops")
+def make_plan(ids: jax.Array, hops: tuple[Hop, ...]) -> Plan:
+    """Queues each token once for each peer of the first hop it needs, in token order, and agrees on the rounds.
+
+    All ranks that meet in any of the hops agree, since the later hops run inside each round of the first: a rank that
+    had no round left would be missing from their collectives.
+    """
+    hop = hops[0]
     peer = jnp.where(ids >= 0, ids // hop.span, hop.peers)  # [T, K]
     earlier = jnp.tril(jnp.ones((ids.shape[1],) * 2, bool), -1)
     repeated = ((peer[:, :, None] == peer[:, None, :]) & earlier).any(axis=2)
@@ -119,7 +124,7 @@ def make_plan(ids: jax.Array, hop: Hop) -> Plan:
     needs = (peer[:, :, None] == jnp.arange(hop.peers)).any(axis=1)  # [T, peers]
     queue = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
     slot = jnp.take_along_axis(queue, jnp.minimum(peer, hop.peers - 1), axis=1) - 1
-    longest = lax.pmax(queue[-1].max(), hop.axes)
+    longest = lax.pmax(queue[-1].max(), tuple({axis: None for hop in hops for axis in hop.axes}))
     return Plan(peer, slot, -(-longest // hop.capacity))
 
 

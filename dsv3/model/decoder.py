@@ -33,21 +33,21 @@ class Step:
 
 def run_layers(
     layers: LayerParams, step: Step, x: jax.Array, state: Any, first_cache_layer: int
-) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Runs a stack of layers on `x` `[T, D]`; also returns the attention state and the experts' counts `[L, E]`."""
+) -> tuple[jax.Array, Any, experts.Tally | None]:
+    """Runs a stack of layers on `x` `[T, D]`; also returns the attention state and the experts' tally by layer."""
     L = layers.input_norm.shape[0]
 
-    def body(carry: tuple[jax.Array, Any], layer: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array | None]:
-        x, state, counts = run_layer(layers, layer, step, *carry, first_cache_layer + layer)
-        return (x, state), counts
+    def body(carry: tuple[jax.Array, Any], layer: jax.Array) -> tuple[tuple[jax.Array, Any], experts.Tally | None]:
+        x, state, tally = run_layer(layers, layer, step, *carry, first_cache_layer + layer)
+        return (x, state), tally
 
-    (x, state), counts = jax.lax.scan(body, (x, state), jnp.arange(L, dtype=jnp.int32))
-    return x, state, counts
+    (x, state), tally = jax.lax.scan(body, (x, state), jnp.arange(L, dtype=jnp.int32))
+    return x, state, tally
 
 
 def run_layer(
     layers: LayerParams, layer: Index, step: Step, x: jax.Array, state: Any, cache_layer: Index
-) -> tuple[jax.Array, Any, jax.Array | None]:
+) -> tuple[jax.Array, Any, experts.Tally | None]:
     """One decoder layer: attention, then a dense MLP or the experts, each after a norm and around a residual."""
     x, state = attention_block(layers, layer, step, x, state, cache_layer)
     normed = rms_norm(x, at(layers.post_norm, layer), step.cfg.rms_norm_eps)
@@ -57,8 +57,8 @@ def run_layer(
     assert layers.moe is not None  # a layer has either
     with jax.named_scope("moe"):
         ids, weights = choose_experts(layers.moe, layer, step, normed)
-        y, counts = step.routed(normed, ids, weights, layers.moe, layer, step.numerics)
-        return x + y + shared_expert(layers.moe, layer, step, normed), state, counts
+        y, tally = step.routed(normed, ids, weights, layers.moe, layer, step.numerics)
+        return x + y + shared_expert(layers.moe, layer, step, normed), state, tally
 
 
 def attention_block(
@@ -96,14 +96,14 @@ def shared_expert(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) -
     return 0.0 if moe.shared is None else mlp(normed, moe.shared, layer, step.numerics)
 
 
-def run_decoder(params: Params, step: Step, x: jax.Array, state: Any) -> tuple[jax.Array, Any, jax.Array | None]:
-    """All layers of the main model and its final norm: hidden `[T, D]`, state, counts `[num_moe_layers, E]`."""
-    cfg, counts = step.cfg, None
+def run_decoder(params: Params, step: Step, x: jax.Array, state: Any) -> tuple[jax.Array, Any, experts.Tally | None]:
+    """All layers of the main model and its final norm: hidden `[T, D]`, state, the experts' tally by MoE layer."""
+    cfg, tally = step.cfg, None
     if params.dense is not None:
         x, state, _ = run_layers(params.dense, step, x, state, 0)
     if params.moe is not None:
-        x, state, counts = run_layers(params.moe, step, x, state, cfg.num_dense_layers)
-    return rms_norm(x, params.norm, cfg.rms_norm_eps), state, counts
+        x, state, tally = run_layers(params.moe, step, x, state, cfg.num_dense_layers)
+    return rms_norm(x, params.norm, cfg.rms_norm_eps), state, tally
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:

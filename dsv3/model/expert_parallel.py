@@ -35,11 +35,11 @@ class ExpertParallel:
         layer: Index,
         numerics: Numerics,
         /,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, experts.Tally]:
         """As `experts.moe`; `topk_ids` are logical, and so are the counts, which are of this rank's rows."""
         rows = self.address(x, topk_ids, topk_weights, params, layer, numerics)
-        y, _ = self.transport(rows, local_experts(params, layer, numerics))
-        return y, count(topk_ids, self.placement.copies.shape[1])
+        y, rounds = self.transport(rows, local_experts(params, layer, numerics))
+        return y, experts.Tally(count(topk_ids, self.placement.copies.shape[1]), rounds)
 
     def address(
         self,

@@ -1,7 +1,7 @@
 """The routed experts of one layer on one device."""
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,13 @@ class Quantized:
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
 
 
+class Tally(NamedTuple):
+    """What a layer's routed experts count beside their result, or a step's by layer (leading axis L)."""
+
+    counts: jax.Array  # [E] int32, (token, expert) pairs of this rank's rows, without padding
+    rounds: jax.Array | None  # [2] int32, rounds of each hop of the transport; None where all experts are local
+
+
 class RoutedExperts(Protocol):
     """What a decoder layer asks for: `moe`'s contract, wherever the experts live."""
 
@@ -33,7 +40,7 @@ class RoutedExperts(Protocol):
         layer: Index,
         numerics: Numerics,
         /,
-    ) -> tuple[jax.Array, jax.Array]: ...
+    ) -> tuple[jax.Array, Tally]: ...
 
 
 def moe(
@@ -43,7 +50,7 @@ def moe(
     params: MoeParams,
     layer: Index,
     numerics: Numerics,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Tally]:
     """The weighted sum of each token's routed experts.
 
     Rows are sorted by expert and padded to whole tiles; the grouped products address expert e of the layer as
@@ -57,8 +64,7 @@ def moe(
       layer: index of the layer in the stack, may be traced.
 
     Returns:
-      y `[T, D]` in the dtype of x, summed in float32, and counts `[E]` int32, the (token, expert) pairs each expert
-      worked on.
+      y `[T, D]` in the dtype of x, summed in float32, and the (token, expert) pairs each expert worked on.
     """
     (T, K), E = topk_ids.shape, jax.tree.leaves(params.gate_up)[0].shape[1]
     tile_m = grouped.choose_tile_m(T * K, E, backend=numerics.backend)
@@ -77,7 +83,7 @@ def moe(
         out = _plain_experts(x, token_of_slot, params, tiles)
     picked = out.at[rows.slot_of_row].get(mode="fill", fill_value=0).reshape(T, K, -1)
     y = jnp.einsum("tk,tkd->td", topk_weights, picked.astype(jnp.float32))
-    return y.astype(x.dtype), rows.counts
+    return y.astype(x.dtype), Tally(rows.counts, None)
 
 
 def _plain_experts(x: jax.Array, token_of_slot: jax.Array, params: MoeParams, tiles: dict) -> jax.Array:

@@ -39,14 +39,14 @@ def forward(
     """Runs `tokens` `[B, S]` int32 from position 0. Activations have the dtype of `params.embed`."""
     B, S = tokens.shape
     step = _step(cfg, B, S, backend)
-    hidden, _, counts = run_decoder(params, step, embed(params, tokens.reshape(-1)), None)
+    hidden, _, tally = run_decoder(params, step, embed(params, tokens.reshape(-1)), None)
     hidden = hidden.reshape(B, S, -1)
     mtp_logits, mtp_counts = _mtp_chain(params, cfg, tokens, hidden, backend) if with_mtp else ((), [])
     return ForwardOutput(
         hidden=hidden,
         logits=logits(params, cfg, hidden),
         mtp_logits=mtp_logits,
-        expert_counts=_stack_counts(counts, mtp_counts),
+        expert_counts=_stack_counts(None if tally is None else tally.counts, mtp_counts),
     )
 
 
@@ -77,8 +77,9 @@ def _mtp_chain(
         length = S - 1 - depth
         step = _step(cfg, B, length, backend)
         hidden = hidden[:, :length].reshape(B * length, D)
-        hidden, _, loads = mtp.predict(params, step, depth, hidden, tokens[:, depth + 1 :].reshape(-1), None)
+        hidden, _, tally = mtp.predict(params, step, depth, hidden, tokens[:, depth + 1 :].reshape(-1), None)
         hidden = hidden.reshape(B, length, D)
         predictions.append(logits(params, cfg, hidden))
-        counts.append(loads)
+        assert tally is not None  # MTP modules have routed experts
+        counts.append(tally.counts)
     return tuple(predictions), counts

@@ -32,8 +32,8 @@ def prefill_overlapped(
     earlier, later = split_prefill(batch)
     steps = tuple(prefill_step(cfg, half, pages, backend, routed) for half in (later, earlier))
     x = (embed(params, later.tokens), embed(params, earlier.tokens))
-    x0, x1, pages, counts = _run(params, cfg, routed, steps, x, pages, prefill_layers)
-    return StepOutput(rms_norm(jnp.concatenate([x1, x0]), params.norm, cfg.rms_norm_eps), pages, counts)
+    x0, x1, pages, tally = _run(params, cfg, routed, steps, x, pages, prefill_layers)
+    return StepOutput.of(rms_norm(jnp.concatenate([x1, x0]), params.norm, cfg.rms_norm_eps), pages, tally)
 
 
 def decode_overlapped(
@@ -49,9 +49,9 @@ def decode_overlapped(
     halves = split_decode(batch)
     steps = tuple(decode_step(cfg, half, pages, backend, routed) for half in halves)
     x = tuple(embed(params, half.tokens.reshape(-1)) for half in halves)
-    x0, x1, pages, counts = _run(params, cfg, routed, steps, x, pages, decode_layers)
+    x0, x1, pages, tally = _run(params, cfg, routed, steps, x, pages, decode_layers)
     hidden = rms_norm(jnp.concatenate([x0, x1]), params.norm, cfg.rms_norm_eps)
-    return StepOutput(hidden.reshape(*batch.tokens.shape, -1), pages, counts)
+    return StepOutput.of(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
 
 
 def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.model.decoder import Step, embed, run_layer
+from dsv3.model.experts import Tally
 from dsv3.model.linear import at
 from dsv3.model.norm import rms_norm
 from dsv3.model.params import Params
@@ -13,7 +14,7 @@ from dsv3.model.params import Params
 
 def predict(
     params: Params, step: Step, depth: int, hidden: jax.Array, next_tokens: jax.Array, state: Any
-) -> tuple[jax.Array, Any, jax.Array | None]:
+) -> tuple[jax.Array, Any, Tally | None]:
     """Module `depth` (0 is the first): from the hidden state of token i and token i + 1 to the state for token i + 2.
 
     Args:
@@ -22,7 +23,7 @@ def predict(
       state: what `step.attend` carries; module `depth` owns the cache layer `num_hidden_layers + depth`.
 
     Returns:
-      hidden `[T, D]` after the module's own norm, ready for `logits`; the state; the experts' counts `[E]`.
+      hidden `[T, D]` after the module's own norm, ready for `logits`; the state; the experts' tally.
 
     Raises:
       ValueError: the model has no MTP modules.
@@ -39,5 +40,5 @@ def predict(
         axis=-1,
     )
     x = jnp.einsum("ti,oi->to", both, at(mtp.proj, depth))
-    x, state, counts = run_layer(mtp.layers, depth, step, x, state, cfg.num_hidden_layers + depth)
-    return rms_norm(x, at(mtp.norm, depth), cfg.rms_norm_eps), state, counts
+    x, state, tally = run_layer(mtp.layers, depth, step, x, state, cfg.num_hidden_layers + depth)
+    return rms_norm(x, at(mtp.norm, depth), cfg.rms_norm_eps), state, tally

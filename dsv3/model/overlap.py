@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from dsv3.model.attention import Projected
 from dsv3.model.decoder import Step, attend, attention_block, choose_experts, queries, shared_expert
 from dsv3.model.expert_parallel import ExpertParallel, count, local_experts
+from dsv3.model.experts import Tally
 from dsv3.model.linear import Index, at
 from dsv3.model.norm import rms_norm
 from dsv3.model.params import LayerParams, MoeParams
@@ -44,6 +45,7 @@ from sharding.exchange import (
     send,
     send_back,
 )
+from sharding.transport import pad_rounds
 
 MIN_DECODE_TOKENS = 128
 MIN_PREFILL_TOKENS = 1024
@@ -63,11 +65,18 @@ class Routed(NamedTuple):
     plan: Plan
 
 
-class Uncombined(NamedTuple):
-    """A micro-batch whose experts are computed, [peers * C, D] where they live, and not yet back."""
+class Computed(NamedTuple):
+    """Partial sums [peers * C, D] where the experts live, not yet back, and the rounds [hops] taken so far."""
 
-    routed: Routed
     sums: jax.Array
+    rounds: jax.Array
+
+
+class Combining(NamedTuple):
+    """`Computed` on its way back."""
+
+    handle: Any
+    rounds: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +108,7 @@ class Lane:
             normed = rms_norm(x, at(self.layers.post_norm, layer), self.step.cfg.rms_norm_eps)
             ids, weights = choose_experts(self.moe, layer, self.step, normed)
             rows = self.parallel.address(normed, ids, weights, self.moe, layer, self.step.numerics)
-            return Routed(normed, ids, rows, make_plan(rows.ids, self.hop))
+            return Routed(normed, ids, rows, make_plan(rows.ids, self.parallel.transport.hops))
 
         return jax.jit(stage)(x)
 
@@ -109,26 +118,31 @@ class Lane:
     def finish_dispatch(self, sent: Sent) -> Rows:
         return receive(sent, self.hop)
 
-    def experts(self, layer: Index, arrived: Rows) -> jax.Array:
+    def experts(self, layer: Index, arrived: Rows) -> Computed:
         """What this rank (or, over several hops, this node) computes for the rows that arrived."""
         local = local_experts(self.moe, layer, self.step.numerics)
-        return jax.jit(lambda rows: exchange(rows, self.parallel.transport.hops[1:], local)[0])(arrived)
 
-    def start_combine(self, sums: jax.Array) -> Any:
-        return send_back(sums, self.hop)
+        def stage(rows: Rows) -> Computed:
+            sums, inner = exchange(rows, self.parallel.transport.hops[1:], local)
+            return Computed(sums, jnp.concatenate([jnp.ones(1, jnp.int32), inner]))
+
+        return jax.jit(stage)(arrived)
+
+    def start_combine(self, computed: Computed) -> Combining:
+        return Combining(send_back(computed.sums, self.hop), computed.rounds)
 
     def finish_combine(
-        self, layer: Index, x: jax.Array, routed: Routed, handle: Any, shared: jax.Array | float
-    ) -> jax.Array:
+        self, layer: Index, x: jax.Array, routed: Routed, combining: Combining, shared: jax.Array | float
+    ) -> tuple[jax.Array, Tally]:
         """`x` after the MoE layer: what comes back, what did not fit the first round, and the shared expert."""
         hops = self.parallel.transport.hops
         local = local_experts(self.moe, layer, self.step.numerics)
 
-        def stage(x: jax.Array, first: jax.Array) -> jax.Array:
-            y, _ = further_rounds(routed.rows, routed.plan, hops, local, (first, jnp.ones(len(hops), jnp.int32)))
-            return x + y + shared
+        def stage(x: jax.Array, first: jax.Array, rounds: jax.Array) -> tuple[jax.Array, Tally]:
+            y, rounds = further_rounds(routed.rows, routed.plan, hops, local, (first, rounds))
+            return x + y + shared, Tally(count(routed.ids, self.moe.router.shape[1]), pad_rounds(rounds))
 
-        return jax.jit(stage)(x, collect(handle, routed.plan, 0, self.hop))
+        return jax.jit(stage)(x, collect(combining.handle, routed.plan, 0, self.hop), combining.rounds)
 
     def shared(self, layer: Index, routed: Routed) -> jax.Array | float:
         return jax.jit(lambda normed: shared_expert(self.moe, layer, self.step, normed))(routed.normed)
@@ -152,12 +166,13 @@ class Lane:
 
         return jax.jit(stage)(x, tokens, pages)
 
-    def counts(self, routed: Routed) -> jax.Array:
-        return jax.jit(lambda ids: count(ids, self.moe.router.shape[1]))(routed.ids)
+
+Layers = tuple[jax.Array, jax.Array, Any, Tally]
+"""Residual streams of the two micro-batches [T, D], pages, the tally of both by layer."""
 
 
-Layers = tuple[jax.Array, jax.Array, Any, jax.Array]
-"""Residual streams of the two micro-batches [T, D], pages, expert counts [L, E]."""
+def _sum(a: Tally, b: Tally) -> Tally:
+    return jax.tree.map(jnp.add, a, b)
 
 
 def prefill_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pages: jax.Array) -> Layers:
@@ -167,40 +182,45 @@ def prefill_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pag
     L = zero.layers.input_norm.shape[0]
 
     def body(carry, layer):
-        x0, x1, pages, (routed0, sums0) = carry
+        x0, x1, pages, routed0, computed0 = carry
         previous = jnp.maximum(layer - 1, 0)
-        combine0 = zero.start_combine(sums0)
+        combine0 = zero.start_combine(computed0)
         x1, pages = one.attention(layer, x1, pages)
         routed1 = one.route(layer, x1)
         shared0 = zero.shared(previous, routed0)
-        x0 = zero.finish_combine(previous, x0, routed0, combine0, shared0)
+        x0, tally0 = zero.finish_combine(previous, x0, routed0, combine0, shared0)
         dispatch1 = one.start_dispatch(routed1)
         x0, pages = zero.attention(layer, x0, pages)
         routed0 = zero.route(layer, x0)
         arrived1 = one.finish_dispatch(dispatch1)
         dispatch0 = zero.start_dispatch(routed0)
-        sums1 = one.experts(layer, arrived1)
+        computed1 = one.experts(layer, arrived1)
         arrived0 = zero.finish_dispatch(dispatch0)
-        combine1 = one.start_combine(sums1)
-        sums0 = zero.experts(layer, arrived0)
-        x1 = one.finish_combine(layer, x1, routed1, combine1, one.shared(layer, routed1))
-        return (x0, x1, pages, Uncombined(routed0, sums0)), zero.counts(routed0) + one.counts(routed1)
+        combine1 = one.start_combine(computed1)
+        computed0 = zero.experts(layer, arrived0)
+        x1, tally1 = one.finish_combine(layer, x1, routed1, combine1, one.shared(layer, routed1))
+        return (x0, x1, pages, routed0, computed0), (tally0, tally1)
 
-    def last(x0, routed0, sums0):
-        handle = zero.start_combine(sums0)
+    def last(x0, routed0, computed0):
+        handle = zero.start_combine(computed0)
         return zero.finish_combine(L - 1, x0, routed0, handle, zero.shared(L - 1, routed0))
 
     ordered = in_program_order(body, overlap)
-    carry = (*x, pages, _nothing(zero, x[0]))
-    (x0, x1, pages, (routed0, sums0)), counts = jax.lax.scan(ordered, carry, jnp.arange(L, dtype=jnp.int32))
-    return in_program_order(last, overlap)(x0, routed0, sums0), x1, pages, counts
+    carry = (*x, pages, *_nothing(zero, x[0]))
+    carry, (tally0, tally1) = jax.lax.scan(ordered, carry, jnp.arange(L, dtype=jnp.int32))
+    x0, x1, pages, routed0, computed0 = carry
+    x0, final = in_program_order(last, overlap)(x0, routed0, computed0)
+    # Micro-batch 0 finishes layer l in pass l + 1; its first pass finished nothing.
+    tally0 = jax.tree.map(lambda passes, last: jnp.concatenate([passes[1:], last[None]]), tally0, final)
+    return x0, x1, pages, _sum(tally0, tally1)
 
 
-def _nothing(lane: Lane, x: jax.Array) -> Uncombined:
+def _nothing(lane: Lane, x: jax.Array) -> tuple[Routed, Computed]:
     """A micro-batch that has chosen no experts: combining it adds zero, and so does its shared expert."""
     idle = dataclasses.replace(lane, step=dataclasses.replace(lane.step, valid=jnp.zeros_like(lane.step.valid)))
     routed = idle.route(0, jnp.zeros_like(x))
-    return Uncombined(routed, jnp.zeros((lane.hop.peers * lane.hop.capacity, x.shape[1]), x.dtype))
+    sums = jnp.zeros((lane.hop.peers * lane.hop.capacity, x.shape[1]), x.dtype)
+    return routed, Computed(sums, jnp.zeros(len(lane.parallel.transport.hops), jnp.int32))
 
 
 def decode_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pages: jax.Array) -> Layers:
@@ -215,26 +235,23 @@ def decode_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], page
 
     def body(carry, layer):
         x0, routed0, x1, pages = carry
-        counts = zero.counts(routed0)
-        x0, (x1, routed1, pages) = _half(zero, layer, x0, routed0, one, layer, x1, pages)
-        counts += one.counts(routed1)
-        x1, (x0, routed0, pages) = _half(one, layer, x1, routed1, zero, layer + 1, x0, pages)
-        return (x0, routed0, x1, pages), counts
+        (x0, tally0), (x1, routed1, pages) = _half(zero, layer, x0, routed0, one, layer, x1, pages)
+        (x1, tally1), (x0, routed0, pages) = _half(one, layer, x1, routed1, zero, layer + 1, x0, pages)
+        return (x0, routed0, x1, pages), _sum(tally0, tally1)
 
     def last(x0, routed0, x1, pages):
-        counts = zero.counts(routed0)
-        x0, (x1, routed1, pages) = _half(zero, L - 1, x0, routed0, one, L - 1, x1, pages)
-        handle = one.start_dispatch(routed1)
+        (x0, tally0), (x1, routed1, pages) = _half(zero, L - 1, x0, routed0, one, L - 1, x1, pages)
+        dispatch = one.start_dispatch(routed1)
         shared = one.shared(L - 1, routed1)
-        handle = one.start_combine(one.experts(L - 1, one.finish_dispatch(handle)))
-        x1 = one.finish_combine(L - 1, x1, routed1, handle, shared)
-        return x0, x1, pages, counts + one.counts(routed1)
+        combine = one.start_combine(one.experts(L - 1, one.finish_dispatch(dispatch)))
+        x1, tally1 = one.finish_combine(L - 1, x1, routed1, combine, shared)
+        return x0, x1, pages, _sum(tally0, tally1)
 
     x0, routed0, pages = in_program_order(start, overlap)(x[0], pages)
     layers = jnp.arange(L - 1, dtype=jnp.int32)
-    (x0, routed0, x1, pages), counts = jax.lax.scan(in_program_order(body, overlap), (x0, routed0, x[1], pages), layers)
+    (x0, routed0, x1, pages), tally = jax.lax.scan(in_program_order(body, overlap), (x0, routed0, x[1], pages), layers)
     x0, x1, pages, final = in_program_order(last, overlap)(x0, routed0, x1, pages)
-    return x0, x1, pages, jnp.concatenate([counts, final[None]])
+    return x0, x1, pages, jax.tree.map(lambda layers, last: jnp.concatenate([layers, last[None]]), tally, final)
 
 
 def _half(a: Lane, layer_a: Index, x_a, routed_a: Routed, b: Lane, layer_b: Index, x_b, pages):

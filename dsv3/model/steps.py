@@ -10,7 +10,7 @@ from dsv3.config import ModelConfig
 from dsv3.model.attention import decode_attend, decode_positions, prefill_attend
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.decoder import Step, embed, run_decoder
-from dsv3.model.experts import RoutedExperts, moe
+from dsv3.model.experts import RoutedExperts, Tally, moe
 from dsv3.model.linear import Numerics
 from dsv3.model.params import Params
 from dsv3.model.rope import rotation
@@ -20,14 +20,25 @@ from pallas_kernels.backend import Backend
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """Hidden states after the final norm, the page pool, and (token, expert) pairs by MoE layer and expert.
+    """Hidden states after the final norm, the page pool, and what the routed experts counted.
 
-    `expert_counts` is int32 `[num_moe_layers, E]`, without the padding rows; None in a model without routed experts.
+    `expert_counts` is int32 `[num_moe_layers, E]`, (token, expert) pairs without the padding rows; None in a model
+    without routed experts. `rounds` is int32 `[2]`: rounds of the transport's first and second hop in all MoE layers
+    together, 0 for a hop it does not have; None where the experts are local.
     """
 
     hidden: Any
     pages: Any
     expert_counts: Any
+    rounds: Any
+
+    @classmethod
+    def of(cls, hidden: jax.Array, pages: jax.Array, tally: Tally | None) -> "StepOutput":
+        """From the experts' tally by layer."""
+        if tally is None:
+            return cls(hidden, pages, None, None)
+        rounds = None if tally.rounds is None else tally.rounds.sum(axis=0)
+        return cls(hidden, pages, tally.counts, rounds)
 
 
 def prefill(
@@ -53,7 +64,7 @@ def prefill(
       `StepOutput` with hidden `[T, D]`.
     """
     step = prefill_step(cfg, batch, pages, backend, routed)
-    return StepOutput(*run_decoder(params, step, embed(params, batch.tokens), pages))
+    return StepOutput.of(*run_decoder(params, step, embed(params, batch.tokens), pages))
 
 
 def decode(
@@ -72,8 +83,8 @@ def decode(
     """
     step = decode_step(cfg, batch, pages, backend, routed)
     x = embed(params, batch.tokens.reshape(-1))
-    hidden, pages, counts = run_decoder(params, step, x, pages)
-    return StepOutput(hidden.reshape(*batch.tokens.shape, -1), pages, counts)
+    hidden, pages, tally = run_decoder(params, step, x, pages)
+    return StepOutput.of(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
 
 
 def prefill_step(

@@ -73,18 +73,18 @@ def batches(ranks: int) -> tuple[PrefillBatch, DecodeBatch]:
 
 def run_rank(
     params: Params, first: PrefillBatch, second: DecodeBatch, steps=(prefill, decode), **options
-) -> tuple[jax.Array, jax.Array]:
-    """Prefill and one decode step of one rank: hidden states [T + 2, D], those of padding rows 0, and expert counts."""
+) -> tuple[jax.Array, jax.Array, tuple]:
+    """Prefill and one decode step of one rank: hidden states [T + 2, D], those of padding rows 0, counts and rounds."""
     out = steps[0](params, CFG, first, jnp.zeros(PAGES), **options)
     after = steps[1](params, CFG, second, out.pages, **options)
     live = jnp.arange(T)[:, None] < first.cu_lengths[-1]
     hidden = jnp.concatenate([jnp.where(live, out.hidden, 0), after.hidden[:, 0]])
-    return hidden, out.expert_counts + after.expert_counts
+    return hidden, out.expert_counts + after.expert_counts, (out.rounds, after.rounds)
 
 
 @functools.cache
 def alone(ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    step = jax.jit(functools.partial(run_rank, parameters()))
+    step = jax.jit(lambda *batches: run_rank(parameters(), *batches)[:2])
     results = [step(*jax.tree.map(lambda a, r=rank: a[r], batches(ranks))) for rank in range(ranks)]
     return tuple(np.stack(part) for part in zip(*results, strict=True))
 
@@ -125,7 +125,22 @@ def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Ki
         out_specs=of_ranks(),
         check_vma=False,
     )
-    hidden, counts = jax.jit(step)(spread(parameters(), expert_map.phy2log), placement, *batches(ranks))
+    hidden, counts, rounds = jax.jit(step)(spread(parameters(), expert_map.phy2log), placement, *batches(ranks))
     expected, expected_counts = alone(ranks)
     np.testing.assert_allclose(hidden, expected, rtol=2e-4, atol=2e-4)
     np.testing.assert_array_equal(counts, expected_counts)
+    check_rounds(*map(np.asarray, rounds), len(transport.hops), micro_batches=1 if steps is PLAIN else 2)
+
+
+def check_rounds(prefill: np.ndarray, decode: np.ndarray, hops: int, micro_batches: int) -> None:
+    """Rounds [ranks, 2] of two MoE layers: one each for decode's two tokens; more for prefill, whose buffers are small.
+
+    A hop that there is not has none, and the second hop runs at least once in each round of the first.
+    """
+    at_least = CFG.num_moe_layers * micro_batches
+    assert (prefill[:, hops:] == 0).all() and (decode[:, hops:] == 0).all()
+    if hops:
+        assert (decode[:, 0] == at_least).all() and (prefill[:, 0] > at_least).all()
+        assert (prefill[:, 0] == prefill[0, 0]).all(), "the first hop's rounds are agreed by all"
+    if hops == 2:
+        assert (prefill[:, 1] >= prefill[:, 0]).all() and (decode[:, 1] >= decode[:, 0]).all()

@@ -19,6 +19,8 @@ import jax
 from jax import lax
 from jax.experimental.overlap import program_order
 
+_MAX_IN_FLIGHT = 16  # two hops of four arrays each, and the all-reduce that agrees on the rounds
+
 
 class Overlap(enum.Enum):
     """How far a compiled program keeps the written order of collectives and compute."""
@@ -38,6 +40,16 @@ def resolve_overlap(platform: str) -> Overlap:
 def in_program_order(f: Callable, overlap: Overlap) -> Callable:
     """`f` with its collectives and compute scheduled in the order it is written, where `overlap` says so."""
     return f if overlap is Overlap.NONE else program_order(f, enforce=True)
+
+
+def compiler_options(platform: str) -> dict[str, int] | None:
+    """What XLA must be told to compile a program that has several collectives of two halves under way at once.
+
+    By default it allows one, and refuses to schedule a program written with more ("kExceedsOverlapLimit").
+    """
+    if resolve_overlap(platform) is not Overlap.HOOKS:
+        return None
+    return {"xla_gpu_experimental_parallel_collective_overlap_limit": _MAX_IN_FLIGHT}
 
 
 def start_all_to_all(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Any:

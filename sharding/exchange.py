@@ -128,23 +128,27 @@ def make_plan(ids: jax.Array, hops: tuple[Hop, ...]) -> Plan:
     return Plan(peer, slot, -(-longest // hop.capacity))
 
 
+@jax.named_scope("dispatch")
 def send(rows: Rows, plan: Plan, number: jax.Array | int, hop: Hop) -> Sent:
     """Starts sending round `number`: [peers * C, ...] rows, peer p's from p * C on."""
     leaves, tree = jax.tree.flatten(_fill(rows, plan, number, hop))
     return Sent([start_all_to_all(x, hop.axes, hop.overlap) for x in leaves], tree)
 
 
+@jax.named_scope("dispatch")
 def receive(sent: Sent, hop: Hop) -> Rows:
     """Waits for the rows of `send`, [peers * C, ...], and makes their ids local: experts of other peers become -1."""
     leaves = [finish(handle, hop.overlap) for handle in sent.handles]
     return _localise(jax.tree.unflatten(sent.tree, leaves), hop)
 
 
+@jax.named_scope("combine")
 def send_back(y: jax.Array, hop: Hop) -> Any:
     """Starts returning each row's partial sum to the peer it came from; a handle for `collect`."""
     return start_all_to_all(y, hop.axes, hop.overlap)
 
 
+@jax.named_scope("combine")
 def collect(sent: Any, plan: Plan, number: jax.Array | int, hop: Hop) -> jax.Array:
     """Sums what comes back in round `number`, in the order of k and in float32: [T, D] in the dtype of the rows."""
     return _sum(finish(sent, hop.overlap), plan, number, hop)
@@ -155,9 +159,11 @@ def gather_all(rows: Rows, axes: tuple[str, ...], span: int, experts: Experts) -
 
     Sends each token to all ranks, so it suits small batches and few ranks, and is the reference for the others.
     """
-    everywhere = jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), rows)
+    with jax.named_scope("dispatch"):
+        everywhere = jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), rows)
     y = experts(_localise(everywhere, Hop(axes, 1, span, 1)))
-    return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+    with jax.named_scope("combine"):
+        return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
 
 
 # Each of these is one jitted unit: enforced program order keeps the order of units, and inside of them XLA is free.

@@ -19,6 +19,7 @@ from dsv3.engine import step_bodies
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.sequence import FULL, GREEDY, SAMPLED
 from dsv3.engine.step_bodies import StepFunctions
+from sharding.collectives import compiler_options
 from sharding.rules import by_rank, of_ranks
 
 _log = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class Programs:
         _log.debug("compiling %s", key)
         body, arguments, donated, takes_params = getattr(self, f"_{key.kind}")(key)
         mapped = self._mapped(body, len(arguments), takes_params)
-        return jax.jit(mapped, donate_argnums=donated).lower(*arguments).compile()
+        options = compiler_options(self._mesh.devices.flat[0].platform)
+        return jax.jit(mapped, donate_argnums=donated).lower(*arguments).compile(options)
 
     def _mapped(self, body: Callable[..., Any], arguments: int, takes_params: bool) -> Callable[..., Any]:
         """`body`, written for one rank, over all of them; if it `takes_params`, they are the first argument."""

@@ -43,6 +43,7 @@ class RoutedExperts(Protocol):
     ) -> tuple[jax.Array, Tally]: ...
 
 
+@jax.named_scope("experts")
 def moe(
     x: jax.Array | Quantized,
     topk_ids: jax.Array,

@@ -14,7 +14,7 @@ from dsv3.model.micro_batches import decode_overlapped, prefill_overlapped
 from dsv3.model.params import abstract, declare
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from sharding.collectives import Overlap, resolve_overlap
+from sharding.collectives import Overlap, compiler_options, resolve_overlap
 from sharding.placement import Placement
 from sharding.rules import machine_of, of_ranks, partition
 from sharding.transport import Kind, build, load_of
@@ -69,7 +69,7 @@ def compile_step(step) -> jax.stages.Compiled:
         body, mesh=mesh, in_specs=(specs, whole, of_ranks(), of_ranks()), out_specs=of_ranks(), check_vma=False
     )
     lowered = jax.jit(mapped, donate_argnums=3).lower(params, placement, batch, pages)
-    return lowered.compile(compiler_options={"xla_gpu_experimental_parallel_collective_overlap_limit": 8})
+    return lowered.compile(compiler_options("cuda"))
 
 
 def layer_loop(text: str) -> list[str]:

@@ -18,7 +18,7 @@ NODE, GPU, TENSOR = DEVICES = ("node", "gpu", "tensor")
 RANKS = (NODE, GPU)
 """Axes of the data-parallel ranks: batches, pages and decode state lie along these, equal on the devices of a rank."""
 
-_AXES_OF: dict[str | None, Any] = {"experts": DEVICES, "heads": TENSOR, "mlp": TENSOR}
+_SPLIT_AXES = ("heads", "heads_latent", "mlp", "gate_up")
 
 
 def rank_mesh(devices: Sequence[jax.Device], num_nodes: int = 1, tensor_parallel_size: int = 1) -> Mesh:
@@ -58,11 +58,17 @@ def by_rank(mesh: Mesh) -> NamedSharding:
 
 
 def partition(axes: Sequence[str | None]) -> PartitionSpec:
-    """Where a parameter with these logical axes lies.
+    """Where a parameter with these logical axes (`dsv3.model.params.Axis`) lies.
 
-    Experts are spread over all devices, heads and MLP widths over the devices of a rank; the rest is on each.
+    Experts are spread over all devices, heads and MLP widths over the devices of a rank; the rest is on each. Fused
+    axes must have been arranged for it (`dsv3.model.tensor_parallel.arrange`).
     """
-    return PartitionSpec(*(_AXES_OF.get(axis) for axis in axes))
+    return PartitionSpec(*(DEVICES if axis == "experts" else TENSOR if is_split(axis) else None for axis in axes))
+
+
+def is_split(axis: str | None) -> bool:
+    """Whether the devices of a rank split this logical axis among them."""
+    return axis in _SPLIT_AXES
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:

@@ -16,8 +16,9 @@ class EngineConfig:
     `max_num_batched_tokens` bounds the prompt tokens of one step. `num_pages` is the pool of 64-token pages; it must
     hold at least one request of `max_model_len`. Above `max_num_queued_reqs` waiting requests (those that a free slot
     awaits are not counted) the engine refuses new ones. `num_nodes` says over how many hosts the ranks are
-    spread, equally and in order. `model_id`, `cache_dtype` and `tokenizer_id` enter the keys of
-    the prefix cache. `seed` starts the random numbers of requests that bring no seed of their own.
+    spread, equally and in order; a rank is `tensor_parallel_size` devices of one host. `model_id`, `cache_dtype` and
+    `tokenizer_id` enter the keys of the prefix cache. `seed` starts the random numbers of requests that bring no seed
+    of their own.
 
     Raises ValueError for a value out of range.
     """
@@ -29,6 +30,7 @@ class EngineConfig:
     max_num_queued_reqs: int = 1024
     num_ranks: int = 1
     num_nodes: int = 1
+    tensor_parallel_size: int = 1
     enable_prefix_caching: bool = True
     model_id: str = ""
     cache_dtype: str = "float32"
@@ -36,7 +38,8 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "num_pages", "max_num_seqs", "max_num_batched_tokens", "num_ranks"):
+        counts = ("max_model_len", "num_pages", "max_num_seqs", "max_num_batched_tokens", "num_ranks")
+        for name in (*counts, "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
         if self.max_num_queued_reqs < 0:

@@ -39,10 +39,13 @@ class Executor:
         cfg: EngineConfig,
         devices: list[jax.Device],
     ) -> None:
-        if len(devices) != cfg.num_ranks:
-            raise ValueError(f"num_ranks is {cfg.num_ranks}, but {len(devices)} devices were given")
+        if len(devices) != cfg.num_ranks * cfg.tensor_parallel_size:
+            raise ValueError(
+                f"{cfg.num_ranks} ranks of tensor_parallel_size {cfg.tensor_parallel_size} need "
+                f"{cfg.num_ranks * cfg.tensor_parallel_size} devices, but {len(devices)} were given"
+            )
         self._cfg = cfg
-        self._mesh = rank_mesh(devices, cfg.num_nodes)
+        self._mesh = rank_mesh(devices, cfg.num_nodes, cfg.tensor_parallel_size)
         self._params = jax.device_put(params, shardings(functions.param_specs, self._mesh))
         dtype = jnp.dtype(cfg.cache_dtype)
         self.programs = Programs(functions, model_cfg, cfg, self._mesh, self._params, dtype)

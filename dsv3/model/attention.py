@@ -65,6 +65,7 @@ class Projected:
     latent: jax.Array
 
 
+@jax.named_scope("project")
 def project(
     x: jax.Array,
     params: AttentionParams,
@@ -80,7 +81,7 @@ def project(
     if params.q_b is not None:
         q = rms_norm(q, at(params.q_norm, layer), cfg.latent_norm_eps)
         q = linear(q, params.q_b, layer, numerics)
-    q = q.reshape(-1, cfg.num_attention_heads, cfg.qk_head_dim)
+    q = q.reshape(-1, params.k_up.shape[1], cfg.qk_head_dim)  # the heads of this device
     latent = rms_norm(latent, at(params.kv_norm, layer), cfg.latent_norm_eps)
     row = jnp.concatenate([latent, rotate(k_rope, rotation)], axis=1)
     return Projected(q[..., :N], rotate(q[..., N:], rotation), row)
@@ -160,17 +161,22 @@ def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
     return attend
 
 
-def decode_attend(cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
-    """Absorbed attention of S new tokens a request to everything cached, themselves included. State: the page pool."""
+def decode_attend(
+    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
+) -> Attend:
+    """Absorbed attention of S new tokens a request to everything cached, themselves included. State: the page pool.
+
+    `heads` are on this device.
+    """
     slots, (B, S) = decode_slots(batch), batch.tokens.shape
     schedule = None
     if resolve_backend(requested=backend) is Backend.MOSAIC:
-        schedule = mla.decode_schedule(batch.lengths, queries=S, heads=cfg.num_attention_heads)  # once for all layers
+        schedule = mla.decode_schedule(batch.lengths, queries=S, heads=heads)  # once for all layers
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
         pages = mla.write_pages(pages, tokens.latent, slots.page_ids, slots.offsets, **where)
-        q = absorb(tokens, params, layer).reshape(B, S, cfg.num_attention_heads, cfg.latent_dim)
+        q = absorb(tokens, params, layer).reshape(B, S, heads, cfg.latent_dim)
         out, _ = mla.mla_decode(
             q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, schedule=schedule, **where
         )

@@ -14,6 +14,7 @@ from dsv3.model.norm import rms_norm
 from dsv3.model.params import LayerParams, MoeParams, Params
 from dsv3.model.rope import Rotation
 from dsv3.model.router import route
+from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Step:
     """What the layers of one step have in common.
 
     `valid` `[T]` marks the rows that are no padding. `routed` computes routed experts: here, or wherever they live.
+    `shards` are the devices that split the rest of each layer.
     """
 
     cfg: ModelConfig
@@ -29,6 +31,7 @@ class Step:
     valid: jax.Array
     numerics: Numerics
     routed: experts.RoutedExperts = experts.moe
+    shards: Shards = ONE_DEVICE
 
 
 def run_layers(
@@ -53,7 +56,7 @@ def run_layer(
     normed = rms_norm(x, at(layers.post_norm, layer), step.cfg.rms_norm_eps)
     if layers.mlp is not None:
         with jax.named_scope("mlp"):
-            return x + mlp(normed, layers.mlp, layer, step.numerics), state, None
+            return x + step.shards.sum(mlp(normed, layers.mlp, layer, step.numerics)), state, None
     assert layers.moe is not None  # a layer has either
     with jax.named_scope("moe"):
         ids, weights = choose_experts(layers.moe, layer, step, normed)
@@ -81,9 +84,11 @@ def attend(
     """The rest: cache write, attention core, output projection and residual."""
     with jax.named_scope("attention"):
         out, state = step.attend(tokens, layers.attention, layer, cache_layer, state)
-        return x + linear(out.reshape(out.shape[0], -1), layers.attention.o, layer, step.numerics), state
+        out = linear(out.reshape(out.shape[0], -1), layers.attention.o, layer, step.numerics)
+        return x + step.shards.sum(out), state
 
 
+@jax.named_scope("router")
 def choose_experts(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Ids and weights `[T, K]` of each row's experts; -1 in padding rows."""
     bias = None if moe.router_bias is None else at(moe.router_bias, layer)
@@ -91,9 +96,10 @@ def choose_experts(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) 
     return jnp.where(step.valid[:, None], ids, -1), weights
 
 
+@jax.named_scope("shared_expert")
 def shared_expert(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) -> jax.Array | float:
     """The shared expert's part `[T, D]`, added unscaled; 0 in a model without one."""
-    return 0.0 if moe.shared is None else mlp(normed, moe.shared, layer, step.numerics)
+    return 0.0 if moe.shared is None else step.shards.sum(mlp(normed, moe.shared, layer, step.numerics))
 
 
 def run_decoder(params: Params, step: Step, x: jax.Array, state: Any) -> tuple[jax.Array, Any, experts.Tally | None]:
@@ -111,6 +117,7 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     return params.embed.at[tokens].get(mode="clip")
 
 
+@jax.named_scope("head")
 def logits(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
     """Logits float32 `[..., W]` of hidden states `[..., D]` taken after the final norm."""
     head = params.embed if cfg.tie_word_embeddings else params.head

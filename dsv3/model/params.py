@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 
-Axis = Literal["layers", "experts", "vocab", "heads", "mlp"] | None
+Axis = Literal["layers", "experts", "vocab", "heads", "heads_latent", "mlp", "gate_up"] | None
+"""What a dimension counts. "gate_up" is "mlp" twice, "heads_latent" the rows of all heads and then of the latent."""
 Init = Literal["normal", "ones", "zeros"]
 
 
@@ -147,7 +148,7 @@ def _attention(cfg: ModelConfig, L: int) -> AttentionParams:
     D, H, R, Q = cfg.hidden_size, cfg.num_attention_heads, cfg.kv_lora_rank, cfg.q_lora_rank
     q_rows = H * cfg.qk_head_dim
     return AttentionParams(
-        qkv_a=_linear(L, (Q or q_rows) + cfg.latent_dim, D, None if Q else "heads"),
+        qkv_a=_linear(L, (Q or q_rows) + cfg.latent_dim, D, None if Q else "heads_latent"),
         q_norm=_norm(L, Q) if Q else None,
         q_b=_linear(L, q_rows, Q, "heads") if Q else None,
         kv_norm=_norm(L, R),
@@ -183,7 +184,7 @@ def _mtp(cfg: ModelConfig, L: int) -> MtpParams:
 
 
 def _mlp(L: int, D: int, F: int) -> MlpParams:
-    return MlpParams(gate_up=_linear(L, 2 * F, D, "mlp"), down=_linear(L, D, F, None, "mlp"))
+    return MlpParams(gate_up=_linear(L, 2 * F, D, "gate_up"), down=_linear(L, D, F, None, "mlp"))
 
 
 def _linear(L: int, out: int, inp: int, out_axis: Axis = None, in_axis: Axis = None) -> ParamSpec:

@@ -14,6 +14,7 @@ from dsv3.model.experts import RoutedExperts, Tally, moe
 from dsv3.model.linear import Numerics
 from dsv3.model.params import Params
 from dsv3.model.rope import rotation
+from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels.backend import Backend
 
 
@@ -49,6 +50,7 @@ def prefill(
     *,
     backend: Backend | None = None,
     routed: RoutedExperts = moe,
+    shards: Shards = ONE_DEVICE,
 ) -> StepOutput:
     """Runs the chunks of a ragged batch and writes their latents into the pages of their requests.
 
@@ -59,11 +61,12 @@ def prefill(
         see `pallas_kernels.mla`). Donate it: the result's `pages` is the same memory.
       backend: implementation of the kernels, or None for the one that suits the device.
       routed: the routed experts, on this device unless an `ExpertParallel` carries rows to where they live.
+      shards: the devices that split the model's heads and widths; `params` are this one's.
 
     Returns:
       `StepOutput` with hidden `[T, D]`.
     """
-    step = prefill_step(cfg, batch, pages, backend, routed)
+    step = prefill_step(cfg, batch, pages, backend, routed, shards)
     return StepOutput.of(*run_decoder(params, step, embed(params, batch.tokens), pages))
 
 
@@ -75,20 +78,26 @@ def decode(
     *,
     backend: Backend | None = None,
     routed: RoutedExperts = moe,
+    shards: Shards = ONE_DEVICE,
 ) -> StepOutput:
     """Advances every request of a batch by its S query tokens; arguments as in `prefill`.
 
     Returns:
       `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states mean nothing.
     """
-    step = decode_step(cfg, batch, pages, backend, routed)
+    step = decode_step(cfg, batch, pages, backend, routed, shards)
     x = embed(params, batch.tokens.reshape(-1))
     hidden, pages, tally = run_decoder(params, step, x, pages)
     return StepOutput.of(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
 
 
 def prefill_step(
-    cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, backend: Backend | None, routed: RoutedExperts
+    cfg: ModelConfig,
+    batch: PrefillBatch,
+    pages: jax.Array,
+    backend: Backend | None,
+    routed: RoutedExperts,
+    shards: Shards = ONE_DEVICE,
 ) -> Step:
     """What the layers of a prefill step have in common; arguments as in `prefill`."""
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
@@ -99,21 +108,30 @@ def prefill_step(
         valid=rows < batch.cu_lengths[-1],
         numerics=Numerics.of(cfg, backend),
         routed=routed,
+        shards=shards,
     )
 
 
 def decode_step(
-    cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, backend: Backend | None, routed: RoutedExperts
+    cfg: ModelConfig,
+    batch: DecodeBatch,
+    pages: jax.Array,
+    backend: Backend | None,
+    routed: RoutedExperts,
+    shards: Shards = ONE_DEVICE,
 ) -> Step:
     """What the layers of a decode step have in common; arguments as in `decode`."""
     positions = decode_positions(batch).reshape(-1)
     return Step(
         cfg=cfg,
         rotation=rotation(cfg, positions),
-        attend=decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
+        attend=decode_attend(
+            cfg, batch, _pages_per_layer(cfg, pages), backend, heads=cfg.num_attention_heads // shards.size
+        ),
         valid=positions >= 0,
         numerics=Numerics.of(cfg, backend),
         routed=routed,
+        shards=shards,
     )
 
 

@@ -1,8 +1,8 @@
 """Reads boxes of arrays from files: bytes go straight to their place, or through a few MiB of scratch to be converted.
 
 An `Array` is one array to be built (a stack, or the scales of one). Its `Source`s say which part of which tensor in
-which file fills which box. `Files.fill` reads any box of it with several threads; memory beyond the destination is
-bounded by the number of threads times `BLOCK_BYTES`, times six where values are converted.
+which file fills which box. `Files.fill` reads any box of it with several threads, each block of a tensor once; memory
+beyond the destination is bounded by the number of threads times `BLOCK_BYTES`, times six where values are converted.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ import itertools
 import math
 import os
 import zlib
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,7 +48,8 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array to be read. Its sources tile it; several are ordered by, and one each to, indices of the first axis.
+    """One array to be read. Its sources tile it; several belong to one index of the first axis each, and are ordered
+    by it, then by where they begin and end on the second axis.
 
     `positive`: the array holds scales, which must be finite and above zero.
     """
@@ -66,27 +67,33 @@ class Array:
 
     def bytes_to_read(self, box: Box) -> int:
         """Bytes in files behind a box, those of scales to multiply not counted."""
-        met = ((s.tensor.dtype.itemsize, intersection(s.put, box)) for s in self.overlapping(box))
-        return sum(size * math.prod(extents(part)) for size, part in met if part is not None)
+        return sum(source.tensor.dtype.itemsize * math.prod(extents(part)) for source, part in self.meeting(box))
 
-    def overlapping(self, box: Box) -> Sequence[Source]:
-        """Sources whose extent on the first axis meets the box."""
+    def meeting(self, box: Box) -> Iterator[tuple[Source, Box]]:
+        """Sources that fill some of a box, each with the part that it fills, which lies in the array's coordinates."""
+        for source in self._near(box):
+            if (part := intersection(source.put, box)) is not None:
+                yield source, part
+
+    def _near(self, box: Box) -> Iterator[Source]:
+        """Sources whose extents on the first two axes meet the box: an expert's share has thousands beside them."""
         if len(self.sources) == 1:
-            return self.sources
-        ends = (box[0].start, box[0].stop)
-        first, last = (bisect_left(self.sources, end, key=lambda s: s.put[0].start) for end in ends)
-        return self.sources[first:last]
+            yield self.sources[0]
+            return
+        for i in range(box[0].start, box[0].stop):
+            first = bisect_right(self.sources, (i, box[1].start), key=lambda s: (s.put[0].start, s.put[1].stop))
+            last = bisect_left(self.sources, (i, box[1].stop), key=lambda s: (s.put[0].start, s.put[1].start))
+            yield from self.sources[first:last]
 
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """One contiguous block of a source, of which the part `inner` (relative to the block) goes to `out`."""
+    """One contiguous block of a source, of which each part `inner` (relative to the block) goes to an `out`."""
 
     source: Source
     number: int
     block: Box
-    inner: Box
-    out: np.ndarray
+    parts: tuple[tuple[Box, np.ndarray], ...]
     positive: bool
 
     @property
@@ -97,10 +104,11 @@ class Read:
 
     @property
     def direct(self) -> bool:
-        """Whether the block's bytes are the destination's bytes."""
-        whole = self.out.size == math.prod(extents(self.block))
-        same = self.source.tensor.dtype == self.out.dtype and self.source.scale is None
-        return whole and same and self.out.flags.c_contiguous
+        """Whether the block's bytes are the bytes of its one destination."""
+        out = self.parts[0][1]
+        whole = len(self.parts) == 1 and out.size == math.prod(extents(self.block))
+        same = self.source.tensor.dtype == out.dtype and self.source.scale is None
+        return whole and same and out.flags.c_contiguous
 
 
 def extents(box: Box) -> tuple[int, ...]:
@@ -146,19 +154,20 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def reads(array: Array, box: Box, out: np.ndarray) -> Iterator[Read]:
-    """The reads that fill `out` with `array[box]`."""
-    for source in array.overlapping(box):
-        want = intersection(source.put, box)
-        if want is None:
-            continue
+    """The reads that fill `out` with `array[box]`, each block of a tensor once: it may go to several places."""
+    found: dict[tuple[Tensor, int], Read] = {}
+    for source, want in array.meeting(box):
         to_view = tuple(t.start - p.start for t, p in zip(source.take, source.put, strict=True))
+        to_out = tuple(-v - b.start for v, b in zip(to_view, box, strict=True))
         inside = moved(want, to_view)
         for number, block in blocks(source.view, source.tensor.dtype.itemsize, inside, source.block_bytes):
             part = intersection(block, inside)
             assert part is not None
-            inner = moved(part, tuple(-s.start for s in block))
-            to_out = tuple(-v - b.start for v, b in zip(to_view, box, strict=True))
-            yield Read(source, number, block, inner, out[moved(part, to_out)], array.positive)
+            place = moved(part, tuple(-s.start for s in block)), out[moved(part, to_out)]
+            known = found.get((source.tensor, number))
+            parts = (place,) if known is None else (*known.parts, place)
+            found[source.tensor, number] = Read(source, number, block, parts, array.positive)
+    yield from found.values()
 
 
 def intersection(a: Box, b: Box) -> Box | None:
@@ -209,8 +218,8 @@ class Files:
         self._stack.close()
 
     def open(self, paths: Iterable[Path]) -> None:
-        """Opens files before they are read; from one thread."""
-        for path in dict.fromkeys(paths):
+        """Opens files that are not open yet, before they are read; from one thread."""
+        for path in dict.fromkeys(paths).keys() - self._descriptors.keys():
             try:
                 self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
@@ -256,15 +265,18 @@ class Files:
         shape = extents(read.block)
         direct = read.direct
         nbytes = math.prod(shape) * tensor.dtype.itemsize
-        raw = read.out.reshape(-1).view(np.uint8) if direct else np.empty(nbytes, np.uint8)
+        raw = read.parts[0][1].reshape(-1).view(np.uint8) if direct else np.empty(nbytes, np.uint8)
         self._read(tensor, read.first * tensor.dtype.itemsize, raw)
         if source.crc32 is not None and zlib.crc32(raw) != source.crc32[read.number]:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: block {read.number} has a wrong checksum")
         if not direct:
-            read.out[...] = self._values(read, raw).reshape(shape)[read.inner]
+            values = self._values(read, raw).reshape(shape)
+            for inner, out in read.parts:
+                out[...] = values[inner]
         if read.positive:
-            _check_positive(tensor, read.out)
-        return read.out.size * tensor.dtype.itemsize
+            for _, out in read.parts:
+                _check_positive(tensor, out)
+        return sum(out.size for _, out in read.parts) * tensor.dtype.itemsize
 
     def _values(self, read: Read, raw: np.ndarray) -> np.ndarray:
         source, tensor = read.source, read.source.tensor

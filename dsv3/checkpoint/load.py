@@ -8,11 +8,13 @@ from typing import Any, get_args
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import Sharding
 
 from dsv3.checkpoint.directory import read_directory
 from dsv3.checkpoint.layout import leaf_path, leaves
 from dsv3.checkpoint.plan import Fp8Mode, Plan, plan_hf
 from dsv3.checkpoint.reader import read_leaves
+from dsv3.checkpoint.slots import in_slots
 from dsv3.checkpoint.stacked import is_stacked, plan_stacked
 from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, declare
@@ -28,7 +30,8 @@ def load_params(
     *,
     dtype: Any,
     fp8: Fp8Mode = "keep",
-    shardings: Params | None = None,
+    shardings: Params | Sharding | None = None,
+    phy2log: np.ndarray | None = None,
     progress: bool = True,
     threads: int = 8,
 ) -> Params:
@@ -40,14 +43,22 @@ def load_params(
     absorbed attention core runs in bfloat16.
 
     `shardings` is a tree like the parameters' with a `jax.sharding.Sharding` at each leaf (or an `Fp8Weight` of two,
-    else data and scales share one); each process reads only what its devices hold. None: the default device.
+    else data and scales share one), or one for all; each process reads only what its devices hold. None: the default
+    device.
+
+    `phy2log` [MoE layers, R] int (`sharding.eplb.ExpertMap`) names the logical expert of each of R physical slots: the
+    routed experts of the decoder come out as `[L, R, ...]` in place of `[L, E, ...]`, copies included. MTP modules keep
+    their logical experts.
 
     Host memory: the arrays that stay on the host, plus one array (one device's share of it), plus scratch of at most
     `threads` times 24 MiB where values are converted.
 
-    Raises `CheckpointError` naming file and tensor where the checkpoint is not what `cfg` describes.
+    Raises `CheckpointError` naming file and tensor where the checkpoint is not what `cfg` describes, ValueError for
+    options that do not fit the model.
     """
     plan = plan_directory(Path(directory), cfg, dtype, fp8)
+    if phy2log is not None:
+        plan = in_slots(plan, cfg, phy2log)
     if plan.skipped_mtp_layers:
         _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
     values = read_leaves(plan, _by_path(cfg, shardings), progress=progress, threads=threads)
@@ -66,9 +77,11 @@ def plan_directory(directory: Path, cfg: ModelConfig, dtype: Any, fp8: Fp8Mode) 
     return plan_hf(directory, read_directory(directory), cfg, dtype, fp8)
 
 
-def _by_path(cfg: ModelConfig, shardings: Params | None) -> dict[str, Any]:
+def _by_path(cfg: ModelConfig, shardings: Params | Sharding | None) -> dict[str, Any]:
     if shardings is None:
         return {}
+    if isinstance(shardings, Sharding):
+        return dict.fromkeys(leaves(cfg), shardings)
     flat, _ = jax.tree_util.tree_flatten_with_path(shardings, is_leaf=lambda x: isinstance(x, Fp8Weight))
     by_path = {leaf_path(keys): value for keys, value in flat}
     if differing := by_path.keys() ^ leaves(cfg).keys():

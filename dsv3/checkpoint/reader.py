@@ -1,8 +1,10 @@
 """Reads planned arrays and places them on devices, one at a time, so that host memory stays bounded."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,16 +23,43 @@ from dsv3.model.params import Fp8Weight
 Advance = Callable[[int], None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An array to be placed: the boxes that this process needs of it, each with the devices that shall hold it.
+
+    Without a sharding it goes to the default device.
+    """
+
+    array: Array
+    sharding: Sharding | None
+    shares: Mapping[Box, Sequence[jax.Device]]
+
+    @property
+    def files(self) -> Iterator[Path]:
+        """Files that hold the shares, many times over."""
+        for box in self.shares:
+            for source, _ in self.array.meeting(box):
+                yield source.tensor.path
+                if source.scale is not None:
+                    yield source.scale.tensor.path
+
+
 def read_leaves(plan: Plan, shardings: Mapping[str, Any], *, progress: bool, threads: int = 8) -> list[Any]:
     """Parameters in the order of the plan: `jax.Array`s, or `Fp8Weight`s of them.
 
-    One array of one device's share is in host memory at a time: it is allocated once, read in place, moved to its
-    device and dropped (on a CPU the device adopts the memory instead).
+    Only files that hold something for this process's devices are opened. One array of one device's share is in host
+    memory at a time: it is allocated once, read in place, moved to its device and dropped (on a CPU the device adopts
+    the memory instead).
     """
-    with Files(threads) as files, reporter(_total(plan, shardings), "loading", shown=progress) as advance:
-        files.open(plan.files)
+    leaves = [[_target(array, shardings.get(path)) for array in arrays] for path, arrays in plan.leaves.items()]
+    targets = [target for leaf in leaves for target in leaf]
+    total = sum(2 * a.nbytes for a, _ in plan.equal)
+    total += sum(target.array.bytes_to_read(box) for target in targets for box in target.shares)
+    with Files(threads) as files, reporter(total, "loading", shown=progress) as advance:
+        files.open(tensor.path for pair in plan.equal for tensor in pair)
         check_duplicates(files, plan, advance)
-        return [_leaf(files, arrays, shardings.get(path), advance) for path, arrays in plan.leaves.items()]
+        files.open(path for target in targets for path in target.files)
+        return [_leaf(files, leaf, advance) for leaf in leaves]
 
 
 def check_duplicates(files: Files, plan: Plan, advance: Advance) -> None:
@@ -54,38 +83,31 @@ def reporter(total: int, verb: str, *, shown: bool) -> Iterator[Advance]:
     console.print(f"{verb}: {decimal(total)} in {seconds:.1f} s, {rate}/s", highlight=False)
 
 
-def _total(plan: Plan, shardings: Mapping[str, Any]) -> int:
-    total = sum(2 * a.nbytes for a, _ in plan.equal)
-    for path, arrays in plan.leaves.items():
-        for array in arrays:
-            sharding = _sharding(shardings.get(path), array)
-            boxes = [full_box(array.shape)] if sharding is None else list(_shares(array, sharding))
-            total += sum(map(array.bytes_to_read, boxes))
-    return total
-
-
-def _leaf(files: Files, arrays: Sequence[Array], shardings: Any, advance: Advance) -> Any:
-    placed = [_place(files, array, _sharding(shardings, array), advance) for array in arrays]
-    return Fp8Weight(*placed) if len(placed) == 2 else placed[0]
-
-
-def _sharding(shardings: Any, array: Array) -> Sharding | None:
-    """Sharding of one array of a leaf; an `Fp8Weight` of shardings gives data and scale one each."""
+def _target(array: Array, shardings: Any) -> Target:
+    """An `Fp8Weight` of shardings gives the arrays of a leaf, data and scale, one each."""
     if isinstance(shardings, Fp8Weight):
-        return shardings.scale if array.positive else shardings.data
-    return shardings
+        shardings = shardings.scale if array.positive else shardings.data
+    if shardings is None:
+        return Target(array, None, {full_box(array.shape): ()})
+    return Target(array, shardings, _shares(array.shape, shardings))
 
 
-def _shares(array: Array, sharding: Sharding) -> dict[Box, list[jax.Device]]:
-    """Boxes of the array that this process needs, with the devices that hold each."""
+def _shares(shape: tuple[int, ...], sharding: Sharding) -> dict[Box, list[jax.Device]]:
     shares: dict[Box, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(array.shape).items():
-        box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), array.shape, strict=True))
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), shape, strict=True))
         shares.setdefault(box, []).append(device)
     return shares
 
 
-def _place(files: Files, array: Array, sharding: Sharding | None, advance: Advance) -> jax.Array:
+def _leaf(files: Files, targets: Sequence[Target], advance: Advance) -> Any:
+    placed = [_place(files, target, advance) for target in targets]
+    return Fp8Weight(*placed) if len(placed) == 2 else placed[0]
+
+
+def _place(files: Files, target: Target, advance: Advance) -> jax.Array:
+    array, sharding = target.array, target.sharding
+
     def read(box: Box) -> np.ndarray:
         host = aligned_empty(extents(box), array.dtype)
         files.fill(array, box, host, advance)
@@ -94,9 +116,9 @@ def _place(files: Files, array: Array, sharding: Sharding | None, advance: Advan
     if sharding is None:
         return jax.block_until_ready(jax.device_put(read(full_box(array.shape))))
     singles = []
-    for box, devices in _shares(array, sharding).items():
+    for box, devices in target.shares.items():
         host = read(box)
-        targets = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
-        singles += jax.block_until_ready([jax.device_put(host, target) for target in targets])
+        places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
+        singles += jax.block_until_ready([jax.device_put(host, place) for place in places])
         del host  # before the next share is allocated
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, singles)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, singles, dtype=array.dtype)

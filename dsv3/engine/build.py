@@ -8,19 +8,19 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 import dsv3
 from dsv3.cache.layout import page_bytes, pages_for, pages_within
-from dsv3.checkpoint import load_params
 from dsv3.config import ModelConfig
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
-from dsv3.engine.parallel import expert_parallel_functions, spread_experts
+from dsv3.engine.parallel import expert_parallel_functions
 from dsv3.engine.programs import Progress
 from dsv3.engine.step_bodies import StepFunctions, model_functions
+from dsv3.engine.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import load_config
-from dsv3.model.params import Params
 from sharding.rules import rank_mesh
 
 _log = logging.getLogger(__name__)
@@ -83,29 +83,28 @@ def build_engine(
     """
     options = options or EngineOptions()
     use_compilation_cache(options.compilation_cache_dir)
-    model_cfg = load_config(Path(model_dir))
+    # MTP modules are not served, so neither their weights nor their share of the cache is needed.
+    model_cfg = dataclasses.replace(load_config(Path(model_dir)), num_nextn_predict_layers=0)
     devices = _devices(options.data_parallel_size)
     dtype = _dtype(options.dtype, devices[0])
-    # Experts to be spread need not fit one device: they are cut up on the host.
-    first_stop = jax.devices("cpu")[0] if options.enable_expert_parallel else devices[0]
-    with jax.default_device(first_stop):
-        params = load_params(model_dir, model_cfg, dtype=dtype, fp8=options.fp8, progress=progress)
-        functions, served = _functions(params, model_cfg, options, devices)
-    jax.block_until_ready(served)
+    mesh = rank_mesh(devices)
+    functions, served = _functions(model_dir, model_cfg, options, mesh, dtype, progress)
     cfg = engine_config(model_cfg, options, devices[0], dtype, model_id=_model_id(Path(model_dir)))
     _log.info("cache: %d pages of 64 tokens, up to %d tokens a request", cfg.num_pages, cfg.max_model_len)
     return Engine(functions, served, model_cfg, cfg, devices)
 
 
 def _functions(
-    params: Params, cfg: ModelConfig, options: EngineOptions, devices: list[jax.Device]
+    model_dir: str | os.PathLike[str], cfg: ModelConfig, options: EngineOptions, mesh: Mesh, dtype: Any, progress: bool
 ) -> tuple[StepFunctions, Any]:
-    """The step functions and the parameters as they take them."""
+    """The step functions, and the parameters as they take them, each device's share read to it."""
+    read = Reading(dtype, options.fp8, progress)
     if not options.enable_expert_parallel:
-        return model_functions(), params
-    mesh = rank_mesh(devices)
-    functions = expert_parallel_functions(cfg, mesh, options.num_redundant_experts)
-    return functions, spread_experts(params, cfg, mesh, options.num_redundant_experts)
+        functions = model_functions()
+        return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
+    redundant = options.num_redundant_experts
+    functions = expert_parallel_functions(cfg, mesh, redundant)
+    return functions, load_spread(model_dir, cfg, functions.param_specs, mesh, redundant, read)
 
 
 def engine_config(

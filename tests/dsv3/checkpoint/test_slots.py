@@ -1,0 +1,127 @@
+"""Experts read straight into physical slots: the values of a plain load, gathered; damage is still found."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dsv3.checkpoint import CheckpointError, convert_to_stacked, fill, layout, load_params
+from dsv3.model.params import declare
+from tests.dsv3.checkpoint import hf
+from tests.dsv3.checkpoint.trees import assert_same_bits, by_path
+
+EXPERTS, LAYERS = 6, 2
+STORED = hf.fp8_config(n_routed_experts=EXPERTS)
+SERVED = dataclasses.replace(STORED, num_nextn_predict_layers=0)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """The same FP8 model, with an MTP module, in both forms."""
+    root = tmp_path_factory.mktemp("slots")
+    hf.write(root / "hf", hf.random_tensors(STORED), shards=3)
+    convert_to_stacked(root / "hf", root / "stacked", STORED)
+    return root
+
+
+def load(directory, cfg=SERVED, **options):
+    return load_params(directory, cfg, **{"dtype": hf.BF16, "progress": False, **options})
+
+
+def random_map(slots: int) -> np.ndarray:
+    """Every expert in at least one slot, some in several, in an order of its own in each layer."""
+    rng = np.random.default_rng(slots)
+    rows = [np.concatenate([np.arange(EXPERTS), rng.integers(0, EXPERTS, slots - EXPERTS)]) for _ in range(LAYERS)]
+    return np.stack([rng.permutation(row) for row in rows])
+
+
+def gathered(cfg, params, phy2log) -> dict[str, np.ndarray]:
+    """A plain load whose decoder's experts are copied into slots."""
+    layer = np.arange(len(phy2log))[:, None]
+    spread = {path for path, spec in layout.leaves(cfg).items() if "experts" in spec.axes and path.startswith("moe.")}
+    return {
+        path: a[layer, phy2log] if path.removesuffix(".data").removesuffix(".scale") in spread else a
+        for path, a in by_path(cfg, params).items()
+    }
+
+
+@pytest.mark.parametrize("form", ["hf", "stacked"])
+@pytest.mark.parametrize("fp8", ["keep", "dequantize"])
+@pytest.mark.parametrize(("devices", "slots"), [(2, 6), (4, 8), (8, 16)])
+def test_slots_hold_the_experts_of_a_plain_load(directories, form, fp8, devices, slots):
+    phy2log = random_map(slots)
+    mesh = Mesh(np.array(jax.devices()[:devices][::-1]), ("d",))
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, PartitionSpec(*("d" if a == "experts" else None for a in spec.axes))),
+        declare(SERVED),
+    )
+    spread = load(directories / form, fp8=fp8, shardings=shardings, phy2log=phy2log)
+    assert_same_bits(by_path(SERVED, spread), gathered(SERVED, load(directories / form, fp8=fp8), phy2log))
+    experts = jax.tree.leaves(spread.moe.moe.gate_up)
+    assert all(array.sharding == shardings.moe.moe.gate_up for array in experts)
+    assert {s.data.shape[:2] for array in experts for s in array.addressable_shards} == {(LAYERS, slots // devices)}
+
+
+@given(phy2log=st.lists(st.integers(0, 3), min_size=6, max_size=14), block=st.integers(48, 4000))
+@settings(deadline=None, max_examples=15)
+def test_any_map_and_block_size(tmp_path_factory, phy2log, block):
+    """Maps with and without all experts, runs of neighbours; several experts a block, several blocks an expert."""
+    root, cfg = tmp_path_factory.mktemp("any"), hf.config(num_nextn_predict_layers=0)
+    phy2log = np.array(phy2log[: len(phy2log) // 2 * 2]).reshape(LAYERS, -1)
+    hf.write(root / "hf", hf.random_tensors(cfg))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fill, "BLOCK_BYTES", block)
+        convert_to_stacked(root / "hf", root / "stacked", cfg)
+        want = gathered(cfg, load(root / "hf", cfg), phy2log)
+        for form in ("hf", "stacked"):
+            assert_same_bits(by_path(cfg, load(root / form, cfg, phy2log=phy2log)), want)
+
+
+def test_mtp_modules_keep_their_logical_experts(directories):
+    phy2log = random_map(8)
+    want = gathered(STORED, load(directories / "hf", STORED), phy2log)
+    assert_same_bits(by_path(STORED, load(directories / "hf", STORED, phy2log=phy2log)), want)
+
+
+def test_damage_is_found_and_named(directories, tmp_path):
+    stacked = shutil.copytree(directories / "stacked", tmp_path / "stacked")
+    path = stacked / "stacked" / "moe.moe.down.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # the last byte of the last scale
+    path.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"moe\.moe\.down\.safetensors: tensor moe\.moe\.down\.scale: block 0 has"
+    ):
+        load(stacked, phy2log=random_map(8))
+
+    tensors = hf.random_tensors(STORED)
+    name = "model.layers.3.mlp.experts.5.up_proj.weight_scale_inv"
+    tensors[name][0, 0] = -1
+    hf.write(tmp_path / "hf", tensors)
+    with pytest.raises(
+        CheckpointError, match=rf"model-00001-of-00003\.safetensors: tensor {name}: a block scale is -1\.0"
+    ):
+        load(tmp_path / "hf", phy2log=random_map(8))
+    without = random_map(8)
+    without[1, without[1] == 5] = 4
+    load(tmp_path / "hf", phy2log=without)  # an expert that no slot holds is not read
+
+
+@pytest.mark.parametrize(
+    ("phy2log", "message"),
+    [
+        (np.zeros((3, 6), int), r"int64\[3, 6\]; it must be integers \[2 MoE layers, slots\]"),
+        (np.zeros((2, 0), int), r"int64\[2, 0\]"),
+        (np.zeros((2, 6)), r"float64\[2, 6\]"),
+        (np.full((2, 6), 6), "names experts 6 to 6; the model has 0 to 5"),
+        (np.full((2, 6), -1), "names experts -1 to -1"),
+    ],
+)
+def test_maps_of_another_model_are_refused(directories, phy2log, message):
+    with pytest.raises(ValueError, match=message):
+        load(directories / "hf", phy2log=phy2log)

@@ -39,10 +39,45 @@ def rebalance_experts(
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
     phy2log, rank, logcnt = _place(weight, num_replicas, num_groups, num_nodes, num_gpus)
-    log2phy = np.full((*logcnt.shape, int(logcnt.max())), -1, np.int64)
-    layer = np.arange(len(weight))[:, None]
-    log2phy[layer, phy2log, rank] = np.arange(num_replicas)
-    return ExpertMap(phy2log, log2phy, logcnt)
+    return _complete(phy2log, rank, logcnt)
+
+
+def map_of(phy2log: np.ndarray, num_experts: int) -> ExpertMap:
+    """The map of `num_experts` experts whose slots hold `phy2log` [L, R]; copies are numbered in the order of slots."""
+    order = np.argsort(phy2log, axis=1, kind="stable")
+    held = np.take_along_axis(phy2log, order, axis=1)
+    logcnt = (phy2log[:, :, None] == np.arange(num_experts)).sum(axis=1)
+    before = np.cumsum(logcnt, axis=1) - logcnt
+    rank = np.empty_like(phy2log)
+    number = np.arange(phy2log.shape[1]) - np.take_along_axis(before, held, axis=1)
+    np.put_along_axis(rank, order, number, axis=1)
+    return _complete(phy2log, rank, logcnt)
+
+
+def keep_in_place(new: ExpertMap, old: ExpertMap, num_groups: int, num_nodes: int, num_gpus: int) -> ExpertMap:
+    """`new` with its GPUs renumbered, and the slots within each, so that experts stay where `old` has them.
+
+    The policies say which experts share a GPU and which GPUs a node, not which of them. GPUs (and nodes, where the
+    policy is hierarchical) are matched by the experts they have in common, greedily from the best pair down. The loads
+    of the GPUs are those of `new` in another order, so the balance is the same.
+    """
+    phy2log, E = new.phy2log, new.logcnt.shape[1]
+    if num_groups % num_nodes == 0 and num_nodes > 1:
+        phy2log = _match_units(phy2log, old.phy2log, E, num_nodes)
+    else:
+        num_nodes = 1
+    L, R = phy2log.shape
+    of_nodes = _match_units(
+        phy2log.reshape(L * num_nodes, -1), old.phy2log.reshape(L * num_nodes, -1), E, num_gpus // num_nodes
+    )
+    span = R // num_gpus
+    return map_of(_match_slots(of_nodes.reshape(-1, span), old.phy2log.reshape(-1, span)).reshape(L, R), E)
+
+
+def sources(new: ExpertMap, old: ExpertMap) -> np.ndarray:
+    """The slot of `old` that each slot of `new` takes its expert from [L, R]: itself where it holds it already."""
+    first = np.take_along_axis(old.log2phy[:, :, 0], new.phy2log, axis=1)
+    return np.where(new.phy2log == old.phy2log, np.arange(new.phy2log.shape[1]), first)
 
 
 def balancedness(weight: np.ndarray, expert_map: ExpertMap, num_gpus: int) -> np.ndarray:
@@ -119,6 +154,50 @@ def _replicate(load: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray, np
         count[row, expert] += 1
         share[row, expert] = load[row, expert] / count[row, expert].astype(np.float32)
     return slot2exp, rank, count
+
+
+def _complete(phy2log: np.ndarray, rank: np.ndarray, logcnt: np.ndarray) -> ExpertMap:
+    """The map, from the expert and the number of the copy that each slot holds."""
+    log2phy = np.full((*logcnt.shape, int(logcnt.max())), -1, np.int64)
+    log2phy[np.arange(len(phy2log))[:, None], phy2log, rank] = np.arange(phy2log.shape[1])
+    return ExpertMap(phy2log, log2phy, logcnt)
+
+
+def _match_units(new: np.ndarray, old: np.ndarray, E: int, units: int) -> np.ndarray:
+    """`new` [rows, n], its `units` parts reordered so that many experts are in the part where `old` has them."""
+    rows, n = new.shape
+    parts = new.reshape(rows, units, -1)
+    # Without a matrix product: BLAS would wait for its threads on cores that serve.
+    held = np.take_along_axis(_holds(new, E, units), old[:, None, :], axis=2)  # [rows, new unit, n]
+    common = held.reshape(rows, units, units, -1).sum(axis=3, dtype=np.int16)  # [rows, new unit, old unit]
+    order = np.empty((rows, units), np.int64)
+    row = np.arange(rows)
+    for _ in range(units):
+        best, place = np.divmod(common.reshape(rows, -1).argmax(axis=1), units)
+        order[row, place] = best
+        common[row, best], common[row, :, place] = -1, -1
+    return parts[row[:, None], order].reshape(rows, n)
+
+
+def _holds(phy2log: np.ndarray, E: int, units: int) -> np.ndarray:
+    """Whether each unit has a copy of each expert, int16 [rows, units, E]."""
+    rows = len(phy2log)
+    holds = np.zeros((rows, units, E), np.int16)
+    unit = np.repeat(np.arange(units), phy2log.shape[1] // units)
+    holds[np.arange(rows)[:, None], unit, phy2log] = 1
+    return holds
+
+
+def _match_slots(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """`new` [GPUs, span] with what `old` has too in the same slots, and the others in the free ones, in order."""
+    left, placed = new.copy(), np.full_like(new, -1)
+    for slot in range(new.shape[1]):
+        same = left == old[:, slot : slot + 1]
+        gpu = np.flatnonzero(same.any(axis=1))
+        placed[gpu, slot] = old[gpu, slot]
+        left[gpu, same[gpu].argmax(axis=1)] = -1
+    placed[placed < 0] = left[left >= 0]  # as many of each on every GPU, and both row by row
+    return placed
 
 
 def _check(weight: np.ndarray, R: int, groups: int, nodes: int, gpus: int) -> None:

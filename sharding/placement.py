@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sharding.eplb import ExpertMap
+from sharding.eplb import ExpertMap, map_of
 
 
 class Placement(NamedTuple):
@@ -32,6 +32,16 @@ def placement_of(expert_map: ExpertMap, max_copies: int) -> Placement:
     columns = np.arange(max_copies) % expert_map.logcnt[:, :, None]
     slots = np.take_along_axis(expert_map.log2phy, columns, axis=2)
     return Placement(slots.astype(np.int32), expert_map.logcnt.astype(np.int32))
+
+
+def expert_map_of(placement: Placement, num_slots: int) -> ExpertMap:
+    """The map that a placement (numpy arrays) was made of, its copies numbered in the order of their slots."""
+    L, E, _ = placement.slots.shape
+    phy2log = np.empty((L, num_slots), np.int64)
+    np.put_along_axis(
+        phy2log, placement.slots.reshape(L, -1), np.repeat(np.arange(E), placement.slots.shape[2])[None], axis=1
+    )
+    return map_of(phy2log, E)
 
 
 def choose_replicas(ids: jax.Array, slots: jax.Array, copies: jax.Array, rank: jax.Array | int) -> jax.Array:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.eplb import ExpertMap, balancedness, gpu_load, rebalance_experts
+from sharding.eplb import ExpertMap, balancedness, gpu_load, keep_in_place, map_of, rebalance_experts, sources
 
 # Outputs of DeepSeek's EPLB with its sort made stable (the "note" in the file says why).
 CASES = json.loads((pathlib.Path(__file__).parent / "eplb_cases.json").read_text())["cases"]
@@ -56,6 +56,40 @@ def test_every_slot_and_every_expert_is_accounted_for(problem: dict) -> None:
             assert (slots[counts[expert] :] == -1).all()
     total = gpu_load(np.array(problem["weight"]), result, problem["num_gpus"]).sum(axis=1)
     np.testing.assert_allclose(total, np.sum(problem["weight"], axis=1), rtol=1e-6)
+
+
+@settings(deadline=None)
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_experts_stay_where_they_are_at_the_same_balance(problem: dict, seed: int) -> None:
+    groups, nodes, gpus = problem["num_groups"], problem["num_nodes"], problem["num_gpus"]
+    old, weight = solve(problem), np.random.default_rng(seed).lognormal(size=np.shape(problem["weight"]))
+    new = solve(problem | {"weight": weight})
+    kept = keep_in_place(new, old, groups, nodes, gpus)
+    np.testing.assert_array_equal(kept.logcnt, new.logcnt)
+    loads = [np.sort(gpu_load(weight, m, gpus), axis=1) for m in (new, kept)]
+    np.testing.assert_allclose(*loads, rtol=1e-9)
+    if groups % nodes == 0:
+        loads = [np.sort(gpu_load(weight, m, nodes), axis=1) for m in (new, kept)]
+        np.testing.assert_allclose(*loads, rtol=1e-9)
+    source = sources(kept, old)
+    np.testing.assert_array_equal(np.take_along_axis(old.phy2log, source, axis=1), kept.phy2log)
+    stays = kept.phy2log == old.phy2log
+    np.testing.assert_array_equal(source == np.arange(source.shape[1]), stays)
+    for a, b in zip(map_of(kept.phy2log, weight.shape[1]), kept, strict=True):
+        np.testing.assert_array_equal(a, b)
+    # A GPU that has an expert before and after has it in the same slot.
+    span = source.shape[1] // gpus
+    before, after = old.phy2log.reshape(-1, span), kept.phy2log.reshape(-1, span)
+    for a, b, same in zip(before, after, stays.reshape(-1, span), strict=True):
+        common = sum(min((a == e).sum(), (b == e).sum()) for e in set(b))
+        assert same.sum() == common
+
+
+def test_nothing_moves_where_the_load_stays() -> None:
+    weight = np.random.default_rng(0).lognormal(size=(3, 64))
+    old = rebalance_experts(weight, 80, 8, 4, 16)
+    shuffled = map_of(old.phy2log.reshape(3, 4, 4, 5)[:, ::-1, ::-1, ::-1].reshape(3, 80), 64)
+    np.testing.assert_array_equal(keep_in_place(shuffled, old, 8, 4, 16).phy2log, old.phy2log)
 
 
 def test_hierarchical_policy_keeps_a_group_on_one_node() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.eplb import rebalance_experts
-from sharding.placement import choose_replicas, placement_of
+from sharding.placement import choose_replicas, expert_map_of, placement_of
 
 E, R, T, K = 8, 12, 16, 3
 
@@ -27,6 +27,13 @@ def test_replicas_hold_the_wanted_expert_and_share_its_load(seed: int, rank: int
         own = [slot for slot in expert_map.log2phy[1, expert] if slot >= 0]
         taken = [(physical == slot).sum() for slot in own]
         assert max(taken) - min(taken) <= 1
+
+
+def test_a_placement_tells_its_map() -> None:
+    expert_map = random_map(3)
+    told = expert_map_of(placement_of(expert_map, R - E + 1), R)
+    np.testing.assert_array_equal(told.phy2log, expert_map.phy2log)
+    np.testing.assert_array_equal(told.logcnt, expert_map.logcnt)
 
 
 def test_maps_of_one_shape() -> None:

@@ -1,4 +1,7 @@
-"""The served model with its routed experts spread over the ranks of a mesh, as the engine's step functions."""
+"""The served model over the devices of a mesh, as the engine's step functions.
+
+Routed experts are spread over all devices; with tensor parallelism the devices of a rank split the rest among them.
+"""
 
 import dataclasses
 from typing import Any
@@ -8,20 +11,22 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from dsv3.config import ModelConfig
+from dsv3.engine.expert_map import first_expert_map
 from dsv3.engine.step_bodies import StepFunctions
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.expert_parallel import ExpertParallel
+from dsv3.model.experts import RoutedExperts
 from dsv3.model.micro_batches import decode_overlapped, prefill_overlapped
 from dsv3.model.overlap import worth_overlapping
 from dsv3.model.params import Params, declare
 from dsv3.model.steps import StepOutput
+from dsv3.model.tensor_parallel import Shards, SharedTokens, arrange
 from pallas_kernels.backend import Backend
 from sharding.collectives import Overlap, resolve_overlap
-from sharding.eplb import rebalance_experts
 from sharding.placement import Placement, placement_of
-from sharding.rules import machine_of, partition
-from sharding.transport import Kind, Transport, build, choose, load_of
+from sharding.rules import machine_of, partition, rank_size
+from sharding.transport import Transport, choose, load_of
 
 
 @jax.tree_util.register_dataclass
@@ -34,46 +39,53 @@ class SpreadParams:
 
 
 def spread_experts(params: Params, cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -> SpreadParams:
-    """Copies experts into `n_routed_experts + num_redundant_experts` slots, evenly, for lack of a measured load.
+    """Parameters as the step functions take them: experts copied into the slots of `first_expert_map`.
 
-    The MTP modules are left out: they are not served. Raises ValueError where the ranks do not divide the slots, or the
-    model has no routed experts.
+    What the devices of a rank split is arranged for it (`tensor_parallel.arrange`). The MTP modules are left out: they
+    are not served. Raises ValueError where the model does not divide over the mesh.
     """
-    if params.moe is None:
-        raise ValueError("expert parallelism needs a model with routed experts")
-    machine, slots = machine_of(mesh), cfg.n_routed_experts + num_redundant_experts
-    build(Kind.RING, machine, slots, load_of(1, cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=False))
-    even = np.ones((cfg.num_moe_layers, cfg.n_routed_experts))
-    expert_map = rebalance_experts(even, slots, cfg.n_group, machine.nodes, machine.ranks)
+    expert_map = first_expert_map(cfg, mesh, num_redundant_experts)
     layer = np.arange(cfg.num_moe_layers)[:, None]
 
     def to_slots(spec: Any, leaf: Any) -> Any:
         return jax.tree.map(lambda a: a[layer, expert_map.phy2log], leaf) if "experts" in spec.axes else leaf
 
-    served = dataclasses.replace(params, mtp=None)
-    placed = jax.tree.map(to_slots, _declared(cfg), served)
+    arranged = arrange(dataclasses.replace(params, mtp=None), cfg, rank_size(mesh))
+    placed = jax.tree.map(to_slots, _declared(cfg), arranged)
     return SpreadParams(placed, placement_of(expert_map, num_redundant_experts + 1))
 
 
 def expert_parallel_functions(
     cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int, backend: Backend | None = None
 ) -> StepFunctions:
-    """Step functions on `SpreadParams`; transport and overlap are chosen for each bucket while it is traced."""
+    """Step functions on `SpreadParams`; transport and overlap are chosen for each bucket while it is traced.
+
+    Ranks of several devices do not overlap two micro-batches.
+    """
     slots = cfg.n_routed_experts + num_redundant_experts
     machine, overlap = machine_of(mesh), resolve_overlap(mesh.devices.flat[0].platform)
+    shards = Shards(rank_size(mesh))
 
     def transport(tokens: int) -> Transport:
         load = load_of(tokens, cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=cfg.fp8 is not None)
         return choose(machine, slots, load, overlap)
 
+    def overlapping(tokens: int, is_prefill: bool) -> Transport | None:
+        """A transport for half of the tokens, where two micro-batches pay."""
+        able = overlap is not Overlap.NONE and shards.size == 1 and tokens % 2 == 0
+        if not able or not worth_overlapping(tokens, machine.ranks, is_prefill):
+            return None
+        half = transport(tokens // 2)
+        return half if half.hops else None
+
     def run(spread: SpreadParams, batch: Any, pages: jax.Array, tokens: int, plain: Any, overlapped: Any) -> StepOutput:
-        is_prefill = isinstance(batch, PrefillBatch)
-        step, chosen = plain, transport(tokens)
-        if overlap is not Overlap.NONE and tokens % 2 == 0 and worth_overlapping(tokens, machine.ranks, is_prefill):
-            half = transport(tokens // 2)
-            step, chosen = (overlapped, half) if half.hops else (plain, chosen)
-        routed = ExpertParallel(chosen, spread.placement)
-        return step(spread.params, cfg, batch, pages, backend=backend, routed=routed)
+        arguments = (spread.params, cfg, batch, pages)
+        if half := overlapping(tokens, isinstance(batch, PrefillBatch)):
+            return overlapped(*arguments, backend=backend, routed=ExpertParallel(half, spread.placement))
+        routed: RoutedExperts = ExpertParallel(transport(-(-tokens // shards.size)), spread.placement)
+        if shards.size > 1:
+            routed = SharedTokens(routed, shards)
+        return plain(*arguments, backend=backend, routed=routed, shards=shards)
 
     def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> StepOutput:
         return run(spread, batch, pages, batch.tokens.shape[0], steps.prefill, prefill_overlapped)

@@ -143,7 +143,7 @@ def gpu_devices(count: int = 1, *, per_host: int = 8, target: GpuTarget = H200) 
     if count < 1 or count % per_host:
         raise ValueError(f"{count} GPUs do not fill hosts of {per_host}")
     topology = f"{count // per_host}x1x{per_host}"
-    with _explained():
+    with explained():
         description = topologies.get_topology_desc(
             platform="cuda", target_config=target.text_proto(), topology=topology
         )
@@ -191,7 +191,7 @@ def compile_for(
     Raises:
       AotUnavailableError: the CUDA plugin or ptxas is missing.
     """
-    with _explained():
+    with explained():
         return lower_for(fn, *args, mesh=mesh, donate_argnums=donate_argnums, **kwargs).compile()
 
 
@@ -206,7 +206,7 @@ def kernel_resources(
     def fresh(*args, **kwargs):  # jax keeps the lowered module and the executable of a function it has seen
         return fn(*args, **kwargs)
 
-    with _explained():
+    with explained():
         lowered = lower_for(fresh, *args, mesh=mesh, donate_argnums=donate_argnums, **kwargs)
         _forget_compiled_kernels(lowered)
         with _captured_stdout() as output, _reporting():
@@ -287,8 +287,8 @@ def _captured_stdout() -> Iterator[io.StringIO]:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Turns the errors of a missing plugin or ptxas into one that says what to install."""
+def explained() -> Iterator[None]:
+    """Turns the errors of a missing plugin or ptxas into AotUnavailableError, which says what to install."""
     try:
         yield
     except RuntimeError as error:

@@ -39,19 +39,40 @@ class DecodeCommand:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MoveCommand:
+    """`sharding.rebalance.LayerMove` as host arrays."""
+
+    layer: np.ndarray  # [] int32
+    source: np.ndarray  # [R] int32
+    slots: np.ndarray  # [E, C] int32
+    copies: np.ndarray  # [E] int32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BalanceCommand:
+    """Reads out the experts' load and starts counting anew, where `read_load` says so, then moves experts."""
+
+    read_load: bool
+    moves: list[MoveCommand]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepCommand:
-    """One step: what is launched, in this order."""
+    """One step: what is launched, balancing first, then prefill, then decode."""
 
     number: int
     prefill: PrefillCommand | None
     decode: DecodeCommand | None
+    balance: BalanceCommand | None = None
 
 
-def command_of(plan: StepPlan, cfg: EngineConfig, vocab_size: int) -> StepCommand:
-    """The command that carries out a plan."""
+def command_of(
+    plan: StepPlan, cfg: EngineConfig, vocab_size: int, balance: BalanceCommand | None = None
+) -> StepCommand:
+    """The command that carries out a plan, and what balancing asks for before it."""
     prefill = None if plan.prefill is None else _prefill_command(plan.prefill, cfg, vocab_size)
     decode = None if plan.decode is None else _decode_command(plan.decode)
-    return StepCommand(plan.number, prefill, decode)
+    return StepCommand(plan.number, prefill, decode, balance)
 
 
 def _prefill_command(plan: PrefillPlan, cfg: EngineConfig, vocab_size: int) -> PrefillCommand:

@@ -50,6 +50,7 @@ class DecodeState:
     lengths: Any  # [N] int32
     page_table: Any  # [N, MP] int32
     controls: Any  # [N, NUM_FIELDS] int32
+    load: Any = None  # [L * E + 2] int32: `step_bodies.counted`; None where nobody wants to know
 
 
 @jax.tree_util.register_dataclass
@@ -64,14 +65,15 @@ class AdjustState:
     forbidden_ids: Any  # [N, 144] int32
 
 
-def decode_state_shapes(cfg: EngineConfig) -> DecodeState:
-    """Shapes and dtypes for all ranks."""
+def decode_state_shapes(cfg: EngineConfig, load_size: int | None = None) -> DecodeState:
+    """Shapes and dtypes for all ranks; `load_size` is the length of `load`."""
     lead = (cfg.num_ranks, cfg.max_num_seqs)
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*lead, *shape), jnp.int32)
 
-    return DecodeState(ints(), ints(), ints(cfg.pages_per_seq), ints(NUM_FIELDS))
+    load = None if load_size is None else jax.ShapeDtypeStruct((cfg.num_ranks, load_size), jnp.int32)
+    return DecodeState(ints(), ints(), ints(cfg.pages_per_seq), ints(NUM_FIELDS), load)
 
 
 def adjust_state_shapes(cfg: EngineConfig, vocab_size: int) -> AdjustState:

@@ -20,6 +20,9 @@ from dsv3.model import decoder, steps
 from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
 from dsv3.sampling_params import MAX_LOGPROBS
 from pallas_kernels.backend import Backend
+from sharding.placement import Placement
+from sharding.rules import RANKS
+from sharding.transport import Machine
 
 PREFILL_HEADER = 4 + NUM_FIELDS
 """Columns of a prefill row before its page table: slot, tokens in the chunk, tokens before it, 1 if it samples."""
@@ -34,6 +37,29 @@ class StepResult(Protocol):
     @property
     def pages(self) -> Any: ...
 
+    @property
+    def expert_counts(self) -> Any: ...
+
+    @property
+    def rounds(self) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadExperts:
+    """Routed experts in slots on all devices, for an engine that counts their load and moves them.
+
+    `take(params)` gives the stacks, a tree of `[L, R, ...]` arrays, and their `Placement`; `put(params, stacks,
+    placement)` the parameters with these in their place. Both work on trees of shapes and of partitions too.
+    """
+
+    num_layers: int
+    num_experts: int
+    num_slots: int
+    num_groups: int
+    machine: Machine
+    take: Callable[[Any], tuple[Any, Placement]]
+    put: Callable[[Any, Any, Placement], Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class StepFunctions:
@@ -41,13 +67,15 @@ class StepFunctions:
 
     `prefill(params, cfg, PrefillBatch, pages)` gives hidden `[T, D]`, `decode(params, cfg, DecodeBatch, pages)` hidden
     `[B, S, D]`, both with the new pages; `logits(params, cfg, hidden)` is float32 `[..., W]`. `param_specs` says how
-    the parameters lie on the ranks: a tree of partitions, or one for all of them.
+    the parameters lie on the ranks: a tree of partitions, or one for all of them. With `experts` the results have
+    `expert_counts` `[L, E]` and `rounds` `[2]` too.
     """
 
     prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array], StepResult]
     decode: Callable[[Any, ModelConfig, DecodeBatch, jax.Array], StepResult]
     logits: Callable[[Any, ModelConfig, jax.Array], jax.Array]
     param_specs: Any = dataclasses.field(default_factory=PartitionSpec)
+    experts: SpreadExperts | None = None
 
 
 def model_functions(backend: Backend | None = None) -> StepFunctions:
@@ -90,6 +118,7 @@ def prefill_body(
         lengths=state.lengths.at[slots].set(context + count, mode="drop"),
         page_table=state.page_table.at[slots].set(table, mode="drop"),
         controls=state.controls.at[slots].set(rows[:, 4:PREFILL_HEADER], mode="drop"),
+        load=counted(state.load, out),
     )
     return out.pages, state, logits, jnp.where(samples > 0, slots, num_slots)
 
@@ -110,7 +139,20 @@ def decode_body(
     batch = DecodeBatch(state.tokens[held][:, None], lengths, page_table[held])
     out = functions.decode(params, cfg, batch, pages)
     logits = functions.logits(params, cfg, out.hidden[:, -1])
-    return out.pages, dataclasses.replace(state, page_table=page_table), logits, slots
+    state = dataclasses.replace(state, page_table=page_table, load=counted(state.load, out))
+    return out.pages, state, logits, slots
+
+
+def counted(load: jax.Array | None, out: StepResult) -> jax.Array | None:
+    """`load` `[L * E + 2]` after a step: (token, expert) pairs by layer and expert, and the rounds of two hops."""
+    if load is None:
+        return None
+    return load + jnp.concatenate([out.expert_counts.ravel(), out.rounds])
+
+
+def read_load_body(load: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Starts counting anew; also returns the sum of the ranks' loads."""
+    return jnp.zeros_like(load), jax.lax.psum(load, RANKS)
 
 
 def sample_body(

@@ -24,7 +24,12 @@ _MAX_BATCHED = absl_flags.DEFINE_integer("max_num_batched_tokens", None, "Prompt
 _MEMORY = absl_flags.DEFINE_float(
     "gpu_memory_utilization", 0.9, "Share of a device's memory for weights, cache and activations.", 0.01, 1.0
 )
-_DATA_PARALLEL = absl_flags.DEFINE_integer("data_parallel_size", 1, "Devices that each serve requests.", 1)
+_DATA_PARALLEL = absl_flags.DEFINE_integer(
+    "data_parallel_size",
+    None,
+    "Devices that each serve requests; 1 if not given, all of several processes.",
+    1,
+)
 _EXPERT_PARALLEL = absl_flags.DEFINE_bool(
     "enable_expert_parallel", False, "Spread the routed experts over the --data_parallel_size devices."
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,9 +37,9 @@ class EngineOptions:
     `max_model_len` None: what the model was made for, or less where the cache cannot hold it.
     `gpu_memory_utilization` is the share of a device's memory that weights, cache and activations may take
     together; on a CPU the cache takes at most 1 GiB instead. `enable_expert_parallel` spreads the routed experts
-    over the `data_parallel_size` devices, in `num_redundant_experts` more slots than there are experts, where each
-    device otherwise holds all. `fp8` says whether FP8 weights stay FP8. `tokenizer_id` enters the prefix cache's
-    keys. `compilation_cache_dir` None: `dsv3/xla` in the user's cache directory.
+    over the `data_parallel_size` devices (None: 1, or all devices of several processes), in `num_redundant_experts`
+    more slots than there are experts, where each device otherwise holds all. `fp8` says whether FP8 weights stay FP8.
+    `tokenizer_id` enters the prefix cache's keys. `compilation_cache_dir` None: `dsv3/xla` in the user's cache directory.
     """
 
     dtype: DType = "auto"
@@ -47,7 +48,7 @@ class EngineOptions:
     max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int = 1024
     gpu_memory_utilization: float = 0.9
-    data_parallel_size: int = 1
+    data_parallel_size: int | None = None
     enable_expert_parallel: bool = False
     num_redundant_experts: int = 0
     enable_prefix_caching: bool = True
@@ -81,17 +82,38 @@ def build_engine(
     `progress` shows a bar while weights load. Raises `ConfigError` or `CheckpointError` for a directory that cannot
     be served, ValueError where the limits do not fit the device.
     """
-    options = options or EngineOptions()
+    parts = load_parts(model_dir, options or EngineOptions(), progress=progress)
+    _log.info("cache: %d pages of 64 tokens, up to %d tokens a request", parts.cfg.num_pages, parts.cfg.max_model_len)
+    return Engine(parts.functions, parts.params, parts.model_cfg, parts.cfg, parts.devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What an engine is made of; `params` lie on the `devices`, which may belong to several processes."""
+
+    functions: StepFunctions
+    params: Any
+    model_cfg: ModelConfig
+    cfg: EngineConfig
+    devices: list[jax.Device]
+
+
+def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, progress: bool = True) -> Parts:
+    """The parts of an engine, as `build_engine` puts them together; raises as it does.
+
+    Called in each process of an instance, it reads what this one's devices hold. Limits suit this process's devices.
+    """
     use_compilation_cache(options.compilation_cache_dir)
     # MTP modules are not served, so neither their weights nor their share of the cache is needed.
     model_cfg = dataclasses.replace(load_config(Path(model_dir)), num_nextn_predict_layers=0)
     devices = _devices(options.data_parallel_size)
-    dtype = _dtype(options.dtype, devices[0])
-    mesh = rank_mesh(devices)
+    mine = next(device for device in devices if device.process_index == jax.process_index())
+    dtype = _dtype(options.dtype, mine)
+    mesh = rank_mesh(devices, jax.process_count())
     functions, served = _functions(model_dir, model_cfg, options, mesh, dtype, progress)
-    cfg = engine_config(model_cfg, options, devices[0], dtype, model_id=_model_id(Path(model_dir)))
-    _log.info("cache: %d pages of 64 tokens, up to %d tokens a request", cfg.num_pages, cfg.max_model_len)
-    return Engine(functions, served, model_cfg, cfg, devices)
+    cfg = engine_config(model_cfg, options, mine, dtype, model_id=_model_id(Path(model_dir)))
+    cfg = dataclasses.replace(cfg, num_ranks=len(devices), num_nodes=jax.process_count())
+    return Parts(functions, served, model_cfg, cfg, devices)
 
 
 def _functions(
@@ -129,7 +151,7 @@ def engine_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         max_num_queued_reqs=options.max_num_queued_reqs,
-        num_ranks=options.data_parallel_size,
+        num_ranks=options.data_parallel_size or 1,
         enable_prefix_caching=options.enable_prefix_caching,
         model_id=model_id,
         cache_dtype=jnp.dtype(dtype).name,
@@ -156,11 +178,20 @@ def rich_progress(description: str = "compiling") -> tuple[Any, Progress]:
     return bar, update
 
 
-def _devices(ranks: int) -> list[jax.Device]:
-    devices = jax.devices()
-    if len(devices) < ranks:
-        raise ValueError(f"data_parallel_size is {ranks}, but jax sees {len(devices)} devices")
-    return devices[:ranks]
+def _devices(ranks: int | None) -> list[jax.Device]:
+    """The devices to use, those of a process next to each other, equally many of each process."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if jax.process_count() == 1:
+        ranks = ranks or 1
+        if len(devices) < ranks:
+            raise ValueError(f"data_parallel_size is {ranks}, but jax sees {len(devices)} devices")
+        return devices[:ranks]
+    counts = Counter(device.process_index for device in devices)
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"processes must have equally many devices, but they have {dict(counts)}")
+    if ranks not in (None, len(devices)):
+        raise ValueError(f"data_parallel_size is {ranks}, but the processes have {len(devices)} devices together")
+    return devices
 
 
 def _dtype(name: DType, device: jax.Device) -> Any:

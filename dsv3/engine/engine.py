@@ -21,7 +21,7 @@ from dsv3.engine.config import EngineConfig
 from dsv3.engine.programs import Progress
 from dsv3.engine.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull
 from dsv3.engine.results import collect
-from dsv3.engine.runner import Launched, Runner
+from dsv3.engine.runner import Launched, Link, Runner
 from dsv3.engine.scheduler import Scheduler
 from dsv3.engine.sequence import Sequence, prepare
 from dsv3.engine.stats import EngineStats, HostTime
@@ -39,6 +39,7 @@ class Engine:
       model_cfg: the model's hyper-parameters; vocabulary, end tokens and cache layout are read from it.
       cfg: limits.
       devices: one for each rank; the first of the default backend if not given.
+      link: the other processes, where the devices belong to several.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Engine:
         model_cfg: ModelConfig,
         cfg: EngineConfig,
         devices: list[jax.Device] | None = None,
+        link: Link | None = None,
     ) -> None:
         self.cfg, self.model_cfg = cfg, model_cfg
         self.failure: BaseException | None = None
-        self._runner = Runner(functions, params, model_cfg, cfg, devices or jax.devices()[: cfg.num_ranks])
+        self._runner = Runner(functions, params, model_cfg, cfg, devices or jax.devices()[: cfg.num_ranks], link)
         self._scheduler = Scheduler(cfg, model_cfg.vocab_size)
         self._commands: deque[Sequence | str] = deque()  # a new request, or the id of one to abort
         self._handed_in: set[str] = set()  # ids among the commands; the scheduler knows the others
@@ -162,6 +164,7 @@ class Engine:
             waiting = perf_counter()
             prefill, decode = self._runner.fetch(before.prefill), self._runner.fetch(before.decode)
             waited = perf_counter() - waiting
+            self._runner.agree(before, prefill, decode)
             outputs += self._collect(before, prefill, decode)
         self._host_time.observe(perf_counter() - started - waited)
         return outputs

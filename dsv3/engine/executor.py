@@ -14,6 +14,7 @@ from dsv3.engine.programs import Key, Programs
 from dsv3.engine.sequence import FULL
 from dsv3.engine.state import AdjustRequest
 from dsv3.engine.step_bodies import StepFunctions
+from sharding.processes import local_part, place
 from sharding.rules import by_rank, rank_mesh, shardings
 
 Results = tuple[jax.Array, ...]
@@ -46,7 +47,7 @@ class Executor:
             )
         self._cfg = cfg
         self._mesh = rank_mesh(devices, cfg.num_nodes, cfg.tensor_parallel_size)
-        self._params = jax.device_put(params, shardings(functions.param_specs, self._mesh))
+        self._params = place(params, shardings(functions.param_specs, self._mesh))
         dtype = jnp.dtype(cfg.cache_dtype)
         self.programs = Programs(functions, model_cfg, cfg, self._mesh, self._params, dtype)
         self._pages = self._zeros(self.programs.pages)
@@ -65,7 +66,8 @@ class Executor:
             self._params, self._pages, self._state, command.tokens, command.rows
         )
         if command.variant is None:
-            return (slots,)  # no token to read, but something to wait for: pages are shared once they are written
+            # No token to read, but something to wait for: pages are shared once they are written.
+            return (local_part(slots),)
         for request in command.adjustments:
             self._set_adjustment(request)
         return self._sample(logits, slots, command.variant, command.logprobs)
@@ -79,10 +81,12 @@ class Executor:
         rows = logits.shape[1]
         program = self.programs.get(Key("sample", rows, variant))
         adjust = self._adjust_state() if variant == FULL else None
-        self._state, adjust, tokens = program(self._state, adjust, logits, slots)
+        self._state, adjust, tokens, *of_all = program(self._state, adjust, logits, slots)
         if variant == FULL:
             self._adjust = adjust
-        results = (tokens, *self.programs.get(Key("logprobs", rows))(logits, tokens)) if logprobs else (tokens,)
+        results = tuple(of_all) or (tokens,)
+        if logprobs:
+            results += self.programs.get(Key("logprobs", rows))(logits, tokens)
         for array in results:
             array.copy_to_host_async()
         return results

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from dsv3.cache.layout import pool_shape
 from dsv3.config import ModelConfig
@@ -20,6 +20,7 @@ from dsv3.engine.config import EngineConfig
 from dsv3.engine.sequence import FULL, GREEDY, SAMPLED
 from dsv3.engine.step_bodies import StepFunctions
 from sharding.collectives import compiler_options
+from sharding.processes import on_every_rank, spans_processes
 from sharding.rules import by_rank, of_ranks
 
 _log = logging.getLogger(__name__)
@@ -94,22 +95,32 @@ class Programs:
     def _compile(self, key: Key) -> Callable[..., Any]:
         _log.debug("compiling %s", key)
         body, arguments, donated, takes_params = getattr(self, f"_{key.kind}")(key)
-        mapped = self._mapped(body, len(arguments), takes_params)
+        mapped = self._mapped(body, len(arguments), takes_params, key.kind)
         options = compiler_options(self._mesh.devices.flat[0].platform)
         return jax.jit(mapped, donate_argnums=donated).lower(*arguments).compile(options)
 
-    def _mapped(self, body: Callable[..., Any], arguments: int, takes_params: bool) -> Callable[..., Any]:
+    def _mapped(self, body: Callable[..., Any], arguments: int, takes_params: bool, kind: str) -> Callable[..., Any]:
         """`body`, written for one rank, over all of them; if it `takes_params`, they are the first argument."""
+        share, out_specs = self._shared(kind)
 
         def one_rank(*args: Any) -> Any:
             split = 1 if takes_params else 0
             mine = jax.tree.map(lambda x: x[0], args[split:])
-            return jax.tree.map(lambda x: x[None], body(*args[:split], *mine))
+            return share(jax.tree.map(lambda x: x[None], body(*args[:split], *mine)))
 
         specs: list[Any] = [of_ranks()] * arguments
         if takes_params:
             specs[0] = self._functions.param_specs
-        return jax.shard_map(one_rank, mesh=self._mesh, in_specs=tuple(specs), out_specs=of_ranks(), check_vma=False)
+        return jax.shard_map(one_rank, mesh=self._mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)
+
+    def _shared(self, kind: str) -> tuple[Callable[[Any], Any], Any]:
+        """What a program does last, and where its results lie: over several processes each can read what is sampled."""
+        if spans_processes(self._mesh):
+            if kind == "sample":  # the tokens of all ranks besides the rank's own, which log-probabilities take
+                return lambda out: (*out, on_every_rank(out[-1])), (*[of_ranks()] * 3, PartitionSpec())
+            if kind == "logprobs":
+                return on_every_rank, PartitionSpec()
+        return lambda out: out, of_ranks()
 
     def _prefill(self, key: Key) -> tuple[Any, ...]:
         width = step_bodies.PREFILL_HEADER + self._cfg.pages_per_seq

@@ -1,20 +1,33 @@
 """Between the scheduler's plans and the devices: plans become commands, results become tokens."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from dsv3.config import ModelConfig
 from dsv3.engine import executor
-from dsv3.engine.commands import command_of
+from dsv3.engine.commands import StepCommand, command_of
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.executor import Executor
 from dsv3.engine.plan import StepPlan
 from dsv3.engine.programs import Programs
 from dsv3.engine.results import Sampled
 from dsv3.engine.step_bodies import StepFunctions
+
+
+class Link(Protocol):
+    """The other processes of an instance; `dsv3.engine.cluster.leader.Leader` is one."""
+
+    def send(self, command: StepCommand) -> None:
+        """Has them execute a command too; does not wait. Raises when the instance has failed."""
+
+    def results(self, number: int, results: list[np.ndarray]) -> None:
+        """Notes what was read of step `number`, which they must have read too. Raises when the instance has failed."""
+
+    def explain(self, error: Exception) -> Exception:
+        """What to raise for an error of a step, which another process may have caused."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +40,7 @@ class Launched:
 
 
 class Runner:
-    """Launches plans; nothing here waits for a device but `fetch`."""
+    """Launches plans; nothing here waits for a device but `fetch`. With a `link`, other processes launch them too."""
 
     def __init__(
         self,
@@ -36,8 +49,10 @@ class Runner:
         model_cfg: ModelConfig,
         cfg: EngineConfig,
         devices: list[jax.Device],
+        link: Link | None = None,
     ) -> None:
         self._cfg, self._vocab_size = cfg, model_cfg.vocab_size
+        self._link = link
         self.executor = Executor(functions, params, model_cfg, cfg, devices)
 
     @property
@@ -46,10 +61,33 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Starts a step."""
-        launched = self.executor.launch(command_of(plan, self._cfg, self._vocab_size))
+        command = command_of(plan, self._cfg, self._vocab_size)
+        if self._link is not None:
+            self._link.send(command)  # first, so that the others do not wait for this process's launch
+        try:
+            launched = self.executor.launch(command)
+        except Exception as error:
+            raise self._explained(error) from error
         return Launched(plan, launched.prefill, launched.decode)
 
-    @staticmethod
-    def fetch(results: executor.Results | None) -> Sampled | None:
+    def fetch(self, results: executor.Results | None) -> Sampled | None:
         """Waits for the results of one program."""
-        return Sampled(*(np.asarray(array) for array in results)) if results is not None else None
+        try:
+            return Sampled(*(np.asarray(array) for array in results)) if results is not None else None
+        except Exception as error:
+            raise self._explained(error) from error
+
+    def agree(self, launched: Launched, prefill: Sampled | None, decode: Sampled | None) -> None:
+        """Has the results of a step compared with what the other processes have read; raises once they differ."""
+        if self._link is not None:
+            plan = launched.plan
+            samples = plan.prefill is not None and len(plan.prefill.sampled.slots) > 0
+            self._link.results(plan.number, [*_arrays(prefill if samples else None), *_arrays(decode)])
+
+    def _explained(self, error: Exception) -> Exception:
+        return error if self._link is None else self._link.explain(error)
+
+
+def _arrays(sampled: Sampled | None) -> list[np.ndarray]:
+    fields = () if sampled is None else (sampled.tokens, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+    return [array for array in fields if array is not None]

@@ -13,18 +13,31 @@ from sharding.rules import rank_mesh
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.model.golden import DIRECTORY, model
 
-LIMITS = dict(max_model_len=128, num_pages=16, max_num_seqs=4, max_num_batched_tokens=64)
+LIMITS = dict(max_model_len=128, num_pages=16, max_num_batched_tokens=64)
 
 
-@pytest.mark.parametrize(("ranks", "nodes", "redundant"), [(2, 1, 0), (4, 2, 4), (8, 2, 8)])
-def test_greedy_text_is_transformers_token_for_token(ranks: int, nodes: int, redundant: int) -> None:
+@pytest.mark.parametrize(
+    ("devices", "tensor", "nodes", "redundant", "seqs"),
+    [
+        (1, 1, 1, 0, 1),
+        (2, 1, 1, 0, 4),
+        (4, 1, 2, 4, 4),
+        (8, 1, 2, 8, 4),
+        (2, 2, 1, 0, 4),
+        (8, 2, 2, 8, 1),  # one row a rank, which its two devices share
+    ],
+)
+def test_greedy_text_is_transformers_token_for_token(
+    devices: int, tensor: int, nodes: int, redundant: int, seqs: int
+) -> None:
     golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
     params, cfg = model("greedy")
-    devices = jax.devices()[:ranks]
-    mesh = rank_mesh(devices, nodes)
+    used = jax.devices()[:devices]
+    mesh = rank_mesh(used, nodes, tensor)
     spread = spread_experts(params, cfg, mesh, redundant)
     functions = expert_parallel_functions(cfg, mesh, redundant)
-    engine = Engine(functions, spread, cfg, EngineConfig(num_ranks=ranks, num_nodes=nodes, **LIMITS), devices)
+    layout = dict(num_ranks=devices // tensor, num_nodes=nodes, tensor_parallel_size=tensor, max_num_seqs=seqs)
+    engine = Engine(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used)
     count, length = 12, 16
     prompts = golden["prompts"][:count]
     requests = [request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)]

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 import os
+import threading
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -209,6 +210,7 @@ class Files:
         self._descriptors: dict[Path, int] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint")
         self._scales: dict[Tensor, np.ndarray] = {}
+        self._scratch = threading.local()
 
     def __enter__(self) -> "Files":
         return self
@@ -231,7 +233,7 @@ class Files:
 
         Raises `CheckpointError` for a file that ended early, a wrong checksum, or a scale that is not above zero.
         """
-        self._run(self._execute, reads(array, box, out), advance)
+        self._run(lambda read: self._execute(read, self._own_scratch), reads(array, box, out), advance)
         self._scales.clear()
 
     def same_bytes(self, a: Tensor, b: Tensor, advance: Callable[[int], None]) -> bool:
@@ -260,12 +262,18 @@ class Files:
             for future in futures:
                 future.cancel()
 
-    def _execute(self, read: Read) -> int:
+    def _own_scratch(self, nbytes: int) -> np.ndarray:
+        """The thread's scratch, reused: new memory would be touched for the first time, and kept by the allocator."""
+        if getattr(self._scratch, "buffer", np.empty(0)).nbytes < nbytes:
+            self._scratch.buffer = np.empty(nbytes, np.uint8)
+        return self._scratch.buffer[:nbytes]
+
+    def _execute(self, read: Read, scratch: Callable[[int], np.ndarray]) -> int:
         source, tensor = read.source, read.source.tensor
         shape = extents(read.block)
         direct = read.direct
         nbytes = math.prod(shape) * tensor.dtype.itemsize
-        raw = read.parts[0][1].reshape(-1).view(np.uint8) if direct else np.empty(nbytes, np.uint8)
+        raw = read.parts[0][1].reshape(-1).view(np.uint8) if direct else scratch(nbytes)
         self._read(tensor, read.first * tensor.dtype.itemsize, raw)
         if source.crc32 is not None and zlib.crc32(raw) != source.crc32[read.number]:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: block {read.number} has a wrong checksum")
@@ -291,7 +299,7 @@ class Files:
             array = Array(source.tensor.name, source.view, np.dtype(np.float32), (source,), positive=True)
             out = np.empty(source.view, np.float32)
             for read in reads(array, full_box(source.view), out):
-                self._execute(read)
+                self._execute(read, lambda nbytes: np.empty(nbytes, np.uint8))  # the thread's holds the values to scale
             self._scales[source.tensor] = out
         return self._scales[source.tensor]
 

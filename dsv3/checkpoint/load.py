@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
+from dsv3.checkpoint.arrange import in_shards, in_slots
 from dsv3.checkpoint.directory import read_directory
 from dsv3.checkpoint.layout import leaf_path, leaves
 from dsv3.checkpoint.plan import Fp8Mode, Plan, plan_hf
 from dsv3.checkpoint.reader import read_leaves
-from dsv3.checkpoint.slots import in_slots
 from dsv3.checkpoint.stacked import is_stacked, plan_stacked
 from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, declare
@@ -32,6 +32,7 @@ def load_params(
     fp8: Fp8Mode = "keep",
     shardings: Params | Sharding | None = None,
     phy2log: np.ndarray | None = None,
+    tensor_parallel_size: int = 1,
     progress: bool = True,
     threads: int = 8,
 ) -> Params:
@@ -48,7 +49,8 @@ def load_params(
 
     `phy2log` [MoE layers, R] int (`sharding.eplb.ExpertMap`) names the logical expert of each of R physical slots: the
     routed experts of the decoder come out as `[L, R, ...]` in place of `[L, E, ...]`, copies included. MTP modules keep
-    their logical experts.
+    their logical experts. `tensor_parallel_size` puts fused rows in the order of `tensor_parallel.row_order`, of which
+    each device of a rank takes an equal part.
 
     Host memory: the arrays that stay on the host, plus one array (one device's share of it), plus scratch of at most
     `threads` times 24 MiB where values are converted.
@@ -59,6 +61,8 @@ def load_params(
     plan = plan_directory(Path(directory), cfg, dtype, fp8)
     if phy2log is not None:
         plan = in_slots(plan, cfg, phy2log)
+    if tensor_parallel_size > 1:
+        plan = in_shards(plan, cfg, tensor_parallel_size)
     if plan.skipped_mtp_layers:
         _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
     values = read_leaves(plan, _by_path(cfg, shardings), progress=progress, threads=threads)

@@ -14,7 +14,7 @@ from dsv3.engine.expert_map import first_expert_map
 from dsv3.engine.parallel import SpreadParams
 from dsv3.model.params import Params
 from sharding.placement import placement_of
-from sharding.rules import shardings
+from sharding.rules import rank_size, shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,14 @@ def load_spread(
     expert_map = first_expert_map(cfg, mesh, num_redundant_experts)
     where = shardings(specs, mesh)
     placement = jax.tree.map(_on_devices, placement_of(expert_map, num_redundant_experts + 1), where.placement)
-    params = load_params(directory, cfg, shardings=where.params, phy2log=expert_map.phy2log, **dataclasses.asdict(read))
+    params = load_params(
+        directory,
+        cfg,
+        shardings=where.params,
+        phy2log=expert_map.phy2log,
+        tensor_parallel_size=rank_size(mesh),
+        **dataclasses.asdict(read),
+    )
     return SpreadParams(params, placement)
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from dsv3.checkpoint import convert_to_stacked
+from dsv3.checkpoint.fill import BLOCK_BYTES
 from dsv3.checkpoint.load import plan_directory
 from dsv3.hf_config import load_config, to_hf
 from tests.dsv3.checkpoint import hf
@@ -31,6 +32,36 @@ print(status("VmHWM") - before, sum(a.nbytes for a in jax.tree.leaves(params)))
 """
 
 
+# As the engine places them: 32 experts in 40 slots of 8 devices, or replicas, which on a CPU share the host's memory.
+SERVE = """
+import dataclasses, pathlib, sys
+import jax, jax.numpy as jnp, numpy
+from dsv3.engine.parallel import expert_parallel_functions
+from dsv3.engine.step_bodies import model_functions
+from dsv3.engine.weights import Reading, load_replicated, load_spread
+from dsv3.hf_config import load_config
+from sharding.rules import rank_mesh, shardings
+
+def status(field):
+    return int(pathlib.Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024
+
+directory, how = sys.argv[1:]
+cfg = dataclasses.replace(load_config(directory), num_nextn_predict_layers=0)
+mesh, read = rank_mesh(jax.devices()), Reading(jnp.bfloat16, "keep", False)
+jax.block_until_ready(jax.device_put(numpy.zeros(8)))
+functions = expert_parallel_functions(cfg, mesh, 8) if how == "spread" else model_functions()
+before = status("VmRSS")
+if how == "spread":
+    served = load_spread(directory, cfg, functions.param_specs, mesh, 8, read)
+else:
+    served = load_replicated(directory, cfg, functions.param_specs, mesh, read)
+served = jax.device_put(served, shardings(functions.param_specs, mesh))  # as the executor does
+shards = [shard.data for leaf in jax.tree.leaves(served) for shard in leaf.addressable_shards]
+held = {data.unsafe_buffer_pointer(): data.nbytes for data in shards}
+print(status("VmHWM") - before, sum(held.values()), max(held.values()))
+"""
+
+
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """310 MB of bfloat16, most of it experts, and the same model in FP8; the former also pre-stacked."""
@@ -41,6 +72,17 @@ def directories(tmp_path_factory):
         (root / name / "config.json").write_text(json.dumps(to_hf(cfg)))
     convert_to_stacked(root / "bf16", root / "stacked", load_config(root / "bf16"))
     return root
+
+
+def measured(script, *arguments) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return list(map(int, done.stdout.split()))
 
 
 @pytest.mark.parametrize(
@@ -57,16 +99,21 @@ def test_peak_memory_is_the_result_and_one_stack(directories, name, dtype, fp8):
     directory = directories / name
     plan = plan_directory(directory, load_config(directory), dtype, fp8)
     largest = max(array.nbytes for leaf in plan.leaves.values() for array in leaf)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, directory, dtype, fp8],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    peak, final = map(int, done.stdout.split())
+    peak, final = measured(MEASURE, directory, dtype, fp8)
     print(
         f"{name} to {dtype}, {fp8}: result {final / 1e6:.0f} MB, largest stack {largest / 1e6:.0f} MB, "
         f"peak above baseline {peak / 1e6:.0f} MB"
     )
     assert peak <= final + largest
+
+
+@pytest.mark.parametrize("name", ["bf16", "stacked", "fp8"])
+@pytest.mark.parametrize("how", ["spread", "replicated"])
+def test_peak_memory_of_serving_is_the_shares_and_one_more(directories, name, how):
+    """Above the shares there is scratch at most, and the engine's own placement of what was read copies nothing."""
+    peak, final, largest = measured(SERVE, directories / name, how)
+    print(
+        f"{name}, {how}: shares {final / 1e6:.0f} MB, largest share {largest / 1e6:.0f} MB, "
+        f"peak above baseline {peak / 1e6:.0f} MB"
+    )
+    assert peak <= final + largest + 8 * BLOCK_BYTES  # of 8 threads

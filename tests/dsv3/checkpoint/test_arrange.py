@@ -1,4 +1,4 @@
-"""Experts read straight into physical slots: the values of a plain load, gathered; damage is still found."""
+"""Experts read straight into slots, rows into shards: the values of a plain load, gathered; damage is still found."""
 
 import dataclasses
 import shutil
@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import CheckpointError, convert_to_stacked, fill, layout, load_params
 from dsv3.model.params import declare
+from dsv3.model.tensor_parallel import arrange
+from sharding.rules import partition, rank_mesh
 from tests.dsv3.checkpoint import hf
 from tests.dsv3.checkpoint.trees import assert_same_bits, by_path
 
@@ -86,6 +88,32 @@ def test_mtp_modules_keep_their_logical_experts(directories):
     phy2log = random_map(8)
     want = gathered(STORED, load(directories / "hf", STORED), phy2log)
     assert_same_bits(by_path(STORED, load(directories / "hf", STORED, phy2log=phy2log)), want)
+
+
+SPLITTABLE = dict(
+    num_attention_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, kv_lora_rank=96,
+    intermediate_size=512, n_shared_experts=2, num_nextn_predict_layers=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["hf", "stacked"])
+@pytest.mark.parametrize("fp8", ["keep", "dequantize"])
+@pytest.mark.parametrize("q_lora_rank", [None, 128])
+def test_rows_stand_as_tensor_parallelism_arranges_them(tmp_path, form, fp8, q_lora_rank):
+    cfg = hf.fp8_config(**SPLITTABLE, q_lora_rank=q_lora_rank)
+    hf.write(tmp_path / "hf", hf.random_tensors(cfg))
+    convert_to_stacked(tmp_path / "hf", tmp_path / "stacked", cfg)
+    mesh = rank_mesh(jax.devices(), num_nodes=2, tensor_parallel_size=2)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, partition(spec.axes)), declare(cfg))
+    phy2log = np.tile(np.arange(8) % 2, (LAYERS, 1))
+    plain = load(tmp_path / "hf", cfg, fp8=fp8)
+    got = load(tmp_path / form, cfg, fp8=fp8, shardings=shardings, phy2log=phy2log, tensor_parallel_size=2)
+    assert_same_bits(by_path(cfg, got), gathered(cfg, arrange(plain, cfg, 2), phy2log))
+
+
+def test_devices_that_cannot_split_the_model_are_refused(directories):
+    with pytest.raises(ValueError, match="tensor_parallel_size 2 does not divide num_attention_heads 3"):
+        load(directories / "hf", tensor_parallel_size=2)
 
 
 def test_damage_is_found_and_named(directories, tmp_path):

@@ -27,11 +27,17 @@ _MEMORY = absl_flags.DEFINE_float(
 _DATA_PARALLEL = absl_flags.DEFINE_integer(
     "data_parallel_size",
     None,
-    "Devices that each serve requests; 1 if not given, all of several processes.",
+    "Ranks that each serve requests, of --tensor_parallel_size devices; 1 if not given, all of several processes.",
+    1,
+)
+_TENSOR_PARALLEL = absl_flags.DEFINE_integer(
+    "tensor_parallel_size",
+    1,
+    "Devices of a rank, which split attention heads and MLP widths; above 1 it implies --enable_expert_parallel.",
     1,
 )
 _EXPERT_PARALLEL = absl_flags.DEFINE_bool(
-    "enable_expert_parallel", False, "Spread the routed experts over the --data_parallel_size devices."
+    "enable_expert_parallel", False, "Spread the routed experts over all devices; without it each holds all."
 )
 _REDUNDANT = absl_flags.DEFINE_integer(
     "num_redundant_experts", 0, "Additional copies of experts, so that the devices divide all copies.", 0
@@ -66,6 +72,7 @@ def engine_options() -> dict[str, object]:
         "max_num_batched_tokens": _MAX_BATCHED.value,
         "gpu_memory_utilization": _MEMORY.value,
         "data_parallel_size": _DATA_PARALLEL.value,
+        "tensor_parallel_size": _TENSOR_PARALLEL.value,
         "enable_expert_parallel": _EXPERT_PARALLEL.value,
         "num_redundant_experts": _REDUNDANT.value,
         "enable_prefix_caching": _PREFIX_CACHING.value,

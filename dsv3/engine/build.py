@@ -22,6 +22,7 @@ from dsv3.engine.programs import Progress
 from dsv3.engine.step_bodies import StepFunctions, model_functions
 from dsv3.engine.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import load_config
+from dsv3.model.tensor_parallel import check_shards
 from sharding.rules import rank_mesh
 
 _log = logging.getLogger(__name__)
@@ -36,10 +37,13 @@ class EngineOptions:
     `dtype` "auto" is float32 on a CPU and bfloat16 elsewhere, for weights, activations and the latent cache.
     `max_model_len` None: what the model was made for, or less where the cache cannot hold it.
     `gpu_memory_utilization` is the share of a device's memory that weights, cache and activations may take
-    together; on a CPU the cache takes at most 1 GiB instead. `enable_expert_parallel` spreads the routed experts
-    over the `data_parallel_size` devices (None: 1, or all devices of several processes), in `num_redundant_experts`
-    more slots than there are experts, where each device otherwise holds all. `fp8` says whether FP8 weights stay FP8.
-    `tokenizer_id` enters the prefix cache's keys. `compilation_cache_dir` None: `dsv3/xla` in the user's cache directory.
+    together; on a CPU the cache takes at most 1 GiB instead. `data_parallel_size` ranks (None: 1, or as many as the
+    devices of several processes allow) of `tensor_parallel_size` devices each serve requests; the devices of a rank
+    split attention heads and MLP widths. `enable_expert_parallel` spreads the routed experts over all these devices, in
+    `num_redundant_experts` more slots than there are experts, where each device otherwise holds all; a
+    `tensor_parallel_size` above 1 implies it. `fp8` says whether FP8 weights stay FP8.
+    `tokenizer_id` enters the prefix cache's keys. `compilation_cache_dir` None: `dsv3/xla` in the user's cache
+    directory.
     """
 
     dtype: DType = "auto"
@@ -49,6 +53,7 @@ class EngineOptions:
     max_num_queued_reqs: int = 1024
     gpu_memory_utilization: float = 0.9
     data_parallel_size: int | None = None
+    tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     num_redundant_experts: int = 0
     enable_prefix_caching: bool = True
@@ -60,13 +65,21 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is not above 0 and at most 1")
-        if self.num_redundant_experts < 0 or (self.num_redundant_experts and not self.enable_expert_parallel):
+        for name in ("data_parallel_size", "tensor_parallel_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}: {value} is not at least 1")
+        if self.num_redundant_experts < 0 or (self.num_redundant_experts and not self.spreads_experts):
             raise ValueError(
                 f"num_redundant_experts: {self.num_redundant_experts} must be at least 0, and needs "
                 "enable_expert_parallel"
             )
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype: {self.dtype!r} is not one of auto, float32, bfloat16")
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether each device holds a share of the routed experts, not all."""
+        return self.enable_expert_parallel or self.tensor_parallel_size > 1
 
 
 def bundled_model() -> Path:
@@ -106,13 +119,15 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
     use_compilation_cache(options.compilation_cache_dir)
     # MTP modules are not served, so neither their weights nor their share of the cache is needed.
     model_cfg = dataclasses.replace(load_config(Path(model_dir)), num_nextn_predict_layers=0)
-    devices = _devices(options.data_parallel_size)
+    shards = options.tensor_parallel_size
+    check_shards(model_cfg, shards, fp8=model_cfg.fp8 is not None and options.fp8 == "keep")
+    devices = _devices(options.data_parallel_size, shards)
     mine = next(device for device in devices if device.process_index == jax.process_index())
     dtype = _dtype(options.dtype, mine)
-    mesh = rank_mesh(devices, jax.process_count())
+    mesh = rank_mesh(devices, jax.process_count(), shards)
     functions, served = _functions(model_dir, model_cfg, options, mesh, dtype, progress)
     cfg = engine_config(model_cfg, options, mine, dtype, model_id=_model_id(Path(model_dir)))
-    cfg = dataclasses.replace(cfg, num_ranks=len(devices), num_nodes=jax.process_count())
+    cfg = dataclasses.replace(cfg, num_ranks=len(devices) // shards, num_nodes=jax.process_count())
     return Parts(functions, served, model_cfg, cfg, devices)
 
 
@@ -121,7 +136,7 @@ def _functions(
 ) -> tuple[StepFunctions, Any]:
     """The step functions, and the parameters as they take them, each device's share read to it."""
     read = Reading(dtype, options.fp8, progress)
-    if not options.enable_expert_parallel:
+    if not options.spreads_experts:
         functions = model_functions()
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
@@ -152,6 +167,7 @@ def engine_config(
         max_num_batched_tokens=batched,
         max_num_queued_reqs=options.max_num_queued_reqs,
         num_ranks=options.data_parallel_size or 1,
+        tensor_parallel_size=options.tensor_parallel_size,
         enable_prefix_caching=options.enable_prefix_caching,
         model_id=model_id,
         cache_dtype=jnp.dtype(dtype).name,
@@ -178,19 +194,25 @@ def rich_progress(description: str = "compiling") -> tuple[Any, Progress]:
     return bar, update
 
 
-def _devices(ranks: int | None) -> list[jax.Device]:
-    """The devices to use, those of a process next to each other, equally many of each process."""
+def _devices(ranks: int | None, shards: int) -> list[jax.Device]:
+    """The devices of `ranks` ranks of `shards` each, those of a process next to each other, equally many of each."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if jax.process_count() == 1:
-        ranks = ranks or 1
-        if len(devices) < ranks:
-            raise ValueError(f"data_parallel_size is {ranks}, but jax sees {len(devices)} devices")
-        return devices[:ranks]
+        needed = (ranks or 1) * shards
+        if len(devices) < needed:
+            raise ValueError(
+                f"data_parallel_size {ranks or 1} times tensor_parallel_size {shards} is {needed} devices, but jax "
+                f"sees {len(devices)}; lower one of them"
+            )
+        return devices[:needed]
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
         raise ValueError(f"processes must have equally many devices, but they have {dict(counts)}")
-    if ranks not in (None, len(devices)):
-        raise ValueError(f"data_parallel_size is {ranks}, but the processes have {len(devices)} devices together")
+    if ranks not in (None, len(devices) // shards):
+        raise ValueError(
+            f"data_parallel_size is {ranks}, but the processes have {len(devices)} devices together; with "
+            f"tensor_parallel_size {shards} that makes {len(devices) // shards} ranks"
+        )
     return devices
 
 

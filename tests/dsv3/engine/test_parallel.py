@@ -1,6 +1,8 @@
 """The engine with experts spread over several devices gives transformers' tokens, as it does on one."""
 
 import json
+import pathlib
+import shutil
 
 import jax
 import pytest
@@ -9,6 +11,7 @@ from dsv3.engine.build import EngineOptions, build_engine, bundled_model
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.parallel import expert_parallel_functions, spread_experts
+from dsv3.llm import LLM
 from sharding.rules import rank_mesh
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.model.golden import DIRECTORY, model
@@ -53,10 +56,10 @@ def test_ranks_must_divide_the_slots() -> None:
 
 
 def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
-    """From the directory on: the bundled model over four ranks, with redundant copies, against one."""
+    """From the directory on: the bundled model over two ranks of two devices, with redundant copies, against one."""
     requests = [request(str(i), list(range(100 + i, 130 + i)), max_tokens=12, ignore_eos=True) for i in range(5)]
     limits = dict(max_num_seqs=4, max_model_len=128, max_num_batched_tokens=64)
-    spread = dict(data_parallel_size=4, enable_expert_parallel=True, num_redundant_experts=4)
+    spread = dict(data_parallel_size=2, tensor_parallel_size=2, num_redundant_experts=4)
     texts = []
     for options in (EngineOptions(**limits), EngineOptions(**limits, **spread)):
         gathered = run(build_engine(bundled_model(), options, progress=False), *requests)
@@ -64,6 +67,31 @@ def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
     assert texts[0] == texts[1]
 
 
-def test_redundant_copies_need_spread_experts() -> None:
-    with pytest.raises(ValueError, match="needs enable_expert_parallel"):
-        EngineOptions(num_redundant_experts=4)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(num_redundant_experts=4), "needs enable_expert_parallel"),
+        (dict(enable_expert_parallel=True, num_redundant_experts=-1), "must be at least 0"),
+        (dict(data_parallel_size=0), "data_parallel_size: 0 is not at least 1"),
+        (dict(tensor_parallel_size=0), "tensor_parallel_size: 0 is not at least 1"),
+        (dict(tensor_parallel_size=3), "tensor_parallel_size 3 does not divide num_attention_heads 4"),
+        (dict(data_parallel_size=8, tensor_parallel_size=2), "is 16 devices, but jax sees 8; lower one of them"),
+        (dict(tensor_parallel_size=2, num_redundant_experts=1), "add redundant experts to reach 18"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_before_weights_are_read(
+    options: dict, message: str, tmp_path: pathlib.Path
+) -> None:
+    shutil.copy(bundled_model() / "config.json", tmp_path)  # there are no weights to be read
+    with pytest.raises(ValueError, match=message):
+        build_engine(tmp_path, EngineOptions(**options), progress=False)
+
+
+def test_the_devices_of_a_rank_must_be_in_one_node() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size 8 does not divide the 4 devices of a node"):
+        rank_mesh(jax.devices(), num_nodes=2, tensor_parallel_size=8)
+
+
+def test_a_notebook_can_spread_a_model_too() -> None:
+    with pytest.raises(ValueError, match="data_parallel_size 8 times tensor_parallel_size 2"):
+        LLM(data_parallel_size=8, tensor_parallel_size=2, enable_expert_parallel=True, progress=False)

@@ -1,11 +1,12 @@
-"""The all-to-all in two halves, start and finish, so that a program can put work between them.
+"""Collectives in two halves, start and finish, so that a program can put work between them.
 
 DeepEP calls this a hook: the first call only sends, the second receives. XLA left alone puts each collective's start
 next to its done, and overlaps nothing. What can be had depends on platform and version, and is chosen once, by
 `resolve_overlap`:
 
 - On a GPU from jax 0.12 on, `jax._src.lax.parallel.all_to_all_start` returns a future, and with program order enforced
-  the compiled schedule is the one written. It has no public name yet (`jax.lax` has `psum_scatter_start` alone).
+  the compiled schedule is the one written. It has no public name yet (`jax.lax` has `psum_scatter_start` alone, and
+  for `ragged_all_to_all` there is no such form at all).
 - On a GPU with jax 0.11 the future fails in Shardy ("propagation doesn't support tuples"): collectives stay
   synchronous, in program order, which still keeps XLA from copying the page pool.
 - On a CPU futures together with enforced order crash the process: plain collectives, no enforced order.
@@ -37,6 +38,15 @@ def resolve_overlap(platform: str) -> Overlap:
     return Overlap.HOOKS if jax.__version_info__ >= (0, 12, 0) else Overlap.ORDER
 
 
+def check_ragged(platform: str) -> None:
+    """Raises ValueError where XLA has no `ragged_all_to_all`."""
+    if platform not in ("gpu", "cuda", "tpu"):
+        raise ValueError(
+            f"the ragged transport needs lax.ragged_all_to_all, which XLA does not have on a {platform}: "
+            "use expert_transport=auto there"
+        )
+
+
 def in_program_order(f: Callable, overlap: Overlap) -> Callable:
     """`f` with its collectives and compute scheduled in the order it is written, where `overlap` says so."""
     return f if overlap is Overlap.NONE else program_order(f, enforce=True)
@@ -61,6 +71,13 @@ def start_all_to_all(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> A
     return all_to_all_start(x, axes, 0, 0, tiled=True)
 
 
+def start_reduce_scatter(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Any:
+    """Gives peer p the sum over all peers of block p of the leading axis of `x`; returns a handle for `finish`."""
+    if overlap is not Overlap.HOOKS:
+        return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
+    return lax.psum_scatter_start(x, axes, scatter_dimension=0, tiled=True)
+
+
 def finish(handle: Any, overlap: Overlap) -> jax.Array:
-    """What the peers sent, in the layout of `start_all_to_all`'s argument: block p comes from peer p."""
+    """Waits for a collective: of an all-to-all block p comes from peer p, of a reduce-scatter it is this peer's sum."""
     return handle.done() if overlap is Overlap.HOOKS else handle

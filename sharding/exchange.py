@@ -9,6 +9,10 @@ Buffers have `capacity` rows for each pair of peers, near the expected load: at 
 expected load is 7 rows and the worst case 128, so worst-case buffers would carry 17 times the payload. What does not
 fit goes in further rounds, whose number is agreed by an all-reduce; nothing is ever dropped.
 
+Both crossings come in two halves, DeepEP's hook: `send` starts a dispatch and `receive` finishes it, `send_back` starts
+a combine and `collect` finishes it. `start_exchange` and `finish_exchange` are the same at the level of a layer: the
+first ends with the start of the combine, so that a caller computes something else (the shared expert) in between.
+
 Expert ids are physical ids relative to the range that the current peers share: peer p of a hop owns ids
 `[p * span, (p + 1) * span)`. -1 selects nothing. Shapes: T tokens of this rank, K experts a token, C capacity.
 """
@@ -23,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives import Overlap, finish, start_all_to_all
+from sharding.collectives import Overlap, finish, start_all_to_all, start_reduce_scatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,15 @@ class Sent(NamedTuple):
     tree: Any
 
 
+class InFlight(NamedTuple):
+    """A layer between the halves of an exchange: computed where the experts live, its sums on their way back."""
+
+    rows: Rows
+    plan: Plan
+    combine: Any  # handle for `collect`
+    rounds: jax.Array  # [hops] int32, those of the first round of the first hop
+
+
 Experts = Callable[[Rows], jax.Array]
 """Computes the weighted sum of the selected local experts for each row, [T, D]; rows without a selection give zeros."""
 
@@ -69,8 +82,13 @@ def expected_capacity(tokens: int, peers: int, experts_per_token: int) -> int:
 
     16 for 128 tokens, 144 peers and 8 experts a token: 2.3 times the mean, one round nearly always.
     """
-    mean = tokens * (1 - (1 - 1 / peers) ** experts_per_token)
+    mean = expected_rows(tokens, peers, experts_per_token)
     return min(tokens, 8 * math.ceil((mean + 3 * math.sqrt(mean)) / 8))
+
+
+def expected_rows(tokens: int, peers: int, experts_per_token: int) -> float:
+    """Mean number of rows for a pair of peers when experts are chosen evenly and independently."""
+    return tokens * (1 - (1 - 1 / peers) ** experts_per_token)
 
 
 def exchange(rows: Rows, hops: Sequence[Hop], experts: Experts) -> tuple[jax.Array, jax.Array]:
@@ -80,18 +98,34 @@ def exchange(rows: Rows, hops: Sequence[Hop], experts: Experts) -> tuple[jax.Arr
     """
     if not hops:
         return experts(rows), jnp.zeros((0,), jnp.int32)
+    return finish_exchange(start_exchange(rows, hops, experts), hops, experts)
+
+
+def start_exchange(rows: Rows, hops: Sequence[Hop], experts: Experts) -> InFlight:
+    """The first half: dispatch, experts, and the start of the combine, of the first round."""
     plan = make_plan(rows.ids, tuple(hops))
-    return further_rounds(rows, plan, hops, experts, one_round(rows, plan, jnp.int32(0), hops, experts))
+    sums, rounds = compute(receive(send(rows, plan, 0, hops[0]), hops[0]), hops, experts)
+    return InFlight(rows, plan, send_back(sums, hops[0]), rounds)
 
 
-def one_round(
-    rows: Rows, plan: Plan, number: jax.Array, hops: Sequence[Hop], experts: Experts
-) -> tuple[jax.Array, jax.Array]:
-    """Round `number` of the first of `hops` from start to end: sums [T, D] and the rounds of each hop."""
-    hop, rest = hops[0], hops[1:]
-    y, inner = exchange(receive(send(rows, plan, number, hop), hop), rest, experts)
-    rounds = jnp.concatenate([jnp.ones(1, jnp.int32), inner])
-    return collect(send_back(y, hop), plan, number, hop), rounds
+def finish_exchange(flight: InFlight, hops: Sequence[Hop], experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """The second half: waits for the combine, and runs what further rounds it takes; result as of `exchange`."""
+    first = collect(flight.combine, flight.plan, 0, hops[0])
+    rest = jax.jit(lambda *result: further_rounds(flight.rows, flight.plan, hops, experts, result))
+    return rest(first, flight.rounds)
+
+
+def compute(arrived: Rows, hops: Sequence[Hop], experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """At a peer of the first hop: partial sums of the rows that arrived, and the rounds of each hop until then.
+
+    One jitted unit, for what that means see `_fill`.
+    """
+
+    def unit(arrived: Rows) -> tuple[jax.Array, jax.Array]:
+        sums, inner = exchange(arrived, hops[1:], experts)
+        return sums, jnp.concatenate([jnp.ones(1, jnp.int32), inner])
+
+    return jax.jit(unit)(arrived)
 
 
 def further_rounds(
@@ -99,11 +133,13 @@ def further_rounds(
 ) -> tuple[jax.Array, jax.Array]:
     """Adds the rounds after the first, of which there are nearly always none, to the result of the first."""
     hops = [dataclasses.replace(hop, overlap=Overlap.NONE) for hop in hops]
+    hop = hops[0]
 
     def more(carry: tuple) -> tuple:
         number, total, rounds = carry
-        y, inner = one_round(rows, plan, number, hops, experts)
-        return number + 1, total + y, rounds + inner
+        sums, taken = compute(receive(send(rows, plan, number, hop), hop), hops, experts)
+        y = collect(send_back(sums, hop), plan, number, hop)
+        return number + 1, total + y, rounds + taken
 
     _, y, rounds = lax.while_loop(lambda carry: carry[0] < plan.rounds, more, (jnp.int32(1), *first))
     return y, rounds
@@ -117,15 +153,21 @@ def make_plan(ids: jax.Array, hops: tuple[Hop, ...]) -> Plan:
     had no round left would be missing from their collectives.
     """
     hop = hops[0]
+    peer, slot, length = queue(ids, hop)
+    longest = lax.pmax(length.max(), tuple({axis: None for hop in hops for axis in hop.axes}))
+    return Plan(peer, slot, -(-longest // hop.capacity))
+
+
+def queue(ids: jax.Array, hop: Hop) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`peer` and `slot` as in `Plan`, and the length of the queue for each peer [peers], int32."""
     peer = jnp.where(ids >= 0, ids // hop.span, hop.peers)  # [T, K]
     earlier = jnp.tril(jnp.ones((ids.shape[1],) * 2, bool), -1)
     repeated = ((peer[:, :, None] == peer[:, None, :]) & earlier).any(axis=2)
     peer = jnp.where(repeated, hop.peers, peer)
     needs = (peer[:, :, None] == jnp.arange(hop.peers)).any(axis=1)  # [T, peers]
-    queue = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
-    slot = jnp.take_along_axis(queue, jnp.minimum(peer, hop.peers - 1), axis=1) - 1
-    longest = lax.pmax(queue[-1].max(), tuple({axis: None for hop in hops for axis in hop.axes}))
-    return Plan(peer, slot, -(-longest // hop.capacity))
+    place = jnp.cumsum(needs, axis=0, dtype=jnp.int32)
+    slot = jnp.take_along_axis(place, jnp.minimum(peer, hop.peers - 1), axis=1) - 1
+    return peer, slot, place[-1]
 
 
 @jax.named_scope("dispatch")
@@ -139,7 +181,7 @@ def send(rows: Rows, plan: Plan, number: jax.Array | int, hop: Hop) -> Sent:
 def receive(sent: Sent, hop: Hop) -> Rows:
     """Waits for the rows of `send`, [peers * C, ...], and keeps the ids of this peer's experts, made local."""
     leaves = [finish(handle, hop.overlap) for handle in sent.handles]
-    return _localise(jax.tree.unflatten(sent.tree, leaves), hop)
+    return localise(jax.tree.unflatten(sent.tree, leaves), hop)
 
 
 @jax.named_scope("combine")
@@ -154,25 +196,30 @@ def collect(sent: Any, plan: Plan, number: jax.Array | int, hop: Hop) -> jax.Arr
     return _sum(finish(sent, hop.overlap), plan, number, hop)
 
 
-def gather_all(rows: Rows, axes: tuple[str, ...], span: int, experts: Experts) -> jax.Array:
-    """The ring transport: every rank sees every token, computes its share, and sums are scattered back, [T, D].
+def start_gather(rows: Rows, axes: tuple[str, ...], span: int, experts: Experts, overlap: Overlap) -> Any:
+    """The ring transport: every rank sees every token and computes its share, and the sums start on their way back.
 
-    Sends each token to all ranks, so it suits small batches and few ranks, and is the reference for the others.
+    Sends each token to all ranks, so it suits small batches and few ranks, and is the reference for the others. Returns
+    a handle; `finish` gives [T, D].
     """
     with jax.named_scope("dispatch"):
         everywhere = jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), rows)
-    y = experts(_localise(everywhere, Hop(axes, 1, span, 1)))
+    y = jax.jit(experts)(localise(everywhere, Hop(axes, 1, span, 1)))
     with jax.named_scope("combine"):
-        return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+        return start_reduce_scatter(y, axes, overlap)
 
 
 # Each of these is one jitted unit: enforced program order keeps the order of units, and inside of them XLA is free.
 @functools.partial(jax.jit, static_argnames="hop")
 def _fill(rows: Rows, plan: Plan, number: jax.Array | int, hop: Hop) -> Rows:
     """The buffers of round `number`, [peers * C, ...]."""
+    return fill_buffers(rows, _place(plan, number, hop), hop.peers * hop.capacity)
+
+
+def fill_buffers(rows: Rows, place: jax.Array, size: int) -> Rows:
+    """Buffers [size, ...] with row t at each of `place[t]` [T, K] that is below `size`; other rows select nothing."""
     T, K = rows.ids.shape
-    place = _place(plan, number, hop)
-    source = jnp.full((hop.peers * hop.capacity,), T, jnp.int32)
+    source = jnp.full((size,), T, jnp.int32)
     source = source.at[place.ravel()].set(jnp.repeat(jnp.arange(T, dtype=jnp.int32), K), mode="drop")
 
     def fill(x: jax.Array, empty: int = 0) -> jax.Array:
@@ -182,7 +229,7 @@ def _fill(rows: Rows, plan: Plan, number: jax.Array | int, hop: Hop) -> Rows:
 
 
 @functools.partial(jax.jit, static_argnames="hop")
-def _localise(rows: Rows, hop: Hop) -> Rows:
+def localise(rows: Rows, hop: Hop) -> Rows:
     """Keeps the experts of this peer, relative to its range: [rows, min(K, span)], in the order of k, then -1.
 
     A row has no more than `span` of them, so that what follows has `span` columns where few experts live on a peer: 2
@@ -198,8 +245,15 @@ def _localise(rows: Rows, hop: Hop) -> Rows:
 
 @functools.partial(jax.jit, static_argnames="hop")
 def _sum(returned: jax.Array, plan: Plan, number: jax.Array | int, hop: Hop) -> jax.Array:
-    """Each row's partial sums of round `number`. It gathers: the order of a scatter-add is not defined on a GPU."""
-    place = _place(plan, number, hop)
+    """Each row's partial sums of round `number`."""
+    return sum_at(returned, _place(plan, number, hop))
+
+
+def sum_at(returned: jax.Array, place: jax.Array) -> jax.Array:
+    """For each row of `place` [T, K] the sum of `returned` [size, D] there, but for places from `size` on; float32.
+
+    It gathers: the order of a scatter-add is not defined on a GPU.
+    """
     total = jnp.zeros((place.shape[0], returned.shape[1]), jnp.float32)
     for k in range(place.shape[1]):
         total += jnp.take(returned, place[:, k], axis=0, mode="fill", fill_value=0).astype(jnp.float32)

@@ -8,24 +8,43 @@ kinds of link, plus a latency for each message a rank sends. Link speeds default
 import dataclasses
 import enum
 import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from sharding.collectives import Overlap
-from sharding.exchange import Experts, Hop, Rows, exchange, expected_capacity, gather_all
+from sharding.collectives import Overlap, finish
+from sharding.exchange import (
+    Experts,
+    Hop,
+    Rows,
+    expected_capacity,
+    expected_rows,
+    finish_exchange,
+    start_exchange,
+    start_gather,
+)
+from sharding.ragged import finish_ragged, start_ragged
 
 
 class Kind(enum.Enum):
-    """`RING`: all-gather and reduce-scatter. `ALL_TO_ALL`: one hop to ranks. `HIERARCHICAL`: to nodes, then inside."""
+    """`RING`: all-gather and reduce-scatter. `ALL_TO_ALL`: one hop to ranks. `HIERARCHICAL`: to nodes, then inside.
+
+    `RAGGED`: one hop with exact sizes, on request only (`sharding.ragged`).
+    """
 
     RING = "ring"
     ALL_TO_ALL = "all_to_all"
     HIERARCHICAL = "hierarchical"
+    RAGGED = "ragged"
 
 
 MAX_HOPS = 2
 """Of any transport: the length of its vector of rounds."""
+MAX_RAGGED_BYTES = 2 << 30
+"""Buffers of a ragged exchange on one rank, for the worst case that all ranks send all tokens to it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,23 +79,39 @@ class Load:
     dispatch_bytes: int
     combine_bytes: int
 
+    def row_bytes(self, columns: int) -> int:
+        """A row there and back where only `columns` of its K ids and weights are sent."""
+        return self.dispatch_bytes + self.combine_bytes - _ID_AND_WEIGHT * (self.experts_per_token - columns)
 
-def load_of(tokens: int, experts_per_token: int, hidden_size: int, *, fp8_dispatch: bool) -> Load:
-    """Rows as they travel: FP8 with a float32 scale a 128 channels, or bf16; ids and weights; bf16 on the way back."""
-    activations = hidden_size + 4 * -(-hidden_size // 128) if fp8_dispatch else 2 * hidden_size
-    return Load(tokens, experts_per_token, activations + 8 * experts_per_token, 2 * hidden_size)
+
+_ID_AND_WEIGHT = 8
+
+
+def load_of(tokens: int, experts_per_token: int, hidden_size: int, *, fp8_dispatch: bool, itemsize: int = 2) -> Load:
+    """Rows as they travel: FP8 with a float32 scale a 128 channels, or activations; ids and weights; sums come back.
+
+    Activations and sums take `itemsize` bytes a channel, 2 for bf16.
+    """
+    activations = hidden_size + 4 * -(-hidden_size // 128) if fp8_dispatch else itemsize * hidden_size
+    return Load(tokens, experts_per_token, activations + _ID_AND_WEIGHT * experts_per_token, itemsize * hidden_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one MoE layer, dispatch and combine in one round together.
+    """What one rank sends, dispatch and combine together, but for the 4 bytes in which ranks agree on rounds.
 
     `device_bytes` leave the GPU, `node_bytes` of them leave the node; `messages` counts peers addressed.
     """
 
-    device_bytes: int
-    node_bytes: int
-    messages: int
+    device_bytes: int = 0
+    node_bytes: int = 0
+    messages: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def __mul__(self, times: int) -> "Traffic":
+        return Traffic(*(times * value for value in dataclasses.astuple(self)))
 
     def seconds(self, network: Network) -> float:
         """Time on the wire by the cost model; links inside and across nodes work at once."""
@@ -86,38 +121,91 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """A chosen transport for one program; `span` experts live on each rank. Hashable: a jitted step can close on it."""
+    """A chosen transport for one program; `span` experts live on each rank. Hashable: a jitted step can close on it.
+
+    Its contract has two halves, DeepEP's hook: `finish(start(rows, experts), experts)`, with anything in between. What
+    is computed there hides the combine where `overlap` is HOOKS and the halves are called in program order.
+    """
 
     kind: Kind
     machine: Machine
     span: int
     hops: tuple[Hop, ...]
+    overlap: Overlap = Overlap.NONE
 
     def __call__(self, rows: Rows, experts: Experts) -> tuple[jax.Array, jax.Array]:
+        """Both halves at once."""
+        return self.finish(self.start(rows, experts), experts)
+
+    def start(self, rows: Rows, experts: Experts) -> Any:
+        """Sends the rows, computes their experts where they live, and starts the way back; a handle for `finish`."""
+        if self.kind is Kind.RING:
+            return start_gather(rows, self.machine.axes, self.span, experts, self.overlap)
+        if self.kind is Kind.RAGGED:
+            return start_ragged(rows, self._one_hop(rows.ids.shape[0]), experts)
+        return start_exchange(rows, self.hops, experts)
+
+    def finish(self, handle: Any, experts: Experts) -> tuple[jax.Array, jax.Array]:
         """Weighted sums [T, D] of the routed experts of this rank's rows, and the rounds [MAX_HOPS] of each hop."""
         if self.kind is Kind.RING:
-            return gather_all(rows, self.machine.axes, self.span, experts), no_rounds()
-        y, rounds = exchange(rows, self.hops, experts)
+            return finish(handle, self.overlap), pad_rounds()
+        if self.kind is Kind.RAGGED:
+            return finish_ragged(handle), pad_rounds()
+        y, rounds = finish_exchange(handle, self.hops, experts)
         return y, pad_rounds(rounds)
 
+    def _one_hop(self, capacity: int) -> Hop:
+        return Hop(self.machine.axes, self.machine.ranks, self.span, capacity, self.overlap)
+
+    def round_traffic(self, load: Load) -> tuple[Traffic, ...]:
+        """Of one round of each hop."""
+        columns = [load.experts_per_token, *(min(load.experts_per_token, hop.span) for hop in self.hops)]
+        return tuple(
+            _hop_traffic(hop, self.machine, load.row_bytes(k)) for hop, k in zip(self.hops, columns, strict=False)
+        )
+
     def traffic(self, load: Load) -> Traffic:
-        """Bytes and messages of one round."""
-        row, machine = load.dispatch_bytes + load.combine_bytes, self.machine
+        """Of a layer whose hops take one round each; for `RAGGED` what even routing is expected to send."""
+        row, machine = load.row_bytes(load.experts_per_token), self.machine
+        others, outside = machine.ranks - 1, machine.ranks - machine.gpus
         if self.kind is Kind.RING:
-            others = machine.ranks - 1
-            outside = machine.ranks - machine.gpus
             return Traffic(others * load.tokens * row, outside * load.tokens * row, 2 * others)
-        parts = [_hop_traffic(hop, machine, row) for hop in self.hops]
-        return Traffic(*(sum(values) for values in zip(*map(dataclasses.astuple, parts), strict=True)))
+        if self.kind is Kind.RAGGED:
+            per_peer = row * expected_rows(load.tokens, machine.ranks, load.experts_per_token)
+            return Traffic(round(others * per_peer), round(outside * per_peer), 2 * others)
+        return functools.reduce(operator.add, self.round_traffic(load))
 
 
-def no_rounds() -> jax.Array:
-    """The rounds of a transport without hops."""
-    return jnp.zeros(MAX_HOPS, jnp.int32)
+@dataclasses.dataclass(frozen=True)
+class StepTraffic:
+    """What a device sends in all MoE layers of one step, as counted rounds give it.
+
+    `first`: where every hop takes the `first_rounds` it cannot do without. `extra[h]`: of each further round of hop h.
+    """
+
+    first: Traffic
+    first_rounds: tuple[int, ...]
+    extra: tuple[Traffic, ...]
+
+    def total(self, rounds: Sequence[int]) -> Traffic:
+        """Of a step that took `rounds` [MAX_HOPS], as `StepOutput.rounds` counts them."""
+        further = [taken - first for taken, first in zip(rounds, self.first_rounds, strict=True)]
+        return functools.reduce(operator.add, map(operator.mul, self.extra, further), self.first)
 
 
-def pad_rounds(rounds: jax.Array) -> jax.Array:
+def step_traffic(transport: Transport, load: Load, layers: int) -> StepTraffic:
+    """Of `layers` passes through an MoE layer: each of the model's once for every micro-batch of `load`."""
+    per_round = transport.round_traffic(load)
+    extra = (*per_round, *(Traffic() for _ in range(MAX_HOPS - len(per_round))))
+    first_rounds = tuple(layers * (hop < len(per_round)) for hop in range(MAX_HOPS))
+    return StepTraffic(transport.traffic(load) * layers, first_rounds, extra)
+
+
+@jax.jit
+def pad_rounds(rounds: jax.Array | None = None) -> jax.Array:
     """The rounds of a transport's hops [hops] as [MAX_HOPS], 0 for those it does not have."""
+    if rounds is None:
+        return jnp.zeros(MAX_HOPS, jnp.int32)
     return jnp.pad(rounds, (0, MAX_HOPS - rounds.shape[0]))
 
 
@@ -128,7 +216,11 @@ def _hop_traffic(hop: Hop, machine: Machine, row: int) -> Traffic:
 
 
 def build(kind: Kind, machine: Machine, experts: int, load: Load, overlap: Overlap = Overlap.NONE) -> Transport:
-    """A transport of `kind` for `experts` physical experts; ValueError when the ranks do not divide them."""
+    """A transport of `kind` for `experts` physical experts.
+
+    Raises ValueError when the ranks do not divide the experts, for `HIERARCHICAL` on one node, and where the buffers of
+    `RAGGED` would take more than `MAX_RAGGED_BYTES`.
+    """
     if experts % machine.ranks:
         raise ValueError(
             f"{experts} physical experts do not divide over {machine.ranks} ranks: "
@@ -141,18 +233,42 @@ def build(kind: Kind, machine: Machine, experts: int, load: Load, overlap: Overl
     if kind is Kind.ALL_TO_ALL:
         hops = (hop(machine.axes, machine.ranks, span, expected_capacity(T, machine.ranks, K)),)
     elif kind is Kind.HIERARCHICAL:
+        if machine.nodes == 1:
+            raise ValueError(
+                "the hierarchical transport needs 2 nodes or more, this mesh has 1: use all_to_all or auto"
+            )
         inside = expected_capacity(T * machine.nodes, machine.ranks, K)
         hops = (
             hop(machine.axes[:1], machine.nodes, span * machine.gpus, expected_capacity(T, machine.nodes, K)),
             hop(machine.axes[1:], machine.gpus, span, inside),
         )
-    return Transport(kind, machine, span, hops)
+    elif kind is Kind.RAGGED:
+        _check_ragged(machine, load)
+    return Transport(kind, machine, span, hops, overlap)
+
+
+def _check_ragged(machine: Machine, load: Load) -> None:
+    worst = machine.ranks * load.tokens * load.row_bytes(load.experts_per_token)
+    if worst > MAX_RAGGED_BYTES:
+        raise ValueError(
+            f"the ragged transport's buffers must hold {load.tokens} tokens from each of {machine.ranks} ranks, "
+            f"{worst / 2**30:.1f} GiB of at most {MAX_RAGGED_BYTES >> 30}: lower max_num_batched_tokens or "
+            "max_num_seqs, or use another expert_transport"
+        )
+
+
+def kind_of(name: str) -> Kind | None:
+    """The kind a user asked for, None for "auto". Raises ValueError for another name."""
+    names = ["auto", *(kind.value for kind in Kind)]
+    if name not in names:
+        raise ValueError(f"expert_transport: {name!r} is not one of {', '.join(names)}")
+    return None if name == "auto" else Kind(name)
 
 
 def choose(
     machine: Machine, experts: int, load: Load, overlap: Overlap = Overlap.NONE, network: Network | None = None
 ) -> Transport:
-    """The cheapest transport for this load by the cost model."""
-    kinds = [kind for kind in Kind if machine.nodes > 1 or kind is not Kind.HIERARCHICAL]
+    """The cheapest transport for this load by the cost model; never `RAGGED`, whose speed the model does not know."""
+    kinds = [Kind.RING, Kind.ALL_TO_ALL, *([Kind.HIERARCHICAL] if machine.nodes > 1 else [])]
     candidates = [build(kind, machine, experts, load, overlap) for kind in kinds]
     return min(candidates, key=lambda t: t.traffic(load).seconds(network or Network()))

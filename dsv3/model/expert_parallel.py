@@ -1,6 +1,8 @@
 """Routed experts that live on several ranks: the same contract as `experts.moe`, with a transport in between."""
 
 import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +39,32 @@ class ExpertParallel:
         /,
     ) -> tuple[jax.Array, experts.Tally]:
         """As `experts.moe`; `topk_ids` are logical, and so are the counts, which are of this rank's rows."""
-        rows = self.address(x, topk_ids, topk_weights, params, layer, numerics)
-        y, rounds = self.transport(rows, local_experts(params, layer, numerics))
-        return y, experts.Tally(count(topk_ids, self.placement.copies.shape[1]), rounds)
+        handle = self.start(x, topk_ids, topk_weights, params, layer, numerics)
+        return self.finish(handle, params, layer, numerics)
+
+    def start(
+        self,
+        x: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array,
+        params: MoeParams,
+        layer: Index,
+        numerics: Numerics,
+    ) -> "InFlight":
+        """The first half: rows sent, their experts computed, sums on their way back. Arguments as of the whole."""
+
+        def address(x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array) -> Rows:
+            return self.address(x, topk_ids, topk_weights, params, layer, numerics)
+
+        rows = jax.jit(address)(x, topk_ids, topk_weights)
+        return InFlight(topk_ids, self.transport.start(rows, local_experts(params, layer, numerics)))
+
+    def finish(
+        self, flight: "InFlight", params: MoeParams, layer: Index, numerics: Numerics
+    ) -> tuple[jax.Array, experts.Tally]:
+        """The second half; what is computed between the two hides the way back (the shared expert does)."""
+        y, rounds = self.transport.finish(flight.handle, local_experts(params, layer, numerics))
+        return y, experts.Tally(count(flight.topk_ids, self.placement.copies.shape[1]), rounds)
 
     def address(
         self,
@@ -57,11 +82,19 @@ class ExpertParallel:
         return Rows(pack(x, params, numerics), physical, topk_weights)
 
 
+class InFlight(NamedTuple):
+    """A layer between the halves of `ExpertParallel`."""
+
+    topk_ids: jax.Array
+    handle: Any
+
+
 def local_experts(params: MoeParams, layer: Index, numerics: Numerics) -> Experts:
     """The experts of this rank as a transport calls them."""
     return lambda rows: experts.moe(rows.payload, rows.ids, rows.weights, params, layer, numerics)[0]
 
 
+@functools.partial(jax.jit, static_argnames="num_experts")
 def count(topk_ids: jax.Array, num_experts: int) -> jax.Array:
     """How often each expert was chosen, `[E]` int32."""
     return (topk_ids[..., None] == jnp.arange(num_experts)).sum(axis=(0, 1), dtype=jnp.int32)

@@ -1,4 +1,7 @@
-"""The served steps as two micro-batches: the contracts of `steps.prefill` and `steps.decode`, with overlap inside."""
+"""The served steps with communication hidden: the contracts of `steps.prefill` and `steps.decode`, overlap inside.
+
+`*_overlapped` cut the batch in two; `*_with_hooks` keep it whole, and hide the combine behind the shared expert.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,8 +13,9 @@ from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.decoder import Step, embed, run_layers
 from dsv3.model.expert_parallel import ExpertParallel
+from dsv3.model.experts import Tally
 from dsv3.model.norm import rms_norm
-from dsv3.model.overlap import Lane, Layers, decode_layers, prefill_layers
+from dsv3.model.overlap import Lane, Layers, decode_layers, hooked_layers, prefill_layers
 from dsv3.model.params import Params
 from dsv3.model.steps import StepOutput, decode_step, prefill_step
 from pallas_kernels.backend import Backend
@@ -51,6 +55,35 @@ def decode_overlapped(
     x = tuple(embed(params, half.tokens.reshape(-1)) for half in halves)
     x0, x1, pages, tally = _run(params, cfg, routed, steps, x, pages, decode_layers)
     hidden = rms_norm(jnp.concatenate([x0, x1]), params.norm, cfg.rms_norm_eps)
+    return StepOutput.of(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
+
+
+def prefill_with_hooks(
+    params: Params,
+    cfg: ModelConfig,
+    batch: PrefillBatch,
+    pages: jax.Array,
+    *,
+    backend: Backend | None = None,
+    routed: ExpertParallel,
+) -> StepOutput:
+    """As `steps.prefill`, with any transport."""
+    step = prefill_step(cfg, batch, pages, backend, routed)
+    return StepOutput.of(*_run_whole(params, step, routed, embed(params, batch.tokens), pages))
+
+
+def decode_with_hooks(
+    params: Params,
+    cfg: ModelConfig,
+    batch: DecodeBatch,
+    pages: jax.Array,
+    *,
+    backend: Backend | None = None,
+    routed: ExpertParallel,
+) -> StepOutput:
+    """As `steps.decode`, with any transport."""
+    step = decode_step(cfg, batch, pages, backend, routed)
+    hidden, pages, tally = _run_whole(params, step, routed, embed(params, batch.tokens.reshape(-1)), pages)
     return StepOutput.of(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
 
 
@@ -96,3 +129,15 @@ def _run(
         x0, pages, _ = run_layers(params.dense, steps[0], x0, pages, 0)
     zero, one = (Lane(params.moe, step, parallel, cfg.num_dense_layers) for step in steps)
     return runner((zero, one), (x0, x1), pages)
+
+
+def _run_whole(
+    params: Params, step: Step, parallel: ExpertParallel, x: jax.Array, pages: jax.Array
+) -> tuple[jax.Array, jax.Array, Tally | None]:
+    """As `decoder.run_decoder`."""
+    if params.dense is not None:
+        x, pages, _ = run_layers(params.dense, step, x, pages, 0)
+    tally = None
+    if params.moe is not None:
+        x, pages, tally = hooked_layers(Lane(params.moe, step, parallel, step.cfg.num_dense_layers), x, pages)
+    return rms_norm(x, params.norm, step.cfg.rms_norm_eps), pages, tally

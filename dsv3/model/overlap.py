@@ -1,10 +1,10 @@
-"""Two micro-batches whose communication hides behind each other's compute (DeepSeek's profile data and day-6 overview).
+"""MoE layers whose communication hides behind compute (DeepSeek's profile data and day-6 overview).
 
-Every step's batch is cut in two, and the layers are written in the order of the published timelines. With program
+A step's batch is cut in two, and the layers are written in the order of the published timelines. With program
 order enforced (`sharding.collectives`) the compiled schedule is the written one: between each collective's start and
 its finish stands work of the other micro-batch. Below some tokens a device the two small halves cost more than the
 overlap gains (SGLang measured -27 % at 32 tokens a device, even at 64 to 128), so `worth_overlapping` decides by the
-batch's size.
+batch's size, and smaller steps run as one batch whose shared expert hides the combine (`hooked_layers`).
 
 Prefill, one MoE layer, micro-batches 0 and 1 (1 holds the earlier tokens, so a prompt may be cut in two):
 
@@ -38,7 +38,7 @@ from sharding.exchange import (
     Rows,
     Sent,
     collect,
-    exchange,
+    compute,
     further_rounds,
     make_plan,
     receive,
@@ -101,12 +101,20 @@ class Lane:
     def hop(self) -> Hop:
         return self.parallel.transport.hops[0]
 
+    def choose(self, layer: Index, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Norm and router: `x` normed [T, D], ids and weights [T, K]."""
+
+        def stage(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            normed = rms_norm(x, at(self.layers.post_norm, layer), self.step.cfg.rms_norm_eps)
+            return normed, *choose_experts(self.moe, layer, self.step, normed)
+
+        return jax.jit(stage)(x)
+
     def route(self, layer: Index, x: jax.Array) -> Routed:
         """Norm, router, and the queues of what is to be sent."""
 
         def stage(x: jax.Array) -> Routed:
-            normed = rms_norm(x, at(self.layers.post_norm, layer), self.step.cfg.rms_norm_eps)
-            ids, weights = choose_experts(self.moe, layer, self.step, normed)
+            normed, ids, weights = self.choose(layer, x)
             rows = self.parallel.address(normed, ids, weights, self.moe, layer, self.step.numerics)
             return Routed(normed, ids, rows, make_plan(rows.ids, self.parallel.transport.hops))
 
@@ -121,12 +129,7 @@ class Lane:
     def experts(self, layer: Index, arrived: Rows) -> Computed:
         """What this rank (or, over several hops, this node) computes for the rows that arrived."""
         local = local_experts(self.moe, layer, self.step.numerics)
-
-        def stage(rows: Rows) -> Computed:
-            sums, inner = exchange(rows, self.parallel.transport.hops[1:], local)
-            return Computed(sums, jnp.concatenate([jnp.ones(1, jnp.int32), inner]))
-
-        return jax.jit(stage)(arrived)
+        return Computed(*compute(arrived, self.parallel.transport.hops, local))
 
     def start_combine(self, computed: Computed) -> Combining:
         return Combining(send_back(computed.sums, self.hop), computed.rounds)
@@ -144,8 +147,8 @@ class Lane:
 
         return jax.jit(stage)(x, collect(combining.handle, routed.plan, 0, self.hop), combining.rounds)
 
-    def shared(self, layer: Index, routed: Routed) -> jax.Array | float:
-        return jax.jit(lambda normed: shared_expert(self.moe, layer, self.step, normed))(routed.normed)
+    def shared(self, layer: Index, normed: jax.Array) -> jax.Array | float:
+        return jax.jit(lambda normed: shared_expert(self.moe, layer, self.step, normed))(normed)
 
     def attention(self, layer: Index, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         cache_layer = self.first_cache_layer + layer
@@ -175,6 +178,30 @@ def _sum(a: Tally, b: Tally) -> Tally:
     return jax.tree.map(jnp.add, a, b)
 
 
+def hooked_layers(lane: Lane, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, Any, Tally]:
+    """Runs the MoE layers of a step that is too small to cut in two: the shared expert hides the combine.
+
+        compute  | attention, router |          | experts | shared  |
+        network  |                   | dispatch |         | combine |
+
+    Takes any transport; with `RAGGED` nothing is hidden.
+    """
+    parallel, numerics = lane.parallel, lane.step.numerics
+
+    def body(carry, layer):
+        x, pages = carry
+        x, pages = lane.attention(layer, x, pages)
+        normed, ids, weights = lane.choose(layer, x)
+        flight = parallel.start(normed, ids, weights, lane.moe, layer, numerics)
+        shared = lane.shared(layer, normed)
+        y, tally = parallel.finish(flight, lane.moe, layer, numerics)
+        return (jax.jit(lambda x, y: x + y + shared)(x, y), pages), tally
+
+    layers = jnp.arange(lane.layers.input_norm.shape[0], dtype=jnp.int32)
+    (x, pages), tally = jax.lax.scan(in_program_order(body, parallel.transport.overlap), (x, pages), layers)
+    return x, pages, tally
+
+
 def prefill_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pages: jax.Array) -> Layers:
     """Runs the MoE layers of a prefill step in the published order; micro-batch 1 holds the earlier tokens."""
     zero, one = lanes
@@ -187,7 +214,7 @@ def prefill_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pag
         combine0 = zero.start_combine(computed0)
         x1, pages = one.attention(layer, x1, pages)
         routed1 = one.route(layer, x1)
-        shared0 = zero.shared(previous, routed0)
+        shared0 = zero.shared(previous, routed0.normed)
         x0, tally0 = zero.finish_combine(previous, x0, routed0, combine0, shared0)
         dispatch1 = one.start_dispatch(routed1)
         x0, pages = zero.attention(layer, x0, pages)
@@ -198,12 +225,12 @@ def prefill_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pag
         arrived0 = zero.finish_dispatch(dispatch0)
         combine1 = one.start_combine(computed1)
         computed0 = zero.experts(layer, arrived0)
-        x1, tally1 = one.finish_combine(layer, x1, routed1, combine1, one.shared(layer, routed1))
+        x1, tally1 = one.finish_combine(layer, x1, routed1, combine1, one.shared(layer, routed1.normed))
         return (x0, x1, pages, routed0, computed0), (tally0, tally1)
 
     def last(x0, routed0, computed0):
         handle = zero.start_combine(computed0)
-        return zero.finish_combine(L - 1, x0, routed0, handle, zero.shared(L - 1, routed0))
+        return zero.finish_combine(L - 1, x0, routed0, handle, zero.shared(L - 1, routed0.normed))
 
     ordered = in_program_order(body, overlap)
     carry = (*x, pages, *_nothing(zero, x[0]))
@@ -242,7 +269,7 @@ def decode_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], page
     def last(x0, routed0, x1, pages):
         (x0, tally0), (x1, routed1, pages) = _half(zero, L - 1, x0, routed0, one, L - 1, x1, pages)
         dispatch = one.start_dispatch(routed1)
-        shared = one.shared(L - 1, routed1)
+        shared = one.shared(L - 1, routed1.normed)
         combine = one.start_combine(one.experts(L - 1, one.finish_dispatch(dispatch)))
         x1, tally1 = one.finish_combine(L - 1, x1, routed1, combine, shared)
         return x0, x1, pages, _sum(tally0, tally1)
@@ -257,7 +284,7 @@ def decode_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], page
 def _half(a: Lane, layer_a: Index, x_a, routed_a: Routed, b: Lane, layer_b: Index, x_b, pages):
     """Experts of micro-batch `a` in `layer_a` around attention and router of `b` in `layer_b`."""
     dispatch = a.start_dispatch(routed_a)
-    shared = a.shared(layer_a, routed_a)
+    shared = a.shared(layer_a, routed_a.normed)
     tokens = b.project(layer_b, x_b)
     arrived = a.finish_dispatch(dispatch)
     combine = a.start_combine(a.experts(layer_a, arrived))

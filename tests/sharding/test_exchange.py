@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.exchange import Hop, Rows, exchange, expected_capacity, gather_all
+from sharding.collectives import Overlap, finish
+from sharding.exchange import Hop, Rows, exchange, expected_capacity, start_gather
 
 T, K, D, EXPERTS = 24, 4, 16, 16
 AXES = ("node", "gpu")
@@ -43,7 +44,8 @@ def program(kind: str, nodes: int, gpus: int, capacity: int):
         rows = Rows({"x": x / 2, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
         experts = functools.partial(local_experts, w)
         if kind == "ring":
-            return gather_all(rows, AXES, EXPERTS // (nodes * gpus), experts), jnp.ones((1, 1), jnp.int32)
+            handle = start_gather(rows, AXES, EXPERTS // (nodes * gpus), experts, Overlap.NONE)
+            return finish(handle, Overlap.NONE), jnp.ones((1, 1), jnp.int32)
         y, rounds = exchange(rows, hops_for(kind, nodes, gpus, capacity), experts)
         return y, rounds[None]
 

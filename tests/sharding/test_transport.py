@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,14 +7,15 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from sharding.exchange import Rows
-from sharding.transport import Kind, Load, Machine, Transport, build, choose, load_of
+from sharding.traced import sent
+from sharding.transport import Kind, Load, Machine, Traffic, Transport, build, choose, load_of, step_traffic
 
 T, K, D, EXPERTS = 32, 2, 128, 16
 MACHINE = Machine(2, 4)
 AXIS_SIZES = dict(zip(MACHINE.axes, (MACHINE.nodes, MACHINE.gpus), strict=True))
 
 
-def one_layer(transport: Transport):
+def one_layer(transport: Transport, k: int):
     """The jaxpr of one MoE layer with FP8 on the way there and bf16 on the way back."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), MACHINE.axes)
     spec = PartitionSpec(MACHINE.axes)
@@ -27,33 +30,38 @@ def one_layer(transport: Transport):
     return jax.make_jaxpr(jax.shard_map(step, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False))(
         jax.ShapeDtypeStruct((rows, D), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((rows, D // 128), jnp.float32),
-        jax.ShapeDtypeStruct((rows, K), jnp.int32),
-        jax.ShapeDtypeStruct((rows, K), jnp.float32),
+        jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        jax.ShapeDtypeStruct((rows, k), jnp.float32),
     ).jaxpr
 
 
-def sent_in_one_round(jaxpr) -> int:
-    """Bytes that leave a device: the operands of all-to-alls outside of overflow loops, less the part that stays."""
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "all_to_all":
-            peers = int(np.prod([AXIS_SIZES[axis] for axis in equation.params["axis_name"]]))
-            total += sum(v.aval.size * v.aval.dtype.itemsize * (peers - 1) // peers for v in equation.invars)
-        elif equation.primitive.name != "while":
-            total += sum(sent_in_one_round(getattr(p, "jaxpr", p)) for p in equation.params.values() if is_jaxpr(p))
-    return total
+def without_messages(traffic: Traffic) -> Traffic:
+    """Messages are counted by peer, not by array: the program sends four arrays to a peer."""
+    return dataclasses.replace(traffic, messages=0)
 
 
-def is_jaxpr(value: object) -> bool:
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+@pytest.mark.parametrize(("experts", "k"), [(16, 2), (8, 6)])
+@pytest.mark.parametrize("kind", [Kind.RING, Kind.ALL_TO_ALL, Kind.HIERARCHICAL])
+def test_the_program_sends_what_the_formula_says(kind: Kind, experts: int, k: int) -> None:
+    load = load_of(T, k, D, fp8_dispatch=True)
+    assert load == Load(T, k, D + 4 + 8 * k, 2 * D)
+    transport = build(kind, MACHINE, experts, load)
+    traffic = step_traffic(transport, load, layers=1)
+    first, in_loop, in_loop_in_loop = [*sent(one_layer(transport, k), AXIS_SIZES, "node"), Traffic(), Traffic()][:3]
+    assert without_messages(first) == without_messages(traffic.first)
+    # The second hop has a loop of its own in the first round and in each further round of the first hop.
+    assert without_messages(in_loop) == without_messages(traffic.extra[0] + traffic.extra[1] * 2)
+    assert without_messages(in_loop_in_loop) == without_messages(traffic.extra[1])
 
 
-@pytest.mark.parametrize("kind", [Kind.ALL_TO_ALL, Kind.HIERARCHICAL])
-def test_the_program_sends_what_the_formula_says(kind: Kind) -> None:
+def test_traffic_of_a_step_follows_the_rounds() -> None:
     load = load_of(T, K, D, fp8_dispatch=True)
-    assert load == Load(T, K, D + 4 + 8 * K, 2 * D)
-    transport = build(kind, MACHINE, EXPERTS, load)
-    assert sent_in_one_round(one_layer(transport)) == transport.traffic(load).device_bytes
+    traffic = step_traffic(build(Kind.HIERARCHICAL, MACHINE, EXPERTS, load), load, layers=3)
+    outer, inner = traffic.extra
+    assert traffic.total([3, 3]) == traffic.first == (outer + inner) * 3
+    assert traffic.total([4, 5]) == outer * 4 + inner * 5
+    ring = step_traffic(build(Kind.RING, MACHINE, EXPERTS, load), load, layers=3)
+    assert ring.total([0, 0]) == ring.first
 
 
 def test_decode_at_144_ranks_stays_within_its_byte_bound() -> None:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.expert_parallel import ExpertParallel
-from dsv3.model.micro_batches import decode_overlapped, prefill_overlapped
+from dsv3.model.micro_batches import decode_overlapped, decode_with_hooks, prefill_overlapped, prefill_with_hooks
 from dsv3.model.params import Params, abstract, declare
 from dsv3.model.steps import decode, prefill
 from sharding.eplb import rebalance_experts
@@ -90,15 +90,16 @@ def alone(ranks: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 PLAIN, OVERLAPPED = (prefill, decode), (prefill_overlapped, decode_overlapped)
+HOOKED = (prefill_with_hooks, decode_with_hooks)
 
 
 @pytest.mark.parametrize(
     ("nodes", "gpus", "kind", "steps"),
     [
         (1, 1, Kind.ALL_TO_ALL, PLAIN),
-        (1, 2, Kind.RING, PLAIN),
+        (1, 2, Kind.RING, HOOKED),
         (1, 4, Kind.ALL_TO_ALL, PLAIN),
-        (2, 4, Kind.HIERARCHICAL, PLAIN),
+        (2, 4, Kind.HIERARCHICAL, HOOKED),
         (2, 4, Kind.ALL_TO_ALL, OVERLAPPED),
         (2, 4, Kind.HIERARCHICAL, OVERLAPPED),
     ],
@@ -129,7 +130,7 @@ def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Ki
     expected, expected_counts = alone(ranks)
     np.testing.assert_allclose(hidden, expected, rtol=2e-4, atol=2e-4)
     np.testing.assert_array_equal(counts, expected_counts)
-    check_rounds(*map(np.asarray, rounds), len(transport.hops), micro_batches=1 if steps is PLAIN else 2)
+    check_rounds(*map(np.asarray, rounds), len(transport.hops), micro_batches=2 if steps is OVERLAPPED else 1)
 
 
 def check_rounds(prefill: np.ndarray, decode: np.ndarray, hops: int, micro_batches: int) -> None:

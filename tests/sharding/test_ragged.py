@@ -1,0 +1,115 @@
+"""The ragged exchange on a CPU, where XLA does not have the collective: with an emulation of its documented rules."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels import aot
+from sharding import transport
+from sharding.collectives import check_ragged
+from sharding.exchange import Rows
+from sharding.ragged import slices_of
+from sharding.transport import Kind, Machine, build, kind_of, load_of
+from tests.sharding.test_exchange import ALL, AXES, EXPERTS, D, K, T, dense, local_experts, route
+
+MACHINE = Machine(2, 4)
+
+
+def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`lax.ragged_all_to_all` out of gathers, by its documentation; NaN where ranks' sizes contradict each other."""
+    me = lax.axis_index(axis_name)
+    everything = [lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)]
+    wrong = jnp.bool(False)
+    for source, (data, starts, sizes, ends) in enumerate(zip(*everything, strict=True)):
+        row = jnp.arange(data.shape[0])
+        mine = (row >= starts[me]) & (row < starts[me] + sizes[me])
+        target = jnp.where(mine, ends[me] + row - starts[me], output.shape[0])
+        output = output.at[target].set(data, mode="drop", unique_indices=True)
+        wrong |= sizes[me] != recv_sizes[source]
+        wrong |= (sizes[me] > 0) & (ends[me] + sizes[me] > output.shape[0])
+    return jnp.where(wrong, jnp.nan, output).astype(output.dtype)
+
+
+@functools.cache
+def program():
+    mesh = Mesh(np.array(jax.devices()).reshape(MACHINE.nodes, MACHINE.gpus), AXES)
+    ragged = build(Kind.RAGGED, MACHINE, EXPERTS, load_of(T, K, D, fp8_dispatch=False))
+
+    def step(x, ids, weights, w):
+        rows = Rows({"x": x / 2, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
+        y, rounds = ragged(rows, functools.partial(local_experts, w))
+        return y, rounds[None]
+
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(ALL,) * 4, out_specs=(ALL, ALL), check_vma=False))
+
+
+@pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "one busy rank", "nobody"])
+def test_equals_a_single_device(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
+    rng = np.random.default_rng(0)
+    tokens = T * MACHINE.ranks
+    x, w = rng.normal(size=(tokens, D)).astype(np.float32), rng.normal(size=(EXPERTS, D, D)).astype(np.float32)
+    ids, weights = route(routing, tokens, rng).astype(np.int32), rng.random((tokens, K)).astype(np.float32)
+    y, rounds = program()(x, ids, weights, w)
+    np.testing.assert_allclose(y, dense(x, ids, weights, w), rtol=2e-5, atol=2e-5)
+    assert (np.asarray(rounds) == 0).all(), "a ragged exchange has no rounds"
+
+
+def test_slices_are_those_of_a_recount() -> None:
+    """Offsets and sizes on every rank, from a matrix of row counts; what is sent is what is expected, and no more."""
+    length = np.random.default_rng(0).integers(0, 5, (8, 8)).astype(np.int32)  # [from, to]
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), AXES)
+    mapped = jax.shard_map(
+        lambda n: jax.tree.map(lambda a: a[None], slices_of(n[0], AXES)), mesh=mesh, in_specs=ALL, out_specs=ALL
+    )
+    slices = jax.jit(mapped)(length)
+    before_sent = np.cumsum(length, axis=1) - length  # [from, to]: where the slice begins at its sender
+    before_received = np.cumsum(length, axis=0) - length  # [from, to]: and at its receiver
+    expected = (before_sent, length, before_received.T, length.T, before_received, before_sent.T)
+    for name, found, wanted in zip(slices._fields, slices, expected, strict=True):
+        np.testing.assert_array_equal(found, wanted, err_msg=name)
+
+
+@pytest.mark.aot
+def test_compiles_for_eight_gpus_and_sends_by_exact_sizes() -> None:
+    """Two ragged collectives for each dispatched array and the combine, and no padded all-to-all of activations."""
+    mesh = aot.gpu_mesh({"node": 2, "gpu": 4}, per_host=4)
+    ragged = build(Kind.RAGGED, MACHINE, EXPERTS, load_of(T, K, 128, fp8_dispatch=True))
+    spec = PartitionSpec(AXES)
+
+    def step(q, scale, ids, weights):
+        def experts(rows: Rows) -> jax.Array:
+            return (rows.payload["q"].astype(jnp.float32) * rows.payload["scale"]).astype(jnp.bfloat16)
+
+        return ragged(Rows({"q": q, "scale": scale}, ids, weights), experts)[0]
+
+    def array(width: int, dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((T * 8, width), dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
+    arrays = (array(128, jnp.float8_e4m3fn), array(1, jnp.float32), array(K, jnp.int32), array(K, jnp.float32))
+    text = aot.compile_for(mapped, *arrays, mesh=mesh).as_text()
+    assert text.count(" ragged-all-to-all") == 5, "four arrays there, one back"
+
+
+def test_refusals_say_what_to_change() -> None:
+    with pytest.raises(ValueError, match=r"does not have on a cpu: use expert_transport=auto"):
+        check_ragged("cpu")
+    check_ragged("cuda")
+    with pytest.raises(ValueError, match=r"16384 tokens from each of 144 ranks, .* lower max_num_batched_tokens"):
+        build(Kind.RAGGED, Machine(18, 8), 288, load_of(16384, 8, 7168, fp8_dispatch=True))
+    with pytest.raises(ValueError, match="'deepep' is not one of auto, ring, all_to_all, hierarchical, ragged"):
+        kind_of("deepep")
+    with pytest.raises(ValueError, match="needs 2 nodes or more"):
+        build(Kind.HIERARCHICAL, Machine(1, 8), 288, load_of(8, 8, 7168, fp8_dispatch=True))
+
+
+def test_decode_at_144_ranks_fits_the_ragged_buffers_and_sends_less() -> None:
+    machine, load = Machine(18, 8), load_of(128, 8, 7168, fp8_dispatch=True)
+    ragged, padded = (build(kind, machine, 288, load).traffic(load) for kind in (Kind.RAGGED, Kind.ALL_TO_ALL))
+    assert ragged.device_bytes < padded.device_bytes / 2 < transport.MAX_RAGGED_BYTES

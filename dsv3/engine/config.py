@@ -18,7 +18,8 @@ class EngineConfig:
     awaits are not counted) the engine refuses new ones. `num_nodes` says over how many hosts the ranks are
     spread, equally and in order; a rank is `tensor_parallel_size` devices of one host. `model_id`, `cache_dtype` and
     `tokenizer_id` enter the keys of the prefix cache. `seed` starts the random numbers of requests that bring no seed
-    of their own.
+    of their own. At least `eplb_interval` steps apart (0: never) experts are moved between devices where
+    the load is so uneven that its mean is less than `eplb_threshold` of the busiest device's.
 
     Raises ValueError for a value out of range.
     """
@@ -36,6 +37,8 @@ class EngineConfig:
     cache_dtype: str = "float32"
     tokenizer_id: str = ""
     seed: int = 0
+    eplb_interval: int = 0
+    eplb_threshold: float = 0.9
 
     def __post_init__(self) -> None:
         counts = ("max_model_len", "num_pages", "max_num_seqs", "max_num_batched_tokens", "num_ranks")
@@ -44,6 +47,10 @@ class EngineConfig:
                 raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
         if self.max_num_queued_reqs < 0:
             raise ValueError(f"max_num_queued_reqs: {self.max_num_queued_reqs} is negative")
+        if self.eplb_interval < 0:
+            raise ValueError(f"eplb_interval: {self.eplb_interval} is negative")
+        if not 0 < self.eplb_threshold <= 1:
+            raise ValueError(f"eplb_threshold: {self.eplb_threshold} is not above 0 and at most 1")
         if self.num_pages < self.pages_per_seq:
             raise ValueError(
                 f"num_pages: {self.num_pages} pages of 64 tokens cannot hold one request of max_model_len "
@@ -64,6 +71,12 @@ class EngineConfig:
     def prefill_buckets(self) -> tuple[int, ...]:
         """Token counts prefill is compiled for: 64, 256, 1024, ... and `max_num_batched_tokens`."""
         return _powers_of_four(_MIN_PREFILL_TOKENS, self.max_num_batched_tokens)
+
+    @property
+    def forward_programs(self) -> tuple[tuple[str, int], ...]:
+        """The model's programs, by kind and bucket."""
+        prefill = (("prefill", size) for size in self.prefill_buckets)
+        return (*prefill, *(("decode", size) for size in self.decode_buckets))
 
     def prefill_rows(self, tokens: int) -> int:
         """Requests that share a prefill batch of the bucket `tokens`; one of the decode buckets, for the sampler."""

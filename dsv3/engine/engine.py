@@ -16,6 +16,8 @@ import numpy as np
 
 from dsv3.cache.prefix_index import root_key
 from dsv3.config import ModelConfig
+from dsv3.engine.balance import balancer_of
+from dsv3.engine.cluster.options import public_text
 from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.programs import Progress
@@ -54,6 +56,7 @@ class Engine:
         self.cfg, self.model_cfg = cfg, model_cfg
         self.failure: BaseException | None = None
         self._runner = Runner(functions, params, model_cfg, cfg, devices or jax.devices()[: cfg.num_ranks], link)
+        self._balancer = None if functions.experts is None else balancer_of(functions.experts, params, cfg)
         self._scheduler = Scheduler(cfg, model_cfg.vocab_size)
         self._commands: deque[Sequence | str] = deque()  # a new request, or the id of one to abort
         self._handed_in: set[str] = set()  # ids among the commands; the scheduler knows the others
@@ -150,6 +153,7 @@ class Engine:
             steps=self._steps,
             host_time_sum=self._host_time.total,
             host_time_counts=tuple(self._host_time.counts),
+            experts=self._balancer.stats() if self._balancer is not None else None,
         )
 
     def _step(self) -> list[EngineOutput]:
@@ -158,12 +162,14 @@ class Engine:
         plan = self._scheduler.plan()
         before, self._in_flight = self._in_flight, None
         if plan is not None:
-            self._in_flight = self._runner.launch(plan)
+            balance = self._balancer.command() if self._balancer is not None else None
+            self._in_flight = self._runner.launch(plan, balance)
         waited = 0.0
         if before is not None:
             waiting = perf_counter()
             prefill, decode = self._runner.fetch(before.prefill), self._runner.fetch(before.decode)
             waited = perf_counter() - waiting
+            self._note_balance(before)
             self._runner.agree(before, prefill, decode)
             outputs += self._collect(before, prefill, decode)
         self._host_time.observe(perf_counter() - started - waited)
@@ -176,6 +182,11 @@ class Engine:
         if launched.plan.prefill is not None:
             self._prompt_tokens += sum(c.stop - c.start for mine in launched.plan.prefill.chunks for c in mine)
         return outputs
+
+    def _note_balance(self, launched: Launched) -> None:
+        """Takes over the results of a step's balancing, which came before its tokens."""
+        if self._balancer is not None and launched.balance is not None and launched.balanced is not None:
+            self._balancer.note(launched.balance, self._runner.fetch_arrays(launched.balanced))
 
     def _ingest(self) -> list[EngineOutput]:
         """Takes over what other threads have handed in."""
@@ -202,7 +213,7 @@ class Engine:
             self._scheduler.remove(sequence)
         self._scheduler.abandon()
         self._handed_in.clear()
-        text = f"the engine has failed: {type(error).__name__}"
+        text = f"the engine has failed: {public_text(error)}"
         return [EngineOutput(request_id=s.id, token_ids=[], finish_reason="error", error=text) for s in ended]
 
     def _next_seed(self) -> int:

@@ -8,17 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config import ModelConfig
-from dsv3.engine.commands import DecodeCommand, PrefillCommand, StepCommand
+from dsv3.engine.commands import BalanceCommand, DecodeCommand, MoveCommand, PrefillCommand, StepCommand
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.programs import Key, Programs
 from dsv3.engine.sequence import FULL
 from dsv3.engine.state import AdjustRequest
 from dsv3.engine.step_bodies import StepFunctions
 from sharding.processes import local_part, place
+from sharding.rebalance import LayerMove
 from sharding.rules import by_rank, rank_mesh, shardings
 
 Results = tuple[jax.Array, ...]
-"""Device arrays that will hold sampled tokens, and log-probabilities where they were asked for."""
+"""Device arrays that will hold sampled tokens, and log-probabilities where they were asked for.
+
+Of a `BalanceCommand`: the experts' load, if it was read, and for each move whether it was carried out.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class Launched:
 
     prefill: Results | None
     decode: Results | None
+    balance: Results | None
 
 
 class Executor:
@@ -45,7 +50,7 @@ class Executor:
                 f"{cfg.num_ranks} ranks of tensor_parallel_size {cfg.tensor_parallel_size} need "
                 f"{cfg.num_ranks * cfg.tensor_parallel_size} devices, but {len(devices)} were given"
             )
-        self._cfg = cfg
+        self._cfg, self._experts = cfg, functions.experts
         self._mesh = rank_mesh(devices, cfg.num_nodes, cfg.tensor_parallel_size)
         self._params = place(params, shardings(functions.param_specs, self._mesh))
         dtype = jnp.dtype(cfg.cache_dtype)
@@ -56,9 +61,30 @@ class Executor:
 
     def launch(self, command: StepCommand) -> Launched:
         """Starts a step and the copies of its results to the host."""
+        balance = self._launch_balance(command.balance) if command.balance is not None else None
         prefill = self._launch_prefill(command.prefill) if command.prefill is not None else None
         decode = self._launch_decode(command.decode) if command.decode is not None else None
-        return Launched(prefill, decode)
+        return Launched(prefill, decode, balance)
+
+    def _launch_balance(self, command: BalanceCommand) -> Results:
+        read = [self._read_load()] if command.read_load else []
+        results = (*read, *map(self._move, command.moves))
+        for array in results:
+            array.copy_to_host_async()
+        return results
+
+    def _read_load(self) -> jax.Array:
+        load, total = self.programs.get(Key("read_load"))(self._state.load)
+        self._state = dataclasses.replace(self._state, load=load)
+        return total
+
+    def _move(self, command: MoveCommand) -> jax.Array:
+        assert self._experts is not None  # only a `Balancer` of spread experts asks for moves
+        move = LayerMove(*(getattr(command, name) for name in LayerMove._fields))
+        stacks, placement = self._experts.take(self._params)
+        stacks, placement, intact = self.programs.get(Key("move_experts"))(stacks, placement, move)
+        self._params = self._experts.put(self._params, stacks, placement)
+        return intact
 
     def _launch_prefill(self, command: PrefillCommand) -> Results:
         program = self.programs.get(Key("prefill", command.tokens.shape[1]))

@@ -12,14 +12,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dsv3.config import ModelConfig
 from dsv3.engine.expert_map import first_expert_map
-from dsv3.engine.step_bodies import StepFunctions
+from dsv3.engine.step_bodies import SpreadExperts, StepFunctions
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.expert_parallel import ExpertParallel
 from dsv3.model.experts import RoutedExperts
 from dsv3.model.micro_batches import decode_overlapped, prefill_overlapped
 from dsv3.model.overlap import worth_overlapping
-from dsv3.model.params import Params, declare
+from dsv3.model.params import MoeParams, Params, declare
 from dsv3.model.steps import StepOutput
 from dsv3.model.tensor_parallel import Shards, SharedTokens, arrange
 from pallas_kernels.backend import Backend
@@ -97,7 +97,29 @@ def expert_parallel_functions(
         return decoder.logits(spread.params, cfg, hidden)
 
     specs = jax.tree.map(lambda spec: partition(spec.axes), _declared(cfg))
-    return StepFunctions(prefill, decode, logits, SpreadParams(specs, Placement(PartitionSpec(), PartitionSpec())))
+    placed = SpreadParams(specs, Placement(PartitionSpec(), PartitionSpec()))
+    experts = SpreadExperts(cfg.num_moe_layers, cfg.n_routed_experts, slots, cfg.n_group, machine, _take, _put)
+    return StepFunctions(prefill, decode, logits, placed, experts)
+
+
+def _take(spread: SpreadParams) -> tuple[Any, Placement]:
+    """The routed experts' stacks and where they stand."""
+    moe = _moe(spread.params)
+    return (moe.gate_up, moe.down), spread.placement
+
+
+def _put(spread: SpreadParams, stacks: Any, placement: Placement) -> SpreadParams:
+    """`spread` with other stacks and places."""
+    gate_up, down = stacks
+    params, layers = spread.params, spread.params.moe
+    assert layers is not None
+    moe = dataclasses.replace(_moe(params), gate_up=gate_up, down=down)
+    return SpreadParams(dataclasses.replace(params, moe=dataclasses.replace(layers, moe=moe)), placement)
+
+
+def _moe(params: Params) -> MoeParams:
+    assert params.moe is not None and params.moe.moe is not None  # `first_expert_map` refuses models without
+    return params.moe.moe
 
 
 def _declared(cfg: ModelConfig) -> Params:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.cache.layout import pool_shape
 from dsv3.config import ModelConfig
@@ -21,6 +21,7 @@ from dsv3.engine.sequence import FULL, GREEDY, SAMPLED
 from dsv3.engine.step_bodies import StepFunctions
 from sharding.collectives import compiler_options
 from sharding.processes import on_every_rank, spans_processes
+from sharding.rebalance import LayerMove, move_layer
 from sharding.rules import by_rank, of_ranks
 
 _log = logging.getLogger(__name__)
@@ -33,15 +34,20 @@ _COMPILE_THREADS = 8  # tracing holds the interpreter lock, so more would only w
 class Key(NamedTuple):
     """Names a program: `size` is the bucket (tokens of a prefill, rows of the others), `variant` the sampler's."""
 
-    kind: Literal["prefill", "decode", "sample", "logprobs", "adjust", "new_adjust"]
+    kind: Literal["prefill", "decode", "sample", "logprobs", "adjust", "new_adjust", "read_load", "move_experts"]
     size: int = 0
     variant: int = 0
 
 
-class Programs:
-    """Compiles, on demand or all at once, and remembers. Every array has a leading rank axis.
+BALANCING = (Key("read_load"), Key("move_experts"))
+"""Programs that only spread experts need."""
 
-    The page pool, the decode state and the adjust state are donated: pass each program the newest ones.
+
+class Programs:
+    """Compiles, on demand or all at once, and remembers. Every array has a leading rank axis, but parameters and moves.
+
+    The page pool, the decode state, the adjust state, and for a move the experts are donated: pass each program the
+    newest ones.
     """
 
     def __init__(
@@ -58,7 +64,9 @@ class Programs:
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         pages = jax.ShapeDtypeStruct((cfg.num_ranks, *pool_shape(model_cfg, cfg.num_pages)), cache_dtype)
         self.pages = self._sharded(pages)
-        self.state = self._sharded(device_state.decode_state_shapes(cfg))
+        experts = functions.experts
+        load_size = None if experts is None else step_bodies.load_size(experts, cfg)
+        self.state = self._sharded(device_state.decode_state_shapes(cfg, load_size))
         self.adjust = self._sharded(device_state.adjust_state_shapes(cfg, model_cfg.vocab_size))
 
     def keys(self) -> list[Key]:
@@ -72,6 +80,7 @@ class Programs:
             *(Key("logprobs", size) for size in rows),
             Key("new_adjust"),
             Key("adjust"),
+            *(BALANCING if self._functions.experts is not None else ()),
         ]
 
     def compile_all(self, progress: Progress | None = None) -> None:
@@ -94,8 +103,11 @@ class Programs:
 
     def _compile(self, key: Key) -> Callable[..., Any]:
         _log.debug("compiling %s", key)
-        body, arguments, donated, takes_params = getattr(self, f"_{key.kind}")(key)
-        mapped = self._mapped(body, len(arguments), takes_params, key.kind)
+        if key in BALANCING:
+            mapped, arguments, donated = getattr(self, f"_{key.kind}")()
+        else:
+            body, arguments, donated, takes_params = getattr(self, f"_{key.kind}")(key)
+            mapped = self._mapped(body, len(arguments), takes_params, key.kind)
         options = compiler_options(self._mesh.devices.flat[0].platform)
         return jax.jit(mapped, donate_argnums=donated).lower(*arguments).compile(options)
 
@@ -111,7 +123,7 @@ class Programs:
         specs: list[Any] = [of_ranks()] * arguments
         if takes_params:
             specs[0] = self._functions.param_specs
-        return jax.shard_map(one_rank, mesh=self._mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)
+        return self._shard_map(one_rank, tuple(specs), out_specs)
 
     def _shared(self, kind: str) -> tuple[Callable[[Any], Any], Any]:
         """What a program does last, and where its results lie: over several processes each can read what is sampled."""
@@ -124,13 +136,17 @@ class Programs:
 
     def _prefill(self, key: Key) -> tuple[Any, ...]:
         width = step_bodies.PREFILL_HEADER + self._cfg.pages_per_seq
-        body = functools.partial(step_bodies.prefill_body, self._functions, self._model_cfg)
+        body = self._forward(step_bodies.prefill_body, key)
         batch = (self._array(key.size), self._array(self._cfg.prefill_rows(key.size), width))
         return body, (self._params, self.pages, self.state, *batch), (1, 2), True
 
     def _decode(self, key: Key) -> tuple[Any, ...]:
-        body = functools.partial(step_bodies.decode_body, self._functions, self._model_cfg)
+        body = self._forward(step_bodies.decode_body, key)
         return body, (self._params, self.pages, self.state, self._array(key.size, 2)), (1, 2), True
+
+    def _forward(self, body: Callable[..., Any], key: Key) -> Callable[..., Any]:
+        program = self._cfg.forward_programs.index((key.kind, key.size))
+        return functools.partial(body, self._functions, self._model_cfg, program=program)
 
     def _sample(self, key: Key) -> tuple[Any, ...]:
         body = functools.partial(step_bodies.sample_body, key.variant)
@@ -154,6 +170,27 @@ class Programs:
             return jax.tree.unflatten(tree, [jnp.zeros(shape, dtype) for shape, dtype in leaves])
 
         return zeros, (self._array(),), (), False
+
+    def _read_load(self) -> tuple[Any, ...]:
+        def one_rank(load: jax.Array) -> tuple[jax.Array, jax.Array]:
+            empty, total = step_bodies.read_load_body(load[0])
+            return empty[None], total
+
+        return self._shard_map(one_rank, (of_ranks(),), (of_ranks(), PartitionSpec())), (self.state.load,), (0,)
+
+    def _move_experts(self) -> tuple[Any, ...]:
+        experts, whole = self._functions.experts, PartitionSpec()
+        assert experts is not None  # `keys` lists this program only then
+        stacks, placement = experts.take(self._params)
+        shapes = LayerMove((), (experts.num_slots,), placement.slots.shape[1:], placement.copies.shape[1:])
+        sharding = NamedSharding(self._mesh, whole)
+        move = LayerMove(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))
+        specs = (*experts.take(self._functions.param_specs), whole)
+        body = functools.partial(move_layer, machine=experts.machine)
+        return self._shard_map(body, specs, specs), (stacks, placement, move), (0, 1)
+
+    def _shard_map(self, body: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _logits(self, rows: int) -> jax.ShapeDtypeStruct:
         return self._array(rows, self._model_cfg.vocab_size, dtype=jnp.float32)

@@ -8,7 +8,7 @@ import numpy as np
 
 from dsv3.config import ModelConfig
 from dsv3.engine import executor
-from dsv3.engine.commands import StepCommand, command_of
+from dsv3.engine.commands import BalanceCommand, StepCommand, command_of
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.executor import Executor
 from dsv3.engine.plan import StepPlan
@@ -32,11 +32,13 @@ class Link(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launched:
-    """A plan under way, and its results when they come."""
+    """A plan under way, what is done about balance with it, and the results when they come."""
 
     plan: StepPlan
+    balance: BalanceCommand | None
     prefill: executor.Results | None
     decode: executor.Results | None
+    balanced: executor.Results | None
 
 
 class Runner:
@@ -59,21 +61,25 @@ class Runner:
     def programs(self) -> Programs:
         return self.executor.programs
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, balance: BalanceCommand | None = None) -> Launched:
         """Starts a step."""
-        command = command_of(plan, self._cfg, self._vocab_size)
+        command = command_of(plan, self._cfg, self._vocab_size, balance)
         if self._link is not None:
             self._link.send(command)  # first, so that the others do not wait for this process's launch
         try:
             launched = self.executor.launch(command)
         except Exception as error:
             raise self._explained(error) from error
-        return Launched(plan, launched.prefill, launched.decode)
+        return Launched(plan, balance, launched.prefill, launched.decode, launched.balance)
 
     def fetch(self, results: executor.Results | None) -> Sampled | None:
         """Waits for the results of one program."""
+        return Sampled(*self.fetch_arrays(results)) if results is not None else None
+
+    def fetch_arrays(self, results: executor.Results) -> list[np.ndarray]:
+        """Waits for arrays."""
         try:
-            return Sampled(*(np.asarray(array) for array in results)) if results is not None else None
+            return [np.asarray(array) for array in results]
         except Exception as error:
             raise self._explained(error) from error
 

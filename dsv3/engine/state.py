@@ -50,7 +50,7 @@ class DecodeState:
     lengths: Any  # [N] int32
     page_table: Any  # [N, MP] int32
     controls: Any  # [N, NUM_FIELDS] int32
-    load: Any = None  # [L * E + 2] int32: `step_bodies.counted`; None where nobody wants to know
+    load: Any = None  # int32: `step_bodies.split_load`; None where experts are not spread
 
 
 @jax.tree_util.register_dataclass

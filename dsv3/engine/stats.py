@@ -8,12 +8,30 @@ HOST_TIME_BOUNDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertStats:
+    """Of routed experts on several devices; counts and bytes are totals since the start, of all devices.
+
+    `balancedness` is the mean over the layers of mean over maximum of the devices' loads, for the load of the last
+    steps on the experts' present places, and `balancedness_min` that of the most uneven layer. `rebalances` counts
+    decisions carried out, `moved` slots that got another expert, `checksum_failures` layers that stayed because a
+    checksum differed.
+    """
+
+    balancedness: float
+    balancedness_min: float
+    rebalances: int
+    moved: int
+    checksum_failures: int
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineStats:
     """A snapshot; token and event counts are totals since the start.
 
     `cache_usage` is the share of pages that somebody owns. `prefix_queries` counts prompt tokens looked up,
     `prefix_hits` those found. `host_time_counts` is the histogram, over `HOST_TIME_BOUNDS`, of the host's time in a
-    step without its wait for the device; `host_time_sum` its total in seconds.
+    step without its wait for the device; `host_time_sum` its total in seconds. `experts` is None where each device has
+    all experts.
     """
 
     running: int
@@ -29,6 +47,7 @@ class EngineStats:
     steps: int
     host_time_sum: float
     host_time_counts: tuple[int, ...]
+    experts: ExpertStats | None = None
 
 
 class HostTime:

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from dsv3.config import ModelConfig
 from dsv3.engine import sampling
+from dsv3.engine.config import EngineConfig
 from dsv3.engine.sequence import FULL, GREEDY
 from dsv3.engine.state import NUM_FIELDS, AdjustState, DecodeState, adjustments_at, controls_at
 from dsv3.model import decoder, steps
@@ -22,7 +24,7 @@ from dsv3.sampling_params import MAX_LOGPROBS
 from pallas_kernels.backend import Backend
 from sharding.placement import Placement
 from sharding.rules import RANKS
-from sharding.transport import Machine
+from sharding.transport import MAX_HOPS, Machine
 
 PREFILL_HEADER = 4 + NUM_FIELDS
 """Columns of a prefill row before its page table: slot, tokens in the chunk, tokens before it, 1 if it samples."""
@@ -98,10 +100,13 @@ def prefill_body(
     state: DecodeState,
     tokens: jax.Array,
     rows: jax.Array,
+    *,
+    program: int = 0,
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array]:
     """Runs the chunks `rows` `[G, PREFILL_HEADER + MP]` over `tokens` `[T]` and enters them into the decode state.
 
     Returns pages, state, logits `[G, W]` after each chunk's last token, and the slots `[G]` that shall sample.
+    `program` is this program's number in `EngineConfig.forward_programs`, under which it counts.
     """
     slots, count, context, samples = (rows[:, i] for i in range(4))
     num_slots = state.tokens.shape[0]
@@ -118,17 +123,24 @@ def prefill_body(
         lengths=state.lengths.at[slots].set(context + count, mode="drop"),
         page_table=state.page_table.at[slots].set(table, mode="drop"),
         controls=state.controls.at[slots].set(rows[:, 4:PREFILL_HEADER], mode="drop"),
-        load=counted(state.load, out),
+        load=counted(state.load, out, program),
     )
     return out.pages, state, logits, jnp.where(samples > 0, slots, num_slots)
 
 
 def decode_body(
-    functions: StepFunctions, cfg: ModelConfig, params: Any, pages: jax.Array, state: DecodeState, rows: jax.Array
+    functions: StepFunctions,
+    cfg: ModelConfig,
+    params: Any,
+    pages: jax.Array,
+    state: DecodeState,
+    rows: jax.Array,
+    *,
+    program: int = 0,
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array]:
     """Runs the last token of the slots in `rows` `[B, 2]` (slot, new page or -1).
 
-    Returns pages, state, logits `[B, W]` and the slots `[B]` that shall sample.
+    Returns pages, state, logits `[B, W]` and the slots `[B]` that shall sample. `program` as in `prefill_body`.
     """
     slots, new_page = rows[:, 0], rows[:, 1]
     num_slots = state.tokens.shape[0]
@@ -139,15 +151,30 @@ def decode_body(
     batch = DecodeBatch(state.tokens[held][:, None], lengths, page_table[held])
     out = functions.decode(params, cfg, batch, pages)
     logits = functions.logits(params, cfg, out.hidden[:, -1])
-    state = dataclasses.replace(state, page_table=page_table, load=counted(state.load, out))
+    state = dataclasses.replace(state, page_table=page_table, load=counted(state.load, out, program))
     return out.pages, state, logits, slots
 
 
-def counted(load: jax.Array | None, out: StepResult) -> jax.Array | None:
-    """`load` `[L * E + 2]` after a step: (token, expert) pairs by layer and expert, and the rounds of two hops."""
+def load_size(experts: SpreadExperts, cfg: EngineConfig) -> int:
+    """Length of `DecodeState.load`: see `split_load`."""
+    return experts.num_layers * experts.num_experts + len(cfg.forward_programs) * (MAX_HOPS + 1)
+
+
+def counted(load: jax.Array | None, out: StepResult, program: int) -> jax.Array | None:
+    """`DecodeState.load` after a step."""
     if load is None:
         return None
-    return load + jnp.concatenate([out.expert_counts.ravel(), out.rounds])
+    counts = out.expert_counts.ravel()
+    first = counts.size + program * (MAX_HOPS + 1)
+    load = load.at[: counts.size].add(counts)
+    return load.at[first : first + MAX_HOPS + 1].add(jnp.append(out.rounds, 1))
+
+
+def split_load(load: np.ndarray, experts: SpreadExperts, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """What was read of all ranks: (token, expert) pairs `[L, E]`; by forward program rounds of each hop, and steps."""
+    pairs = experts.num_layers * experts.num_experts
+    programs = load[pairs:].reshape(-1, MAX_HOPS + 1) // num_ranks  # equal on every rank
+    return load[:pairs].reshape(experts.num_layers, -1).astype(np.int64), programs.astype(np.int64)
 
 
 def read_load_body(load: jax.Array) -> tuple[jax.Array, jax.Array]:

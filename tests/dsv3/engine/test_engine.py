@@ -52,9 +52,9 @@ def test_a_compilation_after_warm_up_is_counted(make_engine, monkeypatch, caplog
     engine = make_engine()
     launch = engine._runner.launch
 
-    def with_a_new_shape(plan):
+    def with_a_new_shape(plan, balance):
         jax.jit(lambda x: x * 3 + plan.number)(np.arange(5))
-        return launch(plan)
+        return launch(plan, balance)
 
     monkeypatch.setattr(engine._runner, "launch", with_a_new_shape)
     run(engine, request("a", [1], max_tokens=1))
@@ -66,9 +66,9 @@ def test_the_next_step_is_launched_before_a_token_is_read(engine, monkeypatch):
     events = []
     launch, fetch = engine._runner.launch, engine._runner.fetch
 
-    def logged_launch(plan):
+    def logged_launch(plan, balance):
         events.append(("launch", plan.number))
-        return launch(plan)
+        return launch(plan, balance)
 
     def logged_fetch(results):
         events.append(("fetch", None))

@@ -66,9 +66,9 @@ class EngineMachine(RuleBasedStateMachine):
         auditor = Auditor(self.engine)
         launch = self.engine._runner.launch
 
-        def audited(plan: StepPlan):
+        def audited(plan: StepPlan, balance):
             auditor.check(plan)
-            return launch(plan)
+            return launch(plan, balance)
 
         self.engine._runner.launch = audited
         self.requests: dict[str, EngineRequest] = {}

@@ -3,23 +3,32 @@
   python -m launch.serve                                  the bundled model on http://127.0.0.1:8000
   python -m launch.serve --model /models/DeepSeek-V3      a Hugging Face model directory
 
+Over several hosts the same command runs once on each (docs/multi_host.md); process 0 serves HTTP, the others follow it:
+
+  python -m launch.serve --coordinator HOST0:8476 --num_processes 2 --process_id 0 --cluster_key_file FILE
+  python -m launch.serve --coordinator HOST0:8476 --num_processes 2 --process_id 1 --cluster_key_file FILE
+
 GET /health answers 503 until the model is loaded and compiled. The first SIGTERM (or ^C) stops taking requests and
 lets those in flight finish; the second aborts them.
 """
 
-import logging
-import sys
+import dataclasses
+import os
 from pathlib import Path
 
 import uvloop
 from absl import flags as absl_flags
 
+from dsv3.api.engine_factory import CLUSTER
+from dsv3.api.engine_process import configure_logging
 from dsv3.api.server import ServerConfig, bind, serve
 from dsv3.api.service import Service
+from dsv3.engine.cluster.options import ClusterOptions
 from dsv3.text.reasoning import PARSERS
-from launch import engine_flags, flags
+from launch import cluster_flags, engine_flags, flags
 
 absl_flags.adopt_module_key_flags(engine_flags)
+absl_flags.adopt_module_key_flags(cluster_flags)
 _HOST = absl_flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.")
 _PORT = absl_flags.DEFINE_integer("port", 8000, "Port to listen on; 0 takes a free one.", 0, 65535)
 _API_KEY = absl_flags.DEFINE_string(
@@ -40,8 +49,11 @@ _SHUTDOWN_TIMEOUT = absl_flags.DEFINE_float(
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    config = _config(engine_flags.model_dir())
+    configure_logging()
+    cluster = cluster_flags.cluster_options(os.environ)
+    config = _config(engine_flags.model_dir(), cluster)
+    if cluster is not None and not cluster.is_leader:
+        return _follow(cluster, config)
     try:
         listener = bind(_HOST.value, _PORT.value)
     except OSError as error:
@@ -57,11 +69,24 @@ def main() -> int:
         return 1
 
 
-def _config(model_dir: Path) -> ServerConfig:
+def _follow(cluster: ClusterOptions, config: ServerConfig) -> int:
+    """Executes what process 0 sends, without HTTP."""
+    from dsv3.engine.cluster.follower import run
+
+    _say(f"process {cluster.process_id} of {cluster.num_processes}, following {cluster.coordinator}")
+    options = dict(config.engine_options)
+    del options[CLUSTER]
+    run(cluster, config.model_dir, options)
+
+
+def _config(model_dir: Path, cluster: ClusterOptions | None) -> ServerConfig:
+    options = engine_flags.engine_options() | {"max_num_queued_reqs": _MAX_QUEUED.value}
+    if cluster is not None:
+        options[CLUSTER] = dataclasses.asdict(cluster)
     return ServerConfig(
         model_dir=model_dir,
         model_names=engine_flags.model_names(),
-        engine_options=engine_flags.engine_options() | {"max_num_queued_reqs": _MAX_QUEUED.value},
+        engine_options=options,
         max_num_queued_reqs=_MAX_QUEUED.value,
         api_key=_api_key(),
         reasoning_parser=_REASONING.value,

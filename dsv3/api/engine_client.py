@@ -90,6 +90,7 @@ class EngineClient:
         self.on_stats: Callable[[dict[str, float]], None] = lambda _: None
         self.ended = asyncio.Event()
         self.settled = asyncio.Event()
+        self.asks_to_drain = asyncio.Event()
         self._start = frames.Start(factory, model_dir, options)
         self._max_num_queued_reqs = max_num_queued_reqs
         self._on_progress = on_progress
@@ -212,6 +213,9 @@ class EngineClient:
             case frames.EngineInfo():
                 self.info, self.state, self.reason = message, "ready", ""
                 self.settled.set()
+            case frames.Drain():
+                _log.info("draining: %s", message.reason)
+                self.asks_to_drain.set()
             case frames.Failed():
                 self._failure = message.reason
 

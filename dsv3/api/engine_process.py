@@ -17,12 +17,14 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
 from dsv3.api import frames
+from dsv3.engine.cluster.options import public_text
 from dsv3.engine.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull
 
 _MAX_BUFFERED_BYTES = 512 * 2**20
@@ -82,10 +84,47 @@ class Outbox:
                 self._buffered -= len(frame)
 
 
+class Host:
+    """This process, as an engine's factory sees it: whom to tell, and how the process ends."""
+
+    def __init__(self, outbox: Outbox):
+        self._outbox = outbox
+        self._at_end: list[Callable[[str | None], None]] = []
+        self._failing = threading.Lock()
+
+    def progress(self, text: str, done: int = 0, total: int = 0) -> None:
+        """Tells what the engine does while it starts."""
+        self._outbox.send(frames.Progress(text, done, total))
+
+    def drain(self, reason: str) -> None:
+        """Asks the HTTP process to drain and stop."""
+        self._outbox.send(frames.Drain(reason))
+
+    def at_end(self, callback: Callable[[str | None], None]) -> None:
+        """Has `callback` called before the process ends: with the reason of a failure, None for an orderly end."""
+        self._at_end.append(callback)
+
+    def end(self, status: int, failure: str | None) -> NoReturn:
+        """Ends the process at once: the main thread may be compiling or inside of a step."""
+        for callback in self._at_end:
+            callback(failure)
+        os._exit(status)
+
+    def fail(self, reason: str) -> NoReturn:
+        """Ends the process, the HTTP process being told why. Any thread may call it; only the first reason counts."""
+        self._failing.acquire()  # for good
+        for callback in self._at_end:
+            callback(reason)
+        self._outbox.send(frames.Failed(reason))
+        self._outbox.close()
+        os._exit(1)
+
+
 class Inbox:
     """Messages from the HTTP process, read by a thread as they come."""
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, host: Host):
+        self._host = host
         self._stream = frames.stream_of(connection)
         self._messages: deque[frames.ToEngine] = deque()
         self._arrived = threading.Event()
@@ -114,36 +153,37 @@ class Inbox:
             while (body := frames.read_frame(self._stream)) is not None:
                 message = frames.to_engine.decode(body)
                 if isinstance(message, frames.Stop):
-                    break
+                    self._host.end(0, None)
                 self._messages.append(message)
                 self._arrived.set()
         except (OSError, frames.FrameError, msgspec.MsgspecError) as error:
             _log.error("connection to the HTTP process: %s", error)
-        os._exit(0)  # at once: the main thread may be compiling or inside of a step
+        self._host.end(0, "the HTTP process of the leader has gone")
 
 
 def main(fd: int) -> int:
-    """Runs an engine for the peer of the socket `fd`; returns the exit status."""
+    """Runs an engine for the peer of the socket `fd`; returns the exit status if that peer sends no `Start`."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)  # the HTTP process drains first and then says when to stop
-    _configure_logging()
+    configure_logging()
     connection = socket.socket(fileno=fd)
-    inbox, outbox = Inbox(connection), Outbox(connection)
+    host = Host(outbox := Outbox(connection))
+    inbox = Inbox(connection, host)
     start = inbox.first()
     if not isinstance(start, frames.Start):
         return 1
     inbox.start()
     try:
-        serve(_build(start, outbox), inbox, outbox)
+        engine, info = _build(start, host)
+        outbox.send(info)
+        serve(engine, inbox, outbox)
     except Exception as error:
         _report(error)
-        kind = str(error) if isinstance(error, EngineFailed) else type(error).__name__
-        outbox.send(frames.Failed(f"the engine stopped after an error ({kind})"))
-    outbox.close()
-    return 1
+        kind = str(error) if isinstance(error, EngineFailed) else public_text(error)
+        host.fail(f"the engine stopped after an error ({kind})")
 
 
-def _configure_logging() -> None:
+def configure_logging() -> None:
     """jax warns only, through its own handler, and says in a line why a GPU plugin does not start.
 
     Told to use the CPU it does not say that at all.
@@ -164,7 +204,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def serve(engine: EngineLike, inbox: Inbox, outbox: Outbox) -> None:
+def serve(engine: EngineLike, inbox: Inbox, outbox: Outbox) -> NoReturn:
     """Steps the engine for ever; raises EngineFailed, or what `engine.step` raises, when it cannot go on."""
     while True:
         changed = False
@@ -176,20 +216,16 @@ def serve(engine: EngineLike, inbox: Inbox, outbox: Outbox) -> None:
         if outputs or changed or idle:
             outbox.send(frames.Step(outputs, _numbers(engine.stats())))
         if engine.failure is not None:
-            raise EngineFailed(type(engine.failure).__name__)
+            raise EngineFailed(public_text(engine.failure))
         if idle:
             inbox.wait()
 
 
-def _build(start: frames.Start, outbox: Outbox) -> EngineLike:
-    def progress(text: str, done: int = 0, total: int = 0) -> None:
-        outbox.send(frames.Progress(text, done, total))
-
+def _build(start: frames.Start, host: Host) -> tuple[EngineLike, frames.EngineInfo]:
     module, _, name = start.factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
-    engine, info = factory(Path(start.model_dir), start.options, progress)
-    outbox.send(info)
-    return engine
+    engine, info = factory(Path(start.model_dir), start.options, host)
+    return engine, info
 
 
 def _handle(engine: EngineLike, message: frames.ToEngine, outbox: Outbox) -> None:

@@ -21,7 +21,7 @@ class FrameError(Exception):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """First message to the engine process. `factory` is "module:function", called as `factory(model_dir, options)`."""
+    """First message to the engine process; `factory` is "module:function" of `factory(model_dir, options, host)`."""
 
     factory: str
     model_dir: str
@@ -76,6 +76,12 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Another process of the instance was asked to end: finish what runs, then stop, as after SIGTERM."""
+
+    reason: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot go on; `reason` names the exception and carries nothing of a request."""
 
@@ -107,7 +113,7 @@ class Rendered(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Start | Add | Abort | Stop
-FromEngine = Progress | EngineInfo | Step | Rejected | Failed
+FromEngine = Progress | EngineInfo | Step | Rejected | Drain | Failed
 ToRenderer = RenderSetup | Render
 
 _encoder = msgspec.msgpack.Encoder()

@@ -81,9 +81,10 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
         announcing = asyncio.create_task(_announce(service, on_ready))
         failed = asyncio.create_task(service.engine.ended.wait())
         first = asyncio.create_task(signals.first.wait())
-        await asyncio.wait({failed, first}, return_when=asyncio.FIRST_COMPLETED)
+        asked = asyncio.create_task(service.engine.asks_to_drain.wait())
+        await asyncio.wait({failed, first, asked}, return_when=asyncio.FIRST_COMPLETED)
         announcing.cancel()
-        if first.done():
+        if first.done() or asked.done():
             await _drain(service, signals, config)
             return 0
         if service.engine.info is not None:

@@ -111,12 +111,12 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(-0.5, [token, *others][:count], [-0.5, -2.0, float("-inf"), *[-9.0] * 20][:count])
 
 
-def make(model_dir, options, progress):
+def make(model_dir, options, host):
     """The factory that the server under test is given."""
     if "fail" in options:
         raise ValueError(options["fail"])
     for i in range(3):
-        progress(f"compiling program {i}", i + 1, 3)
+        host.progress(f"compiling program {i}", i + 1, 3)
     time.sleep(options.get("start_s", 0))
     limits = options.get("max_model_len", 2048), options.get("max_num_seqs", 64), options.get("max_num_queued_reqs", 64)
     return FakeEngine(*limits, options.get("step_s", 0.001)), EngineInfo(VOCAB, limits[0], limits[1], 1000)

@@ -1,0 +1,66 @@
+"""A chain of digests over sampled tokens: processes that have read the same results have the same digest."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+_DIGEST_BYTES = 16
+
+
+class Chain:
+    """Digests of all results so far."""
+
+    def __init__(self) -> None:
+        self._last = b""
+
+    def add(self, number: int, results: Iterable[np.ndarray]) -> bytes:
+        """The digest after step `number`, whose sampled tokens and log-probabilities are `results`."""
+        total = hashlib.sha256(self._last + number.to_bytes(8, "little"))
+        for array in results:
+            total.update(np.ascontiguousarray(array))
+        self._last = total.digest()[:_DIGEST_BYTES]
+        return self._last
+
+
+class Book:
+    """Compares the leader's digests with those of the followers, in whatever order they come. Thread-safe."""
+
+    def __init__(self, followers: Iterable[int]) -> None:
+        self._followers = frozenset(followers)
+        self._lock = threading.Lock()
+        self._mine: dict[int, tuple[bytes, float]] = {}  # by step: the leader's digest, and when it came
+        self._theirs: dict[int, dict[int, bytes]] = {}  # by step and process
+
+    def lead(self, number: int, digest: bytes) -> int | None:
+        """Notes the leader's digest; returns a process that differs, None if none does so far."""
+        with self._lock:
+            self._mine[number] = digest, time.monotonic()
+            return self._compare(number)
+
+    def follow(self, process_id: int, number: int, digest: bytes) -> int | None:
+        """Notes a follower's digest; returns a process that differs, None if none does so far."""
+        with self._lock:
+            self._theirs.setdefault(number, {})[process_id] = digest
+            return self._compare(number)
+
+    def late(self, silence_s: float) -> tuple[int, int] | None:
+        """A process and the oldest step that it has not reported though the leader did `silence_s` ago."""
+        with self._lock:
+            now = time.monotonic()
+            for number, (_, since) in self._mine.items():
+                missing = self._followers - self._theirs.get(number, {}).keys()
+                if missing and now - since > silence_s:
+                    return min(missing), number
+        return None
+
+    def _compare(self, number: int) -> int | None:
+        mine, theirs = self._mine.get(number), self._theirs.get(number, {})
+        if mine is None:
+            return None
+        wrong = next((process for process, digest in theirs.items() if digest != mine[0]), None)
+        if wrong is None and len(theirs) == len(self._followers):
+            del self._mine[number], self._theirs[number]
+        return wrong

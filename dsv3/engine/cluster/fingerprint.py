@@ -1,0 +1,71 @@
+"""What must be the same in every process of an instance, as named fields, so that a mismatch names its cause."""
+
+import functools
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import dsv3
+import pallas_kernels
+import sharding
+
+Fields = dict[str, str]
+"""Short texts: settings in the clear, files as the start of a sha256."""
+
+_OWN_OPTIONS = {"compilation_cache_dir", "tokenizer_id", "max_num_queued_reqs"}
+_SAMPLE_BYTES = 2**16
+_DIGEST_CHARACTERS = 16
+
+
+def fields_of(model_dir: Path, options: Mapping[str, object], num_processes: int) -> Fields:
+    """What a process can say of itself before it starts jax.
+
+    `options` are those of the engine, without what only one process needs.
+    """
+    return {
+        "num_processes": str(num_processes),
+        "code": code_digest(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+        "model config": _digest((model_dir / "config.json").read_bytes()) if model_dir.is_dir() else "none",
+        "weights": weights_digest(model_dir),
+        **{f"--{name}": repr(value) for name, value in sorted(options.items()) if name not in _OWN_OPTIONS},
+    }
+
+
+def differences(leader: Mapping[str, str], other: Mapping[str, str], process_id: int) -> str:
+    """The fields that differ, with both values; empty if none does."""
+    names = [name for name in [*leader, *(n for n in other if n not in leader)] if leader.get(name) != other.get(name)]
+    parts = (f"{n} ({leader.get(n, 'none')} there, {other.get(n, 'none')} in process {process_id})" for n in names)
+    return ", ".join(parts)
+
+
+@functools.cache
+def code_digest() -> str:
+    """Of every source file that can change what a program computes."""
+    total = hashlib.sha256()
+    for package in (dsv3, sharding, pallas_kernels):
+        root = Path(str(package.__file__)).parent
+        for path in sorted(root.rglob("*.py")):
+            total.update(f"{root.name}/{path.relative_to(root)}\0".encode())
+            total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()[:_DIGEST_CHARACTERS]
+
+
+def weights_digest(directory: Path) -> str:
+    """Of each weight file its name, its size, its beginning (which lists its tensors) and its end; not all of it."""
+    total = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            total.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            total.update(file.read(_SAMPLE_BYTES))
+    return total.hexdigest()[:_DIGEST_CHARACTERS]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_DIGEST_CHARACTERS]

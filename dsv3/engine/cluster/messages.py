@@ -1,0 +1,127 @@
+"""What leader and followers tell each other, as declared msgpack types; arrays travel as dtype, shape and bytes."""
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dsv3.engine.commands import StepCommand
+from dsv3.engine.config import EngineConfig
+
+_DTYPES = {np.dtype(name) for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
+_MAX_DIMENSIONS = 8
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A follower's first message: the fields of its fingerprint, and where it runs, for the log."""
+
+    fields: dict[str, str]
+    host: str
+    pid: int
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """All have come and agree: initialise jax and load the weights."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """A follower has its weights: fields known only now, and the cache pages a rank of its devices has room for."""
+
+    fields: dict[str, str]
+    num_pages: int
+
+
+class Build(msgspec.Struct, frozen=True, tag=True):
+    """Limits that suit every process: build the executor and compile."""
+
+    config: EngineConfig
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A follower can execute commands."""
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Execute this."""
+
+    command: StepCommand
+
+
+class Digest(msgspec.Struct, frozen=True, tag=True):
+    """What a follower has read of the results up to step `number`."""
+
+    number: int
+    digest: bytes
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Nothing to say."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """A follower was asked to end: the leader shall finish what it has and stop the instance."""
+
+    reason: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A follower cannot go on. `kind` is fit for clients, `text` for the log."""
+
+    kind: str
+    text: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End now: with status 0 if there is no `failure`, else with it in the log."""
+
+    failure: str | None
+
+
+ToFollower = Begin | Build | Step | Heartbeat | Stop
+ToLeader = Hello | Loaded | Ready | Digest | Heartbeat | Drain | Failed
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.name, value.shape, value.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} is no part of a command")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise NotImplementedError(f"{kind} is no part of a command")
+    return _array(value)
+
+
+def _array(value: Any) -> np.ndarray:
+    """The (read-only) array of a triple; ValueError unless all of it fits together."""
+    name, shape, data = value
+    dtype = np.dtype(name) if isinstance(name, str) else None
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name!r} is not a dtype of commands")
+    if len(shape) > _MAX_DIMENSIONS or not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise ValueError("not a shape")
+    if not isinstance(data, bytes) or len(data) != dtype.itemsize * math.prod(shape):
+        raise ValueError("shape and bytes of an array differ")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower, dec_hook=_from_plain)
+_to_leader: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader, dec_hook=_from_plain)
+
+
+def encode(message: ToFollower | ToLeader) -> bytes:
+    """The body of a frame."""
+    return _encoder.encode(message)
+
+
+def decode_for_follower(body: bytes) -> ToFollower:
+    """A message from the leader; raises msgspec.MsgspecError for anything else."""
+    return _to_follower.decode(body)
+
+
+def decode_for_leader(body: bytes) -> ToLeader:
+    """A message from a follower; raises msgspec.MsgspecError for anything else."""
+    return _to_leader.decode(body)

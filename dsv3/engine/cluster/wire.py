@@ -1,0 +1,147 @@
+"""Frames between two processes that share a secret: mutual challenge and response, then a MAC on every frame.
+
+Before anything else both ends prove that they know the key, by HMAC-SHA256 over two fresh nonces. Each direction has a
+key of its own derived from them, and each frame's MAC covers its place in the sequence, so that a frame can neither be
+forged, changed, replayed, dropped nor sent back. Nothing is encrypted. A frame is its length (4 bytes, little endian),
+its MAC (32 bytes) and its body.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+
+# The largest message is a prefill of every rank, or a rebalancing's maps: a few MB for 144 ranks.
+MAX_FRAME_BYTES = 64 * 2**20
+HANDSHAKE_S = 5.0
+"""A peer that has not proved itself by then is refused."""
+
+_MAGIC = b"dsv3 cluster 1\n"
+_NONCE_BYTES = _MAC_BYTES = 32
+_HEAD = struct.Struct("<I32s")
+_PROOF = struct.Struct("<I32s32s")  # process id, the follower's nonce, MAC
+_SEQUENCE = struct.Struct("<QI")
+
+
+class WireError(Exception):
+    """The peer is not what it should be, or has sent what is no frame; the message says which."""
+
+
+class Wire:
+    """An authenticated connection. One thread may send and one receive."""
+
+    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+        self._connection = connection
+        self._send_key, self._receive_key = send_key, receive_key
+        self._sent = self._received = 0
+        connection.settimeout(None)
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, body: bytes) -> None:
+        """Sends a frame; raises OSError when the peer has gone, WireError for a body that no frame holds."""
+        if len(body) > MAX_FRAME_BYTES:
+            raise WireError(f"a message of {len(body)} bytes, at most {MAX_FRAME_BYTES} fit a frame")
+        mac = _frame_mac(self._send_key, self._sent, body)
+        self._sent += 1
+        self._connection.sendall(_HEAD.pack(len(body), mac) + body)
+
+    def receive(self) -> bytes | None:
+        """The next frame's body; None when the peer has gone. Raises WireError for a frame that is not the peer's."""
+        try:
+            head = _read(self._connection, _HEAD.size)
+            length, mac = _HEAD.unpack(head)
+            if length > MAX_FRAME_BYTES:
+                raise WireError(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
+            body = _read(self._connection, length)
+        except (EOFError, ConnectionError):
+            return None
+        if not hmac.compare_digest(mac, _frame_mac(self._receive_key, self._received, body)):
+            raise WireError("a frame's MAC is wrong")
+        self._received += 1
+        return body
+
+    def close(self) -> None:
+        """Ends the connection; a thread that receives sees its end."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def accept(connection: socket.socket, key: bytes, num_processes: int) -> tuple[int, Wire]:
+    """The leader's side of the handshake: which process this is, and the wire to it.
+
+    Raises WireError for a peer that does not prove itself within `HANDSHAKE_S`; it learns nothing but a nonce.
+    """
+    deadline = time.monotonic() + HANDSHAKE_S
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    try:
+        connection.settimeout(HANDSHAKE_S)
+        connection.sendall(_MAGIC + ours)
+        process_id, theirs, mac = _PROOF.unpack(_read(connection, _PROOF.size, deadline))
+        transcript = _transcript(process_id, ours, theirs)
+        if not hmac.compare_digest(mac, _mac(key, b"follower", transcript)):
+            raise WireError("it does not know the key")
+        if not 0 < process_id < num_processes:
+            raise WireError(f"process id {process_id} is not from 1 to {num_processes - 1}")
+        connection.sendall(_mac(key, b"leader", transcript))
+    except (OSError, EOFError) as error:
+        raise WireError(f"it did not complete the handshake ({_text(error)})") from None
+    return process_id, Wire(connection, _mac(key, b"to follower", transcript), _mac(key, b"to leader", transcript))
+
+
+def connect(connection: socket.socket, key: bytes, process_id: int) -> Wire:
+    """A follower's side of the handshake. Raises WireError for a leader that does not prove itself."""
+    deadline = time.monotonic() + HANDSHAKE_S
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    try:
+        hello = _read(connection, len(_MAGIC) + _NONCE_BYTES, deadline)
+        if not hello.startswith(_MAGIC):
+            raise WireError("something else answers at the leader's control port")
+        transcript = _transcript(process_id, hello[len(_MAGIC) :], ours)
+        connection.settimeout(HANDSHAKE_S)
+        connection.sendall(_PROOF.pack(process_id, ours, _mac(key, b"follower", transcript)))
+        answer = _read(connection, _MAC_BYTES, deadline)
+    except EOFError:
+        raise WireError("the leader refused this process: is cluster_key_file the same there?") from None
+    except OSError as error:
+        raise WireError(f"the leader did not complete the handshake ({_text(error)})") from None
+    if not hmac.compare_digest(answer, _mac(key, b"leader", transcript)):
+        raise WireError("whoever listens at the leader's control port does not know the key")
+    return Wire(connection, _mac(key, b"to leader", transcript), _mac(key, b"to follower", transcript))
+
+
+def _transcript(process_id: int, leader_nonce: bytes, follower_nonce: bytes) -> bytes:
+    return _MAGIC + process_id.to_bytes(4, "little") + leader_nonce + follower_nonce
+
+
+def _mac(key: bytes, purpose: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, purpose + b"\0" + data, hashlib.sha256)
+
+
+def _frame_mac(key: bytes, sequence: int, body: bytes) -> bytes:
+    mac = hmac.new(key, _SEQUENCE.pack(sequence, len(body)), hashlib.sha256)
+    mac.update(body)
+    return mac.digest()
+
+
+def _read(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
+    """Exactly `count` bytes; EOFError if the peer ends before, TimeoutError past the deadline."""
+    data = bytearray()
+    while len(data) < count:
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        part = connection.recv(min(count - len(data), 2**20))
+        if not part:
+            raise EOFError("the connection ended")
+        data += part
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError("timed out")
+    return bytes(data)
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

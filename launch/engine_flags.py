@@ -42,6 +42,12 @@ _EXPERT_PARALLEL = absl_flags.DEFINE_bool(
 _REDUNDANT = absl_flags.DEFINE_integer(
     "num_redundant_experts", 0, "Additional copies of experts, so that the devices divide all copies.", 0
 )
+_TRANSPORT = absl_flags.DEFINE_enum(
+    "expert_transport",
+    "auto",
+    ["auto", "ring", "all_to_all", "hierarchical", "ragged"],
+    "How tokens reach their experts; auto chooses by a cost model, never ragged, which needs GPUs.",
+)
 _PREFIX_CACHING = absl_flags.DEFINE_bool("enable_prefix_caching", True, "Reuse the cache of equal prompt beginnings.")
 _SEED = absl_flags.DEFINE_integer("seed", 0, "Of the random numbers of requests that bring no seed.")
 _CACHE_DIR = absl_flags.DEFINE_string(
@@ -75,6 +81,7 @@ def engine_options() -> dict[str, object]:
         "tensor_parallel_size": _TENSOR_PARALLEL.value,
         "enable_expert_parallel": _EXPERT_PARALLEL.value,
         "num_redundant_experts": _REDUNDANT.value,
+        "expert_transport": _TRANSPORT.value,
         "enable_prefix_caching": _PREFIX_CACHING.value,
         "seed": _SEED.value,
         "compilation_cache_dir": _CACHE_DIR.value,

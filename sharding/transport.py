@@ -187,10 +187,10 @@ class StepTraffic:
     first_rounds: tuple[int, ...]
     extra: tuple[Traffic, ...]
 
-    def total(self, rounds: Sequence[int]) -> Traffic:
-        """Of a step that took `rounds` [MAX_HOPS], as `StepOutput.rounds` counts them."""
-        further = [taken - first for taken, first in zip(rounds, self.first_rounds, strict=True)]
-        return functools.reduce(operator.add, map(operator.mul, self.extra, further), self.first)
+    def total(self, rounds: Sequence[int], steps: int = 1) -> Traffic:
+        """Of `steps` steps that took `rounds` [MAX_HOPS] together, as `StepOutput.rounds` counts them."""
+        further = [taken - steps * first for taken, first in zip(rounds, self.first_rounds, strict=True)]
+        return functools.reduce(operator.add, map(operator.mul, self.extra, further), self.first * steps)
 
 
 def step_traffic(transport: Transport, load: Load, layers: int) -> StepTraffic:

@@ -24,6 +24,7 @@ from dsv3.engine.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import load_config
 from dsv3.model.tensor_parallel import check_shards
 from sharding.rules import rank_mesh
+from sharding.transport import kind_of
 
 _log = logging.getLogger(__name__)
 _CPU_CACHE_BYTES = 2**30
@@ -41,9 +42,10 @@ class EngineOptions:
     devices of several processes allow) of `tensor_parallel_size` devices each serve requests; the devices of a rank
     split attention heads and MLP widths. `enable_expert_parallel` spreads the routed experts over all these devices, in
     `num_redundant_experts` more slots than there are experts, where each device otherwise holds all; a
-    `tensor_parallel_size` above 1 implies it. `fp8` says whether FP8 weights stay FP8.
-    `tokenizer_id` enters the prefix cache's keys. `compilation_cache_dir` None: `dsv3/xla` in the user's cache
-    directory.
+    `tensor_parallel_size` above 1 implies it. `expert_transport` names how tokens reach them: auto lets a cost model
+    choose among ring, all_to_all and hierarchical for each bucket; ragged is for GPUs. `fp8` says whether FP8 weights
+    stay FP8. `tokenizer_id` enters the prefix cache's keys. `compilation_cache_dir` None: `dsv3/xla` in the user's
+    cache directory.
     """
 
     dtype: DType = "auto"
@@ -56,6 +58,7 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     num_redundant_experts: int = 0
+    expert_transport: str = "auto"
     enable_prefix_caching: bool = True
     fp8: Literal["keep", "dequantize"] = "keep"
     tokenizer_id: str = ""
@@ -73,6 +76,8 @@ class EngineOptions:
                 f"num_redundant_experts: {self.num_redundant_experts} must be at least 0, and needs "
                 "enable_expert_parallel"
             )
+        if kind_of(self.expert_transport) is not None and not self.spreads_experts:
+            raise ValueError(f"expert_transport: {self.expert_transport!r} needs enable_expert_parallel")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype: {self.dtype!r} is not one of auto, float32, bfloat16")
 
@@ -140,7 +145,10 @@ def _functions(
         functions = model_functions()
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
-    functions = expert_parallel_functions(cfg, mesh, redundant)
+    fp8 = cfg.fp8 is not None and options.fp8 == "keep"
+    functions = expert_parallel_functions(
+        cfg, mesh, redundant, transport=options.expert_transport, dtype=dtype, fp8=fp8
+    )
     return functions, load_spread(model_dir, cfg, functions.param_specs, mesh, redundant, read)
 
 

@@ -7,26 +7,26 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from dsv3.config import ModelConfig
+from dsv3.engine.communication import Communication, Form
 from dsv3.engine.expert_map import first_expert_map
 from dsv3.engine.step_bodies import SpreadExperts, StepFunctions
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.expert_parallel import ExpertParallel
 from dsv3.model.experts import RoutedExperts
-from dsv3.model.micro_batches import decode_overlapped, prefill_overlapped
-from dsv3.model.overlap import worth_overlapping
+from dsv3.model.micro_batches import decode_overlapped, decode_with_hooks, prefill_overlapped, prefill_with_hooks
 from dsv3.model.params import MoeParams, Params, declare
 from dsv3.model.steps import StepOutput
 from dsv3.model.tensor_parallel import Shards, SharedTokens, arrange
 from pallas_kernels.backend import Backend
-from sharding.collectives import Overlap, resolve_overlap
 from sharding.placement import Placement, placement_of
-from sharding.rules import machine_of, partition, rank_size
-from sharding.transport import Transport, choose, load_of
+from sharding.rules import partition, rank_size
 
 
 @jax.tree_util.register_dataclass
@@ -56,50 +56,52 @@ def spread_experts(params: Params, cfg: ModelConfig, mesh: Mesh, num_redundant_e
 
 
 def expert_parallel_functions(
-    cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int, backend: Backend | None = None
+    cfg: ModelConfig,
+    mesh: Mesh,
+    num_redundant_experts: int,
+    backend: Backend | None = None,
+    *,
+    transport: str = "auto",
+    dtype: DTypeLike = jnp.bfloat16,
+    fp8: bool | None = None,
 ) -> StepFunctions:
-    """Step functions on `SpreadParams`; transport and overlap are chosen for each bucket while it is traced.
+    """Step functions on `SpreadParams`; transport and form of a step are chosen for each bucket while it is traced.
 
-    Ranks of several devices do not overlap two micro-batches.
+    `transport` "auto" or one by name. `dtype` of activations and `fp8` (whether expert weights are FP8; None: as in
+    the configuration) say what a row takes on the wire. Raises ValueError for a transport these devices do not have.
     """
     slots = cfg.n_routed_experts + num_redundant_experts
-    machine, overlap = machine_of(mesh), resolve_overlap(mesh.devices.flat[0].platform)
+    communication = Communication.over(mesh, cfg, slots, transport=transport, dtype=dtype, fp8=fp8)
     shards = Shards(rank_size(mesh))
 
-    def transport(tokens: int) -> Transport:
-        load = load_of(tokens, cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=cfg.fp8 is not None)
-        return choose(machine, slots, load, overlap)
-
-    def overlapping(tokens: int, is_prefill: bool) -> Transport | None:
-        """A transport for half of the tokens, where two micro-batches pay."""
-        able = overlap is not Overlap.NONE and shards.size == 1 and tokens % 2 == 0
-        if not able or not worth_overlapping(tokens, machine.ranks, is_prefill):
-            return None
-        half = transport(tokens // 2)
-        return half if half.hops else None
-
-    def run(spread: SpreadParams, batch: Any, pages: jax.Array, tokens: int, plain: Any, overlapped: Any) -> StepOutput:
+    def run(spread: SpreadParams, batch: Any, pages: jax.Array, tokens: int, forms: dict[Form, Any]) -> StepOutput:
+        is_prefill = isinstance(batch, PrefillBatch)
+        form = communication.form(tokens, is_prefill)
+        parallel = ExpertParallel(communication.transport(tokens, is_prefill), spread.placement)
         arguments = (spread.params, cfg, batch, pages)
-        if half := overlapping(tokens, isinstance(batch, PrefillBatch)):
-            return overlapped(*arguments, backend=backend, routed=ExpertParallel(half, spread.placement))
-        routed: RoutedExperts = ExpertParallel(transport(-(-tokens // shards.size)), spread.placement)
-        if shards.size > 1:
-            routed = SharedTokens(routed, shards)
-        return plain(*arguments, backend=backend, routed=routed, shards=shards)
+        if form is not Form.PLAIN:
+            return forms[form](*arguments, backend=backend, routed=parallel)
+        routed: RoutedExperts = SharedTokens(parallel, shards) if shards.size > 1 else parallel
+        return forms[form](*arguments, backend=backend, routed=routed, shards=shards)
 
     def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> StepOutput:
-        return run(spread, batch, pages, batch.tokens.shape[0], steps.prefill, prefill_overlapped)
+        return run(spread, batch, pages, batch.tokens.shape[0], _PREFILL)
 
     def decode(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> StepOutput:
-        return run(spread, batch, pages, batch.tokens.size, steps.decode, decode_overlapped)
+        return run(spread, batch, pages, batch.tokens.size, _DECODE)
 
     def logits(spread: SpreadParams, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
         return decoder.logits(spread.params, cfg, hidden)
 
     specs = jax.tree.map(lambda spec: partition(spec.axes), _declared(cfg))
     placed = SpreadParams(specs, Placement(PartitionSpec(), PartitionSpec()))
-    experts = SpreadExperts(cfg.num_moe_layers, cfg.n_routed_experts, slots, cfg.n_group, machine, _take, _put)
-    return StepFunctions(prefill, decode, logits, placed, experts)
+    groups, machine = cfg.n_group, communication.machine
+    experts = SpreadExperts(cfg.num_moe_layers, cfg.n_routed_experts, slots, groups, machine, _take, _put)
+    return StepFunctions(prefill, decode, logits, placed, experts, communication.traffic)
+
+
+_PREFILL = {Form.PLAIN: steps.prefill, Form.HOOKED: prefill_with_hooks, Form.OVERLAPPED: prefill_overlapped}
+_DECODE = {Form.PLAIN: steps.decode, Form.HOOKED: decode_with_hooks, Form.OVERLAPPED: decode_overlapped}
 
 
 def _take(spread: SpreadParams) -> tuple[Any, Placement]:

@@ -24,7 +24,7 @@ from dsv3.sampling_params import MAX_LOGPROBS
 from pallas_kernels.backend import Backend
 from sharding.placement import Placement
 from sharding.rules import RANKS
-from sharding.transport import MAX_HOPS, Machine
+from sharding.transport import MAX_HOPS, Machine, StepTraffic
 
 PREFILL_HEADER = 4 + NUM_FIELDS
 """Columns of a prefill row before its page table: slot, tokens in the chunk, tokens before it, 1 if it samples."""
@@ -70,7 +70,8 @@ class StepFunctions:
     `prefill(params, cfg, PrefillBatch, pages)` gives hidden `[T, D]`, `decode(params, cfg, DecodeBatch, pages)` hidden
     `[B, S, D]`, both with the new pages; `logits(params, cfg, hidden)` is float32 `[..., W]`. `param_specs` says how
     the parameters lie on the ranks: a tree of partitions, or one for all of them. With `experts` the results have
-    `expert_counts` `[L, E]` and `rounds` `[2]` too.
+    `expert_counts` `[L, E]` and `rounds` `[2]` too, and `traffic(tokens, is_prefill)` tells what a device sends in the
+    MoE layers of a step with this many tokens on each rank.
     """
 
     prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array], StepResult]
@@ -78,6 +79,7 @@ class StepFunctions:
     logits: Callable[[Any, ModelConfig, jax.Array], jax.Array]
     param_specs: Any = dataclasses.field(default_factory=PartitionSpec)
     experts: SpreadExperts | None = None
+    traffic: Callable[[int, bool], StepTraffic] | None = None
 
 
 def model_functions(backend: Backend | None = None) -> StepFunctions:

@@ -60,6 +60,7 @@ def test_traffic_of_a_step_follows_the_rounds() -> None:
     outer, inner = traffic.extra
     assert traffic.total([3, 3]) == traffic.first == (outer + inner) * 3
     assert traffic.total([4, 5]) == outer * 4 + inner * 5
+    assert traffic.total([8, 10], steps=2) == traffic.total([4, 5]) * 2
     ring = step_traffic(build(Kind.RING, MACHINE, EXPERTS, load), load, layers=3)
     assert ring.total([0, 0]) == ring.first
 

@@ -72,6 +72,10 @@ def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
     [
         (dict(num_redundant_experts=4), "needs enable_expert_parallel"),
         (dict(enable_expert_parallel=True, num_redundant_experts=-1), "must be at least 0"),
+        (dict(expert_transport="ring"), "'ring' needs enable_expert_parallel"),
+        (dict(expert_transport="nvshmem"), "'nvshmem' is not one of auto, ring, all_to_all, hierarchical, ragged"),
+        (dict(enable_expert_parallel=True, expert_transport="ragged"), "not have on a cpu: use expert_transport=auto"),
+        (dict(enable_expert_parallel=True, expert_transport="hierarchical"), "needs 2 nodes or more"),
         (dict(data_parallel_size=0), "data_parallel_size: 0 is not at least 1"),
         (dict(tensor_parallel_size=0), "tensor_parallel_size: 0 is not at least 1"),
         (dict(tensor_parallel_size=3), "tensor_parallel_size 3 does not divide num_attention_heads 4"),

@@ -1,0 +1,215 @@
+"""Experts move between devices while requests stream: the same tokens, no compilation, and no request notices."""
+
+import concurrent.futures
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv3.engine import balance
+from dsv3.engine.balance import Balancer
+from dsv3.engine.commands import BalanceCommand
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.engine import Engine
+from dsv3.engine.parallel import expert_parallel_functions, spread_experts
+from dsv3.engine.programs import BALANCING, Key, Programs
+from dsv3.engine.sequence import GREEDY
+from dsv3.engine.step_bodies import SpreadExperts, load_size
+from sharding import rebalance
+from sharding.eplb import balancedness, rebalance_experts
+from sharding.placement import placement_of
+from sharding.rules import rank_mesh
+from sharding.transport import Machine
+from tests.dsv3.engine import toy
+from tests.dsv3.engine.driving import Gathered, request, take
+from tests.dsv3.model.golden import DIRECTORY, model
+
+LIMITS = dict(max_model_len=128, num_pages=2, max_num_seqs=1, max_num_batched_tokens=64, num_ranks=8, num_nodes=2)
+REDUNDANT, LENGTH = 8, 16
+MOVE = Key("move_experts")
+
+
+class Served:
+    """The golden model on eight devices of two nodes, compiled once."""
+
+    def __init__(self) -> None:
+        golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
+        self.prompts, self.answers = golden["prompts"], [tokens[:LENGTH] for tokens in golden["greedy"]]
+        params, self.cfg = model("greedy")
+        mesh = rank_mesh(jax.devices()[:8], LIMITS["num_nodes"])
+        self.functions = expert_parallel_functions(self.cfg, mesh, REDUNDANT)
+        self.params = spread_experts(params, self.cfg, mesh, REDUNDANT)
+        self.programs: Programs | None = None
+
+    def engine(self, **changes) -> Engine:
+        cfg = EngineConfig(**(LIMITS | dict(eplb_interval=4, eplb_threshold=1.0) | changes))
+        engine = Engine(self.functions, self.params, self.cfg, cfg)
+        if self.programs is None:
+            self.programs = engine._runner.programs
+            assert set(BALANCING) <= set(self.programs.keys())
+            needed = [Key("prefill", 64), Key("decode", 1), Key("sample", 1, GREEDY), *BALANCING]
+            self.programs.keys = lambda: needed
+        engine._runner.executor.programs = self.programs
+        engine.warm_up()
+        return engine
+
+    def serve(self, engine: Engine, rounds: int = 1) -> None:
+        """Serves the prompts, eight at once; a request that has got a token gets one in every step until its end."""
+        numbered = [f"{n}:{i}" for n in range(rounds) for i in range(len(self.prompts))]
+        gathered: dict[str, Gathered] = {}
+        steps: dict[str, list[int]] = {}
+        for name in numbered:
+            prompt = self.prompts[int(name.split(":")[1])]
+            engine.add(request(name, prompt, max_tokens=LENGTH, ignore_eos=True))
+        while engine.has_work:
+            if engine._balancer._judging is not None:
+                concurrent.futures.wait([engine._balancer._judging])
+            outputs = engine.step()
+            take(outputs, gathered)
+            for output in outputs:
+                steps.setdefault(output.request_id, []).append(engine.stats().steps)
+        assert all(seen == list(range(seen[0], seen[0] + LENGTH)) for seen in steps.values())
+        assert [gathered[name].tokens for name in numbered] == self.answers * rounds
+        assert engine.failure is None
+        assert engine.stats().recompilations == 0
+        assert engine.stats().pages_in_use == 0
+
+
+@pytest.fixture(scope="module")
+def served() -> Served:
+    return Served()
+
+
+def test_tokens_stay_the_same_while_experts_move_and_the_load_gets_even(served: Served, monkeypatch) -> None:
+    monkeypatch.setattr(balance, "MOVE_BYTES", 1)  # one layer a step
+    engine = served.engine()
+    before = engine._balancer.expert_map
+    served.serve(engine)
+    stats, after = engine.stats().experts, engine._balancer.expert_map
+    load = engine._balancer.load
+    assert stats.rebalances >= 1 and stats.checksum_failures == 0
+    assert stats.moved >= (before.phy2log != after.phy2log).sum() > 0
+    even = [balancedness(load, expert_map, 8) for expert_map in (before, after)]
+    assert (even[1] > even[0] + 0.1).all()
+    assert stats.balancedness > even[0].mean() + 0.1
+    params = engine._runner.executor._params
+    assert (np.asarray(params.placement.copies) == after.logcnt).all()
+    for slot, expert in enumerate(after.phy2log[1]):  # the weights stand where the map says
+        own = np.asarray(served.params.params.moe.moe.down)[1, before.log2phy[1, expert, 0]]
+        np.testing.assert_array_equal(np.asarray(params.params.moe.moe.down)[1, slot], own)
+
+
+def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch, caplog) -> None:
+    permute = rebalance.permute
+    monkeypatch.setattr(
+        rebalance,
+        "permute",
+        lambda words, source, machine: permute(words, source, machine).at[0, 0].add(jnp.uint32(1)),
+    )
+    engine = served.engine()
+    sound = served.programs._compiled.pop(MOVE)
+    engine.warm_up()
+    before = engine._balancer.expert_map
+    served.serve(engine)
+    served.programs._compiled[MOVE] = sound
+    stats = engine.stats().experts
+    assert stats.checksum_failures > 0 and stats.moved == 0
+    np.testing.assert_array_equal(engine._balancer.expert_map.phy2log, before.phy2log)
+    placement = engine._runner.executor._params.placement
+    np.testing.assert_array_equal(np.asarray(placement.slots), served.params.placement.slots)
+    assert "damaged on their way" in caplog.text
+
+
+def test_an_error_in_the_judge_leaves_the_experts_where_they_are(served: Served, monkeypatch, caplog) -> None:
+    def fail(*_):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(balance, "rebalance_experts", fail)
+    engine = served.engine()
+    served.serve(engine)
+    assert engine.stats().experts.moved == 0
+    assert "could not be judged" in caplog.text and "a bug" in caplog.text
+
+
+def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served, monkeypatch) -> None:
+    monkeypatch.setattr(balance, "READ_STEPS", 8)
+    engine = served.engine(eplb_interval=0)
+    served.serve(engine)
+    stats = engine.stats().experts
+    assert 0 < stats.balancedness_min <= stats.balancedness < 0.95 and stats.rebalances == 0
+    prompts_and_answers = sum(len(p) + LENGTH - 1 for p in served.prompts)
+    per_layer = engine._balancer.load.sum(axis=1)
+    assert (per_layer <= prompts_and_answers * served.cfg.num_experts_per_tok).all()
+    assert (per_layer > prompts_and_answers * served.cfg.num_experts_per_tok / 2).all()
+
+
+def test_a_model_without_spread_experts_has_no_statistics() -> None:
+    engine = Engine(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(64, 1, max_num_seqs=1))
+    assert engine.stats().experts is None
+
+
+# The host's part alone: eight devices of three slots each, no programs.
+
+EXPERTS = SpreadExperts(4, 16, 24, 1, Machine(1, 8), lambda params: params, lambda *_: None)
+
+
+def make_balancer(**changes) -> tuple[Balancer, EngineConfig]:
+    cfg = EngineConfig(64, 1, max_num_seqs=1, num_ranks=8, **(dict(eplb_interval=3, eplb_threshold=1.0) | changes))
+    first = rebalance_experts(np.ones((4, 16)), 24, 1, 1, 8)
+    return Balancer(EXPERTS, placement_of(first, 9), balance.MOVE_BYTES // 3, cfg), cfg
+
+
+def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
+    """What the devices would give for a load that only `seed` decides."""
+    total = np.zeros(load_size(EXPERTS, cfg), np.int32)
+    total[: 4 * 16] = (100 * np.random.default_rng(seed).lognormal(sigma=1.5, size=64)).astype(np.int32)
+    return total
+
+
+def drive(balancer: Balancer, cfg: EngineConfig, steps: int, intact: bool = True) -> list[BalanceCommand]:
+    """Steps whose results come one step late."""
+    commands, late = [], None
+    for _ in range(steps):
+        if balancer._judging is not None:
+            concurrent.futures.wait([balancer._judging])
+        command = balancer.command()
+        if late is not None:
+            balancer.note(late, [*([read_out(cfg)] if late.read_load else []), *[np.array(intact)] * len(late.moves)])
+        late = command
+        commands += [command] if command is not None else []
+    return commands
+
+
+def test_layers_move_a_few_at_a_time_each_in_one_command() -> None:
+    balancer, cfg = make_balancer()
+    commands = drive(balancer, cfg, 9)
+    moves = [[int(move.layer) for move in command.moves] for command in commands if command.moves]
+    assert moves == [[0, 1, 2], [3]]
+    assert balancer.stats().rebalances == 1
+    assert balancer.stats().balancedness > 0.8
+
+
+def test_an_even_load_moves_nothing() -> None:
+    balancer, cfg = make_balancer(eplb_threshold=0.05)
+    assert not any(command.moves for command in drive(balancer, cfg, 30))
+    assert balancer.stats().balancedness < 0.6
+
+
+def test_a_layer_that_failed_is_tried_again_at_the_next_decision() -> None:
+    balancer, cfg = make_balancer()
+    before = balancer.expert_map
+    first = sum(len(command.moves) for command in drive(balancer, cfg, 7, intact=False))
+    assert balancer.stats().checksum_failures == first == 4
+    np.testing.assert_array_equal(balancer.expert_map.phy2log, before.phy2log)
+    assert sum(len(command.moves) for command in drive(balancer, cfg, 9)) == 4
+    assert balancer.stats().moved > 0
+
+
+def test_the_window_forgets() -> None:
+    balancer, cfg = make_balancer(eplb_interval=0)
+    assert balancer.stats().balancedness == 1.0
+    drive(balancer, cfg, balance.READ_STEPS * (balance.WINDOW_READS + 3))
+    expected = balance.WINDOW_READS * read_out(cfg)[: 4 * 16].reshape(4, 16)
+    np.testing.assert_array_equal(balancer.load, expected)

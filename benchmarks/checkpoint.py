@@ -5,6 +5,9 @@
 Makes a DeepSeek-V3-shaped bfloat16 checkpoint of about the given size, its FP8 twin and their pre-stacked forms, then
 reads in turn, round after round: the files alone (threads with 4 MiB reads, into one buffer each through the page cache
 and with O_DIRECT, and into as much new memory as the files take), and the parameters by `load_params` from each form.
+For expert parallelism the experts go to slots of eight forced CPU devices, 8 more than there are experts: "spread"
+reads them there, "then spread" reads the model and copies experts in memory, "an eighth" is one of eight processes,
+which reads what one device holds.
 Before every run the page cache is dropped, by
 /proc/sys/vm/drop_caches where that is permitted and by POSIX_FADV_DONTNEED otherwise; the bytes that the kernel then
 fetched from storage are shown beside the bytes asked for. A ratio is taken within a round, and the median is shown.
@@ -51,7 +54,13 @@ CASES = {
     "hf fp8 keep": "fp8",
     "hf fp8 dequantize": "fp8",
     "stacked fp8 keep": "fp8-stacked",
+    "hf fp8, then spread": "fp8",
+    "hf fp8 spread": "fp8",
+    "stacked fp8 spread": "fp8-stacked",
+    "hf fp8 an eighth": "fp8",
+    "stacked fp8 an eighth": "fp8-stacked",
 }
+DEVICES = 8
 
 
 def main() -> int:
@@ -81,12 +90,12 @@ def make(root: Path, size_gb: float) -> None:
     from dsv3.model.params import Fp8Weight, declare
 
     sizes: dict[str, Any] = {
-        "vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 16,
         "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536,
         "intermediate_size": 8192, "moe_intermediate_size": 1408, "num_experts_per_tok": 2, "n_routed_experts": 4,
     }  # fmt: skip
-    expert = 3 * sizes["hidden_size"] * sizes["moe_intermediate_size"] * 7 * 2
-    sizes["n_routed_experts"] = max(4, round((size_gb * 1e9 - 0.6e9) / expert))
+    expert = 3 * sizes["hidden_size"] * sizes["moe_intermediate_size"] * 2 * 2
+    sizes["n_routed_experts"] = max(4, round((size_gb * 1e9 - 0.5e9) / expert))
     block = np.random.default_rng(0).normal(size=1 << 20).astype(ml_dtypes.bfloat16)
     fp8_block = block.astype(ml_dtypes.float8_e4m3fn)
 
@@ -123,21 +132,23 @@ def files(directory: Path) -> list[Path]:
 def in_fresh_process(case: str, directory: Path) -> dict[str, float]:
     """Result of one case, measured by a process of its own."""
     command = [sys.executable, "-m", "benchmarks.checkpoint", f"--case={case}", f"--directory={directory}"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout)
 
 
 def run_case(case: str, directory: Path) -> dict[str, float]:
-    """Seconds, bytes in the files, bytes fetched from storage, and peak of resident memory above the start."""
+    """Seconds, bytes asked of the kernel and fetched from storage, processor seconds, peak memory above the start."""
     work = loader(case)
-    total = sum(path.stat().st_size for path in files(directory))
-    fetched, resident = fetched_bytes(), memory("VmRSS")
+    asked, fetched, resident = io("rchar"), io("read_bytes"), memory("VmRSS")
     start, cpu = time.perf_counter(), time.process_time()
     keep = work(directory)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    result = {"seconds": seconds, "cpu": cpu, "bytes": total, "fetched": fetched_bytes() - fetched}
+    result = {"seconds": seconds, "cpu": cpu, "bytes": io("rchar") - asked, "fetched": io("read_bytes") - fetched}
+    if case == "safetensors package":
+        result["bytes"] = sum(path.stat().st_size for path in files(directory))  # it maps files into memory
     result["peak"] = memory("VmHWM") - resident
     del keep
     return result
@@ -155,8 +166,35 @@ def loader(case: str) -> Callable[[Path], Any]:
     jax.block_until_ready(jax.device_put(np.zeros(8)))
     if case == "safetensors package":
         return read_with_package
+    if case.endswith(("spread", "eighth")):
+        return lambda d: read_experts(d, case)
     fp8: Any = "dequantize" if case.endswith("dequantize") else "keep"
     return lambda d: load_params(d, load_config(d), dtype="bfloat16", fp8=fp8, progress=False, threads=THREADS)
+
+
+def read_experts(directory: Path, case: str) -> Any:
+    """The parameters with their experts in slots, on all devices or on one that holds an eighth of the slots."""
+    import jax
+
+    from dsv3.checkpoint import load_params
+    from dsv3.engine.expert_map import first_expert_map
+    from dsv3.engine.parallel import expert_parallel_functions, spread_experts
+    from dsv3.engine.weights import Reading, load_spread
+    from dsv3.hf_config import load_config
+    from sharding.rules import rank_mesh, shardings
+
+    cfg, mesh = load_config(directory), rank_mesh(jax.devices())
+    redundant = DEVICES + -cfg.n_routed_experts % DEVICES
+    specs = expert_parallel_functions(cfg, mesh, redundant).param_specs
+    if case.endswith("eighth"):
+        phy2log = first_expert_map(cfg, mesh, redundant).phy2log
+        mine = phy2log[:, : phy2log.shape[1] // DEVICES]
+        return load_params(directory, cfg, dtype="bfloat16", phy2log=mine, progress=False, threads=THREADS)
+    if case.endswith("then spread"):
+        params = load_params(directory, cfg, dtype="bfloat16", progress=False, threads=THREADS)
+        served = spread_experts(params, cfg, mesh, redundant)
+        return jax.block_until_ready(jax.device_put(served, shardings(specs, mesh)))
+    return load_spread(directory, cfg, specs, mesh, redundant, Reading("bfloat16", "keep", progress=False))
 
 
 def read_raw(directory: Path, *, direct: bool, into_one: bool) -> Any:
@@ -200,9 +238,9 @@ def read_with_package(directory: Path) -> Any:
     return stacks
 
 
-def fetched_bytes() -> int:
-    """Bytes this process made the kernel fetch from storage."""
-    return int(Path("/proc/self/io").read_text().split("\nread_bytes:")[1].split()[0])
+def io(field: str) -> int:
+    """Bytes this process asked for ("rchar"), or made the kernel fetch from storage ("read_bytes")."""
+    return int(Path("/proc/self/io").read_text().split(f"{field}:")[1].split()[0])
 
 
 def memory(field: str) -> int:

@@ -259,8 +259,12 @@ def _add(engine: EngineLike, requests: list[EngineRequest]) -> frames.Rejected |
 
 
 def _numbers(stats: Any) -> dict[str, float]:
+    """The numbers among the fields; those of a field that is itself a record as `field_name`."""
     fields = msgspec.to_builtins(stats)
-    return {name: value for name, value in fields.items() if isinstance(value, int | float)}
+    inner = {
+        f"{name}_{key}": v for name, value in fields.items() if isinstance(value, dict) for key, v in value.items()
+    }
+    return {name: value for name, value in (fields | inner).items() if isinstance(value, int | float)}
 
 
 def _report(error: Exception) -> None:

@@ -24,6 +24,19 @@ _COUNTERS = {
     "steps": ("dsv3:engine_steps", "Steps the engine has run."),
     "host_time_sum": ("dsv3:engine_host_seconds", "The host's time in steps, its waits for the device left out."),
 }
+# The same for experts spread over devices, which not every server has.
+_EXPERT_GAUGES = {
+    "experts_balancedness": ("dsv3:expert_balancedness", "Mean over maximum of the devices' expert load; 1 is even."),
+    "experts_balancedness_min": ("dsv3:expert_balancedness_min", "The same of the most uneven layer."),
+}
+_EXPERT_COUNTERS = {
+    "experts_rebalances": ("dsv3:expert_rebalances", "Times that experts were moved to even the load."),
+    "experts_moved": ("dsv3:experts_moved", "Slots that got another expert."),
+    "experts_checksum_failures": ("dsv3:expert_checksum_failures", "Layers not moved: they were damaged on the way."),
+    "experts_extra_rounds": ("dsv3:dispatch_extra_rounds", "Rounds of dispatch beyond the first, of all layers."),
+    "experts_in_node_bytes": ("dsv3:dispatch_in_node_bytes", "Sent within nodes by dispatch and combine."),
+    "experts_cross_node_bytes": ("dsv3:dispatch_cross_node_bytes", "Sent between nodes by dispatch and combine."),
+}
 _HISTOGRAMS = {
     "ttft": ("vllm:time_to_first_token_seconds", "From the request's arrival to its first token."),
     "itl": ("vllm:inter_token_latency_seconds", "Between two outputs of one sequence, per token."),
@@ -39,9 +52,10 @@ class Metrics:
         disable_created_metrics()  # a second series for each, which nobody reads
         self.registry = CollectorRegistry()
         self._label = {"model_name": model_name}
-        self._gauges = {key: self._make(Gauge, *spec) for key, spec in _GAUGES.items()}
-        self._counters = {key: self._make(Counter, *spec) for key, spec in _COUNTERS.items()}
-        self._seen = dict.fromkeys(_COUNTERS, 0.0)
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._seen: dict[str, float] = {}
+        self._add(_GAUGES, _COUNTERS)
         self._times = {key: self._make(Histogram, *spec, buckets=_SECONDS) for key, spec in _HISTOGRAMS.items()}
         self.prompt_tokens = self._make(Counter, "vllm:prompt_tokens", "Prompt tokens of requests that were taken.")
         self.generation_tokens = self._make(Counter, "vllm:generation_tokens", "Tokens sampled for clients.")
@@ -52,6 +66,8 @@ class Metrics:
 
     def update(self, stats: Mapping[str, float]) -> None:
         """Takes the engine's numbers; those without a metric are ignored."""
+        if "experts_balancedness" in stats and "experts_balancedness" not in self._gauges:
+            self._add(_EXPERT_GAUGES, _EXPERT_COUNTERS)
         for key, gauge in self._gauges.items():
             if key in stats:
                 gauge.set(stats[key])
@@ -60,6 +76,11 @@ class Metrics:
             if new > self._seen[key]:
                 counter.inc(new - self._seen[key])
                 self._seen[key] = new
+
+    def _add(self, gauges: Mapping[str, tuple[str, str]], counters: Mapping[str, tuple[str, str]]) -> None:
+        self._gauges |= {key: self._make(Gauge, *spec) for key, spec in gauges.items()}
+        self._counters |= {key: self._make(Counter, *spec) for key, spec in counters.items()}
+        self._seen |= dict.fromkeys(counters, 0.0)
 
     def observe(self, what: str, seconds: float) -> None:
         """Adds a latency; `what` is "ttft", "itl", "e2e" or "queue"."""

@@ -20,9 +20,10 @@ import numpy as np
 from dsv3.engine.commands import BalanceCommand, MoveCommand
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.stats import ExpertStats
-from dsv3.engine.step_bodies import SpreadExperts, split_load
+from dsv3.engine.step_bodies import SpreadExperts, StepFunctions, split_load
 from sharding.eplb import ExpertMap, balancedness, keep_in_place, map_of, rebalance_experts, sources
 from sharding.placement import Placement, expert_map_of, placement_of
+from sharding.transport import StepTraffic, Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +59,32 @@ def judge(
     return Judgement(even, moves)
 
 
-def balancer_of(experts: SpreadExperts, params: Any, cfg: EngineConfig) -> "Balancer":
-    """A balancer of the experts in `params`, as they stand there."""
+class Sent:
+    """What dispatch and combine have sent, from what the devices count and `StepFunctions.traffic`."""
+
+    def __init__(self, traffic: Sequence[StepTraffic]) -> None:
+        self._traffic = traffic
+        self.total, self.extra_rounds = Traffic(), 0
+
+    def add(self, programs: np.ndarray) -> None:
+        """Takes over rounds of each hop and steps, by forward program `[P, MAX_HOPS + 1]`."""
+        for step, (*rounds, steps) in zip(self._traffic, programs.tolist(), strict=True):
+            further = [taken - steps * first for taken, first in zip(rounds, step.first_rounds, strict=True)]
+            self.total += step.first * steps + step.extra[0] * further[0] + step.extra[1] * further[1]
+            self.extra_rounds += sum(further)
+
+
+def balancer_of(functions: StepFunctions, params: Any, cfg: EngineConfig) -> "Balancer | None":
+    """A balancer of the experts in `params`, as they stand there; None where the functions do not spread any."""
+    experts = functions.experts
+    if experts is None:
+        return None
+    assert functions.traffic is not None
     stacks, placement = experts.take(params)
     layer_bytes = sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers
+    traffic = [functions.traffic(size, kind == "prefill") for kind, size in cfg.forward_programs]
     placed = Placement(*map(np.asarray, placement))
-    return Balancer(experts, placed, layer_bytes // experts.machine.ranks, cfg)
+    return Balancer(experts, placed, layer_bytes // experts.machine.ranks, Sent(traffic), cfg)
 
 
 class Balancer:
@@ -73,11 +94,14 @@ class Balancer:
       experts: what the engine knows of the experts.
       placement: where they stand, as numpy arrays.
       layer_bytes: of a layer's experts on one device.
+      sent: counts what one device sends.
       cfg: the engine's limits.
     """
 
-    def __init__(self, experts: SpreadExperts, placement: Placement, layer_bytes: int, cfg: EngineConfig) -> None:
-        self._experts, self._num_ranks = experts, cfg.num_ranks
+    def __init__(
+        self, experts: SpreadExperts, placement: Placement, layer_bytes: int, sent: Sent, cfg: EngineConfig
+    ) -> None:
+        self._experts, self._num_ranks, self._sent = experts, cfg.num_ranks, sent
         self._map = expert_map_of(placement, experts.num_slots)
         self._max_copies = placement.slots.shape[2]
         self._interval, self._threshold = cfg.eplb_interval, cfg.eplb_threshold
@@ -91,6 +115,7 @@ class Balancer:
         self._steps = self._decided = 0
         self._even = np.ones(experts.num_layers)
         self._rebalances = self._moved = self._failures = 0
+        self._stats = self._summed_up()
 
     @property
     def load(self) -> np.ndarray:
@@ -125,23 +150,32 @@ class Balancer:
         if command.moves and not self._moving:
             self._rebalances += 1
             _log.info("experts rebalanced: %d moved so far", self._moved)
+        self._stats = self._summed_up()
 
     def stats(self) -> ExpertStats:
         """A snapshot; any thread may ask."""
+        return self._stats
+
+    @property
+    def _moving(self) -> bool:
+        return bool(self._moves or self._under_way)
+
+    def _summed_up(self) -> ExpertStats:
+        sent = self._sent.total * self._experts.machine.ranks
         return ExpertStats(
             balancedness=float(self._even.mean()),
             balancedness_min=float(self._even.min()),
             rebalances=self._rebalances,
             moved=self._moved,
             checksum_failures=self._failures,
+            extra_rounds=self._sent.extra_rounds,
+            in_node_bytes=sent.device_bytes - sent.node_bytes,
+            cross_node_bytes=sent.node_bytes,
         )
 
-    @property
-    def _moving(self) -> bool:
-        return bool(self._moves or self._under_way)
-
     def _note_load(self, load: np.ndarray) -> None:
-        pairs, _ = split_load(load, self._experts, self._num_ranks)
+        pairs, programs = split_load(load, self._experts, self._num_ranks)
+        self._sent.add(programs)
         self._window.append(pairs)
         if self._judging is None:
             due = self._interval and self._steps - self._decided >= self._interval and not self._moving
@@ -159,6 +193,7 @@ class Balancer:
             return
         judgement = future.result()
         self._even = judgement.balancedness
+        self._stats = self._summed_up()
         self._moves.extend(judgement.moves)
 
     def _note_move(self, move: MoveCommand, intact: bool) -> None:

@@ -56,7 +56,7 @@ class Engine:
         self.cfg, self.model_cfg = cfg, model_cfg
         self.failure: BaseException | None = None
         self._runner = Runner(functions, params, model_cfg, cfg, devices or jax.devices()[: cfg.num_ranks], link)
-        self._balancer = None if functions.experts is None else balancer_of(functions.experts, params, cfg)
+        self._balancer = balancer_of(functions, params, cfg)
         self._scheduler = Scheduler(cfg, model_cfg.vocab_size)
         self._commands: deque[Sequence | str] = deque()  # a new request, or the id of one to abort
         self._handed_in: set[str] = set()  # ids among the commands; the scheduler knows the others

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dsv3.engine import balance
-from dsv3.engine.balance import Balancer
+from dsv3.engine.balance import Balancer, Sent
 from dsv3.engine.commands import BalanceCommand
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
@@ -21,7 +21,7 @@ from sharding import rebalance
 from sharding.eplb import balancedness, rebalance_experts
 from sharding.placement import placement_of
 from sharding.rules import rank_mesh
-from sharding.transport import Machine
+from sharding.transport import MAX_HOPS, Machine, StepTraffic, Traffic
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, request, take
 from tests.dsv3.model.golden import DIRECTORY, model
@@ -139,6 +139,7 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
     served.serve(engine)
     stats = engine.stats().experts
     assert 0 < stats.balancedness_min <= stats.balancedness < 0.95 and stats.rebalances == 0
+    assert stats.in_node_bytes > 0 and stats.cross_node_bytes > 0 and stats.extra_rounds >= 0
     prompts_and_answers = sum(len(p) + LENGTH - 1 for p in served.prompts)
     per_layer = engine._balancer.load.sum(axis=1)
     assert (per_layer <= prompts_and_answers * served.cfg.num_experts_per_tok).all()
@@ -158,13 +159,16 @@ EXPERTS = SpreadExperts(4, 16, 24, 1, Machine(1, 8), lambda params: params, lamb
 def make_balancer(**changes) -> tuple[Balancer, EngineConfig]:
     cfg = EngineConfig(64, 1, max_num_seqs=1, num_ranks=8, **(dict(eplb_interval=3, eplb_threshold=1.0) | changes))
     first = rebalance_experts(np.ones((4, 16)), 24, 1, 1, 8)
-    return Balancer(EXPERTS, placement_of(first, 9), balance.MOVE_BYTES // 3, cfg), cfg
+    traffic = StepTraffic(Traffic(100, 40, 1), (4, 0), (Traffic(10, 4, 1), Traffic()))
+    sent = Sent([traffic] * len(cfg.forward_programs))
+    return Balancer(EXPERTS, placement_of(first, 9), balance.MOVE_BYTES // 3, sent, cfg), cfg
 
 
 def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
     """What the devices would give for a load that only `seed` decides."""
     total = np.zeros(load_size(EXPERTS, cfg), np.int32)
     total[: 4 * 16] = (100 * np.random.default_rng(seed).lognormal(sigma=1.5, size=64)).astype(np.int32)
+    total[-(MAX_HOPS + 1) :] = 8 * np.array([5 * 4 + 2, 0, 5])  # five steps of the last program, two rounds too many
     return total
 
 
@@ -189,6 +193,15 @@ def test_layers_move_a_few_at_a_time_each_in_one_command() -> None:
     assert moves == [[0, 1, 2], [3]]
     assert balancer.stats().rebalances == 1
     assert balancer.stats().balancedness > 0.8
+
+
+def test_bytes_follow_from_steps_and_rounds() -> None:
+    balancer, cfg = make_balancer(eplb_interval=0)
+    drive(balancer, cfg, balance.READ_STEPS + 1)
+    stats = balancer.stats()
+    assert stats.extra_rounds == 2
+    assert stats.cross_node_bytes == 8 * (5 * 40 + 2 * 4)
+    assert stats.in_node_bytes == 8 * (5 * 60 + 2 * 6)
 
 
 def test_an_even_load_moves_nothing() -> None:

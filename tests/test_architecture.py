@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 MAY_IMPORT = {
-    "configs": {"dsv3.config", "dsv3.training.config"},
+    "configs": {"dsv3.config", "dsv3.plan.deployment", "dsv3.training.config"},
     "pallas_kernels": set(),
     "sharding": {"pallas_kernels"},
     "dsv3": {"sharding", "pallas_kernels"},

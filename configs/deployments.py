@@ -1,0 +1,47 @@
+"""Devices and deployments by name: the two that DeepSeek published, and single nodes.
+
+Peak rates are data sheets'. Link rates are what DeepEP's authors give as limits of an H800 (160 GB/s NVLink one way,
+50 GB/s a NIC, one NIC a GPU); an H200's NVLink is taken as wider by the ratio of the data sheets (900 to 400 GB/s).
+"""
+
+from dsv3.plan.deployment import Deployment, Device
+
+H800 = Device(
+    name="H800",
+    memory_bytes=80_000_000_000,
+    hbm_bytes_per_second=3.35e12,
+    fp8_flops=1979e12,
+    bf16_flops=989e12,
+    node_link=160e9,
+    cross_link=50e9,
+)
+H200 = Device(
+    name="H200",
+    memory_bytes=141_000_000_000,
+    hbm_bytes_per_second=4.8e12,
+    fp8_flops=1979e12,
+    bf16_flops=989e12,
+    node_link=360e9,
+    cross_link=50e9,
+)
+DEVICES = {device.name: device for device in (H800, H200)}
+
+PREFILL_EP32 = Deployment(
+    name="prefill_ep32", device=H800, nodes=4, redundant_experts=32, prefill_tokens=16384, context_length=4096
+)
+"""DeepSeek's prefill unit: 32 GPUs, 9 routed experts each; 16K tokens a GPU in prompts of 4K (its profile data)."""
+
+DECODE_EP144 = Deployment(
+    name="decode_ep144", device=H800, nodes=18, redundant_experts=32, decode_requests=128, context_length=4989
+)
+"""DeepSeek's decode unit: 144 GPUs, 2 routed experts each; 4,989 tokens a request is its fleet's published mean."""
+
+NODE_8XH200 = Deployment(
+    name="node_8xh200", device=H200, nodes=1, prefill_tokens=4096, decode_requests=48, context_length=4989
+)
+"""One node that does both, 32 routed experts a GPU."""
+
+NODE_8XH800 = Deployment(name="node_8xh800", device=H800, nodes=1, decode_requests=128, context_length=4989)
+"""One node of 80 GB GPUs, which cannot hold the 671B model."""
+
+DEPLOYMENTS = {d.name: d for d in (PREFILL_EP32, DECODE_EP144, NODE_8XH200, NODE_8XH800)}

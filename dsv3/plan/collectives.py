@@ -1,0 +1,223 @@
+"""What a compiled program sends: every collective with its bytes, how often it runs, and what hides it.
+
+Counted from the text of the scheduled program. Bytes are those that leave one device in one step: an all-to-all over g
+devices keeps 1/g of its buffer, rings send (g-1)/g of what they gather or scatter (twice for an all-reduce). They are
+the padded buffers that the program really sends, not only the rows that are filled. Loops without a trip count that
+the compiler knows are further rounds of an exchange, of which there are nearly always none: they are marked, and do not
+count.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from dsv3.plan import hlo
+
+_KINDS = ("ragged-all-to-all", "all-to-all", "all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+_ROLES = {"dispatch": "dispatch", "combine": "combine", "jit(make_plan)": "rounds"}
+LABELS = ("project", "router", "shared_expert", "experts", "dispatch", "combine", "head", "mlp", "attention")
+"""Names of `jax.named_scope` that tell the stages of a layer apart; the innermost one counts."""
+_ELEMENTWISE_KERNELS = ("quantize", "mla_write")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program, seen from one device.
+
+    `role` is what `role_of` says. `node_bytes` and `cross_bytes` go to other devices of the node and to other nodes,
+    each time; `times` counts runs in a step. `started` and `done` are places in the schedule of `computation` (equal
+    where it is synchronous). `between` are the stages whose matrix products stand between the two: nothing else hides
+    it. `is_further_round`: see above.
+    """
+
+    name: str
+    kind: str
+    role: str
+    micro_batch: int | None
+    shape: str
+    group_size: int
+    node_bytes: int
+    cross_bytes: int
+    times: int
+    is_further_round: bool
+    computation: str
+    started: int
+    done: int
+    between: tuple[str, ...]
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether matrix work stands between start and done."""
+        return bool(self.between)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that leave the device in a step."""
+        return 0 if self.is_further_round else self.times * (self.node_bytes + self.cross_bytes)
+
+
+def collectives(module: hlo.Module, devices_per_node: int) -> tuple[Collective, ...]:
+    """Every collective of a program, in the order it runs; devices are numbered node after node."""
+    return tuple(_walk(module, module[module.entry], 1, False, devices_per_node))
+
+
+def _walk(
+    module: hlo.Module, computation: hlo.Computation, times: int, further: bool, per_node: int
+) -> Iterator[Collective]:
+    for place, instruction in enumerate(computation.instructions):
+        if (core := core_of(module, instruction)) is not None:
+            yield _collective(module, computation, place, core, times, further, per_node)
+        elif instruction.opcode in ("while", "call", "conditional", "fusion", "async-start"):
+            inner_further = further or (instruction.opcode == "while" and instruction.trips is None)
+            for name in instruction.called:
+                inner = module[name]
+                yield from _walk(module, inner, times * (instruction.trips or 1), inner_further, per_node)
+
+
+def core_of(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction | None:
+    """The collective that an instruction is or starts, bare or wrapped in a fusion; None for any other one."""
+    if instruction.opcode.removesuffix("-start") in _KINDS:
+        return instruction
+    if instruction.opcode not in ("fusion-start", "async-start", "fusion"):
+        return None
+    inner = (i for name in instruction.called for i in module[name].instructions)
+    return next((i for i in inner if i.opcode in _KINDS), None)
+
+
+def _collective(
+    module: hlo.Module,
+    computation: hlo.Computation,
+    place: int,
+    core: hlo.Instruction,
+    times: int,
+    further: bool,
+    per_node: int,
+) -> Collective:
+    instruction = computation.instructions[place]
+    kind = core.opcode.removesuffix("-start")
+    group = first_group(core, module.num_partitions)
+    sent = _sent_bytes(kind, _operand_bytes(module, computation, instruction, core), len(group))
+    others = len(group) - 1
+    outside = sum(device // per_node != group[0] // per_node for device in group)
+    cross = round(sent * outside / others) if others else 0
+    done = done_of(computation, place)
+    return Collective(
+        name=instruction.name,
+        kind=kind,
+        role=role_of(instruction),
+        micro_batch=instruction.micro_batch,
+        shape=core.shape if core.opcode in _KINDS else _result(core.shape),
+        group_size=len(group),
+        node_bytes=sent - cross,
+        cross_bytes=cross,
+        times=times,
+        is_further_round=further,
+        computation=computation.name,
+        started=place,
+        done=done,
+        between=_between(module, computation, place, done),
+    )
+
+
+def _operand_bytes(
+    module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction, core: hlo.Instruction
+) -> int:
+    home = (
+        computation
+        if core is instruction
+        else next(module[name] for name in instruction.called if core in module[name].instructions)
+    )
+    return sum(hlo.shape_bytes(home.by_name[name].shape) for name in core.operands)
+
+
+def _sent_bytes(kind: str, operand: int, group: int) -> int:
+    if kind == "all-gather":
+        return operand * (group - 1)
+    if kind == "collective-permute":
+        return operand
+    return (2 if kind == "all-reduce" else 1) * operand * (group - 1) // group
+
+
+def done_of(computation: hlo.Computation, place: int) -> int:
+    """Place of the instruction that waits for the one at `place`; itself where it is synchronous."""
+    instruction = computation.instructions[place]
+    if not instruction.opcode.endswith("-start"):
+        return place
+    wanted = instruction.opcode.removesuffix("-start") + "-done"
+    rest = enumerate(computation.instructions[place + 1 :], place + 1)
+    found = (n for n, i in rest if i.opcode == wanted and instruction.name in i.operands)
+    if (done := next(found, None)) is None:
+        raise hlo.HloError(f"{instruction.name} is never waited for")
+    return done
+
+
+def _between(module: hlo.Module, computation: hlo.Computation, started: int, done: int) -> tuple[str, ...]:
+    inside = computation.instructions[started + 1 : done]
+    return tuple(dict.fromkeys(label_of(i) or "other" for i in inside if is_matrix_work(module, i)))
+
+
+def is_matrix_work(module: hlo.Module, instruction: hlo.Instruction) -> bool:
+    """Whether an instruction is a matrix product or an attention kernel, or a loop that runs one."""
+    if instruction.opcode == "custom-call":
+        is_kernel = any(target in instruction.attributes for target in ('"mosaic_gpu', '"__cublas', '"__triton'))
+        return is_kernel and not any(word in instruction.op_name for word in _ELEMENTWISE_KERNELS)
+    if instruction.opcode == "fusion":
+        return any(i.opcode == "dot" for name in instruction.called for i in module[name].instructions)
+    if instruction.opcode == "while" and instruction.trips is not None:
+        return any(is_matrix_work(module, i) for name in instruction.called for i in module[name].instructions)
+    return instruction.opcode in ("dot", "convolution")
+
+
+def role_of(instruction: hlo.Instruction) -> str:
+    """What a collective is for: dispatch, combine, agreement on their rounds, or the stage whose sum it completes."""
+    roles = (_ROLES[scope] for scope in reversed(instruction.scopes) if scope in _ROLES)
+    return next(roles, label_of(instruction) or "other")
+
+
+def label_of(instruction: hlo.Instruction) -> str | None:
+    """The stage of a layer that an instruction belongs to: the innermost of `LABELS` around it."""
+    return next((scope for scope in reversed(instruction.scopes) if scope in LABELS), None)
+
+
+def first_group(instruction: hlo.Instruction, num_partitions: int) -> tuple[int, ...]:
+    """Devices of the group that device 0 is in."""
+    text = instruction.attributes
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
+        return _mesh_group(match[1], match[2])
+    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
+        return tuple(map(int, match[1].split(",")))
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        return _iota_group(int(match[2]), match[3], match[4])
+    if match := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
+        return (int(match[1]), int(match[2]))
+    if "replica_groups={}" in text:
+        return tuple(range(num_partitions))
+    raise hlo.HloError(f"{instruction.name}: unknown form of replica groups: {text[:200]!r}")
+
+
+def _mesh_group(mesh: str, axes: str) -> tuple[int, ...]:
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    chosen = re.findall(r"'(\w+)'", axes)
+    strides = dict(zip(sizes, _strides(list(sizes.values())), strict=True))
+    steps = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in chosen]
+    return tuple(sorted(sum(places) for places in itertools.product(*steps)))
+
+
+def _iota_group(size: int, dims: str, order: str | None) -> tuple[int, ...]:
+    shape = [int(n) for n in dims.split(",")]
+    axes = [int(n) for n in order.split(",")] if order else list(range(len(shape)))
+    strides = _strides(shape)
+    steps = [range(0, shape[axis] * strides[axis], strides[axis]) for axis in axes]
+    return tuple(itertools.islice((sum(places) for places in itertools.product(*steps)), size))
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def _result(shape: str) -> str:
+    """The result's part of the shape of a start, `((operands), results, ...)`."""
+    arrays = re.findall(r"[a-z]\w*\[[\d,]*\]", shape)
+    return arrays[-1] if arrays else shape

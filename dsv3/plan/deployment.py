@@ -1,0 +1,166 @@
+"""What a deployment is: devices, how many of them, and the batches they shall run.
+
+`configs.deployments` names the published ones; `read_deployment` reads a person's own from a JSON or TOML file.
+"""
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class DeploymentError(ValueError):
+    """A deployment that cannot be, or a file that does not describe one; the text names the field."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One GPU: memory in bytes, peak rates a second, and one-way link rates in bytes a second that DeepEP-like
+    transfers reach: `node_link` to each other GPU of its node together, `cross_link` to other nodes.
+
+    Only GPUs of compute capability 9.0 can be planned for; they have 132 multiprocessors.
+    """
+
+    name: str
+    memory_bytes: int
+    hbm_bytes_per_second: float
+    fp8_flops: float
+    bf16_flops: float
+    node_link: float
+    cross_link: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "memory_bytes", "hbm_bytes_per_second", "fp8_flops", "bf16_flops")
+        _check_positive(self, "node_link", "cross_link")
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployment:
+    """One instance: `nodes` of `gpus_per_node` devices, and what each data-parallel rank runs.
+
+    `prefill_tokens` are the prompt tokens a rank in a prefill step, `decode_requests` the requests a rank in a decode
+    step: at least one of the two, both for an instance that does both. `context_length` is the mean number of tokens a
+    request has in the cache (of a prompt, in prefill); `prefix_hit_rate` the share of prompt tokens found there.
+    `max_model_len` None: what the model was made for. `expert_parallel` spreads the routed experts over all devices,
+    with `redundant_experts` copies more than there are experts. `memory_utilization` is the share of a device's memory
+    that weights, cache and working memory may take; the rest is for CUDA, NCCL's buffers and fragmentation.
+
+    Raises DeploymentError for values that contradict each other.
+    """
+
+    name: str
+    device: Device
+    nodes: int
+    gpus_per_node: int = 8
+    prefill_tokens: int = 0
+    decode_requests: int = 0
+    context_length: int = 4096
+    prefix_hit_rate: float = 0.0
+    max_model_len: int | None = None
+    expert_parallel: bool = True
+    redundant_experts: int = 0
+    tensor_parallel: int = 1
+    memory_utilization: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "nodes", "gpus_per_node", "context_length", "tensor_parallel")
+        if self.prefill_tokens < 0 or self.decode_requests < 0 or not (self.prefill_tokens or self.decode_requests):
+            raise DeploymentError(
+                f"{self.name}: prefill_tokens {self.prefill_tokens} and decode_requests {self.decode_requests}: "
+                "at least one must be above 0, and none below"
+            )
+        if not 0 < self.memory_utilization <= 1 or not 0 <= self.prefix_hit_rate < 1:
+            raise DeploymentError(
+                f"{self.name}: memory_utilization {self.memory_utilization} must be above 0 and at most 1, "
+                f"prefix_hit_rate {self.prefix_hit_rate} at least 0 and below 1"
+            )
+        if self.redundant_experts < 0 or (self.redundant_experts and not self.expert_parallel):
+            raise DeploymentError(
+                f"{self.name}: redundant_experts {self.redundant_experts} must be at least 0, and needs expert_parallel"
+            )
+        if self.gpus_per_node % self.tensor_parallel or (self.tensor_parallel > 1 and not self.expert_parallel):
+            raise DeploymentError(
+                f"{self.name}: tensor_parallel {self.tensor_parallel} must divide gpus_per_node {self.gpus_per_node}, "
+                "and needs expert_parallel"
+            )
+
+    @property
+    def devices(self) -> int:
+        """Devices of the instance."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks: groups of `tensor_parallel` devices."""
+        return self.devices // self.tensor_parallel
+
+    @property
+    def memory_budget(self) -> int:
+        """Bytes of a device that the instance may take."""
+        return int(self.device.memory_bytes * self.memory_utilization)
+
+
+def read_deployment(path: Path, devices: Mapping[str, Device]) -> Deployment:
+    """The deployment in a JSON or TOML file (by suffix) with the fields of `Deployment`.
+
+    `device` is a name from `devices`, or an object with the fields of `Device`. Raises DeploymentError naming file and
+    field.
+    """
+    try:
+        values = _parse(path)
+        device = values.get("device")
+        if isinstance(device, str):
+            if device not in devices:
+                raise DeploymentError(f"device {device!r} is not one of {', '.join(devices)}")
+            values = values | {"device": devices[device]}
+        elif isinstance(device, dict):
+            values = values | {"device": _build(Device, device, "device.")}
+        return _build(Deployment, {"name": path.stem} | values, "")
+    except DeploymentError as error:
+        raise DeploymentError(f"{path}: {error}") from None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    readers = {".json": json.loads, ".toml": tomllib.loads}
+    if path.suffix not in readers:
+        raise DeploymentError("the name must end in .json or .toml")
+    try:
+        values = readers[path.suffix](path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise DeploymentError(f"cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise DeploymentError(f"holds a {type(values).__name__}, not an object")
+    return values
+
+
+def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from untyped values; every field must be known, present unless it has a default, and of its type."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := sorted(values.keys() - fields.keys()):
+        raise DeploymentError(f"{where}{unknown[0]} is not a field; fields are {', '.join(fields)}")
+    for name, field in fields.items():
+        if name not in values and field.default is dataclasses.MISSING:
+            raise DeploymentError(f"{where}{name} is missing")
+    return kind(**{name: _typed(fields[name].type, value, where + name) for name, value in values.items()})
+
+
+def _typed(wanted: Any, value: Any, name: str) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if wanted is float and is_number and math.isfinite(value):
+        return float(value)
+    if wanted == int | None and value is None:
+        return None
+    if wanted in (int, int | None) and is_number and value == int(value):
+        return int(value)
+    if wanted in (str, bool, Device) and isinstance(value, wanted):
+        return value
+    raise DeploymentError(f"{name} is {value!r}, but must be {getattr(wanted, '__name__', wanted)}")
+
+
+def _check_positive(record: Any, *names: str) -> None:
+    for name in names:
+        if not getattr(record, name) > 0:
+            raise DeploymentError(f"{record.name}: {name} {getattr(record, name)} must be above 0")

@@ -1,0 +1,168 @@
+"""Reads the text of a compiled, scheduled HLO module: computations, instructions in order, loops and their trips.
+
+Only what planning needs is understood. The form is that of `jax.stages.Compiled.as_text()`; XLA promises no stability,
+so what is not understood raises `HloError` instead of being skipped.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+ITEM_BITS = {"pred": 8, "token": 0}
+
+
+class HloError(ValueError):
+    """Text that this reader does not understand."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction: `shape` as text, names of its operands, what follows them, and jax's name stack."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    op_name: str
+
+    @functools.cached_property
+    def scopes(self) -> tuple[str, ...]:
+        """Parts of the name stack, outermost first."""
+        return tuple(self.op_name.split("/"))
+
+    @functools.cached_property
+    def micro_batch(self) -> int | None:
+        """Number in the scope `micro_batch_N` around the instruction."""
+        match = re.search(r"\bmicro_batch_(\d+)\b", self.op_name)
+        return int(match[1]) if match else None
+
+    @functools.cached_property
+    def called(self) -> tuple[str, ...]:
+        """Computations that this instruction runs (a loop's condition is not among them)."""
+        found = re.findall(r"\b(?:calls|body|to_apply)=%?([\w.-]+)", self.attributes)
+        branches = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
+        return (*found, *(re.findall(r"%?([\w.-]+)", branches[1]) if branches else ()))
+
+    @functools.cached_property
+    def trips(self) -> int | None:
+        """How often a loop's body runs, or None where only the data tell."""
+        match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
+        return int(match[1]) if match else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions in scheduled order."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """Computations by name, and the one that runs."""
+
+    computations: Mapping[str, Computation]
+    entry: str
+    num_partitions: int
+
+    def __getitem__(self, name: str) -> Computation:
+        return self.computations[name]
+
+
+def parse(text: str) -> Module:
+    """The module in `text`. Raises HloError where it is not scheduled or a line is in an unknown form."""
+    header, _, body = text.partition("\n")
+    if not header.startswith("HloModule") or "is_scheduled=true" not in header:
+        raise HloError(f"not a scheduled HLO module: {header[:100]!r}")
+    computations: dict[str, Computation] = {}
+    entry = ""
+    for is_entry, computation in _computations(body):
+        computations[computation.name] = computation
+        entry = computation.name if is_entry else entry
+    if not entry:
+        raise HloError("the module has no ENTRY computation")
+    partitions = re.search(r"num_partitions=(\d+)", header)
+    return Module(computations, entry, int(partitions[1]) if partitions else 1)
+
+
+def _computations(text: str) -> Iterator[tuple[bool, Computation]]:
+    name, is_entry, instructions = "", False, list[Instruction]()
+    for line in text.splitlines():
+        if line.startswith("}"):
+            yield is_entry, Computation(name, tuple(instructions))
+        elif (start := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line)) and not line.startswith(" "):
+            name, is_entry, instructions = start[2], bool(start[1]), []
+        elif line.startswith("  "):
+            instructions.append(_instruction(line))
+
+
+_NAME = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = ")
+
+
+def _instruction(line: str) -> Instruction:
+    start = _NAME.match(line)
+    if not start:
+        raise HloError(f"not an instruction: {line[:100]!r}")
+    shape_end = _end_of_shape(line, start.end())
+    open_at = line.index("(", shape_end)
+    close_at = _closing(line, open_at)
+    operands = re.findall(r"%([\w.-]+)", line[open_at:close_at])
+    rest = line[close_at + 1 :]
+    return Instruction(
+        name=start[1],
+        shape=line[start.end() : shape_end],
+        opcode=line[shape_end:open_at].strip(),
+        operands=tuple(operands),
+        attributes=rest.partition("backend_config=")[0] if _KERNEL in rest else rest,
+        op_name=_between(rest, 'op_name="', '"'),
+    )
+
+
+_KERNEL = 'custom_call_target="mosaic'  # whose backend_config is 100 kB of program
+
+
+def _between(text: str, before: str, after: str) -> str:
+    start = text.find(before)
+    return "" if start < 0 else text[start + len(before) :].partition(after)[0]
+
+
+def _end_of_shape(line: str, start: int) -> int:
+    return _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
+
+
+def _closing(line: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(line, start):
+        depth += 1 if match[0] == "(" else -1
+        if not depth:
+            return match.start()
+    raise HloError(f"unbalanced parentheses: {line[:100]!r}")
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array, or of all arrays of a tuple."""
+    return sum(_array_bytes(dtype, dims) for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape))
+
+
+def _array_bytes(dtype: str, dims: str) -> int:
+    items = math.prod(int(n) for n in dims.split(",") if n)
+    return -(-items * item_bits(dtype) // 8)
+
+
+def item_bits(dtype: str) -> int:
+    """Bits of one element: "bf16" has 16, "f8e4m3fn" 8."""
+    if dtype in ITEM_BITS:
+        return ITEM_BITS[dtype]
+    match = re.match(r"[a-z]+(\d+)", dtype)
+    if not match:
+        raise HloError(f"unknown element type {dtype!r}")
+    return int(match[1])

@@ -1,0 +1,103 @@
+"""Bytes a device: weights by group and cache are computed from shapes, working memory comes from the compiler."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from dsv3.cache.layout import token_bytes
+from dsv3.checkpoint.layout import leaf_path
+from dsv3.plan.programs import CACHE_DTYPE, Compiled, Planned, cache_tokens
+
+_GROUPS = {
+    "routed experts": ("moe.moe.gate_up", "moe.moe.down"),
+    "shared experts": ("moe.moe.shared",),
+    "dense layers": ("dense.mlp",),
+    "attention": ("dense.attention", "moe.attention"),
+    "embedding and head": ("embed", "head"),
+}
+_REST = "router, norms, expert map"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device.
+
+    Computed: `weights` by group, `token` bytes of cache, `state` of the decode slots and the adjust state (which exists
+    once a request asks for penalties). Measured by compiling, None before: `working`, the largest step's temporaries
+    and results.
+    """
+
+    weights: dict[str, int]
+    token: int
+    cache_tokens: int
+    state: int
+    working: int | None
+    budget: int
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the cache that the deployment's requests need."""
+        return self.token * self.cache_tokens
+
+    @property
+    def fixed(self) -> int:
+        """Everything but the cache."""
+        return sum(self.weights.values()) + self.state + (self.working or 0)
+
+    @property
+    def needed(self) -> int:
+        """Everything."""
+        return self.fixed + self.cache
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of cache that fit beside everything else, those of the deployment's requests included."""
+        return max(0, self.budget - self.fixed) // self.token
+
+    @property
+    def fits(self) -> bool:
+        """Whether the requests' cache and everything else stay within the budget."""
+        return self.needed <= self.budget
+
+
+def memory_of(planned: Planned, steps: Sequence[Compiled] = ()) -> Memory:
+    """What a device holds; `steps` are the compiled ones, of which one runs at a time."""
+    programs = planned.programs
+    return Memory(
+        weights=weight_groups(planned.params),
+        token=token_bytes(planned.model, CACHE_DTYPE),
+        cache_tokens=cache_tokens(planned.deployment),
+        state=local_bytes((programs.state, programs.adjust)),
+        working=max((step.temporaries + step.results for step in steps), default=None),
+        budget=planned.deployment.memory_budget,
+    )
+
+
+def weight_groups(params: Any) -> dict[str, int]:
+    """Bytes of parameters on one device, by group; the scales of FP8 weights belong to their group."""
+    groups = dict.fromkeys((*_GROUPS, _REST), 0)
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    for keys, leaf in flat:
+        path = leaf_path(keys).removeprefix("params.")
+        name = next((n for n, prefixes in _GROUPS.items() if path.startswith(prefixes)), _REST)
+        groups[name] += local_bytes(leaf)
+    return groups
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes that one device holds of a tree of `ShapeDtypeStruct`s with shardings."""
+    shapes = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * itemsize for shape, itemsize in shapes)
+
+
+def compiler_disagrees(planned: Planned, memory: Memory, step: Compiled) -> int:
+    """Bytes by which XLA's count of a step's arguments differs from the computed one (batch and padding: little).
+
+    The adjust state is no argument of a forward step.
+    """
+    pages = memory.cache
+    computed = sum(memory.weights.values()) + pages + local_bytes(planned.programs.state)
+    return step.arguments - computed

@@ -1,0 +1,52 @@
+"""A plan's timeline as a picture: one MoE layer, compute above the network, in the style of the published ones."""
+
+from pathlib import Path
+from typing import Any
+
+from dsv3.plan.plan import Plan, StepPlan
+from dsv3.plan.timeline import LANES, Block
+
+_COLOURS = ("#e9a23b", "#5b8fd1")  # of the micro-batches
+_NEITHER = "#c4c4c4"
+_NARROW = 0.035
+"""Share of the layer's time below which a bar gets no text."""
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Writes a PNG with one panel a step. Raises ModuleNotFoundError without matplotlib (the `plots` extra)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 2.5 * len(plan.steps) + 0.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(plan.steps), 1, squeeze=False)[:, 0]
+    for axes, step in zip(panels, plan.steps, strict=True):
+        _panel(axes, plan, step)
+    figure.savefig(path, dpi=100)
+
+
+def _panel(axes: Any, plan: Plan, step: StepPlan) -> None:
+    line, deployment = step.timeline, plan.deployment
+    for block in line.blocks:
+        _bar(axes, block, line.layer)
+    axes.set_yticks(range(len(LANES)), LANES)
+    axes.set_ylim(len(LANES) - 0.5, -0.5)
+    axes.set_xlim(0, line.layer * 1e6)
+    axes.set_xlabel("microseconds (estimated durations, compiled order)")
+    axes.set_title(
+        f"{plan.model_name}, {deployment.name}: one MoE layer of a {step.phase} step, {step.tokens:,} tokens a rank in "
+        f"{line.micro_batches} micro-batches, {deployment.devices} {deployment.device.name}",
+        fontsize=10,
+        loc="left",
+    )
+
+
+def _bar(axes: Any, block: Block, whole: float) -> None:
+    start, width = block.start * 1e6, (block.end - block.start) * 1e6
+    lane = LANES.index(block.lane)
+    colour = _NEITHER if block.micro_batch is None else _COLOURS[block.micro_batch % len(_COLOURS)]
+    axes.barh(lane, width, left=start, height=0.7, color=colour, edgecolor="white", linewidth=0.8)
+    if block.end - block.start > _NARROW * whole:
+        number = "" if block.micro_batch is None else f" {block.micro_batch}"
+        text = block.label.replace("_expert", "") + number
+        axes.text(start + width / 2, lane, text, ha="center", va="center", fontsize=8, clip_on=True)

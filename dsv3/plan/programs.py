@@ -1,0 +1,176 @@
+"""The engine's own programs for a deployment, compiled for GPUs that are not there: parameters are only shapes.
+
+Nothing is written a second time: step bodies, transports, overlap and buffers are those of `dsv3.engine`.
+"""
+
+import dataclasses
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dsv3.cache.layout import pages_for
+from dsv3.checkpoint.layout import scale_shape
+from dsv3.config import ModelConfig
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.expert_map import first_expert_map
+from dsv3.engine.parallel import SpreadParams, expert_parallel_functions
+from dsv3.engine.programs import Key, Programs
+from dsv3.engine.step_bodies import StepFunctions, model_functions
+from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
+from dsv3.model.tensor_parallel import arrange
+from dsv3.plan.deployment import Deployment, DeploymentError
+from pallas_kernels import aot
+from pallas_kernels.backend import Backend
+from sharding.placement import Placement
+from sharding.rules import rank_mesh
+
+CACHE_DTYPE = jnp.bfloat16
+_PREFILL_SLOTS = 64  # requests that a prefill instance holds at once
+Phase = Literal["prefill", "decode"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One compiled step: bytes a device as XLA's buffer assignment has them, and the text of the scheduled program.
+
+    `arguments` are weights, pages and state; `results` only those that are not donated arguments; `temporaries` live
+    within the step.
+    """
+
+    phase: Phase
+    tokens: int
+    seconds: float
+    arguments: int
+    results: int
+    temporaries: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A model laid out over a described machine: `params` are shapes with their shardings."""
+
+    model: ModelConfig
+    deployment: Deployment
+    engine: EngineConfig
+    mesh: Mesh
+    functions: StepFunctions
+    params: Any
+
+    @property
+    def programs(self) -> Programs:
+        """The engine's table of programs, of which none is compiled yet."""
+        return Programs(self.functions, self.model, self.engine, self.mesh, self.params, CACHE_DTYPE)
+
+
+def lay_out(model: ModelConfig, deployment: Deployment) -> Planned:
+    """Shapes and places of everything, with a page pool that just holds the requests of `deployment`.
+
+    MTP modules are left out: they are not served. Raises DeploymentError where the model does not divide over the
+    devices, `AotUnavailableError` without the CUDA plugin.
+    """
+    model = dataclasses.replace(model, num_nextn_predict_layers=0)
+    try:
+        devices = aot.gpu_devices(deployment.devices, per_host=deployment.gpus_per_node, target=_target(deployment))
+        mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)
+        if deployment.expert_parallel:
+            first_expert_map(model, mesh, deployment.redundant_experts)
+            functions = expert_parallel_functions(model, mesh, deployment.redundant_experts, Backend.MOSAIC)
+        else:
+            functions = model_functions(Backend.MOSAIC)
+        params = _placed(abstract_params(model, deployment), functions.param_specs, mesh)
+        return Planned(model, deployment, engine_config(model, deployment), mesh, functions, params)
+    except ValueError as error:
+        raise DeploymentError(f"{deployment.name}: {error}") from error
+
+
+def compile_step(planned: Planned, phase: Phase) -> Compiled:
+    """Compiles the largest bucket of a phase. Raises `AotUnavailableError` without ptxas."""
+    deployment = planned.deployment
+    tokens = deployment.prefill_tokens if phase == "prefill" else deployment.decode_requests
+    start = time.perf_counter()
+    with aot.explained():
+        program: Any = planned.programs.get(Key(phase, tokens))
+    memory = program.memory_analysis()
+    return Compiled(
+        phase=phase,
+        tokens=tokens,
+        seconds=time.perf_counter() - start,
+        arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        text=program.as_text(),
+    )
+
+
+def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
+    """The engine's limits: a pool for the tokens of `cache_tokens`, and as long a request as fits it."""
+    num_pages = pages_for(cache_tokens(deployment))
+    wanted = deployment.max_model_len or model.max_position_embeddings
+    return EngineConfig(
+        max_model_len=min(wanted, num_pages * 64),
+        num_pages=num_pages,
+        max_num_seqs=deployment.decode_requests or _PREFILL_SLOTS,
+        max_num_batched_tokens=deployment.prefill_tokens or 64,
+        num_ranks=deployment.ranks,
+        num_nodes=deployment.nodes,
+        cache_dtype=jnp.dtype(CACHE_DTYPE).name,
+    )
+
+
+def cache_tokens(deployment: Deployment) -> int:
+    """Tokens that a rank's cache must hold, in whole pages a request.
+
+    Decode: all requests at their mean length. Prefill: the prompts that one step works on, and what they found cached.
+    """
+    request = pages_for(deployment.context_length) * 64
+    fresh = max(1.0, deployment.context_length * (1 - deployment.prefix_hit_rate))
+    prompts = -(-deployment.prefill_tokens // int(fresh))
+    return max(deployment.decode_requests, prompts) * request
+
+
+def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
+    """Shapes of the parameters as the step functions take them: FP8 where the checkpoint is, else bfloat16."""
+    slots = deployment.redundant_experts
+
+    def leaf(spec: ParamSpec) -> Any:
+        shape = tuple(n + slots * (axis == "experts") for n, axis in zip(spec.shape, spec.axes, strict=True))
+        if spec.quantizable and model.fp8 is not None:
+            scale = jax.ShapeDtypeStruct(scale_shape(shape), jnp.float32)
+            return Fp8Weight(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scale)
+        return jax.ShapeDtypeStruct(shape, spec.dtype or jnp.bfloat16)
+
+    params: Params = jax.tree.map(leaf, dataclasses.replace(declare(model), mtp=None))
+    if not deployment.expert_parallel:
+        return params
+    params = jax.eval_shape(lambda p: arrange(p, model, deployment.tensor_parallel), params)
+    L, E = model.num_moe_layers, model.n_routed_experts
+    placement = Placement(_integers(L, E, slots + 1), _integers(L, E))
+    return SpreadParams(params, placement)
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _placed(params: Any, specs: Any, mesh: Mesh) -> Any:
+    """Shapes with their shardings; one partition may stand for a whole subtree (an FP8 weight and its scales)."""
+
+    def place(spec: PartitionSpec, part: Any) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
+
+    return jax.tree.map(place, specs, params, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def _target(deployment: Deployment) -> aot.GpuTarget:
+    device = deployment.device
+    return dataclasses.replace(
+        aot.H200,
+        name=f"NVIDIA {device.name}",
+        memory=device.memory_bytes,
+        memory_bytes_per_second=int(device.hbm_bytes_per_second),
+    )

@@ -1,0 +1,158 @@
+"""A plan as tables for a terminal and as JSON."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dsv3.plan.collectives import Collective
+from dsv3.plan.plan import Plan, StepPlan
+from dsv3.plan.roofline import HOST_S, KNOWN_ERRORS, rates_of
+
+GB = 1e9
+
+
+def render(plan: Plan) -> Group:
+    """The tables: memory, then collectives and estimate of each step, then the verdict."""
+    deployment = plan.deployment
+    title = (
+        f"{plan.model_name}, {deployment.name}: {deployment.nodes} nodes x {deployment.gpus_per_node} "
+        f"{deployment.device.name}"
+    )
+    parts: list[RenderableType] = [Text(title, style="bold"), _memory_table(plan)]
+    for step in plan.steps:
+        parts += [_collective_table(step), _schedule_table(step), _estimate_table(plan, step)]
+    return Group(*parts, _verdict(plan))
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Everything in the plan under plain names; bytes, seconds, tokens."""
+    memory = plan.memory
+    return {
+        "model": plan.model_name,
+        "deployment": dataclasses.asdict(plan.deployment),
+        "memory": dataclasses.asdict(memory)
+        | {"cache": memory.cache, "needed": memory.needed, "tokens_left": memory.tokens_left},
+        "steps": [_step_json(plan, step) for step in plan.steps],
+        "rates": dataclasses.asdict(rates_of(plan.deployment.device, plan.model)),
+        "known_errors": list(KNOWN_ERRORS),
+        "verdict": dataclasses.asdict(plan.verdict),
+    }
+
+
+def _step_json(plan: Plan, step: StepPlan) -> dict[str, Any]:
+    values = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+    values |= {
+        "collectives": [dataclasses.asdict(c) | {"step_bytes": c.step_bytes} for c in step.collectives],
+        "timeline": dataclasses.asdict(dataclasses.replace(step.timeline, exposed={}))
+        | {"exposed": dict(step.timeline.exposed)},
+        "floor": dataclasses.asdict(step.floor) | {"step": step.floor.step} if step.floor else None,
+        "tokens_per_node": step.tokens_per_device * plan.deployment.gpus_per_node,
+    }
+    return values
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    memory = plan.memory
+    table = _table("Memory of one device", "", "GB", "from")
+    for name, nbytes in memory.weights.items():
+        table.add_row(f"weights: {name}", f"{nbytes / GB:.3f}", "shapes")
+    table.add_row("weights", f"{sum(memory.weights.values()) / GB:.3f}", "shapes", style="bold")
+    needed = f"cache of {memory.cache_tokens:,} tokens x {memory.token:,} B"
+    table.add_row(needed, f"{memory.cache / GB:.3f}", "shapes")
+    table.add_row("state of slots, sampler included", f"{memory.state / GB:.3f}", "shapes")
+    working = "-" if memory.working is None else f"{memory.working / GB:.3f}"
+    table.add_row("temporaries and results", working, "compiler" if memory.working else "not compiled")
+    table.add_row("needed", f"{memory.needed / GB:.3f}", "", style="bold")
+    limit = f"budget, {plan.deployment.memory_utilization:g} x {plan.deployment.device.memory_bytes / GB:g} GB"
+    table.add_row(limit, f"{memory.budget / GB:.3f}", "deployment")
+    table.add_row("tokens of cache that fit", f"{memory.tokens_left:,}", "")
+    return table
+
+
+def _collective_table(step: StepPlan) -> Table:
+    rounds = sum(c.is_further_round for c in step.collectives)
+    title = f"Collectives of a {step.phase} step of {step.tokens:,} tokens a rank ({rounds} more in further rounds)"
+    table = _table(title, "what", "devices", "times", "MB in node", "MB between", "behind")
+    counted = [c for c in step.collectives if not c.is_further_round]
+    for what, group in _grouped(counted).items():
+        inside, between = (
+            sum(c.times * getattr(c, name) for c in group) / 1e6 for name in ("node_bytes", "cross_bytes")
+        )
+        times = sum(c.times for c in group)
+        table.add_row(*what, f"{times:,}", f"{inside:,.1f}", f"{between:,.1f}", _behind(group))
+    return table
+
+
+def _grouped(found: Iterable[Collective]) -> dict[tuple[str, str], list[Collective]]:
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for c in found:
+        name = f"{c.role}: {c.kind}" if c.role != "other" else c.kind
+        groups.setdefault((name, f"{c.group_size}"), []).append(c)
+    return groups
+
+
+def _behind(group: Sequence[Collective]) -> str:
+    stages = dict.fromkeys(stage for c in group for stage in c.between)
+    exposed = sum(c.times for c in group if not c.is_hidden)
+    total = sum(c.times for c in group)
+    if exposed == total:
+        return "nothing (exposed)"
+    return ", ".join(stages) + (f" ({exposed:,} exposed)" if exposed else "")
+
+
+def _schedule_table(step: StepPlan) -> Table:
+    line = step.timeline
+    title = f"One MoE layer of {line.micro_batches} micro-batches as scheduled, {line.layer * 1e6:,.0f} us (estimate)"
+    table = _table(title, "lane", "what", "from us", "to us")
+    for block in line.blocks:
+        if block.end - block.start >= 1e-6:
+            table.add_row(block.lane, block.label, f"{block.start * 1e6:,.0f}", f"{block.end * 1e6:,.0f}")
+    return table
+
+
+def _estimate_table(plan: Plan, step: StepPlan) -> Table:
+    line, deployment = step.timeline, plan.deployment
+    table = _table("Estimate (a model, not a measurement)", "", "")
+    for name, seconds in step.stages.items():
+        if seconds:
+            table.add_row(f"{name}, one layer and micro-batch", f"{seconds * 1e6:,.0f} us")
+    for role, seconds in line.exposed.items():
+        table.add_row(f"waiting for {role}, a step", f"{seconds * 1e3:.1f} ms")
+    table.add_row("host, a step", f"{HOST_S * 1e3:.1f} ms")
+    table.add_row("step", f"{step.seconds * 1e3:.1f} ms", style="bold")
+    table.add_row("tokens/s a GPU", f"{step.tokens_per_device:,.0f}", style="bold")
+    table.add_row("tokens/s a node", f"{step.tokens_per_device * deployment.gpus_per_node:,.0f}", style="bold")
+    if step.floor is not None:
+        table.add_row("roofline at peak rates, all hidden: step", f"{step.floor.step * 1e3:.1f} ms")
+    return table
+
+
+def _verdict(plan: Plan) -> Text:
+    verdict = plan.verdict
+    lines = [f"{'fits' if verdict.fits else 'does not fit'}: {verdict.why}"]
+    lines += [f"  - {change}" for change in verdict.changes]
+    if plan.steps:
+        lines += ["estimate's rates: " + _rates(plan), *(f"known error: {error}" for error in KNOWN_ERRORS)]
+    return Text("\n".join(lines), style="" if verdict.fits else "red")
+
+
+def _rates(plan: Plan) -> str:
+    r = rates_of(plan.deployment.device, plan.model)
+    return (
+        f"products {r.dense_flops / 1e12:.0f} and {r.grouped_flops / 1e12:.0f} (prefill {r.prefill_flops / 1e12:.0f}), "
+        f"attention {r.decode_core_flops / 1e12:.0f} (prefill {r.prefill_core_flops / 1e12:.0f}) TFLOP/s; "
+        f"weights {r.dense_bandwidth / 1e12:.1f} and {r.grouped_bandwidth / 1e12:.1f} TB/s; "
+        f"links {r.node_link / 1e9:.0f} GB/s in the node, {r.dispatch_link / 1e9:.0f} and "
+        f"{r.combine_link / 1e9:.1f} between nodes"
+    )

@@ -1,0 +1,238 @@
+"""How long a step could take: a stated model of a device's rates, and what it says of a deployment. An estimate.
+
+Two forms. `floor_decode` is the bare roofline: peak rates, perfect overlap. `Rates` and `stages` are the calibrated
+one, with the rates that DeepSeek's kernels reach on an H800 (FlashMLA, DeepGEMM, DeepEP; other devices are scaled by
+their peaks) and a fixed time a kernel. Known errors are in `KNOWN_ERRORS`, and tests recompute them.
+
+A stage is one micro-batch's part of one layer, under the names of `dsv3.plan.collectives.LABELS`; what is called
+"attention" there is the core, the output projection and what stands between them.
+"""
+
+import dataclasses
+
+from dsv3.config import ModelConfig
+from dsv3.plan.deployment import Device
+
+KNOWN_ERRORS = (
+    "decode, DeepSeek's profile (EP128, 128 tokens a micro-batch, 4K): 61 layers -3 %",
+    "decode, DeepSeek's profile (64 tokens a micro-batch, 18.6k tokens/s a node): +1 %",
+    "decode, DeepSeek's fleet (14.8k tokens/s a node): 0 %: one constant (32 us of small kernels) is fitted to it",
+    "prefill, DeepSeek's profile (62.7k tokens/s a node): +12 %; its fleet reached half (32.2k computed tokens/s)",
+)
+
+# Shares of a device's peak, from published measurements on an H800 (3.35 TB/s, 1979 and 989 TFLOP/s, 160 and 50 GB/s).
+_DENSE_BANDWIDTH = 2.4 / 3.35
+_DENSE_FLOPS = 900 / 1979
+_GROUPED_BANDWIDTH = 2.6 / 3.35
+_GROUPED_FLOPS = 1000 / 1979
+_PREFILL_FLOPS = 993 / 1979  # 108 of 132 multiprocessors
+_DECODE_CORE_FLOPS = 580 / 989
+_PREFILL_CORE_FLOPS = 535 / 989
+_PREFILL_OVERHEAD = 1.25  # norms, quantisation, rotation, routing
+_DISPATCH_LINK = 45 / 50
+_COMBINE_LINK = 40.5 / 50
+_NODE_LINK = 153 / 160
+
+_KERNEL_S = 3e-6
+_SMALL_KERNELS_S = 32e-6
+_ROUTER_S = 19e-6
+TRANSFER_S = 20e-6
+HOOK_S = 8e-6
+HOST_S = 1.5e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Rates a second that a device reaches: bytes for memory and links, operations for products."""
+
+    dense_bandwidth: float
+    dense_flops: float
+    grouped_bandwidth: float
+    grouped_flops: float
+    prefill_flops: float
+    decode_core_flops: float
+    prefill_core_flops: float
+    hbm: float
+    node_link: float
+    dispatch_link: float
+    combine_link: float
+
+
+def rates_of(device: Device, model: ModelConfig) -> Rates:
+    """What published kernels would reach on `device`; products are bf16 where the model is not FP8."""
+    product = device.fp8_flops if model.fp8 else device.bf16_flops
+    hbm = device.hbm_bytes_per_second
+    return Rates(
+        dense_bandwidth=hbm * _DENSE_BANDWIDTH,
+        dense_flops=product * _DENSE_FLOPS,
+        grouped_bandwidth=hbm * _GROUPED_BANDWIDTH,
+        grouped_flops=product * _GROUPED_FLOPS,
+        prefill_flops=product * _PREFILL_FLOPS,
+        decode_core_flops=device.bf16_flops * _DECODE_CORE_FLOPS,
+        prefill_core_flops=device.bf16_flops * _PREFILL_CORE_FLOPS,
+        hbm=hbm,
+        node_link=device.node_link * _NODE_LINK,
+        dispatch_link=device.cross_link * _DISPATCH_LINK,
+        combine_link=device.cross_link * _COMBINE_LINK,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Weights of one layer in elements (or bytes: FP8 has one each), and of the head."""
+
+    down: int  # qkv_a
+    query: int  # q_b
+    key_value: int  # kv_b
+    out: int
+    expert: int
+    shared: int
+    dense: int
+    head: int
+
+    @property
+    def attention(self) -> int:
+        return self.down + self.query + self.key_value + self.out
+
+
+def sizes_of(model: ModelConfig) -> Sizes:
+    """187.1M attention weights a layer and 44.04M an expert for DeepSeek-V3."""
+    D, H, Q = model.hidden_size, model.num_attention_heads, model.q_lora_rank
+    queries = H * model.qk_head_dim
+    expert = 3 * D * model.moe_intermediate_size
+    return Sizes(
+        down=D * ((Q or queries) + model.latent_dim),
+        query=queries * Q if Q else 0,
+        key_value=H * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank,
+        out=D * H * model.v_head_dim,
+        expert=expert,
+        shared=expert * model.n_shared_experts,
+        dense=3 * D * model.intermediate_size,
+        head=D * model.vocab_size,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeFloor:
+    """Seconds of a decode step's terms at peak rates, on one device."""
+
+    weights: float
+    cache: float
+    core: float
+    products: float
+    wire: float
+
+    @property
+    def step(self) -> float:
+        """Compute or wire, whichever is longer."""
+        return max(self.weights + max(self.cache, self.core) + self.products, self.wire)
+
+
+def floor_decode(
+    model: ModelConfig, device: Device, requests: int, context: int, experts_per_device: int
+) -> DecodeFloor:
+    """The bare roofline of one device that decodes `requests` with `context` tokens each.
+
+    The wire carries each chosen expert's copy of a token over the slower link, as DeepEP's low-latency kernels do.
+    """
+    sizes, L, moe = sizes_of(model), model.num_hidden_layers, model.num_moe_layers
+    item = 1 if model.fp8 else 2
+    shared = moe * sizes.shared + model.num_dense_layers * sizes.dense + L * sizes.attention
+    read = item * (shared + moe * experts_per_device * sizes.expert) + 2 * sizes.head
+    done = 2 * requests * (shared + moe * model.num_experts_per_tok * sizes.expert)
+    head = 2 * requests * sizes.head
+    row = sum(wire_rows(model))
+    return DecodeFloor(
+        weights=read / device.hbm_bytes_per_second,
+        cache=requests * context * cache_row(model) * L / device.hbm_bytes_per_second,
+        core=L * requests * context * core_operations(model) / device.bf16_flops,
+        products=done / (device.fp8_flops if model.fp8 else device.bf16_flops) + head / device.bf16_flops,
+        wire=moe * model.num_experts_per_tok * requests * row / device.cross_link,
+    )
+
+
+def cache_row(model: ModelConfig) -> int:
+    """Bytes of a token's latent in one layer, bf16: 1,152 for DeepSeek-V3."""
+    return 2 * model.latent_dim
+
+
+def core_operations(model: ModelConfig) -> int:
+    """Operations of absorbed attention for one query token and one cached token."""
+    return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
+
+
+def wire_rows(model: ModelConfig) -> tuple[int, int]:
+    """Bytes of a row on dispatch (FP8 and scales, or bf16) and on combine (bf16)."""
+    D = model.hidden_size
+    return (D + 4 * -(-D // 128) if model.fp8 else 2 * D), 2 * D
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """One micro-batch on one device: `tokens`, their mean number of `keys`, and the experts that live here.
+
+    `split` devices share attention, dense layers and shared experts of these tokens.
+    """
+
+    tokens: int
+    keys: float
+    experts: int
+    split: int = 1
+
+
+def decode_stages(model: ModelConfig, rates: Rates, load: Load) -> dict[str, float]:
+    """Seconds of each stage of one layer for a decode micro-batch."""
+    sizes, b, n = sizes_of(model), load.tokens, load.split
+    item = 1 if model.fp8 else 2
+
+    def dense(elements: int, itemsize: int = item) -> float:
+        work = 2 * b * elements / rates.dense_flops
+        return max(elements * itemsize / rates.dense_bandwidth, work) / n + _KERNEL_S
+
+    core = b * load.keys * core_operations(model) / n / rates.decode_core_flops
+    cache = b * load.keys * cache_row(model) / rates.hbm
+    rows = b * n * model.num_experts_per_tok  # even load: what leaves the ranks also arrives
+    routed = load.experts * sizes.expert * item / rates.grouped_bandwidth
+    work = 2 * rows / n * sizes.expert / rates.grouped_flops
+    return {
+        "project": dense(sizes.down) + (dense(sizes.query) if sizes.query else 0) + 4 * _KERNEL_S,
+        "attention": max(core, cache) + dense(sizes.key_value, 2) + dense(sizes.out) + _SMALL_KERNELS_S,
+        "router": _ROUTER_S,
+        "shared_expert": dense(sizes.shared) + 3 * _KERNEL_S if sizes.shared else 0.0,
+        "experts": max(routed, work) + 5 * _KERNEL_S,
+        "mlp": dense(sizes.dense) + 3 * _KERNEL_S,
+        "head": 2 * sizes.head / rates.dense_bandwidth / n,
+    }
+
+
+def prefill_stages(model: ModelConfig, rates: Rates, load: Load) -> dict[str, float]:
+    """Seconds of each stage of one layer for a prefill micro-batch; compute-bound, so proportional to the tokens."""
+    sizes, n = sizes_of(model), load.split
+
+    def seconds(elements: float, split: int = n) -> float:
+        return _PREFILL_OVERHEAD * 2 * load.tokens * elements / rates.prefill_flops / split
+
+    keys = 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim) * load.keys
+    core = _PREFILL_OVERHEAD * load.tokens * keys / rates.prefill_core_flops / n
+    return {
+        "project": seconds(sizes.down + sizes.query),
+        "attention": core + seconds(sizes.key_value + sizes.out),
+        "router": 0.0,
+        "shared_expert": seconds(sizes.shared),
+        "experts": seconds(model.num_experts_per_tok * sizes.expert, 1),
+        "mlp": seconds(sizes.dense),
+        "head": 0.0,
+    }
+
+
+def five_stage_layer(stages: dict[str, float], dispatch: float, combine: float) -> float:
+    """Seconds of one decode layer of two micro-batches in the published pipeline."""
+    attention = stages["attention"] + stages["router"]
+    half = max(stages["shared_expert"] + stages["project"], dispatch) + stages["experts"] + max(attention, combine)
+    return 2 * (half + 2 * HOOK_S)
+
+
+def low_latency_transfers(model: ModelConfig, rates: Rates, tokens: int) -> tuple[float, float]:
+    """Seconds of DeepEP's low-latency dispatch and combine of `tokens`, which send a row for each chosen expert."""
+    dispatch, combine = (tokens * model.num_experts_per_tok * row for row in wire_rows(model))
+    return TRANSFER_S + dispatch / rates.dispatch_link, TRANSFER_S + combine / rates.combine_link

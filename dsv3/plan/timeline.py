@@ -1,0 +1,195 @@
+"""The schedule of a compiled step played through with estimated durations: what waits for what, and for how long.
+
+The order is the compiled program's own; only durations are estimates (`dsv3.plan.roofline`). One compute lane runs the
+instructions in their order; a collective starts when its start is reached and occupies the links it uses; its done
+waits. A stage's time is shared out evenly over its matrix products; everything else is part of these.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from dsv3.plan import hlo
+from dsv3.plan.collectives import Collective, core_of, is_matrix_work, label_of
+from dsv3.plan.roofline import HOOK_S, TRANSFER_S, Rates
+
+COMPUTE, NODE_LINK, CROSS_LINK = LANES = ("compute", "inside the node", "between nodes")
+_PRODUCTS_OF_EXPERTS = 2  # gate and up together, then down
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Something that occupies a lane from `start` to `end`, in seconds, for one micro-batch (None: not known)."""
+
+    lane: str
+    label: str
+    start: float
+    end: float
+    micro_batch: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A step played through: its seconds, those of one MoE layer and its blocks, and what is waited for.
+
+    `exposed` are seconds a step that the device waits, by role of the collective. `micro_batches` interleave in a
+    layer.
+    """
+
+    step: float
+    layer: float
+    layers: int
+    micro_batches: int
+    blocks: tuple[Block, ...]
+    exposed: Mapping[str, float]
+
+
+@dataclasses.dataclass
+class _Clock:
+    """Where a computation has got to."""
+
+    now: float = 0.0
+    free: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys((NODE_LINK, CROSS_LINK), 0.0))
+    ready: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
+    was_done: bool = False
+    blocks: list[Block] = dataclasses.field(default_factory=list)
+    exposed: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def wait(self, until: float, role: str) -> None:
+        self.exposed[role] = self.exposed.get(role, 0.0) + max(0.0, until - self.now)
+        self.now = max(self.now, until)
+
+    def work(self, seconds: float, label: str, micro_batch: int | None) -> None:
+        self.was_done = False
+        if seconds:
+            self.blocks.append(Block(COMPUTE, label, self.now, self.now + seconds, micro_batch))
+            self.now += seconds
+
+
+class Player:
+    """Plays a module with the given durations of stages and rates of links."""
+
+    def __init__(
+        self, module: hlo.Module, found: Iterable[Collective], stages: Mapping[str, float], rates: Rates
+    ) -> None:
+        self._module, self._stages, self._rates = module, stages, rates
+        self._collectives = {(c.computation, c.started): c for c in found}
+        self._layer = layer_loop(module)
+        body = module[self._layer.called[0]] if self._layer else module[module.entry]
+        in_layer = _products(module, body)
+        self.micro_batches = max(1, in_layer.get("experts", 0) // _PRODUCTS_OF_EXPERTS)
+        self._products = {label: count / self.micro_batches for label, count in in_layer.items()}
+        self._products = _products_elsewhere(module) | self._products
+        self._layer_clock = _Clock()
+
+    def play(self) -> Timeline:
+        """The whole step."""
+        clock = self._run(self._module[self._module.entry])
+        layer = self._layer_clock
+        layers = (self._layer.trips or 1) if self._layer else 0
+        blocks = merged(layer.blocks)
+        return Timeline(clock.now, layer.now, layers, self.micro_batches, blocks, clock.exposed)
+
+    def _run(self, computation: hlo.Computation) -> _Clock:
+        clock = _Clock()
+        for place, instruction in enumerate(computation.instructions):
+            if (collective := self._collectives.get((computation.name, place))) is not None:
+                self._start(clock, collective)
+            elif instruction.opcode.endswith("-done"):
+                self._finish(clock, instruction)
+            elif instruction.opcode == "while" and instruction.trips is not None:
+                self._loop(clock, instruction)
+            elif is_matrix_work(self._module, instruction):
+                label = label_of(instruction) or "other"
+                seconds = self._stages.get(label, 0.0) / self._products.get(label, 1)
+                clock.work(seconds, label, instruction.micro_batch)
+        return clock
+
+    def _start(self, clock: _Clock, collective: Collective) -> None:
+        ends = [clock.now + TRANSFER_S]
+        link = self._rates.combine_link if collective.role == "combine" else self._rates.dispatch_link
+        for lane, nbytes, rate in (
+            (NODE_LINK, collective.node_bytes, self._rates.node_link),
+            (CROSS_LINK, collective.cross_bytes, link),
+        ):
+            if nbytes:
+                start = max(clock.now, clock.free[lane])
+                end = max(start, clock.now + TRANSFER_S) + nbytes / rate
+                clock.blocks.append(Block(lane, collective.role, start, end, collective.micro_batch))
+                clock.free[lane] = end
+                ends.append(end)
+        if collective.done == collective.started:
+            clock.wait(max(ends), collective.role)
+        else:
+            clock.ready[collective.name] = max(ends), collective.role
+
+    def _finish(self, clock: _Clock, instruction: hlo.Instruction) -> None:
+        """Waits; arrays that arrive together cost one receiving kernel."""
+        for name in instruction.operands:
+            if name in clock.ready:
+                until, role = clock.ready.pop(name)
+                clock.wait(until, role)
+                if not clock.was_done:
+                    clock.work(HOOK_S, "receive", instruction.micro_batch)
+                clock.was_done = True
+
+    def _loop(self, clock: _Clock, loop: hlo.Instruction) -> None:
+        if not any(is_worth_playing(self._module, name) for name in loop.called):
+            return
+        inner = self._run(self._module[loop.called[0]])
+        trips = loop.trips or 1
+        clock.now += trips * inner.now
+        for role, seconds in inner.exposed.items():
+            clock.exposed[role] = clock.exposed.get(role, 0.0) + trips * seconds
+        if loop is self._layer:
+            self._layer_clock = inner
+
+
+def layer_loop(module: hlo.Module) -> hlo.Instruction | None:
+    """The loop over the MoE layers: of those in the entry whose trips are known, the one with the most experts."""
+    loops = [i for i in module[module.entry].instructions if i.opcode == "while" and i.trips is not None]
+    weighed = [(_products(module, module[loop.called[0]]).get("experts", 0), n) for n, loop in enumerate(loops)]
+    experts, number = max(weighed, default=(0, 0))
+    return loops[number] if experts else None
+
+
+def is_worth_playing(module: hlo.Module, name: str) -> bool:
+    """Whether a computation has matrix work or collectives; searches and sorts are part of the stages around them."""
+    return any(is_matrix_work(module, i) or core_of(module, i) for i in module[name].instructions)
+
+
+def _products(module: hlo.Module, computation: hlo.Computation) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for instruction in computation.instructions:
+        if instruction.opcode != "while" and is_matrix_work(module, instruction):
+            label = label_of(instruction) or "other"
+            counts[label] = counts.get(label, 0) + 1
+    return counts
+
+
+def _products_elsewhere(module: hlo.Module) -> dict[str, float]:
+    """Products of a stage outside of the MoE layers: in one pass of a loop over dense layers, or in the entry."""
+    entry = module[module.entry]
+    loops = [i for i in entry.instructions if i.opcode == "while" and i.trips is not None]
+    counts: dict[str, float] = dict(_products(module, entry))
+    for loop in loops:
+        counts |= _products(module, module[loop.called[0]])
+    return counts
+
+
+def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Blocks in the order they start; neighbours of one lane, label and micro-batch are one."""
+    result: list[Block] = []
+    last: dict[str, int] = {}
+    for block in blocks:
+        before = last.get(block.lane)
+        if before is not None and _continues(result[before], block):
+            result[before] = dataclasses.replace(result[before], end=max(block.end, result[before].end))
+        else:
+            last[block.lane] = len(result)
+            result.append(block)
+    return tuple(result)
+
+
+def _continues(before: Block, block: Block) -> bool:
+    same = (before.label, before.micro_batch) == (block.label, block.micro_batch)
+    return same and block.start <= before.end + 1e-12

@@ -1,0 +1,73 @@
+"""Whether a deployment fits its devices, and what to change where it does not."""
+
+import dataclasses
+import math
+
+from dsv3.model.batch import PAGE_SIZE
+from dsv3.plan.deployment import Deployment
+from dsv3.plan.memory import Memory
+
+_MOST_NODES = 64
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The answer, the numbers behind it in a sentence, and what would change it."""
+
+    fits: bool
+    why: str
+    changes: tuple[str, ...]
+
+
+def judge(memory: Memory, deployment: Deployment, num_experts: int) -> Verdict:
+    """The verdict on a plan's memory; `num_experts` is the model's number of routed experts."""
+    device = deployment.device
+    limit = f"{memory.budget / GB:.1f} GB ({deployment.memory_utilization:g} of {device.memory_bytes / GB:g} GB)"
+    parts = f"weights {sum(memory.weights.values()) / GB:.1f}, cache {memory.cache / GB:.1f}"
+    working = "not compiled for that" if memory.working is None else f"{memory.working / GB:.1f}"
+    parts += f", state {memory.state / GB:.1f}, working memory {working}"
+    why = f"needs {memory.needed / GB:.1f} GB of {limit}: {parts}"
+    if memory.fits:
+        return Verdict(True, f"{why}; {memory.tokens_left:,} tokens of cache fit", ())
+    return Verdict(False, why, tuple(_changes(memory, deployment, num_experts)))
+
+
+def _changes(memory: Memory, deployment: Deployment, num_experts: int) -> list[str]:
+    changes = []
+    smaller = _smaller_batch(memory, deployment)
+    if smaller:
+        changes.append(smaller)
+    if deployment.expert_parallel and (spread := nodes_that_fit(memory, deployment, num_experts)):
+        nodes, redundant = spread
+        changes.append(
+            f"spread the experts over at least {nodes} nodes ({nodes * deployment.gpus_per_node} devices) with "
+            f"redundant_experts {redundant}"
+        )
+    if not deployment.expert_parallel:
+        changes.append("set expert_parallel, which spreads the routed experts over the devices")
+    memory_needed = memory.needed / deployment.memory_utilization / GB
+    changes.append(f"use devices of at least {math.ceil(memory_needed)} GB")
+    return changes
+
+
+def _smaller_batch(memory: Memory, deployment: Deployment) -> str | None:
+    """Fewer or shorter requests, where the weights leave room for at least one."""
+    request = memory.cache_tokens // max(1, deployment.decode_requests)
+    if not deployment.decode_requests or memory.tokens_left < request:
+        return None
+    requests = memory.tokens_left // request
+    context = memory.tokens_left // deployment.decode_requests // PAGE_SIZE * PAGE_SIZE
+    return f"lower decode_requests to {requests} or context_length to {context}"
+
+
+def nodes_that_fit(memory: Memory, deployment: Deployment, num_experts: int) -> tuple[int, int] | None:
+    """The fewest nodes, and the fewest redundant experts that divide over them, with which everything would fit."""
+    routed = memory.weights["routed experts"]
+    slot = routed * deployment.devices // (num_experts + deployment.redundant_experts)
+    rest = memory.needed - routed
+    for nodes in range(1, _MOST_NODES + 1):
+        slots = -(-num_experts // (nodes * deployment.gpus_per_node))
+        if rest + slots * slot <= memory.budget:
+            return nodes, slots * nodes * deployment.gpus_per_node - num_experts
+    return None

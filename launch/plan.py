@@ -1,0 +1,105 @@
+"""Says whether a model fits a deployment, what it sends, what overlaps, and how fast it could be. Needs no GPU.
+
+  python -m launch.plan decode_ep144                          DeepSeek-V3 on 18 nodes of 8 H800
+  python -m launch.plan prefill_ep32 --plot=layer.png         with a picture of one layer
+  python -m launch.plan mine.toml --model=/models/Kimi-K2     your own deployment and model
+
+DEPLOYMENT is prefill_ep32, decode_ep144, node_8xh200, node_8xh800, or a JSON or TOML file with the fields of
+dsv3.plan.deployment.Deployment. The programs are the server's own, compiled for the described GPUs; that takes one to
+some minutes. Exit status 1: it does not fit; the numbers and what to change are printed. docs/plan.md explains.
+"""
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags as absl_flags
+
+from launch import flags
+
+if TYPE_CHECKING:
+    from dsv3.config import ModelConfig
+    from dsv3.plan.deployment import Deployment
+
+_MODELS = {
+    "deepseek_v3": "DEEPSEEK_V3",
+    "deepseek_v31": "DEEPSEEK_V31",
+    "deepseek_v2": "DEEPSEEK_V2",
+    "deepseek_v2_lite": "DEEPSEEK_V2_LITE",
+    "kimi_k2": "KIMI_K2",
+    "moonlight": "MOONLIGHT_16B_A3B",
+}
+_MODEL = absl_flags.DEFINE_string(
+    "model", "deepseek_v3", f"{', '.join(_MODELS)}, or a Hugging Face model directory (only its config.json is read)."
+)
+_JSON = absl_flags.DEFINE_string("json", None, "Write everything to this file as JSON.")
+_PLOT = absl_flags.DEFINE_string("plot", None, "Draw the timeline of one MoE layer to this PNG file.")
+
+
+def main(deployment: str) -> int:
+    """Plans one deployment; the exit status is 1 if it does not fit."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: a GPU that is present must not be asked
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    for name, path in (("json", _JSON.value), ("plot", _PLOT.value)):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise flags.UsageError(f"--{name} {path}: there is no such folder")
+    return _plan(_model(_MODEL.value), _deployment(deployment))
+
+
+def _plan(model: "ModelConfig", deployment: "Deployment") -> int:
+    from rich.console import Console
+
+    from dsv3.plan import report
+    from dsv3.plan.deployment import DeploymentError
+    from dsv3.plan.plan import make_plan
+    from pallas_kernels.aot import AotUnavailableError
+
+    console = Console()
+    try:
+        with Console(stderr=True).status("") as status:
+            plan = make_plan(model, Path(_MODEL.value).name, deployment, status.update)
+    except (DeploymentError, AotUnavailableError) as error:
+        raise flags.UsageError(str(error)) from error
+    console.print(report.render(plan))
+    if _JSON.value:
+        Path(_JSON.value).write_text(json.dumps(report.as_json(plan), indent=1) + "\n")
+    if _PLOT.value and plan.steps:
+        from dsv3.plan.picture import draw
+
+        draw(plan, Path(_PLOT.value))
+    return 0 if plan.verdict.fits else 1
+
+
+def _model(name: str) -> "ModelConfig":
+    if name in _MODELS:
+        return getattr(importlib.import_module(f"configs.{name}"), _MODELS[name])
+    from dsv3.hf_config import ConfigError, load_config
+
+    if not (Path(name) / "config.json").is_file():
+        raise flags.UsageError(
+            f"--model {name}: neither one of {', '.join(_MODELS)} nor a directory with a config.json"
+        )
+    try:
+        return load_config(Path(name))
+    except ConfigError as error:
+        raise flags.UsageError(f"--model {name}: {error}") from error
+
+
+def _deployment(name: str) -> "Deployment":
+    from configs.deployments import DEPLOYMENTS, DEVICES
+    from dsv3.plan.deployment import DeploymentError, read_deployment
+
+    if name in DEPLOYMENTS:
+        return DEPLOYMENTS[name]
+    if not Path(name).is_file():
+        raise flags.UsageError(f"{name} is neither one of {', '.join(DEPLOYMENTS)} nor a file")
+    try:
+        return read_deployment(Path(name), DEVICES)
+    except DeploymentError as error:
+        raise flags.UsageError(str(error)) from error
+
+
+if __name__ == "__main__":
+    flags.run(main, positional="DEPLOYMENT")

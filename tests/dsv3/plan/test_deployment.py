@@ -1,0 +1,82 @@
+"""Deployments: the published ones, and what a person's own file may say."""
+
+import json
+
+import pytest
+
+from configs.deployments import DECODE_EP144, DEPLOYMENTS, DEVICES, H800, PREFILL_EP32
+from dsv3.plan.deployment import Deployment, DeploymentError, read_deployment
+
+
+def test_published_deployments() -> None:
+    assert (PREFILL_EP32.devices, PREFILL_EP32.redundant_experts) == (32, 32)
+    assert (DECODE_EP144.devices, DECODE_EP144.ranks) == (144, 144)
+    assert DECODE_EP144.memory_budget == 72_000_000_000
+    assert all(name == deployment.name for name, deployment in DEPLOYMENTS.items())
+
+
+def test_a_toml_file(tmp_path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('device = "H800"\nnodes = 2\ndecode_requests = 16\nmax_model_len = 8192\n')
+    assert read_deployment(path, DEVICES) == Deployment("mine", H800, 2, decode_requests=16, max_model_len=8192)
+
+
+def test_a_json_file_may_describe_its_device(tmp_path) -> None:
+    device = {"name": "H20", "memory_bytes": 96e9, "hbm_bytes_per_second": 4e12, "fp8_flops": 296e12}
+    device |= {"bf16_flops": 148e12, "node_link": 360e9, "cross_link": 50e9}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"name": "h20", "device": device, "nodes": 1, "prefill_tokens": 4096}))
+    read = read_deployment(path, DEVICES)
+    assert (read.name, read.device.name, read.device.memory_bytes) == ("h20", "H20", 96_000_000_000)
+
+
+GOOD = {"device": "H800", "nodes": 1, "decode_requests": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": "B200"}, "device 'B200' is not one of H800, H200"),
+        ({"device": {"name": "H20"}}, "device.memory_bytes is missing"),
+        ({"device": 80}, "device is 80, but must be Device"),
+        ({"nodes": "four"}, "nodes is 'four', but must be int"),
+        ({"nodes": 1.5}, "nodes is 1.5, but must be int"),
+        ({"nodes": True}, "nodes is True"),
+        ({"nodes": 0}, "nodes 0 must be above 0"),
+        ({"decode_requests": 0}, "at least one must be above 0"),
+        ({"decode_request": 8}, "decode_request is not a field"),
+        ({"memory_utilization": 1.5}, "memory_utilization 1.5"),
+        ({"prefix_hit_rate": 1.0}, "prefix_hit_rate 1.0"),
+        ({"prefix_hit_rate": float("nan")}, "prefix_hit_rate is nan"),
+        ({"redundant_experts": 32, "expert_parallel": False}, "needs expert_parallel"),
+        ({"tensor_parallel": 3}, "tensor_parallel 3 must divide gpus_per_node 8"),
+    ],
+)
+def test_mistakes_name_file_and_field(tmp_path, change, message) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(GOOD | change))
+    with pytest.raises(DeploymentError, match=r"mine\.json") as caught:
+        read_deployment(path, DEVICES)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("mine.yaml", "", "must end in .json or .toml"),
+        ("mine.json", "{", "cannot be read"),
+        ("mine.json", "[]", "holds a list"),
+        ("mine.toml", "nodes == 1", "cannot be read"),
+    ],
+)
+def test_unreadable_files(tmp_path, name, text, message) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DeploymentError, match=message):
+        read_deployment(tmp_path / name, DEVICES)
+
+
+def test_a_missing_field_is_named(tmp_path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"device": "H800", "decode_requests": 8}))
+    with pytest.raises(DeploymentError, match="nodes is missing"):
+        read_deployment(path, DEVICES)

@@ -1,0 +1,101 @@
+"""DeepSeek's decode deployment, the real program for 144 GPUs, compiled and read. One compilation serves all tests."""
+
+import json
+from collections import Counter
+
+import pytest
+from rich.console import Console
+
+from configs.deepseek_v3 import DEEPSEEK_V3
+from configs.deployments import DECODE_EP144
+from dsv3.plan import report
+from dsv3.plan.memory import local_bytes
+from dsv3.plan.picture import draw
+from dsv3.plan.plan import Plan, StepPlan, make_plan
+from dsv3.plan.programs import lay_out
+from sharding.collectives import Overlap, resolve_overlap
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(resolve_overlap("cuda") is not Overlap.HOOKS, reason="jax 0.11 overlaps nothing"),
+]
+MOE_LAYERS = 58
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(DEEPSEEK_V3, "deepseek_v3", DECODE_EP144)
+
+
+@pytest.fixture(scope="module")
+def step(plan) -> StepPlan:
+    (step,) = plan.steps
+    return step
+
+
+def test_it_fits_80_gb(plan) -> None:
+    assert plan.verdict.fits
+    memory = plan.memory
+    assert memory.working is not None
+    assert memory.working < 0.5e9
+    assert memory.needed < 72e9
+    assert memory.tokens_left > 128 * 4989
+
+
+def test_the_compiler_counts_the_same_arguments(plan, step) -> None:
+    """What is computed from shapes is what XLA allots; the batch and pointers come on top."""
+    programs = lay_out(DEEPSEEK_V3, DECODE_EP144).programs
+    computed = sum(plan.memory.weights.values()) + plan.memory.cache + local_bytes(programs.state)
+    assert 0 <= step.arguments - computed < 1e6
+
+
+def test_neither_the_pool_nor_a_weight_is_copied(step) -> None:
+    """A copy of the pool would be 45 GB, one of a layer's smallest stack of products 66 MB."""
+    assert step.temporaries < 200e6
+
+
+def test_bytes_are_those_of_the_transports_formula(step) -> None:
+    traffic = lay_out(DEEPSEEK_V3, DECODE_EP144).functions.traffic
+    assert traffic is not None
+    expected = traffic(DECODE_EP144.decode_requests, False).first
+    rows = [c for c in step.collectives if c.role in ("dispatch", "combine") and not c.is_further_round]
+    assert sum(c.step_bytes for c in rows) == expected.device_bytes
+    assert sum(c.times * c.cross_bytes for c in rows) == expected.node_bytes
+
+
+def test_what_crosses_nodes_hides_behind_matrix_work(step) -> None:
+    """Dispatch behind shared expert and projections of the other micro-batch, combine behind its attention."""
+    crossing = [c for c in step.collectives if c.cross_bytes > 1e6 and not c.is_further_round]
+    hidden = Counter[str]()
+    for c in crossing:
+        hidden[c.role if c.is_hidden else "exposed"] += c.times
+    # When the last layer's second micro-batch is combined nothing is left to do.
+    assert hidden == {"dispatch": 2 * MOE_LAYERS, "combine": 2 * MOE_LAYERS - 1, "exposed": 1}
+    assert {stage for c in crossing for stage in c.between} >= {"shared_expert", "project", "attention"}
+
+
+def test_the_layer_is_the_published_pipeline(step) -> None:
+    line = step.timeline
+    assert (line.layers, line.micro_batches) == (MOE_LAYERS - 1, 2)
+    order = [(b.label, b.micro_batch) for b in line.blocks if b.label in ("shared_expert", "project", "attention")]
+    half = [("shared_expert", 0), ("project", 1), ("attention", 1)]
+    assert order == [*half, *((label, 1 - number) for label, number in half)]
+
+
+def test_the_estimate_lies_between_the_roofline_and_twice_the_pipeline(step) -> None:
+    assert step.floor is not None
+    assert step.floor.step < step.seconds < 0.2
+    assert step.tokens_per_device == pytest.approx(128 / step.seconds)
+
+
+def test_report_json_and_picture(plan, tmp_path) -> None:
+    console = Console(width=140, record=True, file=open(tmp_path / "out", "w"))  # noqa: SIM115
+    console.print(report.render(plan))
+    text = console.export_text()
+    assert "weights: routed experts" in text
+    assert "fits: needs 70." in text
+    assert "known error" in text
+    written = json.loads(json.dumps(report.as_json(plan)))
+    assert written["steps"][0]["timeline"]["micro_batches"] == 2
+    draw(plan, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,55 @@
+"""`python -m launch.plan` as a person types it: what it refuses, and what it writes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "launch.plan", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.aot
+def test_one_node_of_80_gb_is_refused(tmp_path) -> None:
+    written = tmp_path / "plan.json"
+    result = plan("node_8xh800", f"--json={written}", f"--plot={tmp_path / 'plan.png'}")
+    assert result.returncode == 1, result.stderr
+    assert "does not fit" in result.stdout
+    assert "102.077" in result.stdout
+    plan_json = json.loads(written.read_text())
+    assert plan_json["verdict"]["fits"] is False
+    assert (
+        plan_json["memory"]["needed"]
+        == sum(plan_json["memory"]["weights"].values()) + 44_902_121_472 + (plan_json["memory"]["state"])
+    )
+    assert plan_json["steps"] == []
+    assert not (tmp_path / "plan.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("decode_ep288",), "neither one of prefill_ep32, decode_ep144, node_8xh200, node_8xh800 nor a file"),
+        (("decode_ep144", "--model=/nowhere"), "nor a directory with a config.json"),
+        (("decode_ep144", "--json=/nowhere/plan.json"), "there is no such folder"),
+        ((), "expected DEPLOYMENT"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_status_2(arguments, message) -> None:
+    result = plan(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.aot
+def test_a_file_whose_devices_do_not_divide_the_experts(tmp_path) -> None:
+    path = tmp_path / "three.toml"
+    path.write_text('device = "H800"\nnodes = 3\ndecode_requests = 8\n')
+    result = plan(str(path))
+    assert result.returncode == 2
+    assert (
+        "three: 256 physical experts do not divide over 24 ranks: add redundant experts to reach 264" in result.stderr
+    )

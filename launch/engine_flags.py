@@ -48,6 +48,13 @@ _TRANSPORT = absl_flags.DEFINE_enum(
     ["auto", "ring", "all_to_all", "hierarchical", "ragged"],
     "How tokens reach their experts; auto chooses by a cost model, never ragged, which needs GPUs.",
 )
+_EPLB = absl_flags.DEFINE_bool(
+    "enable_eplb", False, "Move experts between devices while serving, so that all have an even load."
+)
+_EPLB_INTERVAL = absl_flags.DEFINE_integer("eplb_interval", 3000, "Steps between two decisions to move experts.", 1)
+_EPLB_THRESHOLD = absl_flags.DEFINE_float(
+    "eplb_threshold", 0.9, "Experts move where the devices' mean load is below this share of the busiest's.", 0.0, 1.0
+)
 _PREFIX_CACHING = absl_flags.DEFINE_bool("enable_prefix_caching", True, "Reuse the cache of equal prompt beginnings.")
 _SEED = absl_flags.DEFINE_integer("seed", 0, "Of the random numbers of requests that bring no seed.")
 _CACHE_DIR = absl_flags.DEFINE_string(
@@ -82,6 +89,9 @@ def engine_options() -> dict[str, object]:
         "enable_expert_parallel": _EXPERT_PARALLEL.value,
         "num_redundant_experts": _REDUNDANT.value,
         "expert_transport": _TRANSPORT.value,
+        "enable_eplb": _EPLB.value,
+        "eplb_interval": _EPLB_INTERVAL.value,
+        "eplb_threshold": _EPLB_THRESHOLD.value,
         "enable_prefix_caching": _PREFIX_CACHING.value,
         "seed": _SEED.value,
         "compilation_cache_dir": _CACHE_DIR.value,

@@ -24,6 +24,9 @@ from jax import lax
 from sharding.placement import Placement
 from sharding.transport import Machine
 
+LAYERS_HELD = 3
+"""Temporary memory of a move on a GPU, in layers' experts of one device (a test compiles it)."""
+
 _WORD_BYTES = 4
 
 

@@ -80,11 +80,15 @@ def balancer_of(functions: StepFunctions, params: Any, cfg: EngineConfig) -> "Ba
     if experts is None:
         return None
     assert functions.traffic is not None
-    stacks, placement = experts.take(params)
-    layer_bytes = sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers
     traffic = [functions.traffic(size, kind == "prefill") for kind, size in cfg.forward_programs]
-    placed = Placement(*map(np.asarray, placement))
-    return Balancer(experts, placed, layer_bytes // experts.machine.ranks, Sent(traffic), cfg)
+    placement = Placement(*map(np.asarray, experts.take(params)[1]))
+    return Balancer(experts, placement, layer_bytes(experts, params), Sent(traffic), cfg)
+
+
+def layer_bytes(experts: SpreadExperts, params: Any) -> int:
+    """Of a layer's experts on one device."""
+    stacks, _ = experts.take(params)
+    return sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers // experts.machine.ranks
 
 
 class Balancer:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import dsv3
 from dsv3.cache.layout import page_bytes, pages_for, pages_within
 from dsv3.config import ModelConfig
+from dsv3.engine.balance import layer_bytes
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
@@ -23,6 +24,7 @@ from dsv3.engine.step_bodies import StepFunctions, model_functions
 from dsv3.engine.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import load_config
 from dsv3.model.tensor_parallel import check_shards
+from sharding.rebalance import LAYERS_HELD
 from sharding.rules import rank_mesh
 from sharding.transport import kind_of
 
@@ -43,9 +45,10 @@ class EngineOptions:
     split attention heads and MLP widths. `enable_expert_parallel` spreads the routed experts over all these devices, in
     `num_redundant_experts` more slots than there are experts, where each device otherwise holds all; a
     `tensor_parallel_size` above 1 implies it. `expert_transport` names how tokens reach them: auto lets a cost model
-    choose among ring, all_to_all and hierarchical for each bucket; ragged is for GPUs. `fp8` says whether FP8 weights
-    stay FP8. `tokenizer_id` enters the prefix cache's keys. `compilation_cache_dir` None: `dsv3/xla` in the user's
-    cache directory.
+    choose among ring, all_to_all and hierarchical for each bucket; ragged is for GPUs. With `enable_eplb` experts are
+    moved between devices while serving: at least `eplb_interval` steps apart, where the devices' mean load is less than
+    `eplb_threshold` of the busiest's. `fp8` says whether FP8 weights stay FP8. `tokenizer_id` enters the prefix cache's
+    keys. `compilation_cache_dir` None: `dsv3/xla` in the user's cache directory.
     """
 
     dtype: DType = "auto"
@@ -59,6 +62,9 @@ class EngineOptions:
     enable_expert_parallel: bool = False
     num_redundant_experts: int = 0
     expert_transport: str = "auto"
+    enable_eplb: bool = False
+    eplb_interval: int = 3000
+    eplb_threshold: float = 0.9
     enable_prefix_caching: bool = True
     fp8: Literal["keep", "dequantize"] = "keep"
     tokenizer_id: str = ""
@@ -78,6 +84,10 @@ class EngineOptions:
             )
         if kind_of(self.expert_transport) is not None and not self.spreads_experts:
             raise ValueError(f"expert_transport: {self.expert_transport!r} needs enable_expert_parallel")
+        if self.enable_eplb and not self.spreads_experts:
+            raise ValueError("enable_eplb: there is nothing to balance without enable_expert_parallel")
+        if self.eplb_interval < 1:
+            raise ValueError(f"eplb_interval: {self.eplb_interval} is not at least 1; leave enable_eplb off instead")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype: {self.dtype!r} is not one of auto, float32, bfloat16")
 
@@ -131,7 +141,8 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
     dtype = _dtype(options.dtype, mine)
     mesh = rank_mesh(devices, jax.process_count(), shards)
     functions, served = _functions(model_dir, model_cfg, options, mesh, dtype, progress)
-    cfg = engine_config(model_cfg, options, mine, dtype, model_id=_model_id(Path(model_dir)))
+    moving = _move_bytes(functions, served) if options.enable_eplb else 0
+    cfg = engine_config(model_cfg, options, mine, dtype, model_id=_model_id(Path(model_dir)), move_bytes=moving)
     cfg = dataclasses.replace(cfg, num_ranks=len(devices) // shards, num_nodes=jax.process_count())
     return Parts(functions, served, model_cfg, cfg, devices)
 
@@ -153,14 +164,15 @@ def _functions(
 
 
 def engine_config(
-    model_cfg: ModelConfig, options: EngineOptions, device: jax.Device, dtype: Any, model_id: str
+    model_cfg: ModelConfig, options: EngineOptions, device: jax.Device, dtype: Any, model_id: str, move_bytes: int = 0
 ) -> EngineConfig:
-    """Limits for `device`, on which the weights are already."""
+    """Limits for `device`, on which the weights are already; moving experts takes `move_bytes` between steps."""
     is_cpu = device.platform == "cpu"
     max_num_seqs = options.max_num_seqs or (64 if is_cpu else 256)
     batched = options.max_num_batched_tokens or (1024 if is_cpu else 8192)
     wanted = options.max_model_len or model_cfg.max_position_embeddings
-    budget = _cache_budget(model_cfg, options, device, dtype, batched, max_num_seqs)
+    working = max(_step_bytes(model_cfg, dtype, batched, max_num_seqs), move_bytes)
+    budget = _cache_budget(options, device, working)
     num_pages = min(pages_within(model_cfg, dtype, budget), max_num_seqs * pages_for(wanted))
     if num_pages < 1:
         raise ValueError(
@@ -181,6 +193,8 @@ def engine_config(
         cache_dtype=jnp.dtype(dtype).name,
         tokenizer_id=options.tokenizer_id,
         seed=options.seed,
+        eplb_interval=options.eplb_interval if options.enable_eplb else 0,
+        eplb_threshold=options.eplb_threshold,
     )
 
 
@@ -230,15 +244,18 @@ def _dtype(name: DType, device: jax.Device) -> Any:
     return jnp.dtype(name)
 
 
-def _cache_budget(
-    model_cfg: ModelConfig, options: EngineOptions, device: jax.Device, dtype: Any, batched: int, max_num_seqs: int
-) -> int:
-    """Bytes for one rank's pool: a share of the device's memory less what is taken and what a step will take."""
+def _cache_budget(options: EngineOptions, device: jax.Device, working: int) -> int:
+    """Bytes for one rank's pool: a share of the device's memory less what is taken and the `working` memory."""
     memory = device.memory_stats() if device.platform != "cpu" else None
     if not memory:
         return _CPU_CACHE_BYTES
     allowed = int(memory["bytes_limit"] * options.gpu_memory_utilization) - memory["bytes_in_use"]
-    return allowed - _step_bytes(model_cfg, dtype, batched, max_num_seqs)
+    return allowed - working
+
+
+def _move_bytes(functions: StepFunctions, params: Any) -> int:
+    """Working memory of a program that moves a layer's experts."""
+    return 0 if functions.experts is None else LAYERS_HELD * layer_bytes(functions.experts, params)
 
 
 def _step_bytes(cfg: ModelConfig, dtype: Any, batched: int, max_num_seqs: int) -> int:

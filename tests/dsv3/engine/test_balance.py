@@ -1,6 +1,7 @@
 """Experts move between devices while requests stream: the same tokens, no compilation, and no request notices."""
 
 import concurrent.futures
+import dataclasses
 import json
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from dsv3.engine import balance
 from dsv3.engine.balance import Balancer, Sent
+from dsv3.engine.build import EngineOptions, engine_config
 from dsv3.engine.commands import BalanceCommand
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
@@ -149,6 +151,26 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
 def test_a_model_without_spread_experts_has_no_statistics() -> None:
     engine = Engine(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(64, 1, max_num_seqs=1))
     assert engine.stats().experts is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(enable_eplb=True), "enable_expert_parallel"),
+        (dict(enable_eplb=True, enable_expert_parallel=True, eplb_interval=0), "eplb_interval"),
+    ],
+)
+def test_options_that_cannot_balance_are_refused(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EngineOptions(**options)
+
+
+def test_options_reach_the_engine() -> None:
+    options = EngineOptions(enable_expert_parallel=True, enable_eplb=True, eplb_interval=70, eplb_threshold=0.5)
+    cfg = engine_config(toy.toy_config(), options, jax.devices()[0], jnp.float32, model_id="")
+    assert (cfg.eplb_interval, cfg.eplb_threshold) == (70, 0.5)
+    off = dataclasses.replace(options, enable_eplb=False)
+    assert engine_config(toy.toy_config(), off, jax.devices()[0], jnp.float32, model_id="").eplb_interval == 0
 
 
 # The host's part alone: eight devices of three slots each, no programs.

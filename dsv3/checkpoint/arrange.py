@@ -4,7 +4,8 @@ Only the boxes of the sources change, so the rearranged array is read straight f
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -12,21 +13,24 @@ from dsv3.checkpoint import layout
 from dsv3.checkpoint.fill import E4M3, Array, Source, moved
 from dsv3.checkpoint.layout import BLOCK, full_box
 from dsv3.checkpoint.plan import Plan
+from dsv3.checkpoint.reader import target
 from dsv3.config import ModelConfig
 from dsv3.model.tensor_parallel import check_shards, row_order
 
 
-def in_slots(plan: Plan, cfg: ModelConfig, phy2log: np.ndarray) -> Plan:
+def in_slots(plan: Plan, cfg: ModelConfig, phy2log: np.ndarray, shardings: Mapping[str, Any]) -> Plan:
     """The plan with the decoder's routed experts in physical slots: `phy2log` [L, R] is the expert of each.
 
-    Raises ValueError for a map that is not of the model's layers and experts.
+    Only slots are planned that this process's devices hold by `shardings` (as `reader.read_leaves` takes them): of 144
+    devices' 33,000 stacks of experts most are another's. Raises ValueError for a map that is not of the model's layers
+    and experts.
     """
     phy2log = np.asarray(phy2log)
     _check_map(cfg, phy2log)
     leaves = dict(plan.leaves)
     for path, spec in layout.leaves(cfg).items():
         if "experts" in spec.axes and path.startswith("moe."):
-            leaves[path] = tuple(gather(array, phy2log) for array in plan.leaves[path])
+            leaves[path] = tuple(_spread(array, phy2log, shardings.get(path)) for array in plan.leaves[path])
     return dataclasses.replace(plan, leaves=leaves)
 
 
@@ -44,7 +48,7 @@ def in_shards(plan: Plan, cfg: ModelConfig, shards: int) -> Plan:
 
 
 def gather(array: Array, index: np.ndarray) -> Array:
-    """`array` [L, n, ...] at `index` [L, m] of its second axis: [L, m, ...]."""
+    """`array` [L, n, ...] at `index` [L, m] of its second axis: [L, m, ...]; nothing is planned where it is -1."""
     sources = [
         source
         for layer, row in enumerate(index)
@@ -57,10 +61,18 @@ def gather(array: Array, index: np.ndarray) -> Array:
 
 def _moved(array: Array, layer: int, rows: slice, by: int) -> Iterator[Source]:
     """What fills `array[layer, rows]`, shifted on the second axis."""
-    still = (0,) * (len(array.shape) - 2)
     for source, part in array.meeting((slice(layer, layer + 1), rows, *full_box(array.shape[2:]))):
         to_view = tuple(t.start - p.start for t, p in zip(source.take, source.put, strict=True))
-        yield dataclasses.replace(source, take=moved(part, to_view), put=moved(part, (0, by, *still)))
+        put = (part[0], slice(part[1].start + by, part[1].stop + by), *part[2:])
+        yield dataclasses.replace(source, take=moved(part, to_view), put=put)
+
+
+def _spread(array: Array, phy2log: np.ndarray, shardings: Any) -> Array:
+    shape = (*phy2log.shape, *array.shape[2:])
+    needed = np.zeros(len(phy2log[0]), bool)
+    for box in target(dataclasses.replace(array, shape=shape), shardings).shares:
+        needed[box[1]] = True
+    return gather(array, np.where(needed, phy2log, -1))
 
 
 def _in_order(array: Array, order: np.ndarray) -> Array:
@@ -71,9 +83,10 @@ def _in_order(array: Array, order: np.ndarray) -> Array:
 
 def _runs(index: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """Position, value and length of the runs of consecutive values: each lies in one piece of a pre-stacked file."""
-    starts = np.flatnonzero(np.diff(index, prepend=-2) != 1)
+    starts = np.flatnonzero((np.diff(index, prepend=-2) != 1) | (index <= 0))
     for start, end in zip(starts, [*starts[1:], len(index)], strict=True):
-        yield int(start), int(index[start]), int(end - start)
+        if index[start] >= 0:
+            yield int(start), int(index[start]), int(end - start)
 
 
 def _check_map(cfg: ModelConfig, phy2log: np.ndarray) -> None:

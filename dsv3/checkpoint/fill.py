@@ -6,6 +6,7 @@ beyond the destination is bounded by the number of threads times `BLOCK_BYTES`, 
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -49,8 +50,8 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array to be read. Its sources tile it; several belong to one index of the first axis each, and are ordered
-    by it, then by where they begin and end on the second axis.
+    """One array to be read. Its sources tile it, or what this process needs of it; several belong to one index of the
+    first axis each, and are ordered by it, then by where they begin and end on the second axis.
 
     `positive`: the array holds scales, which must be finite and above zero.
     """
@@ -81,10 +82,15 @@ class Array:
         if len(self.sources) == 1:
             yield self.sources[0]
             return
+        starts, stops = self._order
         for i in range(box[0].start, box[0].stop):
-            first = bisect_right(self.sources, (i, box[1].start), key=lambda s: (s.put[0].start, s.put[1].stop))
-            last = bisect_left(self.sources, (i, box[1].stop), key=lambda s: (s.put[0].start, s.put[1].start))
-            yield from self.sources[first:last]
+            yield from self.sources[bisect_right(stops, (i, box[1].start)) : bisect_left(starts, (i, box[1].stop))]
+
+    @functools.cached_property
+    def _order(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Where the sources begin, and where they end, on the second axis, each after their index of the first."""
+        boxes = [source.put for source in self.sources]
+        return [(b[0].start, b[1].start) for b in boxes], [(b[0].start, b[1].stop) for b in boxes]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,14 +51,14 @@ def read_leaves(plan: Plan, shardings: Mapping[str, Any], *, progress: bool, thr
     memory at a time: it is allocated once, read in place, moved to its device and dropped (on a CPU the device adopts
     the memory instead).
     """
-    leaves = [[_target(array, shardings.get(path)) for array in arrays] for path, arrays in plan.leaves.items()]
-    targets = [target for leaf in leaves for target in leaf]
+    leaves = [[target(array, shardings.get(path)) for array in arrays] for path, arrays in plan.leaves.items()]
+    targets = [one for leaf in leaves for one in leaf]
     total = sum(2 * a.nbytes for a, _ in plan.equal)
-    total += sum(target.array.bytes_to_read(box) for target in targets for box in target.shares)
+    total += sum(one.array.bytes_to_read(box) for one in targets for box in one.shares)
     with Files(threads) as files, reporter(total, "loading", shown=progress) as advance:
         files.open(tensor.path for pair in plan.equal for tensor in pair)
         check_duplicates(files, plan, advance)
-        files.open(path for target in targets for path in target.files)
+        files.open(path for one in targets for path in one.files)
         return [_leaf(files, leaf, advance) for leaf in leaves]
 
 
@@ -83,8 +83,8 @@ def reporter(total: int, verb: str, *, shown: bool) -> Iterator[Advance]:
     console.print(f"{verb}: {decimal(total)} in {seconds:.1f} s, {rate}/s", highlight=False)
 
 
-def _target(array: Array, shardings: Any) -> Target:
-    """An `Fp8Weight` of shardings gives the arrays of a leaf, data and scale, one each."""
+def target(array: Array, shardings: Any) -> Target:
+    """Where an array of a leaf goes; an `Fp8Weight` of shardings gives the leaf's arrays, data and scale, one each."""
     if isinstance(shardings, Fp8Weight):
         shardings = shardings.scale if array.positive else shardings.data
     if shardings is None:
@@ -101,12 +101,12 @@ def _shares(shape: tuple[int, ...], sharding: Sharding) -> dict[Box, list[jax.De
 
 
 def _leaf(files: Files, targets: Sequence[Target], advance: Advance) -> Any:
-    placed = [_place(files, target, advance) for target in targets]
+    placed = [_place(files, one, advance) for one in targets]
     return Fp8Weight(*placed) if len(placed) == 2 else placed[0]
 
 
-def _place(files: Files, target: Target, advance: Advance) -> jax.Array:
-    array, sharding = target.array, target.sharding
+def _place(files: Files, one: Target, advance: Advance) -> jax.Array:
+    array, sharding = one.array, one.sharding
 
     def read(box: Box) -> np.ndarray:
         host = aligned_empty(extents(box), array.dtype)
@@ -116,7 +116,7 @@ def _place(files: Files, target: Target, advance: Advance) -> jax.Array:
     if sharding is None:
         return jax.block_until_ready(jax.device_put(read(full_box(array.shape))))
     singles = []
-    for box, devices in target.shares.items():
+    for box, devices in one.shares.items():
         host = read(box)
         places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
         singles += jax.block_until_ready([jax.device_put(host, place) for place in places])

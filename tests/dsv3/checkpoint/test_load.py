@@ -1,6 +1,7 @@
 """Loading Hugging Face directories: every leaf against a plain numpy oracle."""
 
 import dataclasses
+import gc
 import logging
 
 import jax
@@ -233,6 +234,16 @@ def test_progress_tells_bytes_and_throughput(tmp_path, capsys):
     assert "loading: " in (line := capsys.readouterr().err) and "/s" in line
     load(tmp_path, cfg)
     assert capsys.readouterr().err == ""
+
+
+def test_the_garbage_collector_is_left_as_it_was(tmp_path):
+    """It rests while a load is planned, also when the plan fails."""
+    hf.write(tmp_path, hf.random_tensors(hf.config()))
+    load(tmp_path, hf.config())
+    assert gc.isenabled()
+    with pytest.raises(CheckpointError):
+        load(tmp_path, hf.config(vocab_size=41))
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(("option", "value"), [("dtype", np.int8), ("fp8", "maybe")])

@@ -37,8 +37,8 @@ class Form(enum.Enum):
 class Communication:
     """The choices of one deployment; all of its methods are pure functions of a bucket.
 
-    `slots` physical experts live on the devices of `machine`; ranks of `shards` devices share the work of sending
-    their tokens, and run the plain form. `kind` is what a user asked for, None to let `choose` decide by the load.
+    `slots` physical experts live on the devices of `machine`; the `shards` devices of a rank send a part of its tokens
+    each. `kind` is what a user asked for, None to let `choose` decide by the load.
     `fp8_dispatch` says whether rows travel as FP8; otherwise, and on the way back, a channel takes `itemsize` bytes.
     """
 
@@ -78,10 +78,10 @@ class Communication:
 
     def form(self, tokens: int, is_prefill: bool) -> Form:
         """Of a step of `tokens` tokens on each rank."""
-        if self.overlap is Overlap.NONE or self.shards > 1:
+        if self.overlap is Overlap.NONE:
             return Form.PLAIN
-        if tokens % 2 == 0 and worth_overlapping(tokens, self.machine.ranks, is_prefill):
-            return Form.OVERLAPPED if self._transport(tokens // 2).hops else Form.HOOKED
+        if tokens % 2 == 0 and worth_overlapping(self._sent(tokens), self.machine.ranks, is_prefill):
+            return Form.OVERLAPPED if self._transport(self._sent(tokens // 2)).hops else Form.HOOKED
         return Form.HOOKED
 
     def transport(self, tokens: int, is_prefill: bool) -> Transport:
@@ -95,7 +95,11 @@ class Communication:
         return step_traffic(self._transport(at_once), self._load(at_once), micro_batches * self.cfg.num_moe_layers)
 
     def _tokens_at_once(self, tokens: int, is_prefill: bool) -> int:
-        return tokens // 2 if self.form(tokens, is_prefill) is Form.OVERLAPPED else -(-tokens // self.shards)
+        return self._sent(tokens // 2 if self.form(tokens, is_prefill) is Form.OVERLAPPED else tokens)
+
+    def _sent(self, tokens: int) -> int:
+        """By each device, of a rank's."""
+        return -(-tokens // self.shards)
 
     def _load(self, tokens: int) -> Load:
         cfg = self.cfg

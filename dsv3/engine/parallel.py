@@ -19,11 +19,10 @@ from dsv3.engine.step_bodies import SpreadExperts, StepFunctions
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.expert_parallel import ExpertParallel
-from dsv3.model.experts import RoutedExperts
 from dsv3.model.micro_batches import decode_overlapped, decode_with_hooks, prefill_overlapped, prefill_with_hooks
 from dsv3.model.params import MoeParams, Params, declare
 from dsv3.model.steps import StepOutput
-from dsv3.model.tensor_parallel import Shards, SharedTokens, arrange
+from dsv3.model.tensor_parallel import Shards, arrange
 from pallas_kernels.backend import Backend
 from sharding.placement import Placement, placement_of
 from sharding.rules import partition, rank_size
@@ -77,12 +76,11 @@ def expert_parallel_functions(
     def run(spread: SpreadParams, batch: Any, pages: jax.Array, tokens: int, forms: dict[Form, Any]) -> StepOutput:
         is_prefill = isinstance(batch, PrefillBatch)
         form = communication.form(tokens, is_prefill)
-        parallel = ExpertParallel(communication.transport(tokens, is_prefill), spread.placement)
+        routed = ExpertParallel(communication.transport(tokens, is_prefill), spread.placement, shards)
         arguments = (spread.params, cfg, batch, pages)
-        if form is not Form.PLAIN:
-            return forms[form](*arguments, backend=backend, routed=parallel)
-        routed: RoutedExperts = SharedTokens(parallel, shards) if shards.size > 1 else parallel
-        return forms[form](*arguments, backend=backend, routed=routed, shards=shards)
+        if form is Form.PLAIN:
+            return forms[form](*arguments, backend=backend, routed=routed, shards=shards)
+        return forms[form](*arguments, backend=backend, routed=routed)
 
     def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> StepOutput:
         return run(spread, batch, pages, batch.tokens.shape[0], _PREFILL)

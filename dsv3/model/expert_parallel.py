@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from dsv3.model import experts
 from dsv3.model.linear import Index, Numerics, at
 from dsv3.model.params import Fp8Weight, MoeParams
+from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import fp8
 from sharding.exchange import Experts, Rows
 from sharding.placement import Placement, choose_replicas
-from sharding.transport import Transport
+from sharding.transport import Transport, pad_rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +24,12 @@ class ExpertParallel:
     `placement` says where the copies of each logical expert are; it is data, so a running server can change it. The
     parameters hold this rank's physical experts only, `[L, span, ...]`. Rows travel as FP8 with their scales when the
     experts are FP8 (they would be quantised on arrival), in their own dtype otherwise; sums come back in that dtype.
+    The devices of a rank, `shards`, all have its tokens: each sends its part of them, and all get all sums.
     """
 
     transport: Transport
     placement: Placement
+    shards: Shards = ONE_DEVICE
 
     def __call__(
         self,
@@ -40,7 +43,8 @@ class ExpertParallel:
     ) -> tuple[jax.Array, experts.Tally]:
         """As `experts.moe`; `topk_ids` are logical, and so are the counts, which are of this rank's rows."""
         handle = self.start(x, topk_ids, topk_weights, params, layer, numerics)
-        return self.finish(handle, params, layer, numerics)
+        y, tally = self.finish(handle, params, layer, numerics)
+        return y, tally._replace(rounds=pad_rounds(tally.rounds))
 
     def start(
         self,
@@ -62,8 +66,12 @@ class ExpertParallel:
     def finish(
         self, flight: "InFlight", params: MoeParams, layer: Index, numerics: Numerics
     ) -> tuple[jax.Array, experts.Tally]:
-        """The second half; what is computed between the two hides the way back (the shared expert does)."""
+        """The second half; what is computed between the two hides the way back (the shared expert does).
+
+        The tally's rounds are [hops], None for a transport without hops.
+        """
         y, rounds = self.transport.finish(flight.handle, local_experts(params, layer, numerics))
+        y = self.shards.join(y, flight.topk_ids.shape[0])
         return y, experts.Tally(count(flight.topk_ids, self.placement.copies.shape[1]), rounds)
 
     def address(
@@ -75,7 +83,9 @@ class ExpertParallel:
         layer: Index,
         numerics: Numerics,
     ) -> Rows:
-        """The rows to send, with a copy chosen for each of their experts."""
+        """The rows that this device sends, with a copy chosen for each of their experts."""
+        part = self.shards.part
+        x, topk_ids, topk_weights = part(x), part(topk_ids, -1), part(topk_weights)
         rank = jax.lax.axis_index(self.transport.machine.axes)
         slots, copies = at(self.placement.slots, layer), at(self.placement.copies, layer)
         physical = choose_replicas(topk_ids, slots, copies, rank)

@@ -34,7 +34,7 @@ def prefill_overlapped(
 ) -> StepOutput:
     """As `steps.prefill`, T even; `routed`'s transport is built for T / 2 tokens, and has hops."""
     earlier, later = split_prefill(batch)
-    steps = tuple(prefill_step(cfg, half, pages, backend, routed) for half in (later, earlier))
+    steps = tuple(prefill_step(cfg, half, pages, backend, routed, routed.shards) for half in (later, earlier))
     x = (embed(params, later.tokens), embed(params, earlier.tokens))
     x0, x1, pages, tally = _run(params, cfg, routed, steps, x, pages, prefill_layers)
     return StepOutput.of(rms_norm(jnp.concatenate([x1, x0]), params.norm, cfg.rms_norm_eps), pages, tally)
@@ -51,7 +51,7 @@ def decode_overlapped(
 ) -> StepOutput:
     """As `steps.decode`, B even; `routed`'s transport is built for B * S / 2 tokens, and has hops."""
     halves = split_decode(batch)
-    steps = tuple(decode_step(cfg, half, pages, backend, routed) for half in halves)
+    steps = tuple(decode_step(cfg, half, pages, backend, routed, routed.shards) for half in halves)
     x = tuple(embed(params, half.tokens.reshape(-1)) for half in halves)
     x0, x1, pages, tally = _run(params, cfg, routed, steps, x, pages, decode_layers)
     hidden = rms_norm(jnp.concatenate([x0, x1]), params.norm, cfg.rms_norm_eps)
@@ -68,7 +68,7 @@ def prefill_with_hooks(
     routed: ExpertParallel,
 ) -> StepOutput:
     """As `steps.prefill`, with any transport."""
-    step = prefill_step(cfg, batch, pages, backend, routed)
+    step = prefill_step(cfg, batch, pages, backend, routed, routed.shards)
     return StepOutput.of(*_run_whole(params, step, routed, embed(params, batch.tokens), pages))
 
 
@@ -82,7 +82,7 @@ def decode_with_hooks(
     routed: ExpertParallel,
 ) -> StepOutput:
     """As `steps.decode`, with any transport."""
-    step = decode_step(cfg, batch, pages, backend, routed)
+    step = decode_step(cfg, batch, pages, backend, routed, routed.shards)
     hidden, pages, tally = _run_whole(params, step, routed, embed(params, batch.tokens.reshape(-1)), pages)
     return StepOutput.of(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
 
@@ -127,7 +127,7 @@ def _run(
     if params.dense is not None:
         x1, pages, _ = run_layers(params.dense, steps[1], x1, pages, 0)
         x0, pages, _ = run_layers(params.dense, steps[0], x0, pages, 0)
-    zero, one = (Lane(params.moe, step, parallel, cfg.num_dense_layers) for step in steps)
+    zero, one = (Lane(params.moe, step, parallel, cfg.num_dense_layers, n) for n, step in enumerate(steps))
     return runner((zero, one), (x0, x1), pages)
 
 

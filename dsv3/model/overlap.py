@@ -19,7 +19,9 @@ and the attention core:
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +81,17 @@ class Combining(NamedTuple):
     rounds: jax.Array
 
 
+def _named[**P, T](stage: Callable[Concatenate["Lane", P], T]) -> Callable[Concatenate["Lane", P], T]:
+    """Puts `micro_batch_0` or `_1` into the names of a stage's operations, for profiles and plans."""
+
+    @functools.wraps(stage)
+    def named(lane: "Lane", *args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.named_scope(f"micro_batch_{lane.number}"):
+            return stage(lane, *args, **kwargs)
+
+    return named
+
+
 @dataclasses.dataclass(frozen=True)
 class Lane:
     """One micro-batch's way through the MoE layers: its step, and the stages of a layer.
@@ -91,6 +104,7 @@ class Lane:
     step: Step
     parallel: ExpertParallel
     first_cache_layer: int
+    number: int = 0
 
     @property
     def moe(self) -> MoeParams:
@@ -110,6 +124,7 @@ class Lane:
 
         return jax.jit(stage)(x)
 
+    @_named
     def route(self, layer: Index, x: jax.Array) -> Routed:
         """Norm, router, and the queues of what is to be sent."""
 
@@ -120,20 +135,25 @@ class Lane:
 
         return jax.jit(stage)(x)
 
+    @_named
     def start_dispatch(self, routed: Routed) -> Sent:
         return send(routed.rows, routed.plan, 0, self.hop)
 
+    @_named
     def finish_dispatch(self, sent: Sent) -> Rows:
         return receive(sent, self.hop)
 
+    @_named
     def experts(self, layer: Index, arrived: Rows) -> Computed:
         """What this rank (or, over several hops, this node) computes for the rows that arrived."""
         local = local_experts(self.moe, layer, self.step.numerics)
         return Computed(*compute(arrived, self.parallel.transport.hops, local))
 
+    @_named
     def start_combine(self, computed: Computed) -> Combining:
         return Combining(send_back(computed.sums, self.hop), computed.rounds)
 
+    @_named
     def finish_combine(
         self, layer: Index, x: jax.Array, routed: Routed, combining: Combining, shared: jax.Array | float
     ) -> tuple[jax.Array, Tally]:
@@ -143,21 +163,26 @@ class Lane:
 
         def stage(x: jax.Array, first: jax.Array, rounds: jax.Array) -> tuple[jax.Array, Tally]:
             y, rounds = further_rounds(routed.rows, routed.plan, hops, local, (first, rounds))
+            y = self.parallel.shards.join(y, x.shape[0])
             return x + y + shared, Tally(count(routed.ids, self.moe.router.shape[1]), pad_rounds(rounds))
 
         return jax.jit(stage)(x, collect(combining.handle, routed.plan, 0, self.hop), combining.rounds)
 
+    @_named
     def shared(self, layer: Index, normed: jax.Array) -> jax.Array | float:
         return jax.jit(lambda normed: shared_expert(self.moe, layer, self.step, normed))(normed)
 
+    @_named
     def attention(self, layer: Index, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         cache_layer = self.first_cache_layer + layer
         return jax.jit(lambda x, pages: attention_block(self.layers, layer, self.step, x, pages, cache_layer))(x, pages)
 
+    @_named
     def project(self, layer: Index, x: jax.Array) -> Projected:
         """The part of attention before its core."""
         return jax.jit(lambda x: queries(self.layers, layer, self.step, x))(x)
 
+    @_named
     def attend(
         self, layer: Index, x: jax.Array, tokens: Projected, pages: jax.Array
     ) -> tuple[jax.Array, Routed, jax.Array]:
@@ -199,7 +224,7 @@ def hooked_layers(lane: Lane, x: jax.Array, pages: jax.Array) -> tuple[jax.Array
 
     layers = jnp.arange(lane.layers.input_norm.shape[0], dtype=jnp.int32)
     (x, pages), tally = jax.lax.scan(in_program_order(body, parallel.transport.overlap), (x, pages), layers)
-    return x, pages, tally
+    return x, pages, tally._replace(rounds=pad_rounds(tally.rounds, len(layers)))
 
 
 def prefill_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pages: jax.Array) -> Layers:

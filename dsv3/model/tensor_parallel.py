@@ -14,10 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config import ModelConfig
-from dsv3.model.expert_parallel import count
-from dsv3.model.experts import RoutedExperts, Tally
-from dsv3.model.linear import Index, Numerics
-from dsv3.model.params import Fp8Weight, MoeParams, Params, ParamSpec, declare
+from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from sharding.rules import TENSOR, is_split
 
 BLOCK = 128
@@ -36,6 +33,8 @@ class Shards:
 
     def part(self, x: jax.Array, fill: int = 0) -> jax.Array:
         """This device's `ceil(T / size)` of the rows of `x` `[T, ...]`; the last ones may be padding, of `fill`."""
+        if self.size == 1:
+            return x
         rows = -(-x.shape[0] // self.size)
         padding = [(0, rows * self.size - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
         padded = jnp.pad(x, padding, constant_values=fill)
@@ -43,37 +42,10 @@ class Shards:
 
     def join(self, x: jax.Array, rows: int) -> jax.Array:
         """The parts of all devices, in order: `[rows, ...]`."""
-        return jax.lax.all_gather(x, TENSOR, axis=0, tiled=True)[:rows]
+        return x if self.size == 1 else jax.lax.all_gather(x, TENSOR, axis=0, tiled=True)[:rows]
 
 
 ONE_DEVICE = Shards(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedTokens:
-    """`routed` for the tokens of a rank of several devices: each has a part of them computed, and all get all results.
-
-    The counts are of the rank's tokens, once each, and equal on its devices.
-    """
-
-    routed: RoutedExperts
-    shards: Shards
-
-    def __call__(
-        self,
-        x: jax.Array,
-        topk_ids: jax.Array,
-        topk_weights: jax.Array,
-        params: MoeParams,
-        layer: Index,
-        numerics: Numerics,
-        /,
-    ) -> tuple[jax.Array, Tally]:
-        """As `experts.moe`."""
-        part = self.shards.part
-        y, tally = self.routed(part(x), part(topk_ids, -1), part(topk_weights), params, layer, numerics)
-        counts = count(topk_ids, params.router.shape[1])
-        return self.shards.join(y, x.shape[0]), tally._replace(counts=counts)
 
 
 def check_shards(cfg: ModelConfig, shards: int, *, fp8: bool) -> None:

@@ -40,7 +40,6 @@ def test_large_steps_are_cut_in_two_and_small_ones_hide_the_combine(
 
 def test_where_nothing_can_overlap_steps_are_plain() -> None:
     assert dataclasses.replace(GPUS, overlap=Overlap.NONE).form(4096, True) is Form.PLAIN
-    assert dataclasses.replace(GPUS, shards=2).form(4096, True) is Form.PLAIN
     ring = dataclasses.replace(GPUS, kind=Kind.RING)
     assert ring.form(4096, True) is Form.HOOKED, "a ring has no rounds of its own to put under another micro-batch"
 
@@ -49,6 +48,10 @@ def test_devices_of_a_rank_share_its_tokens() -> None:
     pair = dataclasses.replace(GPUS, shards=2, kind=Kind.RING)
     alone = dataclasses.replace(pair, shards=1)
     assert pair.traffic(63, False) == alone.traffic(32, False)
+    several = dataclasses.replace(GPUS, shards=2)
+    assert several.form(128, False) is Form.HOOKED
+    assert several.form(256, False) is Form.OVERLAPPED
+    assert several.transport(256, False) == GPUS.transport(128, False)
 
 
 def test_rows_take_the_bytes_of_their_type() -> None:

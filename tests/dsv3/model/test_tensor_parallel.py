@@ -12,11 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.expert_parallel import ExpertParallel
+from dsv3.model.micro_batches import decode_with_hooks, prefill_overlapped
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, abstract, declare
-from dsv3.model.steps import decode, prefill
-from dsv3.model.tensor_parallel import Shards, SharedTokens, arrange, check_shards, row_order
+from dsv3.model.steps import prefill
+from dsv3.model.tensor_parallel import Shards, arrange, check_shards, row_order
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
+from sharding.collectives import Overlap, compiler_options, resolve_overlap
 from sharding.placement import Placement
 from sharding.rules import machine_of, of_ranks, partition, rank_mesh, rank_size
 from sharding.transport import Kind, build, load_of
@@ -39,11 +41,11 @@ PUBLISHED = dataclasses.replace(  # DeepSeek-V3's widths
     CFG, num_attention_heads=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536,
     kv_lora_rank=512, hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048,
 )  # fmt: skip
-T, PAGES = 9, (4, 64, CFG.latent_dim)
-BATCH = PrefillBatch(  # requests of 5 and 2 tokens, and 2 rows of padding
+T, PAGES = 10, (4, 64, CFG.latent_dim)
+BATCH = PrefillBatch(  # requests of 6 and 2 tokens, and 2 rows of padding; two micro-batches of 5 cut the first
     tokens=np.arange(3, 3 + T, dtype=np.int32),
-    positions=np.array([0, 1, 2, 3, 4, 0, 1, 0, 0], np.int32),
-    cu_lengths=np.array([0, 5, 7], np.int32),
+    positions=np.array([0, 1, 2, 3, 4, 5, 0, 1, 0, 0], np.int32),
+    cu_lengths=np.array([0, 6, 8], np.int32),
     context_lengths=np.zeros(2, np.int32),
     page_table=np.array([[0], [1]], np.int32),
 )
@@ -56,16 +58,21 @@ def parameters() -> Params:
     )
 
 
-def over_mesh(cfg: ModelConfig, mesh: Mesh, kind: Kind, tokens: int, step, backend: Backend | None = None):
-    """`step` of a rank over the devices of `mesh`, with experts in as many slots; and its parameters' partitions."""
+def over_mesh(cfg: ModelConfig, mesh: Mesh, tokens: int, overlap: Overlap, step, **options):
+    """`step` of a rank over the devices of `mesh`, with experts in as many slots; and its parameters' partitions.
+
+    A micro-batch has `tokens` tokens.
+    """
     shards = Shards(rank_size(mesh))
     load = load_of(-(-tokens // shards.size), cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=False)
-    transport = build(kind, machine_of(mesh), cfg.n_routed_experts, load)
+    transport = build(Kind.ALL_TO_ALL, machine_of(mesh), cfg.n_routed_experts, load, overlap)
+    if step is prefill:  # the others take them from `routed`
+        options["shards"] = shards
 
     def body(params, placement, batch, pages):
-        routed = SharedTokens(ExpertParallel(transport, placement), shards)
+        routed = ExpertParallel(transport, placement, shards)
         batch = jax.tree.map(lambda a: a[0], batch)
-        out = step(params, cfg, batch, pages, backend=backend, routed=routed, shards=shards)
+        out = step(params, cfg, batch, pages, routed=routed, **options)
         return out.hidden[None], out.expert_counts[None], out.pages
 
     specs = jax.tree.map(lambda spec: partition(spec.axes), declare(cfg))
@@ -73,11 +80,12 @@ def over_mesh(cfg: ModelConfig, mesh: Mesh, kind: Kind, tokens: int, step, backe
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=of_ranks(), check_vma=False), specs
 
 
-def test_a_rank_of_two_devices_computes_what_one_would() -> None:
+@pytest.mark.parametrize(("step", "tokens"), [(prefill, T), (prefill_overlapped, T // 2)])
+def test_a_rank_of_two_devices_computes_what_one_would(step, tokens: int) -> None:
     params = parameters()
     expected = jax.jit(prefill, static_argnums=1)(params, CFG, BATCH, jnp.zeros(PAGES))
     mesh = rank_mesh(jax.devices()[:2], tensor_parallel_size=2)
-    step, _ = over_mesh(CFG, mesh, Kind.RING, T, prefill)
+    step, _ = over_mesh(CFG, mesh, tokens, Overlap.NONE, step)
     everywhere = np.arange(CFG.n_routed_experts, dtype=np.int32)[None]
     placement = Placement(everywhere[..., None], np.ones_like(everywhere))
     batch = jax.tree.map(lambda a: a[None], BATCH)
@@ -136,7 +144,8 @@ def test_deepseek_v3_divides_by_eight_in_fp8() -> None:
 def test_decode_over_four_ranks_of_two_gpus_reduces_twice_a_layer_and_copies_no_page() -> None:
     cfg, B, pages = dataclasses.replace(CFG, num_hidden_layers=3), 8, 128
     mesh = aot.gpu_mesh({"node": 1, "gpu": 4, "tensor": 2})
-    step, specs = over_mesh(cfg, mesh, Kind.ALL_TO_ALL, B, decode, Backend.REFERENCE)
+    overlap = resolve_overlap("cuda")
+    step, specs = over_mesh(cfg, mesh, B, overlap, decode_with_hooks, backend=Backend.REFERENCE)
 
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -147,7 +156,8 @@ def test_decode_over_four_ranks_of_two_gpus_reduces_twice_a_layer_and_copies_no_
     placement = Placement(*(array(s, jnp.int32, PartitionSpec()) for s in ((L, E, 1), (L, E))))
     batch = DecodeBatch(*(array((4, *s), jnp.int32, of_ranks()) for s in ((B, 1), (B,), (B, 2))))
     pool = array((4 * cfg.num_cache_layers * pages, 64, cfg.latent_dim), jnp.bfloat16, of_ranks())
-    text = aot.compile_for(step, params, placement, batch, pool, mesh=mesh, donate_argnums=(3,)).as_text()
+    lowered = aot.lower_for(step, params, placement, batch, pool, mesh=mesh, donate_argnums=(3,))
+    text = lowered.compile(compiler_options("cuda")).as_text()
     reductions = re.findall(rf"bf16\[{B},{cfg.hidden_size}\]\S* all-reduce", text)
     assert len(reductions) == 4  # two in the loop over dense layers, two in that over the others
     pool_type = rf"bf16\[{cfg.num_cache_layers * pages},64,{cfg.latent_dim}\]"

@@ -171,7 +171,7 @@ def engine_config(
     max_num_seqs = options.max_num_seqs or (64 if is_cpu else 256)
     batched = options.max_num_batched_tokens or (1024 if is_cpu else 8192)
     wanted = options.max_model_len or model_cfg.max_position_embeddings
-    working = max(_step_bytes(model_cfg, dtype, batched, max_num_seqs), move_bytes)
+    working = max(_step_bytes(model_cfg, dtype, batched, max_num_seqs, options.tensor_parallel_size), move_bytes)
     budget = _cache_budget(options, device, working)
     num_pages = min(pages_within(model_cfg, dtype, budget), max_num_seqs * pages_for(wanted))
     if num_pages < 1:
@@ -258,15 +258,17 @@ def _move_bytes(functions: StepFunctions, params: Any) -> int:
     return 0 if functions.experts is None else LAYERS_HELD * layer_bytes(functions.experts, params)
 
 
-def _step_bytes(cfg: ModelConfig, dtype: Any, batched: int, max_num_seqs: int) -> int:
+def _step_bytes(cfg: ModelConfig, dtype: Any, batched: int, max_num_seqs: int, shards: int) -> int:
     """An estimate of the largest step's working memory.
 
-    A prompt token keeps about six hidden states, its queries, keys and values of all heads, and its routed copies;
-    logits of a decode batch are float32, and the sampler needs about four arrays of their size.
+    A prompt token keeps about six hidden states, and, shared by the `shards` devices of a rank, its queries, keys and
+    values of all heads and its routed copies; logits of a decode batch are float32, and the sampler needs about four
+    arrays of their size.
     """
     heads = cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim + cfg.kv_lora_rank)
     routed = cfg.num_experts_per_tok * (cfg.hidden_size + 3 * cfg.moe_intermediate_size)
-    token = (6 * cfg.hidden_size + heads + routed + 3 * cfg.intermediate_size) * jnp.dtype(dtype).itemsize
+    shared = -(-(heads + routed + 3 * cfg.intermediate_size) // shards)
+    token = (6 * cfg.hidden_size + shared) * jnp.dtype(dtype).itemsize
     return batched * token + 4 * max_num_seqs * cfg.vocab_size * 4
 
 

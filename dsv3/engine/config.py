@@ -58,6 +58,11 @@ class EngineConfig:
             )
 
     @property
+    def num_devices(self) -> int:
+        """Devices of all ranks."""
+        return self.num_ranks * self.tensor_parallel_size
+
+    @property
     def pages_per_seq(self) -> int:
         """Width of a page table."""
         return pages_for(self.max_model_len)

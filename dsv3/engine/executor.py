@@ -45,10 +45,10 @@ class Executor:
         cfg: EngineConfig,
         devices: list[jax.Device],
     ) -> None:
-        if len(devices) != cfg.num_ranks * cfg.tensor_parallel_size:
+        if len(devices) != cfg.num_devices:
             raise ValueError(
-                f"{cfg.num_ranks} ranks of tensor_parallel_size {cfg.tensor_parallel_size} need "
-                f"{cfg.num_ranks * cfg.tensor_parallel_size} devices, but {len(devices)} were given"
+                f"{cfg.num_ranks} ranks of tensor_parallel_size {cfg.tensor_parallel_size} need {cfg.num_devices} "
+                f"devices, but {len(devices)} were given"
             )
         self._cfg, self._experts = cfg, functions.experts
         self._mesh = rank_mesh(devices, cfg.num_nodes, cfg.tensor_parallel_size)

@@ -134,8 +134,9 @@ class Transport:
     overlap: Overlap = Overlap.NONE
 
     def __call__(self, rows: Rows, experts: Experts) -> tuple[jax.Array, jax.Array]:
-        """Both halves at once."""
-        return self.finish(self.start(rows, experts), experts)
+        """Both halves at once, with the rounds of all MAX_HOPS hops, 0 for those there are not."""
+        y, rounds = self.finish(self.start(rows, experts), experts)
+        return y, pad_rounds(rounds)
 
     def start(self, rows: Rows, experts: Experts) -> Any:
         """Sends the rows, computes their experts where they live, and starts the way back; a handle for `finish`."""
@@ -145,14 +146,16 @@ class Transport:
             return start_ragged(rows, self._one_hop(rows.ids.shape[0]), experts)
         return start_exchange(rows, self.hops, experts)
 
-    def finish(self, handle: Any, experts: Experts) -> tuple[jax.Array, jax.Array]:
-        """Weighted sums [T, D] of the routed experts of this rank's rows, and the rounds [MAX_HOPS] of each hop."""
+    def finish(self, handle: Any, experts: Experts) -> tuple[jax.Array, jax.Array | None]:
+        """Weighted sums [T, D] of the routed experts of this rank's rows, and the rounds [hops], None without hops.
+
+        They are not zeros: a constant made where program order is enforced crashes XLA (jax 0.12.0.1).
+        """
         if self.kind is Kind.RING:
-            return finish(handle, self.overlap), pad_rounds()
+            return finish(handle, self.overlap), None
         if self.kind is Kind.RAGGED:
-            return finish_ragged(handle), pad_rounds()
-        y, rounds = finish_exchange(handle, self.hops, experts)
-        return y, pad_rounds(rounds)
+            return finish_ragged(handle), None
+        return finish_exchange(handle, self.hops, experts)
 
     def _one_hop(self, capacity: int) -> Hop:
         return Hop(self.machine.axes, self.machine.ranks, self.span, capacity, self.overlap)
@@ -201,12 +204,11 @@ def step_traffic(transport: Transport, load: Load, layers: int) -> StepTraffic:
     return StepTraffic(transport.traffic(load) * layers, first_rounds, extra)
 
 
-@jax.jit
-def pad_rounds(rounds: jax.Array | None = None) -> jax.Array:
-    """The rounds of a transport's hops [hops] as [MAX_HOPS], 0 for those it does not have."""
+def pad_rounds(rounds: jax.Array | None, *leading: int) -> jax.Array:
+    """The rounds of a transport's hops [*leading, hops] as [*leading, MAX_HOPS], 0 for those it does not have."""
     if rounds is None:
-        return jnp.zeros(MAX_HOPS, jnp.int32)
-    return jnp.pad(rounds, (0, MAX_HOPS - rounds.shape[0]))
+        return jnp.zeros((*leading, MAX_HOPS), jnp.int32)
+    return jnp.pad(rounds, [(0, 0)] * (rounds.ndim - 1) + [(0, MAX_HOPS - rounds.shape[-1])])
 
 
 def _hop_traffic(hop: Hop, machine: Machine, row: int) -> Traffic:

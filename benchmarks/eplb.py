@@ -1,28 +1,77 @@
-"""Time of one rebalancing decision at DeepSeek-V3's size: 58 layers of 256 experts in 288 slots.
+"""Balancing decisions at DeepSeek-V3's size: 58 layers of 256 experts in 288 slots.
 
-python -m benchmarks.eplb
+    python -m benchmarks.eplb
+
+Prints, for both published deployments, the time of a decision, how even it makes a lognormal load, and how many slots
+keep their expert when the load drifts a little (20 % a decision). Then, for a decode step on 144 devices under a Zipf
+load, how evenly the copies of an expert share its rows as `choose_replicas` chooses them, and when drawn at random.
 """
 
 import statistics
 import time
 
+import jax
 import numpy as np
 
-from sharding.eplb import balancedness, rebalance_experts
+from sharding.eplb import ExpertMap, balancedness, keep_in_place, rebalance_experts
+from sharding.placement import choose_replicas, placement_of
 
 ROUNDS = 21
+LAYERS, EXPERTS, SLOTS, GROUPS, TOP_K = 58, 256, 288, 8, 8
+DEVICES = 144
+STEPS = 8
+ZIPF = 0.5
 
 
 def main() -> None:
-    weight = np.random.default_rng(0).lognormal(size=(58, 256))
+    rng = np.random.default_rng(0)
+    weight = rng.lognormal(size=(LAYERS, EXPERTS))
+    drifted = weight * rng.lognormal(sigma=0.2, size=weight.shape)
     for name, nodes, gpus in (("prefill, 4 nodes, hierarchical", 4, 32), ("decode, 18 nodes, global", 18, 144)):
-        seconds = []
+        seconds, keeping = [], []
         for _ in range(ROUNDS):
             started = time.perf_counter()
-            result = rebalance_experts(weight, 288, 8, nodes, gpus)
+            result = rebalance_experts(weight, SLOTS, GROUPS, nodes, gpus)
             seconds.append(time.perf_counter() - started)
+            new = rebalance_experts(drifted, SLOTS, GROUPS, nodes, gpus)
+            started = time.perf_counter()
+            kept = keep_in_place(new, result, GROUPS, nodes, gpus)
+            keeping.append(time.perf_counter() - started)
         even = balancedness(weight, result, gpus).mean()
+        stay = [float((m.phy2log == result.phy2log).mean()) for m in (new, kept)]
         print(f"{name}: median {1e3 * statistics.median(seconds):.1f} ms, balancedness {even:.3f} (lognormal load)")
+        print(
+            f"  keeping experts in place: {1e3 * statistics.median(keeping):.1f} ms, "
+            f"{stay[1]:.0%} of the slots keep their expert, {stay[0]:.0%} without"
+        )
+    print_replica_choice(rng)
+
+
+def print_replica_choice(rng: np.random.Generator) -> None:
+    """How many rows the busiest copy of a copied expert gets over the mean of its copies; mean of experts and steps."""
+    load = rng.permutation(1 / np.arange(1, EXPERTS + 1) ** ZIPF)[None]
+    expert_map = rebalance_experts(load, SLOTS, GROUPS, 18, DEVICES)
+    placement = placement_of(expert_map, SLOTS - EXPERTS + 1)
+    choose = jax.jit(jax.vmap(choose_replicas, (0, None, None, 0)))
+    for tokens in (16, 128):
+        excess: dict[str, list[float]] = {"in turn": [], "at random": []}
+        for _ in range(STEPS):
+            # Draws without repetition, in proportion to the load: the largest of log(load) plus Gumbel noise.
+            noise = rng.gumbel(size=(DEVICES, tokens, EXPERTS))
+            ids = np.argpartition(-(np.log(load) + noise), TOP_K, axis=2)[..., :TOP_K].astype(np.int32)
+            in_turn = np.asarray(choose(ids, placement.slots[0], placement.copies[0], np.arange(DEVICES)))
+            column = rng.integers(0, placement.copies[0][ids])
+            excess["in turn"].append(_excess(in_turn, expert_map))
+            excess["at random"].append(_excess(placement.slots[0][ids, column], expert_map))
+        figures = ", ".join(f"{name} {statistics.mean(values):.4f}" for name, values in excess.items())
+        print(f"copies, Zipf {ZIPF}, {DEVICES} devices of {tokens} tokens, busiest over mean: {figures}")
+
+
+def _excess(slots: np.ndarray, expert_map: ExpertMap) -> float:
+    rows = np.bincount(slots.ravel(), minlength=SLOTS)
+    copied = np.flatnonzero(expert_map.logcnt[0] > 1)
+    copies = [rows[expert_map.log2phy[0, expert][: expert_map.logcnt[0, expert]]] for expert in copied]
+    return statistics.mean(float(c.max() / c.mean()) for c in copies)
 
 
 if __name__ == "__main__":

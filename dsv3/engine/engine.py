@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Serves one model on `cfg.num_ranks` devices.
+    """Serves one model on `cfg.num_ranks` ranks of devices. `balancer` is None unless experts are spread over them.
 
     Args:
       functions: the model's step functions (`model_functions()`, or a stand-in with the same signatures).
@@ -55,8 +55,8 @@ class Engine:
     ) -> None:
         self.cfg, self.model_cfg = cfg, model_cfg
         self.failure: BaseException | None = None
-        self._runner = Runner(functions, params, model_cfg, cfg, devices or jax.devices()[: cfg.num_ranks], link)
-        self._balancer = balancer_of(functions, params, cfg)
+        self._runner = Runner(functions, params, model_cfg, cfg, devices or jax.devices()[: cfg.num_devices], link)
+        self.balancer = balancer_of(functions, params, cfg)
         self._scheduler = Scheduler(cfg, model_cfg.vocab_size)
         self._commands: deque[Sequence | str] = deque()  # a new request, or the id of one to abort
         self._handed_in: set[str] = set()  # ids among the commands; the scheduler knows the others
@@ -153,7 +153,7 @@ class Engine:
             steps=self._steps,
             host_time_sum=self._host_time.total,
             host_time_counts=tuple(self._host_time.counts),
-            experts=self._balancer.stats() if self._balancer is not None else None,
+            experts=self.balancer.stats() if self.balancer is not None else None,
         )
 
     def _step(self) -> list[EngineOutput]:
@@ -162,7 +162,7 @@ class Engine:
         plan = self._scheduler.plan()
         before, self._in_flight = self._in_flight, None
         if plan is not None:
-            balance = self._balancer.command() if self._balancer is not None else None
+            balance = self.balancer.command() if self.balancer is not None else None
             self._in_flight = self._runner.launch(plan, balance)
         waited = 0.0
         if before is not None:
@@ -185,8 +185,8 @@ class Engine:
 
     def _note_balance(self, launched: Launched) -> None:
         """Takes over the results of a step's balancing, which came before its tokens."""
-        if self._balancer is not None and launched.balance is not None and launched.balanced is not None:
-            self._balancer.note(launched.balance, self._runner.fetch_arrays(launched.balanced))
+        if self.balancer is not None and launched.balance is not None and launched.balanced is not None:
+            self.balancer.note(launched.balance, self._runner.fetch_arrays(launched.balanced))
 
     def _ingest(self) -> list[EngineOutput]:
         """Takes over what other threads have handed in."""

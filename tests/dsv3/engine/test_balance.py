@@ -66,8 +66,8 @@ class Served:
             prompt = self.prompts[int(name.split(":")[1])]
             engine.add(request(name, prompt, max_tokens=LENGTH, ignore_eos=True))
         while engine.has_work:
-            if engine._balancer._judging is not None:
-                concurrent.futures.wait([engine._balancer._judging])
+            if engine.balancer._judging is not None:
+                concurrent.futures.wait([engine.balancer._judging])
             outputs = engine.step()
             take(outputs, gathered)
             for output in outputs:
@@ -87,10 +87,10 @@ def served() -> Served:
 def test_tokens_stay_the_same_while_experts_move_and_the_load_gets_even(served: Served, monkeypatch) -> None:
     monkeypatch.setattr(balance, "MOVE_BYTES", 1)  # one layer a step
     engine = served.engine()
-    before = engine._balancer.expert_map
+    before = engine.balancer.expert_map
     served.serve(engine)
-    stats, after = engine.stats().experts, engine._balancer.expert_map
-    load = engine._balancer.load
+    stats, after = engine.stats().experts, engine.balancer.expert_map
+    load = engine.balancer.load
     assert stats.rebalances >= 1 and stats.checksum_failures == 0
     assert stats.moved >= (before.phy2log != after.phy2log).sum() > 0
     even = [balancedness(load, expert_map, 8) for expert_map in (before, after)]
@@ -113,12 +113,12 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
     engine = served.engine()
     sound = served.programs._compiled.pop(MOVE)
     engine.warm_up()
-    before = engine._balancer.expert_map
+    before = engine.balancer.expert_map
     served.serve(engine)
     served.programs._compiled[MOVE] = sound
     stats = engine.stats().experts
     assert stats.checksum_failures > 0 and stats.moved == 0
-    np.testing.assert_array_equal(engine._balancer.expert_map.phy2log, before.phy2log)
+    np.testing.assert_array_equal(engine.balancer.expert_map.phy2log, before.phy2log)
     placement = engine._runner.executor._params.placement
     np.testing.assert_array_equal(np.asarray(placement.slots), served.params.placement.slots)
     assert "damaged on their way" in caplog.text
@@ -143,7 +143,7 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
     assert 0 < stats.balancedness_min <= stats.balancedness < 0.95 and stats.rebalances == 0
     assert stats.in_node_bytes > 0 and stats.cross_node_bytes > 0 and stats.extra_rounds >= 0
     prompts_and_answers = sum(len(p) + LENGTH - 1 for p in served.prompts)
-    per_layer = engine._balancer.load.sum(axis=1)
+    per_layer = engine.balancer.load.sum(axis=1)
     assert (per_layer <= prompts_and_answers * served.cfg.num_experts_per_tok).all()
     assert (per_layer > prompts_and_answers * served.cfg.num_experts_per_tok / 2).all()
 

@@ -1,17 +1,21 @@
-"""What XLA really schedules: the overlapped steps compiled for eight H200s, without a GPU."""
+"""What XLA really schedules: steps of DeepSeek-V3's shape in FP8, compiled with our kernels for eight H200s, no GPU."""
 
+import dataclasses
+import functools
+import math
 import re
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dsv3.config import ModelConfig
+from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.expert_parallel import ExpertParallel
-from dsv3.model.micro_batches import decode_overlapped, prefill_overlapped
-from dsv3.model.params import abstract, declare
+from dsv3.model.micro_batches import decode_overlapped, decode_with_hooks, prefill_overlapped
+from dsv3.model.params import Fp8Weight, declare
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
 from sharding.collectives import Overlap, compiler_options, resolve_overlap
@@ -19,35 +23,35 @@ from sharding.placement import Placement
 from sharding.rules import machine_of, of_ranks, partition
 from sharding.transport import Kind, build, load_of
 
-CFG = ModelConfig(
-    vocab_size=128,
-    hidden_size=128,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    kv_lora_rank=64,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=32,
-    intermediate_size=128,
-    moe_intermediate_size=64,
-    n_routed_experts=16,
-    num_experts_per_tok=2,
-    first_k_dense_replace=0,
+CFG = dataclasses.replace(
+    DEEPSEEK_V3, num_hidden_layers=4, first_k_dense_replace=0, num_nextn_predict_layers=0, vocab_size=1024
 )
-RANKS, TOKENS, WIDTH, PAGES = 8, 64, 4, 512
-MATRIX_WORK = re.compile(r"\bwhile\(|custom-call\(|fusion\(.*(gemm|dot)")
+RANKS, WIDTH = 8, 4
+PAGES = CFG.num_cache_layers * 64
+TOKENS = {prefill_overlapped: 1024, decode_overlapped: 128, decode_with_hooks: 128}
+STEPS = list(TOKENS)
+MATRIX_WORK = re.compile(r"gemm_fusion|fp8_dense|fp8_contiguous|mla_decode|mla_prefill")
+ITEM_SIZES = {"f8e4m3fn": 1, "bf16": 2, "f32": 4}
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(resolve_overlap("cuda") is not Overlap.HOOKS, reason="jax 0.11 has no collectives in halves"),
+]
 
 
-def compile_step(step) -> jax.stages.Compiled:
+@functools.cache
+def compiled(step) -> jax.stages.Compiled:
     mesh = aot.gpu_mesh({"node": 1, "gpu": RANKS, "tensor": 1})
-    load = load_of(TOKENS // 2, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)
+    tokens = TOKENS[step]
+    at_once = tokens if step is decode_with_hooks else tokens // 2
+    load = load_of(at_once, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
     transport = build(Kind.ALL_TO_ALL, machine_of(mesh), CFG.n_routed_experts, load, resolve_overlap("cuda"))
 
     def body(params, placement, batch, pages):
         batch = jax.tree.map(lambda a: a[0], batch)
         routed = ExpertParallel(transport, placement)
-        out = step(params, CFG, batch, pages, backend=Backend.REFERENCE, routed=routed)
-        return out.hidden[None], out.pages
+        out = step(params, CFG, batch, pages, backend=Backend.MOSAIC, routed=routed)
+        return out.hidden[None], out.pages, out.rounds[None]
 
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -55,48 +59,102 @@ def compile_step(step) -> jax.stages.Compiled:
     def integers(*shape):
         return array((RANKS, *shape), jnp.int32, of_ranks())
 
-    whole = PartitionSpec()
-    specs = jax.tree.map(lambda spec: partition(spec.axes), declare(CFG))
-    params = jax.tree.map(lambda leaf, spec: array(leaf.shape, leaf.dtype, spec), abstract(CFG, jnp.bfloat16), specs)
-    L, E = CFG.num_moe_layers, CFG.n_routed_experts
+    def parameter(spec):
+        where = partition(spec.axes)
+        if not spec.quantizable:
+            return array(spec.shape, spec.dtype or jnp.bfloat16, where)
+        blocks = (*spec.shape[:-2], *(-(-n // 128) for n in spec.shape[-2:]))
+        return Fp8Weight(array(spec.shape, jnp.float8_e4m3fn, where), array(blocks, jnp.float32, where))
+
+    whole, (L, E) = PartitionSpec(), (CFG.num_moe_layers, CFG.n_routed_experts)
     placement = Placement(array((L, E, 1), jnp.int32, whole), array((L, E), jnp.int32, whole))
     if step is prefill_overlapped:
-        batch = PrefillBatch(integers(TOKENS), integers(TOKENS), integers(3), integers(2), integers(2, WIDTH))
+        batch = PrefillBatch(integers(tokens), integers(tokens), integers(3), integers(2), integers(2, WIDTH))
     else:
-        batch = DecodeBatch(integers(TOKENS, 1), integers(TOKENS), integers(TOKENS, WIDTH))
-    pages = array((RANKS * L * PAGES, 64, CFG.latent_dim), jnp.bfloat16, of_ranks())
+        batch = DecodeBatch(integers(tokens, 1), integers(tokens), integers(tokens, WIDTH))
+    pages = array((RANKS * PAGES, 64, CFG.latent_dim), jnp.bfloat16, of_ranks())
+    specs = jax.tree.map(lambda spec: partition(spec.axes), declare(CFG))
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(specs, whole, of_ranks(), of_ranks()), out_specs=of_ranks(), check_vma=False
     )
-    lowered = jax.jit(mapped, donate_argnums=3).lower(params, placement, batch, pages)
+    lowered = jax.jit(mapped, donate_argnums=3).lower(jax.tree.map(parameter, declare(CFG)), placement, batch, pages)
     return lowered.compile(compiler_options("cuda"))
 
 
+@functools.cache
+def text_of(step) -> str:
+    return compiled(step).as_text()
+
+
 def layer_loop(text: str) -> list[str]:
-    """The instructions, in scheduled order, of the computation with the most collectives: the loop over the layers."""
-    computations = [part.splitlines()[1:] for part in text.split("\n\n")]
+    """The instructions, in scheduled order, of the loop over the layers: attention, and the most collectives."""
+    computations = [part.splitlines()[1:] for part in text.split("\n\n") if "/attention/" in part]
     return max(computations, key=lambda lines: sum("all-to-all-start(" in line for line in lines))
 
 
-def hidden_and_exposed(lines: list[str], payload: str) -> tuple[int, int]:
-    """Transfers of activations (`payload` is their type) with matrix work between start and done, and without."""
-    started, hidden, exposed = {}, 0, 0
+def transfers(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Of each all-to-all the line that starts it, and what is scheduled until it is done."""
+    started: dict[str, int] = {}
     for number, line in enumerate(lines):
-        if match := re.match(rf"\s*%?(\S+) = \(+{payload}\[.*all-to-all-start\(", line):
+        if match := re.match(r"\s*%?(\S+) = .*all-to-all-start\(", line):
             started[match[1]] = number
-        elif (match := re.search(r"all-to-all-done\(\S*?%?(all-to-all-start[\w.]*)\)", line)) and match[1] in started:
-            between = lines[started[match[1]] : number]
-            covered = any(MATRIX_WORK.search(other) for other in between)
-            hidden, exposed = hidden + covered, exposed + (not covered)
-    return hidden, exposed
+        elif match := re.search(r"all-to-all-done\(\S*?%?(all-to-all-start[\w.]*)\)", line):
+            first = started.pop(match[1])
+            yield lines[first], lines[first + 1 : number]
+    assert not started, "every transfer is received in the loop that sends it"
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(resolve_overlap("cuda") is not Overlap.HOOKS, reason="jax 0.11 has no collectives in two halves")
 @pytest.mark.parametrize("step", [prefill_overlapped, decode_overlapped])
 def test_every_transfer_of_a_layer_hides_behind_matrix_work(step) -> None:
-    compiled = compile_step(step)
-    text = compiled.as_text()
-    assert hidden_and_exposed(layer_loop(text), "bf16") == (4, 0)  # dispatch and combine of two micro-batches
-    pool = rf"bf16\[{CFG.num_moe_layers * PAGES},64,{CFG.latent_dim}\]\S* copy\("
-    assert not re.findall(pool, text), "the page pool is copied"
+    """Two micro-batches dispatch values, scales, ids and weights, and combine sums: ten transfers, none exposed."""
+    hidden = [any(map(MATRIX_WORK.search, between)) for _, between in transfers(layer_loop(text_of(step)))]
+    assert hidden == [True] * 10
+
+
+def test_the_shared_expert_hides_the_combine_of_a_small_step() -> None:
+    (combine,) = [between for start, between in transfers(layer_loop(text_of(decode_with_hooks))) if "bf16" in start]
+    work = [line for line in combine if MATRIX_WORK.search(line)]
+    assert sum("custom-call(" in line for line in work) == 2, "gate and up, and down"
+    assert all("shared_expert" in line for line in work)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_page_pool_is_not_copied(step) -> None:
+    assert compiled(step).memory_analysis().alias_size_in_bytes == PAGES * 64 * CFG.latent_dim * 2
+    elements = [math.prod(shape) for _, shape in written(text_of(step), "copy")]
+    assert elements
+    assert PAGES * 64 * CFG.latent_dim not in elements
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_only_the_products_of_xla_copy_their_layer_of_a_weight(step) -> None:
+    """Our kernels address the layer in the stack; XLA writes a slice out before its own products.
+
+    It has two kinds: the up-projections of the latents, batched over heads, and the float32 router.
+    """
+    heads, latent, hidden = CFG.num_attention_heads, CFG.kv_lora_rank, CFG.hidden_size
+    up_projection, router = ("bf16", (heads, CFG.v_head_dim, latent)), ("f32", (CFG.n_routed_experts, hidden))
+    weights = set(weights_of_a_layer())
+    assert {up_projection, router} < weights
+    assert {("f8e4m3fn", (2 * CFG.moe_intermediate_size, hidden)), ("f8e4m3fn", (24576, 1536))} < weights
+    copied = {found for found in written(text_of(step), "copy|fusion") if found in weights}
+    assert copied == {up_projection, router}
+
+
+def weights_of_a_layer() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Type and shape, as in compiled text, of each matrix of a layer, of its experts together and of each one."""
+    for spec in jax.tree.leaves(declare(CFG).moe):
+        kind = "f8e4m3fn" if spec.quantizable else "f32" if spec.dtype == jnp.float32 else "bf16"
+        shape = spec.shape[1:]
+        if "experts" in spec.axes:
+            yield kind, shape[1:]
+            shape = (shape[0] // RANKS, *shape[1:])
+        if math.prod(shape) * ITEM_SIZES[kind] >= 1 << 20:  # norms and biases are small
+            yield kind, shape
+
+
+def written(text: str, operations: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Type and shape, without ones, of every array that an instruction of these kinds writes, alone or in a tuple."""
+    for result in re.findall(rf"^\s*(?:ROOT )?%?\S+ = (\S+|\(.*?\)) (?:{operations})\(", text, flags=re.MULTILINE):
+        for kind, shape in re.findall(r"(\w+)\[([\d,]+)\]", result):
+            yield kind, tuple(n for n in map(int, shape.split(",")) if n != 1)

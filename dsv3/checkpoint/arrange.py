@@ -21,9 +21,8 @@ from dsv3.model.tensor_parallel import check_shards, row_order
 def in_slots(plan: Plan, cfg: ModelConfig, phy2log: np.ndarray, shardings: Mapping[str, Any]) -> Plan:
     """The plan with the decoder's routed experts in physical slots: `phy2log` [L, R] is the expert of each.
 
-    Only slots are planned that this process's devices hold by `shardings` (as `reader.read_leaves` takes them): of 144
-    devices' 33,000 stacks of experts most are another's. Raises ValueError for a map that is not of the model's layers
-    and experts.
+    Only slots are planned that this process's devices hold by `shardings` (as `reader.read_leaves` takes them): 50,000
+    tensors fill 288 slots of DeepSeek-V3. Raises ValueError for a map that is not of the model's layers and experts.
     """
     phy2log = np.asarray(phy2log)
     _check_map(cfg, phy2log)

@@ -51,7 +51,7 @@ def align_groups(group_ids: jax.Array, num_groups: int, tile_m: int) -> GroupAli
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)  # [M]
     sorted_ids = ids[order]
     # First sorted position of every group; the last entry is where the rows without a group begin.
-    first = jnp.searchsorted(sorted_ids, jnp.arange(num_groups + 1, dtype=jnp.int32)).astype(jnp.int32)
+    first = _search(sorted_ids, jnp.arange(num_groups + 1, dtype=jnp.int32), side="left")
     counts = jnp.diff(first)
     end = jnp.cumsum((counts + tile_m - 1) // tile_m * tile_m)  # of each group's slots
     start = jnp.append(end - (counts + tile_m - 1) // tile_m * tile_m, slots)
@@ -91,5 +91,10 @@ def _power_of_two_above(x: float) -> int:
 
 def _tile_groups(end: jax.Array, tiles: int, tile_m: int, num_groups: int) -> jax.Array:
     """[tiles] group of each tile, from the end of every group's slots; -1 past the last."""
-    group = jnp.searchsorted(end, jnp.arange(tiles, dtype=jnp.int32) * tile_m, side="right").astype(jnp.int32)
+    group = _search(end, jnp.arange(tiles, dtype=jnp.int32) * tile_m, side="right")
     return jnp.where(group < num_groups, group, -1)
+
+
+def _search(sorted_values: jax.Array, queries: jax.Array, side: str) -> jax.Array:
+    """Binary search, unrolled: as a loop it is a chain of small kernels on a GPU, two such loops in every MoE layer."""
+    return jnp.searchsorted(sorted_values, queries, side=side, method="scan_unrolled").astype(jnp.int32)

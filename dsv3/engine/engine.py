@@ -17,7 +17,7 @@ import numpy as np
 from dsv3.cache.prefix_index import root_key
 from dsv3.config import ModelConfig
 from dsv3.engine.balance import balancer_of
-from dsv3.engine.cluster.options import public_text
+from dsv3.engine.cluster.options import ClusterError, public_text
 from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.programs import Progress
@@ -37,7 +37,8 @@ class Engine:
 
     Args:
       functions: the model's step functions (`model_functions()`, or a stand-in with the same signatures).
-      params: the model's parameters, as `functions` take them.
+      params: the model's parameters, as `functions` take them. They are the engine's from then on: experts that it moves
+        are written in place.
       model_cfg: the model's hyper-parameters; vocabulary, end tokens and cache layout are read from it.
       cfg: limits.
       devices: one for each rank; the first of the default backend if not given.
@@ -132,7 +133,7 @@ class Engine:
             with self._compilations.watch():
                 return self._step()
         except Exception as error:
-            _log.exception("the engine has failed; every request ends")
+            _log.error("the engine has failed; every request ends", exc_info=not isinstance(error, ClusterError))
             self.failure = error
             return self._end_all(error)
 

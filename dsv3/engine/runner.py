@@ -23,6 +23,9 @@ class Link(Protocol):
     def send(self, command: StepCommand) -> None:
         """Has them execute a command too; does not wait. Raises when the instance has failed."""
 
+    def launched(self, number: int) -> None:
+        """Notes that this process has launched step `number`, as they should soon have."""
+
     def results(self, number: int, results: list[np.ndarray]) -> None:
         """Notes what was read of step `number`, which they must have read too. Raises when the instance has failed."""
 
@@ -70,6 +73,8 @@ class Runner:
             launched = self.executor.launch(command)
         except Exception as error:
             raise self._explained(error) from error
+        if self._link is not None:
+            self._link.launched(command.number)
         return Launched(plan, balance, launched.prefill, launched.decode, launched.balance)
 
     def fetch(self, results: executor.Results | None) -> Sampled | None:

@@ -43,8 +43,6 @@ from dsv3.engine.commands import StepCommand
 from dsv3.engine.executor import Executor, Launched
 
 _log = logging.getLogger("dsv3.cluster")
-_HEARTBEAT = messages.encode(Heartbeat())
-_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 _RETRY_S = 0.2
 _FAREWELL_S = 1.0
 # A collective that a peer's end breaks raises at once; the leader tells the reason soon after.
@@ -59,16 +57,13 @@ def run(cluster: ClusterOptions, model_dir: Path, options: Mapping[str, object],
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     key = read_key(cluster.key_file)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in every thread, as they inherit it
-    before = threading.Event()
-    threading.Thread(target=_end_unless, args=(before,), daemon=True).start()
+    signals = _Signals()
     try:
         wire = _reach(cluster, key)
     except WireError as error:
         _end(1, str(error))
-    before.set()
     follower = _Follower(cluster, wire)
-    threading.Thread(target=follower.obey, name="signals", daemon=True).start()
+    signals.hand_to(follower)
     try:
         follower.follow(model_dir, options, load)
     except Exception as error:
@@ -80,7 +75,8 @@ class _Follower:
         self._cluster = cluster
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[StepCommand, Launched]] = queue.SimpleQueue()
-        self._peer = Peer(wire, _HEARTBEAT, self._take, lambda end: _end(1, f"the leader (process 0) {end}"))
+        self._last_launched = -1
+        self._peer = Peer(wire, self._heartbeat, self._take, lambda end: _end(1, f"the leader (process 0) {end}"))
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def follow(self, model_dir: Path, options: Mapping[str, object], load: Load) -> NoReturn:
@@ -104,15 +100,13 @@ class _Follower:
         while True:
             command = self._expect(Step).command
             self._launched.put((command, executor.launch(command)))
+            self._last_launched = command.number
 
-    def obey(self) -> NoReturn:
-        """The first signal asks the leader to drain and stop the instance; the second ends this process."""
-        number = signal.sigwait(_SIGNALS)
-        text = f"process {self._cluster.process_id} has received {signal.Signals(number).name}"
+    def ask_to_drain(self, signal_name: str) -> None:
+        """Has the leader finish what runs and stop the instance."""
+        text = f"process {self._cluster.process_id} has received {signal_name}"
         _log.info("%s: asking the leader to drain; once more ends this process at once", text)
         self._send(Drain(text))
-        signal.sigwait(_SIGNALS)
-        _end(1, "ended by a second signal")
 
     def give_up(self, error: Exception) -> NoReturn:
         """Ends with the leader's reason if it comes, since another process may be the cause, else with this error."""
@@ -128,6 +122,9 @@ class _Follower:
         if not isinstance(message, kind):
             raise WireError(f"the leader sent {type(message).__name__}, expected {kind.__name__}")
         return message
+
+    def _heartbeat(self) -> bytes:
+        return messages.encode(Heartbeat(self._last_launched))
 
     def _send(self, message: messages.ToLeader) -> None:
         self._peer.send(messages.encode(message))
@@ -189,11 +186,34 @@ def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
         return connect(connection, key, cluster.process_id)
 
 
-def _end_unless(connected: threading.Event) -> None:
-    """Ends the process at a signal that comes before it has found the leader."""
-    while not connected.is_set():
-        if number := signal.sigtimedwait(_SIGNALS, _RETRY_S):
-            _end(1, f"ended by {signal.Signals(number.si_signo).name} before the leader was found")
+class _Signals:
+    """SIGTERM and SIGINT, taken by a thread: Python's own handlers wait for the main thread to leave a collective.
+
+    The first asks the leader to drain and stop the instance, the second ends this process, as the first does before
+    there is a leader.
+    """
+
+    def __init__(self) -> None:
+        self._follower: _Follower | None = None
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._run, name="signals", daemon=True).start()
+
+    def hand_to(self, follower: _Follower) -> None:
+        """From now on there is a leader to ask."""
+        self._follower = follower
+
+    def _run(self) -> None:
+        asked = False
+        while True:
+            name = signal.Signals(os.read(self._reader, 1)[0]).name
+            if asked or self._follower is None:
+                _end(1, f"ended by {name}")
+            asked = True
+            self._follower.ask_to_drain(name)
 
 
 def _end(status: int, text: str) -> NoReturn:

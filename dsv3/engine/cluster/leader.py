@@ -4,6 +4,7 @@ Threads of its own accept, receive, send and watch, so a main thread that compil
 delays none of it. The first failure of any process is everyone's: `on_failure` is called with it, once.
 """
 
+import contextlib
 import logging
 import socket
 import threading
@@ -23,7 +24,6 @@ from dsv3.engine.commands import StepCommand
 from dsv3.engine.config import EngineConfig
 
 _log = logging.getLogger("dsv3.cluster")
-_HEARTBEAT = messages.encode(Heartbeat())
 _MAX_GREETINGS = 64  # connections that have not proved themselves; more are closed at once
 _MAX_REFUSALS_LOGGED = 20
 _REMIND_S = 30.0
@@ -57,6 +57,8 @@ class Leader:
         self._explained = threading.Event()
         self._ending = False
         self._book, self._chain = Book(self._followers), Chain()
+        self._launched = (-1, 0.0)  # the last step this process has launched, and when
+        self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._refusals = 0
         self._greetings = threading.Semaphore(_MAX_GREETINGS)
         self._listener = _listen(options)
@@ -76,7 +78,7 @@ class Leader:
                 f"{_processes(missing)} of {self._options.num_processes} did not come within "
                 f"{self._options.start_timeout_s:g} s (listening at {address})"
             )
-        self._listener.close()
+        _stop_listening(self._listener)
         self._broadcast(messages.encode(messages.Begin()))
 
     def loaded(self, fields: Fields) -> int:
@@ -102,6 +104,10 @@ class Leader:
         """Sends a command to every follower, without waiting for any."""
         self._broadcast(messages.encode(Step(command)))
 
+    def launched(self, number: int) -> None:
+        """Notes that this process has launched step `number`, as the followers should soon have."""
+        self._launched = number, time.monotonic()
+
     def results(self, number: int, results: list[np.ndarray]) -> None:
         """Notes what this process has read of step `number`; raises ClusterError once the instance has failed."""
         self._diverged(self._book.lead(number, self._chain.add(number, results)), number)
@@ -123,7 +129,7 @@ class Leader:
         deadline = time.monotonic() + (_FAREWELL_S if failure is None else _LAST_WORD_S)
         for peer in peers:
             peer.join(max(0.0, deadline - time.monotonic()))
-        self._listener.close()
+        _stop_listening(self._listener)
 
     def _accept(self) -> None:
         while True:
@@ -154,14 +160,17 @@ class Leader:
                 wire.send(messages.encode(Stop(f"another process has --process_id {process_id} already")))
                 raise WireError(f"it says to be process {process_id}, which is here already")
             self._peers[process_id] = Peer(
-                wire, _HEARTBEAT, lambda body: self._take(process_id, body), lambda end: self._lost(process_id, end)
+                wire, _heartbeat, lambda body: self._take(process_id, body), lambda end: self._lost(process_id, end)
             )
         _log.info("process %d has come from %s", process_id, address)
 
     def _take(self, process_id: int, body: bytes) -> None:
         message = messages.decode_for_leader(body)
         match message:
+            case Heartbeat():
+                self._reached[process_id] = message.launched
             case Digest():
+                self._reached[process_id] = max(self._reached[process_id], message.number)
                 self._diverged(self._book.follow(process_id, message.number, message.digest), message.number)
             case Hello():
                 self._compare(process_id, self._fields, message.fields)
@@ -212,6 +221,10 @@ class Leader:
         for process_id, peer in list(self._peers.items()):
             if peer.silent_s > limit:
                 self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")
+        number, since = self._launched
+        for process_id, reached in self._reached.items():
+            if reached < number and time.monotonic() - since > limit:
+                self._fail(f"process {process_id} has not launched step {number} for {limit:g} s: it hangs")
         if late := self._book.late(limit):
             self._fail(f"process {late[0]} has not reported step {late[1]} for {limit:g} s: it hangs")
 
@@ -257,6 +270,10 @@ class Leader:
         return ClusterError(self._failure)
 
 
+def _heartbeat() -> bytes:
+    return messages.encode(Heartbeat())
+
+
 def _listen(options: ClusterOptions) -> socket.socket:
     host, port = options.control_address
     try:
@@ -271,6 +288,12 @@ def _listen(options: ClusterOptions) -> socket.socket:
             f"{LEADER}'s host, with that port and the next one free"
         ) from None
     return listener
+
+
+def _stop_listening(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves a thread in accept, and the port open
+    listener.close()
 
 
 def _processes(ids: frozenset[int]) -> str:

@@ -56,7 +56,9 @@ class Digest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Nothing to say."""
+    """Nothing to say. `launched` is the last step that the main thread has launched."""
+
+    launched: int = -1
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):

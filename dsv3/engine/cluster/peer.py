@@ -16,14 +16,18 @@ class PeerLost(Exception):
 
 
 class Peer:
-    """A connected process. `heartbeat` is the body sent when there has been nothing to say for `HEARTBEAT_S`.
+    """A connected process. `heartbeat` gives the body that is sent when there was nothing to say for `HEARTBEAT_S`.
 
     `on_message` is called with each body that comes, `on_end` once with what has become of the peer; both on the
     peer's own threads.
     """
 
     def __init__(
-        self, wire: Wire, heartbeat: bytes, on_message: Callable[[bytes], None], on_end: Callable[[str], None]
+        self,
+        wire: Wire,
+        heartbeat: Callable[[], bytes],
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[str], None],
     ) -> None:
         self._wire, self._heartbeat = wire, heartbeat
         self._on_message, self._on_end = on_message, on_end
@@ -68,10 +72,10 @@ class Peer:
             try:
                 body = self._queue.get(timeout=HEARTBEAT_S)
             except queue.Empty:
-                body = self._heartbeat
+                body = self._heartbeat()
             else:
                 if body is None:
-                    return
+                    return self._wire.end()
                 with self._lock:
                     self._buffered -= len(body)
             try:

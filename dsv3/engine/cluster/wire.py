@@ -64,6 +64,11 @@ class Wire:
         self._received += 1
         return body
 
+    def end(self) -> None:
+        """Tells the peer that nothing more will be sent."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Ends the connection; a thread that receives sees its end."""
         with contextlib.suppress(OSError):

@@ -1,0 +1,70 @@
+"""Instances of real processes: a server whose engine process leads, and followers, all on this machine."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsv3.engine.cluster.options import ClusterOptions
+from tests.dsv3.api import serving
+from tests.dsv3.api.serving import ROOT, Server
+from tests.dsv3.engine.cluster import local
+
+FACTORY = "tests.dsv3.engine.cluster.toy_cluster:start"
+
+
+class Instance:
+    """A server and its followers by process id, each with its log."""
+
+    def __init__(self, server: Server, followers: dict[int, subprocess.Popen[str]], logs: dict[int, Path]):
+        self.server, self.followers, self._logs = server, followers, logs
+
+    def log(self, process_id: int) -> str:
+        """What a process has written; the leader's engine shares its server's log."""
+        return self.server.log.read_text() if process_id == 0 else self._logs[process_id].read_text()
+
+
+def start_follower(
+    cluster: ClusterOptions, model_dir: Path, engine_options: dict, log: Path, **more
+) -> subprocess.Popen:
+    """A follower of the toy's leader."""
+    arguments = {"cluster": dataclasses.asdict(cluster), "model_dir": str(model_dir), "options": engine_options} | more
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.dsv3.engine.cluster.toy_cluster", json.dumps(arguments)],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+
+
+@contextlib.contextmanager
+def running(
+    directory: Path, num_processes: int, cache: Path, *, ready: bool = True, silence_s: float = 20.0, **more
+) -> Iterator[Instance]:
+    """The toy served by `num_processes` processes; `more` goes to the followers' script."""
+    model_dir = directory / "model"
+    model_dir.mkdir(exist_ok=True)
+    (model_dir / "config.json").write_text("{}")
+    cluster = local.options(directory, num_processes, silence_s=silence_s)
+    options = {"compilation_cache_dir": str(cache)}
+    followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
+    try:
+        for i, log in logs.items():
+            followers[i] = start_follower(dataclasses.replace(cluster, process_id=i), model_dir, options, log, **more)
+        settings = {
+            "engine_factory": FACTORY,
+            "engine_options": options | {"cluster": dataclasses.asdict(cluster)},
+        }
+        with serving.running(model_dir, ready=ready, **settings) as server:
+            yield Instance(server, followers, logs)
+    finally:
+        for process in followers.values():
+            process.kill()
+            process.wait()

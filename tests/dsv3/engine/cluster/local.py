@@ -1,0 +1,61 @@
+"""Instances on this machine: free ports, a key, and followers that a test plays itself."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.options import ClusterOptions, read_key
+from dsv3.engine.cluster.wire import Wire, connect
+
+FIELDS = {"weights": "abc", "code": "1"}
+
+
+def free_port() -> int:
+    """A port that is free like the next one."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def write_key(directory: Path) -> str:
+    """A key file."""
+    path = directory / "cluster.key"
+    path.write_text("0123456789abcdef" * 3)
+    path.chmod(0o600)
+    return str(path)
+
+
+def options(directory: Path, num_processes: int, process_id: int = 0, **changes) -> ClusterOptions:
+    """A place in an instance on ports of its own."""
+    fields = {"coordinator": f"127.0.0.1:{free_port()}", "key_file": write_key(directory)} | changes
+    return ClusterOptions(num_processes=num_processes, process_id=process_id, **fields)
+
+
+class Follower:
+    """One end of a control connection, driven by a test."""
+
+    def __init__(self, cluster: ClusterOptions, process_id: int, fields: dict[str, str] | None = None):
+        self.wire: Wire = connect(dial(cluster), read_key(cluster.key_file), process_id)
+        self.send(messages.Hello(FIELDS if fields is None else fields, "host", 1))
+
+    def send(self, message: messages.ToLeader) -> None:
+        self.wire.send(messages.encode(message))
+
+    def received(self) -> Iterator[messages.ToFollower]:
+        """All that comes, heartbeats left out, until the leader ends the connection."""
+        while (body := self.wire.receive()) is not None:
+            message = messages.decode_for_follower(body)
+            if not isinstance(message, messages.Heartbeat):
+                yield message
+
+
+def dial(cluster: ClusterOptions) -> socket.socket:
+    """A connection to the control port."""
+    return socket.create_connection(cluster.control_address, timeout=30)

@@ -1,0 +1,46 @@
+"""Digests agree exactly when the results do, in whatever order they come."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv3.engine.cluster.digest import Book, Chain
+
+
+def chain(results: list[list[int]]) -> list[bytes]:
+    link = Chain()
+    return [link.add(number, [np.array(tokens, np.int32)]) for number, tokens in enumerate(results)]
+
+
+RESULTS = st.lists(st.lists(st.integers(-1, 5), max_size=3), min_size=1, max_size=5)
+
+
+@given(RESULTS, st.data())
+def test_a_difference_shows_from_its_step_on(results: list[list[int]], data: st.DataObject) -> None:
+    step = data.draw(st.integers(0, len(results) - 1))
+    other = [[*tokens, 7] if number == step else tokens for number, tokens in enumerate(results)]
+    mine, theirs = chain(results), chain(other)
+    assert [a == b for a, b in zip(mine, theirs, strict=True)] == [number < step for number in range(len(results))]
+
+
+@settings(max_examples=60)
+@given(st.permutations([(who, number) for who in (0, 1, 2) for number in range(4)]), st.integers(-1, 3))
+def test_a_book_finds_the_process_that_differs(order: list[tuple[int, int]], wrong: int) -> None:
+    """Process 2 differs in step `wrong`; -1: nobody does."""
+    book, found = Book([1, 2]), []
+    for who, number in order:
+        digest = b"other" if who == 2 and number == wrong else b"same"
+        found.append(book.lead(number, digest) if who == 0 else book.follow(who, number, digest))
+    assert {f for f in found if f is not None} == ({2} if wrong >= 0 else set())
+    if wrong < 0:
+        assert book.late(-1.0) is None and not book._mine and not book._theirs
+
+
+def test_a_book_knows_who_is_late() -> None:
+    book = Book([1, 2])
+    book.follow(1, 5, b"")
+    book.lead(5, b"")
+    assert book.late(60.0) is None
+    assert book.late(-1.0) == (2, 5)
+    book.follow(2, 5, b"")
+    assert book.late(-1.0) is None

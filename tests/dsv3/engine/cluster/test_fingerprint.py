@@ -1,0 +1,29 @@
+"""What must be the same everywhere, and how a difference is told."""
+
+from pathlib import Path
+
+from dsv3.engine.cluster.fingerprint import differences, fields_of
+
+
+def model(directory: Path, tail: bytes = b"") -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text('{"a": 1}')
+    (directory / "a.safetensors").write_bytes(bytes(200_000) + tail)
+    return directory
+
+
+def test_the_same_files_elsewhere_are_the_same(tmp_path: Path) -> None:
+    mine = fields_of(model(tmp_path / "a"), {"dtype": "auto", "compilation_cache_dir": "/x"}, 2)
+    theirs = fields_of(model(tmp_path / "b"), {"dtype": "auto", "compilation_cache_dir": "/y"}, 2)
+    assert differences(mine, theirs, 1) == ""
+
+
+def test_differences_are_named(tmp_path: Path) -> None:
+    mine = fields_of(model(tmp_path / "a"), {"dtype": "auto"}, 2)
+    (model(tmp_path / "b", b"x") / "config.json").write_text('{"a": 2}')
+    theirs = fields_of(tmp_path / "b", {"dtype": "float32", "more": 1}, 3)
+    text = differences(mine, theirs, 1)
+    for name in ("num_processes", "model config", "weights", "--more (none there, 1 in process 1)"):
+        assert name in text
+    assert "--dtype ('auto' there, 'float32' in process 1)" in text
+    assert "code" not in text and "jax" not in text

@@ -1,0 +1,270 @@
+"""The leader against followers that tests play: who is let in, what each is told, and every way to fail."""
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.messages import Begin, Build, Digest, Drain, Failed, Heartbeat, Loaded, Ready, Step, Stop
+from dsv3.engine.cluster.options import ClusterError, ClusterOptions
+from dsv3.engine.commands import DecodeCommand, StepCommand
+from dsv3.engine.config import EngineConfig
+from tests.dsv3.engine.cluster import local
+
+RESULTS = [np.arange(4, dtype=np.int32)]
+
+
+class Led:
+    """A leader that waits for its followers on a thread, and what it has called back."""
+
+    def __init__(self, cluster: ClusterOptions):
+        self.cluster = cluster
+        self.failures: queue.Queue[str] = queue.Queue()
+        self.drains: queue.Queue[str] = queue.Queue()
+        self.leader = Leader(cluster, local.FIELDS, self._fail, self.drains.put)
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._gather)
+        self._thread.start()
+
+    def follower(self, process_id: int, **settings) -> local.Follower:
+        return local.Follower(self.cluster, process_id, **settings)
+
+    def gathered(self) -> Exception | None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.error
+
+    def failure(self) -> str:
+        return self.failures.get(timeout=30)
+
+    def _fail(self, reason: str) -> None:
+        self.leader.end(reason)
+        self.failures.put(reason)
+
+    def _gather(self) -> None:
+        try:
+            self.leader.gather()
+        except ClusterError as error:
+            self.error = error
+
+
+@pytest.fixture
+def lead(tmp_path) -> Iterator:
+    with contextlib.ExitStack() as stack:
+
+        def start(num_processes: int = 2, **changes) -> Led:
+            led = Led(local.options(tmp_path, num_processes, **changes))
+            stack.callback(led.leader.end)
+            return led
+
+        yield start
+
+
+def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
+    """A leader with its only follower, begun."""
+    led = lead(**changes)
+    follower = led.follower(1)
+    received = follower.received()
+    assert next(received) == Begin()
+    assert led.gathered() is None
+    return led, follower, received
+
+
+def command(number: int) -> StepCommand:
+    return StepCommand(number, None, DecodeCommand(np.zeros((2, 1, 2), np.int32), 0, False), None)
+
+
+def test_a_whole_life(lead) -> None:
+    led = lead(3)
+    followers = [led.follower(i) for i in (2, 1)]
+    received = [follower.received() for follower in followers]
+    assert [next(r) for r in received] == [Begin(), Begin()]
+    assert led.gathered() is None
+    for pages, follower in zip((7, 5), followers, strict=True):
+        follower.send(Loaded({"devices": "1"}, pages))
+    assert led.leader.loaded({"devices": "1"}) == 5
+    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5))
+    assert [next(r) for r in received] == [Build(config), Build(config)]
+    for follower in followers:
+        follower.send(Ready())
+    led.leader.ready()
+    led.leader.send(command(1))
+    for steps in received:
+        step = next(steps)
+        assert isinstance(step, Step) and step.command.number == 1
+    closing = threading.Thread(target=led.leader.end)
+    closing.start()
+    for follower, rest in zip(followers, received, strict=True):
+        assert next(rest) == Stop(None)
+        follower.wire.close()
+    closing.join(30)
+    assert led.failures.empty()
+
+
+def test_missing_processes_are_named(lead) -> None:
+    led = lead(5, start_timeout_s=0.5)
+    follower = led.follower(3)
+    assert "processes 1, 2, 4 of 5 did not come within 0.5 s" in str(led.gathered())
+    assert "did not come" in led.failure()
+    [stop] = follower.received()
+    assert "did not come" in stop.failure
+
+
+def test_other_settings_end_both_with_the_fields(lead) -> None:
+    led = lead(3)
+    _other = led.follower(2)
+    follower = led.follower(1, fields=local.FIELDS | {"weights": "def"})
+    reason = "process 1 is not configured as process 0: weights (abc there, def in process 1)"
+    assert str(led.gathered()) == led.failure() == reason
+    assert list(follower.received()) == [Stop(reason)]
+
+
+def test_what_is_known_after_loading_must_be_the_same_too(lead) -> None:
+    led, follower, _ = both(lead)
+    follower.send(Loaded({"devices": "2 x cpu"}, 5))
+    with pytest.raises(ClusterError, match=r"devices \(1 x cpu there, 2 x cpu in process 1\)"):
+        led.leader.loaded({"devices": "1 x cpu"})
+
+
+def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
+    """Garbage, silence, another key: each refused by itself, none told anything."""
+    led = lead()
+    silent = [local.dial(led.cluster) for _ in range(20)]
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(4096), b"\x80\x04\x95" * 100):
+        with local.dial(led.cluster) as stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
+            assert len(stranger.recv(65536)) <= 47
+    (tmp_path / "other").write_text("x" * 48)
+    (tmp_path / "other").chmod(0o600)
+    with pytest.raises(Exception, match="cluster_key_file"):
+        local.Follower(ClusterOptions(led.cluster.coordinator, 2, 1, str(tmp_path / "other")), 1)
+    received = led.follower(1).received()
+    assert next(received) == Begin()
+    assert led.gathered() is None
+    assert led.failures.empty()
+    assert "it does not know the key" in caplog.text
+    for connection in silent:
+        connection.close()
+
+
+def test_nobody_can_connect_once_all_have_come(lead) -> None:
+    led, _, _ = both(lead)
+    with pytest.raises(ConnectionRefusedError):
+        local.dial(led.cluster)
+
+
+def test_a_process_id_is_given_once(lead) -> None:
+    led = lead(3)
+    first = led.follower(1)
+    with contextlib.suppress(OSError):
+        second = led.follower(1)
+        assert [type(m) for m in second.received()] == [Stop]
+    other = led.follower(2)
+    assert next(first.received()) == next(other.received()) == Begin()
+    assert led.gathered() is None
+
+
+def test_an_address_that_is_not_this_hosts_is_told(tmp_path) -> None:
+    with pytest.raises(ClusterError, match=r"cannot listen at 192\.0\.2\.1.*--coordinator"):
+        Leader(local.options(tmp_path, 2, coordinator="192.0.2.1:5000"), {}, print, print)
+
+
+def test_the_death_of_a_follower_names_it(lead) -> None:
+    led, follower, _ = both(lead)
+    follower.wire.close()
+    assert led.failure() == "process 1 has ended, or the connection to it is broken"
+    with pytest.raises(ClusterError, match="process 1"):
+        led.leader.send(command(1))
+    broken = RuntimeError("a collective")
+    assert "process 1" in str(led.leader.explain(broken))
+
+
+def test_a_silent_follower_is_noticed(lead) -> None:
+    led, _, _ = both(lead, silence_s=0.4)
+    assert led.failure() == "process 1 has been silent for 0.4 s: it hangs, or its host is gone"
+
+
+def beating(follower: local.Follower, launched: int) -> threading.Event:
+    """Heartbeats from a thread, as from a process whose main thread is stuck, until the event is set."""
+    done = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            while not done.wait(0.05):
+                follower.send(Heartbeat(launched))
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def test_a_follower_that_launches_nothing_is_noticed_though_its_heart_beats(lead) -> None:
+    led, follower, _ = both(lead, silence_s=0.4)
+    done = beating(follower, 6)
+    led.leader.send(command(7))
+    led.leader.launched(7)
+    assert led.failure() == "process 1 has not launched step 7 for 0.4 s: it hangs"
+    done.set()
+
+
+def test_a_follower_that_reports_nothing_is_noticed_though_its_heart_beats(lead) -> None:
+    led, follower, _ = both(lead, silence_s=0.4)
+    done = beating(follower, 7)
+    led.leader.launched(7)
+    led.leader.results(7, RESULTS)
+    assert led.failure() == "process 1 has not reported step 7 for 0.4 s: it hangs"
+    done.set()
+
+
+def test_other_results_end_the_instance(lead) -> None:
+    led, follower, _ = both(lead)
+    follower.send(Digest(3, b"something else"))
+    with contextlib.suppress(ClusterError):
+        led.leader.results(3, RESULTS)
+    assert led.failure() == "process 1 has other results than process 0 in step 3"
+
+
+def test_a_followers_error_reaches_the_clients_by_its_kind_alone(lead, caplog) -> None:
+    led, follower, _ = both(lead)
+    follower.send(Failed("OSError", "OSError: /secret/path"))
+    assert led.failure() == "process 1 has failed (OSError)"
+    assert "/secret/path" in caplog.text
+
+
+def test_garbage_from_a_follower_ends_the_instance(lead) -> None:
+    led, follower, _ = both(lead)
+    follower.wire.send(b"\xc1")
+    assert "process 1 sent a message that cannot be taken" in led.failure()
+
+
+def test_a_follower_asked_to_end_has_the_leader_drain(lead) -> None:
+    led, follower, _ = both(lead)
+    follower.send(Drain("process 1 has received SIGTERM"))
+    assert led.drains.get(timeout=30) == "process 1 has received SIGTERM"
+    assert led.failures.empty()
+
+
+def test_a_follower_that_does_not_read_ends_the_instance_instead_of_memory(lead, monkeypatch) -> None:
+    monkeypatch.setattr("dsv3.engine.cluster.peer._MAX_BUFFERED_BYTES", 2**16)
+    led, _, _ = both(lead)
+    big = StepCommand(1, None, DecodeCommand(np.zeros((2, 2**20, 2), np.int32), 0, False), None)
+    with pytest.raises(ClusterError, match="process 1 does not read"):
+        led.leader.send(big)
+    assert "does not read" in led.failure()
+
+
+def test_only_the_first_failure_counts(lead) -> None:
+    led = lead(3)
+    followers = [led.follower(i) for i in (1, 2)]
+    assert led.gathered() is None
+    followers[0].send(Failed("ValueError", "first"))
+    assert led.failure() == "process 1 has failed (ValueError)"
+    followers[1].wire.close()
+    assert led.failures.empty()
+    with pytest.raises(ClusterError, match="process 1 has failed"):
+        led.leader.results(1, RESULTS)

@@ -1,0 +1,82 @@
+"""Who takes part: addresses, the key file, and what Slurm tells."""
+
+import pytest
+
+from dsv3.engine.cluster.options import ClusterOptions, Membership, read_key, slurm_membership, split_address
+
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "gpu[007-010,12]",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node001", "node001"),
+        ("node001,host2", "node001"),
+        ("node[001-0015],host2", "node001"),
+        ("node[001,007-015],host2", "node001"),
+        ("gpu[7]", "gpu7"),
+        ("a-b[3-4]-ib,c", "a-b3-ib"),
+    ],
+)
+def test_slurm_tells_everything(nodes: str, first: str) -> None:
+    told = slurm_membership(SLURM | {"SLURM_STEP_NODELIST": nodes})
+    assert told == Membership(f"{first}:{61440 + 4711 % 4094}", 4, 2)
+    ClusterOptions(told.coordinator, told.num_processes, told.process_id, "key")
+
+
+@pytest.mark.parametrize("job", ["0", "4093", "4094", "99999999"])
+def test_slurm_ports_leave_room_for_the_control_port(job: str) -> None:
+    _, port = split_address(slurm_membership(SLURM | {"SLURM_JOB_ID": job}).coordinator)
+    assert 61440 <= port < 65535
+
+
+@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"])
+def test_outside_of_a_step_slurm_tells_nothing(missing: str) -> None:
+    """In a batch script without srun there is one process, whatever the job has reserved."""
+    assert slurm_membership({k: v for k, v in SLURM.items() if k != missing}) == Membership()
+
+
+def test_a_step_of_one_task_is_a_single_process() -> None:
+    assert slurm_membership(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) == Membership()
+    assert slurm_membership({}) == Membership()
+
+
+@pytest.mark.parametrize("text", ["", "host", ":80", "host:", "host:0", "host:65535", "host:-1", "host:x", "host:٣"])
+def test_addresses_that_cannot_be(text: str) -> None:
+    with pytest.raises(ValueError, match="coordinator"):
+        split_address(text)
+
+
+def test_the_control_port_is_the_next_one() -> None:
+    assert ClusterOptions("[::1]:80", 2, 1, "key").control_address == ("::1", 81)
+    assert ClusterOptions("host:80", 2, 0, "key").control_address == ("host", 81)
+
+
+@pytest.mark.parametrize(("processes", "process_id"), [(1, 0), (2, 2), (2, -1), (10**6, 0)])
+def test_counts_that_cannot_be(processes: int, process_id: int) -> None:
+    with pytest.raises(ValueError, match=r"num_processes|process_id"):
+        ClusterOptions("host:80", processes, process_id, "key")
+
+
+def test_keys(tmp_path) -> None:
+    path = tmp_path / "key"
+    with pytest.raises(ValueError, match=r"No such file.*urandom"):
+        read_key(path)
+    path.write_bytes(b" short \n")
+    path.chmod(0o600)
+    with pytest.raises(ValueError, match=r"5 bytes, not 32 to 4096.*urandom"):
+        read_key(path)
+    path.write_bytes(b"k" * 5000)
+    with pytest.raises(ValueError, match="not 32"):
+        read_key(path)
+    path.write_bytes(b"k" * 40 + b"\n")
+    assert read_key(path) == b"k" * 40
+    path.chmod(0o604)
+    with pytest.raises(ValueError, match=r"every user.*chmod"):
+        read_key(path)

@@ -1,0 +1,145 @@
+"""The toy model over real processes: the same tokens as in one, and every end that a process can come to."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.dsv3.api.test_lifecycle import Requests
+from tests.dsv3.engine import toy
+from tests.dsv3.engine.cluster import instances, local
+
+PROMPT = [3, 4, 5]
+ENDLESS = {"prompt": PROMPT, "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Compiled programs that all instances of this module share, as hosts with a common file system do."""
+    return tmp_path_factory.mktemp("xla")
+
+
+@pytest.fixture
+def two(tmp_path, cache):
+    with instances.running(tmp_path, 2, cache) as instance:
+        yield instance
+
+
+def busy(instance):
+    """Two requests in flight, one of them streamed."""
+    requests = Requests(instance.server)
+    requests.send(ENDLESS)
+    requests.send(ENDLESS | {"stream": True})
+    instance.server.wait_for(lambda: instance.server.metric("vllm:num_requests_running") == 2)
+    instance.server.wait_for(lambda: instance.server.metric("vllm:generation_tokens_total") > 4)
+    return requests
+
+
+def failed(instance, requests, reason):
+    """Everyone has heard the reason, and the server ends with status 1."""
+    server = instance.server
+    for answer in requests.wait():
+        assert "engine" in answer.text or reason in answer.text
+        assert answer.status_code in (500, 503) or answer.text.rstrip().endswith("data: [DONE]")
+    server.wait_for(lambda: server.http.get("/health").status_code == 503)
+    assert reason in server.http.get("/health").json()["reason"]
+    assert server.process.wait(60) == 1
+    assert f"the instance ends: {reason}" in instance.log(0)
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_the_same_tokens_as_in_one_process_then_an_orderly_end(tmp_path, cache, num_processes):
+    """Pages, prompts in chunks, a cached prefix; then all end with status 0."""
+    prompts = [[i + 1, *(5 + j % 60 for j in range(30 * i))] for i in range(2 * num_processes)]
+    with instances.running(tmp_path, num_processes, cache) as instance:
+        body = {"prompt": prompts, "max_tokens": 70, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        for _ in range(2):
+            answer = instance.server.http.post("/v1/completions", json=body, timeout=120).json()
+            tokens = [choice["token_ids"] for choice in answer["choices"]]
+            assert tokens == [toy.expected_tokens(prompt, 70, ()) for prompt in prompts]
+        assert instance.server.metric("vllm:prefix_cache_hits_total") > 0
+        assert instance.server.stop(60) == 0
+        assert [process.wait(60) for process in instance.followers.values()] == [0] * (num_processes - 1)
+    for process_id in instance.followers:
+        assert "the leader has ended in order" in instance.log(process_id)
+
+
+def test_killing_a_follower_ends_the_instance_and_names_it(two):
+    requests = busy(two)
+    two.followers[1].kill()
+    failed(two, requests, "process 1 has ended")
+
+
+def test_killing_the_leader_ends_the_followers(two):
+    requests = busy(two)
+    two.server.engine_process().kill()
+    assert two.followers[1].wait(60) != 0
+    assert "the leader (process 0) has ended" in two.log(1)
+    requests.wait()
+    assert two.server.process.wait(60) == 1
+
+
+def test_killing_the_http_process_ends_everything(two):
+    engine = two.server.engine_process()
+    requests = busy(two)
+    two.server.process.kill()
+    assert two.followers[1].wait(60) == 1
+    assert "the HTTP process of the leader has gone" in two.log(1)
+    psutil.wait_procs([engine], 60)
+    assert not engine.is_running()
+    requests.wait()
+
+
+def test_a_follower_that_hangs_is_noticed(tmp_path, cache):
+    with instances.running(tmp_path, 2, cache, silence_s=5.0) as instance:
+        requests = busy(instance)
+        os.kill(instance.followers[1].pid, signal.SIGSTOP)
+        failed(instance, requests, "process 1 has been silent for 5 s")
+
+
+def test_a_leader_that_hangs_is_noticed(tmp_path, cache):
+    with instances.running(tmp_path, 2, cache, silence_s=5.0) as instance:
+        engine = instance.server.engine_process()
+        engine.suspend()
+        assert instance.followers[1].wait(60) == 1
+        assert "the leader (process 0) has been silent for 5 s" in instance.log(1)
+        engine.kill()
+        assert instance.server.process.wait(60) == 1
+
+
+def test_a_follower_that_diverges_ends_the_instance(tmp_path, cache):
+    with instances.running(tmp_path, 2, cache, diverge_at=40) as instance:
+        requests = Requests(instance.server)
+        requests.send(ENDLESS)
+        failed(instance, requests, "process 1 has other results than process 0 in step 40")
+        assert instance.followers[1].wait(60) == 1
+
+
+def test_sigterm_to_a_follower_drains_the_instance(two):
+    requests = Requests(two.server)
+    requests.send(ENDLESS | {"max_tokens": 200})
+    two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") == 1)
+    two.followers[1].send_signal(signal.SIGTERM)
+    [answer] = requests.wait()
+    assert answer.status_code == 200, answer.text + two.log(0) + two.log(1)
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    assert two.server.process.wait(60) == 0
+    assert two.followers[1].wait(60) == 0
+
+
+def test_other_settings_end_the_start_with_their_names(tmp_path, cache):
+    """Only known once the weights are there: the follower has another limit, as by another version of a host."""
+    with instances.running(tmp_path, 2, cache, ready=False, follower_limits={"max_num_seqs": 2}) as instance:
+        assert instance.server.process.wait(60) == 1
+        assert instance.followers[1].wait(60) == 1
+        for process_id in (0, 1):
+            assert "process 1 is not configured as process 0: max_num_seqs" in instance.log(process_id)
+
+
+def test_a_follower_alone_gives_up_and_says_so(tmp_path, cache):
+    cluster = local.options(tmp_path, 2, 1, start_timeout_s=0.1)
+    process = instances.start_follower(cluster, tmp_path, {}, log := tmp_path / "log")
+    assert process.wait(60) == 1
+    assert "cannot reach the leader at 127.0.0.1:" in log.read_text()
+    assert "Traceback" not in log.read_text()

@@ -37,7 +37,7 @@ class Engine:
 
     Args:
       functions: the model's step functions (`model_functions()`, or a stand-in with the same signatures).
-      params: the model's parameters, as `functions` take them. They are the engine's from then on: experts that it moves
+      params: the model's parameters, as `functions` take them; the engine's from then on, since experts that it moves
         are written in place.
       model_cfg: the model's hyper-parameters; vocabulary, end tokens and cache layout are read from it.
       cfg: limits.

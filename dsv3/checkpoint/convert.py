@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dsv3.checkpoint import fill
+from dsv3.checkpoint.checksum import checksum
 from dsv3.checkpoint.fill import (
     E4M3,
     Array,
@@ -159,17 +159,17 @@ def _write_leaf(files: Files, leaf: tuple[Array, ...], path: Path, advance: Adva
                 files.fill(array, window, host, advance)
                 out.write(host.reshape(-1).view(np.uint8).data)
                 checksums += _checksums(array, window, host)
-            entries[array.name] = {"file": path.name, "crc32": checksums}
+            entries[array.name] = {"file": path.name, "checksums": checksums}
         out.flush()
         os.fsync(out.fileno())
     return entries
 
 
 def _checksums(array: Array, window: Box, host: np.ndarray) -> Iterator[int]:
-    """CRC-32 of each block of a window, whose values are `host`."""
+    """Checksum of each block of a window, whose values are `host`."""
     for _, block in blocks(array.shape, array.dtype.itemsize, window, fill.BLOCK_BYTES):
         inside = host[moved(block, tuple(-s.start for s in window))]
-        yield zlib.crc32(inside.reshape(-1).view(np.uint8))
+        yield checksum(inside.reshape(-1).view(np.uint8))
 
 
 def _fingerprint(plan: Plan, cfg: ModelConfig) -> str:

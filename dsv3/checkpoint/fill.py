@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import threading
-import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,6 +20,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from dsv3.checkpoint.checksum import checksum
 from dsv3.checkpoint.errors import CheckpointError
 from dsv3.checkpoint.layout import BLOCK, Box, full_box
 from dsv3.checkpoint.safetensors_file import Tensor
@@ -35,7 +35,7 @@ _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 class Source:
     """Tensor `tensor`, seen under shape `view`, whose box `take` fills the box `put` of an array.
 
-    `scale`: block scales to multiply (the tensor is FP8). `crc32`: checksums of the blocks of `view`, in order, which
+    `scale`: block scales to multiply (the tensor is FP8). `checksums`: of the blocks of `view`, in order, which
     are `block_bytes` at most.
     """
 
@@ -44,7 +44,7 @@ class Source:
     take: Box
     put: Box
     scale: "Source | None" = None
-    crc32: tuple[int, ...] | None = None
+    checksums: tuple[int, ...] | None = None
     block_bytes: int = BLOCK_BYTES
 
 
@@ -281,7 +281,7 @@ class Files:
         nbytes = math.prod(shape) * tensor.dtype.itemsize
         raw = read.parts[0][1].reshape(-1).view(np.uint8) if direct else scratch(nbytes)
         self._read(tensor, read.first * tensor.dtype.itemsize, raw)
-        if source.crc32 is not None and zlib.crc32(raw) != source.crc32[read.number]:
+        if source.checksums is not None and checksum(raw) != source.checksums[read.number]:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: block {read.number} has a wrong checksum")
         if not direct:
             values = self._values(read, raw).reshape(shape)

@@ -1,7 +1,7 @@
 """The pre-stacked form: one safetensors file a parameter, as it lies in memory, with a checksum for every block.
 
     config.json, tokenizer files     as in a Hugging Face directory
-    stacked/manifest.json            format, version, block size; per array its file and its blocks' CRC-32
+    stacked/manifest.json            format, version, block size; per array its file and its blocks' checksums
     stacked/<leaf>.safetensors       the array, or `.data` and `.scale` of an FP8 weight; data begin on a page
 
 Loading needs no transposing or reassembly: every block is read to its place and checked there.
@@ -25,7 +25,7 @@ from dsv3.config import ModelConfig
 from dsv3.model.params import ParamSpec
 
 FORMAT = "dsv3-stacked"
-VERSION = 1
+VERSION = 2
 FOLDER = "stacked"
 MANIFEST = "manifest.json"
 F32 = np.dtype(np.float32)
@@ -37,7 +37,7 @@ def is_stacked(directory: Path) -> bool:
 
 
 def manifest_bytes(arrays: dict[str, Any], block_bytes: int) -> bytes:
-    """Content of the manifest; `arrays` maps names to `{"file": ..., "crc32": [...]}`."""
+    """Content of the manifest; `arrays` maps names to `{"file": ..., "checksums": [...]}`."""
     content = {"format": FORMAT, "version": VERSION, "block_bytes": block_bytes, "arrays": arrays}
     return json.dumps(content, separators=(",", ":")).encode() + b"\n"
 
@@ -76,7 +76,7 @@ def _read_sources(folder: Path) -> dict[str, Source]:
     lost = [f"{name} in {file}" for name, file in files.items() if name not in headers[file]]
     raise_findings(folder, {"arrays that their file lacks": lost})
     return {
-        name: _source(path, headers[file][name], entries[name].get("crc32"), block_bytes)
+        name: _source(path, headers[file][name], entries[name].get("checksums"), block_bytes)
         for name, file in files.items()
     }
 
@@ -88,12 +88,12 @@ def _file(path: Path, name: str, entry: Any) -> str:
     raise CheckpointError(f"{path}: array {name}: {file!r} is not a plain file name")
 
 
-def _source(path: Path, tensor: Any, crc32: Any, block_bytes: int) -> Source:
+def _source(path: Path, tensor: Any, checksums: Any, block_bytes: int) -> Source:
     box = full_box(tensor.shape)
     count = sum(1 for _ in blocks(tensor.shape, tensor.dtype.itemsize, box, block_bytes))
-    if not isinstance(crc32, list) or len(crc32) != count or not all(type(value) is int for value in crc32):
-        raise CheckpointError(f"{path}: array {tensor.name}: crc32 must list the checksums of its {count} blocks")
-    return Source(tensor, tensor.shape, box, box, None, tuple(crc32), block_bytes)
+    if not isinstance(checksums, list) or len(checksums) != count or not all(type(value) is int for value in checksums):
+        raise CheckpointError(f"{path}: array {tensor.name}: checksums must be {count} integers, one a block")
+    return Source(tensor, tensor.shape, box, box, None, tuple(checksums), block_bytes)
 
 
 def _leaf(
@@ -117,7 +117,7 @@ def _leaf(
     _check(data, spec.shape, {E4M3}, findings)
     _check(scale, scale_shape(spec.shape), {F32}, findings)
     if fp8 == "dequantize" or not spec.quantizable:
-        source = Source(data.tensor, data.view, data.take, data.put, scale, data.crc32, data.block_bytes)
+        source = Source(data.tensor, data.view, data.take, data.put, scale, data.checksums, data.block_bytes)
         return (Array(path, spec.shape, target, (source,)),)
     kept = Array(f"{path}.data", spec.shape, E4M3, (data,))
     return kept, Array(f"{path}.scale", scale_shape(spec.shape), F32, (scale,), positive=True)

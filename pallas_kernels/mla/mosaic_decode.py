@@ -46,6 +46,9 @@ _START = -1e29  # the first running maximum: above a masked score, so that exp2 
 _NO_KEYS = -1e30  # log-sum-exp of a split without keys
 _TOP, _TOTAL, _LSE = 0, 2, 6  # rows of `vectors`: 2 maxima, 2 x 2 totals, the log-sum-exp
 _A, _B = 0, 1  # the slots of a pair of pages, and the warpgroups that own them
+# Barriers by their number of arrivals, `once` and `twice`: an array takes fewer registers than barriers by themselves.
+_WEIGHTS_READY, _QUERY_FULL = 0, 2  # in `once`; one for each slot, one
+_RIGHT_FREE, _QUERY_FREE, _TOTALS_READY = 0, 2, 3  # in `twice`; one for each slot, one, one
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -152,12 +155,9 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
         **{f"{name}_{slot}": array for name, array in pages.items() for slot in "ab"},
         "vectors": plgpu.SMEM((7, ROWS), jnp.float32),  # one array: each is rounded up to 1,024 bytes
         **halves,
-        "query_full": plgpu.Barrier(),
-        "query_free": plgpu.Barrier(num_arrivals=2),
+        "once": plgpu.Barrier(num_barriers=3),
+        "twice": plgpu.Barrier(num_arrivals=2, num_barriers=4),
         "right_full": plgpu.Barrier(num_arrivals=fp8_cache.COPIES if shape.fp8 else 2, num_barriers=2),
-        "right_free": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        "weights_ready": plgpu.Barrier(num_barriers=2),
-        "totals_ready": plgpu.Barrier(num_arrivals=2),
     }
 
 
@@ -203,12 +203,12 @@ class _Memory:
     def pieces(self, visit, init):
         """Folds `visit(piece, index, carry)` over the pieces of this block's part."""
         part = lax.axis_index("part")
-        group0, page0, group1, page1 = (self.cuts[2 * part + i] for i in range(4))
+        group0, group1, page1 = (self.cuts[2 * part + i] for i in (0, 2, 3))
 
         def step(group, carry):
             length = self.lengths[group]
             pages = lax.div(jnp.maximum(length, 0) + (PAGE_SIZE - 1), jnp.int32(PAGE_SIZE))
-            begin = jnp.where(group == group0, page0, 0)
+            begin = jnp.where(group == group0, self.cuts[2 * part + 1], 0)
             end = jnp.where(group == group1, page1, pages)
             whole = (begin == 0) & (end == pages)
             slot = 2 * part + jnp.where(group == group0, 0, 1)
@@ -224,14 +224,14 @@ def _body(shape: TileShape, *arrays: Any, **smem: Any):
 
     @pl.when(warpgroup == 2)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         _produce(memory)
 
     for index, consume in ((0, _consume_left), (1, _consume_right)):
 
         @pl.when(warpgroup == index)
         def attend(index=index, consume=consume):
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             memory.pieces(lambda piece, number, _: _attend_piece(memory, index, consume, piece, number), None)
             plgpu.wait_smem_to_gmem(0)
 
@@ -262,14 +262,14 @@ def _produce(memory: _Memory):
 
     @pl.when(pieces > 0)
     def _():
-        plgpu.barrier_wait(smem.query_free)
+        plgpu.barrier_wait(smem.twice.at[_QUERY_FREE])
 
     @pl.when(pairs > 0)
     def _():
         for slot in (_A, _B):
             if not memory.shape.fp8:
                 plgpu.barrier_wait(smem.left_free.at[slot])
-            plgpu.barrier_wait(smem.right_free.at[slot])
+            plgpu.barrier_wait(smem.twice.at[_RIGHT_FREE + slot])
 
 
 def _load_query(memory: _Memory, piece: _Piece, number):
@@ -277,16 +277,16 @@ def _load_query(memory: _Memory, piece: _Piece, number):
 
     @pl.when(number > 0)
     def _():
-        plgpu.barrier_wait(smem.query_free)
+        plgpu.barrier_wait(smem.twice.at[_QUERY_FREE])
 
     @pl.when(piece.pairs > 0)
     def _():
         rows = smem.query[0].at[0, pl.ds(0, memory.shape.tile_rows)]
-        plgpu.copy_gmem_to_smem(memory.q.at[piece.group, memory.tile_rows], rows, smem.query_full)
+        plgpu.copy_gmem_to_smem(memory.q.at[piece.group, memory.tile_rows], rows, smem.once.at[_QUERY_FULL])
 
     @pl.when(piece.pairs == 0)
     def _():  # the output is staged in the queries' place, so even an empty piece has its turn with it
-        plgpu.barrier_arrive(smem.query_full)
+        plgpu.barrier_arrive(smem.once.at[_QUERY_FULL])
 
 
 def _load_page(memory: _Memory, piece: _Piece, index, slot: int, reused):
@@ -294,15 +294,16 @@ def _load_page(memory: _Memory, piece: _Piece, index, slot: int, reused):
     smem = memory.smem
     row = memory.table_rows[piece.group]
     page = memory.first_page[0] + memory.page_table[row, jnp.minimum(index, piece.end - 1)]
+    right_free = smem.twice.at[_RIGHT_FREE + slot]
     if memory.shape.fp8:
-        pl.when(reused)(lambda: plgpu.barrier_wait(smem.right_free.at[slot]))
+        pl.when(reused)(lambda: plgpu.barrier_wait(right_free))
         fp8_cache.load_page(memory.pages, page, smem, slot)
         return
     for free, full, parts in (
-        (smem.left_free, smem.left_full, ((_LEFT, smem.left),)),
-        (smem.right_free, smem.right_full, ((_RIGHT, smem.right), (_ROPE, smem.rope))),
+        (smem.left_free.at[slot], smem.left_full, ((_LEFT, smem.left),)),
+        (right_free, smem.right_full, ((_RIGHT, smem.right), (_ROPE, smem.rope))),
     ):
-        pl.when(reused)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        pl.when(reused)(functools.partial(plgpu.barrier_wait, free))
         for columns, target in parts:
             plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], target[slot].at[0], full.at[slot])
 
@@ -310,13 +311,14 @@ def _load_page(memory: _Memory, piece: _Piece, index, slot: int, reused):
 def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
     """One consumer's share of a piece: its half of the output, and of the pages' scores."""
     smem = memory.smem
-    plgpu.barrier_wait(smem.query_full)
+    # Addresses must vary with the loop, as far as the compiler knows: it would keep constant ones, and the 70
+    # descriptors made of them, in registers, and spill. A shifted counter is always 0.
+    piece_zero = lax.shift_right_logical(number, 30)
+    query_free, totals_ready = (smem.twice.at[name + piece_zero] for name in (_QUERY_FREE, _TOTALS_READY))
+    plgpu.barrier_wait(smem.once.at[_QUERY_FULL + piece_zero])
 
     def pair(i, carry):
-        # Addresses must vary with the loop, as far as the compiler knows: it would keep the descriptors of
-        # constant ones in registers, 70 of them, and spill. A shifted counter is always 0.
-        zero = lax.shift_right_logical(i, 30)
-        return consume(memory, piece, piece.begin + 2 * i, zero, carry)
+        return consume(memory, piece, piece.begin + 2 * i, lax.shift_right_logical(i, 30), carry)
 
     output = plgpu.layout_cast(jnp.zeros((ROWS, _HALF), jnp.float32), _LAYOUT)
     top = plgpu.layout_cast(jnp.full((ROWS,), _START, jnp.float32), _ROW)
@@ -325,8 +327,8 @@ def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
 
     parity = lax.rem(number, jnp.int32(2))  # the other warpgroup may still read the totals of the piece before
     smem.vectors[_TOTAL + 2 * parity + half] = total
-    plgpu.barrier_arrive(smem.totals_ready)
-    plgpu.barrier_wait(smem.totals_ready)
+    plgpu.barrier_arrive(totals_ready)
+    plgpu.barrier_wait(totals_ready)
     total = _load_vector(memory, _TOTAL + 2 * parity) + _load_vector(memory, _TOTAL + 2 * parity + 1)
     seen = total > 0
     output = output * _columns(jnp.where(seen, 1.0 / total, 0.0), _HALF)
@@ -340,7 +342,7 @@ def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
     def _():
         _store_partial(memory, half, piece, output, jnp.where(seen, lse, _NO_KEYS))
 
-    plgpu.barrier_arrive(smem.query_free)
+    plgpu.barrier_arrive(query_free)
 
 
 def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
@@ -354,7 +356,7 @@ def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
     output = _accumulate(memory, output, alpha, _A, zero, smem.left)
     _release_left(memory, _A)
 
-    plgpu.barrier_wait(smem.weights_ready.at[_B])
+    plgpu.barrier_wait(smem.once.at[_WEIGHTS_READY + _B + zero])
     if not memory.shape.fp8:
         plgpu.barrier_wait(smem.left_full.at[_B])
     top_b = _load_vector(memory, _TOP + _B)
@@ -369,7 +371,7 @@ def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
     smem = memory.smem
     output, top_before, total = carry
     scores = _scores(memory, piece, page_a + 1, _B, zero)
-    plgpu.barrier_wait(smem.weights_ready.at[_A])
+    plgpu.barrier_wait(smem.once.at[_WEIGHTS_READY + _A + zero])
     top_a = _load_vector(memory, _TOP)
     alpha = jnp.exp2(top_before - top_a)
     weights, top_b, beta = _softmax(scores, top_a)
@@ -379,9 +381,9 @@ def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
     if not memory.shape.fp8:
         plgpu.barrier_wait(smem.right_full.at[_A])
     output = _accumulate(memory, output, alpha, _A, zero, smem.right)
-    plgpu.barrier_arrive(smem.right_free.at[_A])
+    plgpu.barrier_arrive(smem.twice.at[_RIGHT_FREE + _A])
     output = _accumulate(memory, output, beta, _B, zero, smem.right)
-    plgpu.barrier_arrive(smem.right_free.at[_B])
+    plgpu.barrier_arrive(smem.twice.at[_RIGHT_FREE + _B])
     return output, top_b, total
 
 
@@ -389,7 +391,7 @@ def _release_left(memory: _Memory, slot: int):
     """Warpgroup 0 has no more use for a page. FP8 pages are refilled whole, so they have one barrier."""
     if not memory.shape.fp8:
         plgpu.barrier_arrive(memory.smem.left_free.at[slot])
-    plgpu.barrier_arrive(memory.smem.right_free.at[slot])
+    plgpu.barrier_arrive(memory.smem.twice.at[_RIGHT_FREE + slot])
 
 
 def _softmax(scores, top):
@@ -454,7 +456,7 @@ def _publish(memory: _Memory, piece: _Piece, page, slot: int, zero, weights, top
     smem.rope[slot][zero] = weights.astype(memory.shape.dtype)
     smem.vectors[_TOP + slot] = top
     plgpu.commit_smem()
-    plgpu.barrier_arrive(smem.weights_ready.at[slot])
+    plgpu.barrier_arrive(smem.once.at[_WEIGHTS_READY + slot + zero])
 
 
 def _accumulate(memory: _Memory, output, shrink, slot: int, zero, values):

@@ -64,9 +64,10 @@ def dequantise(smem: Any, slot: int, zero: Any) -> None:
     for tile in range(2):
         _store(left, zero, tile, _raw_tile(smem, slot, zero, tile), _scale(smem, slot, zero, tile))
     raw = [_raw_tile(smem, slot, zero, tile) for tile in (2, 3)]
+    scales = [_scale(smem, slot, zero, tile) for tile in (2, 3)]
     plgpu.commit_smem()  # every warp has read all of the raw page, whose place the next stores take
     for tile in range(2):
-        _store(right, zero, tile, raw[tile], _scale(smem, slot, zero, tile + 2))
+        _store(right, zero, tile, raw[tile], scales[tile])
     plgpu.commit_smem()
 
 

@@ -19,7 +19,6 @@ SCALE = 0.1352338
 BATCH, TABLE, LAYERS = 128, 512, 4  # 32,768 tokens a request
 PAGES_PER_LAYER = BATCH * TABLE
 POOL_SHAPE = (LAYERS * PAGES_PER_LAYER, 64, 576)
-FP8_SPILL_BYTES = 136  # 104 on jax 0.12.0.1, 132 on 0.11.2: dequantising leaves no room beside the output
 LAUNCH_REGISTERS = 168  # 65,536 over 384 threads, before the warpgroups trade among themselves
 
 i32, bf16 = jnp.int32, jnp.bfloat16
@@ -50,12 +49,12 @@ def test_decode(H, S, dtype):
     assert_clean(kernels, "mla_decode", "mla_combine")
 
 
-def test_decode_from_fp8_pages_spills_little_and_copies_nothing():
+@pytest.mark.parametrize(("H", "S"), [(128, 1), (16, 2)])
+def test_decode_from_fp8_pages_copies_nothing(H, S):
     pool = array((PAGES_PER_LAYER, 64, 656), jnp.uint8)
     run = functools.partial(decode, pages_per_layer=PAGES_PER_LAYER)
-    arguments = (array((BATCH, 1, 128, 576)), pool, array((BATCH, TABLE), i32), array((BATCH,), i32))
-    (kernel,) = (k for k in aot.kernel_resources(run, *arguments) if k.name == "mla_decode")
-    assert kernel.spill_bytes <= FP8_SPILL_BYTES, kernel
+    arguments = (array((BATCH, S, H, 576)), pool, array((BATCH, TABLE), i32), array((BATCH,), i32))
+    assert_clean(aot.kernel_resources(run, *arguments), "mla_decode", "mla_combine")
     assert aot.compile_for(run, *arguments).memory_analysis().temp_size_in_bytes < 128 << 20
 
 

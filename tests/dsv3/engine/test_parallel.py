@@ -22,7 +22,6 @@ LIMITS = dict(max_model_len=128, num_pages=16, max_num_batched_tokens=64)
 @pytest.mark.parametrize(
     ("devices", "tensor", "nodes", "redundant", "seqs"),
     [
-        (1, 1, 1, 0, 1),
         (2, 1, 1, 0, 4),
         (4, 1, 2, 4, 4),
         (8, 1, 2, 8, 4),

@@ -14,6 +14,17 @@ SMEM_BYTES = 232_448
 """Shared memory one thread block may use on sm_90: 227 KiB, barriers included."""
 
 
+TILE_ROWS = 8
+"""Rows of a swizzled tile: TMA moves whole tiles of an array in memory, or less than one."""
+
+
+def pad_to_tiles(x: jax.Array) -> jax.Array:
+    """`x` `[G, M, C]` with rows of zeros added where TMA could not address it: M above 8 and no multiple of it."""
+    rows = x.shape[1]
+    extra = -rows % TILE_ROWS if rows > TILE_ROWS else 0
+    return jnp.pad(x, ((0, 0), (0, extra), (0, 0))) if extra else x
+
+
 def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> tuple[plgpu.Transform, ...]:
     """Tiling and swizzle that TMA and wgmma agree on for a shared-memory array.
 
@@ -28,7 +39,7 @@ def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> tuple[plgpu.T
         swizzle //= 2
     if swizzle < 32:
         raise ValueError(f"no swizzle fits {minor} elements of {jnp.dtype(dtype).name}; rows must be 32 bytes or more")
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # type: ignore[abstract]
+    tiling = plgpu.TilingTransform((TILE_ROWS, swizzle // itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 

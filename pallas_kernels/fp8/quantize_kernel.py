@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import swizzle_transforms
+from pallas_kernels.mosaic import pad_to_tiles, swizzle_transforms
 
 _ROWS = 64
 _BLOCK = 128
@@ -37,12 +37,14 @@ def quantize_rows(
     Returns:
       values [G, M, C] e4m3 and scales [G, ceil(C/128), M] float32.
     """
+    wanted_rows = x.shape[1]
+    x = pad_to_tiles(x)
     groups, rows, width = x.shape
     halves = 2 if gated else 1
     channels = width // halves
     padded_rows = pl.cdiv(rows, 4) * 4  # TMA strides are multiples of 16 bytes
     blocks = pl.cdiv(channels, _BLOCK)
-    counts = jnp.full(groups, rows, jnp.int32) if counts is None else counts.astype(jnp.int32)
+    counts = jnp.full(groups, wanted_rows, jnp.int32) if counts is None else counts.astype(jnp.int32)
 
     def body(x_ref, counts_ref, q_ref, scale_ref, x_s, q_s, scale_s, loaded):
         group, block = lax.axis_index("group"), lax.axis_index("block")
@@ -86,7 +88,7 @@ def quantize_rows(
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(x.reshape(groups, rows, halves, channels), counts)
-    return q, scale[..., :rows]
+    return q[:, :wanted_rows], scale[..., :wanted_rows]
 
 
 def _load(ref) -> jax.Array:

@@ -8,10 +8,12 @@ from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.plan import Plan, plan_contiguous, plan_dense, plan_masked
 from pallas_kernels.gemm.schedule import Contiguous, Dense, Masked, Schedule
 from pallas_kernels.gemm.wide import WideKernel
-from pallas_kernels.mosaic import NUM_SMS
+from pallas_kernels.mosaic import NUM_SMS, TILE_ROWS, pad_to_tiles
 
 _SCALES_PER_LOAD = 4
 """TMA wants strides in multiples of 16 bytes: the scales' rows are padded to four float32."""
+_SPLIT_TILE_COLUMNS = 32
+"""Tokens of a swizzled tile of a split product, which is float32 and transposed."""
 
 
 def dense(a, a_scale, b, b_scale, layer, out_dtype, *, plan: Plan | None = None, num_sms: int = NUM_SMS) -> jax.Array:
@@ -21,13 +23,13 @@ def dense(a, a_scale, b, b_scale, layer, out_dtype, *, plan: Plan | None = None,
     wanted = plan or plan_dense(m, n, k, a.dtype.itemsize)
     # A narrow tile leaves as float32 only untransposed, which is the form of a split product.
     split = not wanted.wide and (wanted.splits > 1 or jnp.dtype(out_dtype) == jnp.float32)
-    padded_m = _round_up(m, _SCALES_PER_LOAD)
-    out = ((wanted.splits, n, padded_m), jnp.float32) if split else ((1, m, n), out_dtype)
+    padded_m = _padded_rows(m, split)
+    out = ((wanted.splits, n, padded_m), jnp.float32) if split else ((1, padded_m, n), out_dtype)
     kernel_type: type[GemmKernel] = SplitKernel if split else NarrowKernel
     schedule = Dense(m, wanted.tile_m, wanted.splits)
     kernel = _kernel(wanted, schedule, a, b, out, kernel_type)
-    result = kernel(a[None], b, _scales(a_scale, b_scale, lambda s: s[None]), (_offset(layer),), num_sms)
-    return jnp.sum(result, axis=0).T[:m].astype(out_dtype) if split else result[0]
+    result = kernel(pad_to_tiles(a[None]), b, _scales(a_scale, b_scale, lambda s: s[None]), (_offset(layer),), num_sms)
+    return jnp.sum(result, axis=0).T[:m].astype(out_dtype) if split else result[0, :m]
 
 
 def contiguous(
@@ -83,6 +85,12 @@ def _pad_scale(scale: jax.Array) -> jax.Array:
 
 def _offset(group_offset) -> jax.Array:
     return jnp.asarray(group_offset, jnp.int32).reshape(1)
+
+
+def _padded_rows(m: int, split: bool) -> int:
+    """Rows of a result: TMA stores to whole swizzled tiles, or to less than one."""
+    tile = _SPLIT_TILE_COLUMNS if split else TILE_ROWS
+    return _round_up(m, _SCALES_PER_LOAD if m < tile else tile)
 
 
 def _round_up(x: int, multiple: int) -> int:

@@ -67,6 +67,19 @@ def test_plain_stack(m):
     assert_in_registers(lambda x, w, layer: stacked_gemm(x, w, layer, backend=MOSAIC), *args)
 
 
+@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (24576, 1536)])
+@pytest.mark.parametrize("m", [7, 33, 48, 130])
+def test_rows_that_fill_no_tile(m, n, k):
+    """TMA refuses an array above one tile that is no multiple of it, and only lowering for a GPU says so."""
+
+    def product(x, w, w_scale):
+        values, scale = quantize_1x128(x, backend=MOSAIC)
+        return fp8_gemm(values, scale, w, w_scale, backend=MOSAIC)
+
+    lowered = aot.lower_for(product, spec(BF16, m, k), *scaled_w(n, k))
+    assert lowered.out_info.shape == (m, n)
+
+
 def test_dense_multicast():
     plan = Plan(True, 128, 192, cluster=2)
     args = (*scaled_x(4096, 7168), *scaled_w(4, 4096, 7168), spec(I32))

@@ -45,8 +45,9 @@ class Deployment:
     step: at least one of the two, both for an instance that does both. `context_length` is the mean number of tokens a
     request has in the cache (of a prompt, in prefill); `prefix_hit_rate` the share of prompt tokens found there.
     `max_model_len` None: what the model was made for. `expert_parallel` spreads the routed experts over all devices,
-    with `redundant_experts` copies more than there are experts. `memory_utilization` is the share of a device's memory
-    that weights, cache and working memory may take; the rest is for CUDA, NCCL's buffers and fragmentation.
+    with `redundant_experts` copies more than there are experts; `expert_transport` is as in `launch.serve`.
+    `memory_utilization` is the share of a device's memory that weights, cache and working memory may take; the rest is
+    for CUDA, NCCL's buffers and fragmentation.
 
     Raises DeploymentError for values that contradict each other.
     """
@@ -62,6 +63,7 @@ class Deployment:
     max_model_len: int | None = None
     expert_parallel: bool = True
     redundant_experts: int = 0
+    expert_transport: str = "auto"
     tensor_parallel: int = 1
     memory_utilization: float = 0.9
 

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from dsv3.plan.plan import Plan, StepPlan
-from dsv3.plan.timeline import LANES, Block
+from dsv3.plan.timeline import LANES, Block, name_of
 
 _COLOURS = ("#e9a23b", "#5b8fd1")  # of the micro-batches
 _NEITHER = "#c4c4c4"
-_NARROW = 0.035
-"""Share of the layer's time below which a bar gets no text."""
+_NARROW, _NO_TEXT = 0.06, 0.012
+"""Shares of the layer's time below which a bar's text is turned, and left out."""
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -17,7 +17,7 @@ def draw(plan: Plan, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 2.5 * len(plan.steps) + 0.3), layout="constrained")
+    figure = Figure(figsize=(14, 3.4 * len(plan.steps) + 0.3), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(plan.steps), 1, squeeze=False)[:, 0]
     for axes, step in zip(panels, plan.steps, strict=True):
@@ -45,8 +45,9 @@ def _bar(axes: Any, block: Block, whole: float) -> None:
     start, width = block.start * 1e6, (block.end - block.start) * 1e6
     lane = LANES.index(block.lane)
     colour = _NEITHER if block.micro_batch is None else _COLOURS[block.micro_batch % len(_COLOURS)]
-    axes.barh(lane, width, left=start, height=0.7, color=colour, edgecolor="white", linewidth=0.8)
-    if block.end - block.start > _NARROW * whole:
-        number = "" if block.micro_batch is None else f" {block.micro_batch}"
-        text = block.label.replace("_expert", "") + number
-        axes.text(start + width / 2, lane, text, ha="center", va="center", fontsize=8, clip_on=True)
+    axes.barh(lane, width, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.8)
+    share = (block.end - block.start) / whole
+    if share > _NO_TEXT:
+        text = name_of(block).replace("_expert", "")
+        turned = 90 if share < _NARROW else 0
+        axes.text(start + width / 2, lane, text, rotation=turned, ha="center", va="center", fontsize=8, clip_on=True)

@@ -121,9 +121,9 @@ def experts_per_device(planned: Planned) -> int:
 
 
 def _floor(planned: Planned, compiled: Compiled) -> roofline.DecodeFloor | None:
-    if compiled.phase == "prefill":
-        return None
     deployment = planned.deployment
+    if compiled.phase == "prefill" or deployment.tensor_parallel > 1:
+        return None
     return roofline.floor_decode(
         planned.model, deployment.device, compiled.tokens, deployment.context_length, experts_per_device(planned)
     )

@@ -78,7 +78,9 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> Planned:
         mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)
         if deployment.expert_parallel:
             first_expert_map(model, mesh, deployment.redundant_experts)
-            functions = expert_parallel_functions(model, mesh, deployment.redundant_experts, Backend.MOSAIC)
+            functions = expert_parallel_functions(
+                model, mesh, deployment.redundant_experts, Backend.MOSAIC, transport=deployment.expert_transport
+            )
         else:
             functions = model_functions(Backend.MOSAIC)
         params = _placed(abstract_params(model, deployment), functions.param_specs, mesh)

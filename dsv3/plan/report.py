@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +12,7 @@ from rich.text import Text
 from dsv3.plan.collectives import Collective
 from dsv3.plan.plan import Plan, StepPlan
 from dsv3.plan.roofline import HOST_S, KNOWN_ERRORS, rates_of
+from dsv3.plan.timeline import name_of
 
 GB = 1e9
 
@@ -19,7 +21,7 @@ def render(plan: Plan) -> Group:
     """The tables: memory, then collectives and estimate of each step, then the verdict."""
     deployment = plan.deployment
     title = (
-        f"{plan.model_name}, {deployment.name}: {deployment.nodes} nodes x {deployment.gpus_per_node} "
+        f"{plan.model_name}, {deployment.name}: {deployment.nodes} x {deployment.gpus_per_node} "
         f"{deployment.device.name}"
     )
     parts: list[RenderableType] = [Text(title, style="bold"), _memory_table(plan)]
@@ -56,7 +58,7 @@ def _step_json(plan: Plan, step: StepPlan) -> dict[str, Any]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
     return table
@@ -117,7 +119,7 @@ def _schedule_table(step: StepPlan) -> Table:
     table = _table(title, "lane", "what", "from us", "to us")
     for block in line.blocks:
         if block.end - block.start >= 1e-6:
-            table.add_row(block.lane, block.label, f"{block.start * 1e6:,.0f}", f"{block.end * 1e6:,.0f}")
+            table.add_row(block.lane, name_of(block), f"{block.start * 1e6:,.0f}", f"{block.end * 1e6:,.0f}")
     return table
 
 
@@ -126,7 +128,8 @@ def _estimate_table(plan: Plan, step: StepPlan) -> Table:
     table = _table("Estimate (a model, not a measurement)", "", "")
     for name, seconds in step.stages.items():
         if seconds:
-            table.add_row(f"{name}, one layer and micro-batch", f"{seconds * 1e6:,.0f} us")
+            of = "a step" if name == "head" else "a layer and micro-batch"
+            table.add_row(f"{name}, {of}", f"{seconds * 1e6:,.0f} us")
     for role, seconds in line.exposed.items():
         table.add_row(f"waiting for {role}, a step", f"{seconds * 1e3:.1f} ms")
     table.add_row("host, a step", f"{HOST_S * 1e3:.1f} ms")

@@ -169,9 +169,9 @@ def wire_rows(model: ModelConfig) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """One micro-batch on one device: `tokens`, their mean number of `keys`, and the experts that live here.
+    """One micro-batch of a rank: `tokens`, their mean number of `keys`, and the `experts` on each device.
 
-    `split` devices share attention, dense layers and shared experts of these tokens.
+    `split` devices share the heads of these tokens, the widths of their MLPs, and their routed experts' rows.
     """
 
     tokens: int
@@ -185,23 +185,23 @@ def decode_stages(model: ModelConfig, rates: Rates, load: Load) -> dict[str, flo
     sizes, b, n = sizes_of(model), load.tokens, load.split
     item = 1 if model.fp8 else 2
 
-    def dense(elements: int, itemsize: int = item) -> float:
+    def dense(elements: int, itemsize: int = item, split: int = n) -> float:
         work = 2 * b * elements / rates.dense_flops
-        return max(elements * itemsize / rates.dense_bandwidth, work) / n + _KERNEL_S
+        return max(elements * itemsize / rates.dense_bandwidth, work) / split + _KERNEL_S
 
     core = b * load.keys * core_operations(model) / n / rates.decode_core_flops
     cache = b * load.keys * cache_row(model) / rates.hbm
-    rows = b * n * model.num_experts_per_tok  # even load: what leaves the ranks also arrives
+    rows = b * model.num_experts_per_tok / n  # even load: what leaves a device also arrives
     routed = load.experts * sizes.expert * item / rates.grouped_bandwidth
-    work = 2 * rows / n * sizes.expert / rates.grouped_flops
+    work = 2 * rows * sizes.expert / rates.grouped_flops
     return {
-        "project": dense(sizes.down) + (dense(sizes.query) if sizes.query else 0) + 4 * _KERNEL_S,
+        "project": dense(sizes.down, split=1) + (dense(sizes.query) if sizes.query else 0) + 4 * _KERNEL_S,
         "attention": max(core, cache) + dense(sizes.key_value, 2) + dense(sizes.out) + _SMALL_KERNELS_S,
         "router": _ROUTER_S,
         "shared_expert": dense(sizes.shared) + 3 * _KERNEL_S if sizes.shared else 0.0,
         "experts": max(routed, work) + 5 * _KERNEL_S,
         "mlp": dense(sizes.dense) + 3 * _KERNEL_S,
-        "head": 2 * sizes.head / rates.dense_bandwidth / n,
+        "head": 2 * sizes.head / rates.dense_bandwidth,
     }
 
 
@@ -209,18 +209,18 @@ def prefill_stages(model: ModelConfig, rates: Rates, load: Load) -> dict[str, fl
     """Seconds of each stage of one layer for a prefill micro-batch; compute-bound, so proportional to the tokens."""
     sizes, n = sizes_of(model), load.split
 
-    def seconds(elements: float, split: int = n) -> float:
-        return _PREFILL_OVERHEAD * 2 * load.tokens * elements / rates.prefill_flops / split
+    def seconds(elements: float) -> float:
+        return _PREFILL_OVERHEAD * 2 * load.tokens * elements / rates.prefill_flops
 
     keys = 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim) * load.keys
     core = _PREFILL_OVERHEAD * load.tokens * keys / rates.prefill_core_flops / n
     return {
-        "project": seconds(sizes.down + sizes.query),
-        "attention": core + seconds(sizes.key_value + sizes.out),
+        "project": seconds(sizes.down + sizes.query / n),
+        "attention": core + seconds((sizes.key_value + sizes.out) / n),
         "router": 0.0,
-        "shared_expert": seconds(sizes.shared),
-        "experts": seconds(model.num_experts_per_tok * sizes.expert, 1),
-        "mlp": seconds(sizes.dense),
+        "shared_expert": seconds(sizes.shared / n),
+        "experts": seconds(model.num_experts_per_tok * sizes.expert / n),
+        "mlp": seconds(sizes.dense / n),
         "head": 0.0,
     }
 

@@ -14,6 +14,8 @@ from dsv3.plan.roofline import HOOK_S, TRANSFER_S, Rates
 
 COMPUTE, NODE_LINK, CROSS_LINK = LANES = ("compute", "inside the node", "between nodes")
 _PRODUCTS_OF_EXPERTS = 2  # gate and up together, then down
+_SMALL_BYTES = 4096
+"""Messages up to this many bytes do not queue behind others on their link, nor others behind them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,11 @@ class Block:
     start: float
     end: float
     micro_batch: int | None = None
+
+
+def name_of(block: Block) -> str:
+    """Stage and micro-batch: "experts 1"."""
+    return block.label if block.micro_batch is None else f"{block.label} {block.micro_batch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +119,11 @@ class Player:
             (CROSS_LINK, collective.cross_bytes, link),
         ):
             if nbytes:
-                start = max(clock.now, clock.free[lane])
+                queued = clock.free[lane] if nbytes > _SMALL_BYTES else 0.0
+                start = max(clock.now, queued)
                 end = max(start, clock.now + TRANSFER_S) + nbytes / rate
                 clock.blocks.append(Block(lane, collective.role, start, end, collective.micro_batch))
-                clock.free[lane] = end
+                clock.free[lane] = max(clock.free[lane], end) if nbytes > _SMALL_BYTES else clock.free[lane]
                 ends.append(end)
         if collective.done == collective.started:
             clock.wait(max(ends), collective.role)

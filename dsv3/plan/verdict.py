@@ -25,7 +25,7 @@ def judge(memory: Memory, deployment: Deployment, num_experts: int) -> Verdict:
     device = deployment.device
     limit = f"{memory.budget / GB:.1f} GB ({deployment.memory_utilization:g} of {device.memory_bytes / GB:g} GB)"
     parts = f"weights {sum(memory.weights.values()) / GB:.1f}, cache {memory.cache / GB:.1f}"
-    working = "not compiled for that" if memory.working is None else f"{memory.working / GB:.1f}"
+    working = "unknown (not compiled)" if memory.working is None else f"{memory.working / GB:.1f}"
     parts += f", state {memory.state / GB:.1f}, working memory {working}"
     why = f"needs {memory.needed / GB:.1f} GB of {limit}: {parts}"
     if memory.fits:

@@ -91,11 +91,12 @@ def test_tensor_parallelism_splits_attention_and_keeps_the_cache() -> None:
     ("change", "message"),
     [
         ({"redundant_experts": 30}, "add redundant experts to reach 288"),
-        ({"redundant_experts": 31}, "add redundant experts to reach 288"),
+        ({"tensor_parallel": 8, "nodes": 16, "gpus_per_node": 24}, "add redundant experts to reach 384"),
+        ({"expert_transport": "pigeon"}, "'pigeon' is not one of auto, ring, all_to_all"),
     ],
 )
-def test_devices_that_do_not_divide_the_experts(change, message) -> None:
-    with pytest.raises(DeploymentError, match="redundant experts") as caught:
+def test_what_cannot_be_laid_out(change, message) -> None:
+    with pytest.raises(DeploymentError, match="decode_ep144") as caught:
         lay_out(DEEPSEEK_V3, dataclasses.replace(DECODE_EP144, **change))
     assert message in str(caught.value)
 

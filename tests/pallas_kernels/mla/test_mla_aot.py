@@ -11,7 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from pallas_kernels.mla import decode_schedule, mla_decode, mla_prefill, mla_prefill_context, write_pages
+from pallas_kernels.mla import (
+    decode_schedule,
+    mla_decode,
+    mla_prefill,
+    mla_prefill_context,
+    write_new_latents,
+    write_pages,
+)
 
 pytestmark = pytest.mark.aot
 
@@ -90,6 +97,16 @@ def test_prefill_and_context():
         array((), i32),
     )
     assert_clean(kernels, "mla_prefill", "mla_decode", "mla_combine")
+
+
+def test_write_with_norm_and_rotation_is_in_place():
+    step = functools.partial(write_new_latents, epsilon=1e-6, pages_per_layer=PAGES_PER_LAYER, backend=Backend.MOSAIC)
+    rows, angles, places = array((BATCH, 576)), array((BATCH, 32), jnp.float32), array((BATCH,), i32)
+    arguments = (array(POOL_SHAPE), rows, array((512,)), angles, angles, places, places)
+    assert_clean(aot.kernel_resources(step, *arguments, donate_argnums=0), "mla_write_fused")
+    memory = aot.compile_for(step, *arguments, donate_argnums=0).memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * PAGES_PER_LAYER * LAYERS * 64 * 576
+    assert memory.temp_size_in_bytes < 1 << 20
 
 
 def layers_step(pages, q, latents, page_ids, offsets, table, lengths):

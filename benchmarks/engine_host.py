@@ -1,11 +1,14 @@
 """Host time between decode steps, with a device step that costs next to nothing.
 
     python -m benchmarks.engine_host [--running 128] [--steps 2000]
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.engine_host --ranks 8 [--rounds 5]
 
 The model is replaced by one product-free function, so what is left is the engine: planning, launching two programs,
 reading the tokens of the step before, outputs. Prints percentiles of the host's time in a step (the wait for the device
 taken out), of whole steps, and of the engine thread's CPU time in a step, which a busy machine distorts least. XLA:CPU
 runs part of the small programs on the calling thread: on a GPU the figures are lower.
+
+With `--ranks` above 1 the same requests are spread over as many devices, and compared with one device in turns.
 """
 
 import argparse
@@ -46,8 +49,13 @@ def _logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
     return -jnp.abs(jnp.arange(VOCAB) - (hidden + 1) % VOCAB)
 
 
-def make_engine(running: int, max_model_len: int) -> Engine:
-    """An engine around the empty model, with as many parameter arrays as a real one has."""
+def make_engine(running: int, max_model_len: int, ranks: int = 1) -> Engine:
+    """An engine around the empty model, with as many parameter arrays as a real one has.
+
+    Raises ValueError where the ranks do not divide the requests.
+    """
+    if running % ranks:
+        raise ValueError(f"{running} requests do not divide over {ranks} ranks: make --running a multiple")
     cfg = ModelConfig(
         vocab_size=VOCAB, hidden_size=1, num_hidden_layers=1, num_attention_heads=1, kv_lora_rank=1,
         qk_nope_head_dim=1, qk_rope_head_dim=1, v_head_dim=1, intermediate_size=1, moe_intermediate_size=1,
@@ -55,18 +63,19 @@ def make_engine(running: int, max_model_len: int) -> Engine:
     )  # fmt: skip
     limits = EngineConfig(
         max_model_len=max_model_len,
-        num_pages=running * max_model_len // 64,
-        max_num_seqs=running,
+        num_pages=running // ranks * max_model_len // 64,
+        max_num_seqs=running // ranks,
         max_num_batched_tokens=1024,
+        num_ranks=ranks,
     )
     params = [jnp.zeros(8) for _ in range(40)]
-    return Engine(StepFunctions(_prefill, _decode, _logits), params, cfg, limits)
+    return Engine(StepFunctions(_prefill, _decode, _logits), params, cfg, limits, jax.devices()[:ranks])
 
 
-def measure(running: int, steps: int) -> dict[str, float]:
-    """Times `steps` decode steps of `running` requests, in microseconds."""
+def measure(running: int, steps: int, ranks: int = 1) -> dict[str, float]:
+    """Times `steps` decode steps of `running` requests on `ranks` devices together, in microseconds."""
     max_model_len = -(-(steps + 200) // 64) * 64
-    engine = make_engine(running, max_model_len)
+    engine = make_engine(running, max_model_len, ranks)
     engine.warm_up()
     sampling = SamplingParams(temperature=0, ignore_eos=True)
     for i in range(running):
@@ -86,19 +95,36 @@ def measure(running: int, steps: int) -> dict[str, float]:
         assert len(outputs) == running
     stats = engine.stats()
     assert stats.recompilations == 0
-    result = {"running": running, "steps": steps}
+    result = {"running": running, "steps": steps, "ranks": ranks}
     for name, values in (("host", host * 1e6), ("step", whole * 1e6), ("thread_cpu", cpu * 1e6)):
         for percentile in (10, 50, 90, 99):
             result[f"{name}_us_p{percentile}"] = round(float(np.percentile(values, percentile)), 1)
     return result
 
 
+def compare(running: int, steps: int, ranks: int, rounds: int) -> None:
+    """Prints each measurement, and of the ratios of `ranks` devices to one, round by round, median and range."""
+    ratios: dict[str, list[float]] = {"host_us_p50": [], "thread_cpu_us_p50": []}
+    for _ in range(rounds):
+        one, many = (measure(running, steps, n) for n in (1, ranks))
+        print(json.dumps(one), json.dumps(many), sep="\n", flush=True)
+        for name, values in ratios.items():
+            values.append(many[name] / one[name])
+    for name, values in ratios.items():
+        print(f"{name}, {ranks} devices over 1: {np.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=128)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--ranks", type=int, default=1, help="above 1: this many devices, against one in turns")
+    parser.add_argument("--rounds", type=int, default=5, help="of turns")
     args = parser.parse_args()
-    print(json.dumps(measure(args.running, args.steps)))
+    if args.ranks == 1:
+        print(json.dumps(measure(args.running, args.steps)))
+    else:
+        compare(args.running, args.steps, args.ranks, args.rounds)
 
 
 if __name__ == "__main__":

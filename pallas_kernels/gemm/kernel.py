@@ -7,6 +7,7 @@ of the DeepSeek-V3 report); while one warpgroup does that the other multiplies. 
 
 import abc
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -118,6 +119,11 @@ class GemmKernel(abc.ABC):
         return (SMEM_BYTES - _MISC_BYTES - out_bytes) // stage_bytes
 
     def __call__(self, x, w, scales: tuple, schedule_operands: tuple, num_sms: int = NUM_SMS) -> jax.Array:
+        return _traced_once(self, num_sms, x, w, *scales, *schedule_operands)
+
+    def trace(self, num_sms: int, *operands: jax.Array) -> jax.Array:
+        """The kernel on x, w, their scales and the schedule's operands."""
+
         def body(*args, **scratch) -> None:
             self.body(*args, **scratch)
 
@@ -133,7 +139,7 @@ class GemmKernel(abc.ABC):
             thread_name="wg",
             scratch_types=self.scratch(),
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        )(x, w, *scales, *schedule_operands)
+        )(*operands)
 
     def scratch(self) -> dict:
         swizzled = swizzle_transforms(self.dtype, self.tile_k)
@@ -326,3 +332,9 @@ def store_rows(source, target, row, count) -> None:
             plgpu.copy_smem_to_gmem(source.at[pl.ds(start, size)], target.at[pl.ds(row + start, size)])
 
         size //= 2
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _traced_once(kernel: GemmKernel, num_sms: int, *operands: jax.Array) -> jax.Array:
+    """Equal products of a program share a trace and a lowering of 0.2 s: 50 of 130 kernels in an overlapped step."""
+    return kernel.trace(num_sms, *operands)

@@ -4,8 +4,6 @@ Follows section 3.3.2 of the DeepSeek-V3 report (arXiv:2412.19437) and DeepGEMM'
 is its largest magnitude over 448, with the magnitude clamped at 1e-4; a value is recovered by *multiplying* with it.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -60,7 +58,8 @@ def quantize_128x128(
     _require_float("quantize_128x128", w, 2)
     n, k = w.shape[-2:]
     blocks = _split_blocks(w.astype(jnp.float32))  # [..., n, 128, k, 128]
-    scale = _block_scale(jnp.max(jnp.abs(blocks), axis=(-3, -1)), ue8m0)  # [..., n, k]
+    scale_of = _power_of_two_block_scale if ue8m0 else _block_scale
+    scale = scale_of(jnp.max(jnp.abs(blocks), axis=(-3, -1)))  # [..., n, k]
     values = _to_e4m3(blocks / scale[..., :, None, :, None])
     return _join_blocks(values, n, k), scale
 
@@ -106,7 +105,7 @@ def swiglu_quantize(
 def _quantize_rows(x, counts, *, gated: bool, ue8m0: bool, backend: Backend | None) -> tuple[jax.Array, jax.Array]:
     if counts is not None and (x.ndim != 3 or counts.shape != x.shape[:1]):
         raise ValueError(f"quantisation: counts {counts.shape} need an input [{counts.shape}, M, K], got {x.shape}")
-    scale_of = functools.partial(_block_scale, ue8m0=ue8m0)
+    scale_of = _power_of_two_block_scale if ue8m0 else _block_scale
     if resolve_backend(requested=backend) is Backend.MOSAIC and quantize_kernel.supports(x, 2 if gated else 1):
         grouped = x.reshape(-1, *x.shape[-2:])
         q, scale = quantize_kernel.quantize_rows(grouped, counts, gated=gated, scale_of=scale_of, finish=_to_e4m3)
@@ -121,9 +120,12 @@ def _quantize_rows(x, counts, *, gated: bool, ue8m0: bool, backend: Backend | No
     return values.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], jnp.swapaxes(scale, -1, -2)
 
 
-def _block_scale(amax: jax.Array, ue8m0: bool) -> jax.Array:
-    scale = jnp.maximum(amax, _AMAX_FLOOR) / E4M3_MAX
-    return _ceil_to_power_of_two(scale) if ue8m0 else scale
+def _block_scale(amax: jax.Array) -> jax.Array:
+    return jnp.maximum(amax, _AMAX_FLOOR) / E4M3_MAX
+
+
+def _power_of_two_block_scale(amax: jax.Array) -> jax.Array:
+    return _ceil_to_power_of_two(_block_scale(amax))
 
 
 def _ceil_to_power_of_two(scale: jax.Array) -> jax.Array:

@@ -4,6 +4,8 @@ XLA compiles the jnp form to three kernels that read the input twice, and for Sw
 product besides: 109 bytes where 42 would do (read off the program compiled for an H200, 4096 rows of 2 x 2048).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,6 +24,7 @@ def supports(x: jax.Array, halves: int) -> bool:
     return x.dtype in (jnp.bfloat16, jnp.float32) and x.shape[-1] % (16 * halves) == 0 and x.size > 0
 
 
+@functools.partial(jax.jit, static_argnames=("gated", "scale_of", "finish"))  # equal calls share a lowering
 def quantize_rows(
     x: jax.Array, counts: jax.Array | None, *, gated: bool, scale_of, finish
 ) -> tuple[jax.Array, jax.Array]:

@@ -11,22 +11,30 @@ from jax import lax
 from pallas_kernels.mla import mosaic_decode, mosaic_prefill
 from pallas_kernels.mla.layout import is_fp8
 from pallas_kernels.mla.mosaic_combine import combine_splits
-from pallas_kernels.mla.schedule import DecodeSchedule, schedule_pages
+from pallas_kernels.mla.schedule import REQUEST_OVERHEAD, DecodeSchedule, schedule_pages
 from pallas_kernels.mosaic import NUM_SMS
 
 _log = logging.getLogger(__name__)
 _HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
-def decode_schedule(lengths: jax.Array, *, queries: int, heads: int, multiprocessors: int = NUM_SMS) -> DecodeSchedule:
+def decode_schedule(
+    lengths: jax.Array,
+    *,
+    queries: int,
+    heads: int,
+    multiprocessors: int = NUM_SMS,
+    request_overhead: int = REQUEST_OVERHEAD,
+) -> DecodeSchedule:
     """The schedule of a decode step over `lengths` [B] int32: the same for all its layers, so compute it once.
 
     Args:
       queries, heads: S and H of the queries `[B, S, H, R + P]` of `mla_decode`.
       multiprocessors: of the GPU; 132 for an H200.
+      request_overhead: what a request costs besides its pages, in pages; at least 1.
     """
     rows = mosaic_decode.padded_rows(queries * heads)
-    return schedule_pages(lengths, mosaic_decode.part_count(rows, multiprocessors))
+    return schedule_pages(lengths, mosaic_decode.part_count(rows, multiprocessors), request_overhead)
 
 
 def decode_mosaic(
@@ -194,9 +202,10 @@ def prefill_mosaic(
     *,
     scale: float,
     key_block: int = 128,
+    stages: int = 2,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `mla_prefill`."""
+    """See `mla_prefill`; `key_block` and `stages` are for tuning."""
     T, H, key_width = q.shape
     padded = -(-T // mosaic_prefill.BLOCK) * mosaic_prefill.BLOCK
     q, k, v = (jnp.pad(x, ((0, padded - T), (0, 0), (0, 0))) for x in (q, k, v))
@@ -212,6 +221,7 @@ def prefill_mosaic(
         scale=scale,
         interpreted=interpret is not None,
         key_block=key_block,
+        stages=stages,
     )
     starts = jnp.where(token < end, starts, mosaic_prefill.PADDING)
     out, lse = mosaic_prefill.attend_segments(shape, q, k, _clear_tail(v, end), starts, interpret=interpret)

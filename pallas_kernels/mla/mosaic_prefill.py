@@ -28,7 +28,6 @@ PADDING = 1 << 30
 """The segment start of a padding token: above every key."""
 
 _ROWS = 64
-_STAGES = 2
 _LOG2E = math.log2(math.e)
 _MASKED = -1e30  # a score nobody may see
 _START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
@@ -49,6 +48,9 @@ class PrefillShape:
     interpreted: bool
     """The interpreter has neither the tensor core's carried accumulator nor operands in registers."""
     key_block: int = 128
+    """Keys of a step."""
+    stages: int = 2
+    """Blocks of keys and values in shared memory, which holds 256 keys of them."""
 
 
 def attend_segments(
@@ -90,14 +92,14 @@ def _scratch(shape: PrefillShape) -> dict[str, Any]:
 
     scratch = {
         "query": plgpu.RefUnion(array(2, _ROWS, shape.key_width), array(2, _ROWS, shape.value_width)),
-        "key": array(_STAGES, shape.key_block, shape.key_width),
-        "value": array(_STAGES, shape.key_block, shape.value_width),
+        "key": array(shape.stages, shape.key_block, shape.key_width),
+        "value": array(shape.stages, shape.key_block, shape.value_width),
         "row_lse": plgpu.SMEM((2, _ROWS), jnp.float32),
         "query_full": plgpu.Barrier(num_arrivals=2),
-        "key_full": plgpu.Barrier(num_barriers=_STAGES),
-        "value_full": plgpu.Barrier(num_barriers=_STAGES),
-        "key_free": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
-        "value_free": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        "key_full": plgpu.Barrier(num_barriers=shape.stages),
+        "value_full": plgpu.Barrier(num_barriers=shape.stages),
+        "key_free": plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
+        "value_free": plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
         "turn": plgpu.Barrier(num_arrivals=2),
     }
     return scratch | ({"weights": array(2, _ROWS, shape.key_block)} if shape.interpreted else {})
@@ -156,21 +158,21 @@ def _produce(work: _Work):
             plgpu.copy_gmem_to_smem(work.q.at[rows, work.head], smem.query[0].at[half], smem.query_full)
 
     def step(i, _):
-        stage = lax.rem(i, jnp.int32(_STAGES))
+        stage = lax.rem(i, jnp.int32(work.shape.stages))
         tokens = pl.ds((work.first_block + i) * block, block)
         for source, target, full, free in (
             (work.k, smem.key, smem.key_full, smem.key_free),
             (work.v, smem.value, smem.value_full, smem.value_free),
         ):
 
-            @pl.when(i >= _STAGES)
+            @pl.when(i >= work.shape.stages)
             def _(free=free):
                 plgpu.barrier_wait(free.at[stage])
 
             plgpu.copy_gmem_to_smem(source.at[tokens, work.head], target.at[stage], full.at[stage])
 
     lax.fori_loop(0, work.blocks, step, None)
-    for stage in range(_STAGES):
+    for stage in range(work.shape.stages):
 
         @pl.when(work.blocks > stage)
         def _(stage=stage):
@@ -191,7 +193,7 @@ def _consume(work: _Work, warpgroup):
 
     def step(i, carry):
         output, top, total = carry
-        stage = lax.rem(i, jnp.int32(_STAGES))
+        stage = lax.rem(i, jnp.int32(work.shape.stages))
         scores = _scores(work, warpgroup, i, stage, first_row, starts, last_start)
         new_top = jnp.maximum(top, scores.max(axis=1))
         shrink = jnp.exp2(top - new_top)

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.mla.layout import PAGE_SIZE
 
-_REQUEST_OVERHEAD = 5  # pages; FlashMLA's figure for loading the queries and writing the output of a request
+REQUEST_OVERHEAD = 5
+"""What a request costs besides its pages, in pages: loading queries, writing the output. FlashMLA's figure."""
+
 _ALIGNMENT = 2  # pages; the kernel takes two at a time
 
 
@@ -25,7 +27,7 @@ class DecodeSchedule(NamedTuple):
     """[B] int32, the part that holds the request's last page."""
 
 
-def schedule_pages(lengths: jax.Array, parts: int) -> DecodeSchedule:
+def schedule_pages(lengths: jax.Array, parts: int, request_overhead: int = REQUEST_OVERHEAD) -> DecodeSchedule:
     """Cuts the pages of requests with `lengths` [B] int32 into `parts` of nearly equal cost.
 
     Part p covers pages from its cut to the next, in the order of requests; every page of every request belongs to
@@ -33,13 +35,13 @@ def schedule_pages(lengths: jax.Array, parts: int) -> DecodeSchedule:
     """
     requests = lengths.shape[0]
     pages = -(-jnp.maximum(lengths, 0) // PAGE_SIZE)
-    ends = jnp.cumsum(pages + _REQUEST_OVERHEAD)
-    starts = ends - pages - _REQUEST_OVERHEAD
+    ends = jnp.cumsum(pages + request_overhead)
+    starts = ends - pages - request_overhead
     share = -(-ends[-1] // parts)
     targets = jnp.arange(parts + 1, dtype=jnp.int32) * share
     request = jnp.searchsorted(ends, targets, side="right").astype(jnp.int32)  # B for the end of the line
     within = jnp.minimum(request, requests - 1)
-    page = jnp.maximum(targets - starts[within] - _REQUEST_OVERHEAD, 0) // _ALIGNMENT * _ALIGNMENT
+    page = jnp.maximum(targets - starts[within] - request_overhead, 0) // _ALIGNMENT * _ALIGNMENT
     page = jnp.where(request == requests, 0, page)
     places = jnp.where(request == requests, ends[-1], starts[within] + page)
     last = jnp.searchsorted(places, jnp.maximum(starts + pages, 1), side="left") - 1

@@ -11,7 +11,7 @@ from pallas_kernels.mla.schedule import schedule_pages
 
 REQUESTS = 6
 PARTS = 7
-schedule = jax.jit(schedule_pages, static_argnums=1)
+schedule = jax.jit(schedule_pages, static_argnums=(1, 2))
 
 
 def pieces(cuts, pages):
@@ -24,9 +24,9 @@ def pieces(cuts, pages):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 2000), min_size=REQUESTS, max_size=REQUESTS))
-def test_every_page_once_in_order_and_evenly(lengths):
-    cuts, last = (np.asarray(x) for x in schedule(np.asarray(lengths, np.int32), PARTS))
+@given(st.lists(st.integers(0, 2000), min_size=REQUESTS, max_size=REQUESTS), st.sampled_from([1, 5, 12]))
+def test_every_page_once_in_order_and_evenly(lengths, overhead):
+    cuts, last = (np.asarray(x) for x in schedule(np.asarray(lengths, np.int32), PARTS, overhead))
     pages = [-(-n // 64) for n in lengths]
     parts = list(pieces(cuts, pages))
     seen = [[] for _ in lengths]
@@ -38,7 +38,7 @@ def test_every_page_once_in_order_and_evenly(lengths):
             holders[request].append(index)
     assert seen == [list(range(n)) for n in pages]
     assert all(pages[request] == 0 or held[-1] == last[request] for request, held in enumerate(holders))
-    share = -(-(sum(pages) + 5 * REQUESTS) // PARTS)
+    share = -(-(sum(pages) + overhead * REQUESTS) // PARTS)
     assert max(sum(end - begin for _, begin, end in part) for part in parts) <= share + 2
 
 

@@ -23,6 +23,7 @@ from sharding.exchange import (
     expected_capacity,
     expected_rows,
     finish_exchange,
+    further_capacity,
     start_exchange,
     start_gather,
 )
@@ -143,7 +144,8 @@ class Transport:
         if self.kind is Kind.RING:
             return start_gather(rows, self.machine.axes, self.span, experts, self.overlap)
         if self.kind is Kind.RAGGED:
-            return start_ragged(rows, self._one_hop(rows.ids.shape[0]), experts)
+            tokens = rows.ids.shape[0]
+            return start_ragged(rows, Hop(self.machine.axes, self.machine.ranks, self.span, tokens, tokens), experts)
         return start_exchange(rows, self.hops, experts)
 
     def finish(self, handle: Any, experts: Experts) -> tuple[jax.Array, jax.Array | None]:
@@ -157,14 +159,12 @@ class Transport:
             return finish_ragged(handle), None
         return finish_exchange(handle, self.hops, experts)
 
-    def _one_hop(self, capacity: int) -> Hop:
-        return Hop(self.machine.axes, self.machine.ranks, self.span, capacity, self.overlap)
-
-    def round_traffic(self, load: Load) -> tuple[Traffic, ...]:
-        """Of one round of each hop."""
+    def round_traffic(self, load: Load, *, further: bool) -> tuple[Traffic, ...]:
+        """Of each hop's first round, or of a further one."""
         columns = [load.experts_per_token, *(min(load.experts_per_token, hop.span) for hop in self.hops)]
         return tuple(
-            _hop_traffic(hop, self.machine, load.row_bytes(k)) for hop, k in zip(self.hops, columns, strict=False)
+            _hop_traffic(hop, self.machine, (hop.more if further else hop.capacity) * load.row_bytes(k))
+            for hop, k in zip(self.hops, columns, strict=False)
         )
 
     def traffic(self, load: Load) -> Traffic:
@@ -176,7 +176,7 @@ class Transport:
         if self.kind is Kind.RAGGED:
             per_peer = row * expected_rows(load.tokens, machine.ranks, load.experts_per_token)
             return Traffic(round(others * per_peer), round(outside * per_peer), 2 * others)
-        return functools.reduce(operator.add, self.round_traffic(load))
+        return functools.reduce(operator.add, self.round_traffic(load, further=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,9 +198,9 @@ class StepTraffic:
 
 def step_traffic(transport: Transport, load: Load, layers: int) -> StepTraffic:
     """Of `layers` passes through an MoE layer: each of the model's once for every micro-batch of `load`."""
-    per_round = transport.round_traffic(load)
-    extra = (*per_round, *(Traffic() for _ in range(MAX_HOPS - len(per_round))))
-    first_rounds = tuple(layers * (hop < len(per_round)) for hop in range(MAX_HOPS))
+    further = transport.round_traffic(load, further=True)
+    extra = (*further, *(Traffic() for _ in range(MAX_HOPS - len(further))))
+    first_rounds = tuple(layers * (hop < len(further)) for hop in range(MAX_HOPS))
     return StepTraffic(transport.traffic(load) * layers, first_rounds, extra)
 
 
@@ -211,9 +211,8 @@ def pad_rounds(rounds: jax.Array | None, *leading: int) -> jax.Array:
     return jnp.pad(rounds, [(0, 0)] * (rounds.ndim - 1) + [(0, MAX_HOPS - rounds.shape[-1])])
 
 
-def _hop_traffic(hop: Hop, machine: Machine, row: int) -> Traffic:
+def _hop_traffic(hop: Hop, machine: Machine, per_peer: int) -> Traffic:
     outside = {machine.axes: hop.peers - machine.gpus, machine.axes[:1]: hop.peers - 1}.get(hop.axes, 0)
-    per_peer = hop.capacity * row
     return Traffic((hop.peers - 1) * per_peer, outside * per_peer, 2 * (hop.peers - 1))
 
 
@@ -230,19 +229,21 @@ def build(kind: Kind, machine: Machine, experts: int, load: Load, overlap: Overl
         )
     span = experts // machine.ranks
     T, K = load.tokens, load.experts_per_token
-    hop = functools.partial(Hop, overlap=overlap)
+
+    def hop(axes: tuple[str, ...], peers: int, span: int, tokens: int, choices: int) -> Hop:
+        """`tokens` rows a rank may go to each of `peers`, as if it were one of `choices` among which experts lie."""
+        capacity = expected_capacity(tokens, choices, K, machine.ranks * peers)
+        return Hop(axes, peers, span, capacity, further_capacity(capacity), overlap)
+
     hops: tuple[Hop, ...] = ()
     if kind is Kind.ALL_TO_ALL:
-        hops = (hop(machine.axes, machine.ranks, span, expected_capacity(T, machine.ranks, K)),)
+        hops = (hop(machine.axes, machine.ranks, span, T, machine.ranks),)
     elif kind is Kind.HIERARCHICAL:
         if machine.nodes == 1:
-            raise ValueError(
-                "the hierarchical transport needs 2 nodes or more, this mesh has 1: use all_to_all or auto"
-            )
-        inside = expected_capacity(T * machine.nodes, machine.ranks, K)
+            raise ValueError("the hierarchical transport needs 2 nodes or more, here is 1: use all_to_all or auto")
         hops = (
-            hop(machine.axes[:1], machine.nodes, span * machine.gpus, expected_capacity(T, machine.nodes, K)),
-            hop(machine.axes[1:], machine.gpus, span, inside),
+            hop(machine.axes[:1], machine.nodes, span * machine.gpus, T, machine.nodes),
+            hop(machine.axes[1:], machine.gpus, span, T * machine.nodes, machine.ranks),
         )
     elif kind is Kind.RAGGED:
         _check_ragged(machine, load)

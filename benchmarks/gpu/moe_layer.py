@@ -41,7 +41,7 @@ RANKS, TOKENS, TOP_K = 144, 128, 8
 LOCAL, HIDDEN, WIDTH = 2, 7168, 2048
 LAYERS = 4
 """88 MB of routed and 44 MB of shared experts each: together ten times the L2 cache of an H200."""
-ROWS = RANKS * expected_capacity(TOKENS, RANKS, TOP_K)
+ROWS = RANKS * expected_capacity(TOKENS, RANKS, TOP_K, RANKS * RANKS)
 PAIRS = RANKS * TOKENS * TOP_K // (RANKS * LOCAL) * LOCAL
 """(token, expert) pairs that even routing brings to a rank."""
 

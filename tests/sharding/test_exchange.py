@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from sharding.collectives import Overlap, finish
-from sharding.exchange import Hop, Rows, exchange, expected_capacity, start_gather
+from sharding.exchange import Hop, Rows, exchange, expected_capacity, further_capacity, start_gather
 
 T, K, D, EXPERTS = 24, 4, 16, 16
+MORE = 4
 AXES = ("node", "gpu")
 ALL = PartitionSpec(AXES)
 
@@ -32,8 +33,8 @@ def local_experts(w: jax.Array, rows: Rows) -> jax.Array:
 def hops_for(kind: str, nodes: int, gpus: int, capacity: int) -> list[Hop]:
     span = EXPERTS // (nodes * gpus)
     if kind == "flat":
-        return [Hop(AXES, nodes * gpus, span, capacity)]
-    return [Hop(("node",), nodes, span * gpus, capacity), Hop(("gpu",), gpus, span, 2 * capacity)]
+        return [Hop(AXES, nodes * gpus, span, capacity, MORE)]
+    return [Hop(("node",), nodes, span * gpus, capacity, MORE), Hop(("gpu",), gpus, span, 2 * capacity, MORE)]
 
 
 @functools.cache
@@ -82,7 +83,8 @@ def test_equals_a_single_device(kind: str, nodes: int, gpus: int, routing: str) 
 def rounds_of_first_hop(ids: np.ndarray, peers: int, capacity: int) -> int:
     """A recount: the longest queue of any rank for any peer, in rounds; the first always runs."""
     goes = (ids[:, :, None] // (EXPERTS // peers) == np.arange(peers)).any(axis=1)  # [tokens, peers]
-    return max(1, -(-goes.reshape(-1, T, peers).sum(axis=1).max() // capacity))
+    longest = goes.reshape(-1, T, peers).sum(axis=1).max()
+    return 1 + max(0, -(-(longest - capacity) // MORE))
 
 
 def test_a_token_crosses_to_a_node_once() -> None:
@@ -96,8 +98,30 @@ def test_a_token_crosses_to_a_node_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "peers", "experts", "capacity"), [(128, 144, 8, 16), (4, 8, 8, 4), (4096, 32, 8, 1016)]
+    ("tokens", "peers", "experts", "pairs", "capacity"),
+    [(128, 144, 8, 144 * 144, 16), (4, 8, 8, 64, 4), (4096, 32, 8, 32 * 32, 1040), (128, 18, 8, 144 * 18, 72)],
 )
-def test_capacity_stays_near_the_expected_load(tokens: int, peers: int, experts: int, capacity: int) -> None:
-    assert expected_capacity(tokens, peers, experts) == capacity
+def test_capacity_stays_near_the_expected_load(
+    tokens: int, peers: int, experts: int, pairs: int, capacity: int
+) -> None:
+    assert expected_capacity(tokens, peers, experts, pairs) == capacity
     assert capacity <= 2.5 * max(8, tokens * experts / peers)
+    assert further_capacity(capacity) <= capacity
+
+
+def test_a_layer_of_the_144_gpu_deployment_needs_one_round() -> None:
+    """Drawn evenly, all queues of the node-limited exchange fit; the flat one takes further rounds for the longest."""
+    nodes, gpus, tokens, chosen, slots = 18, 8, 128, 8, 288
+    ranks = nodes * gpus
+    drawn = np.random.default_rng(0).random((ranks * tokens, slots), np.float32)
+    rank = np.argpartition(drawn, chosen, axis=1)[:, :chosen] // (slots // ranks)
+    goes = np.zeros((ranks * tokens, ranks), bool)
+    np.put_along_axis(goes, rank, True, axis=1)
+    flat = goes.reshape(ranks, tokens, ranks).sum(axis=1)
+    to_nodes = goes.reshape(ranks, tokens, nodes, gpus).any(axis=3).sum(axis=1)
+    inside = flat.reshape(nodes, gpus, nodes, gpus).sum(axis=0)  # rows that meet on [gpu, node] on their way to [gpu]
+    pairs = {"flat": ranks * ranks, "to_nodes": ranks * nodes, "inside": ranks * gpus}
+    assert to_nodes.max() <= expected_capacity(tokens, nodes, chosen, pairs["to_nodes"])
+    assert inside.max() <= expected_capacity(tokens * nodes, ranks, chosen, pairs["inside"])
+    capacity = expected_capacity(tokens, ranks, chosen, pairs["flat"])
+    assert capacity < flat.max() <= capacity + 2 * further_capacity(capacity)

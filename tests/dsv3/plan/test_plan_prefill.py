@@ -1,0 +1,51 @@
+"""DeepSeek's prefill deployment, the real program for 32 GPUs, compiled and read once."""
+
+import pytest
+
+from configs.deepseek_v3 import DEEPSEEK_V3
+from configs.deployments import PREFILL_EP32
+from dsv3.plan.plan import Plan, make_plan
+from dsv3.plan.timeline import COMPUTE, CROSS_LINK
+from sharding.collectives import Overlap, resolve_overlap
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(resolve_overlap("cuda") is not Overlap.HOOKS, reason="jax 0.11 overlaps nothing"),
+]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(DEEPSEEK_V3, "deepseek_v3", PREFILL_EP32)
+
+
+def test_it_fits_80_gb(plan) -> None:
+    assert plan.verdict.fits
+    memory = plan.memory
+    assert memory.working is not None
+    assert memory.working < 12e9
+    assert memory.tokens_left > 10 * PREFILL_EP32.prefill_tokens
+
+
+def test_the_layer_is_the_published_timeline(plan) -> None:
+    """Attention and shared expert || combine, attention || dispatch, experts || dispatch, the rest || combine."""
+    (step,) = plan.steps
+    line = step.timeline
+    named = ("attention", "shared_expert", "experts")
+    assert [(b.label, b.micro_batch) for b in line.blocks if b.lane == COMPUTE and b.label in named] == [
+        ("attention", 1),
+        ("shared_expert", 0),
+        ("attention", 0),
+        ("experts", 1),
+        ("experts", 0),
+        ("shared_expert", 1),
+    ]
+    crossing = [(b.label, b.micro_batch) for b in line.blocks if b.lane == CROSS_LINK and b.label != "rounds"]
+    assert list(dict.fromkeys(crossing)) == [("combine", 0), ("dispatch", 1), ("dispatch", 0), ("combine", 1)]
+
+
+def test_what_crosses_nodes_hides_behind_matrix_work(plan) -> None:
+    (step,) = plan.steps
+    crossing = [c for c in step.collectives if c.cross_bytes > 1e6 and not c.is_further_round]
+    assert all(c.is_hidden for c in crossing if c.times > 1)
+    assert sum(c.times for c in crossing if not c.is_hidden) <= 1  # the last combine has nothing left to hide behind

@@ -79,7 +79,7 @@ class Run:
 
     def __init__(self, device: jax.Device, deadline: float, out: Path, backend: Backend = Backend.MOSAIC):
         self.device, self.deadline, self.out, self.backend = device, deadline, out, backend
-        self.copy_rate = self.matrix_rate = math.nan
+        self.copy_rate = self.matrix_rate = self.prefill_rate = math.nan
         self.tables: dict[str, list[dict]] = {}
         self.best: dict[str, dict] = {}
         self.failures: list[str] = []
@@ -133,15 +133,21 @@ class Run:
             if not self.agrees(f"prefill {case.label()}", kernel, case.call(Backend.REFERENCE), arrays):
                 continue
             plain = min(median_ms(f, *arrays, runs=5) for f in cases.plain_prefills(case))
-            row = {"batch": case.label(), **self.rates(median_ms(kernel, *arrays), case.flops())}
+            kernel_ms = median_ms(kernel, *arrays)
+            self.prefill_rate = np.fmax(self.prefill_rate, case.flops() / kernel_ms * 1e3)
+            row = {"batch": case.label(), **self.rates(kernel_ms, case.flops())}
             self.add(f"prefill, {case.heads} heads", row | {"plain XLA us": f"{plain * 1e3:.0f}"})
 
     def context_table(self, rows: Iterable[Prefill]) -> None:
+        """The absorbed form, next to what this run's rates let one expect of an expanded one, which does not exist."""
         for case in self.in_time(rows):
             arrays, kernel = case.context_arrays(), case.call_context(self.backend)
             if not self.agrees(f"context {case.label()}", kernel, case.call_context(Backend.REFERENCE), arrays):
                 continue
             row = {"batch": case.label(), **self.rates(median_ms(kernel, *arrays, runs=5), case.context_flops())}
+            expand, attend = case.expanded_context_flops()
+            expected = expand / self.matrix_rate + attend / self.prefill_rate
+            row["expanded, estimated us"] = f"{expected * 1e6:.0f}"
             self.add(f"new tokens to cached ones, absorbed, {case.heads} heads", row)
 
     def write_table(self, rows: Iterable[Write]) -> None:

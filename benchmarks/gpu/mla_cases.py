@@ -191,6 +191,11 @@ class Prefill:
     def context_flops(self) -> float:
         return 2.0 * self.heads * self.tokens * self.context * (WIDTH + LATENT)
 
+    def expanded_context_flops(self) -> tuple[float, float]:
+        """Of expanding the cached tokens to keys and values, and of attending to them."""
+        expand = 2.0 * self.heads * self.segments * self.context * LATENT * (128 + 128)
+        return expand, 2.0 * self.heads * self.tokens * self.context * (192 + 128)
+
     def label(self) -> str:
         return f"{self.tokens} tokens in {self.segments}" + (f", {self.context} cached each" if self.context else "")
 

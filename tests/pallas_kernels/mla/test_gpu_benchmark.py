@@ -36,6 +36,8 @@ def test_tables(run, tmp_path):
     (best,) = record["best"].values()
     assert len(best["all"]) == len(mla_cases.SPLITS)
     assert best["us"] == min(best["all"].values()) * 1e3
+    (context,) = record["tables"]["new tokens to cached ones, absorbed, 2 heads"]
+    assert int(context["expanded, estimated us"]) >= 0
     text = (tmp_path / "mla.md").read_text()
     assert "| 2 | 2 | 70 | variable |" in text
     assert all(line.count("|") > 2 for line in text.splitlines() if line.startswith("|"))

@@ -20,10 +20,10 @@ def clean_interpreter():
     reset_interpreter()
 
 
-@functools.partial(jax.jit, static_argnames="key_block")
-def prefill(q, k, v, cu_lengths, key_block=64):
+@functools.partial(jax.jit, static_argnames=("key_block", "stages"))
+def prefill(q, k, v, cu_lengths, key_block=64, stages=2):
     return mosaic_ops.prefill_mosaic(
-        q, k, v, cu_lengths, scale=SCALE, key_block=key_block, interpret=interpret_params()
+        q, k, v, cu_lengths, scale=SCALE, key_block=key_block, stages=stages, interpret=interpret_params()
     )
 
 
@@ -54,5 +54,6 @@ def test_two_heads_and_a_length_that_fills_no_block():
     check((70, 60), 150, H=2, dtype=jnp.float16)
 
 
-def test_key_blocks_of_128():
-    check((200, 40), 256, key_block=128)
+@pytest.mark.parametrize(("key_block", "stages"), [(128, 2), (64, 4)])
+def test_tiles_that_can_be_tuned(key_block, stages):
+    check((200, 40), 256, key_block=key_block, stages=stages)

@@ -20,7 +20,7 @@ from dsv3.engine.balance import balancer_of
 from dsv3.engine.cluster.options import ClusterError, public_text
 from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.programs import Progress
+from dsv3.engine.programs import Progress, Store
 from dsv3.engine.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull
 from dsv3.engine.results import collect
 from dsv3.engine.runner import Launched, Link, Runner
@@ -75,8 +75,9 @@ class Engine:
         """Whether `step` has something to do."""
         return bool(self._commands) or self._in_flight is not None or self._scheduler.has_work
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every program; from then on a compilation is counted and logged."""
+    def warm_up(self, progress: Progress | None = None, store: Store | None = None) -> None:
+        """Compiles every program that is not in `store`; from then on a compilation is counted and logged."""
+        self._runner.programs.store = store
         self._runner.programs.compile_all(progress)
         self._warm = True
 

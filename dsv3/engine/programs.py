@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +43,18 @@ BALANCING = (Key("read_load"), Key("move_experts"))
 """Programs that only spread experts need."""
 
 
+class Store(Protocol):
+    """Programs of an earlier start; `dsv3.engine.cluster.compiled.ProgramStore` is one."""
+
+    def load(self, name: str) -> Callable[..., Any] | None: ...
+    def save(self, name: str, program: Any) -> None: ...
+
+
 class Programs:
     """Compiles, on demand or all at once, and remembers. Every array has a leading rank axis, but parameters and moves.
 
     The page pool, the decode state, the adjust state, and for a move the experts are donated: pass each program the
-    newest ones.
+    newest ones. A `store`, where one is set, is asked before anything is traced, and given what is compiled.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class Programs:
     ) -> None:
         self._functions, self._model_cfg, self._cfg, self._mesh = functions, model_cfg, cfg, mesh
         self._compiled: dict[Key, Callable[..., Any]] = {}
+        self.store: Store | None = None
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         pages = jax.ShapeDtypeStruct((cfg.num_ranks, *pool_shape(model_cfg, cfg.num_pages)), cache_dtype)
         self.pages = self._sharded(pages)
@@ -98,7 +106,16 @@ class Programs:
         """The compiled program, compiled now if it is new."""
         program = self._compiled.get(key)
         if program is None:
-            program = self._compiled[key] = self._compile(key)
+            program = self._compiled[key] = self._load_or_compile(key)
+        return program
+
+    def _load_or_compile(self, key: Key) -> Callable[..., Any]:
+        if self.store is None:
+            return self._compile(key)
+        name = f"{key.kind}-{key.size}-{key.variant}"
+        program = self.store.load(name)
+        if program is None:
+            self.store.save(name, program := self._compile(key))
         return program
 
     def _compile(self, key: Key) -> Callable[..., Any]:

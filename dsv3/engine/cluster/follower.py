@@ -37,7 +37,7 @@ from dsv3.engine.cluster.messages import (
 )
 from dsv3.engine.cluster.options import ClusterOptions, read_key
 from dsv3.engine.cluster.peer import Peer
-from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, start_jax
+from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.cluster.wire import HANDSHAKE_S, Wire, WireError, connect
 from dsv3.engine.commands import StepCommand
 from dsv3.engine.executor import Executor, Launched
@@ -82,19 +82,22 @@ class _Follower:
     def follow(self, model_dir: Path, options: Mapping[str, object], load: Load) -> NoReturn:
         """Starts with the leader, then executes what it sends."""
         phases = Phases()
-        self._send(Hello(fields_of(model_dir, options, self._cluster.num_processes), socket.gethostname(), os.getpid()))
+        fields = fields_of(model_dir, options, self._cluster.num_processes)
+        self._send(Hello(fields, socket.gethostname(), os.getpid()))
         self._expect(Begin)
         phases.end("all have come")
         start_jax(self._cluster)
         phases.end("jax")
         parts = load(model_dir, options)
         phases.end("weights")
-        self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages))
+        loaded = loaded_fields(parts)
+        self._send(Loaded(loaded, parts.cfg.num_pages))
         config = self._expect(Build).config
         executor = Executor(parts.functions, parts.params, parts.model_cfg, config, parts.devices)
+        executor.programs.store = store = program_store(self._cluster, options, fields | loaded, config, parts)
         executor.programs.compile_all()
         phases.end("compiling")
-        _log.info("process %d is ready after %s", self._cluster.process_id, phases)
+        _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._send(Ready())
         threading.Thread(target=self._report, name="results", daemon=True).start()
         while True:

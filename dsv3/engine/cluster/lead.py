@@ -8,7 +8,7 @@ from typing import Protocol
 from dsv3.engine.cluster.fingerprint import fields_of
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.options import ClusterOptions
-from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, start_jax
+from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.model.batch import PAGE_SIZE
@@ -35,7 +35,8 @@ def start_leader(
     Raises ClusterError when processes are missing, differ or fail.
     """
     phases = Phases()
-    leader = Leader(cluster, fields_of(model_dir, options, cluster.num_processes), host.fail, host.drain)
+    fields = fields_of(model_dir, options, cluster.num_processes)
+    leader = Leader(cluster, fields, host.fail, host.drain)
     host.at_end(leader.end)
     host.progress(f"waiting for {cluster.num_processes - 1} other processes")
     leader.gather()
@@ -44,15 +45,16 @@ def start_leader(
     phases.end("jax")
     host.progress("loading the weights")
     parts = load(model_dir, options)
-    num_pages = leader.loaded(loaded_fields(parts))
+    num_pages = leader.loaded(loaded := loaded_fields(parts))
     phases.end("weights")
     cfg = _with_pages(parts.cfg, num_pages, may_shorten=options.get("max_model_len") is None)
     leader.build(cfg)
     engine = Engine(parts.functions, parts.params, parts.model_cfg, cfg, parts.devices, leader)
-    engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total))
+    store = program_store(cluster, options, fields | loaded, cfg, parts)
+    engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total), store)
     leader.ready()
     phases.end("compiling")
-    host.progress(f"{cluster.num_processes} processes are ready after {phases}")
+    host.progress(f"{cluster.num_processes} processes are ready after {phases}; {store}")
     return engine
 
 

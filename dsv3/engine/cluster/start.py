@@ -10,8 +10,10 @@ from pathlib import Path
 import jax
 
 from dsv3.engine.build import EngineOptions, Parts, load_parts
+from dsv3.engine.cluster.compiled import ProgramStore
 from dsv3.engine.cluster.fingerprint import Fields
-from dsv3.engine.cluster.options import ClusterOptions, split_address
+from dsv3.engine.cluster.options import ClusterOptions, read_key, split_address
+from dsv3.engine.config import EngineConfig
 
 Load = Callable[[Path, Mapping[str, object]], Parts]
 """Makes the parts of an engine; called in every process, with jax started over all of them."""
@@ -48,6 +50,7 @@ def start_jax(cluster: ClusterOptions) -> None:
     The coordinator listens at the given address alone, not at all of the host's. Its own failure detection is far
     slower than ours, and its preemption service would take SIGTERM from us.
     """
+    jax.config.update("jax_enable_compilation_cache", False)  # see `compiled`
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -59,6 +62,14 @@ def start_jax(cluster: ClusterOptions) -> None:
         coordinator_bind_address=_bind_address(cluster.coordinator),
     )
     _log.info("%d devices, %d of them here", len(jax.devices()), jax.local_device_count())
+
+
+def program_store(
+    cluster: ClusterOptions, options: Mapping[str, object], fields: Fields, config: EngineConfig, parts: Parts
+) -> ProgramStore:
+    """Where this process keeps its compiled programs; `fields` are those before and after loading."""
+    key = read_key(cluster.key_file)
+    return ProgramStore(options.get("compilation_cache_dir"), key, fields, config, cluster.process_id, parts.devices)
 
 
 def loaded_fields(parts: Parts) -> Fields:

@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import httpx
 
 from dsv3.engine.cluster.options import ClusterOptions
 from tests.dsv3.api import serving
@@ -22,6 +25,16 @@ class Instance:
 
     def __init__(self, server: Server, followers: dict[int, subprocess.Popen[str]], logs: dict[int, Path]):
         self.server, self.followers, self._logs = server, followers, logs
+
+    def wait_ready(self) -> None:
+        """Until requests are served; tells all logs if they will never be."""
+        while True:
+            with contextlib.suppress(httpx.ConnectError):
+                if self.server.http.get("/health").status_code == 200:
+                    return
+            if self.server.process.poll() is not None:
+                raise AssertionError("\n".join(map(self.log, [0, *self.followers])))
+            time.sleep(0.05)
 
     def log(self, process_id: int) -> str:
         """What a process has written; the leader's engine shares its server's log."""
@@ -46,24 +59,34 @@ def start_follower(
 
 @contextlib.contextmanager
 def running(
-    directory: Path, num_processes: int, cache: Path, *, ready: bool = True, silence_s: float = 20.0, **more
+    directory: Path,
+    num_processes: int,
+    cache: Path,
+    *,
+    ready: bool = True,
+    silence_s: float = 20.0,
+    **more,
 ) -> Iterator[Instance]:
     """The toy served by `num_processes` processes; `more` goes to the followers' script."""
     model_dir = directory / "model"
     model_dir.mkdir(exist_ok=True)
     (model_dir / "config.json").write_text("{}")
     cluster = local.options(directory, num_processes, silence_s=silence_s)
-    options = {"compilation_cache_dir": str(cache)}
+    options = {"compilation_cache_dir": str(cache / "0")}
     followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
     try:
         for i, log in logs.items():
-            followers[i] = start_follower(dataclasses.replace(cluster, process_id=i), model_dir, options, log, **more)
+            own = {"compilation_cache_dir": str(cache / str(i))}  # as on hosts without a common file system
+            followers[i] = start_follower(dataclasses.replace(cluster, process_id=i), model_dir, own, log, **more)
         settings = {
             "engine_factory": FACTORY,
             "engine_options": options | {"cluster": dataclasses.asdict(cluster)},
         }
-        with serving.running(model_dir, ready=ready, **settings) as server:
-            yield Instance(server, followers, logs)
+        with serving.running(model_dir, ready=False, **settings) as server:
+            instance = Instance(server, followers, logs)
+            if ready:
+                instance.wait_ready()
+            yield instance
     finally:
         for process in followers.values():
             process.kill()

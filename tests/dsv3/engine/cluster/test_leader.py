@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.messages import Begin, Build, Digest, Drain, Failed, Heartbeat, Loaded, Ready, Step, Stop
+from dsv3.engine.cluster.messages import (
+    Begin,
+    Build,
+    Digest,
+    Drain,
+    Failed,
+    Heartbeat,
+    Loaded,
+    Ready,
+    Step,
+    Stop,
+)
 from dsv3.engine.cluster.options import ClusterError, ClusterOptions
 from dsv3.engine.commands import DecodeCommand, StepCommand
 from dsv3.engine.config import EngineConfig

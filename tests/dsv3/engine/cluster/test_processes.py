@@ -16,7 +16,7 @@ ENDLESS = {"prompt": PROMPT, "max_tokens": 2000, "temperature": 0, "ignore_eos":
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Compiled programs that all instances of this module share, as hosts with a common file system do."""
+    """Where the processes of this module's instances keep their programs, each in a directory of its own."""
     return tmp_path_factory.mktemp("xla")
 
 
@@ -63,6 +63,19 @@ def test_the_same_tokens_as_in_one_process_then_an_orderly_end(tmp_path, cache, 
         assert [process.wait(60) for process in instance.followers.values()] == [0] * (num_processes - 1)
     for process_id in instance.followers:
         assert "the leader has ended in order" in instance.log(process_id)
+
+
+def test_a_restart_finds_its_programs_and_compiles_one_that_was_tampered_with(tmp_path, cache):
+    """The tests before have started two processes already."""
+    for path in (cache / "1").glob("instance-*/process-1/decode-*"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    with instances.running(tmp_path, 2, cache) as instance:
+        assert "decode-1-0 is not used: its MAC is wrong" in instance.log(1)
+        assert "2 of 3 programs from the last start" in instance.log(1)
+        assert instance.server.stop(60) == 0
+        assert "3 of 3 programs from the last start" in instance.server.process.stdout.read()
 
 
 def test_killing_a_follower_ends_the_instance_and_names_it(two):

@@ -1,0 +1,112 @@
+"""`python -m launch.serve` as several processes: a real model, experts spread over them, and wrong command lines."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+
+import httpx
+import pytest
+
+from tests.dsv3.engine.cluster import local
+from tests.dsv3.model.golden import DIRECTORY
+from tests.launch.test_serve import COMMAND, ROOT, metric, run
+
+SMALL = ["--model", str(DIRECTORY / "greedy"), "--max_num_seqs", "1", "--max_model_len", "128"]
+SMALL += ["--max_num_batched_tokens", "64", "--enable_expert_parallel"]
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a process with a key and a cache of its own; at the end all are killed."""
+    with contextlib.ExitStack() as stack:
+
+        def start(coordinator, process_id, *arguments, environment=None):
+            own = ["--cluster_key_file", local.write_key(tmp_path), "--compilation_cache_dir"]
+            own += [str(tmp_path / f"xla{process_id}"), "--port", "0", "--coordinator", coordinator]
+            process = subprocess.Popen(
+                [*COMMAND, *own, *arguments],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"} | (environment or {}),
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def flags(process_id):
+    return ["--num_processes", "2", "--process_id", str(process_id)]
+
+
+def test_experts_over_two_processes_give_transformers_tokens(start):
+    """The follower finds its place in Slurm's environment; SIGTERM ends both with status 0."""
+    golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
+    coordinator = f"localhost:{local.free_port()}"
+    follower = start(coordinator, 1, *SMALL, environment=SLURM | {"SLURM_PROCID": "1"})
+    leader = start(coordinator, 0, *SMALL, *flags(0))
+    lines = []
+    for line in leader.stdout:
+        lines.append(line)
+        if line.startswith("curl"):
+            break
+    url = re.search(r"ready at (http://\S+)", "".join(lines))[1]
+    assert "2 processes are ready after" in "".join(lines)
+    prompts, count = golden["prompts"][:6], 16
+    body = {"prompt": prompts, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = httpx.post(f"{url}/v1/completions", json={"model": "greedy"} | body, timeout=120).json()
+    assert [c["token_ids"] for c in answer["choices"]] == [tokens[:count] for tokens in golden["greedy"][:6]]
+    sampled = {"prompt": prompts[0], "max_tokens": 4, "logprobs": 2, "seed": 3, "logit_bias": {"5": 1}}
+    assert httpx.post(f"{url}/v1/completions", json={"model": "greedy"} | sampled, timeout=120).status_code == 200
+    assert metric(url, "dsv3:recompilations_total") == 0
+    leader.send_signal(signal.SIGTERM)
+    assert leader.wait(60) == follower.wait(60) == 0
+    assert "the leader has ended in order" in follower.stdout.read()
+
+
+def test_other_settings_end_both_with_their_names(start):
+    coordinator = f"localhost:{local.free_port()}"
+    processes = [start(coordinator, 0, *SMALL, *flags(0)), start(coordinator, 1, *SMALL, *flags(1), "--fp8=dequantize")]
+    for process in processes:
+        text = process.communicate(timeout=120)[0]
+        assert process.returncode == 1
+        assert "--fp8 ('keep' there, 'dequantize' in process 1)" in text
+        assert "Traceback" not in text
+
+
+def test_processes_that_do_not_come_are_named(start):
+    process = start(f"localhost:{local.free_port()}", 0, *SMALL, *flags(0), "--cluster_start_timeout", "1")
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode == 1
+    assert "process 1 of 2 did not come within 1 s" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num_processes", "2"], "--coordinator"),
+        (["--coordinator", "a:1", "--process_id", "0"], "--num_processes"),
+        (["--coordinator", "a:1", "--num_processes", "2", "--process_id", "0"], "urandom"),
+        (["--coordinator", "a", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
+        (["--coordinator", "a:1", "--num_processes", "2", "--process_id", "2"], "process_id: 2"),
+    ],
+)
+def test_wrong_command_lines(arguments, words, tmp_path):
+    key = [] if words == "urandom" else ["--cluster_key_file", local.write_key(tmp_path)]
+    done = run(*arguments, *key)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_one_process_needs_neither_key_nor_coordinator():
+    done = run("--num_processes", "1", "--process_id", "0", "--model", "/nowhere")
+    assert "no config.json" in done.stderr

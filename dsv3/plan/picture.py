@@ -33,9 +33,10 @@ def _panel(axes: Any, plan: Plan, step: StepPlan) -> None:
     axes.set_ylim(len(LANES) - 0.5, -0.5)
     axes.set_xlim(0, line.layer * 1e6)
     axes.set_xlabel("microseconds (estimated durations, compiled order)")
+    batches = "two micro-batches" if line.micro_batches == 2 else "one batch"
     axes.set_title(
         f"{plan.model_name}, {deployment.name}: one MoE layer of a {step.phase} step, {step.tokens:,} tokens a rank in "
-        f"{line.micro_batches} micro-batches, {deployment.devices} {deployment.device.name}",
+        f"{batches}, {deployment.devices} {deployment.device.name}",
         fontsize=10,
         loc="left",
     )

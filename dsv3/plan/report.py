@@ -115,7 +115,8 @@ def _behind(group: Sequence[Collective]) -> str:
 
 def _schedule_table(step: StepPlan) -> Table:
     line = step.timeline
-    title = f"One MoE layer of {line.micro_batches} micro-batches as scheduled, {line.layer * 1e6:,.0f} us (estimate)"
+    batches = "two micro-batches" if line.micro_batches == 2 else "one batch"
+    title = f"One MoE layer of {batches} as scheduled, {line.layer * 1e6:,.0f} us (estimate)"
     table = _table(title, "lane", "what", "from us", "to us")
     for block in line.blocks:
         if block.end - block.start >= 1e-6:

@@ -1,6 +1,7 @@
 """Building the leader's engine together with the followers, phase by phase."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +13,8 @@ from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, p
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.model.batch import PAGE_SIZE
+
+_SWITCH_INTERVAL_S = 0.0005  # commands shall leave while the engine's thread launches the same step
 
 
 class Host(Protocol):
@@ -34,6 +37,7 @@ def start_leader(
 
     Raises ClusterError when processes are missing, differ or fail.
     """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     phases = Phases()
     fields = fields_of(model_dir, options, cluster.num_processes)
     leader = Leader(cluster, fields, host.fail, host.drain)

@@ -1,0 +1,86 @@
+"""What sending a step to the followers costs the leader's engine thread.
+
+Followers are played by threads of another process. The decode command is the published EP144 deployment's: each rank
+decodes 128 requests. Sender threads work meanwhile; processor time is that of the engine's thread alone.
+
+  python -m benchmarks.cluster_send [--ranks 144] [--rows 128] [--followers 17] [--steps 300]
+"""
+
+import argparse
+import multiprocessing
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.messages import Begin, Heartbeat, Hello, Stop
+from dsv3.engine.cluster.options import ClusterOptions, read_key
+from dsv3.engine.cluster.wire import connect
+from dsv3.engine.commands import DecodeCommand, StepCommand
+
+
+def follow(cluster: ClusterOptions) -> None:
+    """Plays every follower; ends with the leader."""
+    threads = [
+        threading.Thread(target=_follow_one, args=(cluster, process_id))
+        for process_id in range(1, cluster.num_processes)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _follow_one(cluster: ClusterOptions, process_id: int) -> None:
+    connection = socket.create_connection(cluster.control_address)
+    wire = connect(connection, read_key(cluster.key_file), process_id)
+    wire.send(messages.encode(Hello({}, "here", 1)))
+    while (body := wire.receive()) is not None:
+        message = messages.decode_for_follower(body)
+        if isinstance(message, Stop):
+            return
+        if isinstance(message, Begin):
+            wire.send(messages.encode(Heartbeat()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (("ranks", 144), ("rows", 128), ("followers", 17), ("steps", 300)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    arguments = parser.parse_args()
+    key = Path(tempfile.mkdtemp()) / "key"
+    key.write_text("0123456789abcdef" * 2)
+    key.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    cluster = ClusterOptions(f"127.0.0.1:{port}", arguments.followers + 1, 0, str(key), silence_s=1e9)
+    leader = Leader(cluster, {}, print, print)
+    followers = multiprocessing.get_context("spawn").Process(target=follow, args=(cluster,))
+    followers.start()
+    leader.gather()
+    batch = np.zeros((arguments.ranks, arguments.rows, 2), np.int32)
+    times, processor = [], []
+    for number in range(arguments.steps):
+        time.sleep(0.02)  # a step of the device
+        started, started_processor = time.perf_counter(), time.thread_time()
+        leader.send(StepCommand(number, None, DecodeCommand(batch, 0, False), None))
+        times.append(time.perf_counter() - started)
+        processor.append(time.thread_time() - started_processor)
+    leader.end()
+    followers.join()
+    size = len(messages.encode(messages.Step(StepCommand(0, None, DecodeCommand(batch, 0, False), None))))
+    print(
+        f"{size} bytes to {arguments.followers} followers: "
+        f"{statistics.median(times) * 1e6:.0f} us a step on the engine's thread, "
+        f"{statistics.median(processor) * 1e6:.0f} us of them processor time (medians of {arguments.steps})"
+    )
+
+
+if __name__ == "__main__":
+    main()

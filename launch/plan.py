@@ -9,7 +9,7 @@ dsv3.plan.deployment.Deployment. The programs are the server's own, compiled for
 some minutes. Exit status 1: it does not fit; the numbers and what to change are printed. docs/plan.md explains.
 """
 
-import importlib
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -45,6 +45,8 @@ def main(deployment: str) -> int:
     for name, path in (("json", _JSON.value), ("plot", _PLOT.value)):
         if path and not Path(path).absolute().parent.is_dir():
             raise flags.UsageError(f"--{name} {path}: there is no such folder")
+    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
+        raise flags.UsageError("--plot needs matplotlib: install the 'plots' extra")
     return _plan(_model(_MODEL.value), _deployment(deployment))
 
 

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.metadata
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ def fields_of(model_dir: Path, options: Mapping[str, object], num_processes: int
         "code": code_digest(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "model config": _digest((model_dir / "config.json").read_bytes()) if model_dir.is_dir() else "none",
         "weights": weights_digest(model_dir),
         **{f"--{name}": repr(value) for name, value in sorted(options.items()) if name not in _OWN_OPTIONS},

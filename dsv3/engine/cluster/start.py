@@ -79,6 +79,7 @@ def loaded_fields(parts: Parts) -> Fields:
     leaves = jax.tree_util.tree_leaves_with_path(parts.params)
     shapes = "\n".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves)
     return {
+        "platform": jax.local_devices()[0].client.platform_version,
         "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
         "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         **limits,

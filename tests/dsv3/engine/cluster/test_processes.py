@@ -48,33 +48,39 @@ def failed(instance, requests, reason):
     assert f"the instance ends: {reason}" in instance.log(0)
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_the_same_tokens_as_in_one_process_then_an_orderly_end(tmp_path, cache, num_processes):
+def check_tokens_and_stop(instance):
     """Pages, prompts in chunks, a cached prefix; then all end with status 0."""
+    num_processes = 1 + len(instance.followers)
     prompts = [[i + 1, *(5 + j % 60 for j in range(30 * i))] for i in range(2 * num_processes)]
-    with instances.running(tmp_path, num_processes, cache) as instance:
-        body = {"prompt": prompts, "max_tokens": 70, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        for _ in range(2):
-            answer = instance.server.http.post("/v1/completions", json=body, timeout=120).json()
-            tokens = [choice["token_ids"] for choice in answer["choices"]]
-            assert tokens == [toy.expected_tokens(prompt, 70, ()) for prompt in prompts]
-        assert instance.server.metric("vllm:prefix_cache_hits_total") > 0
-        assert instance.server.stop(60) == 0
-        assert [process.wait(60) for process in instance.followers.values()] == [0] * (num_processes - 1)
-    for process_id in instance.followers:
+    body = {"prompt": prompts, "max_tokens": 70, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    for _ in range(2):
+        answer = instance.server.http.post("/v1/completions", json=body, timeout=120).json()
+        tokens = [choice["token_ids"] for choice in answer["choices"]]
+        assert tokens == [toy.expected_tokens(prompt, 70, ()) for prompt in prompts]
+    assert instance.server.metric("vllm:prefix_cache_hits_total") > 0
+    assert instance.server.stop(60) == 0
+    for process_id, process in instance.followers.items():
+        assert process.wait(60) == 0
         assert "the leader has ended in order" in instance.log(process_id)
 
 
-def test_a_restart_finds_its_programs_and_compiles_one_that_was_tampered_with(tmp_path, cache):
-    """The tests before have started two processes already."""
-    for path in (cache / "1").glob("instance-*/process-1/decode-*"):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-    with instances.running(tmp_path, 2, cache) as instance:
+def test_the_same_tokens_over_four_processes(tmp_path, cache):
+    with instances.running(tmp_path, 4, cache) as instance:
+        check_tokens_and_stop(instance)
+
+
+def test_a_restart_uses_the_programs_of_the_last_start_but_one_that_was_tampered_with(tmp_path):
+    """The same tokens over two processes, the second time with stored executables."""
+    with instances.running(tmp_path, 2, tmp_path) as instance:
+        check_tokens_and_stop(instance)
+    [path] = (tmp_path / "1").glob("instance-*/process-1/decode-*")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with instances.running(tmp_path, 2, tmp_path) as instance:
+        check_tokens_and_stop(instance)
         assert "decode-1-0 is not used: its MAC is wrong" in instance.log(1)
         assert "2 of 3 programs from the last start" in instance.log(1)
-        assert instance.server.stop(60) == 0
         assert "3 of 3 programs from the last start" in instance.server.process.stdout.read()
 
 

@@ -95,6 +95,7 @@ class _Follower:
         config = self._expect(Build).config
         executor = Executor(parts.functions, parts.params, parts.model_cfg, config, parts.devices)
         executor.programs.store = store = program_store(self._cluster, options, fields | loaded, config, parts)
+        del parts  # the executor alone holds the weights: experts that it moves are written in place
         executor.programs.compile_all()
         phases.end("compiling")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)

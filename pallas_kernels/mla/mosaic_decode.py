@@ -405,7 +405,7 @@ def _scores(memory: _Memory, piece: _Piece, page, slot, zero):
     smem, shape = memory.smem, memory.shape
 
     if shape.fp8:
-        plgpu.barrier_wait(smem.right_full.at[slot])
+        plgpu.barrier_wait(smem.right_full.at[slot + zero])
         fp8_cache.dequantise(smem, slot, zero)
 
     def products(accumulator):

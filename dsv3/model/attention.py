@@ -17,7 +17,7 @@ from dsv3.model.linear import Index, Numerics, at, linear
 from dsv3.model.norm import rms_norm
 from dsv3.model.params import AttentionParams
 from dsv3.model.rope import Rotation, rotate
-from pallas_kernels import mla
+from pallas_kernels import grouped, mla
 from pallas_kernels.backend import Backend, resolve_backend
 
 
@@ -87,24 +87,31 @@ def project(
     return Projected(q[..., :N], rotate(q[..., N:], rotation), row)
 
 
-def expand(latent: jax.Array, params: AttentionParams, layer: Index) -> tuple[jax.Array, jax.Array]:
+def expand(
+    latent: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None
+) -> tuple[jax.Array, jax.Array]:
     """Keys `[T, H, N + P]` and values `[T, H, V]` of every head, from cache rows `[T, R + P]`."""
-    k_up, v_up = at(params.k_up, layer), at(params.v_up, layer)
-    R = k_up.shape[-1]
-    k_nope = jnp.einsum("tr,hnr->thn", latent[:, :R], k_up)
+    R = params.k_up.shape[-1]
+
+    def up(stack: jax.Array) -> jax.Array:
+        L, H, width, _ = stack.shape
+        flat = grouped.stacked_gemm(latent[:, :R], stack.reshape(L, H * width, R), layer, backend=backend)
+        return flat.reshape(-1, H, width)
+
+    k_nope = up(params.k_up)
     k_rope = jnp.broadcast_to(latent[:, None, R:], (*k_nope.shape[:2], latent.shape[1] - R))
-    return jnp.concatenate([k_nope, k_rope], axis=-1), jnp.einsum("tr,hvr->thv", latent[:, :R], v_up)
+    return jnp.concatenate([k_nope, k_rope], axis=-1), up(params.v_up)
 
 
-def absorb(tokens: Projected, params: AttentionParams, layer: Index) -> jax.Array:
+def absorb(tokens: Projected, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
     """Queries `[T, H, R + P]` that score cached rows directly."""
-    q_latent = jnp.einsum("thn,hnr->thr", tokens.q_nope, at(params.k_up, layer))
+    q_latent = grouped.head_gemm(tokens.q_nope, params.k_up, layer, transposed=True, backend=backend)
     return jnp.concatenate([q_latent, tokens.q_rope], axis=-1)
 
 
-def values_of(out: jax.Array, params: AttentionParams, layer: Index) -> jax.Array:
+def values_of(out: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
     """Per-head values `[T, H, V]` of attention outputs `[T, H, R]` on latents."""
-    return jnp.einsum("thr,hvr->thv", out, at(params.v_up, layer))
+    return grouped.head_gemm(out, params.v_up, layer, backend=backend)
 
 
 class Attend(Protocol):
@@ -118,11 +125,11 @@ class Attend(Protocol):
     ) -> tuple[jax.Array, Any]: ...
 
 
-def causal_attend(cfg: ModelConfig, batch: int) -> Attend:
+def causal_attend(cfg: ModelConfig, batch: int, backend: Backend | None) -> Attend:
     """The training form: `batch` equally long sequences lie one after the other; there is no cache."""
 
     def attend(tokens, params, layer, cache_layer, state):
-        k, v = expand(tokens.latent, params, layer)
+        k, v = expand(tokens.latent, params, layer, backend)
         q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
         q, k, v = (a.reshape(batch, -1, *a.shape[1:]) for a in (q, k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * cfg.softmax_scale
@@ -140,13 +147,13 @@ def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
         pages = mla.write_pages(pages, tokens.latent, slots.page_ids, slots.offsets, **where)
-        k, v = expand(tokens.latent, params, layer)
+        k, v = expand(tokens.latent, params, layer, backend)
         q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
         out, lse = mla.mla_prefill(q, k, v, batch.cu_lengths, scale=cfg.softmax_scale, backend=backend)
 
         def with_context(out: jax.Array) -> jax.Array:
             latent_out, context_lse = mla.mla_prefill_context(
-                absorb(tokens, params, layer),
+                absorb(tokens, params, layer, backend),
                 pages,
                 batch.page_table,
                 batch.context_lengths,
@@ -154,7 +161,7 @@ def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
                 scale=cfg.softmax_scale,
                 **where,
             )
-            return mla.merge_attention(out, lse, values_of(latent_out, params, layer), context_lse)[0]
+            return mla.merge_attention(out, lse, values_of(latent_out, params, layer, backend), context_lse)[0]
 
         return jax.lax.cond(batch.context_lengths.any(), with_context, lambda out: out, out), pages
 
@@ -176,11 +183,11 @@ def decode_attend(
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
         pages = mla.write_pages(pages, tokens.latent, slots.page_ids, slots.offsets, **where)
-        q = absorb(tokens, params, layer).reshape(B, S, heads, cfg.latent_dim)
+        q = absorb(tokens, params, layer, backend).reshape(B, S, heads, cfg.latent_dim)
         out, _ = mla.mla_decode(
             q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, schedule=schedule, **where
         )
-        return values_of(out.reshape(B * S, *out.shape[2:]), params, layer), pages
+        return values_of(out.reshape(B * S, *out.shape[2:]), params, layer, backend), pages
 
     return attend
 

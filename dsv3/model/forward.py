@@ -60,7 +60,7 @@ def _step(cfg: ModelConfig, batch: int, length: int, backend: Backend | None) ->
     return Step(
         cfg,
         rotation(cfg, positions),
-        causal_attend(cfg, batch),
+        causal_attend(cfg, batch, backend),
         jnp.ones(batch * length, jnp.bool),
         Numerics.of(cfg, backend),
     )

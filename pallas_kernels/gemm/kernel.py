@@ -143,10 +143,11 @@ class GemmKernel(abc.ABC):
 
     def scratch(self) -> dict:
         swizzled = swizzle_transforms(self.dtype, self.tile_k)
+        w_swizzled = swizzle_transforms(self.dtype, self.weight_tile[1])
         barriers: dict[str, Any] = {"num_arrivals": 2, "num_barriers": self.depth}
         scratch = {
             "x_s": plgpu.SMEM((self.depth, self.tile_m, self.tile_k), self.dtype, transforms=swizzled),
-            "w_s": plgpu.SMEM((self.depth, self.tile_n, self.tile_k), self.dtype, transforms=swizzled),
+            "w_s": plgpu.SMEM((self.depth, *self.weight_tile), self.dtype, transforms=w_swizzled),
             "o_s": self.out_buffer(),
             "full": plgpu.Barrier(num_arrivals=3 if self.scaled else 2, num_barriers=self.depth),
             "empty": plgpu.ClusterBarrier(collective_axes=("cluster",), **barriers)
@@ -180,6 +181,19 @@ class GemmKernel(abc.ABC):
             return tile.column * self.tile_n
         return (tile.column * self.cluster + lax.axis_index("cluster")) * self.tile_n
 
+    @property
+    def weight_tile(self) -> tuple[int, int]:
+        """Shape of the weight's part of a stage."""
+        return self.tile_n, self.tile_k
+
+    def x_block(self, refs: Refs, tile: Tile, k):
+        """The activations of a stage in global memory."""
+        return refs.x.at[tile.x_group, pl.ds(tile.row, self.tile_m), k]
+
+    def w_block(self, refs: Refs, tile: Tile, k):
+        """The weights of a stage in global memory."""
+        return refs.w.at[tile.w_group, pl.ds(self.column(tile), self.tile_n), k]
+
     def walk(self, refs: Refs, body) -> jax.Array:
         return self.schedule.walk(refs.schedule, self.columns, self.k_steps, body)
 
@@ -192,8 +206,6 @@ class GemmKernel(abc.ABC):
         shared = "cluster" if self.cluster > 1 else None
 
         def load(tile: Tile, done):
-            column = self.column(tile)
-
             def step(i, _):
                 slot = self.slot(done + i)
 
@@ -201,12 +213,12 @@ class GemmKernel(abc.ABC):
                 def _wait_until_free():
                     plgpu.barrier_wait(refs.empty.at[slot])
 
-                k, rows = pl.ds((tile.k_begin + i) * self.tile_k, self.tile_k), pl.ds(tile.row, self.tile_m)
-                full, group = refs.full.at[slot], tile.x_group
-                plgpu.copy_gmem_to_smem(refs.w.at[tile.w_group, pl.ds(column, self.tile_n), k], refs.w_s.at[slot], full)
-                plgpu.copy_gmem_to_smem(refs.x.at[group, rows, k], refs.x_s.at[slot], full, collective_axes=shared)
+                k, full = pl.ds((tile.k_begin + i) * self.tile_k, self.tile_k), refs.full.at[slot]
+                plgpu.copy_gmem_to_smem(self.w_block(refs, tile, k), refs.w_s.at[slot], full)
+                x_block = self.x_block(refs, tile, k)
+                plgpu.copy_gmem_to_smem(x_block, refs.x_s.at[slot], full, collective_axes=shared)
                 if self.scaled:
-                    scale = refs.x_scale.at[group, tile.k_begin + i, rows]
+                    scale = refs.x_scale.at[tile.x_group, tile.k_begin + i, pl.ds(tile.row, self.tile_m)]
                     to = refs.x_scale_s.at[slot, pl.ds(0, self.tile_m)]
                     plgpu.copy_gmem_to_smem(scale, to, full, collective_axes=shared)
 

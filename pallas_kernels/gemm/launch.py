@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gemm.heads import HeadKernel
 from pallas_kernels.gemm.kernel import GemmKernel
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.plan import Plan, plan_contiguous, plan_dense, plan_masked
-from pallas_kernels.gemm.schedule import Contiguous, Dense, Masked, Schedule
+from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, Masked, Schedule
 from pallas_kernels.gemm.wide import WideKernel
 from pallas_kernels.mosaic import NUM_SMS, TILE_ROWS, pad_to_tiles
 
@@ -58,6 +59,27 @@ def masked(
     kernel = _kernel(wanted, Masked(groups, rows, wanted.tile_m), x, w, ((groups, rows, n), out_dtype))
     operands = (counts.astype(jnp.int32), _offset(group_offset))
     return kernel(x, w, _scales(x_scale, w_scale, lambda s: s), operands, num_sms)
+
+
+def heads(x, w, first_group, transposed: bool, *, num_sms: int = NUM_SMS) -> jax.Array:
+    """One product a head on Hopper, of validated bfloat16: x [M, H, K], w [G, N, K] or transposed [G, K, N]."""
+    (m, h, k), n = x.shape, w.shape[2 if transposed else 1]
+    _check_strides("head gemm", n, k, x.dtype)
+    x = pad_to_tiles(x.reshape(1, m, h * k)).reshape(-1, h, k)
+    tile_m = 64 if m <= 64 else 128
+    kernel = HeadKernel(
+        tile_m=tile_m,
+        tile_n=128,
+        stages=None,
+        cluster=1,
+        schedule=Heads(h, m, tile_m),
+        dtype=jnp.dtype(x.dtype),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], h, n), x.dtype),
+        shape_n=n,
+        shape_k=k,
+        transposed=transposed,
+    )
+    return kernel(x, w, (), (_offset(first_group),), num_sms)[:m]
 
 
 def _kernel(plan: Plan, schedule: Schedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel) -> GemmKernel:

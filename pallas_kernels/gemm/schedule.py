@@ -98,6 +98,33 @@ class Dense:
 
 
 @dataclasses.dataclass(frozen=True)
+class Heads:
+    """`heads` products of `rows` rows, each with its own weight. Operands: index of the first head's weight [1]."""
+
+    heads: int
+    rows: int
+    tile_m: int
+    exact_rows: ClassVar[bool] = False
+
+    def most_tiles(self, columns: int) -> int:
+        return self.heads * pl.cdiv(self.rows, self.tile_m) * columns
+
+    def walk(self, refs: tuple, columns: int, k_steps: int, body: TileBody) -> jax.Array:
+        (first_ref,) = refs
+        first, row_tiles = first_ref[0], pl.cdiv(self.rows, self.tile_m)
+
+        @plgpu.nd_loop((self.heads, columns, row_tiles), collective_axes="sm", init_carry=jnp.int32(0))
+        def total(info, carry):
+            head, column, row = (jnp.asarray(i, jnp.int32) for i in info.index)  # row tiles share a weight in L2
+            zero, height = jnp.int32(0), jnp.int32(self.tile_m)
+            return body(
+                Tile(head, row * self.tile_m, height, first + head, column, zero, jnp.int32(k_steps), zero), carry
+            )
+
+        return total
+
+
+@dataclasses.dataclass(frozen=True)
 class Contiguous:
     """Rows sorted by group, each tile of one group. Operands: tile_group [rows/tile_m], offset [1]."""
 

@@ -6,6 +6,7 @@ from pallas_kernels.grouped.contiguous import (
     grouped_gemm_contiguous,
     grouped_weight_gradient,
 )
+from pallas_kernels.grouped.heads import head_gemm
 from pallas_kernels.grouped.masked import fp8_grouped_gemm_masked, grouped_gemm_masked
 from pallas_kernels.grouped.stacked import stacked_gemm
 
@@ -18,6 +19,7 @@ __all__ = [
     "grouped_gemm_contiguous",
     "grouped_gemm_masked",
     "grouped_weight_gradient",
+    "head_gemm",
     "padded_rows",
     "stacked_gemm",
 ]

@@ -22,6 +22,7 @@ from pallas_kernels.grouped import (
     fp8_grouped_gemm_masked,
     grouped_gemm_contiguous,
     grouped_gemm_masked,
+    head_gemm,
     stacked_gemm,
 )
 
@@ -112,6 +113,14 @@ def test_masked(groups, expected):
         lambda x, w, c: grouped_gemm_masked(x, w, c, expected_rows=expected, backend=MOSAIC),
         spec(BF16, groups, 1024, 2048), spec(BF16, groups, 7168, 2048), counts,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("m", "heads"), [(16, 128), (64, 16), (128, 128), (1024, 128)])
+def test_heads(m, heads, transposed):
+    """The up-projections of the latents: queries to latents is transposed, latents to values is not."""
+    args = spec(BF16, m, heads, 128 if transposed else 512), spec(BF16, 4, heads, 128, 512), spec(I32)
+    assert_in_registers(lambda x, w, layer: head_gemm(x, w, layer, transposed=transposed, backend=MOSAIC), *args)
 
 
 def test_quantisation():

@@ -13,6 +13,7 @@ from pallas_kernels.grouped import (
     fp8_grouped_gemm_masked,
     grouped_gemm_contiguous,
     grouped_gemm_masked,
+    head_gemm,
     stacked_gemm,
 )
 from tests.pallas_kernels.gemm.interpreted import bfloat16, interpret
@@ -65,6 +66,17 @@ def test_a_plain_stack(rows):
     assert calc_diff(stacked_gemm(x, w, 2), x_true @ w_true[2].T) < 1e-5
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_heads_of_a_stack(transposed):
+    (x, x_true), (w, w_true) = bfloat16(0, 9, 2, 64), bfloat16(1, 3, 2, 64, 64)
+    expected = np.einsum("mhk,hkn->mhn" if transposed else "mhk,hnk->mhn", x_true, w_true[2])
+    out = interpret(lambda layer: head_gemm(x, w, layer, transposed=transposed, backend=MOSAIC), 2)
+    assert calc_diff(out, expected) < 1e-5
+    reference = head_gemm(x, w, 2, transposed=transposed)
+    assert reference.dtype == out.dtype == jnp.bfloat16
+    assert calc_diff(reference, expected) < 1e-5
+
+
 def test_gradients_of_a_plain_stack():
     x, w = jax.random.normal(jax.random.key(0), (3, 16)), jax.random.normal(jax.random.key(1), (2, 8, 16))
     dx, dw = jax.grad(lambda x, w: jnp.sum(stacked_gemm(x, w, jnp.int32(1)) ** 2), (0, 1))(x, w)
@@ -115,6 +127,9 @@ def zeros(dtype, *shape):
             ),
             "float32",
         ),
+        (lambda: head_gemm(zeros(BF16, 8, 2, 64), zeros(BF16, 3, 2, 64, 128), 0), "needs x"),
+        (lambda: head_gemm(zeros(BF16, 8, 2, 64), zeros(F32, 3, 2, 64, 64), 0), "both be bfloat16"),
+        (lambda: head_gemm(zeros(BF16, 8, 2, 64), zeros(BF16, 3, 2, 60, 64), 0, backend=MOSAIC), "N=60"),
         (
             lambda: fp8_grouped_gemm_masked(
                 zeros(E4M3, 2, 8, 128),
@@ -128,7 +143,7 @@ def zeros(dtype, *shape):
             "out_dtype float32",
         ),
     ],
-    ids=["N", "K", "tile_m", "dtype", "out_dtype"],
+    ids=["N", "K", "tile_m", "dtype", "heads' K", "heads' dtype", "heads' N", "out_dtype"],
 )
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):

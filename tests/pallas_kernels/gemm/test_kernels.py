@@ -111,6 +111,26 @@ def test_masked_writes_every_valid_row_and_nothing_else(counts, rows, plan, fp8)
         assert untouched(out[group, count:])
 
 
+HEADS = {
+    "columns shared": (5, 3, 136, 80),
+    "columns shared, whole tiles": (64, 2, 256, 128),
+    "rows shared, two row tiles": (130, 2, 200, 72),
+}
+
+
+@pytest.mark.parametrize(("m", "heads", "n", "k"), HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_heads(m, heads, n, k, transposed):
+    (x, x_true), (w, w_true) = bfloat16(0, m, heads, k), bfloat16(1, 3 * heads, *((k, n) if transposed else (n, k)))
+    out = interpret(
+        lambda x, w, first: launch.heads(x, w, first, transposed, num_sms=NUM_BLOCKS), x, w, jnp.int32(heads)
+    )
+    assert out.shape == (m, heads, n) and out.dtype == jnp.bfloat16
+    for head in range(heads):
+        weight_true = w_true[heads + head]
+        assert calc_diff(out[:, head], x_true[:, head] @ (weight_true if transposed else weight_true.T)) < 1e-5
+
+
 def test_empty_groups_never_read_their_weights():
     x, x_scale, _ = activation(0, 2, 8, 128)
     w, w_scale, _ = weight(1, 2, 128, 128)

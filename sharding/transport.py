@@ -192,8 +192,12 @@ class StepTraffic:
 
     def total(self, rounds: Sequence[int], steps: int = 1) -> Traffic:
         """Of `steps` steps that took `rounds` [MAX_HOPS] together, as `StepOutput.rounds` counts them."""
-        further = [taken - steps * first for taken, first in zip(rounds, self.first_rounds, strict=True)]
+        further = self.further_rounds(rounds, steps)
         return functools.reduce(operator.add, map(operator.mul, self.extra, further), self.first * steps)
+
+    def further_rounds(self, rounds: Sequence[int], steps: int = 1) -> list[int]:
+        """Of `rounds` [MAX_HOPS] in `steps` steps, those beyond the first ones, by hop."""
+        return [taken - steps * first for taken, first in zip(rounds, self.first_rounds, strict=True)]
 
 
 def step_traffic(transport: Transport, load: Load, layers: int) -> StepTraffic:

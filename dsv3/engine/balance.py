@@ -69,9 +69,8 @@ class Sent:
     def add(self, programs: np.ndarray) -> None:
         """Takes over rounds of each hop and steps, by forward program `[P, MAX_HOPS + 1]`."""
         for step, (*rounds, steps) in zip(self._traffic, programs.tolist(), strict=True):
-            further = [taken - steps * first for taken, first in zip(rounds, step.first_rounds, strict=True)]
-            self.total += step.first * steps + step.extra[0] * further[0] + step.extra[1] * further[1]
-            self.extra_rounds += sum(further)
+            self.total += step.total(rounds, steps)
+            self.extra_rounds += sum(step.further_rounds(rounds, steps))
 
 
 def balancer_of(functions: StepFunctions, params: Any, cfg: EngineConfig) -> "Balancer | None":

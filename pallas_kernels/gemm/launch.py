@@ -21,9 +21,10 @@ def dense(a, a_scale, b, b_scale, layer, out_dtype, *, plan: Plan | None = None,
     """A dense product on Hopper, of validated operands: b [L, N, K], layer an integer; scales are None for bfloat16."""
     (m, k), n = a.shape, b.shape[1]
     _check_strides("dense gemm", n, k, a.dtype)
-    wanted = plan or plan_dense(m, n, k, a.dtype.itemsize)
+    float32 = jnp.dtype(out_dtype) == jnp.float32
+    wanted = plan or plan_dense(m, n, k, a.dtype.itemsize, float32=float32)
     # A narrow tile leaves as float32 only untransposed, which is the form of a split product.
-    split = not wanted.wide and (wanted.splits > 1 or jnp.dtype(out_dtype) == jnp.float32)
+    split = not wanted.wide and (wanted.splits > 1 or float32)
     padded_m = _padded_rows(m, split)
     out = ((wanted.splits, n, padded_m), jnp.float32) if split else ((1, padded_m, n), out_dtype)
     kernel_type: type[GemmKernel] = SplitKernel if split else NarrowKernel

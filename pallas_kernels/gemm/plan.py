@@ -28,7 +28,9 @@ _L2_BYTES_PER_CYCLE = 40  # into one multiprocessor
 _MEMORY_BYTES_PER_CYCLE = 2400  # of the device
 _TILE_CYCLES = 1500  # filling the ring and storing the result
 _SPLIT_CYCLES = 4000  # the kernel that adds the parts
-_MAX_SPLITS = 16
+_MAX_SPLITS = 32
+_MAX_SPLIT_ROWS = 4096  # 32 tiles of rows; four tiles of columns fill the multiprocessors without splitting K
+_MAX_FLOAT32_TILE_N = 192  # a wider tile of float32 on its way out would leave no ring of stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +54,13 @@ class Plan:
 
 
 @functools.cache
-def plan_dense(m: int, n: int, k: int, itemsize: int) -> Plan:
-    """The plan of a product [m, k] x [n, k] of FP8 (itemsize 1) or bfloat16 (2)."""
-    measured = TUNED.get(dense_key(m, n, k, itemsize))
+def plan_dense(m: int, n: int, k: int, itemsize: int, *, float32: bool = False) -> Plan:
+    """The plan of a product [m, k] x [n, k] of FP8 (itemsize 1) or bfloat16 (2), with a bfloat16 or float32 result."""
+    measured = None if float32 else TUNED.get(dense_key(m, n, k, itemsize))
     if measured:
         return Plan(*measured)
-    return min(dense_plans(m, itemsize), key=lambda plan: estimated_cycles(plan, m, n, k, itemsize))
+    plans = (plan for plan in dense_plans(m, itemsize) if not float32 or plan.tile_n <= _MAX_FLOAT32_TILE_N)
+    return min(plans, key=lambda plan: estimated_cycles(plan, m, n, k, itemsize))
 
 
 @functools.cache
@@ -93,7 +96,7 @@ def dense_plans(m: int, itemsize: int) -> Iterator[Plan]:
     """Plans worth considering, and measuring, for m rows."""
     if m > 64:
         yield from wide_plans(itemsize)
-    for splits in range(1, _MAX_SPLITS + 1) if m <= 512 else ():
+    for splits in range(1, _MAX_SPLITS + 1) if m <= _MAX_SPLIT_ROWS else ():
         yield Plan(False, narrow_tile_m(m), NARROW_TILE_N, splits)
 
 

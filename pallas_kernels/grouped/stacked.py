@@ -1,5 +1,7 @@
 """The dense product with one layer of a stack of weights: a grouped product whose rows are all of one group."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,7 +11,14 @@ from pallas_kernels.gemm import launch
 from pallas_kernels.grouped.contiguous import check_plain, plain_backend
 
 
-def stacked_gemm(x: jax.Array, w: jax.Array, layer: jax.Array | int, *, backend: Backend | None = None) -> jax.Array:
+def stacked_gemm(
+    x: jax.Array,
+    w: jax.Array,
+    layer: jax.Array | int,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    backend: Backend | None = None,
+) -> jax.Array:
     """`x @ w[layer].T` without a copy of `w[layer]`; differentiable in x and w.
 
     XLA copies a weight that a scan over layers slices by its counter, which doubles the traffic of a product of few
@@ -19,36 +28,41 @@ def stacked_gemm(x: jax.Array, w: jax.Array, layer: jax.Array | int, *, backend:
       x: [M, K] bfloat16 or float32.
       w: [L, N, K] of the same dtype.
       layer: Python or traced integer.
+      out_dtype: bfloat16 or float32; None is x's.
       backend: implementation; None chooses by device.
 
     Returns:
-      [M, N] in x's dtype; sums are float32.
+      [M, N] in `out_dtype`; sums are float32.
 
     Raises:
       ValueError: shapes or dtypes that do not belong together; on Hopper also N or K that is no multiple of 8.
     """
     check_plain("stacked_gemm", x, w, 2)
     chosen = plain_backend("stacked_gemm", x.dtype, backend)
-    return _mosaic(x, w, jnp.asarray(layer, jnp.int32)) if chosen is Backend.MOSAIC else _reference(x, w, layer)
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if out_dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"stacked_gemm: out_dtype must be bfloat16 or float32, got {out_dtype}")
+    product = _mosaic if chosen is Backend.MOSAIC else _reference
+    return product(x, w, jnp.asarray(layer, jnp.int32), out_dtype)
 
 
-def _reference(x, w, layer):
+def _reference(x, w, layer, out_dtype):
     w = lax.dynamic_index_in_dim(w, layer, 0, keepdims=False)
-    return jnp.einsum("mk,nk->mn", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.einsum("mk,nk->mn", x, w, preferred_element_type=jnp.float32).astype(out_dtype)
 
 
-@jax.custom_vjp
-def _mosaic(x, w, layer):
-    return launch.dense(x, None, w, None, layer, x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _mosaic(x, w, layer, out_dtype):
+    return launch.dense(x, None, w, None, layer, out_dtype)
 
 
-def _forward(x, w, layer):
-    return _mosaic(x, w, layer), (x, w, layer)
+def _forward(x, w, layer, out_dtype):
+    return _mosaic(x, w, layer, out_dtype), (x, w, layer)
 
 
-def _backward(saved, dy):
+def _backward(out_dtype, saved, dy):
     x, w, layer = saved
-    return *jax.vjp(lambda x, w: _reference(x, w, layer), x, w)[1](dy), None
+    return *jax.vjp(lambda x, w: _reference(x, w, layer, out_dtype), x, w)[1](dy), None
 
 
 _mosaic.defvjp(_forward, _backward)

@@ -68,6 +68,13 @@ def test_plain_stack(m):
     assert_in_registers(lambda x, w, layer: stacked_gemm(x, w, layer, backend=MOSAIC), *args)
 
 
+@pytest.mark.parametrize("m", [1, 64, 130, 16384])
+def test_plain_stack_with_a_float32_result(m):
+    """DeepSeek-V3's router."""
+    args = spec(BF16, m, 7168), spec(BF16, 4, 256, 7168), spec(I32)
+    assert_in_registers(lambda x, w, layer: stacked_gemm(x, w, layer, out_dtype=F32, backend=MOSAIC), *args)
+
+
 @pytest.mark.parametrize(("n", "k"), [(2112, 7168), (24576, 1536)])
 @pytest.mark.parametrize("m", [7, 33, 48, 130])
 def test_rows_that_fill_no_tile(m, n, k):

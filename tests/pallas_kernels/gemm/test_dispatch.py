@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.fp8 import fp8_gemm, swiglu_quantize
+from pallas_kernels.gemm.plan import plan_dense
 from pallas_kernels.grouped import (
     align_groups,
     fp8_grouped_gemm_contiguous,
@@ -66,6 +67,16 @@ def test_a_plain_stack(rows):
     assert calc_diff(stacked_gemm(x, w, 2), x_true @ w_true[2].T) < 1e-5
 
 
+def test_a_plain_stack_with_a_float32_result():
+    """A router's product: K in parts, and nothing of the result rounded to bfloat16."""
+    (x, x_true), (w, w_true) = bfloat16(0, 33, 592), bfloat16(1, 3, 136, 592)
+    assert plan_dense(33, 136, 592, 2, float32=True).splits > 1
+    out = interpret(lambda layer: stacked_gemm(x, w, layer, out_dtype=F32, backend=MOSAIC), 2)
+    assert out.dtype == F32
+    assert calc_diff(out, x_true @ w_true[2].T) < 1e-12
+    assert calc_diff(stacked_gemm(x, w, 2, out_dtype=F32), x_true @ w_true[2].T) < 1e-12
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_heads_of_a_stack(transposed):
     (x, x_true), (w, w_true) = bfloat16(0, 9, 2, 64), bfloat16(1, 3, 2, 64, 64)
@@ -87,7 +98,7 @@ def test_gradients_of_a_plain_stack():
     (x, _), (w, _) = bfloat16(0, 8, 64), bfloat16(1, 2, 64, 64)
 
     def gradients(backend):
-        return jax.grad(lambda x, w: jnp.sum(stacked_gemm(x, w, 1, backend=backend).astype(F32)), (0, 1))(x, w)
+        return jax.grad(lambda x, w: jnp.sum(stacked_gemm(x, w, 1, out_dtype=F32, backend=backend)), (0, 1))(x, w)
 
     for ours, theirs in zip(interpret(lambda: gradients(MOSAIC)), gradients(REFERENCE), strict=True):
         assert calc_diff(ours, theirs) < 1e-5
@@ -127,6 +138,7 @@ def zeros(dtype, *shape):
             ),
             "float32",
         ),
+        (lambda: stacked_gemm(zeros(BF16, 8, 64), zeros(BF16, 3, 64, 64), 0, out_dtype=E4M3), "float8"),
         (lambda: head_gemm(zeros(BF16, 8, 2, 64), zeros(BF16, 3, 2, 64, 128), 0), "needs x"),
         (lambda: head_gemm(zeros(BF16, 8, 2, 64), zeros(F32, 3, 2, 64, 64), 0), "both be bfloat16"),
         (lambda: head_gemm(zeros(BF16, 8, 2, 64), zeros(BF16, 3, 2, 60, 64), 0, backend=MOSAIC), "N=60"),
@@ -143,7 +155,7 @@ def zeros(dtype, *shape):
             "out_dtype float32",
         ),
     ],
-    ids=["N", "K", "tile_m", "dtype", "heads' K", "heads' dtype", "heads' N", "out_dtype"],
+    ids=["N", "K", "tile_m", "dtype", "stack's out_dtype", "heads' K", "heads' dtype", "heads' N", "out_dtype"],
 )
 def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):

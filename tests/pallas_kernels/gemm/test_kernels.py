@@ -47,6 +47,25 @@ def test_dense_float32_output(plan):
     assert calc_diff(out, a_true @ b_true[0].T) < 1e-12
 
 
+FLOAT32 = {
+    "one row": (1, 136, 400, Plan(False, 8, 128, splits=7, stages=2)),
+    "rows of a part are padded": (33, 264, 208, Plan(False, 64, 128, splits=2, stages=3)),
+    "whole tile": (64, 256, 256, Plan(False, 64, 128, splits=4)),
+    "two row tiles": (130, 136, 336, Plan(False, 128, 128, splits=3, stages=2)),
+    "wide": (130, 136, 208, Plan(True, 128, 192, stages=3)),
+}
+
+
+@pytest.mark.parametrize(("m", "n", "k", "plan"), FLOAT32.values(), ids=FLOAT32)
+def test_dense_bfloat16_with_a_float32_result(m, n, k, plan):
+    (x, x_true), (w, w_true) = bfloat16(0, m, k), bfloat16(1, 3, n, k)
+    out = interpret(
+        lambda x, w, layer: launch.dense(x, None, w, None, layer, jnp.float32, plan=plan, num_sms=NUM_BLOCKS), x, w, 2
+    )
+    assert out.shape == (m, n) and out.dtype == jnp.float32
+    assert calc_diff(out, x_true @ w_true[2].T) < 1e-12
+
+
 def contiguous(x, x_scale, w, w_scale, tile_group, tile_m, plan):
     def fn(x, x_scale, w, w_scale, tile_group, offset):
         return launch.contiguous(

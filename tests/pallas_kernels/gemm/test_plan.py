@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.gemm import plan as planning
 from pallas_kernels.gemm.launch import _kernel
+from pallas_kernels.gemm.narrow import SplitKernel
 from pallas_kernels.gemm.plan import Plan, plan_contiguous, plan_dense, plan_masked
 from pallas_kernels.gemm.schedule import Dense, Masked
 from pallas_kernels.gemm.shapes import DENSE_M, DENSE_NK
@@ -69,6 +70,28 @@ def test_few_rows_split_k_until_the_multiprocessors_are_busy():
         assert waves(plan, 1, n) == 1 or plan.splits == 1
         # Where K is long enough to be split, most of the multiprocessors have work.
         assert tiles > NUM_SMS / 2 or k < 4096
+
+
+@pytest.mark.parametrize(("n", "k"), [(256, 7168), (384, 7168), (160, 5120), (64, 2048)])
+def test_the_routers_of_the_family_are_read_by_many_multiprocessors(n, k):
+    """In few rows they are a column tile or three, which would leave nearly all of the memory's rate unused."""
+    for m in (1, 33, 64, 130):
+        plan = plan_dense(m, n, k, 2, float32=True)
+        steps = k // 64
+        busy = math.ceil(m / plan.tile_m) * math.ceil(n / plan.tile_n) * plan.splits
+        assert NUM_SMS >= busy >= min(40, steps / 2), plan
+        assert plan.splits <= steps, plan
+
+
+@settings(max_examples=40, deadline=None)
+@given(m=st.integers(1, 20000), n=st.integers(1, 40000), k=st.integers(1, 20000), itemsize=st.sampled_from([1, 2]))
+def test_a_float32_result_leaves_a_ring_of_stages(m, n, k, itemsize):
+    plan = plan_dense(m, n, k, itemsize, float32=True)
+    w = jax.ShapeDtypeStruct((1, n, k), jnp.bfloat16 if itemsize == 2 else jnp.float8_e4m3fn)
+    out = ((plan.splits, n, m), jnp.float32)
+    kernel = _kernel(plan, Dense(m, plan.tile_m, plan.splits), w, w, out, SplitKernel)
+    assert kernel.depth >= 2
+    assert plan.splits <= kernel.k_steps
 
 
 def test_an_unaligned_width_wins_where_it_saves_a_wave():

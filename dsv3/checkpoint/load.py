@@ -42,9 +42,10 @@ def load_params(
     """Parameters of a checkpoint directory, Hugging Face or pre-stacked, stacked and on their devices.
 
     `dtype` (float32, bfloat16 or float16; None: the embedding's in the checkpoint) is that of all parameters but the
-    router's weights and bias (float32) and of FP8 weights that stay FP8. `fp8` "keep" leaves block-quantised products
-    as `Fp8Weight`, "dequantize" multiplies them out; kv_b_proj (`k_up`, `v_up`) is always dequantised, because the
-    absorbed attention core runs in bfloat16.
+    router's and FP8 weights that stay FP8. The router's bias is float32, and so are its weights, unless the checkpoint
+    holds them in `dtype` (`ParamSpec.dtype_in`). `fp8` "keep" leaves block-quantised products as `Fp8Weight`,
+    "dequantize" multiplies them out; kv_b_proj (`k_up`, `v_up`) is always dequantised, because the absorbed attention
+    core runs in bfloat16.
 
     `shardings` is a tree like the parameters' with a `jax.sharding.Sharding` at each leaf (or an `Fp8Weight` of two,
     else data and scales share one), or one for all; each process reads only what its devices hold. None: the default

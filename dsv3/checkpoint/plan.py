@@ -154,7 +154,8 @@ def _leaf(
         scales = tuple(_source(tensors, scale_piece(p)) for p in quantised)
         return data, Array(f"{path}.scale", scale_shape(spec.shape), np.dtype(np.float32), scales, positive=True)
     sources = tuple(_dequantising(tensors, p) for p in pieces)
-    return (Array(path, spec.shape, np.dtype(spec.dtype or dtype), sources),)
+    target = spec.dtype_in(dtype, checkpoint=(tensors[p.name].dtype for p in pieces))
+    return (Array(path, spec.shape, target, sources),)
 
 
 def _obstacles(path: str, pieces: tuple[Piece, ...], tensors: Mapping[str, Tensor]) -> Iterator[str]:

@@ -105,10 +105,9 @@ def _leaf(
     fp8: Fp8Mode,
     findings: Findings,
 ) -> tuple[Array, ...]:
-    target = np.dtype(spec.dtype or dtype)
-    if path in stored:
-        _check(stored[path], spec.shape, PLAIN, findings)
-        return (Array(path, spec.shape, target, (stored[path],)),)
+    if (plain := stored.get(path)) is not None:
+        _check(plain, spec.shape, PLAIN, findings)
+        return (Array(path, spec.shape, spec.dtype_in(dtype, checkpoint=[plain.tensor.dtype]), (plain,)),)
     if (data := stored.get(f"{path}.data")) is None or (scale := stored.get(f"{path}.scale")) is None:
         findings["FP8 parameters that lack their data or their scales"].append(path)
         return ()
@@ -118,7 +117,7 @@ def _leaf(
     _check(scale, scale_shape(spec.shape), {F32}, findings)
     if fp8 == "dequantize" or not spec.quantizable:
         source = Source(data.tensor, data.view, data.take, data.put, scale, data.checksums, data.block_bytes)
-        return (Array(path, spec.shape, target, (source,)),)
+        return (Array(path, spec.shape, spec.dtype_in(dtype), (source,)),)
     kept = Array(f"{path}.data", spec.shape, E4M3, (data,))
     return kept, Array(f"{path}.scale", scale_shape(spec.shape), F32, (scale,), positive=True)
 

@@ -8,10 +8,12 @@ parameter tree are arrays, or `Fp8Weight` where the checkpoint is FP8 and stays 
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv3.config import ModelConfig
 
@@ -25,7 +27,8 @@ class ParamSpec:
     """One declared parameter: its shape, logical axes (for `sharding.rules`) and initial distribution.
 
     `quantizable` marks the products that an FP8 checkpoint stores in FP8 and the server may keep so. `dtype` fixes the
-    type of parameters that must not follow the model's (the router, whose selection float32 decides).
+    type of parameters that must not follow the model's (the router, whose selection float32 decides). With `as_stored`
+    they follow it all the same where the checkpoint holds no more: nothing is rounded, and half the bytes are read.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +36,13 @@ class ParamSpec:
     init: Init = "normal"
     quantizable: bool = False
     dtype: Any = None
+    as_stored: bool = False
+
+    def dtype_in(self, model: Any, checkpoint: Iterable[Any] = ()) -> np.dtype:
+        """Type of this parameter in a model of type `model`; `checkpoint` are the types of its tensors, if any."""
+        model = jnp.dtype(model)
+        follows = self.dtype is None or (self.as_stored and {jnp.dtype(t) for t in checkpoint} == {model})
+        return model if follows else jnp.dtype(self.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +87,7 @@ class MlpParams:
 class MoeParams:
     """Routed experts, the router and the shared expert of L layers."""
 
-    router: Any  # [L, E, D] float32
+    router: Any  # [L, E, D] float32, or the model's type where the checkpoint holds it so
     router_bias: Any  # [L, E] float32, None unless topk_method is noaux_tc
     gate_up: Any  # [L, E, 2 * I, D]
     down: Any  # [L, E, D, I]
@@ -162,7 +172,7 @@ def _moe(cfg: ModelConfig, L: int) -> MoeParams:
     D, E, I = cfg.hidden_size, cfg.n_routed_experts, cfg.moe_intermediate_size  # noqa: E741
     stack: tuple[Axis, ...] = ("layers", "experts", None, None)
     return MoeParams(
-        router=ParamSpec((L, E, D), ("layers", None, None), dtype=jnp.float32),
+        router=ParamSpec((L, E, D), ("layers", None, None), dtype=jnp.float32, as_stored=True),
         router_bias=(
             ParamSpec((L, E), ("layers", None), "zeros", dtype=jnp.float32) if cfg.topk_method == "noaux_tc" else None
         ),
@@ -196,8 +206,8 @@ def _norm(L: int, width: int) -> ParamSpec:
 
 
 def abstract(cfg: ModelConfig, dtype: Any) -> Params:
-    """Shapes and dtypes of the parameters in `dtype` (leaves are `jax.ShapeDtypeStruct`)."""
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype or dtype), declare(cfg))
+    """Shapes and dtypes of the parameters as `initialise` makes them in `dtype` (leaves are `jax.ShapeDtypeStruct`)."""
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype_in(dtype)), declare(cfg))
 
 
 def initialise(cfg: ModelConfig, key: jax.Array, dtype: Any, *, std: float = 0.02) -> Params:
@@ -208,7 +218,7 @@ def initialise(cfg: ModelConfig, key: jax.Array, dtype: Any, *, std: float = 0.0
 
 
 def _draw(spec: ParamSpec, key: jax.Array, dtype: Any, std: float) -> jax.Array:
-    dtype = spec.dtype or dtype
+    dtype = spec.dtype_in(dtype)
     if spec.init == "normal":
         return (std * jax.random.normal(key, spec.shape)).astype(dtype)
     return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)

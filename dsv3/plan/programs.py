@@ -143,7 +143,7 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
         if spec.quantizable and model.fp8 is not None:
             scale = jax.ShapeDtypeStruct(scale_shape(shape), jnp.float32)
             return Fp8Weight(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scale)
-        return jax.ShapeDtypeStruct(shape, spec.dtype or jnp.bfloat16)
+        return jax.ShapeDtypeStruct(shape, spec.dtype_in(jnp.bfloat16, checkpoint=[jnp.bfloat16]))
 
     params: Params = jax.tree.map(leaf, dataclasses.replace(declare(model), mtp=None))
     if not deployment.expert_parallel:

@@ -53,7 +53,7 @@ def initial_state(config: TrainingConfig) -> TrainState:
 
 def compute_copy(params: Params, cfg: ModelConfig, dtype: Any) -> Params:
     """The parameters in the type the model computes in; the router keeps float32."""
-    return jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype or dtype), declare(cfg), params)
+    return jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype_in(dtype)), declare(cfg), params)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")

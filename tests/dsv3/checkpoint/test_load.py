@@ -40,7 +40,9 @@ def load(directory, cfg, **options):
 
 def wanted(cfg, tensors, dtype):
     values = hf.expected(cfg, tensors)
-    return {path: a.astype(np.float32 if "router" in path else dtype) for path, a in values.items()}
+    gates = {tensor.dtype for name, tensor in tensors.items() if name.endswith("mlp.gate.weight")}
+    dtypes = {"router": dtype if gates == {np.dtype(dtype)} else np.float32, "router_bias": np.float32}
+    return {path: a.astype(dtypes.get(path.rpartition(".")[2], dtype)) for path, a in values.items()}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -50,6 +52,32 @@ def test_every_leaf_holds_its_tensors(tmp_path, name, dtype):
     tensors = hf.random_tensors(cfg)
     hf.write(tmp_path, tensors, shards=1 if name == "tied" else 3)
     assert_same_bits(load(tmp_path, cfg, dtype=dtype), wanted(cfg, tensors, dtype))
+
+
+@pytest.mark.parametrize(
+    ("gates", "dtype", "kept"),
+    [
+        ((hf.BF16, hf.BF16), hf.BF16, hf.BF16),
+        ((np.float32, np.float32), hf.BF16, np.float32),
+        ((hf.BF16, np.float32), hf.BF16, np.float32),
+        ((hf.BF16, hf.BF16), np.float32, np.float32),
+        ((hf.BF16, hf.BF16), np.float16, np.float32),
+    ],
+)
+def test_the_router_is_never_rounded(tmp_path, gates, dtype, kept):
+    """It has the model's type only where all of its layers are stored so; a module's router goes by its own."""
+    cfg = hf.config()
+    tensors = hf.random_tensors(cfg, dtype=np.float32)
+    for layer, stored in zip((2, 3), gates, strict=True):
+        name = f"model.layers.{layer}.mlp.gate.weight"
+        tensors[name] = tensors[name].astype(stored)
+    hf.write(tmp_path, tensors)
+    loaded = load(tmp_path, cfg, dtype=dtype)
+    assert loaded["moe.moe.router"].dtype == kept
+    for row, layer in zip(loaded["moe.moe.router"], (2, 3), strict=True):
+        wide = tensors[f"model.layers.{layer}.mlp.gate.weight"].astype(np.float32)
+        np.testing.assert_array_equal(row.astype(np.float32), wide)
+    assert loaded["mtp.layers.moe.router"].dtype == loaded["moe.moe.router_bias"].dtype == np.float32
 
 
 @pytest.mark.parametrize("scale_dtype", [np.float32, hf.E8M0])

@@ -58,6 +58,23 @@ def test_it_loads_as_the_original_does(tmp_path, name):
         assert_same_bits(load(tmp_path / "out", cfg, dtype=dtype), load(tmp_path / "in", cfg, dtype=dtype))
 
 
+def test_one_with_a_float32_router_still_loads_and_converts_back(tmp_path):
+    """As conversions were written that made every router float32; its values still fit the original's type."""
+    cfg = hf.config()
+    tensors = hf.random_tensors(cfg)
+    widened = {name: t.astype(np.float32) if name.endswith("mlp.gate.weight") else t for name, t in tensors.items()}
+    hf.write(tmp_path / "in", widened)
+    convert_to_stacked(tmp_path / "in", tmp_path / "out", cfg)
+    loaded = load(tmp_path / "out", cfg)
+    assert loaded["embed"].dtype == hf.BF16 and loaded["moe.moe.router"].dtype == np.float32
+    hf.write(tmp_path / "original", tensors)
+    original = load(tmp_path / "original", cfg)
+    assert original["moe.moe.router"].dtype == hf.BF16
+    np.testing.assert_array_equal(loaded["moe.moe.router"], original["moe.moe.router"].astype(np.float32))
+    convert_to_hf(tmp_path / "out", tmp_path / "back", cfg)
+    assert_same_bits(tensors_of(tmp_path / "back"), tensors)
+
+
 @pytest.mark.parametrize("stored", ["keep", "dequantize"])
 @pytest.mark.parametrize("wanted", ["keep", "dequantize"])
 def test_fp8_may_be_kept_or_dequantised_on_either_way(tmp_path, stored, wanted):

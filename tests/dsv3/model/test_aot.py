@@ -26,7 +26,7 @@ def fp8_params() -> Params:
 
     def shape(spec) -> Any:
         if not spec.quantizable:
-            return jax.ShapeDtypeStruct(spec.shape, spec.dtype or jnp.bfloat16)
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(jnp.bfloat16, checkpoint=[jnp.bfloat16]))
         blocks = (*spec.shape[:-2], *(-(-n // 128) for n in spec.shape[-2:]))
         data = jax.ShapeDtypeStruct(spec.shape, jnp.float8_e4m3fn)
         return Fp8Weight(data, jax.ShapeDtypeStruct(blocks, jnp.float32))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.exchange import Experts, Hop, Rows, fill_buffers, localise, queue, sum_at
+from sharding.words import from_words, shapes_of, to_words
 
 
 class Slices(NamedTuple):
@@ -43,11 +44,12 @@ class Returned(NamedTuple):
 def start_ragged(rows: Rows, hop: Hop, experts: Experts) -> Returned:
     """Dispatch, experts and combine; what is left for `finish_ragged` is adding up. Buffers hold T * P rows."""
     T, K = rows.ids.shape
-    sent, place, slices = _pack(rows, hop)
-    there = functools.partial(to_peers, slices=slices, axes=hop.axes, size=T * hop.peers)
+    words, place, slices = _pack(rows, hop)
     with jax.named_scope("dispatch"):
-        arrived = Rows(jax.tree.map(there, sent.payload), there(sent.ids, empty=-1), there(sent.weights))
-    sums = jax.jit(experts)(localise(arrived, hop))
+        arrived = to_peers(words, slices, hop.axes, T * hop.peers)
+    shapes = shapes_of(rows)
+    unit = jax.jit(lambda words, received: experts(_unpack(words, received, shapes, hop)))
+    sums = unit(arrived, slices.received)
     with jax.named_scope("combine"):
         return Returned(from_peers(sums, slices, hop.axes, T * min(K, hop.peers)), place)
 
@@ -58,15 +60,22 @@ def finish_ragged(returned: Returned) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="hop")
-def _pack(rows: Rows, hop: Hop) -> tuple[Rows, jax.Array, Slices]:
-    """The rows, those for one peer together; where each went [T, K]; and the slices."""
+def _pack(rows: Rows, hop: Hop) -> tuple[jax.Array, jax.Array, Slices]:
+    """The rows as words, those for one peer together; where each went [T, K]; and the slices."""
     T, K = rows.ids.shape
     size = T * min(K, hop.peers)
     peer, slot, length = queue(rows.ids, hop)
     slices = slices_of(length, hop.axes)
     at = slices.send_at[jnp.minimum(peer, hop.peers - 1)] + slot
     place = jnp.where(peer < hop.peers, at, size)
-    return fill_buffers(rows, place, size), place, slices
+    return to_words(fill_buffers(rows, place, size)), place, slices
+
+
+def _unpack(words: jax.Array, received: jax.Array, shapes: Rows, hop: Hop) -> Rows:
+    """What arrived, `received` [P] rows from each peer; beyond them there are none."""
+    rows = from_words(words, shapes)
+    is_there = jnp.arange(words.shape[0]) < received.sum()
+    return localise(rows._replace(ids=jnp.where(is_there[:, None], rows.ids, -1)), hop.axes, hop.span)
 
 
 def slices_of(length: jax.Array, axes: tuple[str, ...]) -> Slices:
@@ -81,10 +90,10 @@ def slices_of(length: jax.Array, axes: tuple[str, ...]) -> Slices:
     return Slices(send_at, length, recv_at, received, theirs[:, 0], theirs[:, 1])
 
 
-@functools.partial(jax.jit, static_argnames=("axes", "size", "empty"))
-def to_peers(x: jax.Array, slices: Slices, axes: tuple[str, ...], size: int, empty: int = 0) -> jax.Array:
-    """Sends the slices of `x`; what arrives, [size, ...], `empty` from the sum of `received` on."""
-    output = jnp.full((size, *x.shape[1:]), empty, x.dtype)
+@functools.partial(jax.jit, static_argnames=("axes", "size"))
+def to_peers(x: jax.Array, slices: Slices, axes: tuple[str, ...], size: int) -> jax.Array:
+    """Sends the slices of `x`; what arrives, [size, ...], 0 from the sum of `received` on."""
+    output = jnp.zeros((size, *x.shape[1:]), x.dtype)
     return lax.ragged_all_to_all(
         x, output, slices.send_at, slices.sent, slices.their_recv_at, slices.received, axis_name=axes
     )

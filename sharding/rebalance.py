@@ -14,7 +14,6 @@ Everything runs inside `shard_map`, on one device. Letters: L layers, S slots a 
 E experts, C copies of the most copied expert, W words of a slot.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +22,10 @@ from jax import lax
 
 from sharding.placement import Placement
 from sharding.transport import Machine
+from sharding.words import from_words, to_words
 
 LAYERS_HELD = 3
 """Temporary memory of a move on a GPU, in layers' experts of one device (a test compiles it)."""
-
-_WORD_BYTES = 4
 
 
 class LayerMove(NamedTuple):
@@ -85,39 +83,6 @@ def checksums(words: jax.Array) -> jax.Array:
     return (words * weight).sum(axis=1, dtype=jnp.uint32)
 
 
-def to_words(tree: Any) -> jax.Array:
-    """The bytes of a tree of `[S, ...]` arrays, slot by slot, each array filled up with zeros: `[S, W]` uint32."""
-    return jnp.concatenate([_leaf_to_words(leaf) for leaf in jax.tree.leaves(tree)], axis=1)
-
-
-def from_words(words: jax.Array, like: Any) -> Any:
-    """A tree with the shapes and dtypes of `like` whose `to_words` is `words`."""
-    leaves, tree = jax.tree.flatten(like)
-    result, at = [], 0
-    for leaf in leaves:
-        count = _num_words(leaf)
-        result.append(_leaf_from_words(words[:, at : at + count], leaf))
-        at += count
-    return jax.tree.unflatten(tree, result)
-
-
 def _all_to_all(blocks: jax.Array, machine: Machine) -> jax.Array:
     """Block j of the leading axis `[N, ...]` to device j; block i of the result came from device i."""
     return lax.all_to_all(blocks, machine.axes, split_axis=0, concat_axis=0, tiled=True)
-
-
-def _num_words(leaf: jax.Array) -> int:
-    return -(-math.prod(leaf.shape[1:]) * leaf.dtype.itemsize // _WORD_BYTES)
-
-
-def _leaf_to_words(leaf: jax.Array) -> jax.Array:
-    per_word = _WORD_BYTES // leaf.dtype.itemsize
-    flat = leaf.reshape(leaf.shape[0], -1)
-    flat = jnp.pad(flat, ((0, 0), (0, _num_words(leaf) * per_word - flat.shape[1])))
-    grouped = flat if per_word == 1 else flat.reshape(flat.shape[0], -1, per_word)
-    return lax.bitcast_convert_type(grouped, jnp.uint32)
-
-
-def _leaf_from_words(words: jax.Array, leaf: jax.Array) -> jax.Array:
-    values = lax.bitcast_convert_type(words, leaf.dtype).reshape(leaf.shape[0], -1)
-    return values[:, : math.prod(leaf.shape[1:])].reshape(leaf.shape)

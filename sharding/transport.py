@@ -28,6 +28,7 @@ from sharding.exchange import (
     start_gather,
 )
 from sharding.ragged import finish_ragged, start_ragged
+from sharding.words import WORD_BYTES
 
 
 class Kind(enum.Enum):
@@ -99,7 +100,7 @@ def load_of(tokens: int, experts_per_token: int, hidden_size: int, *, fp8_dispat
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one rank sends, dispatch and combine together, but for the 4 bytes in which ranks agree on rounds.
+    """What one rank sends, dispatch and combine together.
 
     `device_bytes` leave the GPU, `node_bytes` of them leave the node; `messages` counts peers addressed.
     """
@@ -157,14 +158,16 @@ class Transport:
             return finish(handle, self.overlap), None
         if self.kind is Kind.RAGGED:
             return finish_ragged(handle), None
-        return finish_exchange(handle, self.hops, experts)
+        return finish_exchange(handle, self.hops, experts)[:2]
 
     def round_traffic(self, load: Load, *, further: bool) -> tuple[Traffic, ...]:
-        """Of each hop's first round, or of a further one."""
-        columns = [load.experts_per_token, *(min(load.experts_per_token, hop.span) for hop in self.hops)]
+        """Of each hop's first round, or of a further one; a row brings a word of `Queued.longest` for each hop."""
+        K = load.experts_per_token
+        columns = [K, *(min(K, hop.span) for hop in self.hops)]  # of ids, before each hop
+        rows = [load.row_bytes(columns[h]) + WORD_BYTES * (h + 1) for h in range(len(self.hops))]
         return tuple(
-            _hop_traffic(hop, self.machine, (hop.more if further else hop.capacity) * load.row_bytes(k))
-            for hop, k in zip(self.hops, columns, strict=False)
+            _hop_traffic(hop, self.machine, (hop.more if further else hop.capacity) * row)
+            for hop, row in zip(self.hops, rows, strict=True)
         )
 
     def traffic(self, load: Load) -> Traffic:

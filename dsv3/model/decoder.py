@@ -13,7 +13,7 @@ from dsv3.model.linear import Index, Numerics, at, linear, mlp
 from dsv3.model.norm import rms_norm
 from dsv3.model.params import LayerParams, MoeParams, Params
 from dsv3.model.rope import Rotation
-from dsv3.model.router import route
+from dsv3.model.router import route, router_logits
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 
 
@@ -68,7 +68,8 @@ def attention_block(
     layers: LayerParams, layer: Index, step: Step, x: jax.Array, state: Any, cache_layer: Index
 ) -> tuple[jax.Array, Any]:
     """`x` `[T, D]` after attention and its residual, and the attention state."""
-    return attend(layers, layer, step, x, queries(layers, layer, step, x), state, cache_layer)
+    heads, state = core(layers, layer, step, queries(layers, layer, step, x), state, cache_layer)
+    return output(layers, layer, step, x, heads), state
 
 
 def queries(layers: LayerParams, layer: Index, step: Step, x: jax.Array) -> Projected:
@@ -78,21 +79,26 @@ def queries(layers: LayerParams, layer: Index, step: Step, x: jax.Array) -> Proj
         return project(normed, layers.attention, layer, step.cfg, step.rotation, step.numerics)
 
 
-def attend(
-    layers: LayerParams, layer: Index, step: Step, x: jax.Array, tokens: Projected, state: Any, cache_layer: Index
+@jax.named_scope("attention")
+def core(
+    layers: LayerParams, layer: Index, step: Step, tokens: Projected, state: Any, cache_layer: Index
 ) -> tuple[jax.Array, Any]:
-    """The rest: cache write, attention core, output projection and residual."""
-    with jax.named_scope("attention"):
-        out, state = step.attend(tokens, layers.attention, layer, cache_layer, state)
-        out = linear(out.reshape(out.shape[0], -1), layers.attention.o, layer, step.numerics)
-        return x + step.shards.sum(out), state
+    """Cache write and attention core: `[T, H, V]` of the heads of this device, and the attention state."""
+    return step.attend(tokens, layers.attention, layer, cache_layer, state)
+
+
+@jax.named_scope("attention")
+def output(layers: LayerParams, layer: Index, step: Step, x: jax.Array, heads: jax.Array) -> jax.Array:
+    """`x` after the output projection of `heads` and the residual."""
+    out = linear(heads.reshape(heads.shape[0], -1), layers.attention.o, layer, step.numerics)
+    return x + step.shards.sum(out)
 
 
 @jax.named_scope("router")
 def choose_experts(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Ids and weights `[T, K]` of each row's experts; -1 in padding rows."""
     bias = None if moe.router_bias is None else at(moe.router_bias, layer)
-    ids, weights = route(step.cfg, normed, at(moe.router, layer), bias)
+    ids, weights = route(step.cfg, router_logits(normed, moe.router, layer, step.numerics.backend), bias)
     return jnp.where(step.valid[:, None], ids, -1), weights
 
 

@@ -1,7 +1,7 @@
 """The routed experts of one layer on one device."""
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,15 @@ class RoutedExperts(Protocol):
     ) -> tuple[jax.Array, Tally]: ...
 
 
-@jax.named_scope("experts")
+class Gated(NamedTuple):
+    """Rows between the two products of their experts: sorted by expert, padded to whole tiles."""
+
+    inner: jax.Array  # [slots, I], e4m3 where the experts are FP8
+    scale: jax.Array | None  # float32 scales of FP8 values
+    order: grouped.GroupAlignment
+    weights: jax.Array  # [T, K] float32
+
+
 def moe(
     x: jax.Array | Quantized,
     topk_ids: jax.Array,
@@ -67,47 +75,70 @@ def moe(
     Returns:
       y `[T, D]` in the dtype of x, summed in float32, and the (token, expert) pairs each expert worked on.
     """
-    (T, K), E = topk_ids.shape, jax.tree.leaves(params.gate_up)[0].shape[1]
-    tile_m = grouped.choose_tile_m(T * K, E, backend=numerics.backend)
-    rows = grouped.align_groups(topk_ids.reshape(-1), E, tile_m)
-    token_of_slot = rows.row_of_slot // K  # T where the slot is padding
-    tiles = {
-        "tile_group": rows.tile_group,
-        "tile_m": tile_m,
-        "group_offset": layer * E,
-        "backend": numerics.backend,
-    }
-    if isinstance(params.gate_up, Fp8Weight):
-        out = _fp8_experts(x, token_of_slot, params, tiles, numerics)  # [slots, D]
-    else:
+    gated = gate_up(x, topk_ids, topk_weights, params, layer, numerics)
+    return down(gated, params, layer, numerics, x.dtype), Tally(gated.order.counts, None)
+
+
+@jax.named_scope("experts")
+def gate_up(
+    x: jax.Array | Quantized,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    params: MoeParams,
+    layer: Index,
+    numerics: Numerics,
+) -> Gated:
+    """The first half of `moe`: its order of rows, the gate and up projections, and SwiGLU."""
+    K, E = topk_ids.shape[1], _num_experts(params)
+    tile_m = grouped.choose_tile_m(topk_ids.size, E, backend=numerics.backend)
+    order = grouped.align_groups(topk_ids.reshape(-1), E, tile_m)
+    token_of_slot = order.row_of_slot // K  # T where the slot is padding
+    tiles = _tiles(order, E, layer, numerics)
+    if not isinstance(params.gate_up, Fp8Weight):
         assert isinstance(x, jax.Array), "rows are quantised only for FP8 experts"
-        out = _plain_experts(x, token_of_slot, params, tiles)
-    picked = out.at[rows.slot_of_row].get(mode="fill", fill_value=0).reshape(T, K, -1)
-    y = jnp.einsum("tk,tkd->td", topk_weights, picked.astype(jnp.float32))
-    return y.astype(x.dtype), Tally(rows.counts, None)
-
-
-def _plain_experts(x: jax.Array, token_of_slot: jax.Array, params: MoeParams, tiles: dict) -> jax.Array:
-    gathered = x.at[token_of_slot].get(mode="fill", fill_value=0)
-    inner = swiglu(grouped.grouped_gemm_contiguous(gathered, _merge(params.gate_up), **tiles))
-    return grouped.grouped_gemm_contiguous(inner, _merge(params.down), **tiles)
-
-
-def _fp8_experts(
-    x: jax.Array | Quantized, token_of_slot: jax.Array, params: MoeParams, tiles: dict, numerics: Numerics
-) -> jax.Array:
+        gathered = x.at[token_of_slot].get(mode="fill", fill_value=0)
+        product = grouped.grouped_gemm_contiguous(gathered, _merge(params.gate_up), **tiles)
+        return Gated(swiglu(product), None, order, topk_weights)
     if isinstance(x, Quantized):
         values, scale = x.values, x.scale.T
     else:
         values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
     values = values.at[token_of_slot].get(mode="fill", fill_value=0)
     scale = scale.at[:, token_of_slot].get(mode="fill", fill_value=0)
-    gate_up = _fp8_product(values, scale, params.gate_up, x.dtype, tiles)
-    values, scale = fp8.swiglu_quantize(gate_up, ue8m0=numerics.ue8m0, backend=numerics.backend)
-    return _fp8_product(values, scale, params.down, x.dtype, tiles)
+    product = _fp8_product(values, scale, params.gate_up, x.dtype, tiles)
+    values, scale = fp8.swiglu_quantize(product, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    return Gated(values, scale, order, topk_weights)
 
 
-def _fp8_product(values: jax.Array, scale: jax.Array, weight: Fp8Weight, dtype: jnp.dtype, tiles: dict) -> jax.Array:
+@jax.named_scope("experts")
+def down(gated: Gated, params: MoeParams, layer: Index, numerics: Numerics, dtype: jnp.dtype) -> jax.Array:
+    """The second half of `moe`: the down projections, and each token's sum in `dtype`."""
+    tiles = _tiles(gated.order, _num_experts(params), layer, numerics)
+    if isinstance(params.down, Fp8Weight):
+        assert gated.scale is not None, "FP8 experts quantise what is between their products"
+        out = _fp8_product(gated.inner, gated.scale, params.down, dtype, tiles)
+    else:
+        out = grouped.grouped_gemm_contiguous(gated.inner, _merge(params.down), **tiles)
+    picked = out.at[gated.order.slot_of_row].get(mode="fill", fill_value=0).reshape(*gated.weights.shape, -1)
+    return jnp.einsum("tk,tkd->td", gated.weights, picked.astype(jnp.float32)).astype(dtype)
+
+
+def _tiles(order: grouped.GroupAlignment, num_experts: int, layer: Index, numerics: Numerics) -> dict[str, Any]:
+    return {
+        "tile_group": order.tile_group,
+        "tile_m": order.row_of_slot.shape[0] // order.tile_group.shape[0],
+        "group_offset": layer * num_experts,
+        "backend": numerics.backend,
+    }
+
+
+def _num_experts(params: MoeParams) -> int:
+    return jax.tree.leaves(params.gate_up)[0].shape[1]
+
+
+def _fp8_product(
+    values: jax.Array, scale: jax.Array, weight: Fp8Weight, dtype: jnp.dtype, tiles: dict[str, Any]
+) -> jax.Array:
     data, block_scale = _merge(weight.data), _merge(weight.scale)
     return grouped.fp8_grouped_gemm_contiguous(values, scale, data, block_scale, out_dtype=dtype, **tiles)
 

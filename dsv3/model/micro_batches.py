@@ -14,8 +14,9 @@ from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.decoder import Step, embed, run_layers
 from dsv3.model.expert_parallel import ExpertParallel
 from dsv3.model.experts import Tally
+from dsv3.model.lane import Lane
 from dsv3.model.norm import rms_norm
-from dsv3.model.overlap import Lane, Layers, decode_layers, hooked_layers, prefill_layers
+from dsv3.model.overlap import Layers, decode_layers, hooked_layers, prefill_layers
 from dsv3.model.params import Params
 from dsv3.model.steps import StepOutput, decode_step, prefill_step
 from pallas_kernels.backend import Backend

@@ -4,20 +4,42 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
+from dsv3.model.linear import Index, at
+from pallas_kernels import grouped
+from pallas_kernels.backend import Backend, resolve_backend
 
 
-def route(cfg: ModelConfig, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backend | None) -> jax.Array:
+    """What the score function scores: `x` `[T, D]` times layer `layer` of the router, `[T, E]` float32.
+
+    The product of two bfloat16 values is exact in float32, so the kernel for them gives the logits of the float32
+    product but for the order of the sums; it addresses the layer in the stack, where XLA would write a slice out.
+
+    Args:
+      x: `[T, D]`; the product is made in float32 whatever its dtype.
+      weight: `[L, E, D]`, float32 or the dtype of x.
+      layer: Python or traced integer.
+      backend: implementation; None chooses by device.
+
+    Raises:
+      ValueError: bfloat16 operands on Hopper whose E or D is no multiple of 8.
+    """
+    if x.dtype == weight.dtype == jnp.bfloat16 and resolve_backend(requested=backend) is Backend.MOSAIC:
+        return grouped.stacked_gemm(x, weight, layer, out_dtype=jnp.float32, backend=backend)
+    x32, weight32 = x.astype(jnp.float32), at(weight, layer).astype(jnp.float32)
+    return jnp.einsum("td,ed->te", x32, weight32, precision="highest")
+
+
+def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The experts of each token and their weights.
 
     Args:
-      x: `[T, D]`; the product with `weight` is made in float32 whatever its dtype.
-      weight: `[E, D]` float32.
+      logits: `[T, E]` float32.
       bias: `[E]` float32 or None; it moves the selection and never the weights (arXiv:2408.15664).
 
     Returns:
       ids `[T, K]` int32 and weights `[T, K]` float32, best expert first.
     """
-    logits = jnp.einsum("td,ed->te", x.astype(jnp.float32), weight, precision="highest")
     scores = jax.nn.sigmoid(logits) if cfg.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     choice = scores if bias is None else scores + bias
     if cfg.n_group > 1 and cfg.topk_method != "greedy":
@@ -35,8 +57,8 @@ def _keep_best_groups(cfg: ModelConfig, choice: jax.Array) -> jax.Array:
     The mask is minus infinity: with the 0 of older reference code a masked expert wins over a kept one whose biased
     score is negative.
     """
-    grouped = choice.reshape(choice.shape[0], cfg.n_group, -1)  # [T, G, E / G]
-    best_in_group = jax.lax.top_k(grouped, 2 if cfg.topk_method == "noaux_tc" else 1)[0]
+    by_group = choice.reshape(choice.shape[0], cfg.n_group, -1)  # [T, G, E / G]
+    best_in_group = jax.lax.top_k(by_group, 2 if cfg.topk_method == "noaux_tc" else 1)[0]
     best = jax.lax.top_k(best_in_group.sum(axis=-1), cfg.topk_group)[1]
     kept = jax.nn.one_hot(best, cfg.n_group, dtype=jnp.bool).any(axis=1)  # [T, G]
-    return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    return jnp.where(kept[..., None], by_group, -jnp.inf).reshape(choice.shape)

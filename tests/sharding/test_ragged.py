@@ -21,7 +21,7 @@ MACHINE = Machine(2, 4)
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """`lax.ragged_all_to_all` out of gathers, by its documentation; NaN where ranks' sizes contradict each other."""
+    """`lax.ragged_all_to_all` out of gathers, by its documentation; all bits set (NaN) where sizes disagree."""
     me = lax.axis_index(axis_name)
     everything = [lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)]
     wrong = jnp.bool(False)
@@ -32,7 +32,7 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
         output = output.at[target].set(data, mode="drop", unique_indices=True)
         wrong |= sizes[me] != recv_sizes[source]
         wrong |= (sizes[me] > 0) & (ends[me] + sizes[me] > output.shape[0])
-    return jnp.where(wrong, jnp.nan, output).astype(output.dtype)
+    return jnp.where(wrong, jnp.array(0xFFFFFFFF, jnp.uint32).view(output.dtype), output)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def test_slices_are_those_of_a_recount() -> None:
 
 @pytest.mark.aot
 def test_compiles_for_eight_gpus_and_sends_by_exact_sizes() -> None:
-    """Two ragged collectives for each dispatched array and the combine, and no padded all-to-all of activations."""
+    """Rows there in one ragged collective, sums back in another."""
     mesh = aot.gpu_mesh({"node": 2, "gpu": 4}, per_host=4)
     ragged = build(Kind.RAGGED, MACHINE, EXPERTS, load_of(T, K, 128, fp8_dispatch=True))
     spec = PartitionSpec(AXES)
@@ -93,8 +93,8 @@ def test_compiles_for_eight_gpus_and_sends_by_exact_sizes() -> None:
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
     arrays = (array(128, jnp.float8_e4m3fn), array(1, jnp.float32), array(K, jnp.int32), array(K, jnp.float32))
-    text = aot.compile_for(mapped, *arrays, mesh=mesh).as_text()
-    assert text.count(" ragged-all-to-all") == 5, "four arrays there, one back"
+    assert str(jax.make_jaxpr(mapped)(*arrays)).count(" ragged_all_to_all[") == 2, "one there, one back"
+    assert " ragged-all-to-all(" in aot.compile_for(mapped, *arrays, mesh=mesh).as_text()
 
 
 def test_refusals_say_what_to_change() -> None:

@@ -12,7 +12,10 @@ from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.kimi_k2 import KIMI_K2
 from dsv3.config import ModelConfig
-from dsv3.model.router import route
+from dsv3.model.router import route, router_logits
+from pallas_kernels.backend import Backend
+
+BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def choose_plainly(cfg: ModelConfig, logits: np.ndarray, bias: np.ndarray) -> tuple[list[int], list[float]]:
@@ -35,7 +38,8 @@ def test_against_plain_python(cfg: ModelConfig) -> None:
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(20, D)).astype(np.float32), rng.normal(size=(E, D)).astype(np.float32)
     bias = rng.normal(0, 0.3, E).astype(np.float32) if cfg.topk_method == "noaux_tc" else None
-    ids, weights = route(cfg, jnp.asarray(x), jnp.asarray(weight), None if bias is None else jnp.asarray(bias))
+    logits = router_logits(jnp.asarray(x), jnp.asarray(weight)[None], 0, None)
+    ids, weights = route(cfg, logits, None if bias is None else jnp.asarray(bias))
     for t in range(len(x)):
         plain = choose_plainly(cfg, x[t] @ weight.T, np.zeros(E) if bias is None else bias)
         assert ids[t].tolist() == plain[0]
@@ -47,26 +51,38 @@ def test_a_masked_expert_never_wins_over_a_negative_score() -> None:
         DEEPSEEK_V3, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, routed_scaling_factor=1.0
     )
     bias = jnp.array([-0.6, -0.7, -0.9, -0.95])  # every biased score is below zero
-    ids, weights = route(cfg, jnp.ones((1, 1)), jnp.zeros((4, 1)), bias)
+    ids, weights = route(cfg, jnp.zeros((1, 4)), bias)
     assert ids.tolist() == [[0, 1]]
     np.testing.assert_allclose(weights, [[0.5, 0.5]])
 
 
 def test_the_bias_moves_the_choice_and_not_the_weights() -> None:
     cfg = dataclasses.replace(KIMI_K2, n_routed_experts=3, num_experts_per_tok=1, norm_topk_prob=False)
-    weight, x = jnp.array([[2.0], [1.0], [0.0]]), jnp.ones((1, 1))
-    assert route(cfg, x, weight, jnp.zeros(3))[0].tolist() == [[0]]
-    ids, weights = route(cfg, x, weight, jnp.array([0.0, 0.0, 9.0]))
+    logits = jnp.array([[2.0, 1.0, 0.0]])
+    assert route(cfg, logits, jnp.zeros(3))[0].tolist() == [[0]]
+    ids, weights = route(cfg, logits, jnp.array([0.0, 0.0, 9.0]))
     assert ids.tolist() == [[2]]
     assert float(weights[0, 0]) == pytest.approx(0.5 * cfg.routed_scaling_factor)
 
 
-def test_bfloat16_activations_are_scored_in_float32() -> None:
+def test_bfloat16_is_scored_in_float32() -> None:
+    """To the bit, activations and the router's weights alike: nothing is rounded between them and the logits."""
     x = jax.random.normal(jax.random.key(0), (8, 64)).astype(jnp.bfloat16)
-    weight = jax.random.normal(jax.random.key(1), (256, 64))
-    bias = jnp.zeros(256)
-    ids, weights = route(DEEPSEEK_V3, x, weight, bias)
-    ids32, weights32 = route(DEEPSEEK_V3, x.astype(jnp.float32), weight, bias)
-    assert (ids == ids32).all()
-    assert (weights == weights32).all()
-    assert weights.dtype == jnp.float32
+    stack = jax.random.normal(jax.random.key(1), (3, 256, 64)).astype(jnp.bfloat16)
+    logits = jax.jit(router_logits, static_argnums=3)
+    wanted = logits(x.astype(jnp.float32), stack.astype(jnp.float32), 1, None)
+    for weight in (stack.astype(jnp.float32), stack):
+        found = logits(x, weight, 1, None)
+        assert found.dtype == jnp.float32
+        assert (found == wanted).all()
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "addressed"), [(BF16, BF16, True), (BF16, F32, False), (F32, F32, False), (F32, BF16, False)]
+)
+def test_the_kernel_takes_what_it_multiplies_exactly(x, weight, addressed) -> None:
+    """Two bfloat16 operands; whatever is wider goes the way of float32."""
+    args = (jnp.zeros((8, 64), x), jnp.zeros((3, 16, 64), weight), 1)
+    traced = str(jax.make_jaxpr(lambda *args: router_logits(*args, Backend.MOSAIC))(*args))
+    assert ("bf16_dense_split" in traced) == addressed
+    assert ("dot_general" in traced) != addressed

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.model.router import route
+from dsv3.model.router import route, router_logits
 from dsv3.training.config import TrainingConfig
 from dsv3.training.step import TrainState, balance, evaluate, initial_state, learning_rate, train_step
 
@@ -47,8 +47,9 @@ def test_balancing_evens_out_a_lopsided_router(toy_config: TrainingConfig, state
     cfg, params = toy_config.model, state.params
     x = jax.random.normal(jax.random.key(1), (512, cfg.hidden_size)) + 1.0
     peaks = []
+    logits = router_logits(x, params.moe.moe.router, 0, None)
     for _ in range(150):
-        ids, _ = route(cfg, x, params.moe.moe.router[0], params.moe.moe.router_bias[0])
+        ids, _ = route(cfg, logits, params.moe.moe.router_bias[0])
         counts = jnp.bincount(ids.reshape(-1), length=cfg.n_routed_experts)
         peaks.append(float(counts.max() / counts.mean()))
         params = balance(params, jnp.stack([counts, counts]), 0.005)

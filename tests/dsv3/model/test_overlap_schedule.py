@@ -62,7 +62,7 @@ def compiled(step) -> jax.stages.Compiled:
     def parameter(spec):
         where = partition(spec.axes)
         if not spec.quantizable:
-            return array(spec.shape, spec.dtype or jnp.bfloat16, where)
+            return array(spec.shape, stored(spec), where)
         blocks = (*spec.shape[:-2], *(-(-n // 128) for n in spec.shape[-2:]))
         return Fp8Weight(array(spec.shape, jnp.float8_e4m3fn, where), array(blocks, jnp.float32, where))
 
@@ -106,9 +106,14 @@ def transfers(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("step", [prefill_overlapped, decode_overlapped])
 def test_every_transfer_of_a_layer_hides_behind_matrix_work(step) -> None:
-    """Two micro-batches dispatch values, scales, ids and weights, and combine sums: ten transfers, none exposed."""
+    """Two micro-batches dispatch rows, all of a row in one piece, and combine sums: four transfers, none exposed."""
     hidden = [any(map(MATRIX_WORK.search, between)) for _, between in transfers(layer_loop(text_of(step)))]
-    assert hidden == [True] * 10
+    assert hidden == [True] * 4
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_ranks_agree_on_rounds_without_a_collective_of_their_own(step) -> None:
+    assert "all-reduce" not in text_of(step)
 
 
 def test_the_shared_expert_hides_the_combine_of_a_small_step() -> None:
@@ -127,21 +132,26 @@ def test_the_page_pool_is_not_copied(step) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_no_weight_but_the_router_is_copied(step) -> None:
-    """Our kernels address the layer in the stack; XLA writes a slice out before its own product, the router's."""
+def test_no_weight_is_copied(step) -> None:
+    """Our kernels address the layer in the stack; XLA writes a slice out before a product of its own."""
     heads, latent, hidden = CFG.num_attention_heads, CFG.kv_lora_rank, CFG.hidden_size
-    up_projection, router = (heads, CFG.v_head_dim, latent), ("f32", (CFG.n_routed_experts, hidden))
+    up_projection, router = (heads, CFG.v_head_dim, latent), (CFG.n_routed_experts, hidden)
     weights = {*weights_of_a_layer(), ("bf16", (heads * CFG.v_head_dim, latent))}  # prefill takes the heads together
-    assert {("bf16", up_projection), router} < weights
+    assert {("bf16", up_projection), ("bf16", router)} < weights
     assert {("f8e4m3fn", (2 * CFG.moe_intermediate_size, hidden)), ("f8e4m3fn", (24576, 1536))} < weights
     copied = {found for found in written(text_of(step), "copy|fusion") if found in weights}
-    assert copied == {router}
+    assert not copied
+
+
+def stored(spec):
+    """Type of a parameter of DeepSeek-V3's checkpoint that is not FP8: bfloat16, but the router's bias."""
+    return spec.dtype_in(jnp.bfloat16, checkpoint=[jnp.bfloat16])
 
 
 def weights_of_a_layer() -> Iterator[tuple[str, tuple[int, ...]]]:
     """Type and shape, as in compiled text, of each matrix of a layer, of its experts together and of each one."""
     for spec in jax.tree.leaves(declare(CFG).moe):
-        kind = "f8e4m3fn" if spec.quantizable else "f32" if spec.dtype == jnp.float32 else "bf16"
+        kind = "f8e4m3fn" if spec.quantizable else "f32" if stored(spec) == jnp.float32 else "bf16"
         shape = spec.shape[1:]
         if "experts" in spec.axes:
             yield kind, shape[1:]

@@ -8,8 +8,8 @@ batch's size, and smaller steps run as one batch whose shared expert hides the c
 
 Prefill, one MoE layer, micro-batches 0 and 1 (1 holds the earlier tokens, so a prompt may be cut in two):
 
-    compute  | attention 1 | attention 0 | experts 1  | experts 0, shared 1 | shared 0    |
-    network  | combine 0   | dispatch 1  | dispatch 0 | combine 1           | (combine 0) |
+    compute  | attention 1, shared 0 | attention 0 | experts 1  | experts 0, shared 1 |
+    network  | combine 0 (layer - 1) | dispatch 1  | dispatch 0 | combine 1           |
 
 Decode, one half of a layer (the other half swaps 0 and 1); attention 0 and 1 of the paper's five stages are `project`
 and the attention core:
@@ -17,11 +17,10 @@ and the attention core:
     compute  | shared 0, project 1 | experts 0 | core and router 1 |
     network  | dispatch 0          |           | combine 0         |
 
-Over several nodes a dispatch forwards inside the node after it has crossed to it, and a combine reduces there before it
-crosses back. In prefill these second hops stand behind work too: the forwarding of 1 behind the rest of attention 0, of
-0 behind the second product of experts 1; the reduction of 1 behind the first product of experts 0 and shared 1, of 0
-behind shared 0. In decode nothing is left to stand in front of them that a transfer between nodes does not need more
-(`docs/plan.md` has the search).
+Over several nodes a dispatch is forwarded inside the node after it has crossed, and a combine is reduced there before
+it crosses back. Prefill hides these second hops too, for which its stages are cut: 1 is forwarded under the output
+projection of 0 and reduced under the first product of experts 0; 0 is forwarded under the second product of experts 1
+and reduced under shared 1. In decode they stand exposed: whatever could hide them hides a crossing, which takes longer.
 """
 
 import dataclasses
@@ -84,11 +83,13 @@ def prefill_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pag
     L = zero.layers.input_norm.shape[0]
 
     def body(carry, layer):
-        x0, x1, pages, routed0, computed0, shared0 = carry
+        x0, x1, pages, routed0, computed0 = carry
+        previous = jnp.maximum(layer - 1, 0)
         combine0 = zero.start_combine(computed0)
-        heads1, pages = one.core(layer, one.project(layer, x1), pages)
-        x1, routed1 = one.output(layer, x1, heads1)
-        x0, tally0 = zero.finish_combine(jnp.maximum(layer - 1, 0), x0, routed0, combine0, shared0)
+        x1, pages = one.attention(layer, x1, pages)
+        routed1 = one.route(layer, x1)
+        shared0 = zero.shared(previous, routed0.normed)
+        x0, tally0 = zero.finish_combine(previous, x0, routed0, combine0, shared0)
         spread1 = one.dispatch(routed1)
         heads0, pages = zero.core(layer, zero.project(layer, x0), pages)
         spread1 = one.forward(spread1)
@@ -98,34 +99,33 @@ def prefill_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pag
         spread0 = zero.forward(spread0)
         back1 = one.start_return(*one.down(layer, halfway1, dtype))
         halfway0 = zero.gate_up(layer, spread0)
-        shared1 = one.shared(layer, routed1.normed)
         combine1 = one.cross_back(layer, back1)
         reduce0 = zero.start_reduce(*zero.down(layer, halfway0, dtype))
-        shared0 = zero.shared(layer, routed0.normed)
+        shared1 = one.shared(layer, routed1.normed)
         computed0 = zero.finish_reduce(layer, reduce0)
         x1, tally1 = one.finish_combine(layer, x1, routed1, combine1, shared1)
-        return (x0, x1, pages, routed0, computed0, shared0), (tally0, tally1)
+        return (x0, x1, pages, routed0, computed0), (tally0, tally1)
 
-    def last(x0, routed0, computed0, shared0):
-        return zero.finish_combine(L - 1, x0, routed0, zero.start_combine(computed0), shared0)
+    def last(x0, routed0, computed0):
+        handle = zero.start_combine(computed0)
+        return zero.finish_combine(L - 1, x0, routed0, handle, zero.shared(L - 1, routed0.normed))
 
     ordered = in_program_order(body, overlap)
     carry = (*x, pages, *_nothing(zero, x[0]))
     carry, (tally0, tally1) = jax.lax.scan(ordered, carry, jnp.arange(L, dtype=jnp.int32))
-    x0, x1, pages, routed0, computed0, shared0 = carry
-    x0, final = in_program_order(last, overlap)(x0, routed0, computed0, shared0)
+    x0, x1, pages, routed0, computed0 = carry
+    x0, final = in_program_order(last, overlap)(x0, routed0, computed0)
     # Micro-batch 0 finishes layer l in pass l + 1; its first pass finished nothing.
     tally0 = jax.tree.map(lambda passes, last: jnp.concatenate([passes[1:], last[None]]), tally0, final)
     return x0, x1, pages, _sum(tally0, tally1)
 
 
-def _nothing(lane: Lane, x: jax.Array) -> tuple[Routed, Computed, jax.Array | float]:
+def _nothing(lane: Lane, x: jax.Array) -> tuple[Routed, Computed]:
     """A micro-batch that has chosen no experts: combining it adds zero, and so does its shared expert."""
     idle = dataclasses.replace(lane, step=dataclasses.replace(lane.step, valid=jnp.zeros_like(lane.step.valid)))
     routed = idle.route(0, jnp.zeros_like(x))
     sums = jnp.zeros((lane.hops[0].peers * lane.hops[0].capacity, x.shape[1]), x.dtype)
-    shared = 0.0 if lane.moe.shared is None else jnp.zeros_like(x)
-    return routed, Computed(sums, jnp.zeros(len(lane.hops), jnp.int32), jnp.zeros(1, jnp.int32)), shared
+    return routed, Computed(sums, jnp.zeros(len(lane.hops), jnp.int32), jnp.zeros(1, jnp.int32))
 
 
 def decode_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pages: jax.Array) -> Layers:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dsv3.plan import hlo
 
 _KINDS = ("ragged-all-to-all", "all-to-all", "all-reduce", "all-gather", "reduce-scatter", "collective-permute")
-_ROLES = {"dispatch": "dispatch", "combine": "combine", "jit(make_plan)": "rounds"}
+_ROLES = ("dispatch", "combine")
 LABELS = ("project", "router", "shared_expert", "experts", "dispatch", "combine", "head", "mlp", "attention")
 """Names of `jax.named_scope` that tell the stages of a layer apart; the innermost one counts."""
 _ELEMENTWISE_KERNELS = ("quantize", "mla_write")
@@ -171,8 +171,8 @@ def is_matrix_work(module: hlo.Module, instruction: hlo.Instruction) -> bool:
 
 
 def role_of(instruction: hlo.Instruction) -> str:
-    """What a collective is for: dispatch, combine, agreement on their rounds, or the stage whose sum it completes."""
-    roles = (_ROLES[scope] for scope in reversed(instruction.scopes) if scope in _ROLES)
+    """What a collective is for: dispatch, combine, or the stage whose sum it completes."""
+    roles = (scope for scope in reversed(instruction.scopes) if scope in _ROLES)
     return next(roles, label_of(instruction) or "other")
 
 

@@ -14,8 +14,6 @@ from dsv3.plan.roofline import HOOK_S, TRANSFER_S, Rates
 
 COMPUTE, NODE_LINK, CROSS_LINK = LANES = ("compute", "inside the node", "between nodes")
 _PRODUCTS_OF_EXPERTS = 2  # gate and up together, then down
-_SMALL_BYTES = 4096
-"""Messages up to this many bytes do not queue behind others on their link, nor others behind them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +117,10 @@ class Player:
             (CROSS_LINK, collective.cross_bytes, link),
         ):
             if nbytes:
-                queued = clock.free[lane] if nbytes > _SMALL_BYTES else 0.0
-                start = max(clock.now, queued)
+                start = max(clock.now, clock.free[lane])
                 end = max(start, clock.now + TRANSFER_S) + nbytes / rate
                 clock.blocks.append(Block(lane, collective.role, start, end, collective.micro_batch))
-                clock.free[lane] = max(clock.free[lane], end) if nbytes > _SMALL_BYTES else clock.free[lane]
+                clock.free[lane] = end
                 ends.append(end)
         if collective.done == collective.started:
             clock.wait(max(ends), collective.role)

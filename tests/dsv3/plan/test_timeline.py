@@ -68,14 +68,6 @@ def test_a_transfer_with_nothing_behind_it_is_paid_in_full() -> None:
     assert line.exposed["dispatch"] == pytest.approx(TRIPS * WIRE_S)
 
 
-def test_a_few_bytes_do_not_wait_for_a_large_transfer() -> None:
-    groups = "replica_groups=mesh['node'=2,'gpu'=8] {'node'}"
-    ask = f'  %n = s32[1] all-reduce(%x4), {groups}, metadata={{op_name="jit(f)/jit(make_plan)/pmax"}}'
-    line = play(program("  %x4 = s32[1] parameter(1)", ask, *EXPERTS), {"experts": 10 * WIRE_S})
-    assert line.exposed["rounds"] == pytest.approx(TRIPS * TRANSFER_S, rel=1e-3)
-    assert line.exposed["dispatch"] == 0
-
-
 def test_a_stage_is_shared_out_over_its_products_and_micro_batches() -> None:
     twice = (*EXPERTS, kernel("gate_up_1", "experts"), kernel("down_1", "experts"))
     line = play(program(*twice), {"experts": 10 * WIRE_S})

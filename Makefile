@@ -13,7 +13,7 @@ serve: $(VENV)/.runtime
 	@$(BIN)/python -m launch.serve --port $(PORT)
 
 test: check
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

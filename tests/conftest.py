@@ -1,8 +1,48 @@
-"""Settings every test shares, fixed before jax is imported."""
+"""Settings every test shares, fixed before jax is imported; and what keeps the suite's time down."""
 
+import gc
 import os
+import shutil
+import tempfile
 
 # With the CUDA plugin of the `aot` extra installed and no GPU, jax would otherwise try, and fail, to start it.
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Meshes of up to eight devices, on one CPU.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# A third of the suite's time was LLVM's, for programs that run for milliseconds.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+
+import jax
+import pytest
+
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One compilation cache for a run: what two workers or processes need is compiled once.
+
+    It is new in every run, and the user's own stays out of it.
+    """
+    if hasattr(config, "workerinput"):
+        return  # a worker of xdist has inherited it
+    directory = os.environ[_CACHE] = tempfile.mkdtemp(prefix="dsv3-tests-")
+    jax.config.update("jax_compilation_cache_dir", directory)
+    config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that compile for a GPU, and the notebook, come first: one worker would sit alone on them at the end."""
+    long = {item.path for item in items if item.get_closest_marker("aot") or item.path.name == "test_examples.py"}
+    items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the million objects that imports have made."""
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compiles for a GPU as users do: there machine code is tested, and ptxas is slow with what LLVM left as it was."""
+    jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("aot") is None)

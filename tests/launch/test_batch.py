@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-# Few and small programs: this is about lines, not about speed.
-SMALL = ["--max-num-seqs=4", "--max-model-len=192", "--max-num-batched-tokens=64"]
+# Few and small programs, those that test_serve compiles too: this is about lines, not about speed.
+SMALL = ["--max-num-seqs=4", "--max-model-len=256", "--max-num-batched-tokens=64"]
 
 
 @pytest.fixture

@@ -46,9 +46,9 @@ def serving(*arguments):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server():
     """The process and its lines; the bundled model with small programs."""
-    with serving(*SMALL, "--compilation_cache_dir", str(tmp_path_factory.mktemp("xla"))) as started:
+    with serving(*SMALL) as started:
         yield started
 
 

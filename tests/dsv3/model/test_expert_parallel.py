@@ -43,10 +43,10 @@ PAGES = (CFG.num_cache_layers * 2 * MP, 64, CFG.latent_dim)
 
 @functools.cache
 def parameters() -> Params:
-    """Random parameters, drawn by numpy: jax compiles a generator for each shape, 10 s in all."""
+    """Random parameters in numpy: jax would compile a generator, and a gather in `spread`, for each shape."""
     rng = np.random.default_rng(0)
     specs = abstract(CFG, jnp.float32)
-    return jax.tree.map(lambda spec: jnp.asarray(rng.normal(scale=0.2, size=spec.shape), spec.dtype), specs)
+    return jax.tree.map(lambda spec: rng.normal(scale=0.2, size=spec.shape).astype(spec.dtype), specs)
 
 
 def spread(params: Params, phy2log: np.ndarray) -> Params:
@@ -82,10 +82,12 @@ def run_rank(
     return hidden, out.expert_counts + after.expert_counts, (out.rounds, after.rounds)
 
 
+_alone = jax.jit(lambda *arguments: run_rank(*arguments)[:2])
+
+
 @functools.cache
 def alone(ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    step = jax.jit(lambda *batches: run_rank(parameters(), *batches)[:2])
-    results = [step(*jax.tree.map(lambda a, r=rank: a[r], batches(ranks))) for rank in range(ranks)]
+    results = [_alone(parameters(), *jax.tree.map(lambda a, r=rank: a[r], batches(ranks))) for rank in range(ranks)]
     return tuple(np.stack(part) for part in zip(*results, strict=True))
 
 

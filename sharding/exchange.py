@@ -139,7 +139,7 @@ def _longest_queue(tokens: int, mean: float, pairs: int) -> int:
 
 def further_capacity(capacity: int) -> int:
     """Rows for a pair in a further round: a quarter of the first."""
-    return math.ceil(capacity / 4)
+    return max(1, capacity // 4)
 
 
 def expected_rows(tokens: int, peers: int, experts_per_token: int) -> float:

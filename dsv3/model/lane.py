@@ -1,14 +1,11 @@
 """One micro-batch's way through the MoE layers in stages, between which a schedule puts the work of another.
 
-The stages of a layer, in the order of a micro-batch; those in italics of a second hop only where there is one:
+The stages of a layer in their order, those in brackets only where rows take a second hop:
 
-    attention: project, core, output and router
-    there: dispatch, _forward_, gate_up
-    back: down, start_reduce, _finish_reduce_, start_combine, finish_combine
-    any time after the router: shared
+    project, core, output (and router), dispatch, [forward], gate_up, down, [start_reduce, finish_reduce],
+    start_combine, finish_combine; and shared at any time after the router
 
-`dispatch`, `forward`, `start_reduce` and `start_combine` begin a transfer, and the next stage of the same micro-batch
-waits for it (`sharding.collectives`).
+`dispatch`, `forward`, `start_reduce` and `start_combine` begin a transfer for which the next stage waits.
 """
 
 import dataclasses

@@ -22,10 +22,14 @@ from pallas_kernels.grouped import (
     fp8_grouped_gemm_masked,
     grouped_gemm_contiguous,
     grouped_gemm_masked,
+    head_gemm,
+    stacked_gemm,
 )
 
 _STACK_BYTES = 256 << 20
 """Weights of a case together: five times the L2 cache of an H200."""
+_COMPARED_TOKENS = (64, 128)
+"""Decode batches at which a product with one layer of a stack stands next to XLA's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Case:
     """One product.
 
     Attributes:
-      table: dense, contiguous, masked or quantise.
+      table: dense, contiguous, masked, quantise, heads or router.
       label: what the table's first column says.
       key: for looking up published figures and tuned plans.
       operands: makes the random operands, from a key.
@@ -42,6 +46,7 @@ class Case:
       flops: of one call.
       bytes: read and written by one call, at the least.
       tolerance: on calc_diff.
+      sliced: as `call`, but XLA's product with the slice `stack[i]`; None where that is not timed.
     """
 
     table: str
@@ -53,10 +58,11 @@ class Case:
     flops: float
     bytes: float
     tolerance: float
+    sliced: Callable[..., jax.Array] | None = None
 
 
 def all_cases(backend: Backend) -> Iterator[Case]:
-    """Every case of DeepGEMM's tables, then of its tests: a run that is short of time leaves the last ones out."""
+    """DeepGEMM's tables, the model's other products, DeepGEMM's tests: a run short of time leaves the last ones out."""
     fp8, bf16 = jnp.float8_e4m3fn, jnp.bfloat16
     for m in (4096, 64, 128, 1):
         for n, k in shapes.DENSE_NK:
@@ -70,6 +76,7 @@ def all_cases(backend: Backend) -> Iterator[Case]:
     for m in (128, 4096):
         yield quantise_case(m, 7168, False, backend)
         yield quantise_case(m, 2048, True, backend)
+    yield from layer_cases(backend)
     for n, k in shapes.EXPERT_NK:
         yield masked_case(32, 20, n, k, bf16, backend)
         yield masked_case(6, 1024, n, k, bf16, backend)
@@ -79,6 +86,15 @@ def all_cases(backend: Backend) -> Iterator[Case]:
             yield contiguous_case(groups, rows, n, k, fp8, backend)
         for groups, rows in ((6, 1024), (32, 192), (32, 20), (6, 20)):
             yield masked_case(groups, rows, n, k, fp8, backend)
+
+
+def layer_cases(backend: Backend) -> Iterator[Case]:
+    """The bfloat16 products of DeepSeek-V3 that address one layer of a stack: k_up, v_up and the router."""
+    for m in shapes.HEAD_TOKENS:
+        for transposed in (True, False):
+            yield head_case(m, shapes.HEADS, shapes.HEAD_WIDTH, shapes.LATENT, transposed, backend)
+    for m in shapes.ROUTER_TOKENS:
+        yield router_case(m, *shapes.ROUTER_NK, backend)
 
 
 def dense_case(m: int, n: int, k: int, backend: Backend, plan: Plan | None = None) -> Case:
@@ -204,6 +220,59 @@ def quantise_case(m: int, channels: int, gated: bool, backend: Backend) -> Case:
     label = f"{'SwiGLU and ' if gated else ''}1x128, {m} x {channels}"
     size = 2 * m * width + m * channels + 4 * m * channels // 128
     return Case("quantise", label, (gated, m, channels), operands, call, valid_rows, 0, size, 1e-3)
+
+
+def head_case(m: int, heads: int, width: int, latent: int, transposed: bool, backend: Backend) -> Case:
+    """Queries of `width` channels a head to latents by k_up (`transposed`), or latents to values by v_up."""
+    n, k = (latent, width) if transposed else (width, latent)
+    return _layer_case(
+        "heads",
+        f"{'k_up' if transposed else 'v_up'}, {heads} heads, {m} x {n} x {k}",
+        "mhk,hkn->mhn" if transposed else "mhk,hnk->mhn",
+        ((m, heads, k), (heads, width, latent), jax.ShapeDtypeStruct((m, heads, n), jnp.bfloat16)),
+        functools.partial(head_gemm, transposed=transposed, backend=backend),
+        1e-5,
+    )
+
+
+def router_case(m: int, n: int, k: int, backend: Backend) -> Case:
+    """The tolerance is for float32 sums: a result rounded to bfloat16 differs by 1e-6."""
+    return _layer_case(
+        "router",
+        f"{m} x {n} x {k}",
+        "mk,nk->mn",
+        ((m, k), (n, k), jax.ShapeDtypeStruct((m, n), jnp.float32)),
+        functools.partial(stacked_gemm, out_dtype=jnp.float32, backend=backend),
+        1e-8,
+    )
+
+
+def _layer_case(table: str, label: str, equation: str, arrays: tuple, product: Callable, tolerance: float) -> Case:
+    """`product(x, stack, layer)`, which is `equation`; arrays: shape of x, shape of a layer, shape and dtype of out."""
+    x_shape, w_shape, out = arrays
+    layers = _stack(2 * math.prod(w_shape))
+
+    def operands(key):
+        x_key, w_key = jax.random.split(key)
+        return {"x": _normal(x_key, *x_shape), "w": _normal(w_key, layers, *w_shape)}
+
+    def call(operands, i):
+        return product(operands["x"], operands["w"], i % layers)
+
+    def sliced(operands, i):
+        w = jax.lax.dynamic_index_in_dim(operands["w"], i % layers, keepdims=False)
+        return jnp.einsum(equation, operands["x"], w, preferred_element_type=out.dtype)
+
+    def valid_rows(operands, i):
+        x, w = operands["x"].astype(jnp.float32), operands["w"][i % layers].astype(jnp.float32)
+        expected = jnp.einsum(equation, x, w, precision=jax.lax.Precision.HIGHEST)
+        return call(operands, i).astype(jnp.float32), expected
+
+    flops = 2 * out.size * x_shape[-1]
+    size = 2 * (math.prod(x_shape) + math.prod(w_shape)) + out.size * out.dtype.itemsize
+    key = ("bfloat16", table, label)
+    compared = sliced if x_shape[0] in _COMPARED_TOKENS else None
+    return Case(table, label, key, operands, call, valid_rows, flops, size, tolerance, compared)
 
 
 def calc_diff(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -22,5 +22,13 @@ MASKED_GROUPS = ((1, 1024), (2, 512), (4, 256), (6, 1024), (32, 192), (32, 20), 
 EXPERT_NK = ((4096, 7168), (7168, 2048))
 """(N, K) of an expert's products in DeepSeek-V3."""
 
+HEADS, HEAD_WIDTH, LATENT = 128, 128, 512
+"""Attention heads, channels of a head and of the latent: k_up and v_up are [heads, width, latent]."""
+
+HEAD_TOKENS = (1, 33, 64, 128, 512)
+
+ROUTER_NK = (256, 7168)
+ROUTER_TOKENS = (1, 33, 64, 130, 2048)
+
 OTHER_NK = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
 """(N, K) of grouped products in DeepGEMM's tests."""

@@ -30,16 +30,25 @@ def small_cases():
         fp8_cases.contiguous_case(2, 128, 64, 128, jnp.bfloat16, REFERENCE),
         fp8_cases.masked_case(2, 6, 64, 128, jnp.float8_e4m3fn, REFERENCE),
         fp8_cases.quantise_case(4, 128, True, REFERENCE),
+        fp8_cases.head_case(3, 2, 8, 16, False, REFERENCE),
+        *compared_cases(),
     ]
+
+
+def compared_cases():
+    """Those that are also timed as XLA's product with a slice."""
+    return [fp8_cases.head_case(64, 2, 8, 16, True, REFERENCE), fp8_cases.router_case(64, 16, 128, REFERENCE)]
 
 
 def test_cases_pass_and_tables_are_written(run, tmp_path):
     run.check_and_measure(small_cases())
     run.write()
-    assert not run.failures and not run.left_out and len(run.rows) == 4
-    assert len(json.loads((tmp_path / "fp8_gemm.json").read_text())["rows"]) == 4
+    assert not run.failures and not run.left_out and len(run.rows) == 7
+    assert len(json.loads((tmp_path / "fp8_gemm.json").read_text())["rows"]) == 7
     text = (tmp_path / "fp8_gemm.md").read_text()
     assert "| 3 x 136 x 128 |" in text and "## masked" in text
+    compared = [line.split(" | ")[0] for line in text[text.index("XLA slices it") :].splitlines() if ": " in line]
+    assert compared == ["| heads: k_up, 2 heads, 64 x 16 x 8", "| router: 64 x 16 x 128"]
 
 
 def test_a_wrong_product_fails_and_is_not_timed(run):
@@ -51,6 +60,54 @@ def test_a_wrong_product_fails_and_is_not_timed(run):
 
     run.check_and_measure([dataclasses.replace(case, valid_rows=wrong)])
     assert len(run.failures) == 1 and not run.rows
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_xla_computes_the_product_it_is_timed_for(run, number):
+    case = compared_cases()[number]
+
+    def sliced(operands, i):
+        return case.sliced(operands, i).astype(jnp.float32), case.valid_rows(operands, i)[1]
+
+    operands = case.operands(jax.random.key(0))
+    assert fp8_gemm.difference(dataclasses.replace(case, valid_rows=sliced), operands) < case.tolerance
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_another_layer_of_the_stack_fails(run, number):
+    case = compared_cases()[number]
+
+    def next_layer(operands, i):
+        return case.call(operands, i + 1).astype(jnp.float32), case.valid_rows(operands, i)[1]
+
+    run.check_and_measure([dataclasses.replace(case, valid_rows=next_layer)])
+    assert len(run.failures) == 1 and not run.rows
+
+
+def test_logits_rounded_to_bfloat16_fail(run):
+    case = fp8_cases.router_case(3, 16, 128, REFERENCE)
+
+    def rounded(operands, i):
+        return case.call(operands, i).astype(jnp.bfloat16).astype(jnp.float32), case.valid_rows(operands, i)[1]
+
+    run.check_and_measure([dataclasses.replace(case, valid_rows=rounded)])
+    assert len(run.failures) == 1 and not run.rows
+
+
+def test_products_with_a_layer_at_their_sizes():
+    """Both forms give arrays of one type; stacks outgrow the L2 cache; decode batches are compared with XLA."""
+    compared = []
+    for case in fp8_cases.layer_cases(REFERENCE):
+        operands = jax.eval_shape(case.operands, jax.random.key(0))
+        result = jax.eval_shape(case.call, operands, 0)
+        x, w, out = (v.size * v.dtype.itemsize for v in (operands["x"], operands["w"], result))
+        assert w >= 256 << 20
+        assert case.bytes == x + w / operands["w"].shape[0] + out
+        if case.sliced is not None:
+            assert jax.eval_shape(case.sliced, operands, 0) == result
+            compared.append((case.table, result.shape))
+    heads = [("heads", (m, 128, n)) for m in (64, 128) for n in (512, 128)]
+    assert compared == [*heads, ("router", (64, 256))]
 
 
 def test_without_time_cases_are_named_as_left_out(run):

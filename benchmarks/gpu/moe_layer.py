@@ -4,7 +4,7 @@
     JAX_PLATFORMS=cpu python -m benchmarks.gpu.moe_layer --compile     without one: registers, spills and memory
 
 A rank of 144 holds 2 of 288 physical experts of 7168 x 2048 in FP8 and has 128 tokens of its own. To it come the
-buffers of the all-to-all transport, 16 rows from each rank; with even routing each expert has 512 live rows. What is
+buffers of the all-to-all transport, 17 rows from each rank; with even routing each expert has 512 live rows. What is
 timed is what the rank computes: the routed experts on what arrived, the shared expert on its own tokens. Nothing is
 sent.
 

@@ -202,6 +202,16 @@ def kernel_resources(
 
     Arguments and errors as in `compile_for`.
     """
+    return compile_with_resources(fn, *args, mesh=mesh, donate_argnums=donate_argnums, **kwargs)[1]
+
+
+def compile_with_resources(
+    fn: Callable, *args, mesh: Mesh | None = None, donate_argnums: tuple[int, ...] = (), **kwargs
+) -> tuple[jax.stages.Compiled, tuple[KernelResources, ...]]:
+    """What `compile_for` and `kernel_resources` give, of one compilation.
+
+    Arguments and errors as in `compile_for`, but that an `fn` already jitted does not donate: use `donate_argnums`.
+    """
 
     def fresh(*args, **kwargs):  # jax keeps the lowered module and the executable of a function it has seen
         return fn(*args, **kwargs)
@@ -210,9 +220,9 @@ def kernel_resources(
         lowered = lower_for(fresh, *args, mesh=mesh, donate_argnums=donate_argnums, **kwargs)
         _forget_compiled_kernels(lowered)
         with _captured_stdout() as output, _reporting():
-            lowered.compile()
+            compiled = lowered.compile()
     reports = re.findall(r"Compiling entry function.*?Used \d+ registers", output.getvalue(), flags=re.DOTALL)
-    return tuple(sorted(map(_parse_report, reports), key=lambda kernel: kernel.name))
+    return compiled, tuple(sorted(map(_parse_report, reports), key=lambda kernel: kernel.name))
 
 
 def _parse_report(report: str) -> KernelResources:

@@ -209,11 +209,11 @@ def compile_all() -> int:
     shapes = jax.eval_shape(operands, jax.random.key(0))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     for case in all_cases(Backend.MOSAIC):
-        kernels = aot.kernel_resources(case.call, shapes, number)
+        compiled, kernels = aot.compile_with_resources(case.call, shapes, number)
         for kernel in kernels:
             spilled += kernel.spill_bytes > 0
             print(f"{case.label}: {kernel.name}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled")
-        memory = aot.compile_for(case.call, shapes, number).memory_analysis()
+        memory = compiled.memory_analysis()
         print(f"{case.label}: {memory.temp_size_in_bytes / 1e6:.0f} MB of temporaries", flush=True)
     print(f"{spilled} kernels spill")
     return 1 if spilled else 0

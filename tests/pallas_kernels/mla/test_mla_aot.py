@@ -61,8 +61,9 @@ def test_decode_from_fp8_pages_copies_nothing(H, S):
     pool = array((PAGES_PER_LAYER, 64, 656), jnp.uint8)
     run = functools.partial(decode, pages_per_layer=PAGES_PER_LAYER)
     arguments = (array((BATCH, S, H, 576)), pool, array((BATCH, TABLE), i32), array((BATCH,), i32))
-    assert_clean(aot.kernel_resources(run, *arguments), "mla_decode", "mla_combine")
-    assert aot.compile_for(run, *arguments).memory_analysis().temp_size_in_bytes < 128 << 20
+    compiled, kernels = aot.compile_with_resources(run, *arguments)
+    assert_clean(kernels, "mla_decode", "mla_combine")
+    assert compiled.memory_analysis().temp_size_in_bytes < 128 << 20
 
 
 def test_prefill_and_context():
@@ -103,8 +104,9 @@ def test_write_with_norm_and_rotation_is_in_place():
     step = functools.partial(write_new_latents, epsilon=1e-6, pages_per_layer=PAGES_PER_LAYER, backend=Backend.MOSAIC)
     rows, angles, places = array((BATCH, 576)), array((BATCH, 32), jnp.float32), array((BATCH,), i32)
     arguments = (array(POOL_SHAPE), rows, array((512,)), angles, angles, places, places)
-    assert_clean(aot.kernel_resources(step, *arguments, donate_argnums=0), "mla_write_fused")
-    memory = aot.compile_for(step, *arguments, donate_argnums=0).memory_analysis()
+    compiled, kernels = aot.compile_with_resources(step, *arguments, donate_argnums=0)
+    assert_clean(kernels, "mla_write_fused")
+    memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 2 * PAGES_PER_LAYER * LAYERS * 64 * 576
     assert memory.temp_size_in_bytes < 1 << 20
 
@@ -135,10 +137,7 @@ def layers_step(pages, q, latents, page_ids, offsets, table, lengths):
 
 def test_eight_gpus_scan_layers_over_a_pool_that_is_never_copied():
     mesh = aot.gpu_mesh({"data": 8})
-    step = jax.jit(
-        jax.shard_map(layers_step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False),
-        donate_argnums=0,
-    )
+    step = jax.shard_map(layers_step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     B, per_device = 8 * 16, LAYERS * 4096
     shapes = [
         ((8 * per_device, 64, 576), bf16),
@@ -150,8 +149,8 @@ def test_eight_gpus_scan_layers_over_a_pool_that_is_never_copied():
         ((B,), i32),
     ]
     arguments = [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, P("data"))) for s, d in shapes]
-    compiled = aot.compile_for(step, *arguments, mesh=mesh)
+    compiled, kernels = aot.compile_with_resources(step, *arguments, mesh=mesh, donate_argnums=0)
     memory, pool_bytes = compiled.memory_analysis(), per_device * 64 * 576 * 2
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 8
-    assert_clean(aot.kernel_resources(step, *arguments, mesh=mesh), "mla_decode", "mla_combine", "mla_write")
+    assert_clean(kernels, "mla_decode", "mla_combine", "mla_write")

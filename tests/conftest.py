@@ -9,9 +9,9 @@ import tempfile
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Meshes of up to eight devices, on one CPU.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-# A third of the suite's time was LLVM's, for programs that run for milliseconds.
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+# Its idle threads spin, on the cores that the other workers need.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import jax
 import pytest
@@ -44,5 +44,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Compiles for a GPU as users do: there machine code is tested, and ptxas is slow with what LLVM left as it was."""
+    """Leaves out LLVM's optimisations, a third of a compilation for a CPU, of programs that run for milliseconds.
+
+    Not for a GPU: there machine code is tested, and ptxas is slow with what LLVM left as it was. Nor in the processes
+    that tests start as users do.
+    """
     jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("aot") is None)

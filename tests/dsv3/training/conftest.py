@@ -55,7 +55,7 @@ def scale_{n}(value, factor={n}):
 '''
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy_config() -> TrainingConfig:
     return TOY
 

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.config import ModelConfig
 from dsv3.model.forward import ForwardOutput, forward
-from dsv3.model.params import initialise
+from dsv3.model.params import abstract
 from dsv3.training.config import TrainingConfig
 from dsv3.training.loss import cross_entropy, main_loss, mtp_loss
 from dsv3.training.tokenizer import PAD_ID
@@ -24,11 +23,13 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(3, 320, (2, 9)).astype(np.int32)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def output(toy_config: TrainingConfig, tokens: np.ndarray) -> ForwardOutput:
-    cfg: ModelConfig = toy_config.model
-    params = initialise(cfg, jax.random.key(0), jnp.float32, std=0.3)
-    return forward(params, cfg, jnp.asarray(tokens), with_mtp=True)
+    cfg, rng = toy_config.model, np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda spec: rng.normal(scale=0.3, size=spec.shape).astype(spec.dtype), abstract(cfg, jnp.float32)
+    )
+    return jax.jit(lambda params, tokens: forward(params, cfg, tokens, with_mtp=True))(params, tokens)
 
 
 def test_main_loss_is_the_surprise_of_the_next_token(output: ForwardOutput, tokens: np.ndarray) -> None:

@@ -49,4 +49,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     Not for a GPU: there machine code is tested, and ptxas is slow with what LLVM left as it was. Nor in the processes
     that tests start as users do.
     """
-    jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("aot") is None)
+    optimised = any(item.get_closest_marker(name) for name in ("aot", "optimised"))
+    jax.config.update("jax_disable_most_optimizations", not optimised)

@@ -15,6 +15,8 @@ from dsv3.engine.request import InvalidRequest
 from tests.dsv3.model.golden import DIRECTORY, model
 from tests.dsv3.text import tiny
 
+pytestmark = pytest.mark.optimised  # greedy text must be that of a server
+
 
 @pytest.fixture(scope="module")
 def greedy() -> dict:

@@ -175,7 +175,7 @@ def finish_exchange(flight: InFlight, hops: Sequence[Hop], experts: Experts) -> 
 def compute(arrived: Arrived, hops: Sequence[Hop], experts: Experts) -> Computed:
     """At a peer of the first hop: partial sums of the rows that arrived, by way of the later hops if there are any.
 
-    One jitted unit, for what that means see `_fill`.
+    One jitted unit, for what that means see `enqueue`.
     """
 
     def unit(arrived: Arrived) -> Computed:

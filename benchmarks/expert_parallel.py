@@ -33,7 +33,7 @@ TILE = 128
 """Rows of a tile of the grouped kernels at these loads: what a device computes comes in whole tiles."""
 V3_HIDDEN, V3_SLOTS = 7168, 288
 MACHINES = (Machine(1, 8), Machine(2, 8), Machine(4, 8), Machine(18, 8))
-PHASES = (("decode", 128), ("prefill", 4096))
+PHASES = (("decode", 64), ("decode", 128), ("decode", 256), ("prefill", 4096))
 
 
 def main() -> int:

@@ -59,6 +59,7 @@ class Halfway(NamedTuple):
     """Between the two products of the experts."""
 
     gated: Gated
+    dtype: jnp.dtype  # of the rows, and so of their sums
     longest: jax.Array
     queued: Queued | None
 
@@ -157,14 +158,14 @@ class Lane:
             return gate_up(*rows, self.moe, layer, self.step.numerics)
 
         arrived = receive(spreading.sent, self.hops[-1])
-        return Halfway(jax.jit(stage)(arrived.rows), arrived.longest, spreading.queued)
+        return Halfway(jax.jit(stage)(arrived.rows), arrived.rows.payload.dtype, arrived.longest, spreading.queued)
 
     @_named
-    def down(self, layer: Index, halfway: Halfway, dtype: jnp.dtype) -> tuple[Computed, Queued | None]:
+    def down(self, layer: Index, halfway: Halfway) -> tuple[Computed, Queued | None]:
         """The second product, and the sums of the rows that arrived by the last hop."""
 
         def stage(gated: Gated) -> Computed:
-            sums = down(gated, self.moe, layer, self.step.numerics, dtype)
+            sums = down(gated, self.moe, layer, self.step.numerics, halfway.dtype)
             return Computed(sums, jnp.ones(1, jnp.int32), halfway.longest)
 
         return jax.jit(stage)(halfway.gated), halfway.queued
@@ -219,10 +220,10 @@ class Lane:
             return returning
         return self.start_combine(self.finish_reduce(layer, returning))
 
-    def compute(self, layer: Index, spreading: Spreading, dtype: jnp.dtype) -> Combining:
+    def compute(self, layer: Index, spreading: Spreading) -> Combining:
         """From the rows under way by the first hop to their sums on their way back by it, in one go."""
         halfway = self.gate_up(layer, self.forward(spreading))
-        return self.cross_back(layer, self.start_return(*self.down(layer, halfway, dtype)))
+        return self.cross_back(layer, self.start_return(*self.down(layer, halfway)))
 
     @_named
     def shared(self, layer: Index, normed: jax.Array) -> jax.Array | float:

@@ -20,7 +20,8 @@ and the attention core:
 Over several nodes a dispatch is forwarded inside the node after it has crossed, and a combine is reduced there before
 it crosses back. Prefill hides these second hops too, for which its stages are cut: 1 is forwarded under the output
 projection of 0 and reduced under the first product of experts 0; 0 is forwarded under the second product of experts 1
-and reduced under shared 1. In decode they stand exposed: whatever could hide them hides a crossing, which takes longer.
+and reduced under shared 1. In decode they stand exposed: whatever could hide them hides a crossing, which takes longer
+(`benchmarks/overlap_orders.py` plays all orders).
 """
 
 import dataclasses
@@ -79,7 +80,7 @@ def hooked_layers(lane: Lane, x: jax.Array, pages: jax.Array) -> tuple[jax.Array
 def prefill_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pages: jax.Array) -> Layers:
     """Runs the MoE layers of a prefill step in the published order; micro-batch 1 holds the earlier tokens."""
     zero, one = lanes
-    overlap, dtype = zero.hops[0].overlap, x[0].dtype
+    overlap = zero.hops[0].overlap
     L = zero.layers.input_norm.shape[0]
 
     def body(carry, layer):
@@ -97,10 +98,10 @@ def prefill_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pag
         spread0 = zero.dispatch(routed0)
         halfway1 = one.gate_up(layer, spread1)
         spread0 = zero.forward(spread0)
-        back1 = one.start_return(*one.down(layer, halfway1, dtype))
+        back1 = one.start_return(*one.down(layer, halfway1))
         halfway0 = zero.gate_up(layer, spread0)
         combine1 = one.cross_back(layer, back1)
-        reduce0 = zero.start_reduce(*zero.down(layer, halfway0, dtype))
+        reduce0 = zero.start_reduce(*zero.down(layer, halfway0))
         shared1 = one.shared(layer, routed1.normed)
         computed0 = zero.finish_reduce(layer, reduce0)
         x1, tally1 = one.finish_combine(layer, x1, routed1, combine1, shared1)
@@ -131,7 +132,7 @@ def _nothing(lane: Lane, x: jax.Array) -> tuple[Routed, Computed]:
 def decode_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], pages: jax.Array) -> Layers:
     """Runs the MoE layers of a decode step as the five-stage pipeline."""
     zero, one = lanes
-    overlap, dtype = zero.hops[0].overlap, x[0].dtype
+    overlap = zero.hops[0].overlap
     L = zero.layers.input_norm.shape[0]
 
     def start(x0, pages):
@@ -142,7 +143,7 @@ def decode_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], page
         spread0 = zero.dispatch(routed0)
         shared0 = zero.shared(layer, routed0.normed)
         tokens1 = one.project(layer, x1)
-        combine0 = zero.compute(layer, spread0, dtype)
+        combine0 = zero.compute(layer, spread0)
         heads1, pages = one.core(layer, tokens1, pages)
         x1, routed1 = one.output(layer, x1, heads1)
         return combine0, shared0, x1, routed1, pages
@@ -154,7 +155,7 @@ def decode_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], page
         shared1 = one.shared(layer, routed1.normed)
         x0, tally0 = zero.finish_combine(layer, x0, routed0, combine0, shared0)
         tokens0 = zero.project(layer + 1, x0)
-        combine1 = one.compute(layer, spread1, dtype)
+        combine1 = one.compute(layer, spread1)
         heads0, pages = zero.core(layer + 1, tokens0, pages)
         x0, routed0 = zero.output(layer + 1, x0, heads0)
         x1, tally1 = one.finish_combine(layer, x1, routed1, combine1, shared1)
@@ -165,7 +166,7 @@ def decode_layers(lanes: tuple[Lane, Lane], x: tuple[jax.Array, jax.Array], page
         spread1 = one.dispatch(routed1)
         shared1 = one.shared(L - 1, routed1.normed)
         x0, tally0 = zero.finish_combine(L - 1, x0, routed0, combine0, shared0)
-        combine1 = one.compute(L - 1, spread1, dtype)
+        combine1 = one.compute(L - 1, spread1)
         x1, tally1 = one.finish_combine(L - 1, x1, routed1, combine1, shared1)
         return x0, x1, pages, _sum(tally0, tally1)
 

@@ -33,7 +33,8 @@ SERVED: tuple[Stage, ...] = (
     ("dispatch>", 0), ("shared", 0), ("project", 1), ("dispatch<", 0), ("forward>", 0), ("forward<", 0),
     ("experts", 0), ("reduce>", 0), ("reduce<", 0), ("combine>", 0), ("core", 1), ("output", 1),
     ("dispatch>", 1), ("shared", 1), ("combine<", 0), ("project", 0), ("dispatch<", 1), ("forward>", 1),
-    ("forward<", 1), ("experts", 1), ("reduce>", 1), ("reduce<", 1), ("combine>", 1), ("core", 0), ("output", 0), ("combine<", 1),
+    ("forward<", 1), ("experts", 1), ("reduce>", 1), ("reduce<", 1), ("combine>", 1), ("core", 0), ("output", 0),
+    ("combine<", 1),
 )  # fmt: skip
 """A layer as `overlap.decode_layers` writes it."""
 
@@ -46,10 +47,8 @@ def main() -> None:
         count, best = count + 1, min(best, (layer_seconds(order, durations), order))
     print(f"served order: {served * 1e6:,.0f} us a layer; best of {count:,}: {best[0] * 1e6:,.0f} us", end=" ")
     print(f"({1 - best[0] / served:.1%} less)")
-    print(
-        " ".join(f"{name}{number}" for name, number in best[1][: len(best[1]) // 2]),
-        "and the same with 0 and 1 swapped",
-    )
+    half = best[1][: len(best[1]) // 2]
+    print(" ".join(f"{name}{number}" for name, number in half), "and the same with 0 and 1 swapped")
 
 
 def durations_of_decode() -> dict[str, float]:

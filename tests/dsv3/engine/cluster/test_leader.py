@@ -147,7 +147,8 @@ def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
     led = lead()
     silent = [local.dial(led.cluster) for _ in range(20)]
     for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(4096), b"\x80\x04\x95" * 100):
-        with local.dial(led.cluster) as stranger, contextlib.suppress(ConnectionError):
+        # The leader may hang up before each of these: a reset, or for shutdown ENOTCONN, which is no ConnectionError.
+        with local.dial(led.cluster) as stranger, contextlib.suppress(OSError):
             stranger.sendall(garbage)
             stranger.shutdown(socket.SHUT_WR)
             assert len(stranger.recv(65536)) <= 47

@@ -30,8 +30,7 @@ def start_engine(model_dir: Path, options: dict[str, Any], host: Host) -> tuple[
 def describe(engine: Any) -> tuple[EngineLike, EngineInfo]:
     """A warm engine, and what the HTTP process needs to know about it."""
     return engine, EngineInfo(
-        vocab_size=engine.model_cfg.vocab_size,
-        max_model_len=engine.cfg.max_model_len,
+        rules=engine.rules,
         max_num_seqs=engine.cfg.max_num_seqs * engine.cfg.num_ranks,
         num_pages=engine.cfg.num_pages * engine.cfg.num_ranks,
     )

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import dsv3
-from dsv3.cache.layout import page_bytes, pages_for, pages_within
+from dsv3.cache.layout import page_bytes, pages_within
+from dsv3.cache.page import pages_for
 from dsv3.config import ModelConfig
 from dsv3.engine.balance import layer_bytes
 from dsv3.engine.compilation import use_compilation_cache

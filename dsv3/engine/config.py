@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dsv3.cache.layout import pages_for
+from dsv3.cache.page import pages_for
 
 _MIN_PREFILL_TOKENS = 64
 _MAX_PREFILL_ROWS = 16

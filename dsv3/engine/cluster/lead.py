@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.cluster.fingerprint import fields_of
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.options import ClusterOptions
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
-from dsv3.model.batch import PAGE_SIZE
 
 _SWITCH_INTERVAL_S = 0.0005  # commands shall leave while the engine's thread launches the same step
 

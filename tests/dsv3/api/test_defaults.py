@@ -7,6 +7,7 @@ from dsv3.api.defaults import sampling_defaults
 from dsv3.api.frames import EngineInfo
 from dsv3.api.prepare import Prompt, sampling_params
 from dsv3.api.schema import CompletionRequest
+from dsv3.prepare import RequestRules
 
 
 def write(directory, text):

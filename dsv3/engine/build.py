@@ -15,13 +15,14 @@ import dsv3
 from dsv3.cache.layout import page_bytes, pages_within
 from dsv3.cache.page import pages_for
 from dsv3.config import ModelConfig
-from dsv3.engine.balance import layer_bytes
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.programs import Progress
 from dsv3.engine.engine import Engine
+from dsv3.engine.functions import StepFunctions, model_functions
+from dsv3.engine.jobs.experts import layer_bytes
 from dsv3.engine.parallel import expert_parallel_functions
-from dsv3.engine.programs import Progress
-from dsv3.engine.step_bodies import StepFunctions, model_functions
+from dsv3.engine.parts import Parts
 from dsv3.engine.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import load_config
 from dsv3.model.tensor_parallel import check_shards
@@ -113,18 +114,7 @@ def build_engine(
     """
     parts = load_parts(model_dir, options or EngineOptions(), progress=progress)
     _log.info("cache: %d pages of 64 tokens, up to %d tokens a request", parts.cfg.num_pages, parts.cfg.max_model_len)
-    return Engine(parts.functions, parts.params, parts.model_cfg, parts.cfg, parts.devices)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """What an engine is made of; `params` lie on the `devices`, which may belong to several processes."""
-
-    functions: StepFunctions
-    params: Any
-    model_cfg: ModelConfig
-    cfg: EngineConfig
-    devices: list[jax.Device]
+    return Engine(parts)
 
 
 def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, progress: bool = True) -> Parts:
@@ -145,7 +135,7 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
     moving = _move_bytes(functions, served) if options.enable_eplb else 0
     cfg = engine_config(model_cfg, options, mine, dtype, model_id=_model_id(Path(model_dir)), move_bytes=moving)
     cfg = dataclasses.replace(cfg, num_ranks=len(devices) // shards, num_nodes=jax.process_count())
-    return Parts(functions, served, model_cfg, cfg, devices)
+    return Parts(functions, served, model_cfg, cfg, mesh)
 
 
 def _functions(

@@ -6,6 +6,7 @@ from dsv3.cache.page import pages_for
 
 _MIN_PREFILL_TOKENS = 64
 _MAX_PREFILL_ROWS = 16
+MAX_TOKENS_PER_ROW = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +17,8 @@ class EngineConfig:
     `max_num_batched_tokens` bounds the prompt tokens of one step. `num_pages` is the pool of 64-token pages; it must
     hold at least one request of `max_model_len`. Above `max_num_queued_reqs` waiting requests (those that a free slot
     awaits are not counted) the engine refuses new ones. `num_nodes` says over how many hosts the ranks are
-    spread, equally and in order; a rank is `tensor_parallel_size` devices of one host. `model_id`, `cache_dtype` and
+    spread, equally and in order; a rank is `tensor_parallel_size` devices of one host. A decode step gives each
+    row 1 to `tokens_per_row` tokens, all but the last of them drafts that proved right. `model_id`, `cache_dtype` and
     `tokenizer_id` enter the keys of the prefix cache. `seed` starts the random numbers of requests that bring no seed
     of their own. At least `eplb_interval` steps apart (0: never) experts are moved between devices where
     the load is so uneven that its mean is less than `eplb_threshold` of the busiest device's.
@@ -32,6 +34,7 @@ class EngineConfig:
     num_ranks: int = 1
     num_nodes: int = 1
     tensor_parallel_size: int = 1
+    tokens_per_row: int = 1
     enable_prefix_caching: bool = True
     model_id: str = ""
     cache_dtype: str = "float32"
@@ -42,9 +45,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         counts = ("max_model_len", "num_pages", "max_num_seqs", "max_num_batched_tokens", "num_ranks")
-        for name in (*counts, "tensor_parallel_size"):
+        for name in (*counts, "tensor_parallel_size", "tokens_per_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
+        if self.tokens_per_row > MAX_TOKENS_PER_ROW:
+            raise ValueError(f"tokens_per_row: {self.tokens_per_row} is more than {MAX_TOKENS_PER_ROW}")
         if self.max_num_queued_reqs < 0:
             raise ValueError(f"max_num_queued_reqs: {self.max_num_queued_reqs} is negative")
         if self.eplb_interval < 0:
@@ -62,10 +67,15 @@ class EngineConfig:
         """Devices of all ranks."""
         return self.num_ranks * self.tensor_parallel_size
 
+    def ranks_of(self, process_id: int) -> range:
+        """Returns the ranks whose devices belong to a process of the instance."""
+        each = self.num_ranks // self.num_nodes
+        return range(process_id * each, (process_id + 1) * each)
+
     @property
     def pages_per_seq(self) -> int:
-        """Width of a page table."""
-        return pages_for(self.max_model_len)
+        """Width of a page table: a step may write drafts behind a request's last token."""
+        return pages_for(self.max_model_len + self.tokens_per_row - 1)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ The main thread loads, compiles and launches; others receive, send, watch the le
 main thread is stuck in, the process ends when the leader says so, is silent or is gone.
 """
 
+import dataclasses
 import logging
 import os
 import queue
@@ -16,8 +17,6 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
-
-import numpy as np
 
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.digest import Chain
@@ -39,8 +38,8 @@ from dsv3.engine.cluster.options import ClusterOptions, read_key
 from dsv3.engine.cluster.peer import Peer
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.cluster.wire import HANDSHAKE_S, Wire, WireError, connect
-from dsv3.engine.commands import StepCommand
-from dsv3.engine.executor import Executor, Launched
+from dsv3.engine.device.executor import InFlight, LocalExecutor
+from dsv3.engine.jobs.registry import JOB_KINDS
 
 _log = logging.getLogger("dsv3.cluster")
 _RETRY_S = 0.2
@@ -74,7 +73,7 @@ class _Follower:
     def __init__(self, cluster: ClusterOptions, wire: Wire) -> None:
         self._cluster = cluster
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[tuple[StepCommand, Launched]] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
         self._peer = Peer(wire, self._heartbeat, self._take, lambda end: _end(1, f"the leader (process 0) {end}"))
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -93,17 +92,17 @@ class _Follower:
         loaded = loaded_fields(parts)
         self._send(Loaded(loaded, parts.cfg.num_pages))
         config = self._expect(Build).config
-        executor = Executor(parts.functions, parts.params, parts.model_cfg, config, parts.devices)
-        executor.programs.store = store = program_store(self._cluster, options, fields | loaded, config, parts)
+        executor = LocalExecutor(dataclasses.replace(parts, cfg=config), JOB_KINDS)
+        store = program_store(self._cluster, options, fields | loaded, config, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
-        executor.programs.compile_all()
+        executor.compile_all(store=store)
         phases.end("compiling")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._send(Ready())
-        threading.Thread(target=self._report, name="results", daemon=True).start()
+        threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
-            command = self._expect(Step).command
-            self._launched.put((command, executor.launch(command)))
+            command = messages.command_of(self._expect(Step), JOB_KINDS)
+            self._launched.put(executor.launch(command))
             self._last_launched = command.number
 
     def ask_to_drain(self, signal_name: str) -> None:
@@ -143,13 +142,15 @@ class _Follower:
             case Begin() | Build() | Step():
                 self._inbox.put(message)
 
-    def _report(self) -> None:
+    def _report(self, executor: LocalExecutor) -> None:
         """Reads the results of each step and sends their digest."""
         chain = Chain()
         try:
             while True:
-                command, launched = self._launched.get()
-                self._send(Digest(command.number, chain.add(command.number, _read(command, launched))))
+                in_flight = self._launched.get()
+                number = in_flight.command.number
+                results = executor.agreed(in_flight, executor.fetch(in_flight))
+                self._send(Digest(number, chain.add(number, results)))
         except Exception as error:
             self.give_up(error)
 
@@ -164,13 +165,6 @@ class _Follower:
                 self._peer.forgive()
             elif self._peer.silent_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
-
-
-def _read(command: StepCommand, launched: Launched) -> list[np.ndarray]:
-    """Waits for the results of a step; those of a prefill that samples nothing are not the same in all processes."""
-    samples = command.prefill is not None and command.prefill.variant is not None
-    prefill = [np.asarray(array) for array in launched.prefill or ()]
-    return [*(prefill if samples else ()), *(np.asarray(array) for array in launched.decode or ())]
 
 
 def _reach(cluster: ClusterOptions, key: bytes) -> Wire:

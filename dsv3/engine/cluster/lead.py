@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Protocol
 
 from dsv3.cache.page import PAGE_SIZE
+from dsv3.engine.cluster.executor import LeadingExecutor
 from dsv3.engine.cluster.fingerprint import fields_of
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.options import ClusterOptions
+from dsv3.engine.cluster.options import LEADER, ClusterOptions
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.engine import Engine
+from dsv3.engine.jobs.registry import JOB_KINDS
 
 _SWITCH_INTERVAL_S = 0.0005  # commands shall leave while the engine's thread launches the same step
 
@@ -53,7 +56,8 @@ def start_leader(
     phases.end("weights")
     cfg = _with_pages(parts.cfg, num_pages, may_shorten=options.get("max_model_len") is None)
     leader.build(cfg)
-    engine = Engine(parts.functions, parts.params, parts.model_cfg, cfg, parts.devices, leader)
+    parts = dataclasses.replace(parts, cfg=cfg)
+    engine = Engine(parts, LeadingExecutor(LocalExecutor(parts, JOB_KINDS), leader, cfg.ranks_of(LEADER)))
     store = program_store(cluster, options, fields | loaded, cfg, parts)
     engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total), store)
     leader.ready()

@@ -16,12 +16,13 @@ import numpy as np
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.fingerprint import Fields, differences
-from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Step, Stop
-from dsv3.engine.cluster.options import LEADER, ClusterError, ClusterOptions, read_key
+from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Stop
+from dsv3.engine.cluster.options import LEADER, ClusterOptions, read_key
 from dsv3.engine.cluster.peer import Peer, PeerLost
 from dsv3.engine.cluster.wire import Wire, WireError, accept
-from dsv3.engine.commands import StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.errors import ClusterError
+from dsv3.engine.job import StepCommand
 
 _log = logging.getLogger("dsv3.cluster")
 _MAX_GREETINGS = 64  # connections that have not proved themselves; more are closed at once
@@ -59,6 +60,7 @@ class Leader:
         self._book, self._chain = Book(self._followers), Chain()
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
+        self._ranks: dict[int, range] = {}
         self._refusals = 0
         self._greetings = threading.Semaphore(_MAX_GREETINGS)
         self._listener = _listen(options)
@@ -94,6 +96,7 @@ class Leader:
 
     def build(self, config: EngineConfig) -> None:
         """Tells the followers the limits that all use."""
+        self._ranks = {process_id: config.ranks_of(process_id) for process_id in self._followers}
         self._broadcast(messages.encode(Build(config)))
 
     def ready(self) -> None:
@@ -101,8 +104,11 @@ class Leader:
         self._wait_for(Ready, "to compile")
 
     def send(self, command: StepCommand) -> None:
-        """Sends a command to every follower, without waiting for any."""
-        self._broadcast(messages.encode(Step(command)))
+        """Sends each follower the part of a command that its ranks need, without waiting for any."""
+        self._check()
+        for process_id in self._followers:
+            part = command.part(self._ranks[process_id])
+            self._post(process_id, messages.encode(messages.step_of(part)))
 
     def launched(self, number: int) -> None:
         """Notes that this process has launched step `number`, as the followers should soon have."""
@@ -248,11 +254,14 @@ class Leader:
 
     def _broadcast(self, body: bytes) -> None:
         self._check()
-        for process_id, peer in self._peers.items():
-            try:
-                peer.send(body)
-            except PeerLost as lost:
-                raise self._fail(f"process {process_id} {lost}") from None
+        for process_id in self._peers:
+            self._post(process_id, body)
+
+    def _post(self, process_id: int, body: bytes) -> None:
+        try:
+            self._peers[process_id].send(body)
+        except PeerLost as lost:
+            raise self._fail(f"process {process_id} {lost}") from None
 
     def _check(self) -> None:
         if self._failure is not None:

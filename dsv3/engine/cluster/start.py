@@ -9,11 +9,12 @@ from pathlib import Path
 
 import jax
 
-from dsv3.engine.build import EngineOptions, Parts, load_parts
+from dsv3.engine.build import EngineOptions, load_parts
 from dsv3.engine.cluster.compiled import ProgramStore
 from dsv3.engine.cluster.fingerprint import Fields
 from dsv3.engine.cluster.options import ClusterOptions, read_key, split_address
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.parts import Parts
 
 Load = Callable[[Path, Mapping[str, object]], Parts]
 """Makes the parts of an engine; called in every process, with jax started over all of them."""
@@ -69,7 +70,9 @@ def program_store(
 ) -> ProgramStore:
     """Where this process keeps its compiled programs; `fields` are those before and after loading."""
     key = read_key(cluster.key_file)
-    return ProgramStore(options.get("compilation_cache_dir"), key, fields, config, cluster.process_id, parts.devices)
+    return ProgramStore(
+        options.get("compilation_cache_dir"), key, fields, config, cluster.process_id, list(parts.mesh.devices.flat)
+    )
 
 
 def loaded_fields(parts: Parts) -> Fields:

@@ -22,9 +22,10 @@ from dsv3.engine.cluster.messages import (
     Step,
     Stop,
 )
-from dsv3.engine.cluster.options import ClusterError, ClusterOptions
+from dsv3.engine.cluster.options import ClusterOptions
 from dsv3.engine.commands import DecodeCommand, StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.errors import ClusterError
 from tests.dsv3.engine.cluster import local
 
 RESULTS = [np.arange(4, dtype=np.int32)]

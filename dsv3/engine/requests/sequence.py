@@ -1,6 +1,7 @@
 """A request inside the engine, and what the scheduler notes about it."""
 
 import dataclasses
+import enum
 
 import numpy as np
 
@@ -12,12 +13,21 @@ GREEDY, SAMPLED, FULL = 0, 1, 2
 """Variants of the sampler, each able to do all that the one before it does."""
 
 
+class State(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "in the queue"
+    PREFILLING = "holds a slot; its known tokens are being computed"
+    DECODING = "holds a slot; gets tokens"
+    ENDED = "has left the engine"
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """One request on its way.
 
-    `tokens` are those known when it was last put into the queue: the prompt, after a pre-emption the answer so far
-    too. `keys` are the prefix keys of their full pages. The other fields are the scheduler's, valid while it runs.
+    `tokens` are those known when it was last put into the queue: the prompt, and after a pre-emption the answer so far.
+    `keys` are the prefix keys of their full pages. The other fields are the scheduler's, valid while it runs.
     """
 
     request: PreparedRequest
@@ -29,6 +39,7 @@ class Sequence:
     root: Key
     keys: list[Key]
     variant: int
+    state: State = State.WAITING
     arrival: int = 0
     slot: int = -1  # rank * max_num_seqs + slot within the rank
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -41,10 +52,12 @@ class Sequence:
 
     @property
     def id(self) -> int:
+        """The request's id."""
         return self.request.request_id
 
     @property
     def sampling(self) -> SamplingParams:
+        """The request's sampling parameters."""
         return self.request.sampling
 
 

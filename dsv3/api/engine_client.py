@@ -69,18 +69,15 @@ class Subscription:
 
 
 class EngineClient:
-    """One engine process. Beyond those that run, `max_num_queued_reqs` sequences may wait in it.
+    """One engine process, which begins with the message `start`.
 
     `on_stats` is called with the engine's numbers after each step, `on_progress` while it starts.
     """
 
     def __init__(
         self,
-        factory: str,
-        model_dir: str,
-        options: dict[str, object],
+        start: frames.Start,
         *,
-        max_num_queued_reqs: int,
         on_progress: Callable[[frames.Progress], None] = lambda _: None,
         watchdog_s: float = WATCHDOG_S,
     ):
@@ -91,8 +88,7 @@ class EngineClient:
         self.ended = asyncio.Event()
         self.settled = asyncio.Event()
         self.asks_to_drain = asyncio.Event()
-        self._start = frames.Start(factory, model_dir, options)
-        self._max_num_queued_reqs = max_num_queued_reqs
+        self._start = start
         self._on_progress = on_progress
         self._watchdog_s = watchdog_s
         self._subscriptions: dict[str, Subscription] = {}
@@ -113,7 +109,7 @@ class EngineClient:
     @property
     def capacity(self) -> int:
         """Sequences the engine holds at most, running and waiting; 0 before it is ready."""
-        return 0 if self.info is None else self.info.max_num_seqs + self._max_num_queued_reqs
+        return 0 if self.info is None else self.info.max_num_seqs + self._start.engine.max_num_queued_reqs
 
     def has_room_for(self, count: int) -> bool:
         return self.num_live + count <= self.capacity

@@ -18,13 +18,12 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import msgspec
 
 from dsv3.api import frames
-from dsv3.engine.cluster.options import public_text
+from dsv3.engine.cluster.membership import public_text
 from dsv3.engine.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull
 
 _MAX_BUFFERED_BYTES = 512 * 2**20
@@ -224,7 +223,7 @@ def serve(engine: EngineLike, inbox: Inbox, outbox: Outbox) -> NoReturn:
 def _build(start: frames.Start, host: Host) -> tuple[EngineLike, frames.EngineInfo]:
     module, _, name = start.factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
-    engine, info = factory(Path(start.model_dir), start.options, host)
+    engine, info = factory(start, host)
     return engine, info
 
 

@@ -10,6 +10,7 @@ from typing import BinaryIO
 import msgspec
 
 from dsv3.engine.request import EngineOutput, EngineRequest
+from dsv3.options import ClusterOptions, EngineOptions
 
 # A frame holds at most the prompts of one HTTP request, whose body is bounded by 32 MiB.
 MAX_FRAME_BYTES = 256 * 2**20
@@ -21,11 +22,16 @@ class FrameError(Exception):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """First message to the engine process; `factory` is "module:function" of `factory(model_dir, options, host)`."""
+    """First message to the engine process; `factory` is "module:function" of `factory(start, host)`.
+
+    With `cluster` the process leads an instance of several. `factory_options` are for factories of tests.
+    """
 
     factory: str
     model_dir: str
-    options: dict[str, object]
+    engine: EngineOptions
+    cluster: ClusterOptions | None = None
+    factory_options: dict[str, object] = {}
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

@@ -26,8 +26,7 @@ def start_engine(start: Start, host: Host) -> tuple[EngineLike, EngineInfo]:
 def describe(engine: Any) -> tuple[EngineLike, EngineInfo]:
     """Returns a warm engine, and what the HTTP process needs to know about it."""
     return engine, EngineInfo(
-        vocab_size=engine.model_cfg.vocab_size,
-        max_model_len=engine.cfg.max_model_len,
+        rules=engine.rules,
         max_num_seqs=engine.cfg.max_num_seqs * engine.cfg.num_ranks,
         num_pages=engine.cfg.num_pages * engine.cfg.num_ranks,
     )

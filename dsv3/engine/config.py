@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from dsv3.cache.layout import pages_for
+from dsv3.cache.page import pages_for
 from dsv3.options import EngineOptions, check, option, options_of
 
 _MIN_PREFILL_TOKENS = 64

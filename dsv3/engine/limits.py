@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dsv3.cache.layout import page_bytes, pages_for, pages_within
+from dsv3.cache.layout import page_bytes, pages_within
+from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig
-from dsv3.model.batch import PAGE_SIZE
 from dsv3.options import EngineOptions
 
 _CPU_CACHE_BYTES = 2**30

@@ -26,7 +26,7 @@ from sharding.placement import placement_of
 from sharding.rules import rank_mesh
 from sharding.transport import MAX_HOPS, Machine, StepTraffic, Traffic
 from tests.dsv3.engine import toy
-from tests.dsv3.engine.driving import Gathered, request, take
+from tests.dsv3.engine.driving import Gathered, name_of, request, take
 from tests.dsv3.model.golden import DIRECTORY, model
 
 LIMITS = dict(max_model_len=128, num_pages=2, max_num_seqs=1, max_num_batched_tokens=64, num_ranks=8, num_nodes=2)
@@ -72,7 +72,7 @@ class Served:
             outputs = engine.step()
             take(outputs, gathered)
             for output in outputs:
-                steps.setdefault(output.request_id, []).append(engine.stats().steps)
+                steps.setdefault(name_of(output.request_id), []).append(engine.stats().steps)
         assert all(seen == list(range(seen[0], seen[0] + LENGTH)) for seen in steps.values())
         assert [gathered[name].tokens for name in numbered] == self.answers * rounds
         assert engine.failure is None

@@ -14,7 +14,7 @@ from dsv3.engine.parallel import expert_parallel_functions, spread_experts
 from dsv3.llm import LLM
 from dsv3.options import EngineOptions
 from sharding.rules import rank_mesh
-from tests.dsv3.engine.driving import request, run
+from tests.dsv3.engine.driving import name_of, request, run
 from tests.dsv3.model.golden import DIRECTORY, model
 
 LIMITS = dict(max_model_len=128, num_pages=16, max_num_batched_tokens=64)
@@ -62,7 +62,7 @@ def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
     texts = []
     for options in (EngineOptions(**limits), EngineOptions(**limits, **spread)):
         gathered = run(build_engine(bundled_model(), options, progress=False), *requests)
-        texts.append([gathered[item.request_id].tokens for item in requests])
+        texts.append([gathered[name_of(item.request_id)].tokens for item in requests])
     assert texts[0] == texts[1]
 
 

@@ -19,10 +19,13 @@ import numpy as np
 
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.membership import read_key
 from dsv3.engine.cluster.messages import Begin, Heartbeat, Hello, Stop
-from dsv3.engine.cluster.options import ClusterOptions, read_key
 from dsv3.engine.cluster.wire import connect
-from dsv3.engine.commands import DecodeCommand, StepCommand
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.jobs.decode import DecodeCommand
+from dsv3.options import ClusterOptions
 
 
 def follow(cluster: ClusterOptions) -> None:
@@ -39,7 +42,7 @@ def follow(cluster: ClusterOptions) -> None:
 
 def _follow_one(cluster: ClusterOptions, process_id: int) -> None:
     connection = socket.create_connection(cluster.control_address)
-    wire = connect(connection, read_key(cluster.key_file), process_id)
+    wire = connect(connection, read_key(cluster.cluster_key_file), process_id)
     wire.send(messages.encode(Hello({}, "here", 1)))
     while (body := wire.receive()) is not None:
         message = messages.decode_for_follower(body)
@@ -47,6 +50,10 @@ def _follow_one(cluster: ClusterOptions, process_id: int) -> None:
             return
         if isinstance(message, Begin):
             wire.send(messages.encode(Heartbeat()))
+
+
+def _command(number: int, rows: np.ndarray) -> StepCommand:
+    return StepCommand(number, (Job("decode", DecodeCommand(rows, 1)),))
 
 
 def main() -> None:
@@ -59,24 +66,32 @@ def main() -> None:
     key.chmod(0o600)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    cluster = ClusterOptions(f"127.0.0.1:{port}", arguments.followers + 1, 0, str(key), silence_s=1e9)
+    cluster = ClusterOptions(
+        coordinator=f"127.0.0.1:{port}",
+        num_processes=arguments.followers + 1,
+        process_id=0,
+        cluster_key_file=str(key),
+        cluster_silence_timeout=1e9,
+    )
     leader = Leader(cluster, {}, print, print)
     followers = multiprocessing.get_context("spawn").Process(target=follow, args=(cluster,))
     followers.start()
     leader.gather()
-    batch = np.zeros((arguments.ranks, arguments.rows, 2), np.int32)
+    limits = EngineConfig(64, 1, num_ranks=arguments.ranks, num_nodes=arguments.followers + 1)
+    leader.build(limits)
+    rows = np.zeros((arguments.ranks, arguments.rows, 3), np.int32)
     times, processor = [], []
     for number in range(arguments.steps):
         time.sleep(0.02)  # a step of the device
         started, started_processor = time.perf_counter(), time.thread_time()
-        leader.send(StepCommand(number, None, DecodeCommand(batch, 0, False), None))
+        leader.send(_command(number, rows))
         times.append(time.perf_counter() - started)
         processor.append(time.thread_time() - started_processor)
     leader.end()
     followers.join()
-    size = len(messages.encode(messages.Step(StepCommand(0, None, DecodeCommand(batch, 0, False), None))))
+    size = len(messages.encode(messages.step_of(_command(0, rows).part(limits.ranks_of(1)))))
     print(
-        f"{size} bytes to {arguments.followers} followers: "
+        f"{size} bytes to each of {arguments.followers} followers: "
         f"{statistics.median(times) * 1e6:.0f} us a step on the engine's thread, "
         f"{statistics.median(processor) * 1e6:.0f} us of them processor time (medians of {arguments.steps})"
     )

@@ -24,7 +24,8 @@ import numpy as np
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
-from dsv3.engine.step_bodies import StepFunctions
+from dsv3.engine.functions import StepFunctions
+from dsv3.engine.parts import Parts
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
@@ -69,7 +70,7 @@ def make_engine(running: int, max_model_len: int, ranks: int = 1) -> Engine:
         num_ranks=ranks,
     )
     params = [jnp.zeros(8) for _ in range(40)]
-    return Engine(StepFunctions(_prefill, _decode, _logits), params, cfg, limits, jax.devices()[:ranks])
+    return Engine(Parts.on_devices(StepFunctions(_prefill, _decode, _logits), params, cfg, limits))
 
 
 def measure(running: int, steps: int, ranks: int = 1) -> dict[str, float]:
@@ -81,16 +82,16 @@ def measure(running: int, steps: int, ranks: int = 1) -> dict[str, float]:
     for i in range(running):
         prompt = [(i + j) % VOCAB for j in range(1 + i % 64)]  # so that new pages fall due at different steps
         engine.add(EngineRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling))
-    while engine._scheduler.slots.decoding.sum() < running:
+    while engine.scheduler.slots.decoding.sum() < running:
         engine.step()
     for _ in range(50):
         engine.step()
     gc.freeze()
     host, whole, cpu = np.empty(steps), np.empty(steps), np.empty(steps)
     for i in range(steps):
-        before, started, cpu_started = engine._host_time.total, time.perf_counter(), time.thread_time()
+        before, started, cpu_started = engine.host_time.total, time.perf_counter(), time.thread_time()
         outputs = engine.step()
-        whole[i], host[i] = time.perf_counter() - started, engine._host_time.total - before
+        whole[i], host[i] = time.perf_counter() - started, engine.host_time.total - before
         cpu[i] = time.thread_time() - cpu_started
         assert len(outputs) == running
     stats = engine.stats()

@@ -70,18 +70,15 @@ class Subscription:
 
 
 class EngineClient:
-    """One engine process. Beyond those that run, `max_num_queued_reqs` sequences may wait in it.
+    """One engine process, which begins with the message `start`.
 
     `on_stats` is called with the engine's numbers after each step, `on_progress` while it starts.
     """
 
     def __init__(
         self,
-        factory: str,
-        model_dir: str,
-        options: dict[str, object],
+        start: frames.Start,
         *,
-        max_num_queued_reqs: int,
         on_progress: Callable[[frames.Progress], None] = lambda _: None,
         watchdog_s: float = WATCHDOG_S,
     ):
@@ -92,8 +89,7 @@ class EngineClient:
         self.ended = asyncio.Event()
         self.settled = asyncio.Event()
         self.asks_to_drain = asyncio.Event()
-        self._start = frames.Start(factory, model_dir, options)
-        self._max_num_queued_reqs = max_num_queued_reqs
+        self._start = start
         self._on_progress = on_progress
         self._watchdog_s = watchdog_s
         self._next_id = 0
@@ -115,7 +111,7 @@ class EngineClient:
     @property
     def capacity(self) -> int:
         """Sequences the engine holds at most, running and waiting; 0 before it is ready."""
-        return 0 if self.info is None else self.info.max_num_seqs + self._max_num_queued_reqs
+        return 0 if self.info is None else self.info.max_num_seqs + self._start.engine.max_num_queued_reqs
 
     def new_ids(self, count: int) -> int:
         """Returns the first of `count` request ids that nobody has had."""

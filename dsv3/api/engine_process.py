@@ -19,7 +19,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -233,7 +232,7 @@ def serve(engine: EngineLike, inbox: Inbox, outbox: Outbox) -> NoReturn:
 def _build(start: frames.Start, host: Host) -> tuple[EngineLike, frames.EngineInfo]:
     module, _, name = start.factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
-    engine, info = factory(Path(start.model_dir), start.options, host)
+    engine, info = factory(start, host)
     return engine, info
 
 

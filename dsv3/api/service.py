@@ -19,8 +19,8 @@ _INLINE_CHARS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
-    """Settings of the HTTP side. `model_names`: the first is the one answers carry. `reasoning_parser` as in
-    `dsv3.text.reasoning.PARSERS`. `sampling_defaults` hold where a request is silent."""
+    """Settings of the HTTP side. `model_names`: the first is the one answers carry. `reasoning_parser` is a
+    `dsv3.text.reasoning.Parser`. `sampling_defaults` hold where a request is silent."""
 
     model_names: tuple[str, ...]
     reasoning_parser: str = "none"

@@ -16,6 +16,7 @@ from dsv3.checkpoint.layout import scale_shape
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.executor import lay_out as lay_out_engine
+from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.expert_map import first_expert_map
 from dsv3.engine.functions import StepFunctions, model_functions
@@ -64,10 +65,19 @@ class Planned:
     params: Any
 
     @property
+    def layout(self) -> Layout:
+        """Shapes of everything on the devices."""
+        return self._laid_out[0]
+
+    @property
     def programs(self) -> Programs:
         """The engine's table of programs, of which none is compiled yet."""
+        return self._laid_out[1]
+
+    @property
+    def _laid_out(self) -> tuple[Layout, Programs]:
         parts = Parts(self.functions, self.params, self.model, self.engine, self.mesh)
-        return lay_out_engine(parts, JOB_KINDS)[1]
+        return lay_out_engine(parts, JOB_KINDS)
 
 
 def lay_out(model: ModelConfig, deployment: Deployment) -> Planned:

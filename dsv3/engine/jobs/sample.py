@@ -124,13 +124,13 @@ class SamplePlanner:
 class AdjustRow(NamedTuple):
     """One slot's row of `AdjustState` as host arrays of fixed shape, `[ranks here, ...]`."""
 
-    slot: np.ndarray  # [ranks] int32, max_num_seqs on the ranks that have nothing to set
-    prompt_length: np.ndarray  # [ranks] int32
-    length: np.ndarray  # [ranks] int32
-    tokens: np.ndarray  # [ranks, max_model_len] int32, vocabulary size in padding
-    bias_ids: np.ndarray  # [ranks, 300] int32
-    bias: np.ndarray  # [ranks, 300] float32
-    forbidden_ids: np.ndarray  # [ranks, 144] int32
+    slot: Any  # [ranks] int32, max_num_seqs on the ranks that have nothing to set
+    prompt_length: Any  # [ranks] int32
+    length: Any  # [ranks] int32
+    tokens: Any  # [ranks, max_model_len] int32, vocabulary size in padding
+    bias_ids: Any  # [ranks, 300] int32
+    bias: Any  # [ranks, 300] float32
+    forbidden_ids: Any  # [ranks, 144] int32
 
 
 def _adjust_rows(adjustments: list[Adjustment], ranks: int, cfg: EngineConfig, vocab_size: int) -> AdjustRow:
@@ -162,21 +162,22 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
             yield _sampler(layout, rows, width, variant)
         arguments = (_logits(layout, rows, width), layout.array(rows, width))
         yield layout.per_rank(Key("logprobs", rows, width=width), logprobs_body, arguments, gathered="all")
-    adjust = _adjust_shapes(layout)
+    adjust = adjust_shapes(layout)
     yield layout.per_rank(Key("new_adjust"), functools.partial(_zeros, adjust), (layout.array(),))
     row = _adjust_rows([], cfg.num_ranks, cfg, layout.model_cfg.vocab_size)
     yield layout.per_rank(Key("adjust"), adjust_body, (adjust, AdjustRow(*map(layout.like, row))), donated=(0,))
 
 
 def _sampler(layout: Layout, rows: int, width: int, variant: int) -> ProgramSpec:
-    adjust = _adjust_shapes(layout) if variant == FULL else None
+    adjust = adjust_shapes(layout) if variant == FULL else None
     donated = (0, 1) if variant == FULL else (0,)
     arguments = (layout.state, adjust, _logits(layout, rows, width), layout.array(rows))
     body = functools.partial(sample_body, variant)
     return layout.per_rank(Key("sample", rows, variant, width), body, arguments, donated, gathered="last")
 
 
-def _adjust_shapes(layout: Layout) -> AdjustState:
+def adjust_shapes(layout: Layout) -> AdjustState:
+    """Returns the shapes of what requests need that change their logits."""
     return layout.sharded(device_state.adjust_state_shapes(layout.cfg, layout.model_cfg.vocab_size))
 
 

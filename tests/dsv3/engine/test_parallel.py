@@ -7,11 +7,13 @@ import shutil
 import jax
 import pytest
 
-from dsv3.engine.build import EngineOptions, build_engine, bundled_model
+from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.parallel import expert_parallel_functions, spread_experts
+from dsv3.engine.parts import Parts
 from dsv3.llm import LLM
+from dsv3.options import EngineOptions
 from sharding.rules import rank_mesh
 from tests.dsv3.engine.driving import name_of, request, run
 from tests.dsv3.model.golden import DIRECTORY, model
@@ -38,7 +40,7 @@ def test_greedy_text_is_transformers_token_for_token(
     spread = spread_experts(params, cfg, mesh, redundant)
     functions = expert_parallel_functions(cfg, mesh, redundant)
     layout = dict(num_ranks=devices // tensor, num_nodes=nodes, tensor_parallel_size=tensor, max_num_seqs=seqs)
-    engine = Engine(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used)
+    engine = Engine(Parts.on_devices(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used))
     count, length = 12, 16
     prompts = golden["prompts"][:count]
     requests = [request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)]
@@ -69,7 +71,7 @@ def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
     ("options", "message"),
     [
         (dict(num_redundant_experts=4), "needs enable_expert_parallel"),
-        (dict(enable_expert_parallel=True, num_redundant_experts=-1), "must be at least 0"),
+        (dict(enable_expert_parallel=True, num_redundant_experts=-1), "-1 is not at least 0"),
         (dict(expert_transport="ring"), "'ring' needs enable_expert_parallel"),
         (dict(expert_transport="nvshmem"), "'nvshmem' is not one of auto, ring, all_to_all, hierarchical, ragged"),
         (dict(enable_expert_parallel=True, expert_transport="ragged"), "not have on a cpu: use expert_transport=auto"),

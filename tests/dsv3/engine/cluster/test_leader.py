@@ -1,6 +1,7 @@
 """The leader against followers that tests play: who is let in, what each is told, and every way to fail."""
 
 import contextlib
+import dataclasses
 import queue
 import socket
 import threading
@@ -22,10 +23,11 @@ from dsv3.engine.cluster.messages import (
     Step,
     Stop,
 )
-from dsv3.engine.cluster.options import ClusterOptions
-from dsv3.engine.commands import DecodeCommand, StepCommand
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
+from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.jobs.decode import DecodeCommand
+from dsv3.options import ClusterOptions
 from tests.dsv3.engine.cluster import local
 
 RESULTS = [np.arange(4, dtype=np.int32)]
@@ -78,17 +80,19 @@ def lead(tmp_path) -> Iterator:
 
 
 def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
-    """A leader with its only follower, begun."""
+    """A leader with its only follower, begun, one rank each."""
     led = lead(**changes)
     follower = led.follower(1)
     received = follower.received()
     assert next(received) == Begin()
     assert led.gathered() is None
+    led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_nodes=2))
+    assert isinstance(next(received), Build)
     return led, follower, received
 
 
 def command(number: int) -> StepCommand:
-    return StepCommand(number, None, DecodeCommand(np.zeros((2, 1, 2), np.int32), 0, False), None)
+    return StepCommand(number, (Job("decode", DecodeCommand(np.zeros((2, 1, 3), np.int32), 1)),))
 
 
 def test_a_whole_life(lead) -> None:
@@ -100,7 +104,7 @@ def test_a_whole_life(lead) -> None:
     for pages, follower in zip((7, 5), followers, strict=True):
         follower.send(Loaded({"devices": "1"}, pages))
     assert led.leader.loaded({"devices": "1"}) == 5
-    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5))
+    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_nodes=3))
     assert [next(r) for r in received] == [Build(config), Build(config)]
     for follower in followers:
         follower.send(Ready())
@@ -108,7 +112,7 @@ def test_a_whole_life(lead) -> None:
     led.leader.send(command(1))
     for steps in received:
         step = next(steps)
-        assert isinstance(step, Step) and step.command.number == 1
+        assert isinstance(step, Step) and step.number == 1
     closing = threading.Thread(target=led.leader.end)
     closing.start()
     for follower, rest in zip(followers, received, strict=True):
@@ -119,7 +123,7 @@ def test_a_whole_life(lead) -> None:
 
 
 def test_missing_processes_are_named(lead) -> None:
-    led = lead(5, start_timeout_s=0.5)
+    led = lead(5, cluster_start_timeout=0.5)
     follower = led.follower(3)
     assert "processes 1, 2, 4 of 5 did not come within 0.5 s" in str(led.gathered())
     assert "did not come" in led.failure()
@@ -156,7 +160,7 @@ def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
     (tmp_path / "other").write_text("x" * 48)
     (tmp_path / "other").chmod(0o600)
     with pytest.raises(Exception, match="cluster_key_file"):
-        local.Follower(ClusterOptions(led.cluster.coordinator, 2, 1, str(tmp_path / "other")), 1)
+        local.Follower(dataclasses.replace(led.cluster, cluster_key_file=str(tmp_path / "other")), 1)
     received = led.follower(1).received()
     assert next(received) == Begin()
     assert led.gathered() is None
@@ -199,7 +203,7 @@ def test_the_death_of_a_follower_names_it(lead) -> None:
 
 
 def test_a_silent_follower_is_noticed(lead) -> None:
-    led, _, _ = both(lead, silence_s=0.4)
+    led, _, _ = both(lead, cluster_silence_timeout=0.4)
     assert led.failure() == "process 1 has been silent for 0.4 s: it hangs, or its host is gone"
 
 
@@ -217,7 +221,7 @@ def beating(follower: local.Follower, launched: int) -> threading.Event:
 
 
 def test_a_follower_that_launches_nothing_is_noticed_though_its_heart_beats(lead) -> None:
-    led, follower, _ = both(lead, silence_s=0.4)
+    led, follower, _ = both(lead, cluster_silence_timeout=0.4)
     done = beating(follower, 6)
     led.leader.send(command(7))
     led.leader.launched(7)
@@ -226,7 +230,7 @@ def test_a_follower_that_launches_nothing_is_noticed_though_its_heart_beats(lead
 
 
 def test_a_follower_that_reports_nothing_is_noticed_though_its_heart_beats(lead) -> None:
-    led, follower, _ = both(lead, silence_s=0.4)
+    led, follower, _ = both(lead, cluster_silence_timeout=0.4)
     done = beating(follower, 7)
     led.leader.launched(7)
     led.leader.results(7, RESULTS)
@@ -265,7 +269,7 @@ def test_a_follower_asked_to_end_has_the_leader_drain(lead) -> None:
 def test_a_follower_that_does_not_read_ends_the_instance_instead_of_memory(lead, monkeypatch) -> None:
     monkeypatch.setattr("dsv3.engine.cluster.peer._MAX_BUFFERED_BYTES", 2**16)
     led, _, _ = both(lead)
-    big = StepCommand(1, None, DecodeCommand(np.zeros((2, 2**20, 2), np.int32), 0, False), None)
+    big = StepCommand(1, (Job("decode", DecodeCommand(np.zeros((2, 2**20, 3), np.int32), 1)),))
     with pytest.raises(ClusterError, match="process 1 does not read"):
         led.leader.send(big)
     assert "does not read" in led.failure()

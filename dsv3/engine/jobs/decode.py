@@ -56,16 +56,13 @@ class DecodePlanner:
             return []
         slots = self._scheduler.slots
         short = slots.planned[rows.slots] + (self._width - 1) > slots.capacity[rows.slots]
-        new_pages: dict[int, int] = {}
-        stalled: list[int] = []
-        if short.any():
-            new_pages, stalled = self._scheduler.extend(rows.slots[short])
-            if self._version != slots.version:  # pre-emption has removed some
-                rows = self._live_rows()
+        extended, pages, stalled = self._scheduler.extend(rows.slots[short])
+        if self._version != slots.version:  # pre-emption has removed some
+            rows = self._live_rows()
         if rows is None:
             return []
         batch = self._template.copy()
-        self._enter_pages(batch, rows, new_pages)
+        self._enter_pages(batch, rows, extended, pages)
         if stalled:
             rows = self._without(rows, stalled, batch)
             if not len(rows.slots):
@@ -82,17 +79,12 @@ class DecodePlanner:
     def stats(self) -> None:
         """Has no numbers beyond the scheduler's."""
 
-    def _enter_pages(self, batch: np.ndarray, rows: BatchRows, new_pages: dict[int, int]) -> None:
-        if not new_pages:
-            return
-        slots = self._scheduler.slots
-        mine = np.fromiter(new_pages, np.int64, len(new_pages))
-        pages = np.fromiter(new_pages.values(), np.int64, len(new_pages))
-        kept = slots.decoding[mine]
-        mine, pages = mine[kept], pages[kept]
-        at = rows.slots.searchsorted(mine)
+    def _enter_pages(self, batch: np.ndarray, rows: BatchRows, extended: np.ndarray, pages: np.ndarray) -> None:
+        kept = self._scheduler.slots.decoding[extended]
+        extended, pages = extended[kept], pages[kept]
+        at = rows.slots.searchsorted(extended)
         batch[rows.rank[at], rows.position[at], 1] = pages
-        batch[rows.rank[at], rows.position[at], 2] = slots.capacity[mine] // PAGE_SIZE - 1
+        batch[rows.rank[at], rows.position[at], 2] = self._scheduler.slots.capacity[extended] // PAGE_SIZE - 1
 
     def _live_rows(self) -> BatchRows | None:
         """Returns rows of all requests that decode and have not planned their last token."""

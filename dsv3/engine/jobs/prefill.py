@@ -124,7 +124,7 @@ class PrefillPlanner:
             scheduler.prompt_tokens += chunk.stop - chunk.start
             slot = chunk.sequence.slot
             if slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch:
-                scheduler.publish(chunk.sequence, chunk.start, chunk.stop)
+                scheduler.publish(chunk.sequence, chunk.stop)
 
     def stats(self) -> None:
         """Has no numbers beyond the scheduler's."""

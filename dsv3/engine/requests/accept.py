@@ -1,8 +1,7 @@
-"""Takes in what a step has sampled: tokens noted, completed pages published, ended requests released."""
+"""Takes in what a step has sampled: tokens noted, ended requests released."""
 
 import numpy as np
 
-from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.requests.rows import NOT_FINITE, NOTHING, BatchRows, Sampled
 from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.engine.requests.sequence import Sequence
@@ -34,7 +33,6 @@ def accept(scheduler: Scheduler, rows: BatchRows, sampled: Sampled, outputs: Ste
     slots.known[mine] = known
     scheduler.generated_tokens += int(counts.sum())
     bad = (tokens == NOT_FINITE).any(axis=1)
-    _publish(scheduler, mine, before - 1, known - 1, ~bad)
     at_limit = known >= limit
     stops = (slots.stop_users[np.maximum(tokens, 0)] > 0).any(axis=1)
     special = bad | at_limit | stops | slots.wants_logprobs[mine] | ~slots.started[mine]
@@ -54,14 +52,6 @@ def _counts(tokens: np.ndarray, room: np.ndarray) -> np.ndarray:
     if tokens.shape[1] == 1:
         return np.ones(len(tokens), np.int64)
     return np.minimum((tokens != NOTHING).sum(axis=1), room)
-
-
-def _publish(scheduler: Scheduler, slots: np.ndarray, before: np.ndarray, after: np.ndarray, sound: np.ndarray) -> None:
-    """Publishes the pages that latents of tokens `before` to `after` have completed; the newest has none yet."""
-    for i in ((before // PAGE_SIZE != after // PAGE_SIZE) & sound).nonzero()[0].tolist():
-        sequence = scheduler.slots.sequences[slots[i]]
-        assert sequence is not None
-        scheduler.publish(sequence, int(before[i]), int(after[i]))
 
 
 def _as_columns(

@@ -74,38 +74,69 @@ class Scheduler:
 
     def distrust(self, sequence: Sequence) -> None:
         """Keeps the content of a request's pages from being shared: its logits were not finite."""
+        sequence.is_sound = False
         self.caches[self.slots.rank_of(sequence.slot)].forget(sequence.pages)
 
     def abandon(self) -> None:
         """Notes that no launched step will be collected any more."""
         self.pages.collect(self.pages.launched)
 
-    def publish(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Makes the pages findable that the latents of tokens `start` to `stop`, now in the cache, have completed."""
-        if not self.cfg.enable_prefix_caching:
+    def publish(self, sequence: Sequence, cached: int) -> None:
+        """Makes the pages of a running request findable whose tokens are among the first `cached`.
+
+        Their latents are in the cache. Pages of a prompt are published chunk by chunk, since others may wait for them;
+        those of an answer when the request leaves its slot: a page at a time they took half of a step's host time.
+        """
+        count = cached // PAGE_SIZE
+        if not self.cfg.enable_prefix_caching or not sequence.is_sound or count <= sequence.published:
             return
-        first, last = start // PAGE_SIZE, stop // PAGE_SIZE
-        if last > len(sequence.keys):
-            extend_keys(sequence.root, sequence.keys, self.slots.history[sequence.slot, : last * PAGE_SIZE])
+        if count > len(sequence.keys):
+            extend_keys(sequence.root, sequence.keys, self.slots.history[sequence.slot, : count * PAGE_SIZE])
         rank = self.slots.rank_of(sequence.slot)
         cache = self.caches[rank]
-        for index in range(first, last):
+        for index in range(sequence.published, count):
             key = sequence.keys[index]
             cache.publish(key, sequence.pages[index])
             if key in sequence.pending:
                 sequence.pending.discard(key)
                 self.pages.pending[rank].discard(key)
                 self.queue.wake(rank, key)
+        sequence.published = count
 
-    def extend(self, short: np.ndarray) -> tuple[dict[int, int], list[int]]:
-        """Gives one more page to each of the slots `short`, the oldest request first.
+    def extend(self, short: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Gives one more page to each of the slots `short`.
+
+        Returns the slots that got one, their new pages, and the slots that sit this step out for want of pages.
+        """
+        rank = short // self.cfg.max_num_seqs
+        wanted = np.bincount(rank, minlength=self.cfg.num_ranks)
+        scarce = [r for r in wanted.nonzero()[0].tolist() if wanted[r] > self.caches[r].available]
+        stalled: list[int] = []
+        contested = np.isin(rank, scarce)
+        pages = {slot: self._give_page(slot) for slot in short[~contested].tolist()}
+        if scarce:
+            found, stalled = self._extend_oldest(short[contested])
+            pages |= found
+        return np.fromiter(pages, np.int64, len(pages)), np.fromiter(pages.values(), np.int64, len(pages)), stalled
+
+    def _give_page(self, slot: int) -> int:
+        """Gives a page to a slot whose rank has one."""
+        sequence = self.slots.sequences[slot]
+        page = self.caches[slot // self.cfg.max_num_seqs].allocate()
+        assert sequence is not None and page is not None  # its rank has enough
+        sequence.pages.append(page)
+        self.slots.capacity[slot] += PAGE_SIZE
+        return page
+
+    def _extend_oldest(self, short: np.ndarray) -> tuple[dict[int, int], list[int]]:
+        """Gives pages to slots of ranks without enough, the oldest request first.
 
         Without a free page the youngest of the rank is pre-empted. Its pages may still be written by the step in
         flight, so the request in need sits this step out.
 
         Returns new pages by slot, and the slots that sit out.
         """
-        new_pages: dict[int, int] = {}
+        pages: dict[int, int] = {}
         stalled: list[int] = []
         demand = [0] * self.cfg.num_ranks
         sequences = [self.slots.sequences[slot] for slot in short.tolist()]
@@ -113,43 +144,41 @@ class Scheduler:
             slot = sequence.slot
             if slot < 0:
                 continue  # pre-empted for an older one
-            page = self._page_for(sequence, demand)
-            if page is not None:
-                sequence.pages.append(page)
-                self.slots.capacity[slot] += PAGE_SIZE
-                new_pages[slot] = page
+            if self._make_room(sequence, demand):
+                pages[slot] = self._give_page(slot)
             elif sequence.slot >= 0:
                 stalled.append(slot)
-        return new_pages, [slot for slot in stalled if self.slots.decoding[slot]]
+        return pages, [slot for slot in stalled if self.slots.decoding[slot]]
 
-    def _page_for(self, sequence: Sequence, demand: list[int]) -> int | None:
-        """A page on the request's rank, pre-empting as little as needed; None where it has to wait for one."""
+    def _make_room(self, sequence: Sequence, demand: list[int]) -> bool:
+        """Sees to a free page on the request's rank, pre-empting as little as needed; False where it has to wait."""
         rank = self.slots.rank_of(sequence.slot)
         cache = self.caches[rank]
-        page = cache.allocate()
-        demand[rank] += page is None
-        while page is None and self.pages.num_held[rank] < demand[rank]:
+        demand[rank] += not cache.available
+        while not cache.available and self.pages.num_held[rank] < demand[rank]:
             youngest = max(self.slots.on_rank(rank), key=_by_arrival)
             self._preempt(youngest)
             if youngest is sequence:
-                return None
-            page = cache.allocate()
-            demand[rank] -= page is not None
-        return page
+                return False
+            demand[rank] -= cache.available > 0
+        return cache.available > 0
 
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a running request back to the queue; it will compute its known tokens again."""
         slot = sequence.slot
-        sequence.tokens = self.slots.history[slot, : self.slots.known[slot]].copy()
-        if self.cfg.enable_prefix_caching:
-            extend_keys(sequence.root, sequence.keys, sequence.tokens)
+        tokens = self.slots.history[slot, : self.slots.known[slot]].copy()
         self._vacate(sequence, State.WAITING)
+        sequence.tokens = tokens
+        if self.cfg.enable_prefix_caching:
+            extend_keys(sequence.root, sequence.keys, tokens)
         self.queue.push(sequence)
         self.num_preemptions += 1
 
     def _vacate(self, sequence: Sequence, state: State) -> None:
         """Takes slot and pages from a running request, and lets those go on that waited for its pages."""
-        rank = self.slots.rank_of(sequence.slot)
+        rank, known = self.slots.rank_of(sequence.slot), int(self.slots.known[sequence.slot])
+        if known > len(sequence.tokens):  # it has got a token, so all of its prompt is in the cache
+            self.publish(sequence, known - 1)
         if sequence in self.prefilling[rank]:
             self.prefilling[rank].remove(sequence)
         pending, sequence.pending = sequence.pending, set()

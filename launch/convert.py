@@ -1,10 +1,11 @@
-"""Converts a checkpoint directory: Hugging Face to the pre-stacked form, which loads without reassembly, or back.
+"""Converts a checkpoint directory from the Hugging Face form to the pre-stacked form, or back.
 
     python -m launch.convert --model DeepSeek-V3 --output DeepSeek-V3-stacked
     python -m launch.convert --model DeepSeek-V3-stacked --output DeepSeek-V3-bf16 --to hf --fp8 dequantize
 
-The output directory appears whole, with the tokenizer's files. After a kill the same command continues (to stacked) or
-starts again (to hf). What is converted is held in memory one window or one layer of one weight at a time.
+The pre-stacked form has checksums and needs no reassembly. The output directory appears whole, with the tokenizer's
+files. After a kill the same command continues (`--to stacked`) or starts again (`--to hf`). Memory holds 256 MiB
+(`--to stacked`) or one layer of one weight (`--to hf`) at a time.
 """
 
 import sys
@@ -17,23 +18,27 @@ from dsv3.checkpoint import CheckpointError, convert_to_hf, convert_to_stacked
 from dsv3.hf_config import ConfigError, load_config
 from launch import flags
 
-MODEL = absl_flags.DEFINE_string("model", None, "Checkpoint directory to read, of either form.")
-OUTPUT = absl_flags.DEFINE_string("output", None, "Directory to write; must be absent or empty.")
-TO = absl_flags.DEFINE_enum("to", "stacked", ["stacked", "hf"], "Form to write.")
+MODEL = absl_flags.DEFINE_string("model", None, "Checkpoint directory to read, in either form.")
+OUTPUT = absl_flags.DEFINE_string("output", None, "Directory to write. It must be absent or empty.")
+TO = absl_flags.DEFINE_enum("to", "stacked", ["stacked", "hf"], "Form to write: pre-stacked, or Hugging Face.")
 FP8 = absl_flags.DEFINE_enum(
-    "fp8", "keep", ["keep", "dequantize"], "Whether FP8 weights stay FP8; kv_b_proj is always dequantised."
+    "fp8",
+    "keep",
+    ["keep", "dequantize"],
+    "What becomes of FP8 weights: kept, or dequantized to --dtype. kv_b_proj never is kept.",
 )
 DTYPE = absl_flags.DEFINE_enum(
     "dtype",
     "auto",
     ["auto", "bfloat16", "float16", "float32"],
-    "Type of weights that are not FP8; auto is that of the embedding. Routers stay float32 where they need it.",
+    "Type of weights that are not FP8; auto takes the embedding's. Router weights stay float32 unless the checkpoint "
+    "holds them in that type.",
 )
-SHARD_GB = absl_flags.DEFINE_float("shard_gb", 5.0, "Largest safetensors file, in 10^9 bytes (--to=hf).", 0.001)
+SHARD_GB = absl_flags.DEFINE_float("shard_gb", 5.0, "Largest safetensors file in 10^9 bytes, for --to=hf.", 0.001)
 
 
 def main() -> int:
-    """Runs the conversion; 1 and one line on standard error if the checkpoint or the target is at fault."""
+    """Converts; returns 1 after one line on standard error if the checkpoint or the target is at fault."""
     if not MODEL.value or not OUTPUT.value:
         raise flags.UsageError("--model and --output are needed")
     source, target = Path(MODEL.value), Path(OUTPUT.value)

@@ -1,8 +1,11 @@
-"""Trains a small DeepSeek-V3-architecture model on the text of Python's standard library.
+"""Trains a small model of DeepSeek-V3's architecture on the text of Python's standard library.
 
-Writes checkpoints, a log and a picture of the loss below the output directory, and at the end the trained model as a
-Hugging Face directory that `python -m launch.serve --model OUTPUT/model-STEPS` serves. SIGTERM or Ctrl-C saves and
-stops; `--resume` goes on, to more steps than before if `--steps` says so.
+    python -m launch.train --config=tiny
+    python -m launch.train --config=tiny --resume --steps=20000
+    python -m launch.serve --model runs/tiny/model-20000
+
+The output directory gets checkpoints, a log and a picture of the loss, and at the end the model as a Hugging Face
+directory. SIGTERM or Ctrl-C saves and stops. `--resume` goes on, to more steps than before if `--steps` says so.
 """
 
 import dataclasses
@@ -21,14 +24,19 @@ from dsv3.training.report import plot_losses
 from dsv3.training.step import TrainState
 from launch import flags
 
-CONFIG = absl_flags.DEFINE_string("config", "tiny", "Module of `configs` that holds the training configuration.")
-OUTPUT = absl_flags.DEFINE_string("output", None, "Directory of the run; runs/CONFIG unless given.")
-STEPS = absl_flags.DEFINE_integer("steps", None, "Steps in all, those of a resumed run included.", lower_bound=1)
-RESUME = absl_flags.DEFINE_bool("resume", False, "Continue from the newest checkpoint in the output directory.")
+CONFIG = absl_flags.DEFINE_string("config", "tiny", "Name of a module of `configs` that has a TRAINING configuration.")
+OUTPUT = absl_flags.DEFINE_string("output", None, "Directory of the run. Default: runs/CONFIG.")
+STEPS = absl_flags.DEFINE_integer(
+    "steps",
+    None,
+    "Total steps, with those before a resume. Default: the configuration's.",
+    lower_bound=1,
+)
+RESUME = absl_flags.DEFINE_bool("resume", False, "Continue from the newest checkpoint of the output directory.")
 
 
 def main() -> int:
-    """Trains, then exports."""
+    """Trains, then writes the model if the last step was reached; returns the exit status."""
     console = Console()
     config, output = _config(), Path(OUTPUT.value or f"runs/{CONFIG.value}")
     try:

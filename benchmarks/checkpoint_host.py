@@ -58,7 +58,7 @@ def make(directory: Path) -> int:
     import json
 
     tensors = list(out_tensors(MODEL, Shapes(), F32))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(FILES):
         mine, name = tensors[i::FILES], f"model-{i + 1:05}-of-{FILES:05}.safetensors"
         header = header_bytes([(t.name, t.dtype, t.shape) for t in mine], {"format": "pt"})

@@ -18,23 +18,24 @@ from dsv3.checkpoint import CheckpointError, convert_to_hf, convert_to_stacked
 from dsv3.hf_config import ConfigError, load_config
 from launch import flags
 
-MODEL = absl_flags.DEFINE_string("model", None, "Checkpoint directory to read, in either form.")
-OUTPUT = absl_flags.DEFINE_string("output", None, "Directory to write. It must be absent or empty.")
-TO = absl_flags.DEFINE_enum("to", "stacked", ["stacked", "hf"], "Form to write: pre-stacked, or Hugging Face.")
+MODEL = absl_flags.DEFINE_string("model", None, "Read this checkpoint directory, of either form.")
+OUTPUT = absl_flags.DEFINE_string("output", None, "Write to this directory, which must be absent or empty.")
+TO = absl_flags.DEFINE_enum("to", "stacked", ["stacked", "hf"], "Write this form.")
 FP8 = absl_flags.DEFINE_enum(
     "fp8",
     "keep",
     ["keep", "dequantize"],
-    "What becomes of FP8 weights: kept, or dequantized to --dtype. kv_b_proj never is kept.",
+    "Keep FP8 weights as FP8, or turn them into --dtype; kv_b_proj is always dequantized.",
 )
 DTYPE = absl_flags.DEFINE_enum(
     "dtype",
     "auto",
     ["auto", "bfloat16", "float16", "float32"],
-    "Type of weights that are not FP8; auto takes the embedding's. Router weights stay float32 unless the checkpoint "
-    "holds them in that type.",
+    "Write weights that are not FP8 in this type; auto is the embedding's. Routers may stay float32.",
 )
-SHARD_GB = absl_flags.DEFINE_float("shard_gb", 5.0, "Largest safetensors file in 10^9 bytes, for --to=hf.", 0.001)
+SHARD_GB = absl_flags.DEFINE_float(
+    "shard_gb", 5.0, "Write safetensors files of at most this many 10^9 bytes (--to=hf).", 0.001
+)
 
 
 def main() -> int:

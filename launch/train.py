@@ -24,15 +24,12 @@ from dsv3.training.report import plot_losses
 from dsv3.training.step import TrainState
 from launch import flags
 
-CONFIG = absl_flags.DEFINE_string("config", "tiny", "Name of a module of `configs` that has a TRAINING configuration.")
-OUTPUT = absl_flags.DEFINE_string("output", None, "Directory of the run. Default: runs/CONFIG.")
+CONFIG = absl_flags.DEFINE_string("config", "tiny", "Train with the configuration in this module of `configs`.")
+OUTPUT = absl_flags.DEFINE_string("output", None, "Write the run to this directory; default: runs/CONFIG.")
 STEPS = absl_flags.DEFINE_integer(
-    "steps",
-    None,
-    "Total steps, with those before a resume. Default: the configuration's.",
-    lower_bound=1,
+    "steps", None, "Train this many steps in all, those before a resume included.", lower_bound=1
 )
-RESUME = absl_flags.DEFINE_bool("resume", False, "Continue from the newest checkpoint of the output directory.")
+RESUME = absl_flags.DEFINE_bool("resume", False, "Continue from the newest checkpoint in the output directory.")
 
 
 def main() -> int:

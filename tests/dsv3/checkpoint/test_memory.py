@@ -32,7 +32,8 @@ print(status("VmHWM") - before, sum(a.nbytes for a in jax.tree.leaves(params)))
 """
 
 
-# As the engine places them: 32 experts in 40 slots of 8 devices, or replicas, which on a CPU share the host's memory.
+# As the engine places them: 32 experts as 40 replicas on 8 devices, or the whole model on each device. A CPU's devices
+# share the host's memory.
 SERVE = """
 import dataclasses, pathlib, sys
 import jax, jax.numpy as jnp, numpy

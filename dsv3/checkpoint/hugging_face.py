@@ -1,60 +1,43 @@
-"""Decides, from headers alone, which bytes of a Hugging Face checkpoint fill which parameter, and in which type.
+"""Plans the load of a Hugging Face checkpoint: which tensor fills which part of which parameter, and in which dtype.
 
-Every disagreement between checkpoint and configuration is found here, before any weight is read.
+It looks at headers only. Every disagreement between checkpoint and configuration is found here, before any weight is
+read.
 """
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
 import ml_dtypes
 import numpy as np
 
 from dsv3.checkpoint import layout
 from dsv3.checkpoint.errors import raise_findings
-from dsv3.checkpoint.fill import E4M3, Array, Source
-from dsv3.checkpoint.layout import BLOCK, Piece, full_box, scale_name, scale_piece, scale_shape
+from dsv3.checkpoint.fill import E4M3
+from dsv3.checkpoint.layout import BLOCK, Piece, scale_name, scale_piece, scale_shape
+from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
 from dsv3.checkpoint.safetensors_file import NAMES, Tensor
 from dsv3.config import ModelConfig
 from dsv3.model.params import ParamSpec
 
-Fp8Mode = Literal["keep", "dequantize"]
 Findings = defaultdict[str, list[str]]
 
+F32 = np.dtype(np.float32)
 PLAIN = {np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16)}
 SCALES = {np.dtype(t) for t in (np.float32, ml_dtypes.float8_e8m0fnu)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to read: for each leaf path one array, or data and scale; and pairs of tensors that must be equal."""
-
-    directory: Path
-    leaves: dict[str, tuple[Array, ...]]
-    equal: tuple[tuple[Tensor, Tensor], ...] = ()
-    skipped_mtp_layers: tuple[int, ...] = ()
-
-    @property
-    def files(self) -> list[Path]:
-        """Files the plan reads."""
-        tensors = (s.tensor for arrays in self.leaves.values() for a in arrays for s in a.sources)
-        scales = (
-            s.scale.tensor for arrays in self.leaves.values() for a in arrays for s in a.sources if s.scale is not None
-        )
-        pairs = (t for pair in self.equal for t in pair)
-        return list({t.path: None for group in (tensors, scales, pairs) for t in group})
-
-
 def plan_hf(
     directory: Path, tensors: Mapping[str, Tensor], cfg: ModelConfig, dtype: np.dtype | None, fp8: Fp8Mode
-) -> Plan:
-    """Plan for the tensors of a Hugging Face checkpoint; `dtype` None: that of the embedding.
+) -> LoadPlan:
+    """Plans the load of a Hugging Face checkpoint that holds `tensors`; `dtype` None takes the embedding's.
 
-    Raises one `CheckpointError` with all missing, unexpected and misshapen tensors and wrong dtypes. Rules beyond the
-    table: rotary buffers (`layout.HARMLESS`) are ignored; MTP modules beyond `num_nextn_predict_layers` are skipped,
-    for they change no output; MTP modules that the configuration promises and the checkpoint lacks are an error.
+    Three rules go beyond the table. Rotary buffers (`layout.HARMLESS`) are ignored. MTP modules beyond
+    `num_nextn_predict_layers` are skipped, because they change no output. MTP modules that the configuration promises
+    and the checkpoint lacks are an error.
+
+    Raises one `CheckpointError` that names all missing, unexpected and misshapen tensors and all wrong dtypes.
     """
     findings: Findings = defaultdict(list)
     pieces = layout.pieces(cfg)
@@ -71,7 +54,7 @@ def plan_hf(
     }
     raise_findings(directory, findings)
     equal = tuple((tensors[d.name], tensors[d.of]) for d in layout.duplicates(cfg) if d.name in tensors)
-    return Plan(directory, leaves, equal, tuple(sorted(skipped)))
+    return LoadPlan(directory, leaves, equal, tuple(sorted(skipped)))
 
 
 def _check_names(
@@ -134,7 +117,7 @@ def _check_scale(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...
 
 
 def names(dtypes: set[np.dtype]) -> str:
-    """Their names in the safetensors format."""
+    """Names of dtypes in the safetensors format, joined for a message."""
     return "/".join(sorted(NAMES[dtype] for dtype in dtypes))
 
 
@@ -147,35 +130,27 @@ def _leaf(
     fp8: Fp8Mode,
     findings: Findings,
 ) -> tuple[Array, ...]:
-    quantised = [p for p in pieces if tensors[p.name].dtype == E4M3]
-    if spec.quantizable and quantised and fp8 == "keep":
+    quantized = [p for p in pieces if tensors[p.name].dtype == E4M3]
+    if spec.quantizable and quantized and fp8 == "keep":
         findings["weights that cannot stay FP8; load with fp8='dequantize'"] += _obstacles(path, pieces, tensors)
-        data = Array(f"{path}.data", spec.shape, E4M3, tuple(_source(tensors, p) for p in pieces))
-        scales = tuple(_source(tensors, scale_piece(p)) for p in quantised)
-        return data, Array(f"{path}.scale", scale_shape(spec.shape), np.dtype(np.float32), scales, positive=True)
-    sources = tuple(_dequantising(tensors, p) for p in pieces)
-    target = spec.dtype_in(dtype, checkpoint=(tensors[p.name].dtype for p in pieces))
-    return (Array(path, spec.shape, target, sources),)
+        scales = tuple(scale_piece(p) for p in quantized)
+        return (
+            Array(f"{path}.data", spec.shape, E4M3, pieces, tensors),
+            Array(f"{path}.scale", scale_shape(spec.shape), F32, scales, tensors, positive=True),
+        )
+    stored = [tensors[p.name].dtype for p in pieces]
+    read = tuple(
+        dataclasses.replace(p, scale=scale_name(p.name)) if own == E4M3 else p
+        for p, own in zip(pieces, stored, strict=True)
+    )
+    return (Array(path, spec.shape, spec.dtype_in(dtype, checkpoint=stored), read, tensors),)
 
 
 def _obstacles(path: str, pieces: tuple[Piece, ...], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     first, plain = (next((p for p in pieces if (tensors[p.name].dtype == E4M3) == q), None) for q in (True, False))
     if first and plain:
         yield f"{path}: {first.name} is FP8 but {plain.name} is not"
-    split = next((p for p in pieces if p.put[-2].start % BLOCK), None)
-    if split:
-        row = split.put[-2].start
-        yield f"{path}: {split.name} begins at row {row} of the fused weight, not a multiple of {BLOCK}"
-
-
-def _source(tensors: Mapping[str, Tensor], piece: Piece) -> Source:
-    return Source(tensors[piece.name], piece.view, piece.take, piece.put)
-
-
-def _dequantising(tensors: Mapping[str, Tensor], piece: Piece) -> Source:
-    tensor = tensors[piece.name]
-    if tensor.dtype != E4M3:
-        return _source(tensors, piece)
-    scale = tensors[scale_name(piece.name)]
-    box = full_box(scale.shape)
-    return Source(tensor, piece.view, piece.take, piece.put, Source(scale, scale.shape, box, box))
+    cut = next((p for p in pieces if p.put[-2].start % BLOCK), None)
+    if cut:
+        row = cut.put[-2].start
+        yield f"{path}: {cut.name} begins at row {row} of the fused weight, not a multiple of {BLOCK}"

@@ -31,6 +31,7 @@ class Book:
     def __init__(self, followers: Iterable[int]) -> None:
         self._followers = frozenset(followers)
         self._lock = threading.Lock()
+        self._forgiven = 0.0
         self._mine: dict[int, tuple[bytes, float]] = {}  # by step: the leader's digest, and when it came
         self._theirs: dict[int, dict[int, bytes]] = {}  # by step and process
 
@@ -46,15 +47,21 @@ class Book:
             self._theirs.setdefault(number, {})[process_id] = digest
             return self._compare(number)
 
-    def late(self, silence_s: float) -> tuple[int, int] | None:
-        """A process and the oldest step that it has not reported though the leader did `silence_s` ago."""
+    def late(self, before_s: float) -> tuple[int, int] | None:
+        """Returns a process and the oldest step that it has not reported though the leader had before `before_s`.
+
+        `before_s` is on the monotonic clock. None where nobody is late.
+        """
         with self._lock:
-            now = time.monotonic()
             for number, (_, since) in self._mine.items():
                 missing = self._followers - self._theirs.get(number, {}).keys()
-                if missing and now - since > silence_s:
+                if missing and max(since, self._forgiven) < before_s:
                     return min(missing), number
         return None
+
+    def forgive(self) -> None:
+        """Counts the time that reports take from now on."""
+        self._forgiven = time.monotonic()
 
     def _compare(self, number: int) -> int | None:
         mine, theirs = self._mine.get(number), self._theirs.get(number, {})

@@ -20,6 +20,7 @@ from typing import NoReturn
 import numpy as np
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
 from dsv3.engine.cluster.fingerprint import fields_of
 from dsv3.engine.cluster.messages import (
@@ -36,7 +37,6 @@ from dsv3.engine.cluster.messages import (
     Stop,
 )
 from dsv3.engine.cluster.options import ClusterOptions, read_key
-from dsv3.engine.cluster.peer import Peer
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.cluster.wire import HANDSHAKE_S, Wire, WireError, connect
 from dsv3.engine.commands import StepCommand
@@ -44,7 +44,8 @@ from dsv3.engine.executor import Executor, Launched
 
 _log = logging.getLogger("dsv3.cluster")
 _RETRY_S = 0.2
-_FAREWELL_S = 1.0
+# How long the process waits, before it ends, until the leader has read why; the leader answers in milliseconds.
+_FAREWELL_S = 10.0
 # A collective that a peer's end breaks raises at once; the leader tells the reason soon after.
 _EXPLANATION_S = 3.0
 _SWITCH_INTERVAL_S = 0.0005  # the end of the leader is seen here before jax's coordination client aborts the process
@@ -76,7 +77,8 @@ class _Follower:
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[tuple[StepCommand, Launched]] = queue.SimpleQueue()
         self._last_launched = -1
-        self._peer = Peer(wire, self._heartbeat, self._take, lambda end: _end(1, f"the leader (process 0) {end}"))
+        self._channel = Channel(wire, self._heartbeat, self._take, self._lost)
+        self._channel.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def follow(self, model_dir: Path, options: Mapping[str, object], load: Load) -> NoReturn:
@@ -110,16 +112,24 @@ class _Follower:
         """Has the leader finish what runs and stop the instance."""
         text = f"process {self._cluster.process_id} has received {signal_name}"
         _log.info("%s: asking the leader to drain; once more ends this process at once", text)
-        self._send(Drain(text))
+        try:
+            self._send(Drain(text))
+        except ChannelError as error:
+            _end(1, f"the leader (process 0) {error}")
 
     def give_up(self, error: Exception) -> NoReturn:
-        """Ends with the leader's reason if it comes, since another process may be the cause, else with this error."""
+        """Ends with the leader's reason if it comes, since another process may be the cause, else with this error.
+
+        The leader is told the error, and answers by ending the instance: its answer ends this process. Both waits are
+        bounded, by `_EXPLANATION_S` and `_FAREWELL_S`.
+        """
         time.sleep(_EXPLANATION_S)  # a message or the end of the leader ends the process meanwhile
         expected = isinstance(error, ValueError | OSError)
         text = f"{type(error).__name__}: {error}" if expected else "".join(traceback.format_exception(error))
-        self._peer.send_last(messages.encode(Failed(type(error).__name__, text)))
-        self._peer.join(_FAREWELL_S)
-        _end(1, text)
+        _log.error("%s", text)
+        self._channel.send_last(messages.encode(Failed(type(error).__name__, text)))
+        answered = self._channel.wait_closed(_FAREWELL_S)
+        _end(1, f"the leader (process 0) {'has' if answered else 'does not seem to have'} heard of that")
 
     def _expect[Message: (Begin, Build, Step)](self, kind: type[Message]) -> Message:
         message = self._inbox.get()
@@ -131,7 +141,7 @@ class _Follower:
         return messages.encode(Heartbeat(self._last_launched))
 
     def _send(self, message: messages.ToLeader) -> None:
-        self._peer.send(messages.encode(message))
+        self._channel.send(messages.encode(message))
 
     def _take(self, body: bytes) -> None:
         message = messages.decode_for_follower(body)
@@ -142,6 +152,12 @@ class _Follower:
                 _end(1, f"the leader ends the instance: {failure}")
             case Begin() | Build() | Step():
                 self._inbox.put(message)
+
+    def _lost(self, end: str) -> None:
+        text = f"the leader (process 0) {end}"
+        if self._channel.closed:
+            _end(1, text)
+        threading.Thread(target=self.give_up, args=(WireError(text),), daemon=True).start()
 
     def _report(self) -> None:
         """Reads the results of each step and sends their digest."""
@@ -161,8 +177,8 @@ class _Follower:
             now = time.monotonic()
             suspended, last = now - last > interval + limit / 2, now
             if suspended:
-                self._peer.forgive()
-            elif self._peer.silent_s > limit:
+                self._channel.forgive()
+            elif now - self._channel.last_heard_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
 
 

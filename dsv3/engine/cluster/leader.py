@@ -14,11 +14,11 @@ from collections.abc import Callable
 import numpy as np
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.fingerprint import Fields, differences
 from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Step, Stop
 from dsv3.engine.cluster.options import LEADER, ClusterError, ClusterOptions, read_key
-from dsv3.engine.cluster.peer import Peer, PeerLost
 from dsv3.engine.cluster.wire import Wire, WireError, accept
 from dsv3.engine.commands import StepCommand
 from dsv3.engine.config import EngineConfig
@@ -27,7 +27,10 @@ _log = logging.getLogger("dsv3.cluster")
 _MAX_GREETINGS = 64  # connections that have not proved themselves; more are closed at once
 _MAX_REFUSALS_LOGGED = 20
 _REMIND_S = 30.0
-_FAREWELL_S, _LAST_WORD_S = 3.0, 0.5  # after an orderly end, after a failure
+# How long the leader's process waits, before it ends, until every follower has read why and has ended: a follower does
+# so in milliseconds, on a busy host in a second. The HTTP process kills this one 5 s after an orderly stop.
+_FAREWELL_S, _LAST_WORD_S = 4.0, 10.0  # after an orderly end, after a failure
+_REFUSAL_S = 5.0  # the same, of a process that is turned away
 # A broken connection is seen at once, on another thread; the collective that it broke may raise a little earlier.
 _EXPLANATION_S = 2.0
 
@@ -36,7 +39,8 @@ class Leader:
     """Process 0's view of the others.
 
     `on_failure` is called on some thread with a reason fit for clients when the instance must end; `on_drain` when a
-    follower has been asked to end. The constructor listens; raises ClusterError where it cannot.
+    follower has been asked to end. The constructor listens, so that followers may come; `gather` lets them in, so
+    none can fail before the caller has arranged for `end` to be called. Raises ClusterError where it cannot listen.
     """
 
     def __init__(
@@ -50,20 +54,20 @@ class Leader:
         self._on_failure, self._on_drain = on_failure, on_drain
         self._key = read_key(options.key_file)
         self._followers = frozenset(range(1, options.num_processes))
-        self._peers: dict[int, Peer] = {}
+        self._channels: dict[int, Channel] = {}
         self._said: dict[type, dict[int, messages.ToLeader]] = {Hello: {}, Loaded: {}, Ready: {}}
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._explained = threading.Event()
         self._ending = False
+        self._last_word: bytes | None = None
         self._book, self._chain = Book(self._followers), Chain()
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._refusals = 0
-        self._greetings = threading.Semaphore(_MAX_GREETINGS)
+        self._greetings = 0
+        self._forgiven = 0.0  # when this process was last found to have been suspended
         self._listener = _listen(options)
-        for target in (self._accept, self._watch):
-            threading.Thread(target=target, name=f"cluster{target.__name__}", daemon=True).start()
 
     def gather(self) -> None:
         """Waits until every follower has come and has the leader's fingerprint, then lets them begin.
@@ -71,6 +75,8 @@ class Leader:
         Raises ClusterError when the time is over, naming those that are missing, and for fingerprints that differ.
         """
         address = "{}:{}".format(*self._listener.getsockname()[:2])
+        for target in (self._accept, self._watch):
+            threading.Thread(target=target, name=f"cluster{target.__name__}", daemon=True).start()
         _log.info("waiting for %d processes at %s", len(self._followers), address)
         missing = self._wait_for(Hello, "to come", self._options.start_timeout_s)
         if missing:
@@ -89,7 +95,8 @@ class Leader:
         self._wait_for(Loaded, "to load the weights")
         said = {p: m for p, m in self._said[Loaded].items() if isinstance(m, Loaded)}
         for process_id, message in sorted(said.items()):
-            self._compare(process_id, fields, message.fields)
+            if error := self._compare(process_id, fields, message.fields):
+                raise error
         return min(message.num_pages for message in said.values())
 
     def build(self, config: EngineConfig) -> None:
@@ -119,17 +126,28 @@ class Leader:
         return error if self._failure is None else ClusterError(self._failure)
 
     def end(self, failure: str | None = None) -> None:
-        """Tells the followers to end, with `failure` or in order, and waits for them a little."""
-        self._ending = True
-        body = messages.encode(Stop(failure))
-        with self._changed:
-            peers = list(self._peers.values())
-        for peer in peers:
-            peer.send_last(body)
-        deadline = time.monotonic() + (_FAREWELL_S if failure is None else _LAST_WORD_S)
-        for peer in peers:
-            peer.join(max(0.0, deadline - time.monotonic()))
+        """Tells the followers to end, with `failure` or in order, and waits until they have read it.
+
+        A follower answers by ending. The wait is at most `_LAST_WORD_S` seconds after a failure, `_FAREWELL_S` else;
+        nobody waits for a follower that is silent.
+        """
         _stop_listening(self._listener)
+        with self._changed:
+            self._ending = True
+            self._last_word = self._last_word or messages.encode(Stop(failure))
+            channels = list(self._channels.values())
+        for channel in channels:
+            channel.send_last(self._last_word)
+        deadline = time.monotonic() + (_FAREWELL_S if failure is None else _LAST_WORD_S)
+        with self._changed:
+            while self._someone_listens() and time.monotonic() < deadline:
+                self._changed.wait(0.02)
+
+    def _someone_listens(self) -> bool:
+        """Whether a follower, or a process that is being let in, may still read the last word."""
+        heard_s = time.monotonic() - self._options.silence_s
+        listening = [c for c in self._channels.values() if not c.closed and c.last_heard_s >= heard_s]
+        return bool(listening) or self._greetings > 0
 
     def _accept(self) -> None:
         while True:
@@ -137,31 +155,43 @@ class Leader:
                 connection, address = self._listener.accept()
             except OSError:
                 return  # closed: all have come
-            if not self._greetings.acquire(blocking=False):
+            with self._changed:
+                full = self._greetings >= _MAX_GREETINGS
+                self._greetings += not full
+            if full:
                 connection.close()
-                continue
-            threading.Thread(target=self._greet, args=(connection, address[0]), daemon=True).start()
+            else:
+                threading.Thread(target=self._greet, args=(connection, address[0]), daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
         try:
             process_id, wire = accept(connection, self._key, self._options.num_processes)
             self._admit(process_id, wire, address)
-        except WireError as error:
+        except (WireError, OSError) as error:
             connection.close()
             self._refusals += 1
             if self._refusals <= _MAX_REFUSALS_LOGGED:
                 _log.warning("refused a connection from %s: %s", address, error)
         finally:
-            self._greetings.release()
+            with self._changed:
+                self._greetings -= 1
 
     def _admit(self, process_id: int, wire: Wire, address: str) -> None:
+        """Takes a process in; one that comes while the instance ends hears why. Raises WireError for a second one."""
+        channel = Channel(
+            wire, _heartbeat, lambda body: self._take(process_id, body), lambda end: self._lost(process_id, end)
+        )
         with self._changed:
-            if process_id in self._peers:
-                wire.send(messages.encode(Stop(f"another process has --process_id {process_id} already")))
-                raise WireError(f"it says to be process {process_id}, which is here already")
-            self._peers[process_id] = Peer(
-                wire, _heartbeat, lambda body: self._take(process_id, body), lambda end: self._lost(process_id, end)
-            )
+            last_word = self._last_word
+            known = self._channels.setdefault(process_id, channel) is not channel
+        if known:
+            wire.send(messages.encode(Stop(f"another process has --process_id {process_id} already")))
+            wire.end()
+            wire.discard(_REFUSAL_S)
+            raise WireError(f"it says to be process {process_id}, which is here already")
+        channel.start()
+        if last_word is not None:
+            channel.send_last(last_word)
         _log.info("process %d has come from %s", process_id, address)
 
     def _take(self, process_id: int, body: bytes) -> None:
@@ -173,9 +203,9 @@ class Leader:
                 self._reached[process_id] = max(self._reached[process_id], message.number)
                 self._diverged(self._book.follow(process_id, message.number, message.digest), message.number)
             case Hello():
-                self._compare(process_id, self._fields, message.fields)
-                _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
-                self._note(process_id, message)
+                if self._compare(process_id, self._fields, message.fields) is None:
+                    _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
+                    self._note(process_id, message)
             case Loaded() | Ready():
                 self._note(process_id, message)
             case Drain():
@@ -190,9 +220,10 @@ class Leader:
             self._said[type(message)][process_id] = message
             self._changed.notify_all()
 
-    def _compare(self, process_id: int, mine: Fields, theirs: Fields) -> None:
-        if found := differences(mine, theirs, process_id):
-            raise self._fail(f"process {process_id} is not configured as process {LEADER}: {found}")
+    def _compare(self, process_id: int, mine: Fields, theirs: Fields) -> ClusterError | None:
+        """Ends the instance where the fields differ, and returns the error to raise."""
+        found = differences(mine, theirs, process_id)
+        return self._fail(f"process {process_id} is not configured as process {LEADER}: {found}") if found else None
 
     def _diverged(self, process_id: int | None, number: int) -> None:
         if process_id is not None:
@@ -203,29 +234,32 @@ class Leader:
             self._fail(f"process {process_id} {end}")
 
     def _watch(self) -> None:
-        """Notices peers that are silent; a watcher that was itself suspended judges nobody by that time."""
+        """Notices followers that are silent; a watcher that was itself suspended judges nobody by that time."""
         interval = min(0.25, self._options.silence_s / 8)
         last = time.monotonic()
         while self._failure is None and not self._ending:
             time.sleep(interval)
             now = time.monotonic()
             late, last = now - last > interval + self._options.silence_s / 2, now
-            if not late:
-                self._judge()
+            if late:
+                self._forgiven = now
+                self._book.forgive()
+                for channel in list(self._channels.values()):
+                    channel.forgive()
             else:
-                for peer in list(self._peers.values()):
-                    peer.forgive()
+                self._judge(now)
 
-    def _judge(self) -> None:
+    def _judge(self, now: float) -> None:
+        """Judges by a time from before: this process may be suspended at any point, here too."""
         limit = self._options.silence_s
-        for process_id, peer in list(self._peers.items()):
-            if peer.silent_s > limit:
+        for process_id, channel in list(self._channels.items()):
+            if now - channel.last_heard_s > limit:
                 self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")
         number, since = self._launched
         for process_id, reached in self._reached.items():
-            if reached < number and time.monotonic() - since > limit:
+            if reached < number and now - max(since, self._forgiven) > limit:
                 self._fail(f"process {process_id} has not launched step {number} for {limit:g} s: it hangs")
-        if late := self._book.late(limit):
+        if late := self._book.late(now - limit):
             self._fail(f"process {late[0]} has not reported step {late[1]} for {limit:g} s: it hangs")
 
     def _wait_for(self, kind: type, doing: str, timeout_s: float | None = None) -> frozenset[int]:
@@ -248,11 +282,11 @@ class Leader:
 
     def _broadcast(self, body: bytes) -> None:
         self._check()
-        for process_id, peer in self._peers.items():
+        for process_id, channel in self._channels.items():
             try:
-                peer.send(body)
-            except PeerLost as lost:
-                raise self._fail(f"process {process_id} {lost}") from None
+                channel.send(body)
+            except ChannelError as error:
+                raise self._fail(f"process {process_id} {error}") from None
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -9,12 +9,14 @@ its MAC (32 bytes) and its body.
 import contextlib
 import hashlib
 import hmac
+import math
 import secrets
 import socket
 import struct
 import time
 
-# The largest message is a prefill of every rank, or a rebalancing's maps: a few MB for 144 ranks.
+# Bounds the memory that a peer's length field can ask for. No command comes near it; one that did would be a mistake
+# of ours, which `Channel.send` refuses before it is queued.
 MAX_FRAME_BYTES = 64 * 2**20
 HANDSHAKE_S = 5.0
 """A peer that has not proved itself by then is refused."""
@@ -57,7 +59,7 @@ class Wire:
             if length > MAX_FRAME_BYTES:
                 raise WireError(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
             body = _read(self._connection, length)
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             return None
         if not hmac.compare_digest(mac, _frame_mac(self._receive_key, self._received, body)):
             raise WireError("a frame's MAC is wrong")
@@ -65,9 +67,24 @@ class Wire:
         return body
 
     def end(self) -> None:
-        """Tells the peer that nothing more will be sent."""
+        """Tells the other process that nothing more will be sent."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
+
+    def end_receiving(self) -> None:
+        """Lets `receive` return what has come already, then None."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RD)
+
+    def discard(self, timeout_s: float = math.inf) -> None:
+        """Reads and drops what comes until the other process closes its end, at most `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(OSError):
+            while (left := deadline - time.monotonic()) > 0:
+                if left < math.inf:
+                    self._connection.settimeout(left)
+                if not self._connection.recv(2**16):
+                    return
 
     def close(self) -> None:
         """Ends the connection; a thread that receives sees its end."""
@@ -111,7 +128,7 @@ def connect(connection: socket.socket, key: bytes, process_id: int) -> Wire:
         connection.sendall(_PROOF.pack(process_id, ours, _mac(key, b"follower", transcript)))
         answer = _read(connection, _MAC_BYTES, deadline)
     except EOFError:
-        raise WireError("the leader refused this process: is cluster_key_file the same there?") from None
+        raise WireError("the leader refused this process, or has ended: is cluster_key_file the same there?") from None
     except OSError as error:
         raise WireError(f"the leader did not complete the handshake ({_text(error)})") from None
     if not hmac.compare_digest(answer, _mac(key, b"leader", transcript)):

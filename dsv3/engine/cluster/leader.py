@@ -17,11 +17,12 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.fingerprint import Fields, differences
+from dsv3.engine.cluster.membership import ClusterError, read_key
 from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Step, Stop
-from dsv3.engine.cluster.options import LEADER, ClusterError, ClusterOptions, read_key
 from dsv3.engine.cluster.wire import Wire, WireError, accept
 from dsv3.engine.commands import StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.options import LEADER, ClusterOptions
 
 _log = logging.getLogger("dsv3.cluster")
 _MAX_GREETINGS = 64  # connections that have not proved themselves; more are closed at once
@@ -52,7 +53,7 @@ class Leader:
     ) -> None:
         self._options, self._fields = options, fields
         self._on_failure, self._on_drain = on_failure, on_drain
-        self._key = read_key(options.key_file)
+        self._key = read_key(options.cluster_key_file)
         self._followers = frozenset(range(1, options.num_processes))
         self._channels: dict[int, Channel] = {}
         self._said: dict[type, dict[int, messages.ToLeader]] = {Hello: {}, Loaded: {}, Ready: {}}
@@ -78,11 +79,11 @@ class Leader:
         for target in (self._accept, self._watch):
             threading.Thread(target=target, name=f"cluster{target.__name__}", daemon=True).start()
         _log.info("waiting for %d processes at %s", len(self._followers), address)
-        missing = self._wait_for(Hello, "to come", self._options.start_timeout_s)
+        missing = self._wait_for(Hello, "to come", self._options.cluster_start_timeout)
         if missing:
             raise self._fail(
                 f"{_processes(missing)} of {self._options.num_processes} did not come within "
-                f"{self._options.start_timeout_s:g} s (listening at {address})"
+                f"{self._options.cluster_start_timeout:g} s (listening at {address})"
             )
         _stop_listening(self._listener)
         self._broadcast(messages.encode(messages.Begin()))
@@ -145,7 +146,7 @@ class Leader:
 
     def _someone_listens(self) -> bool:
         """Whether a follower, or a process that is being let in, may still read the last word."""
-        heard_s = time.monotonic() - self._options.silence_s
+        heard_s = time.monotonic() - self._options.cluster_silence_timeout
         listening = [c for c in self._channels.values() if not c.closed and c.last_heard_s >= heard_s]
         return bool(listening) or self._greetings > 0
 
@@ -235,12 +236,12 @@ class Leader:
 
     def _watch(self) -> None:
         """Notices followers that are silent; a watcher that was itself suspended judges nobody by that time."""
-        interval = min(0.25, self._options.silence_s / 8)
+        interval = min(0.25, self._options.cluster_silence_timeout / 8)
         last = time.monotonic()
         while self._failure is None and not self._ending:
             time.sleep(interval)
             now = time.monotonic()
-            late, last = now - last > interval + self._options.silence_s / 2, now
+            late, last = now - last > interval + self._options.cluster_silence_timeout / 2, now
             if late:
                 self._forgiven = now
                 self._book.forgive()
@@ -251,7 +252,7 @@ class Leader:
 
     def _judge(self, now: float) -> None:
         """Judges by a time from before: this process may be suspended at any point, here too."""
-        limit = self._options.silence_s
+        limit = self._options.cluster_silence_timeout
         for process_id, channel in list(self._channels.items()):
             if now - channel.last_heard_s > limit:
                 self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")

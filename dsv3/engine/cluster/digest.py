@@ -1,4 +1,4 @@
-"""A chain of digests over sampled tokens: processes that have read the same results have the same digest."""
+"""Chains digests of sampled tokens: processes that have read the same results have the same digest."""
 
 import hashlib
 import threading
@@ -11,13 +11,13 @@ _DIGEST_BYTES = 16
 
 
 class Chain:
-    """Digests of all results so far."""
+    """The digest of all results so far."""
 
     def __init__(self) -> None:
         self._last = b""
 
     def add(self, number: int, results: Iterable[np.ndarray]) -> bytes:
-        """The digest after step `number`, whose sampled tokens and log-probabilities are `results`."""
+        """Adds step `number`, whose sampled tokens and log-probabilities are `results`; returns the new digest."""
         total = hashlib.sha256(self._last + number.to_bytes(8, "little"))
         for array in results:
             total.update(np.ascontiguousarray(array))
@@ -48,9 +48,9 @@ class Book:
             return self._compare(number)
 
     def late(self, before_s: float) -> tuple[int, int] | None:
-        """Returns a process and the oldest step that it has not reported though the leader had before `before_s`.
+        """Returns a late process and the oldest step that it has not reported, None where nobody is late.
 
-        `before_s` is on the monotonic clock. None where nobody is late.
+        The leader has reported that step before `before_s`, a time on the monotonic clock.
         """
         with self._lock:
             for number, (_, since) in self._mine.items():
@@ -60,7 +60,7 @@ class Book:
         return None
 
     def forgive(self) -> None:
-        """Counts the time that reports take from now on."""
+        """Makes nobody late for what has not been reported until now: the time they have counts from now on."""
         self._forgiven = time.monotonic()
 
     def _compare(self, number: int) -> int | None:

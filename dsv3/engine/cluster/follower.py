@@ -1,7 +1,8 @@
-"""A follower: no HTTP, no scheduler; it builds the same engine parts and executes the leader's commands in their order.
+"""Runs a follower: it builds the same parts of an engine as the leader and executes the leader's commands in order.
 
-The main thread loads, compiles and launches; others receive, send, watch the leader, and read results. Whatever the
-main thread is stuck in, the process ends when the leader says so, is silent or is gone.
+It has neither HTTP nor a scheduler. The main thread loads, compiles and launches; other threads receive, send, watch
+the leader and read results. The process ends when the leader says so, is silent or is gone, whatever the main thread is
+stuck in.
 """
 
 import dataclasses
@@ -47,15 +48,16 @@ _log = logging.getLogger("dsv3.cluster")
 _RETRY_S = 0.2
 # How long the process waits, before it ends, until the leader has read why; the leader answers in milliseconds.
 _FAREWELL_S = 10.0
-# A collective that a peer's end breaks raises at once; the leader tells the reason soon after.
+# A collective that another process's end has broken raises at once; the leader tells the reason soon after.
 _EXPLANATION_S = 3.0
-_SWITCH_INTERVAL_S = 0.0005  # the end of the leader is seen here before jax's coordination client aborts the process
+# The end of the leader must be seen here before jax's coordination client sees it and aborts the process.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: Load = load_model) -> NoReturn:
-    """Follows the leader until it ends; ends the process with status 0 if that was in order, else 1.
+    """Follows the leader until it ends, then ends the process: with status 0 if that was in order, else 1.
 
-    `options` are the engine's, the same as the leader's. Raises ValueError for a key file that cannot be used.
+    `options` are those of the leader. Raises ValueError for a key file that cannot be used.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     key = read_key(cluster.cluster_key_file)
@@ -83,7 +85,7 @@ class _Follower:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def follow(self, model_dir: Path, options: EngineOptions, load: Load) -> NoReturn:
-        """Starts with the leader, then executes what it sends."""
+        """Starts together with the leader, then executes what it sends."""
         phases = Phases()
         fields = fields_of(model_dir, options, self._cluster)
         self._send(Hello(fields, socket.gethostname(), os.getpid()))
@@ -109,7 +111,7 @@ class _Follower:
             self._last_launched = command.number
 
     def ask_to_drain(self, signal_name: str) -> None:
-        """Has the leader finish what runs and stop the instance."""
+        """Asks the leader to finish what runs and stop the instance."""
         text = f"process {self._cluster.process_id} has received {signal_name}"
         _log.info("%s: asking the leader to drain; once more ends this process at once", text)
         try:
@@ -118,12 +120,12 @@ class _Follower:
             _end(1, f"the leader (process 0) {error}")
 
     def give_up(self, error: Exception) -> NoReturn:
-        """Ends with the leader's reason if it comes, since another process may be the cause, else with this error.
+        """Ends the process because of `error`, or because of what the leader says first.
 
-        The leader is told the error, and answers by ending the instance: its answer ends this process. Both waits are
-        bounded, by `_EXPLANATION_S` and `_FAREWELL_S`.
+        Another process may be the cause of `error`, so the leader has `_EXPLANATION_S` seconds to tell a reason. Then
+        the leader is told the error. Its answer ends this process, which waits for it at most `_FAREWELL_S` seconds.
         """
-        time.sleep(_EXPLANATION_S)  # a message or the end of the leader ends the process meanwhile
+        time.sleep(_EXPLANATION_S)  # the receiving thread ends the process if the leader says so, or has gone
         expected = isinstance(error, ValueError | OSError)
         text = f"{type(error).__name__}: {error}" if expected else "".join(traceback.format_exception(error))
         _log.error("%s", text)
@@ -160,7 +162,7 @@ class _Follower:
         threading.Thread(target=self.give_up, args=(WireError(text),), daemon=True).start()
 
     def _report(self) -> None:
-        """Reads the results of each step and sends their digest."""
+        """Reads the results of each step and sends their digest to the leader."""
         chain = Chain()
         try:
             while True:
@@ -183,14 +185,17 @@ class _Follower:
 
 
 def _read(command: StepCommand, launched: Launched) -> list[np.ndarray]:
-    """Waits for the results of a step; those of a prefill that samples nothing are not the same in all processes."""
+    """Waits for the results of a step, and returns those that all processes must have read alike.
+
+    A prefill that samples nothing has results too, but they differ between processes.
+    """
     samples = command.prefill is not None and command.prefill.variant is not None
     prefill = [np.asarray(array) for array in launched.prefill or ()]
     return [*(prefill if samples else ()), *(np.asarray(array) for array in launched.decode or ())]
 
 
 def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
-    """Connects to the leader, which may start later; raises WireError when it cannot within the time to start."""
+    """Connects to the leader, which may start later. Raises WireError when the time to start is over."""
     host, port = cluster.control_address
     deadline = time.monotonic() + cluster.cluster_start_timeout
     while True:
@@ -207,10 +212,10 @@ def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
 
 
 class _Signals:
-    """SIGTERM and SIGINT, taken by a thread: Python's own handlers wait for the main thread to leave a collective.
+    """Takes SIGTERM and SIGINT on a thread: Python's own handlers wait until the main thread leaves a collective.
 
-    The first asks the leader to drain and stop the instance, the second ends this process, as the first does before
-    there is a leader.
+    The first asks the leader to drain and stop the instance. The second ends this process at once, and so does the
+    first while there is no leader yet.
     """
 
     def __init__(self) -> None:
@@ -223,7 +228,7 @@ class _Signals:
         threading.Thread(target=self._run, name="signals", daemon=True).start()
 
     def hand_to(self, follower: _Follower) -> None:
-        """From now on there is a leader to ask."""
+        """Lets `follower` ask the leader from now on."""
         self._follower = follower
 
     def _run(self) -> None:
@@ -237,7 +242,7 @@ class _Signals:
 
 
 def _end(status: int, text: str) -> NoReturn:
-    """Ends the process from whatever thread, without waiting for jax, which would wait for the other processes."""
+    """Ends the process from any thread. jax's own shutdown, which would wait for the other processes, does not run."""
     (_log.error if status else _log.info)("%s", text)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,7 +1,7 @@
-"""The leader's end of the control connections: who has come, what they say and are sent, how they fail.
+"""Leads the other processes of an instance: lets them in, sends them commands, notices what fails.
 
-Threads of its own accept, receive, send and watch, so a main thread that compiles, loads or is stuck in a collective
-delays none of it. The first failure of any process is everyone's: `on_failure` is called with it, once.
+Its own threads accept, receive, send and watch. A main thread that compiles, loads or is stuck in a collective delays
+none of them. The first failure of any process ends the instance: `on_failure` is called with it, once.
 """
 
 import contextlib
@@ -25,23 +25,24 @@ from dsv3.engine.config import EngineConfig
 from dsv3.options import LEADER, ClusterOptions
 
 _log = logging.getLogger("dsv3.cluster")
-_MAX_GREETINGS = 64  # connections that have not proved themselves; more are closed at once
+_MAX_GREETINGS = 64  # connections that have not proved yet that they know the key; more are closed at once
 _MAX_REFUSALS_LOGGED = 20
-_REMIND_S = 30.0
-# How long the leader's process waits, before it ends, until every follower has read why and has ended: a follower does
-# so in milliseconds, on a busy host in a second. The HTTP process kills this one 5 s after an orderly stop.
-_FAREWELL_S, _LAST_WORD_S = 4.0, 10.0  # after an orderly end, after a failure
-_REFUSAL_S = 5.0  # the same, of a process that is turned away
-# A broken connection is seen at once, on another thread; the collective that it broke may raise a little earlier.
+_REMIND_S = 30.0  # how often the log names the processes that are waited for
+# Before its process ends, the leader waits until every follower has read why and has ended. That takes milliseconds,
+# and about a second on a busy host. These are the bounds: in order and after a failure.
+_FAREWELL_S = 4.0  # the HTTP process kills this one 5 s after an orderly stop
+_LAST_WORD_S = 10.0
+_REFUSAL_S = 5.0  # the bound for a process that is turned away
+# A collective may raise a little before the leader's receiving thread has seen the broken connection behind it.
 _EXPLANATION_S = 2.0
 
 
 class Leader:
-    """Process 0's view of the others.
+    """The leader's view of the followers.
 
-    `on_failure` is called on some thread with a reason fit for clients when the instance must end; `on_drain` when a
-    follower has been asked to end. The constructor listens, so that followers may come; `gather` lets them in, so
-    none can fail before the caller has arranged for `end` to be called. Raises ClusterError where it cannot listen.
+    `on_failure` is called when the instance must end, with a reason fit for clients; `on_drain` when a follower has
+    been asked to end. Both are called on the leader's own threads. The constructor listens and `gather` accepts: no
+    follower can fail before the caller has arranged that `end` is called. Raises ClusterError where it cannot listen.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Leader:
     def gather(self) -> None:
         """Waits until every follower has come and has the leader's fingerprint, then lets them begin.
 
-        Raises ClusterError when the time is over, naming those that are missing, and for fingerprints that differ.
+        Raises ClusterError when the time is over, with the missing processes, and where fingerprints differ.
         """
         address = "{}:{}".format(*self._listener.getsockname()[:2])
         for target in (self._accept, self._watch):
@@ -89,9 +90,9 @@ class Leader:
         self._broadcast(messages.encode(messages.Begin()))
 
     def loaded(self, fields: Fields) -> int:
-        """Waits until every follower has its weights; returns the cache pages that each of them has room for.
+        """Waits until every follower has its weights; returns the number of cache pages that all have room for.
 
-        Raises ClusterError where their fields differ from the leader's.
+        Raises ClusterError where a follower's fields differ from the leader's.
         """
         self._wait_for(Loaded, "to load the weights")
         said = {p: m for p, m in self._said[Loaded].items() if isinstance(m, Loaded)}
@@ -101,7 +102,7 @@ class Leader:
         return min(message.num_pages for message in said.values())
 
     def build(self, config: EngineConfig) -> None:
-        """Tells the followers the limits that all use."""
+        """Tells the followers the limits that all processes use."""
         self._broadcast(messages.encode(Build(config)))
 
     def ready(self) -> None:
@@ -109,28 +110,31 @@ class Leader:
         self._wait_for(Ready, "to compile")
 
     def send(self, command: StepCommand) -> None:
-        """Sends a command to every follower, without waiting for any."""
+        """Sends a command to every follower without waiting. Raises ClusterError once the instance has failed."""
         self._broadcast(messages.encode(Step(command)))
 
     def launched(self, number: int) -> None:
-        """Notes that this process has launched step `number`, as the followers should soon have."""
+        """Notes that this process has launched step `number`; every follower should do so soon."""
         self._launched = number, time.monotonic()
 
     def results(self, number: int, results: list[np.ndarray]) -> None:
-        """Notes what this process has read of step `number`; raises ClusterError once the instance has failed."""
+        """Notes what this process has read of step `number`. Raises ClusterError once the instance has failed."""
         self._diverged(self._book.lead(number, self._chain.add(number, results)), number)
         self._check()
 
     def explain(self, error: Exception) -> Exception:
-        """What to raise for an error of a step: the failure of the process that caused it, if one did."""
+        """Returns what to raise for an error of a step: the failure of the process that caused it, if one did.
+
+        Waits for that failure at most `_EXPLANATION_S` seconds.
+        """
         self._explained.wait(_EXPLANATION_S)
         return error if self._failure is None else ClusterError(self._failure)
 
     def end(self, failure: str | None = None) -> None:
-        """Tells the followers to end, with `failure` or in order, and waits until they have read it.
+        """Tells the followers to end, in order or because of `failure`, and waits until they have ended.
 
-        A follower answers by ending. The wait is at most `_LAST_WORD_S` seconds after a failure, `_FAREWELL_S` else;
-        nobody waits for a follower that is silent.
+        The wait is at most `_LAST_WORD_S` seconds after a failure, else `_FAREWELL_S`. Silent followers are not
+        waited for.
         """
         _stop_listening(self._listener)
         with self._changed:
@@ -145,7 +149,7 @@ class Leader:
                 self._changed.wait(0.02)
 
     def _someone_listens(self) -> bool:
-        """Whether a follower, or a process that is being let in, may still read the last word."""
+        """Returns whether a follower, or a process that is being let in, may still read the last message."""
         heard_s = time.monotonic() - self._options.cluster_silence_timeout
         listening = [c for c in self._channels.values() if not c.closed and c.last_heard_s >= heard_s]
         return bool(listening) or self._greetings > 0
@@ -178,7 +182,10 @@ class Leader:
                 self._greetings -= 1
 
     def _admit(self, process_id: int, wire: Wire, address: str) -> None:
-        """Takes a process in; one that comes while the instance ends hears why. Raises WireError for a second one."""
+        """Lets a process in; one that comes while the instance ends is told why.
+
+        Raises WireError where another process has the same id.
+        """
         channel = Channel(
             wire, _heartbeat, lambda body: self._take(process_id, body), lambda end: self._lost(process_id, end)
         )
@@ -222,7 +229,7 @@ class Leader:
             self._changed.notify_all()
 
     def _compare(self, process_id: int, mine: Fields, theirs: Fields) -> ClusterError | None:
-        """Ends the instance where the fields differ, and returns the error to raise."""
+        """Ends the instance where the fields differ; returns the error to raise, None where they agree."""
         found = differences(mine, theirs, process_id)
         return self._fail(f"process {process_id} is not configured as process {LEADER}: {found}") if found else None
 
@@ -235,7 +242,7 @@ class Leader:
             self._fail(f"process {process_id} {end}")
 
     def _watch(self) -> None:
-        """Notices followers that are silent; a watcher that was itself suspended judges nobody by that time."""
+        """Looks for followers that are silent or late. Time in which this process was suspended does not count."""
         interval = min(0.25, self._options.cluster_silence_timeout / 8)
         last = time.monotonic()
         while self._failure is None and not self._ending:
@@ -251,7 +258,10 @@ class Leader:
                 self._judge(now)
 
     def _judge(self, now: float) -> None:
-        """Judges by a time from before: this process may be suspended at any point, here too."""
+        """Ends the instance where a follower is silent or late at `now`.
+
+        `now` is read before, since this process may be suspended at any point, here too.
+        """
         limit = self._options.cluster_silence_timeout
         for process_id, channel in list(self._channels.items()):
             if now - channel.last_heard_s > limit:
@@ -264,7 +274,10 @@ class Leader:
             self._fail(f"process {late[0]} has not reported step {late[1]} for {limit:g} s: it hangs")
 
     def _wait_for(self, kind: type, doing: str, timeout_s: float | None = None) -> frozenset[int]:
-        """Waits until all have said `kind`; returns those that have not in time. Raises ClusterError for a failure."""
+        """Waits until all followers have said `kind`; returns those that have not when the time is over.
+
+        Raises ClusterError once the instance has failed.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         said = self._said[kind]
         remind = time.monotonic() + _REMIND_S
@@ -294,7 +307,7 @@ class Leader:
             raise ClusterError(self._failure)
 
     def _fail(self, reason: str) -> ClusterError:
-        """Ends the instance for a reason: only the first counts."""
+        """Ends the instance, unless an earlier reason does already; returns the error to raise."""
         with self._changed:
             first, self._failure = self._failure is None, self._failure or reason
             self._changed.notify_all()

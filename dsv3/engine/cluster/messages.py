@@ -1,4 +1,4 @@
-"""What leader and followers tell each other, as declared msgpack types; arrays travel as dtype, shape and bytes."""
+"""Declares what leader and followers tell each other, as msgpack types; arrays travel as dtype, shape and bytes."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ _MAX_DIMENSIONS = 8
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A follower's first message: the fields of its fingerprint, and where it runs, for the log."""
+    """The first message of a follower: the fields of its fingerprint, and where it runs, for the log."""
 
     fields: dict[str, str]
     host: str
@@ -24,11 +24,15 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """All have come and agree: initialise jax and load the weights."""
+    """Every process has come and agrees: start jax and load the weights."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A follower has its weights: fields known only now, and the cache pages a rank of its devices has room for."""
+    """A follower has its weights.
+
+    `fields` are those of the fingerprint that are known only now, `num_pages` the cache pages that each of its ranks
+    has room for.
+    """
 
     fields: dict[str, str]
     num_pages: int
@@ -52,20 +56,20 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Digest(msgspec.Struct, frozen=True, tag=True):
-    """What a follower has read of the results up to step `number`."""
+    """The digest of what a follower has read of the results up to step `number`."""
 
     number: int
     digest: bytes
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Nothing to say. `launched` is the last step that the main thread has launched."""
+    """The process lives and has nothing to say. `launched` is the last step that its main thread has launched."""
 
     launched: int = -1
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """A follower was asked to end: the leader shall finish what it has and stop the instance."""
+    """A follower was asked to end: finish what runs, then stop the instance."""
 
     reason: str
 
@@ -78,7 +82,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End now: with status 0 if there is no `failure`, else with it in the log."""
+    """End now: with status 0 where there is no `failure`, else with status 1 and `failure` in the log."""
 
     failure: str | None
 
@@ -100,7 +104,7 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 
 def _array(value: Any) -> np.ndarray:
-    """The (read-only) array of a triple; ValueError unless all of it fits together."""
+    """Returns the array, read-only, of a triple (dtype, shape, bytes). Raises ValueError where they do not fit."""
     name, shape, data = value
     dtype = np.dtype(name) if isinstance(name, str) else None
     if dtype not in _DTYPES:
@@ -139,15 +143,15 @@ def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: ToFollower | ToLeader) -> bytes:
-    """The body of a frame."""
+    """Returns the body of a frame."""
     return _encoder.encode(message)
 
 
 def decode_for_follower(body: bytes) -> ToFollower:
-    """A message from the leader; raises msgspec.MsgspecError for anything else."""
+    """Returns a message of the leader. Raises msgspec.MsgspecError for anything else."""
     return _to_follower.decode(body)
 
 
 def decode_for_leader(body: bytes) -> ToLeader:
-    """A message from a follower; raises msgspec.MsgspecError for anything else."""
+    """Returns a message of a follower. Raises msgspec.MsgspecError for anything else."""
     return _to_leader.decode(body)

@@ -5,6 +5,7 @@ import dataclasses
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -42,11 +43,19 @@ class Led:
         self.drains: queue.Queue[str] = queue.Queue()
         self.leader = Leader(cluster, local.FIELDS, self._fail, self.drains.put)
         self.error: Exception | None = None
+        self._followers: list[local.Follower] = []
         self._thread = threading.Thread(target=self._gather)
         self._thread.start()
 
     def follower(self, process_id: int, **settings) -> local.Follower:
-        return local.Follower(self.cluster, process_id, **settings)
+        self._followers.append(local.Follower(self.cluster, process_id, **settings))
+        return self._followers[-1]
+
+    def close(self) -> None:
+        """Ends the followers, for which the leader would wait, and then the leader."""
+        for follower in self._followers:
+            follower.wire.close()
+        self.leader.end()
 
     def gathered(self) -> Exception | None:
         self._thread.join(30)
@@ -57,8 +66,8 @@ class Led:
         return self.failures.get(timeout=30)
 
     def _fail(self, reason: str) -> None:
-        self.leader.end(reason)
         self.failures.put(reason)
+        self.leader.end(reason)
 
     def _gather(self) -> None:
         try:
@@ -73,7 +82,7 @@ def lead(tmp_path) -> Iterator:
 
         def start(num_processes: int = 2, **changes) -> Led:
             led = Led(local.options(tmp_path, num_processes, **changes))
-            stack.callback(led.leader.end)
+            stack.callback(led.close)
             return led
 
         yield start
@@ -267,7 +276,7 @@ def test_a_follower_asked_to_end_has_the_leader_drain(lead) -> None:
 
 
 def test_a_follower_that_does_not_read_ends_the_instance_instead_of_memory(lead, monkeypatch) -> None:
-    monkeypatch.setattr("dsv3.engine.cluster.peer._MAX_BUFFERED_BYTES", 2**16)
+    monkeypatch.setattr("dsv3.engine.cluster.channel._MAX_BUFFERED_BYTES", 2**16)
     led, _, _ = both(lead)
     big = StepCommand(1, (Job("decode", DecodeCommand(np.zeros((2, 2**20, 3), np.int32), 1)),))
     with pytest.raises(ClusterError, match="process 1 does not read"):
@@ -285,3 +294,76 @@ def test_only_the_first_failure_counts(lead) -> None:
     assert led.failures.empty()
     with pytest.raises(ClusterError, match="process 1 has failed"):
         led.leader.results(1, RESULTS)
+
+
+def test_the_reason_has_been_read_before_the_leader_ends(lead) -> None:
+    """The follower whose message is the cause, too: the leader waits for it as for the others."""
+    led = lead(3)
+    followers = [led.follower(1), led.follower(2, fields=local.FIELDS | {"weights": "def"})]
+    reason = led.failure()
+    ended = threading.Event()
+    threading.Thread(target=lambda: (led.leader.end(reason), ended.set())).start()
+    for follower in followers:
+        assert not ended.wait(0.1)
+        assert list(follower.received()) == [Stop(reason)]
+        follower.wire.close()
+    assert ended.wait(30)
+
+
+def test_a_process_that_comes_while_the_instance_ends_hears_why(lead) -> None:
+    led = lead(3)
+    late = local.dial(led.cluster)
+    led.follower(1, fields={})
+    reason = led.failure()
+    while led.leader._last_word is None:
+        time.sleep(0.01)
+    follower = local.Follower(led.cluster, 2, connection=late)
+    assert list(follower.received()) == [Stop(reason)]
+    follower.wire.close()
+
+
+def test_nobody_waits_for_a_silent_follower(lead, monkeypatch) -> None:
+    monkeypatch.setattr("dsv3.engine.cluster.leader._LAST_WORD_S", 3600.0)
+    led, _, _ = both(lead, cluster_silence_timeout=0.4)
+    reason = led.failure()
+    led.leader.end(reason)
+
+
+def test_a_command_that_no_frame_holds_ends_the_instance_with_its_size(lead, monkeypatch) -> None:
+    monkeypatch.setattr("dsv3.engine.cluster.channel.MAX_FRAME_BYTES", 2**10)
+    led, _, received = both(lead)
+    big = StepCommand(1, (Job("decode", DecodeCommand(np.zeros((2, 2**8, 3), np.int32), 1)),))
+    with pytest.raises(ClusterError, match=r"process 1 cannot be sent a message of \d+ bytes: at most 1024 fit"):
+        led.leader.send(big)
+    reason = led.failure()
+    assert list(received) == [Stop(reason)]
+
+
+class Clock:
+    """Stands for the `time` module: sleeps briefly, and can leap as it does for a process that was suspended."""
+
+    def __init__(self) -> None:
+        self.leap_s, self.sleeps = 0.0, 0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.leap_s
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(min(seconds, 0.01))
+        self.sleeps += 1
+
+
+def test_a_leader_that_was_suspended_blames_nobody(lead, monkeypatch) -> None:
+    """What a follower has not launched or reported counts from the end of the suspension."""
+    clock = Clock()
+    for module in ("leader", "digest", "channel"):
+        monkeypatch.setattr(f"dsv3.engine.cluster.{module}.time", clock)
+    led, _, _ = both(lead, cluster_silence_timeout=3600.0)
+    led.leader.launched(7)
+    led.leader.results(7, RESULTS)
+    clock.leap_s = 7200.0
+    seen = clock.sleeps
+    while clock.sleeps < seen + 5:
+        time.sleep(0.01)
+    led.leader.results(8, RESULTS)
+    assert led.failures.empty()

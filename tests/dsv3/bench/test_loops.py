@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dsv3.bench import load
+from dsv3.bench import loops
 from dsv3.bench.stream import Record
 
 
@@ -37,7 +37,7 @@ def bodies(count):
 @pytest.mark.parametrize("concurrency", [1, 3, 50])
 def test_closed_loop_keeps_as_many_as_asked_for(concurrency):
     server, seen = Server(), []
-    result = asyncio.run(load.run(server.send, bodies(10), concurrency=concurrency, on_record=seen.append))
+    result = asyncio.run(loops.run(server.send, bodies(10), concurrency=concurrency, on_record=seen.append))
     assert server.most_running == min(concurrency, 10)
     assert server.order == list(enumerate(bodies(10)))
     assert [record.index for record in result.records] == list(range(10))
@@ -55,14 +55,14 @@ def test_open_loop_does_not_wait_for_answers():
         await release.wait()
         return finish(index, scheduled_s)
 
-    result = asyncio.run(load.run(send, bodies(5), offsets=[0.0] * 5))
+    result = asyncio.run(loops.run(send, bodies(5), offsets=[0.0] * 5))
     assert len(result.records) == 5
 
 
 def test_open_loop_counts_from_the_time_a_request_was_due():
     """The bound holds the second request back until the first has ended; it is charged for the wait."""
     server = Server()
-    result = asyncio.run(load.run(server.send, bodies(2), offsets=[0.0, 0.0], concurrency=1))
+    result = asyncio.run(loops.run(server.send, bodies(2), offsets=[0.0, 0.0], concurrency=1))
     first, second = result.records
     assert server.most_running == 1
     assert second.scheduled_s == first.scheduled_s
@@ -71,7 +71,7 @@ def test_open_loop_counts_from_the_time_a_request_was_due():
 
 
 def test_requests_are_never_sent_before_they_are_due():
-    result = asyncio.run(load.run(Server().send, bodies(4), offsets=[0.0, 0.004, 0.004, 0.01]))
+    result = asyncio.run(loops.run(Server().send, bodies(4), offsets=[0.0, 0.004, 0.004, 0.01]))
     assert all(record.sent_s >= record.scheduled_s for record in result.records)
     due = [record.scheduled_s - result.records[0].scheduled_s for record in result.records]
     assert due == pytest.approx([0.0, 0.004, 0.004, 0.01])
@@ -89,7 +89,7 @@ def test_a_cancelled_load_returns_what_it_has(offsets):
             done.append(index)
             return finish(index, scheduled_s)
 
-        task = asyncio.ensure_future(load.run(send, bodies(6), concurrency=1, offsets=offsets))
+        task = asyncio.ensure_future(loops.run(send, bodies(6), concurrency=1, offsets=offsets))
         return await task
 
     result = asyncio.run(cancel_after_three())
@@ -97,5 +97,5 @@ def test_a_cancelled_load_returns_what_it_has(offsets):
 
 
 def test_no_requests_is_an_empty_load():
-    assert asyncio.run(load.run(Server().send, [], concurrency=4)).records == ()
-    assert asyncio.run(load.run(Server().send, [], offsets=[])).records == ()
+    assert asyncio.run(loops.run(Server().send, [], concurrency=4)).records == ()
+    assert asyncio.run(loops.run(Server().send, [], offsets=[])).records == ()

@@ -1,7 +1,7 @@
-"""HTTP/1.1 over asyncio streams: h11 for the protocol, asyncio for the sockets, one request at a time on a connection.
+"""Speaks HTTP/1.1 over asyncio streams: h11 for the protocol, asyncio for the sockets, one request at a time each.
 
-A general client costs too much here: at 128 streams httpx takes 2.5 times the processor time of this module for
-each event (docs/benchmarking.md), which a fast server's latencies would show.
+A general client costs too much here: at 128 streams httpx takes 2.5 times the processor time of this module per event
+(docs/benchmarking.md). The latencies of a fast server would show it.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ READ_BYTES = 1 << 16
 MAX_ERROR_BODY_BYTES = 1 << 16
 
 
-class TransportError(Exception):
-    """A request that got no usable answer; `kind` is the short name under which the report counts it."""
+class RequestFailed(Exception):
+    """A request got no usable answer. `kind` is the short name under which the report counts it."""
 
     def __init__(self, kind: str, detail: str):
         super().__init__(f"{kind}: {detail}")
@@ -28,7 +28,7 @@ class TransportError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where the server is: `prefix` is the path in front of `/v1`."""
+    """The address of a server; `prefix` is the path in front of `/v1`."""
 
     host: str
     port: int
@@ -37,7 +37,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Takes `http[s]://host[:port][/prefix][/v1]`; raises ValueError for anything else."""
+        """Returns the address in `http[s]://host[:port][/prefix][/v1]`. Raises ValueError for anything else."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"--url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
@@ -47,14 +47,14 @@ class Address:
 
 
 class Response:
-    """Status and body of an answer that is being read."""
+    """An answer that is being read: its status and its body."""
 
     def __init__(self, connection: "_Connection", status: int):
         self._connection = connection
         self.status = status
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it arrives; raises TransportError "disconnected" when the server closes inside of it."""
+        """Yields the body as it arrives. Raises RequestFailed "disconnected" when the server closes inside it."""
         while True:
             event = await self._connection.next_event()
             if isinstance(event, h11.Data):
@@ -62,10 +62,10 @@ class Response:
             elif isinstance(event, h11.EndOfMessage):
                 return
             elif isinstance(event, h11.ConnectionClosed):
-                raise TransportError("disconnected", "the server closed the connection inside of an answer")
+                raise RequestFailed("disconnected", "the server closed the connection inside an answer")
 
     async def read(self, limit: int) -> bytes:
-        """The body, cut off after `limit` bytes."""
+        """Returns the body, cut off after `limit` bytes."""
         body = bytearray()
         async for piece in self.pieces():
             body += piece
@@ -75,7 +75,7 @@ class Response:
 
 
 class Client:
-    """Sends requests to one server and keeps connections that were left clean for the next request."""
+    """Sends requests to one server, over connections that it keeps where the last answer was read to its end."""
 
     def __init__(self, address: Address, api_key: str | None = None):
         self._address = address
@@ -88,17 +88,17 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
-        """Sends one request and yields its Response, whose body is to be read inside of the `async with`.
+        """Sends one request and yields its Response, whose body is to be read inside the `async with`.
 
-        Raises TransportError: "connect" when no connection can be made, "http STATUS" with the server's words for any
-        status but 200, "disconnected" when the connection ends too early, "protocol" when the answer is not HTTP.
+        Raises RequestFailed: "connect" where no connection can be made, "http STATUS" with the server's words for any
+        status but 200, "disconnected" where the connection ends too early, "protocol" where the answer is not HTTP.
         """
         connection, status = await self._exchange(method, path, body)
         try:
             response = Response(connection, status)
             if status != 200:
                 words = await response.read(MAX_ERROR_BODY_BYTES)
-                raise TransportError(f"http {status}", words.decode("utf-8", "replace").strip())
+                raise RequestFailed(f"http {status}", words.decode("utf-8", "replace").strip())
             yield response
         finally:
             self._release(connection)
@@ -113,7 +113,7 @@ class Client:
         if kept is not None:
             try:
                 return kept, await self._send(kept, method, path, body)
-            except TransportError as error:
+            except RequestFailed as error:
                 # The server may close an idle connection while the next request is on its way: that is no failure.
                 if error.kind != "disconnected":
                     raise
@@ -131,7 +131,7 @@ class Client:
         try:
             reader, writer = await asyncio.open_connection(self._address.host, self._address.port, ssl=self._tls)
         except OSError as error:
-            raise TransportError("connect", f"{self._address.host}:{self._address.port}: {error}") from error
+            raise RequestFailed("connect", f"{self._address.host}:{self._address.port}: {error}") from error
         return _Connection(reader, writer)
 
     def _take_idle(self) -> "_Connection | None":
@@ -156,7 +156,7 @@ class _Connection:
         self._protocol = h11.Connection(h11.CLIENT)
 
     async def send(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> int:
-        """Writes a request and returns the status of its answer."""
+        """Sends a request and returns the status of its answer."""
         fields = [*headers.items(), ("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
         events = (h11.Request(method=method, target=path, headers=fields), h11.Data(data=body), h11.EndOfMessage())
         self._writer.write(b"".join(self._protocol.send(event) or b"" for event in events))
@@ -165,7 +165,7 @@ class _Connection:
             if isinstance(event, h11.Response):
                 return event.status_code
             if isinstance(event, h11.ConnectionClosed):
-                raise TransportError("disconnected", "the server closed the connection before it answered")
+                raise RequestFailed("disconnected", "the server closed the connection before it answered")
 
     async def next_event(self) -> object:
         try:
@@ -174,16 +174,16 @@ class _Connection:
             return event
         except h11.RemoteProtocolError as error:
             if self._reader.at_eof():
-                raise TransportError("disconnected", "the server closed the connection inside of an answer") from error
-            raise TransportError("protocol", str(error)) from error
+                raise RequestFailed("disconnected", "the server closed the connection inside an answer") from error
+            raise RequestFailed("protocol", str(error)) from error
         except OSError as error:
-            raise TransportError("disconnected", str(error)) from error
+            raise RequestFailed("disconnected", str(error)) from error
 
     def usable(self) -> bool:
         return not self._reader.at_eof() and not self._writer.is_closing()
 
     def recycle(self) -> bool:
-        """Makes the connection ready for another request; False where the last exchange does not allow it."""
+        """Makes the connection ready for another request; returns False where the last answer does not allow it."""
         if self._protocol.our_state is not h11.DONE or self._protocol.their_state is not h11.DONE:
             return False
         self._protocol.start_next_cycle()

@@ -1,7 +1,7 @@
-"""Runs the load: a closed loop (a fixed number of requests at a time) or an open one (requests due at given times).
+"""Sends requests in a closed loop (a fixed number at a time) or in an open one (each due at a given time).
 
-In the open loop a request's latencies count from the moment it was due, not from the moment the client came to send
-it, and no request waits for another's answer: a server that stalls is charged for every request that was due
+In the open loop the latencies of a request count from the moment it was due, not from the moment the client came to
+send it. No request waits for another's answer. A server that stalls is charged for every request that was due
 meanwhile (no coordinated omission).
 """
 
@@ -13,11 +13,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dsv3.bench.stream import Record
 
 Send = Callable[[int, bytes, float], Awaitable[Record]]
+"""Sends one request, `send(index, body, scheduled_s)`, and returns what became of it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadResult:
-    """The records of a load, by request, with what its client used: `wall_s` and `cpu_s` of this process."""
+class LoopResult:
+    """The records of all requests that have ended, by index, and the time the client needed: `wall_s` and `cpu_s`."""
 
     records: tuple[Record, ...]
     wall_s: float
@@ -32,12 +33,12 @@ async def run(
     concurrency: int | None = None,
     offsets: Sequence[float] | None = None,
     on_record: Callable[[Record], None] = lambda record: None,
-) -> LoadResult:
-    """Sends every body with `send(index, body, scheduled_s)` and returns once each has its record.
+) -> LoopResult:
+    """Sends every body and returns once each has its record; a run that is cancelled returns the records it has.
 
-    Without `offsets` the loop is closed: `concurrency` requests at a time, each due as soon as one has ended. With
-    them request i is due `offsets[i]` seconds after the start; `concurrency`, if given, holds requests back, and the
-    time they are held counts as latency. A cancelled run returns what it has.
+    Without `offsets` the loop is closed: `concurrency` requests at a time, each due as soon as another has ended. With
+    `offsets` it is open: request i is due `offsets[i]` seconds after the start. There `concurrency` holds requests
+    back, and the time they are held counts as latency.
     """
     records: dict[int, Record] = {}
 
@@ -55,7 +56,7 @@ async def run(
     except asyncio.CancelledError:
         interrupted = True
     ordered = tuple(records[index] for index in sorted(records))
-    return LoadResult(ordered, time.monotonic() - began_s, time.process_time() - began_cpu_s, interrupted)
+    return LoopResult(ordered, time.monotonic() - began_s, time.process_time() - began_cpu_s, interrupted)
 
 
 async def _closed(one: Callable[[int, float], Awaitable[None]], indices: Iterable[int], concurrency: int) -> None:
@@ -71,10 +72,10 @@ async def _closed(one: Callable[[int, float], Awaitable[None]], indices: Iterabl
 
 
 async def _open(one: Callable[[int, float], Awaitable[None]], due_s: Sequence[float], concurrency: int | None) -> None:
-    slots = asyncio.Semaphore(concurrency or len(due_s) or 1)
+    turns = asyncio.Semaphore(concurrency or len(due_s) or 1)
 
     async def held(index: int) -> None:
-        async with slots:
+        async with turns:
             await one(index, due_s[index])
 
     async with asyncio.TaskGroup() as tasks:

@@ -51,10 +51,10 @@ def load_params(
     else data and scales share one), or one for all; each process reads only what its devices hold. None: the default
     device.
 
-    `phy2log` [MoE layers, R] int (`sharding.eplb.ExpertMap`) names the logical expert of each of R physical slots: the
-    routed experts of the decoder come out as `[L, R, ...]` in place of `[L, E, ...]`, copies included. MTP modules keep
-    their logical experts. `tensor_parallel_size` puts fused rows in the order of `tensor_parallel.row_order`, of which
-    each device of a rank takes an equal part.
+    `phy2log` [MoE layers, R] int (`sharding.experts.eplb.ExpertMap`) names the logical expert of each of R physical
+    slots: the routed experts of the decoder come out as `[L, R, ...]` in place of `[L, E, ...]`, copies included. MTP
+    modules keep their logical experts. `tensor_parallel_size` puts fused rows in the order of
+    `tensor_parallel.row_order`, of which each device of a rank takes an equal part.
 
     Host memory: the arrays that stay on the host, plus one array (one device's share of it), plus scratch of at most
     `threads` times 24 MiB where values are converted.

@@ -3,8 +3,8 @@
 The devices count how often each expert is chosen; every few steps the counts are read out, one step late like tokens,
 and enter a sliding window. A thread judges the window: how even the devices' load is, and, at most every
 `eplb_interval` steps and below `eplb_threshold`, which experts should stand where. Between two steps the resulting
-moves are carried out (`sharding.rebalance`), a few layers at a time, as part of the step's command. A layer whose
-checksums differ stays as it was. Whatever goes wrong in the thread is logged, and the experts stay where they are.
+moves are carried out (`sharding.experts.rebalance`), a few layers at a time, as part of the step's command. A layer
+whose checksums differ stays as it was. Whatever goes wrong in the thread is logged; the experts stay where they are.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from dsv3.engine.commands import BalanceCommand, MoveCommand
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.stats import ExpertStats
 from dsv3.engine.step_bodies import SpreadExperts, StepFunctions, split_load
-from sharding.eplb import ExpertMap, balancedness, keep_in_place, map_of, rebalance_experts, sources
-from sharding.placement import Placement, expert_map_of, placement_of
-from sharding.transport import StepTraffic, Traffic
+from sharding.experts.eplb import ExpertMap, balancedness, keep_in_place, map_of, rebalance_experts, sources
+from sharding.experts.placement import Placement, expert_map_of, placement_of
+from sharding.experts.traffic import StepTraffic, Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -46,16 +46,16 @@ def judge(
 ) -> Judgement:
     """Judges a load `[L, E]`; moves the layers that gain by it if the mean balancedness is below `threshold`."""
     machine = experts.machine
-    even = balancedness(load, expert_map, machine.ranks)
+    even = balancedness(load, expert_map, machine.devices)
     if even.mean() >= threshold:
         return Judgement(even, [])
-    nodes, devices = machine.nodes, machine.ranks
+    nodes, devices = machine.nodes, machine.devices
     new = rebalance_experts(load, experts.num_slots, experts.num_groups, nodes, devices)
     new = keep_in_place(new, expert_map, experts.num_groups, nodes, devices)
     gain = balancedness(load, new, devices) - even
     placement, source = placement_of(new, max_copies), sources(new, expert_map).astype(np.int32)
     layers = np.flatnonzero(gain > MIN_GAIN)
-    moves = [MoveCommand(np.array(i, np.int32), source[i], placement.slots[i], placement.copies[i]) for i in layers]
+    moves = [MoveCommand(np.array(i, np.int32), source[i], placement.replicas[i], placement.copies[i]) for i in layers]
     return Judgement(even, moves)
 
 
@@ -70,7 +70,7 @@ class Sent:
         """Takes over rounds of each hop and steps, by forward program `[P, MAX_HOPS + 1]`."""
         for step, (*rounds, steps) in zip(self._traffic, programs.tolist(), strict=True):
             self.total += step.total(rounds, steps)
-            self.extra_rounds += sum(step.further_rounds(rounds, steps))
+            self.extra_rounds += sum(step.overflow_rounds(rounds, steps))
 
 
 def balancer_of(functions: StepFunctions, params: Any, cfg: EngineConfig) -> "Balancer | None":
@@ -87,7 +87,7 @@ def balancer_of(functions: StepFunctions, params: Any, cfg: EngineConfig) -> "Ba
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
     """Of a layer's experts on one device."""
     stacks, _ = experts.take(params)
-    return sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers // experts.machine.ranks
+    return sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers // experts.machine.devices
 
 
 class Balancer:
@@ -106,7 +106,7 @@ class Balancer:
     ) -> None:
         self._experts, self._num_ranks, self._sent = experts, cfg.num_ranks, sent
         self._map = expert_map_of(placement, experts.num_slots)
-        self._max_copies = placement.slots.shape[2]
+        self._max_copies = placement.replicas.shape[2]
         self._interval, self._threshold = cfg.eplb_interval, cfg.eplb_threshold
         self._read_steps = min(READ_STEPS, self._interval) if self._interval else READ_STEPS
         self._layers_at_once = max(1, MOVE_BYTES // max(1, layer_bytes))
@@ -164,7 +164,7 @@ class Balancer:
         return bool(self._moves or self._under_way)
 
     def _summed_up(self) -> ExpertStats:
-        sent = self._sent.total * self._experts.machine.ranks
+        sent = self._sent.total * self._experts.machine.devices
         return ExpertStats(
             balancedness=float(self._even.mean()),
             balancedness_min=float(self._even.min()),

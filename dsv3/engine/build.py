@@ -14,19 +14,19 @@ from jax.sharding import Mesh
 import dsv3
 from dsv3.cache.layout import page_bytes, pages_for, pages_within
 from dsv3.config import ModelConfig
+from dsv3.engine.assemble.functions import expert_parallel_functions
+from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.balance import layer_bytes
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
-from dsv3.engine.parallel import expert_parallel_functions
 from dsv3.engine.programs import Progress
 from dsv3.engine.step_bodies import StepFunctions, model_functions
-from dsv3.engine.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import load_config
 from dsv3.model.tensor_parallel import check_shards
-from sharding.rebalance import LAYERS_HELD
-from sharding.rules import rank_mesh
-from sharding.transport import kind_of
+from sharding.experts.kind import Kind
+from sharding.experts.rebalance import LAYERS_HELD
+from sharding.mesh import rank_mesh
 
 _log = logging.getLogger(__name__)
 _CPU_CACHE_BYTES = 2**30
@@ -82,7 +82,7 @@ class EngineOptions:
                 f"num_redundant_experts: {self.num_redundant_experts} must be at least 0, and needs "
                 "enable_expert_parallel"
             )
-        if kind_of(self.expert_transport) is not None and not self.spreads_experts:
+        if Kind.from_name(self.expert_transport) is not None and not self.spreads_experts:
             raise ValueError(f"expert_transport: {self.expert_transport!r} needs enable_expert_parallel")
         if self.enable_eplb and not self.spreads_experts:
             raise ValueError("enable_eplb: there is nothing to balance without enable_expert_parallel")

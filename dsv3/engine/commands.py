@@ -40,11 +40,11 @@ class DecodeCommand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoveCommand:
-    """`sharding.rebalance.LayerMove` as host arrays."""
+    """`sharding.experts.rebalance.LayerMove` as host arrays."""
 
     layer: np.ndarray  # [] int32
-    source: np.ndarray  # [R] int32
-    slots: np.ndarray  # [E, C] int32
+    source: np.ndarray  # [Er] int32
+    replicas: np.ndarray  # [E, Ec] int32
     copies: np.ndarray  # [E] int32
 
 

@@ -14,9 +14,9 @@ from dsv3.engine.programs import Key, Programs
 from dsv3.engine.sequence import FULL
 from dsv3.engine.state import AdjustRequest
 from dsv3.engine.step_bodies import StepFunctions
+from sharding.experts.rebalance import LayerMove
+from sharding.mesh import rank_mesh, rank_sharding, shardings
 from sharding.processes import local_part, place
-from sharding.rebalance import LayerMove
-from sharding.rules import by_rank, rank_mesh, shardings
 
 Results = tuple[jax.Array, ...]
 """Device arrays that will hold sampled tokens, and log-probabilities where they were asked for.
@@ -128,5 +128,5 @@ class Executor:
         return self._adjust
 
     def _zeros(self, shapes: Any) -> Any:
-        sharding = by_rank(self._mesh)
+        sharding = rank_sharding(self._mesh)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=sharding), shapes)

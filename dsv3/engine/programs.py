@@ -19,10 +19,10 @@ from dsv3.engine import step_bodies
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.sequence import FULL, GREEDY, SAMPLED
 from dsv3.engine.step_bodies import StepFunctions
-from sharding.collectives import compiler_options
+from sharding.experts.rebalance import LayerMove, move_layer
+from sharding.mesh import RANK_SPEC, rank_sharding
 from sharding.processes import on_every_rank, spans_processes
-from sharding.rebalance import LayerMove, move_layer
-from sharding.rules import by_rank, of_ranks
+from sharding.wire.collectives import compiler_options
 
 _log = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]
@@ -137,7 +137,7 @@ class Programs:
             mine = jax.tree.map(lambda x: x[0], args[split:])
             return share(jax.tree.map(lambda x: x[None], body(*args[:split], *mine)))
 
-        specs: list[Any] = [of_ranks()] * arguments
+        specs: list[Any] = [RANK_SPEC] * arguments
         if takes_params:
             specs[0] = self._functions.param_specs
         return self._shard_map(one_rank, tuple(specs), out_specs)
@@ -146,10 +146,10 @@ class Programs:
         """What a program does last, and where its results lie: over several processes each can read what is sampled."""
         if spans_processes(self._mesh):
             if kind == "sample":  # the tokens of all ranks besides the rank's own, which log-probabilities take
-                return lambda out: (*out, on_every_rank(out[-1])), (*[of_ranks()] * 3, PartitionSpec())
+                return lambda out: (*out, on_every_rank(out[-1])), (*[RANK_SPEC] * 3, PartitionSpec())
             if kind == "logprobs":
                 return on_every_rank, PartitionSpec()
-        return lambda out: out, of_ranks()
+        return lambda out: out, RANK_SPEC
 
     def _prefill(self, key: Key) -> tuple[Any, ...]:
         width = step_bodies.PREFILL_HEADER + self._cfg.pages_per_seq
@@ -193,13 +193,13 @@ class Programs:
             empty, total = step_bodies.read_load_body(load[0])
             return empty[None], total
 
-        return self._shard_map(one_rank, (of_ranks(),), (of_ranks(), PartitionSpec())), (self.state.load,), (0,)
+        return self._shard_map(one_rank, (RANK_SPEC,), (RANK_SPEC, PartitionSpec())), (self.state.load,), (0,)
 
     def _move_experts(self) -> tuple[Any, ...]:
         experts, whole = self._functions.experts, PartitionSpec()
         assert experts is not None  # `keys` lists this program only then
         stacks, placement = experts.take(self._params)
-        shapes = LayerMove((), (experts.num_slots,), placement.slots.shape[1:], placement.copies.shape[1:])
+        shapes = LayerMove((), (experts.num_slots,), placement.replicas.shape[1:], placement.copies.shape[1:])
         sharding = NamedSharding(self._mesh, whole)
         move = LayerMove(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))
         specs = (*experts.take(self._functions.param_specs), whole)
@@ -219,5 +219,5 @@ class Programs:
         return self._sharded(jax.ShapeDtypeStruct(array.shape, array.dtype))
 
     def _sharded(self, tree: Any) -> Any:
-        sharding = by_rank(self._mesh)
+        sharding = rank_sharding(self._mesh)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

@@ -22,9 +22,9 @@ from dsv3.model import decoder, steps
 from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
 from dsv3.sampling_params import MAX_LOGPROBS
 from pallas_kernels.backend import Backend
-from sharding.placement import Placement
-from sharding.rules import RANKS
-from sharding.transport import MAX_HOPS, Machine, StepTraffic
+from sharding.experts.placement import Placement
+from sharding.experts.traffic import MAX_HOPS, StepTraffic
+from sharding.mesh import RANKS, Machine
 
 PREFILL_HEADER = 4 + NUM_FIELDS
 """Columns of a prefill row before its page table: slot, tokens in the chunk, tokens before it, 1 if it samples."""

@@ -1,9 +1,9 @@
-"""What is computed for a token: parameters, the two served steps, and the training form."""
+"""What is computed for a token: parameters, the two served steps, and the forward pass of training."""
 
 from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
 from dsv3.model.decoder import logits
 from dsv3.model.forward import ForwardOutput, forward
-from dsv3.model.params import Fp8Weight, Params, abstract, declare, initialise
+from dsv3.model.params import Fp8Weight, Params, abstract, declare, initialize
 from dsv3.model.steps import StepOutput, decode, prefill
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "declare",
     "decode",
     "forward",
-    "initialise",
+    "initialize",
     "logits",
     "prefill",
 ]

@@ -10,7 +10,7 @@ import optax
 
 from dsv3.config import ModelConfig
 from dsv3.model.forward import forward
-from dsv3.model.params import Params, declare, initialise
+from dsv3.model.params import Params, declare, initialize
 from dsv3.training.config import TrainingConfig
 from dsv3.training.loss import main_loss, mtp_loss
 
@@ -47,7 +47,7 @@ def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
 
 def initial_state(config: TrainingConfig) -> TrainState:
     """Random parameters from the run's seed, and no step done."""
-    params = initialise(config.model, jax.random.key(config.seed), jnp.float32, std=config.init_std)
+    params = initialize(config.model, jax.random.key(config.seed), jnp.float32, std=config.init_std)
     return TrainState(params, optimizer(config).init(params), jnp.zeros((), jnp.int32))
 
 

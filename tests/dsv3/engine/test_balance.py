@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from dsv3.engine import balance
+from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.balance import Balancer, Sent
 from dsv3.engine.build import EngineOptions, engine_config
 from dsv3.engine.commands import BalanceCommand
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
-from dsv3.engine.parallel import expert_parallel_functions, spread_experts
 from dsv3.engine.programs import BALANCING, Key, Programs
 from dsv3.engine.sequence import GREEDY
 from dsv3.engine.step_bodies import SpreadExperts, load_size
-from sharding import rebalance
-from sharding.eplb import balancedness, rebalance_experts
-from sharding.placement import placement_of
-from sharding.rules import rank_mesh
-from sharding.transport import MAX_HOPS, Machine, StepTraffic, Traffic
+from sharding.experts import rebalance
+from sharding.experts.eplb import balancedness, rebalance_experts
+from sharding.experts.placement import placement_of
+from sharding.experts.traffic import MAX_HOPS, StepTraffic, Traffic
+from sharding.mesh import Machine, rank_mesh
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, request, take
 from tests.dsv3.model.golden import DIRECTORY, model
@@ -120,7 +120,7 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
     assert stats.checksum_failures > 0 and stats.moved == 0
     np.testing.assert_array_equal(engine.balancer.expert_map.phy2log, before.phy2log)
     placement = engine._runner.executor._params.placement
-    np.testing.assert_array_equal(np.asarray(placement.slots), served.params.placement.slots)
+    np.testing.assert_array_equal(np.asarray(placement.replicas), served.params.placement.replicas)
     assert "damaged on their way" in caplog.text
 
 

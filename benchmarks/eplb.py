@@ -5,13 +5,14 @@
 Prints, for both published deployments, the time of a decision, how even it makes a lognormal load, and how many
 replicas keep their expert when the load drifts a little (20 % per decision). Then, for a decode step on 144 devices
 under a Zipf load, how evenly the replicas of an expert share its rows as `choose_replicas` chooses them, and when drawn
-at random.
+at random. Last, how long choosing takes here, and how many times longer by cumulated one-hot counts.
 """
 
 import statistics
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sharding.experts.eplb import ExpertMap, balancedness, keep_in_place, rebalance_experts
@@ -46,6 +47,7 @@ def main() -> None:
             f"{stay[1]:.0%} of the replicas keep their expert, {stay[0]:.0%} without"
         )
     print_replica_choice(rng)
+    print_choice_times(rng)
 
 
 def print_replica_choice(rng: np.random.Generator) -> None:
@@ -66,6 +68,34 @@ def print_replica_choice(rng: np.random.Generator) -> None:
             excess["at random"].append(_excess(placement.replicas[0][ids, column], expert_map))
         figures = ", ".join(f"{name} {statistics.mean(values):.4f}" for name, values in excess.items())
         print(f"copies, Zipf {ZIPF}, {DEVICES} devices of {tokens} tokens, busiest over mean: {figures}")
+
+
+def print_choice_times(rng: np.random.Generator) -> None:
+    """Prints the time of choosing replicas for one layer on this device, and its ratio by cumulated one-hot counts."""
+    expert_map = rebalance_experts(rng.lognormal(size=(1, EXPERTS)), REPLICAS, GROUPS, 18, DEVICES)
+    placement = placement_of(expert_map, REPLICAS - EXPERTS + 1)
+    ways = {"sorted": jax.jit(choose_replicas), "one-hot": jax.jit(choose_by_one_hot)}
+    for tokens in (64, 1024, 8192):
+        ids = np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
+        arguments = (ids, placement.replicas[0], placement.copies[0], 3)
+        chosen = [np.asarray(way(*arguments)) for way in ways.values()]
+        np.testing.assert_array_equal(*chosen)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(ROUNDS):
+            for name, way in ways.items():
+                started = time.perf_counter()
+                jax.block_until_ready(way(*arguments))
+                seconds[name].append(time.perf_counter() - started)
+        in_order, one_hot = (statistics.median(seconds[name]) for name in ways)
+        print(f"choosing replicas of {tokens} tokens: {1e3 * in_order:.2f} ms, one-hot {one_hot / in_order:.0f} times")
+
+
+def choose_by_one_hot(ids: jax.Array, replicas: jax.Array, copies: jax.Array, device: int) -> jax.Array:
+    """`choose_replicas` with counts cumulated over `[T * K, E]`."""
+    flat = ids.reshape(-1)
+    wanted = flat[:, None] == jnp.arange(copies.shape[0])
+    turn = (jnp.cumsum(wanted, axis=0, dtype=jnp.int32) * wanted).sum(axis=1) - 1 + device
+    return replicas[flat, turn % copies[flat]].reshape(ids.shape)
 
 
 def _excess(chosen: np.ndarray, expert_map: ExpertMap) -> float:

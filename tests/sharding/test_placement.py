@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.experts.eplb import rebalance_experts
+from sharding.experts.eplb import map_of, rebalance_experts
 from sharding.experts.placement import choose_replicas, expert_map_of, placement_of
 
 E, Er, T, K = 8, 12, 16, 3
@@ -27,6 +27,26 @@ def test_replicas_hold_the_wanted_expert_and_share_its_load(seed: int, rank: int
         own = [replica for replica in expert_map.log2phy[1, expert] if replica >= 0]
         taken = [(chosen == replica).sum() for replica in own]
         assert max(taken) - min(taken) <= 1
+
+
+def test_replicas_are_taken_in_turn_from_one_that_the_device_decides() -> None:
+    """The k-th token that wants an expert takes its copy number k + device; an even spread over many tokens follows."""
+    placement = placement_of(random_map(7), Er - E + 1)
+    replicas, copies = placement.replicas[0], placement.copies[0]
+    ids = np.random.default_rng(0).integers(-1, E, (T, K)).astype(np.int32)
+    chosen = np.asarray(choose_replicas(ids, replicas, copies, 3)).ravel()
+    seen = dict.fromkeys(range(E), 3)
+    for expert, replica in zip(ids.ravel().tolist(), chosen.tolist(), strict=True):
+        if expert >= 0:
+            assert replica == replicas[expert, seen[expert] % copies[expert]]
+            seen[expert] += 1
+
+
+def test_without_redundant_experts_there_is_one_replica_to_take() -> None:
+    placement = placement_of(map_of(np.arange(E)[None, ::-1], E), 1)
+    ids = np.array([[0, 3, -1], [7, 0, 1]], np.int32)
+    chosen = choose_replicas(ids, placement.replicas[0], placement.copies[0], 5)
+    np.testing.assert_array_equal(chosen, [[7, 4, -1], [0, 7, 6]])
 
 
 def test_a_placement_tells_its_map() -> None:

@@ -10,9 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-PAGE_SIZE = 64
-"""Tokens per page of the latent cache (FlashMLA's page)."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

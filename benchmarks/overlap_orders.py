@@ -48,7 +48,7 @@ def main() -> None:
     count, best = 0, (float("inf"), SERVED)
     for order in orders():
         count, best = count + 1, min(best, (layer_seconds(order, durations), order))
-    print(f"served order: {served * 1e6:,.0f} us a layer; best of {count:,}: {best[0] * 1e6:,.0f} us", end=" ")
+    print(f"served order: {served * 1e6:,.0f} us per layer; best of {count:,}: {best[0] * 1e6:,.0f} us", end=" ")
     print(f"({1 - best[0] / served:.1%} less)")
     half = best[1][: len(best[1]) // 2]
     print(" ".join(f"{name}{number}" for name, number in half), "and the same with 0 and 1 swapped")

@@ -87,19 +87,19 @@ class Exchange:
         return self.hops[0].overlap
 
     def start(self, rows: TokenRows, experts: Experts) -> Returning:
-        """As `transport.Transport`."""
+        """Sends the rows by the first hop, computes, and starts the way back."""
         return start_exchange(rows, self.hops, experts)
 
     def finish(self, handle: Returning, experts: Experts) -> tuple[jax.Array, jax.Array]:
-        """As `transport.Transport`."""
+        """Waits for the sums, and runs the overflow rounds."""
         return finish_exchange(handle, self.hops, experts)[:2]
 
     def traffic(self, rows: LayerRows) -> Traffic:
-        """As `transport.Transport`."""
+        """Bytes of one round of each hop."""
         return functools.reduce(operator.add, self._round(rows, [hop.capacity for hop in self.hops]))
 
     def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """As `transport.Transport`."""
+        """Bytes of one overflow round, per hop."""
         return self._round(rows, [hop.overflow_capacity for hop in self.hops])
 
     def _round(self, rows: LayerRows, capacities: Sequence[int]) -> tuple[Traffic, ...]:

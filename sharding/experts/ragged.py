@@ -77,7 +77,7 @@ class Ragged:
         return cls(machine, replicas, overlap)
 
     def start(self, rows: TokenRows, experts: Experts) -> Returned:
-        """As `transport.Transport`, but the combine is over too; `finish` only adds. Buffers hold T * J rows."""
+        """Sends the rows, computes, and returns the sums: only adding is left to `finish`. Buffers hold T * J rows."""
         T, K = rows.ids.shape
         hop = self._hop(T)
         words, place, slices = _pack(rows, hop)
@@ -90,17 +90,17 @@ class Ragged:
             return Returned(from_peers(sums, slices, hop.axes, T * min(K, hop.peers)), place)
 
     def finish(self, handle: Returned, experts: Experts) -> tuple[jax.Array, None]:
-        """As `transport.Transport`."""
+        """Adds the sums that came back; there are no rounds."""
         return jax.jit(sum_at)(*handle), None
 
     def traffic(self, rows: LayerRows) -> Traffic:
-        """As `transport.Transport`: what even routing is expected to send."""
+        """Bytes that even routing is expected to send."""
         row = rows.row_bytes(rows.experts_per_token)
         expected = expected_rows(rows.tokens, self.machine.devices, rows.experts_per_token)
         return Traffic.to_all(self.machine, row * expected)
 
     def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """As `transport.Transport`: exact sizes overflow nothing."""
+        """Nothing: exact sizes never overflow."""
         return ()
 
     def _hop(self, tokens: int) -> Hop:

@@ -35,7 +35,7 @@ class Ring:
         return cls(machine, replicas, overlap)
 
     def start(self, rows: TokenRows, experts: Experts) -> Transfer:
-        """As `transport.Transport`."""
+        """Gathers all rows, computes this device's share, and starts the reduce-scatter."""
         axes, replicas = self.machine.axes, self.replicas_per_device
         with jax.named_scope("dispatch"):
             words = lax.all_gather(jax.jit(to_words)(rows), axes, axis=0, tiled=True)
@@ -45,13 +45,13 @@ class Ring:
             return start_reduce_scatter(y, axes, self.overlap)
 
     def finish(self, handle: Transfer, experts: Experts) -> tuple[jax.Array, None]:
-        """As `transport.Transport`."""
+        """Waits for the sums; a ring has no rounds."""
         return handle.finish(), None
 
     def traffic(self, rows: LayerRows) -> Traffic:
-        """As `transport.Transport`."""
+        """Bytes of an all-gather and a reduce-scatter."""
         return Traffic.to_all(self.machine, rows.tokens * rows.row_bytes(rows.experts_per_token))
 
     def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """As `transport.Transport`: a ring has no rounds."""
+        """Nothing: a ring has no rounds."""
         return ()

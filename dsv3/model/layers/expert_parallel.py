@@ -33,7 +33,7 @@ class ExpertParallel:
     shards: Shards = ONE_DEVICE
 
     def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]:
-        """As `experts.moe`; `routing` names experts, not replicas, and so do the counts, which are this rank's."""
+        """Answers as `experts.moe` does; `routing` names experts, not replicas, and so do the counts of this rank."""
         y, tally = self.finish(self.start(x, routing, layer), routing, layer)
         return y, tally._replace(rounds=pad_rounds(tally.rounds))
 

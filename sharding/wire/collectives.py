@@ -1,17 +1,17 @@
 """Collectives in two halves, start and finish, so that a program can put work between them.
 
-DeepEP calls this a hook: the first call only sends, the second receives. XLA left alone puts each collective's start
-next to its done, and overlaps nothing. What can be had depends on platform and version, and is chosen once, by
-`resolve_overlap`:
+DeepEP calls this a hook: the first call only sends, the second receives. XLA left alone puts the start of a collective
+next to its done, and overlaps nothing. What is possible depends on platform and version. `resolve_overlap` decides:
 
 - On a GPU from jax 0.12 on, `jax._src.lax.parallel.all_to_all_start` returns a future, and with program order enforced
-  the compiled schedule is the one written. It has no public name yet (`jax.lax` has `psum_scatter_start` alone, and
-  for `ragged_all_to_all` there is no such form at all).
-- On a GPU with jax 0.11 the future fails in Shardy ("propagation doesn't support tuples"): collectives stay
+  the compiled schedule is the written one. The function has no public name yet (`jax.lax` has `psum_scatter_start`
+  only, and `ragged_all_to_all` has no such form at all).
+- On a GPU with jax 0.11 the future fails in Shardy ("propagation doesn't support tuples"). Collectives stay
   synchronous, in program order, which still keeps XLA from copying the page pool.
-- On a CPU futures together with enforced order crash the process: plain collectives, no enforced order.
+- On a CPU futures together with enforced order crash the process. Collectives stay plain and no order is enforced.
 """
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ def in_program_order(f: Callable, overlap: Overlap) -> Callable:
 
 
 def compiler_options(platform: str) -> dict[str, int] | None:
-    """What XLA must be told to compile a program that has several collectives of two halves under way at once.
+    """Options that XLA needs to compile a program with several collectives of two halves under way at once.
 
     By default it allows one, and refuses to schedule a program written with more ("kExceedsOverlapLimit").
     """
@@ -62,22 +62,29 @@ def compiler_options(platform: str) -> dict[str, int] | None:
     return {"xla_gpu_experimental_parallel_collective_overlap_limit": _MAX_IN_FLIGHT}
 
 
-def start_all_to_all(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Any:
-    """Sends block p of the leading axis of `x` to peer p along mesh axes `axes`; returns a handle for `finish`."""
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective under way; `pending` is jax's future, or the result where collectives are synchronous."""
+
+    pending: Any
+    is_future: bool
+
+    def finish(self) -> jax.Array:
+        """Waits for the collective and returns its result."""
+        return self.pending.done() if self.is_future else self.pending
+
+
+def start_all_to_all(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:
+    """Sends block j of the leading axis of `x` to peer j along mesh axes `axes`; block j of the result is peer j's."""
     if overlap is not Overlap.HOOKS:
-        return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+        return Transfer(lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True), False)
     from jax._src.lax.parallel import all_to_all_start
 
-    return all_to_all_start(x, axes, 0, 0, tiled=True)
+    return Transfer(all_to_all_start(x, axes, 0, 0, tiled=True), True)
 
 
-def start_reduce_scatter(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Any:
-    """Gives peer p the sum over all peers of block p of the leading axis of `x`; returns a handle for `finish`."""
+def start_reduce_scatter(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:
+    """Sums block j of the leading axis of `x` over all peers along `axes`, for peer j; finish gives this one's."""
     if overlap is not Overlap.HOOKS:
-        return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
-    return lax.psum_scatter_start(x, axes, scatter_dimension=0, tiled=True)
-
-
-def finish(handle: Any, overlap: Overlap) -> jax.Array:
-    """Waits for a collective: of an all-to-all block p comes from peer p, of a reduce-scatter it is this peer's sum."""
-    return handle.done() if overlap is Overlap.HOOKS else handle
+        return Transfer(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True), False)
+    return Transfer(lax.psum_scatter_start(x, axes, scatter_dimension=0, tiled=True), True)

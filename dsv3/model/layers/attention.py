@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) in its three forms.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) in training, prefill and decode.
 
-Training expands the latents of all tokens to keys and values of every head. Prefill expands those of new tokens, reads
-the earlier tokens of a request from the cache in absorbed form, and merges the two. Decode is absorbed: the key
-up-projection is folded into the query, so that the cached latents are keys and values of all heads at once.
+Training expands the latents of all tokens to keys and values of every head. Prefill expands the latents of new tokens,
+attends to the cached ones in absorbed form, and merges the two. Decode is absorbed: the key up-projection is folded
+into the query, so that the cached latents are keys and values of all heads at once.
 """
 
 import dataclasses
@@ -14,32 +14,31 @@ import jax.numpy as jnp
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
-from dsv3.model.linear import Index, Numerics, at, linear
-from dsv3.model.norm import rms_norm
+from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear
+from dsv3.model.layers.norm import rms_norm
+from dsv3.model.layers.rope import Rotation, rotate
 from dsv3.model.params import AttentionParams
-from dsv3.model.rope import Rotation, rotate
 from pallas_kernels import grouped, mla
 from pallas_kernels.backend import Backend, resolve_backend
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slots:
-    """Where T tokens go in the cache: page within a layer (-1: nowhere) and row within the page, `[T]` int32 each."""
+class Places:
+    """Where the latents of T tokens go, `[T]` int32 each: page within a layer (-1: nowhere), and index inside it."""
 
     page_ids: jax.Array
     offsets: jax.Array
 
 
-def prefill_slots(batch: PrefillBatch) -> Slots:
-    """The slots of a prefill batch; padding rows get none."""
-    groups, width = batch.page_table.shape
+def prefill_places(batch: PrefillBatch) -> Places:
+    """The places `[T]` of a prefill batch; padding rows get none."""
+    B, Mp = batch.page_table.shape
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    group = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right")
-    table_row = jnp.minimum(group, groups - 1)
-    column = jnp.clip(batch.positions // PAGE_SIZE, 0, width - 1)
-    page_ids = jnp.where(group < groups, batch.page_table[table_row, column], -1)
-    return Slots(page_ids, batch.positions % PAGE_SIZE)
+    chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right")
+    column = jnp.clip(batch.positions // PAGE_SIZE, 0, Mp - 1)
+    page_ids = jnp.where(chunk < B, batch.page_table[jnp.minimum(chunk, B - 1), column], -1)
+    return Places(page_ids, batch.positions % PAGE_SIZE)
 
 
 def decode_positions(batch: DecodeBatch) -> jax.Array:
@@ -48,18 +47,18 @@ def decode_positions(batch: DecodeBatch) -> jax.Array:
     return batch.lengths[:, None] - S + jnp.arange(S, dtype=jnp.int32)
 
 
-def decode_slots(batch: DecodeBatch) -> Slots:
-    """The slots `[B * S]` of a decode batch; inactive rows get none."""
+def decode_places(batch: DecodeBatch) -> Places:
+    """The places `[B * S]` of a decode batch; inactive rows get none."""
     positions = decode_positions(batch)
     column = jnp.clip(positions // PAGE_SIZE, 0, batch.page_table.shape[1] - 1)
     page_ids = jnp.where(positions >= 0, jnp.take_along_axis(batch.page_table, column, axis=1), -1)
-    return Slots(page_ids.reshape(-1), (positions % PAGE_SIZE).reshape(-1))
+    return Places(page_ids.reshape(-1), (positions % PAGE_SIZE).reshape(-1))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projected:
-    """What attention needs of T tokens: query parts `[T, H, N]` and `[T, H, P]` (rotated), cache rows `[T, R + P]`."""
+    """T tokens as attention takes them: query parts `[T, H, N]` and `[T, H, P]` (rotated), latents `[T, R + P]`."""
 
     q_nope: jax.Array
     q_rope: jax.Array
@@ -75,15 +74,15 @@ def project(
     rotation: Rotation,
     numerics: Numerics,
 ) -> Projected:
-    """Queries and cache rows of `x` `[T, D]`."""
+    """Queries and latents of `x` `[T, D]`."""
     N = cfg.qk_nope_head_dim
     down = linear(x, params.qkv_a, layer, numerics)
     q, latent, k_rope = jnp.split(down, [down.shape[1] - cfg.latent_dim, down.shape[1] - cfg.qk_rope_head_dim], axis=1)
     if params.q_b is not None:
-        q = rms_norm(q, at(params.q_norm, layer), cfg.latent_norm_eps)
+        q = rms_norm(q, layer_slice(params.q_norm, layer), cfg.latent_norm_eps)
         q = linear(q, params.q_b, layer, numerics)
     q = q.reshape(-1, params.k_up.shape[1], cfg.qk_head_dim)  # the heads of this device
-    latent = rms_norm(latent, at(params.kv_norm, layer), cfg.latent_norm_eps)
+    latent = rms_norm(latent, layer_slice(params.kv_norm, layer), cfg.latent_norm_eps)
     row = jnp.concatenate([latent, rotate(k_rope, rotation)], axis=1)
     return Projected(q[..., :N], rotate(q[..., N:], rotation), row)
 
@@ -91,7 +90,7 @@ def project(
 def expand(
     latent: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys `[T, H, N + P]` and values `[T, H, V]` of every head, from cache rows `[T, R + P]`."""
+    """Keys `[T, H, N + P]` and values `[T, H, V]` of every head, from latents `[T, R + P]`."""
     R = params.k_up.shape[-1]
 
     def up(stack: jax.Array) -> jax.Array:
@@ -105,7 +104,7 @@ def expand(
 
 
 def absorb(tokens: Projected, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
-    """Queries `[T, H, R + P]` that score cached rows directly."""
+    """Queries `[T, H, R + P]` that score cached latents directly."""
     q_latent = grouped.head_gemm(tokens.q_nope, params.k_up, layer, transposed=True, backend=backend)
     return jnp.concatenate([q_latent, tokens.q_rope], axis=-1)
 
@@ -116,9 +115,9 @@ def values_of(out: jax.Array, params: AttentionParams, layer: Index, backend: Ba
 
 
 class Attend(Protocol):
-    """The attention core of one mode: from projected tokens to `[T, H, V]`, and the state it carries on (the pages).
+    """The attention core of one mode: from projected tokens to `[T, H, V]`, and the state that it updates (the pages).
 
-    `layer` indexes the stack `params`, `cache_layer` counts the layers that own pages.
+    `layer` is the index in the stack `params`; `cache_layer` counts the layers that own pages.
     """
 
     def __call__(
@@ -127,7 +126,7 @@ class Attend(Protocol):
 
 
 def causal_attend(cfg: ModelConfig, batch: int, backend: Backend | None) -> Attend:
-    """The training form: `batch` equally long sequences lie one after the other; there is no cache."""
+    """Training: `batch` equally long sequences lie one after the other; there is no cache."""
 
     def attend(tokens, params, layer, cache_layer, state):
         k, v = expand(tokens.latent, params, layer, backend)
@@ -142,12 +141,12 @@ def causal_attend(cfg: ModelConfig, batch: int, backend: Backend | None) -> Atte
 
 
 def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
-    """New tokens among themselves in expanded form, to the cached ones in absorbed form. The state is the page pool."""
-    slots = prefill_slots(batch)
+    """Prefill: new tokens attend to each other expanded, to the cached ones absorbed. The state is the page pool."""
+    places = prefill_places(batch)
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-        pages = mla.write_pages(pages, tokens.latent, slots.page_ids, slots.offsets, **where)
+        pages = mla.write_pages(pages, tokens.latent, places.page_ids, places.offsets, **where)
         k, v = expand(tokens.latent, params, layer, backend)
         q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
         out, lse = mla.mla_prefill(q, k, v, batch.cu_lengths, scale=cfg.softmax_scale, backend=backend)
@@ -172,18 +171,18 @@ def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
 def decode_attend(
     cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
 ) -> Attend:
-    """Absorbed attention of S new tokens a request to everything cached, themselves included. State: the page pool.
+    """Decode: S new tokens per request attend, absorbed, to all cached ones and themselves. The state is the page pool.
 
-    `heads` are on this device.
+    `heads` is the number of heads on this device.
     """
-    slots, (B, S) = decode_slots(batch), batch.tokens.shape
+    places, (B, S) = decode_places(batch), batch.tokens.shape
     schedule = None
     if resolve_backend(requested=backend) is Backend.MOSAIC:
         schedule = mla.decode_schedule(batch.lengths, queries=S, heads=heads)  # once for all layers
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-        pages = mla.write_pages(pages, tokens.latent, slots.page_ids, slots.offsets, **where)
+        pages = mla.write_pages(pages, tokens.latent, places.page_ids, places.offsets, **where)
         q = absorb(tokens, params, layer, backend).reshape(B, S, heads, cfg.latent_dim)
         out, _ = mla.mla_decode(
             q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, schedule=schedule, **where

@@ -1,18 +1,18 @@
-"""What a traced program sends, read from its jaxpr: the check of every formula for bytes on the wire."""
+"""Reads from the jaxpr of a program what it sends: the check of every formula for bytes on the wire."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sharding.transport import Traffic
+from sharding.experts.traffic import Traffic
 
 
 def sent(jaxpr: Any, axis_sizes: Mapping[str, int], node_axis: str) -> list[Traffic]:
     """What a device sends in all-to-alls, all-gathers and reduce-scatters, by the number of while loops around them.
 
-    Element 0 is sent once, 1 in each pass of a loop, 2 in each pass of a loop in a loop. Scans count as often as they
-    run, and all branches of a condition. All-reduces are left out. `axis_sizes` is the shape of the mesh, `node_axis`
-    the axis along which devices are in different nodes.
+    Element 0 is sent once, 1 in each pass of a loop, 2 in each pass of a loop in a loop. A scan counts as often as it
+    runs; all branches of a condition count; all-reduces do not. `axis_sizes` is the shape of the mesh, `node_axis` the
+    axis along which devices are in different nodes.
     """
     total: list[Traffic] = []
     for depth, traffic in _collectives(jaxpr, axis_sizes, node_axis, 0, 1):

@@ -1,7 +1,7 @@
-"""Trees of arrays as lines of 32-bit words, so that rows of several types cross a network in one piece.
+"""Trees of arrays as rows of 32-bit words, so that values of several types cross a network in one piece.
 
-Nothing is converted: FP8 values, their float32 scales and int32 ids lie side by side, bit for bit. Letters: N lines,
-W words of a line.
+Nothing is converted: FP8 values, their float32 scales and int32 ids lie side by side, bit for bit. Shapes: T rows, U
+words per row.
 """
 
 import math
@@ -15,23 +15,23 @@ WORD_BYTES = 4
 
 
 def to_words(tree: Any) -> jax.Array:
-    """The bytes of a tree of `[N, ...]` arrays, line by line, each array filled up with zeros: `[N, W]` uint32."""
+    """The bytes of a tree of `[T, ...]` arrays row by row, each array padded with zeros to words: `[T, U]` uint32."""
     return jnp.concatenate([_leaf_to_words(leaf) for leaf in jax.tree.leaves(tree)], axis=1)
 
 
 def from_words(words: jax.Array, like: Any) -> Any:
-    """The tree whose `to_words` begins with `words`, in the shapes but for N, and the dtypes, of `like`."""
+    """The tree whose `to_words` begins with `words` `[T, U]`; `like` has its dtypes, and its shapes but for T."""
     leaves, tree = jax.tree.flatten(like)
-    result, at = [], 0
+    result, first = [], 0
     for leaf in leaves:
         count = _num_words(leaf)
-        result.append(_leaf_from_words(words[:, at : at + count], leaf))
-        at += count
+        result.append(_leaf_from_words(words[:, first : first + count], leaf))
+        first += count
     return jax.tree.unflatten(tree, result)
 
 
 def shapes_of(tree: Any) -> Any:
-    """What `from_words` must know of a tree: its shapes and dtypes, without the arrays."""
+    """Shapes and dtypes of a tree, which is what `from_words` needs to know of it."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 

@@ -1,4 +1,4 @@
-"""Weights from a model directory straight to the devices that serve them; no process holds more than its share."""
+"""Weights from a model directory straight to the devices that serve them. No process holds more than its share."""
 
 import dataclasses
 import os
@@ -10,16 +10,16 @@ from jax.sharding import Mesh, Sharding
 
 from dsv3.checkpoint import load_params
 from dsv3.config import ModelConfig
-from dsv3.engine.expert_map import first_expert_map
-from dsv3.engine.parallel import SpreadParams
+from dsv3.engine.assemble.expert_map import first_expert_map
+from dsv3.engine.assemble.functions import SpreadParams
 from dsv3.model.params import Params
-from sharding.placement import placement_of
-from sharding.rules import rank_size, shardings
+from sharding.experts.placement import placement_of
+from sharding.mesh import rank_size, shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How weights are read: their type, whether FP8 stays FP8, and whether a progress bar is shown."""
+    """How weights are read: their dtype, whether FP8 stays FP8, and whether a progress bar is shown."""
 
     dtype: Any
     fp8: Literal["keep", "dequantize"]
@@ -29,7 +29,7 @@ class Reading:
 def load_replicated(
     directory: str | os.PathLike[str], cfg: ModelConfig, specs: Any, mesh: Mesh, read: Reading
 ) -> Params:
-    """The parameters on every device of `mesh` as the partitions `specs` say; each process reads them once.
+    """Loads the parameters onto every device of `mesh` as the partitions `specs` say; each process reads them once.
 
     Raises as `load_params` does.
     """
@@ -44,10 +44,9 @@ def load_spread(
     num_redundant_experts: int,
     read: Reading,
 ) -> SpreadParams:
-    """The parameters with their experts in slots, as the partitions `specs` say; what `spread_experts` makes in memory.
+    """Loads what `spread_experts` makes in memory: the replicas of `first_expert_map`, as the partitions `specs` say.
 
-    The slots are filled as `first_expert_map` says. The mesh may span processes: each reads what its own devices hold.
-    Raises as `load_params` and `first_expert_map` do.
+    The mesh may span processes: each reads what its own devices hold. Raises as `load_params` and `first_expert_map`.
     """
     expert_map = first_expert_map(cfg, mesh, num_redundant_experts)
     where = shardings(specs, mesh)

@@ -11,7 +11,7 @@ from pallas_kernels import fp8, grouped
 from pallas_kernels.backend import Backend
 
 Index = jax.Array | int
-"""A layer's place in a stack: static, or traced by a scan over the layers."""
+"""Index of a layer in a stack: static, or traced by a scan over the layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +22,15 @@ class Numerics:
     ue8m0: bool = False
 
     @classmethod
-    def of(cls, cfg: ModelConfig, backend: Backend | None) -> "Numerics":
+    def from_config(cls, cfg: ModelConfig, backend: Backend | None) -> "Numerics":
+        """The numerics that a checkpoint of `cfg` was trained with, on `backend`."""
         return cls(backend, cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0")
 
 
 def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:
     """`x` `[T, in]` times layer `layer` of the stack `weight` `[L, out, in]`, in the dtype of x: `[T, out]`.
 
-    With an `Fp8Weight` x is quantised per row and 128 channels. On a GPU the kernels address the layer in the stack: a
+    With an `Fp8Weight` x is quantized per row and 128 channels. On a GPU the kernels address the layer in the stack: a
     slice by a traced index would be a copy. Sums are float32.
     """
     if isinstance(weight, Fp8Weight):
@@ -39,7 +40,7 @@ def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: 
 
 
 def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:
-    """SwiGLU of `x` `[T, D]`: a dense layer's MLP, or the shared expert."""
+    """SwiGLU of `x` `[T, D]`: the MLP of a dense layer, or the shared expert."""
     gate_up = linear(x, params.gate_up, layer, numerics)
     if isinstance(params.down, Fp8Weight):
         values, scale = fp8.swiglu_quantize(gate_up, ue8m0=numerics.ue8m0, backend=numerics.backend)
@@ -53,8 +54,8 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def at(stack: jax.Array, layer: Index) -> jax.Array:
-    """Layer `layer` of a stack."""
+def layer_slice(stack: jax.Array, layer: Index) -> jax.Array:
+    """Layer `layer` of a stack `[L, ...]`: `[...]`."""
     return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from dsv3.checkpoint import layout
-from dsv3.checkpoint.fill import E4M3, Array, Source, moved
-from dsv3.checkpoint.layout import BLOCK, full_box
+from dsv3.checkpoint.fill import Array, Source, moved
+from dsv3.checkpoint.layout import full_box
 from dsv3.checkpoint.plan import Plan
 from dsv3.checkpoint.reader import target
 from dsv3.config import ModelConfig
 from dsv3.model.tensor_parallel import check_shards, row_order
+from pallas_kernels.float8 import BLOCK, E4M3
 
 
 def in_slots(plan: Plan, cfg: ModelConfig, phy2log: np.ndarray, shardings: Mapping[str, Any]) -> Plan:

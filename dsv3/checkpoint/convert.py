@@ -14,7 +14,6 @@ import numpy as np
 from dsv3.checkpoint import fill
 from dsv3.checkpoint.checksum import checksum
 from dsv3.checkpoint.fill import (
-    E4M3,
     Array,
     Box,
     Files,
@@ -35,6 +34,7 @@ from dsv3.checkpoint.stacked import FOLDER, FORMAT, MANIFEST, VERSION, manifest_
 from dsv3.checkpoint.writer import F32, write_hf
 from dsv3.config import ModelConfig
 from dsv3.hf_config import to_hf
+from pallas_kernels.float8 import E4M3
 
 WINDOW_BYTES = 256 << 20
 JOURNAL = "journal.json"

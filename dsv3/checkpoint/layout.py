@@ -14,8 +14,8 @@ import jax
 
 from dsv3.config import ModelConfig
 from dsv3.model.params import ParamSpec, declare
+from pallas_kernels.float8 import BLOCK
 
-BLOCK = 128  # rows and columns that share one scale of an FP8 weight
 Box = tuple[slice, ...]
 
 # Buffers that older exporters stored although they follow from the configuration; reading them would change nothing.

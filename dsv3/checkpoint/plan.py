@@ -14,11 +14,12 @@ import numpy as np
 
 from dsv3.checkpoint import layout
 from dsv3.checkpoint.errors import raise_findings
-from dsv3.checkpoint.fill import E4M3, Array, Source
-from dsv3.checkpoint.layout import BLOCK, Piece, full_box, scale_name, scale_piece, scale_shape
+from dsv3.checkpoint.fill import Array, Source
+from dsv3.checkpoint.layout import Piece, full_box, scale_name, scale_piece, scale_shape
 from dsv3.checkpoint.safetensors_file import NAMES, Tensor
 from dsv3.config import ModelConfig
 from dsv3.model.params import ParamSpec
+from pallas_kernels.float8 import BLOCK, E4M3
 
 Fp8Mode = Literal["keep", "dequantize"]
 Findings = defaultdict[str, list[str]]

@@ -17,12 +17,13 @@ import numpy as np
 from dsv3.checkpoint import layout
 from dsv3.checkpoint.directory import plain_file_name, read_json
 from dsv3.checkpoint.errors import CheckpointError, raise_findings
-from dsv3.checkpoint.fill import E4M3, Array, Source, blocks
+from dsv3.checkpoint.fill import Array, Source, blocks
 from dsv3.checkpoint.layout import full_box, scale_shape
 from dsv3.checkpoint.plan import PLAIN, Findings, Fp8Mode, Plan, names
 from dsv3.checkpoint.safetensors_file import NAMES, read_header
 from dsv3.config import ModelConfig
 from dsv3.model.params import ParamSpec
+from pallas_kernels.float8 import E4M3
 
 FORMAT = "dsv3-stacked"
 VERSION = 2

@@ -46,7 +46,7 @@ class RoutedExperts(Protocol):
 class Gated(NamedTuple):
     """Rows between the two products of their experts: sorted by expert, padded to whole tiles."""
 
-    inner: jax.Array  # [slots, I], e4m3 where the experts are FP8
+    inner: jax.Array  # [A, I], e4m3 where the experts are FP8
     scale: jax.Array | None  # float32 scales of FP8 values
     order: grouped.GroupAlignment
     weights: jax.Array  # [T, K] float32
@@ -92,21 +92,23 @@ def gate_up(
     K, E = topk_ids.shape[1], _num_experts(params)
     tile_m = grouped.choose_tile_m(topk_ids.size, E, backend=numerics.backend)
     order = grouped.align_groups(topk_ids.reshape(-1), E, tile_m)
-    token_of_slot = order.row_of_slot // K  # T where the slot is padding
+    token = order.source_row // K  # [A], T in padding
     tiles = _tiles(order, E, layer, numerics)
     if not isinstance(params.gate_up, Fp8Weight):
         assert isinstance(x, jax.Array), "rows are quantised only for FP8 experts"
-        gathered = x.at[token_of_slot].get(mode="fill", fill_value=0)
+        gathered = x.at[token].get(mode="fill", fill_value=0)
         product = grouped.grouped_gemm_contiguous(gathered, _merge(params.gate_up), **tiles)
         return Gated(swiglu(product), None, order, topk_weights)
     if isinstance(x, Quantized):
         values, scale = x.values, x.scale.T
     else:
         values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
-    values = values.at[token_of_slot].get(mode="fill", fill_value=0)
-    scale = scale.at[:, token_of_slot].get(mode="fill", fill_value=0)
+    values = values.at[token].get(mode="fill", fill_value=0)
+    scale = scale.at[:, token].get(mode="fill", fill_value=0)
     product = _fp8_product(values, scale, params.gate_up, x.dtype, tiles)
-    values, scale = fp8.swiglu_quantize(product, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    values, scale = fp8.swiglu_quantize(
+        product, ue8m0=numerics.ue8m0, used_rows=order.used_rows(), backend=numerics.backend
+    )
     return Gated(values, scale, order, topk_weights)
 
 
@@ -119,14 +121,14 @@ def down(gated: Gated, params: MoeParams, layer: Index, numerics: Numerics, dtyp
         out = _fp8_product(gated.inner, gated.scale, params.down, dtype, tiles)
     else:
         out = grouped.grouped_gemm_contiguous(gated.inner, _merge(params.down), **tiles)
-    picked = out.at[gated.order.slot_of_row].get(mode="fill", fill_value=0).reshape(*gated.weights.shape, -1)
+    picked = out.at[gated.order.aligned_row].get(mode="fill", fill_value=0).reshape(*gated.weights.shape, -1)
     return jnp.einsum("tk,tkd->td", gated.weights, picked.astype(jnp.float32)).astype(dtype)
 
 
 def _tiles(order: grouped.GroupAlignment, num_experts: int, layer: Index, numerics: Numerics) -> dict[str, Any]:
     return {
         "tile_group": order.tile_group,
-        "tile_m": order.row_of_slot.shape[0] // order.tile_group.shape[0],
+        "tile_m": order.tile_m,
         "group_offset": layer * num_experts,
         "backend": numerics.backend,
     }

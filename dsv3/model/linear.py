@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, MlpParams
-from pallas_kernels import fp8, grouped
+from pallas_kernels import dense, fp8
 from pallas_kernels.backend import Backend
 
 Index = jax.Array | int
@@ -35,7 +35,7 @@ def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: 
     if isinstance(weight, Fp8Weight):
         values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
         return _fp8_linear(values, scale, weight, layer, x.dtype, numerics)
-    return grouped.stacked_gemm(x, weight, layer, backend=numerics.backend)
+    return dense.layer_gemm(x, weight, layer, backend=numerics.backend)
 
 
 def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:

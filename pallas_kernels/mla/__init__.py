@@ -3,7 +3,7 @@
 from pallas_kernels.mla.layout import PAGE_SIZE, fp8_pages_of_rows, fp8_row_bytes, pack_fp8, unpack_fp8
 from pallas_kernels.mla.merge import merge_attention
 from pallas_kernels.mla.mosaic_ops import decode_schedule
-from pallas_kernels.mla.ops import mla_decode, mla_prefill, mla_prefill_context, write_new_latents, write_pages
+from pallas_kernels.mla.ops import mla_decode, mla_prefill, mla_prefill_context, write_pages
 
 __all__ = [
     "PAGE_SIZE",
@@ -16,6 +16,5 @@ __all__ = [
     "mla_prefill_context",
     "pack_fp8",
     "unpack_fp8",
-    "write_new_latents",
     "write_pages",
 ]

@@ -62,16 +62,6 @@ def check_write(
     _check_ints("offsets", offsets, "T", latents.shape[0])
 
 
-def check_new_latents(raw: jax.Array, weight: jax.Array, cos: jax.Array, sin: jax.Array, value_width: int) -> None:
-    """Checks what `check_write` does not see: the norm's weight and the angles of rows `raw` [T, R + P]."""
-    if weight.shape != (value_width,) or weight.dtype != raw.dtype:
-        raise ValueError(f"weight must be {raw.dtype}[{value_width}], but is {weight.dtype}{list(weight.shape)}")
-    pairs = (raw.shape[0], (raw.shape[1] - value_width) // 2)
-    for name, x in (("cos", cos), ("sin", sin)):
-        if x.shape != pairs or x.dtype != jnp.float32:
-            raise ValueError(f"{name} must be float32{list(pairs)}, [T, P / 2], but is {x.dtype}{list(x.shape)}")
-
-
 def check_pool(
     pages: jax.Array, pages_per_layer: int, width: int, value_width: int, other_name: str, other: jax.Array
 ) -> None:

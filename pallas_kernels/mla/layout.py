@@ -16,16 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
+
 PAGE_SIZE = 64
 """Tokens in a page."""
 
-FP8_TILE = 128
+FP8_TILE = BLOCK
 """Latent values that share one scale in the FP8 row."""
 
 FLOAT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 FP8_PAGES_DTYPE = jnp.dtype(jnp.uint8)
-_E4M3_MAX = 448.0
-_SCALE_FLOOR = 1e-4 / _E4M3_MAX  # an all-zero tile gets this scale, not 0 / 0
+_SCALE_FLOOR = AMAX_FLOOR / E4M3_MAX  # a tile of zeros gets this scale, not 0 / 0
 
 
 def fp8_tiles(value_width: int) -> int:
@@ -54,8 +55,8 @@ def pack_fp8(latents: jax.Array, value_width: int) -> jax.Array:
     values = latents[..., :value_width].astype(jnp.float32)
     padded = jnp.pad(values, [(0, 0)] * len(lead) + [(0, tiles * FP8_TILE - value_width)])
     tiled = padded.reshape(*lead, tiles, FP8_TILE)
-    scale = _power_of_two_at_least(jnp.maximum(jnp.abs(tiled).max(-1) / _E4M3_MAX, _SCALE_FLOOR))
-    quantised = (tiled / scale[..., None]).astype(jnp.float8_e4m3fn).reshape(*lead, -1)[..., :value_width]
+    scale = _power_of_two_at_least(jnp.maximum(jnp.abs(tiled).max(-1) / E4M3_MAX, _SCALE_FLOOR))
+    quantised = (tiled / scale[..., None]).astype(E4M3).reshape(*lead, -1)[..., :value_width]
     rope = latents[..., value_width:].astype(jnp.bfloat16)
     return jnp.concatenate([_bytes(quantised), _bytes(scale), _bytes(rope)], axis=-1)
 
@@ -63,7 +64,7 @@ def pack_fp8(latents: jax.Array, value_width: int) -> jax.Array:
 def unpack_fp8(rows: jax.Array, value_width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Rows `[..., fp8_row_bytes(R, P)]` uint8 back to `[..., R + P]` of `dtype`."""
     lead, tiles = rows.shape[:-1], fp8_tiles(value_width)
-    values = lax.bitcast_convert_type(rows[..., :value_width], jnp.float8_e4m3fn).astype(jnp.float32)
+    values = lax.bitcast_convert_type(rows[..., :value_width], E4M3).astype(jnp.float32)
     scale = _from_bytes(rows[..., value_width : value_width + 4 * tiles], jnp.float32)
     rope = _from_bytes(rows[..., value_width + 4 * tiles :], jnp.bfloat16)
     scales = jnp.broadcast_to(scale[..., None], (*lead, tiles, FP8_TILE)).reshape(*lead, -1)[..., :value_width]

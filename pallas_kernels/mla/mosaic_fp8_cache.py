@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.float8 import E4M3
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE
 from pallas_kernels.mosaic import swizzle_transforms
 
@@ -29,13 +30,13 @@ def views(pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     def as_type(dtype):
         return lax.bitcast_convert_type(pages.reshape(count, -1, jnp.dtype(dtype).itemsize), dtype)
 
-    values = lax.bitcast_convert_type(pages, jnp.float8_e4m3fn).reshape(count, page_bytes // FP8_TILE, FP8_TILE)
+    values = lax.bitcast_convert_type(pages, E4M3).reshape(count, page_bytes // FP8_TILE, FP8_TILE)
     return values, as_type(jnp.float32), as_type(jnp.bfloat16).reshape(count, -1, _ROPE)
 
 
 def scratch(right: Any) -> dict[str, Any]:
     """Shared memory: the right halves, raw pages in the same place, and scales."""
-    raw_type = jnp.float8_e4m3fn
+    raw_type = E4M3
     tiled = swizzle_transforms(raw_type, FP8_TILE)
     raw = plgpu.SMEM((1, _TILES * PAGE_SIZE, FP8_TILE), raw_type, transforms=tiled)
     scale = plgpu.SMEM((1, _TILES * PAGE_SIZE), jnp.float32)

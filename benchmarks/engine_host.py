@@ -24,9 +24,9 @@ import numpy as np
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
-from dsv3.engine.request import EngineRequest
 from dsv3.engine.step_bodies import StepFunctions
 from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
 
 VOCAB = 256
@@ -80,7 +80,7 @@ def measure(running: int, steps: int, ranks: int = 1) -> dict[str, float]:
     sampling = SamplingParams(temperature=0, ignore_eos=True)
     for i in range(running):
         prompt = [(i + j) % VOCAB for j in range(1 + i % 64)]  # so that new pages fall due at different steps
-        engine.add(EngineRequest(request_id=f"request-{i:04d}", prompt_token_ids=prompt, sampling=sampling))
+        engine.add(EngineRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling))
     while engine._scheduler.slots.decoding.sum() < running:
         engine.step()
     for _ in range(50):

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from dsv3.engine.build import EngineOptions, build_engine, bundled_model
+from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
-from dsv3.engine.request import EngineRequest
+from dsv3.options import EngineOptions
+from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.tokenizer import Tokenizer
 from sharding.eplb import ExpertMap, balancedness, gpu_load
@@ -75,7 +76,7 @@ def requests_of_one_kind() -> Any:
     for number, start in enumerate(np.random.default_rng(0).integers(0, len(tokens) - PROMPT, 2**20)):
         sampling = SamplingParams(max_tokens=ANSWER, temperature=0.7, seed=number, ignore_eos=True)
         prompt = tokens[start : start + PROMPT]
-        yield EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
+        yield EngineRequest(request_id=number, prompt_token_ids=prompt, sampling=sampling)
 
 
 def draw(path: Path, *windows: tuple[np.ndarray, ExpertMap]) -> None:

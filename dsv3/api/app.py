@@ -70,7 +70,7 @@ async def _models(service: Service, _: Request) -> Response:
             "owned_by": "dsv3",
             "root": service.config.model_names[0],
             "parent": None,
-            "max_model_len": None if info is None else info.max_model_len,
+            "max_model_len": None if info is None else info.rules.max_model_len,
         }
         for name in service.config.model_names
     ]
@@ -108,7 +108,7 @@ async def _tokenize(service: Service, http: Request) -> Response:
     info = service.require_ready()
     prompt = await unless_disconnected(http.receive, prepare.tokenize_prompt(service, request))
     ids = prompt.token_ids
-    answer = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
+    answer = {"count": len(ids), "max_model_len": info.rules.max_model_len, "tokens": ids}
     if request.return_token_strs and service.tokenizer is not None:
         answer["token_strs"] = [service.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
     return _json(answer)

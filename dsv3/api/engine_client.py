@@ -12,7 +12,8 @@ from typing import Literal
 import msgspec
 
 from dsv3.api import frames
-from dsv3.engine.request import EngineOutput, EngineRequest
+from dsv3.prepare import PreparedRequest
+from dsv3.request import EngineOutput
 
 # A step never takes this long; with requests running and no frame for so long the engine hangs.
 WATCHDOG_S = 300.0
@@ -43,7 +44,7 @@ class Subscription:
     Iterating yields lists: everything that has come since the last one. Raises EngineDead, Busy or Refused.
     """
 
-    def __init__(self, request_ids: Sequence[str]):
+    def __init__(self, request_ids: Sequence[int]):
         self.live = set(request_ids)
         self._outputs: list[EngineOutput] = []
         self._error: Exception | None = None
@@ -69,18 +70,15 @@ class Subscription:
 
 
 class EngineClient:
-    """One engine process. Beyond those that run, `max_num_queued_reqs` sequences may wait in it.
+    """One engine process, which begins with the message `start`.
 
     `on_stats` is called with the engine's numbers after each step, `on_progress` while it starts.
     """
 
     def __init__(
         self,
-        factory: str,
-        model_dir: str,
-        options: dict[str, object],
+        start: frames.Start,
         *,
-        max_num_queued_reqs: int,
         on_progress: Callable[[frames.Progress], None] = lambda _: None,
         watchdog_s: float = WATCHDOG_S,
     ):
@@ -91,11 +89,11 @@ class EngineClient:
         self.ended = asyncio.Event()
         self.settled = asyncio.Event()
         self.asks_to_drain = asyncio.Event()
-        self._start = frames.Start(factory, model_dir, options)
-        self._max_num_queued_reqs = max_num_queued_reqs
+        self._start = start
         self._on_progress = on_progress
         self._watchdog_s = watchdog_s
-        self._subscriptions: dict[str, Subscription] = {}
+        self._next_id = 0
+        self._subscriptions: dict[int, Subscription] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._failure = ""
@@ -113,7 +111,12 @@ class EngineClient:
     @property
     def capacity(self) -> int:
         """Sequences the engine holds at most, running and waiting; 0 before it is ready."""
-        return 0 if self.info is None else self.info.max_num_seqs + self._max_num_queued_reqs
+        return 0 if self.info is None else self.info.max_num_seqs + self._start.engine.max_num_queued_reqs
+
+    def new_ids(self, count: int) -> int:
+        """Returns the first of `count` request ids that nobody has had."""
+        self._next_id += count
+        return self._next_id - count
 
     def has_room_for(self, count: int) -> bool:
         return self.num_live + count <= self.capacity
@@ -132,7 +135,7 @@ class EngineClient:
         self._writer.write(frames.encode(self._start))
         self._tasks = [asyncio.create_task(self._read(reader)), asyncio.create_task(self._watch())]
 
-    def submit(self, requests: Sequence[EngineRequest]) -> Subscription:
+    def submit(self, requests: Sequence[PreparedRequest]) -> Subscription:
         """Sends requests, all or none; raises Busy without asking when there is no room, EngineDead without engine."""
         if self.state != "ready":
             raise EngineDead(self.reason)
@@ -146,7 +149,7 @@ class EngineClient:
         self._writer.write(frames.encode(frames.Add(list(requests))))
         return subscription
 
-    def abort(self, request_ids: Sequence[str]) -> None:
+    def abort(self, request_ids: Sequence[int]) -> None:
         """Frees the given requests at once; finished ones are ignored."""
         live = [i for i in request_ids if self._subscriptions.pop(i, None) is not None]
         if live and self.state == "ready":
@@ -182,7 +185,7 @@ class EngineClient:
                 self._last_frame = time.monotonic()
                 self._dispatch(frames.from_engine.decode(body))
             await self._fail()
-        except (frames.FrameError, msgspec.MsgspecError) as error:
+        except (frames.FrameError, msgspec.MsgspecError, ValueError) as error:
             _log.error("connection to the engine: %s", error)
             self._failure = "the engine sent a malformed message"
             await self._fail()
@@ -203,9 +206,10 @@ class EngineClient:
     def _dispatch(self, message: frames.FromEngine) -> None:
         match message:
             case frames.Step():
-                for output in message.outputs:
+                for output in (*message.columns(), *message.details):
                     self._deliver(output)
-                self.on_stats(message.stats)
+                if message.stats is not None:
+                    self.on_stats(message.stats)
             case frames.Rejected():
                 self._reject(message)
             case frames.Progress():

@@ -15,19 +15,21 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import msgspec
 
 from dsv3.api import frames
-from dsv3.engine.cluster.options import public_text
-from dsv3.engine.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull
+from dsv3.engine.cluster.membership import public_text
+from dsv3.prepare import PreparedRequest
+from dsv3.request import InvalidRequest, QueueFull, StepOutputs
 
 _MAX_BUFFERED_BYTES = 512 * 2**20
+_STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
 _log = logging.getLogger("dsv3.engine")
 
 
@@ -38,9 +40,9 @@ class EngineLike(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def add(self, request: EngineRequest) -> None: ...
-    def abort(self, request_id: str) -> None: ...
-    def step(self) -> list[EngineOutput]: ...
+    def submit(self, request: PreparedRequest) -> None: ...
+    def abort(self, request_id: int) -> None: ...
+    def step(self) -> StepOutputs: ...
     def stats(self) -> Any: ...
 
 
@@ -205,16 +207,22 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def serve(engine: EngineLike, inbox: Inbox, outbox: Outbox) -> NoReturn:
-    """Steps the engine for ever; raises EngineFailed, or what `engine.step` raises, when it cannot go on."""
+    """Steps the engine for ever; raises EngineFailed, or what `engine.step` raises, when it cannot go on.
+
+    Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle.
+    """
+    told = 0.0
     while True:
         changed = False
         for message in inbox.take():
             _handle(engine, message, outbox)
             changed = True
-        outputs = engine.step() if engine.has_work else []
+        outputs = engine.step() if engine.has_work else StepOutputs()
         idle = not engine.has_work
+        due = idle or time.monotonic() - told > _STATS_S
         if outputs or changed or idle:
-            outbox.send(frames.Step(outputs, _numbers(engine.stats())))
+            outbox.send(frames.Step.from_outputs(outputs, _numbers(engine.stats()) if due else None))
+            told = time.monotonic() if due else told
         if engine.failure is not None:
             raise EngineFailed(public_text(engine.failure))
         if idle:
@@ -224,7 +232,7 @@ def serve(engine: EngineLike, inbox: Inbox, outbox: Outbox) -> NoReturn:
 def _build(start: frames.Start, host: Host) -> tuple[EngineLike, frames.EngineInfo]:
     module, _, name = start.factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
-    engine, info = factory(Path(start.model_dir), start.options, host)
+    engine, info = factory(start, host)
     return engine, info
 
 
@@ -238,19 +246,19 @@ def _handle(engine: EngineLike, message: frames.ToEngine, outbox: Outbox) -> Non
             engine.abort(request_id)
 
 
-def _add(engine: EngineLike, requests: list[EngineRequest]) -> frames.Rejected | None:
+def _add(engine: EngineLike, requests: list[PreparedRequest]) -> frames.Rejected | None:
     """Adds all of `requests` or, after the first that is refused, none."""
     ids = [request.request_id for request in requests]
     for i, request in enumerate(requests):
         try:
-            engine.add(request)
+            engine.submit(request)
             continue
         except QueueFull as error:
             kind, text = "queue_full", str(error)
         except InvalidRequest as error:
             kind, text = "invalid", str(error)
         except Exception:  # one request may fail only itself
-            _log.error("request %s was not taken:\n%s", request.request_id, traceback.format_exc())
+            _log.error("request %d was not taken:\n%s", request.request_id, traceback.format_exc())
             kind, text = "internal", "the engine could not take the request"
         for taken in ids[:i]:
             engine.abort(taken)

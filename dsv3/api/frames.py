@@ -8,8 +8,11 @@ import socket
 from typing import BinaryIO
 
 import msgspec
+import numpy as np
 
-from dsv3.engine.request import EngineOutput, EngineRequest
+from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.prepare import PreparedRequest, RequestRules
+from dsv3.request import EngineOutput, StepOutputs, Tokens
 
 # A frame holds at most the prompts of one HTTP request, whose body is bounded by 32 MiB.
 MAX_FRAME_BYTES = 256 * 2**20
@@ -21,23 +24,28 @@ class FrameError(Exception):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """First message to the engine process; `factory` is "module:function" of `factory(model_dir, options, host)`."""
+    """First message to the engine process; `factory` is "module:function" of `factory(start, host)`.
+
+    With `cluster` the process leads an instance of several. `factory_options` are for factories of tests.
+    """
 
     factory: str
     model_dir: str
-    options: dict[str, object]
+    engine: EngineOptions
+    cluster: ClusterOptions | None = None
+    factory_options: dict[str, object] = {}
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
     """Requests to take together: all, or none if the queue has no room for them."""
 
-    requests: list[EngineRequest]
+    requests: list[PreparedRequest]
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Requests nobody waits for any more; unknown ids are ignored."""
 
-    request_ids: list[str]
+    request_ids: list[int]
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -55,23 +63,46 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     """The engine is ready: what the HTTP process needs to know about it."""
 
-    vocab_size: int
-    max_model_len: int
+    rules: RequestRules
     max_num_seqs: int
     num_pages: int
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """Outputs of one step for all requests, with the engine's gauges and counters after it."""
+    """Outputs of one step: `StepOutputs` with its columns joined, little endian.
 
-    outputs: list[EngineOutput]
-    stats: dict[str, float]
+    `ids` are int64, `counts` int64, `tokens` int32. `stats`, the engine's counters, come ten times per second.
+    """
+
+    ids: bytes
+    counts: bytes
+    tokens: bytes
+    details: list[EngineOutput]
+    stats: dict[str, float] | None
+
+    @classmethod
+    def from_outputs(cls, outputs: StepOutputs, stats: dict[str, float] | None) -> "Step":
+        """Returns the message for the outputs of one step."""
+        ids, counts, tokens = (
+            b"".join(np.ascontiguousarray(getattr(rows, name), dtype).tobytes() for rows in outputs.columns)
+            for name, dtype in (("ids", "<i8"), ("counts", "<i8"), ("tokens", "<i4"))
+        )
+        return cls(ids, counts, tokens, outputs.details, stats)
+
+    def columns(self) -> Tokens:
+        """Returns the requests that simply go on; ValueError for columns that do not fit together."""
+        rows = Tokens(
+            *(np.frombuffer(raw, t) for raw, t in ((self.ids, "<i8"), (self.counts, "<i8"), (self.tokens, "<i4")))
+        )
+        if len(rows.ids) != len(rows.counts) or int(rows.counts.sum()) != len(rows.tokens):
+            raise ValueError("the columns of a step do not fit together")
+        return rows
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
     """None of `request_ids` was taken; `kind` "queue_full", "invalid" or "internal"."""
 
-    request_ids: list[str]
+    request_ids: list[int]
     kind: str
     message: str
 

@@ -10,7 +10,8 @@ from dsv3.api.errors import ApiError, internal, invalid, unavailable
 from dsv3.api.prepare import Prompt
 from dsv3.api.responses import PromptTokensDetails, Usage
 from dsv3.api.service import Service
-from dsv3.engine.request import EngineOutput, EngineRequest, FinishReason, TokenLogprobs, fan_out
+from dsv3.prepare import PreparedRequest, prepare_all
+from dsv3.request import EngineOutput, FinishReason, InvalidRequest, TokenLogprobs, fan_out
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.output import TextStream
 
@@ -30,7 +31,7 @@ class Update:
 @dataclasses.dataclass(slots=True)
 class _Choice:
     index: int
-    request_id: str
+    request_id: int
     stream: TextStream
     last_token_at: float | None = None
 
@@ -52,7 +53,7 @@ class Generation:
         self._sampling = sampling
         self._salt = cache_salt or ""
         self._started_at = time.monotonic()
-        self._choices: dict[str, _Choice] = {}
+        self._choices: dict[int, _Choice] = {}
         self._completion_tokens = 0
         self._cached_tokens: dict[int, int] = {}
 
@@ -98,8 +99,13 @@ class Generation:
             self._choices.clear()
             raise self._api_error(error) from None
 
-    def _requests(self, prompt: int) -> list[EngineRequest]:
-        return fan_out(f"{self.id}-{prompt}", self.prompts[prompt].token_ids, self._sampling, self._salt)
+    def _requests(self, prompt: int) -> list[PreparedRequest]:
+        engine, rules = self._service.engine, self._service.require_ready().rules
+        first = engine.new_ids(self.n)
+        try:
+            return prepare_all(fan_out(first, self.prompts[prompt].token_ids, self._sampling, self._salt), rules)
+        except InvalidRequest as error:
+            raise invalid(str(error)) from None
 
     async def _receive(self, subscription: Subscription) -> list[EngineOutput]:
         try:

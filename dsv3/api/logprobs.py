@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from dsv3.api.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
-from dsv3.engine.request import TokenLogprobs
+from dsv3.request import TokenLogprobs
 from dsv3.text.tokenizer import Tokenizer
 
 # JSON has no infinity; vLLM's stand-in for a probability of 0.

@@ -68,7 +68,9 @@ def sampling_params(
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("best_of is not supported other than equal to n", "best_of", "unsupported_parameter")
     if max_tokens is None and isinstance(request, CompletionRequest):
-        max_tokens = min(_COMPLETION_MAX_TOKENS, max(1, info.max_model_len - max(len(p.token_ids) for p in prompts)))
+        max_tokens = min(
+            _COMPLETION_MAX_TOKENS, max(1, info.rules.max_model_len - max(len(p.token_ids) for p in prompts))
+        )
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     given = service.config.sampling_defaults | given
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -80,12 +82,12 @@ def sampling_params(
             logprobs=logprobs,
             stop=tuple(stop),
             stop_token_ids=tuple(request.stop_token_ids or ()),
-            logit_bias=_logit_bias(request.logit_bias or {}, info.vocab_size),
+            logit_bias=_logit_bias(request.logit_bias or {}, info.rules.vocab_size),
         )
     except ValueError as error:
         raise invalid(str(error), str(error).partition(":")[0]) from None
     for prompt in prompts:
-        _check_fits(len(prompt.token_ids), max_tokens, info.max_model_len)
+        _check_fits(len(prompt.token_ids), max_tokens, info.rules.max_model_len)
     if sampling.n * sum(len(prompt.token_ids) for prompt in prompts) > _MAX_TOTAL_TOKENS:
         raise invalid(f"prompts and n make more than {_MAX_TOTAL_TOKENS} prompt tokens; send several requests", "n")
     return sampling
@@ -102,10 +104,10 @@ async def _prompt(service: Service, found: Any, add_special: bool) -> Prompt:
 
 
 def _checked_ids(ids: list[Any], info: EngineInfo) -> list[int]:
-    if len(ids) >= info.max_model_len:
-        raise too_long(info.max_model_len, f"a prompt of {len(ids)} tokens")
-    if not all(type(i) is int and 0 <= i < info.vocab_size for i in ids):
-        raise invalid(f"prompt: a token id is an integer from 0 to {info.vocab_size - 1}", "prompt")
+    if len(ids) >= info.rules.max_model_len:
+        raise too_long(info.rules.max_model_len, f"a prompt of {len(ids)} tokens")
+    if not all(type(i) is int and 0 <= i < info.rules.vocab_size for i in ids):
+        raise invalid(f"prompt: a token id is an integer from 0 to {info.rules.vocab_size - 1}", "prompt")
     return ids
 
 

@@ -17,6 +17,7 @@ from dsv3.api.defaults import sampling_defaults
 from dsv3.api.engine_client import WATCHDOG_S, EngineClient, EngineDead
 from dsv3.api.service import Service, ServiceConfig
 from dsv3.api.template_pool import DEADLINE_S, TemplatePool
+from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.reasoning import writes_reasoning
 from dsv3.text.tokenizer import Tokenizer, TokenizerNotFound
@@ -30,23 +31,23 @@ _log = logging.getLogger("dsv3.server")
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-    """Everything a server needs. `engine_options` go to `engine_factory` ("module:function") in the engine's process.
+    """Everything a server needs.
 
-    `reasoning_parser` "auto" splits reasoning off if the chat template knows the markers. `notify` gets lines for the
-    person who started the server.
+    `options.api_key` is the key itself, wherever it was read. `engine_factory` ("module:function") is called in the
+    engine's process with `frames.Start`, which carries `engine`, `cluster` and `factory_options`; the latter are for
+    factories that need more than the real one. `notify` gets lines for the person who started the server.
     """
 
     model_dir: Path
     model_names: tuple[str, ...]
-    engine_options: dict[str, object] = dataclasses.field(default_factory=dict)
-    max_num_queued_reqs: int = 1024
-    api_key: str | None = None
-    reasoning_parser: str = "auto"
-    shutdown_timeout_s: float = 30.0
+    options: ServerOptions = dataclasses.field(default_factory=ServerOptions)
+    engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
+    cluster: ClusterOptions | None = None
     failure_linger_s: float = FAILURE_LINGER_S
     watchdog_s: float = WATCHDOG_S
     template_deadline_s: float = DEADLINE_S
     engine_factory: str = "dsv3.api.engine_factory:start_engine"
+    factory_options: dict[str, object] = dataclasses.field(default_factory=dict)
     notify: Callable[[str], None] = print
 
 
@@ -68,9 +69,10 @@ def bind(host: str, port: int) -> socket.socket:
 async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callable[[Service], None]) -> int:
     """Serves until a signal or the engine's end; returns the exit status: 0 after a signal, 1 after a failure.
 
-    The first SIGTERM or SIGINT drains: no new requests, those in flight have `shutdown_timeout_s` to finish, then they
-    are aborted. The second aborts them at once. When the engine fails every client hears of it at once, and the
-    process ends a few seconds later (at once if it had not been ready) for a supervisor to start it anew.
+    The first SIGTERM or SIGINT drains: no new requests are taken, and those in flight have `shutdown_timeout` seconds
+    to finish before they are aborted. The second aborts them at once. When the engine fails every client hears of it
+    at once, and the process ends a few seconds later (at once if it had not been ready) for a supervisor to start it
+    anew.
     """
     service = await make_service(config)
     server = _uvicorn(service, config)
@@ -101,7 +103,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
 def _uvicorn(service: Service, config: ServerConfig) -> "_Uvicorn":
     """h11 bounds headers, which httptools does not."""
     settings = uvicorn.Config(
-        make_app(service, config.api_key),
+        make_app(service, config.options.api_key),
         http="h11",
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ws="none",
@@ -122,14 +124,13 @@ async def make_service(config: ServerConfig) -> Service:
     """
     tokenizer = _tokenizer(config)
     templates = await _templates(config, tokenizer)
-    parser = config.reasoning_parser
+    parser = config.options.reasoning_parser
     if parser == "auto" and not (templates and tokenizer and writes_reasoning(tokenizer.chat_template)):
         parser = "none"
     engine = EngineClient(
-        config.engine_factory,
-        str(config.model_dir),
-        config.engine_options | ({"tokenizer_id": tokenizer.fingerprint} if tokenizer else {}),
-        max_num_queued_reqs=config.max_num_queued_reqs,
+        frames.Start(
+            config.engine_factory, str(config.model_dir), config.engine, config.cluster, config.factory_options
+        ),
         on_progress=_Progress(config.notify),
         watchdog_s=config.watchdog_s,
     )
@@ -172,9 +173,9 @@ async def _announce(service: Service, on_ready: Callable[[Service], None]) -> No
 async def _drain(service: Service, signals: "_Signals", config: ServerConfig) -> None:
     service.draining = True
     if service.active:
-        config.notify(f"draining {service.active} requests, for {config.shutdown_timeout_s:g} s at most")
+        config.notify(f"draining {service.active} requests, for {config.options.shutdown_timeout:g} s at most")
     waits = {asyncio.create_task(service.idle.wait()), asyncio.create_task(signals.second.wait())}
-    _, pending = await asyncio.wait(waits, timeout=config.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    _, pending = await asyncio.wait(waits, timeout=config.options.shutdown_timeout, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
     if service.active:

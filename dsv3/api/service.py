@@ -19,8 +19,8 @@ _INLINE_CHARS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
-    """Settings of the HTTP side. `model_names`: the first is the one answers carry. `reasoning_parser` as in
-    `dsv3.text.reasoning.PARSERS`. `sampling_defaults` hold where a request is silent."""
+    """Settings of the HTTP side. `model_names`: the first is the one answers carry. `reasoning_parser` is a
+    `dsv3.text.reasoning.Parser`. `sampling_defaults` hold where a request is silent."""
 
     model_names: tuple[str, ...]
     reasoning_parser: str = "none"
@@ -86,7 +86,7 @@ class Service:
         """Token ids of a text, without blocking the event loop; ApiError 400 if it cannot fit the context."""
         if self.tokenizer is None:
             raise invalid("this model has no tokenizer: send the prompt as token ids", param, "no_tokenizer")
-        limit = self.require_ready().max_model_len
+        limit = self.require_ready().rules.max_model_len
         if len(text) > limit * self.tokenizer.max_token_chars:
             raise too_long(limit, f"a text of {len(text)} characters, which is more tokens than that")
         try:

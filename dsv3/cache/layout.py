@@ -4,13 +4,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
-from dsv3.model.batch import PAGE_SIZE
-
-
-def pages_for(tokens: int) -> int:
-    """Pages that hold `tokens` tokens."""
-    return -(-tokens // PAGE_SIZE)
 
 
 def token_bytes(cfg: ModelConfig, dtype: Any) -> int:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 
+from dsv3.cache.keys import Key
 from dsv3.cache.page_pool import PagePool
-from dsv3.cache.prefix_index import Key, PrefixIndex
+from dsv3.cache.prefix_index import PrefixIndex
 
 
 class PageCache:

@@ -1,39 +1,9 @@
-"""Which page holds which prefix: content-addressed, so that equal prefixes share pages without a copy.
+"""Knows which page holds which prefix, so that equal prefixes share pages without a copy."""
 
-The key of a page is sha256 over the key of the page before it and its own 64 tokens; the chain starts at a root that
-covers everything else the content depends on. sha256, because with a weaker hash a crafted prompt could read
-another tenant's pages (CVE GHSA-rm76 in vLLM).
-"""
-
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
 
-import numpy as np
-
-from dsv3.model.batch import PAGE_SIZE
-
-Key = bytes
-
-
-def root_key(model_id: str, dtype: str, tokenizer_id: str, salt: str) -> Key:
-    """Start of a chain; fields are length-prefixed, so that no two different tuples give the same bytes."""
-    digest = hashlib.sha256()
-    for field in (model_id, dtype, tokenizer_id, salt):
-        raw = field.encode("utf-8", "surrogatepass")
-        digest.update(len(raw).to_bytes(8, "little") + raw)
-    return digest.digest()
-
-
-def next_key(parent: Key, tokens: np.ndarray) -> Key:
-    """Key of the page that holds `tokens` ([64] int32) after the page of `parent`."""
-    return hashlib.sha256(parent + tokens.astype("<i4", copy=False).tobytes()).digest()
-
-
-def extend_keys(root: Key, keys: list[Key], tokens: np.ndarray) -> None:
-    """Appends to `keys` until it covers every full page of `tokens` ([n] int32)."""
-    for start in range(len(keys) * PAGE_SIZE, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
-        keys.append(next_key(keys[-1] if keys else root, tokens[start : start + PAGE_SIZE]))
+from dsv3.cache.keys import Key
 
 
 class PrefixIndex:

@@ -14,20 +14,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from dsv3.cache.prefix_index import root_key
 from dsv3.config import ModelConfig
 from dsv3.engine.balance import balancer_of
-from dsv3.engine.cluster.options import ClusterError, public_text
+from dsv3.engine.cluster.membership import ClusterError, public_text
 from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.programs import Progress, Store
-from dsv3.engine.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull
 from dsv3.engine.results import collect
 from dsv3.engine.runner import Launched, Link, Runner
 from dsv3.engine.scheduler import Scheduler
-from dsv3.engine.sequence import Sequence, prepare
+from dsv3.engine.sequence import Sequence, sequence_of
 from dsv3.engine.stats import EngineStats, HostTime
 from dsv3.engine.step_bodies import StepFunctions
+from dsv3.prepare import PreparedRequest, RequestRules, prepare
+from dsv3.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull, StepOutputs
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class Engine:
         self._runner = Runner(functions, params, model_cfg, cfg, devices or jax.devices()[: cfg.num_devices], link)
         self.balancer = balancer_of(functions, params, cfg)
         self._scheduler = Scheduler(cfg, model_cfg.vocab_size)
-        self._commands: deque[Sequence | str] = deque()  # a new request, or the id of one to abort
-        self._handed_in: set[str] = set()  # ids among the commands; the scheduler knows the others
+        self._commands: deque[Sequence | int] = deque()  # a new request, or the id of one to abort
+        self._handed_in: set[int] = set()  # ids among the commands; the scheduler knows the others
         self._in_flight: Launched | None = None
         self._compilations = CompilationCounter()
         self._warm = False
@@ -81,11 +81,29 @@ class Engine:
         self._runner.programs.compile_all(progress)
         self._warm = True
 
+    @property
+    def rules(self) -> RequestRules:
+        """What this engine takes; whoever sends it requests prepares them by these."""
+        cfg = self.cfg
+        return RequestRules(
+            vocab_size=self.model_cfg.vocab_size,
+            max_model_len=cfg.max_model_len,
+            eos_token_ids=self.model_cfg.eos_token_ids,
+            enable_prefix_caching=cfg.enable_prefix_caching,
+            model_id=cfg.model_id,
+            cache_dtype=cfg.cache_dtype,
+            tokenizer_id=cfg.tokenizer_id,
+        )
+
     def add(self, request: EngineRequest) -> None:
+        """Prepares a request on the caller's thread and queues it; raises InvalidRequest, and what `submit` raises."""
+        self.submit(prepare(request, self.rules))
+
+    def submit(self, request: PreparedRequest) -> None:
         """Queues a request; its outputs come from `step`, the last with a finish_reason.
 
         Raises:
-          InvalidRequest: it can never be served, or its id is in use.
+          InvalidRequest: its id is in use.
           QueueFull: too many requests wait already.
           EngineDead: the engine has failed; a new one must be built.
         """
@@ -95,21 +113,15 @@ class Engine:
         if len(self._commands) + len(scheduler.waiting) >= self.cfg.max_num_queued_reqs + scheduler.slots.num_free:
             raise QueueFull(f"{self.cfg.max_num_queued_reqs} requests are waiting already")
         if request.request_id in self._handed_in or request.request_id in scheduler.sequences:
-            raise InvalidRequest(f"request_id {request.request_id!r} is in use")
-        sequence = self.check(request)
+            raise InvalidRequest(f"request_id {request.request_id} is in use")
+        sequence = sequence_of(request)
         if request.sampling.seed is None:
             sequence.seed = self._next_seed()
         self._handed_in.add(request.request_id)
         self._commands.append(sequence)
         self._wake.set()
 
-    def check(self, request: EngineRequest) -> Sequence:
-        """The request as the engine will hold it; raises InvalidRequest where it can never be served."""
-        cfg = self.cfg
-        root = root_key(cfg.model_id, cfg.cache_dtype, cfg.tokenizer_id, request.cache_salt)
-        return prepare(request, cfg, self.model_cfg.vocab_size, self.model_cfg.eos_token_ids, root)
-
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: int) -> None:
         """Ends a request wherever it is; its last output has finish_reason "abort". Unknown ids are ignored."""
         self._commands.append(request_id)
         self._wake.set()
@@ -121,8 +133,8 @@ class Engine:
             self._wake.clear()
         return self.has_work
 
-    def step(self) -> list[EngineOutput]:
-        """Launches one step and returns the outputs of the one before it, of ended requests too.
+    def step(self) -> StepOutputs:
+        """Launches one step and returns the outputs of the one before it, and of requests that ended otherwise.
 
         An exception on the way ends every request with finish_reason "error" and the engine with `failure` set.
         """
@@ -158,9 +170,9 @@ class Engine:
             experts=self.balancer.stats() if self.balancer is not None else None,
         )
 
-    def _step(self) -> list[EngineOutput]:
+    def _step(self) -> StepOutputs:
         started = perf_counter()
-        outputs = self._ingest() if self._commands else []
+        outputs = StepOutputs([], self._ingest() if self._commands else [])
         plan = self._scheduler.plan()
         before, self._in_flight = self._in_flight, None
         if plan is not None:
@@ -173,11 +185,12 @@ class Engine:
             waited = perf_counter() - waiting
             self._note_balance(before)
             self._runner.agree(before, prefill, decode)
-            outputs += self._collect(before, prefill, decode)
+            collected = self._collect(before, prefill, decode)
+            outputs = StepOutputs(collected.columns, collected.details + outputs.details)
         self._host_time.observe(perf_counter() - started - waited)
         return outputs
 
-    def _collect(self, launched: Launched, prefill: Any, decode: Any) -> list[EngineOutput]:
+    def _collect(self, launched: Launched, prefill: Any, decode: Any) -> StepOutputs:
         outputs = collect(self._scheduler, launched.plan, prefill, decode)
         self._steps += 1
         self._generated_tokens += len(outputs)
@@ -203,7 +216,7 @@ class Engine:
                 outputs.append(EngineOutput(request_id=command, token_ids=[], finish_reason="abort"))
         return outputs
 
-    def _end_all(self, error: BaseException) -> list[EngineOutput]:
+    def _end_all(self, error: BaseException) -> StepOutputs:
         """Ends every request after a failure; nothing of the device's state can be trusted any more."""
         self._in_flight = None
         while self._commands:
@@ -216,7 +229,9 @@ class Engine:
         self._scheduler.abandon()
         self._handed_in.clear()
         text = f"the engine has failed: {public_text(error)}"
-        return [EngineOutput(request_id=s.id, token_ids=[], finish_reason="error", error=text) for s in ended]
+        return StepOutputs(
+            [], [EngineOutput(request_id=s.id, token_ids=[], finish_reason="error", error=text) for s in ended]
+        )
 
     def _next_seed(self) -> int:
         """A 64-bit seed for a request that brings none; another one each time, the same series for the same engine."""

@@ -18,12 +18,11 @@ class Rows:
     rank: np.ndarray  # [n]
     position: np.ndarray  # [n]
     epochs: np.ndarray  # [n]
-    ids: list[str]
+    ids: np.ndarray  # [n] int64, of their requests
 
     def only(self, keep: np.ndarray) -> "Rows":
         """The rows where `keep` ([n] bool) is set."""
-        ids = [name for name, kept in zip(self.ids, keep.tolist(), strict=True) if kept]
-        return Rows(self.slots[keep], self.rank[keep], self.position[keep], self.epochs[keep], ids)
+        return Rows(self.slots[keep], self.rank[keep], self.position[keep], self.epochs[keep], self.ids[keep])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.plan import Rows, StepPlan
-from dsv3.engine.request import EngineOutput, FinishReason, TokenLogprobs
 from dsv3.engine.scheduler import Scheduler
 from dsv3.engine.sequence import Sequence
-from dsv3.model.batch import PAGE_SIZE
+from dsv3.request import EngineOutput, FinishReason, StepOutputs, TokenLogprobs, Tokens
 
 NOT_FINITE = "the model's logits were not finite for this request"
 
@@ -26,16 +26,14 @@ class Sampled:
     top_logprobs: np.ndarray | None = None
 
 
-def collect(
-    scheduler: Scheduler, plan: StepPlan, prefill: Sampled | None, decode: Sampled | None
-) -> list[EngineOutput]:
+def collect(scheduler: Scheduler, plan: StepPlan, prefill: Sampled | None, decode: Sampled | None) -> StepOutputs:
     """Takes in the results of a finished step; what belongs to a request that has left its slot is dropped."""
-    outputs: list[EngineOutput] = []
+    outputs = StepOutputs([], [])
     if plan.prefill is not None and prefill is not None:
         _publish_chunks(scheduler, plan)
-        outputs += _accept(scheduler, plan.prefill.sampled, prefill)
+        _accept(scheduler, plan.prefill.sampled, prefill, outputs)
     if plan.decode is not None and decode is not None:
-        outputs += _accept(scheduler, plan.decode.rows, decode)
+        _accept(scheduler, plan.decode.rows, decode, outputs)
     scheduler.collected(plan.number)
     return outputs
 
@@ -48,30 +46,32 @@ def _publish_chunks(scheduler: Scheduler, plan: StepPlan) -> None:
             scheduler.publish(chunk.sequence, chunk.start, chunk.stop)
 
 
-def _accept(scheduler: Scheduler, rows: Rows, sampled: Sampled) -> list[EngineOutput]:
+def _accept(scheduler: Scheduler, rows: Rows, sampled: Sampled, outputs: StepOutputs) -> None:
     slots = scheduler.slots
     live = slots.epoch[rows.slots] == rows.epochs
     if not live.all():
         rows = rows.only(live)
     mine = rows.slots
     if not len(mine):
-        return []
+        return
     tokens = sampled.tokens[rows.rank, rows.position]
     before = slots.known[mine]
     slots.history[mine, before] = tokens
     slots.known[mine] = before + 1
-    values = tokens.tolist()
-    outputs = [EngineOutput(request_id=name, token_ids=[token]) for name, token in zip(rows.ids, values, strict=True)]
     bad = tokens < 0
     for i in ((before % PAGE_SIZE == 0) & ~bad).nonzero()[0].tolist():
         _publish_decoded(scheduler, int(mine[i]), int(before[i]))
     at_limit = before + 1 >= slots.limit[mine]
     special = bad | at_limit | (slots.stop_users[tokens] > 0) | slots.wants_logprobs[mine] | ~slots.started[mine]
+    if not special.all():
+        plain = ~special
+        ones = np.ones(int(plain.sum()), np.int64)
+        outputs.columns.append(Tokens(rows.ids[plain], ones, tokens[plain]))
     for i in special.nonzero()[0].tolist():
         sequence = slots.sequences[mine[i]]
         assert sequence is not None
-        outputs[i] = _detailed(scheduler, sequence, values[i], bool(at_limit[i]), _logprobs(sequence, rows, i, sampled))
-    return outputs
+        logprobs = _logprobs(sequence, rows, i, sampled)
+        outputs.details.append(_detailed(scheduler, sequence, int(tokens[i]), bool(at_limit[i]), logprobs))
 
 
 def _publish_decoded(scheduler: Scheduler, slot: int, cached: int) -> None:

@@ -10,14 +10,13 @@ from time import perf_counter
 
 import numpy as np
 
-from dsv3.cache.layout import pages_for
+from dsv3.cache.keys import extend_keys
+from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.cache.page_cache import PageCache
-from dsv3.cache.prefix_index import extend_keys
 from dsv3.engine.config import EngineConfig, bucket
 from dsv3.engine.plan import Chunk, DecodePlan, PrefillPlan, Rows, StepPlan
 from dsv3.engine.sequence import Sequence
 from dsv3.engine.slots import SlotTable
-from dsv3.model.batch import PAGE_SIZE
 
 
 class Scheduler:
@@ -29,7 +28,7 @@ class Scheduler:
         self.caches = [
             PageCache(cfg.num_pages, enable_prefix_caching=cfg.enable_prefix_caching) for _ in range(cfg.num_ranks)
         ]
-        self.sequences: dict[str, Sequence] = {}  # every request that has not finished
+        self.sequences: dict[int, Sequence] = {}  # every request that has not finished
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up
@@ -230,7 +229,7 @@ class Scheduler:
         last = [(rank, i, c) for rank, mine in enumerate(chunks) for i, c in enumerate(mine) if c.is_last]
         slots = np.array([c.sequence.slot for _, _, c in last], np.int64)
         rank, position = (np.array([entry[k] for entry in last], np.int64) for k in (0, 1))
-        sampled = Rows(slots, rank, position, self.slots.epoch[slots], [c.sequence.id for _, _, c in last])
+        sampled = Rows(slots, rank, position, self.slots.epoch[slots], self.slots.ids[slots])
         for chunk in (c for mine in chunks for c in mine):
             chunk.sequence.prefilled = chunk.stop
         for owner, _, chunk in last:
@@ -294,14 +293,13 @@ class Scheduler:
         rank = mine // cfg.max_num_seqs
         starts = np.searchsorted(mine, np.arange(cfg.num_ranks) * cfg.max_num_seqs)
         position = np.arange(len(mine)) - starts[rank]
-        ids = [slots.sequences[slot].id for slot in mine.tolist()]
         self._decode_features = self._features(mine)
         size = bucket(cfg.decode_buckets, int(position.max()) + 1)
         batch = np.empty((cfg.num_ranks, size, 2), np.int32)
         batch[..., 0], batch[..., 1] = cfg.max_num_seqs, -1
         batch[rank, position, 0] = mine - rank * cfg.max_num_seqs
         self._decode_template = batch
-        return Rows(mine, rank, position, slots.epoch[mine], ids)
+        return Rows(mine, rank, position, slots.epoch[mine], slots.ids[mine])
 
     def _extend(self, short: np.ndarray) -> tuple[dict[int, int], list[int]]:
         """One more page for each of the slots `short`, the oldest request first.

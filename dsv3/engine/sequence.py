@@ -1,12 +1,11 @@
-"""A request inside the engine: validated, its tokens as an array, its prefix keys computed."""
+"""A request inside the engine, and what the scheduler notes about it."""
 
 import dataclasses
 
 import numpy as np
 
-from dsv3.cache.prefix_index import Key, extend_keys
-from dsv3.engine.config import EngineConfig
-from dsv3.engine.request import EngineRequest, InvalidRequest
+from dsv3.cache.keys import Key
+from dsv3.prepare import PreparedRequest
 from dsv3.sampling_params import SamplingParams
 
 GREEDY, SAMPLED, FULL = 0, 1, 2
@@ -21,7 +20,7 @@ class Sequence:
     too. `keys` are the prefix keys of their full pages. The other fields are the scheduler's, valid while it runs.
     """
 
-    request: EngineRequest
+    request: PreparedRequest
     tokens: np.ndarray  # [n] int32
     prompt_length: int
     max_length: int
@@ -41,7 +40,7 @@ class Sequence:
     started: bool = False  # its first token has been reported
 
     @property
-    def id(self) -> str:
+    def id(self) -> int:
         return self.request.request_id
 
     @property
@@ -49,50 +48,20 @@ class Sequence:
         return self.request.sampling
 
 
-def prepare(request: EngineRequest, cfg: EngineConfig, vocab_size: int, eos: tuple[int, ...], root: Key) -> Sequence:
-    """Checks a request and computes what admission needs; touches no shared state, so any thread may call it.
-
-    Raises InvalidRequest where it can never be served.
-    """
-    sampling = request.sampling
-    tokens = _checked_tokens(request.prompt_token_ids, cfg, vocab_size)
-    if sampling.n != 1:
-        raise InvalidRequest(f"n: {sampling.n} must be 1 in the engine; send {sampling.n} requests (see fan_out)")
-    for token in sampling.logit_bias:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(f"logit_bias: token id {token} is not in the vocabulary of {vocab_size}")
-    wanted = cfg.max_model_len if sampling.max_tokens is None else len(tokens) + sampling.max_tokens
-    keys: list[Key] = []
-    if cfg.enable_prefix_caching:
-        extend_keys(root, keys, tokens)
-    stop = set(sampling.stop_token_ids) if sampling.ignore_eos else {*sampling.stop_token_ids, *eos}
+def sequence_of(request: PreparedRequest) -> Sequence:
+    """Returns a request as the scheduler holds it."""
+    tokens = request.prompt
     return Sequence(
         request=request,
         tokens=tokens,
         prompt_length=len(tokens),
-        max_length=min(wanted, cfg.max_model_len),
-        stop_ids=frozenset(t for t in stop if 0 <= t < vocab_size),
-        seed=0 if sampling.seed is None else sampling.seed,
-        root=root,
-        keys=keys,
-        variant=_variant(sampling),
+        max_length=request.max_length,
+        stop_ids=frozenset(request.stop_ids),
+        seed=request.sampling.seed or 0,
+        root=request.root,
+        keys=request.prefix_keys,
+        variant=_variant(request.sampling),
     )
-
-
-def _checked_tokens(prompt: list[int], cfg: EngineConfig, vocab_size: int) -> np.ndarray:
-    if not prompt:
-        raise InvalidRequest("the prompt is empty; give at least one token")
-    if len(prompt) >= cfg.max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {len(prompt)} tokens, but max_model_len is {cfg.max_model_len} for prompt and answer "
-            f"together; shorten the prompt to {cfg.max_model_len - 1} tokens or fewer"
-        )
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= vocab_size:
-        raise InvalidRequest(
-            f"prompt token id {low if low < 0 else high} is not in the vocabulary of {vocab_size} tokens"
-        )
-    return np.array(prompt, np.int32)
 
 
 def _variant(sampling: SamplingParams) -> int:

@@ -8,9 +8,9 @@ import heapq
 
 import numpy as np
 
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.sequence import Sequence
-from dsv3.model.batch import PAGE_SIZE
 
 
 class SlotTable:
@@ -25,6 +25,7 @@ class SlotTable:
         total = cfg.num_ranks * cfg.max_num_seqs
         self._per_rank = cfg.max_num_seqs
         self.sequences: list[Sequence | None] = [None] * total
+        self.ids = np.zeros(total, np.int64)  # of the requests
         self.planned = np.zeros(total, np.int64)
         self.known = np.zeros(total, np.int64)
         self.capacity = np.zeros(total, np.int64)
@@ -66,6 +67,7 @@ class SlotTable:
         slot = heapq.heappop(self._free[rank])
         sequence.slot = slot
         self.sequences[slot] = sequence
+        self.ids[slot] = sequence.id
         count = len(sequence.tokens)
         self.history[slot, :count] = sequence.tokens
         self.planned[slot] = self.known[slot] = count

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.engine import sampling
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.sequence import FULL, GREEDY
 from dsv3.engine.state import NUM_FIELDS, AdjustState, DecodeState, adjustments_at, controls_at
 from dsv3.model import decoder, steps
-from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
+from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.sampling_params import MAX_LOGPROBS
 from pallas_kernels.backend import Backend
 from sharding.placement import Placement

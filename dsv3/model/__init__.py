@@ -1,6 +1,7 @@
 """What is computed for a token: parameters, the two served steps, and the training form."""
 
-from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.decoder import logits
 from dsv3.model.forward import ForwardOutput, forward
 from dsv3.model.params import Fp8Weight, Params, abstract, declare, initialise

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
-from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
+from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.linear import Index, Numerics, at, linear
 from dsv3.model.norm import rms_norm
 from dsv3.model.params import AttentionParams

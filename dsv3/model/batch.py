@@ -9,9 +9,6 @@ from typing import Any
 
 import jax
 
-PAGE_SIZE = 64
-"""Tokens in a page of the latent cache (FlashMLA's page)."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.cache.layout import pages_for
+from dsv3.cache.page import pages_for
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig

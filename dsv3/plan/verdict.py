@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from dsv3.model.batch import PAGE_SIZE
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.plan.deployment import Deployment
 from dsv3.plan.memory import Memory
 

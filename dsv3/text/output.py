@@ -4,7 +4,7 @@ import codecs
 import dataclasses
 from collections.abc import Sequence
 
-from dsv3.engine.request import FinishReason
+from dsv3.request import FinishReason
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.stop import StopMatcher
 from dsv3.text.tokenizer import Tokenizer

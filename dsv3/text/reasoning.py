@@ -9,7 +9,7 @@ from typing import Literal
 from dsv3.text.stop import StopMatcher
 
 OPEN, CLOSE = "<think>", "</think>"
-PARSERS = ("auto", "deepseek_r1", "none")
+Parser = Literal["auto", "deepseek_r1", "none"]
 
 # Characters held back while they are white space or part of `<think>`; a flood of white space is not held.
 _MAX_OPENING = 64

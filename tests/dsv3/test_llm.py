@@ -11,7 +11,7 @@ import pytest
 
 from dsv3 import LLM, SamplingParams
 from dsv3.checkpoint.writer import save_hf
-from dsv3.engine.request import InvalidRequest
+from dsv3.request import InvalidRequest
 from tests.dsv3.model.golden import DIRECTORY, model
 from tests.dsv3.text import tiny
 

@@ -8,8 +8,11 @@ import dataclasses
 import time
 from collections import deque
 
+import numpy as np
+
 from dsv3.api.frames import EngineInfo
-from dsv3.engine.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull, TokenLogprobs
+from dsv3.prepare import PreparedRequest, RequestRules
+from dsv3.request import EngineOutput, InvalidRequest, QueueFull, StepOutputs, TokenLogprobs, Tokens
 
 BOS, EOS = 0, 1
 VOCAB = 500
@@ -19,12 +22,13 @@ TROUBLE = CRASH_STEP
 
 @dataclasses.dataclass
 class _Sequence:
-    request: EngineRequest
+    request: PreparedRequest
+    prompt: list[int]
     done: int = 0
 
     @property
     def pages(self) -> int:
-        return (len(self.request.prompt_token_ids) + self.done) // 64 + 1
+        return (len(self.prompt) + self.done) // 64 + 1
 
 
 class FakeEngine:
@@ -42,20 +46,21 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def add(self, request: EngineRequest) -> None:
-        if CRASH_ADD in request.prompt_token_ids:
+    def submit(self, request: PreparedRequest) -> None:
+        prompt = request.prompt.tolist()
+        if CRASH_ADD in prompt:
             raise RuntimeError("secret /path/of/this/machine")
-        if INVALID in request.prompt_token_ids:
+        if INVALID in prompt:
             raise InvalidRequest("prompt: the engine refuses it")
         if len(self._waiting) >= self._max_waiting + self._max_num_seqs - len(self._running):
             raise QueueFull("the queue is full")
-        self._waiting.append(_Sequence(request))
+        self._waiting.append(_Sequence(request, prompt))
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: int) -> None:
         self._waiting = deque(s for s in self._waiting if s.request.request_id != request_id)
         self._running = [s for s in self._running if s.request.request_id != request_id]
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> StepOutputs:
         while self._waiting and len(self._running) < self._max_num_seqs:
             self._running.append(self._waiting.popleft())
         time.sleep(self._step_s)
@@ -63,7 +68,7 @@ class FakeEngine:
         outputs = [self._advance(sequence) for sequence in self._running]
         ended = {o.request_id for o in outputs if o.finish_reason}
         self._running = [s for s in self._running if s.request.request_id not in ended]
-        return outputs
+        return _columns(outputs)
 
     def stats(self) -> dict[str, object]:
         pages = sum(s.pages for s in self._running)
@@ -77,7 +82,7 @@ class FakeEngine:
         }
 
     def _advance(self, sequence: _Sequence) -> EngineOutput:
-        request, prompt = sequence.request, sequence.request.prompt_token_ids
+        request, prompt = sequence.request, sequence.prompt
         self._make_trouble(prompt)
         if BAD_OUTPUT in prompt and sequence.done == 2:
             return EngineOutput(request_id=request.request_id, token_ids=[], finish_reason="error", error="not finite")
@@ -106,17 +111,28 @@ class FakeEngine:
             self.failure = FloatingPointError("secret")
 
 
+def _columns(outputs: list[EngineOutput]) -> StepOutputs:
+    """What says no more than a token goes into columns, as from the real engine."""
+    plain = [o for o in outputs if o == EngineOutput(request_id=o.request_id, token_ids=o.token_ids)]
+    ids, tokens = [o.request_id for o in plain], [o.token_ids[0] for o in plain]
+    rows = Tokens(np.array(ids, np.int64), np.ones(len(plain), np.int64), np.array(tokens, np.int32))
+    return StepOutputs([rows] if plain else [], [o for o in outputs if o not in plain])
+
+
 def _logprobs(token: int, count: int) -> TokenLogprobs:
     others = [i for i in range(4, 30) if i != token]
     return TokenLogprobs(-0.5, [token, *others][:count], [-0.5, -2.0, float("-inf"), *[-9.0] * 20][:count])
 
 
-def make(model_dir, options, host):
+def make(start, host):
     """The factory that the server under test is given."""
+    options, engine = start.factory_options, start.engine
     if "fail" in options:
         raise ValueError(options["fail"])
     for i in range(3):
         host.progress(f"compiling program {i}", i + 1, 3)
     time.sleep(options.get("start_s", 0))
-    limits = options.get("max_model_len", 2048), options.get("max_num_seqs", 64), options.get("max_num_queued_reqs", 64)
-    return FakeEngine(*limits, options.get("step_s", 0.001)), EngineInfo(VOCAB, limits[0], limits[1], 1000)
+    limits = engine.max_model_len or 2048, engine.max_num_seqs or 64, engine.max_num_queued_reqs
+    return FakeEngine(*limits, options.get("step_s", 0.001)), EngineInfo(
+        RequestRules(vocab_size=VOCAB, max_model_len=limits[0], eos_token_ids=(EOS,)), limits[1], 1000
+    )

@@ -7,6 +7,7 @@ from dsv3.api.defaults import sampling_defaults
 from dsv3.api.frames import EngineInfo
 from dsv3.api.prepare import Prompt, sampling_params
 from dsv3.api.schema import CompletionRequest
+from dsv3.prepare import RequestRules
 
 
 def write(directory, text):
@@ -32,7 +33,7 @@ def test_useless_files_are_errors(tmp_path, text):
 
 
 def test_defaults_hold_where_a_request_is_silent():
-    info = EngineInfo(vocab_size=100, max_model_len=64, max_num_seqs=1, num_pages=1)
+    info = EngineInfo(RequestRules(vocab_size=100, max_model_len=64), max_num_seqs=1, num_pages=1)
     config = SimpleNamespace(sampling_defaults={"temperature": 0.6, "top_p": 0.95})
     service = SimpleNamespace(require_ready=lambda: info, config=config)
     request = CompletionRequest(prompt=[5], temperature=0.0)

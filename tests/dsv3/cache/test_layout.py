@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from dsv3.cache import layout
+from dsv3.cache import layout, page
 from tests.dsv3.engine.toy import toy_config
 
 V3 = toy_config(num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64)
@@ -29,4 +29,4 @@ def test_a_budget_holds_whole_pages():
 
 
 def test_pages_for_tokens():
-    assert [layout.pages_for(n) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
+    assert [page.pages_for(n) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dsv3.cache.keys import extend_keys, root_key
 from dsv3.cache.page_cache import PageCache
 from dsv3.cache.page_pool import PagePool
-from dsv3.cache.prefix_index import extend_keys, root_key
 
 PAGES = 6
 

@@ -1,10 +1,28 @@
-"""Helpers that feed an engine and gather what it gives."""
+"""Helpers that feed an engine and gather what it gives; tests name their requests, the engine numbers them."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 
 from dsv3.engine.engine import Engine
-from dsv3.engine.request import EngineOutput, EngineRequest
+from dsv3.request import EngineOutput, EngineRequest
 from dsv3.sampling_params import SamplingParams
+
+_SPACING = 1000  # ids after a name's number are those of a fan-out
+_numbers: dict[str, int] = {}
+_counter = itertools.count()
+
+
+def number(name: str) -> int:
+    """The request id of a name."""
+    return _SPACING * _numbers.setdefault(name, next(_counter))
+
+
+def name_of(request_id: int) -> str:
+    """The name of a request id; those of a fan-out are `name+1` and on."""
+    first, more = divmod(request_id, _SPACING)
+    name = next(name for name, value in _numbers.items() if value == first)
+    return f"{name}+{more}" if more else name
 
 
 @dataclasses.dataclass
@@ -26,7 +44,7 @@ class Gathered:
 def request(name: str, prompt: list[int], *, salt: str = "", **sampling) -> EngineRequest:
     """A request, greedy unless told otherwise."""
     params = SamplingParams(**({"temperature": 0.0} | sampling))
-    return EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params, cache_salt=salt)
+    return EngineRequest(request_id=number(name), prompt_token_ids=prompt, sampling=params, cache_salt=salt)
 
 
 def drain(engine: Engine, into: dict[str, Gathered] | None = None, limit: int = 5000) -> dict[str, Gathered]:
@@ -39,10 +57,10 @@ def drain(engine: Engine, into: dict[str, Gathered] | None = None, limit: int = 
     raise AssertionError(f"the engine still has work after {limit} steps: {engine.stats()}")
 
 
-def take(outputs: list[EngineOutput], into: dict[str, Gathered]) -> None:
+def take(outputs: Iterable[EngineOutput], into: dict[str, Gathered]) -> None:
     """Notes the outputs of one step; nothing may follow a request's last output."""
     for output in outputs:
-        entry = into.setdefault(output.request_id, Gathered())
+        entry = into.setdefault(name_of(output.request_id), Gathered())
         assert not entry.outputs or entry.finish_reason is None, f"{output} came after the end"
         entry.outputs.append(output)
         entry.tokens += output.token_ids

@@ -11,21 +11,22 @@ import pytest
 
 from dsv3.engine import balance
 from dsv3.engine.balance import Balancer, Sent
-from dsv3.engine.build import EngineOptions, engine_config
 from dsv3.engine.commands import BalanceCommand
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
+from dsv3.engine.limits import Layout, engine_config
 from dsv3.engine.parallel import expert_parallel_functions, spread_experts
 from dsv3.engine.programs import BALANCING, Key, Programs
 from dsv3.engine.sequence import GREEDY
 from dsv3.engine.step_bodies import SpreadExperts, load_size
+from dsv3.options import EngineOptions
 from sharding import rebalance
 from sharding.eplb import balancedness, rebalance_experts
 from sharding.placement import placement_of
 from sharding.rules import rank_mesh
 from sharding.transport import MAX_HOPS, Machine, StepTraffic, Traffic
 from tests.dsv3.engine import toy
-from tests.dsv3.engine.driving import Gathered, request, take
+from tests.dsv3.engine.driving import Gathered, name_of, request, take
 from tests.dsv3.model.golden import DIRECTORY, model
 
 LIMITS = dict(max_model_len=128, num_pages=2, max_num_seqs=1, max_num_batched_tokens=64, num_ranks=8, num_nodes=2)
@@ -71,7 +72,7 @@ class Served:
             outputs = engine.step()
             take(outputs, gathered)
             for output in outputs:
-                steps.setdefault(output.request_id, []).append(engine.stats().steps)
+                steps.setdefault(name_of(output.request_id), []).append(engine.stats().steps)
         assert all(seen == list(range(seen[0], seen[0] + LENGTH)) for seen in steps.values())
         assert [gathered[name].tokens for name in numbered] == self.answers * rounds
         assert engine.failure is None
@@ -167,10 +168,10 @@ def test_options_that_cannot_balance_are_refused(options: dict, words: str) -> N
 
 def test_options_reach_the_engine() -> None:
     options = EngineOptions(enable_expert_parallel=True, enable_eplb=True, eplb_interval=70, eplb_threshold=0.5)
-    cfg = engine_config(toy.toy_config(), options, jax.devices()[0], jnp.float32, model_id="")
+    cfg = engine_config(toy.toy_config(), options, Layout(), jnp.float32)
     assert (cfg.eplb_interval, cfg.eplb_threshold) == (70, 0.5)
     off = dataclasses.replace(options, enable_eplb=False)
-    assert engine_config(toy.toy_config(), off, jax.devices()[0], jnp.float32, model_id="").eplb_interval == 0
+    assert engine_config(toy.toy_config(), off, Layout(), jnp.float32).eplb_interval == 0
 
 
 # The host's part alone: eight devices of three slots each, no programs.

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from dsv3.engine.request import EngineDead, InvalidRequest, QueueFull, fan_out
+from dsv3.request import EngineDead, InvalidRequest, QueueFull, fan_out
 from dsv3.sampling_params import SamplingParams
 from tests.dsv3.engine import toy
-from tests.dsv3.engine.driving import drain, request, run, take
+from tests.dsv3.engine.driving import drain, name_of, number, request, run, take
 
 PROMPT = [(11 * i) % 60 + 1 for i in range(150)]
 
@@ -212,7 +212,9 @@ def test_a_whole_prompt_in_the_cache_still_computes_its_last_token(engine):
 
 
 def test_equal_prompts_that_arrive_together_are_computed_once_a_rank(engine):
-    requests = fan_out("a", PROMPT[:140], SamplingParams(n=6, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True))
+    requests = fan_out(
+        number("a"), PROMPT[:140], SamplingParams(n=6, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
+    )
     run(engine, *requests)
     assert engine.stats().prompt_tokens <= 2 * 140 + 4 * 12
 
@@ -271,15 +273,15 @@ def test_an_abort_ends_a_request_wherever_it_is(engine):
     gathered = {}
     for i in range(12):
         engine.add(request(str(i), PROMPT, max_tokens=90, ignore_eos=True))
-    engine.abort("0")  # not even taken over yet
+    engine.abort(number("0"))  # not even taken over yet
     take(engine.step(), gathered)
-    engine.abort("11")  # waiting
-    engine.abort("1")  # its prompt is in flight
+    engine.abort(number("11"))  # waiting
+    engine.abort(number("1"))  # its prompt is in flight
     take(engine.step(), gathered)
     assert {name for name, g in gathered.items() if g.finish_reason == "abort"} == {"0", "1", "11"}
     for i in range(12):
-        engine.abort(str(i))
-    engine.abort("never heard of")
+        engine.abort(number(str(i)))
+    engine.abort(number("never heard of"))
     drain(engine, gathered)
     assert len(gathered) == 12 and all(g.finish_reason == "abort" for g in gathered.values())
 
@@ -298,7 +300,7 @@ def test_first_come_first_served(engine):
     for i in range(12):
         engine.add(request(str(i), [i + 1] * 5, max_tokens=1))
     while engine.has_work:
-        order += [o.request_id for o in engine.step() if o.finish_reason]
+        order += [name_of(o.request_id) for o in engine.step() if o.finish_reason]
     assert sorted(order[:8]) == sorted(map(str, range(8)))
 
 
@@ -307,7 +309,7 @@ def test_requests_from_other_threads(engine):
         for i in range(10):
             engine.add(request(f"{worker}-{i}", [worker + 1, i + 1], max_tokens=5, ignore_eos=True))
             if i % 3 == 2:
-                engine.abort(f"{worker}-{i}")
+                engine.abort(number(f"{worker}-{i}"))
 
     threads = [threading.Thread(target=feed, args=(w,)) for w in range(4)]
     for thread in threads:

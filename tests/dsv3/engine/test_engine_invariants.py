@@ -7,12 +7,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.engine import Engine
 from dsv3.engine.plan import StepPlan
-from dsv3.engine.request import EngineRequest, QueueFull
-from dsv3.model.batch import PAGE_SIZE
+from dsv3.request import EngineRequest, QueueFull
 from tests.dsv3.engine import toy
-from tests.dsv3.engine.driving import Gathered, drain, request, take
+from tests.dsv3.engine.driving import Gathered, drain, number, request, take
 
 
 @dataclasses.dataclass
@@ -21,12 +21,12 @@ class Auditor:
 
     engine: Engine
     last_step: int = 0
-    last_writers: dict[tuple[int, int], str] = dataclasses.field(default_factory=dict)
+    last_writers: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
     def check(self, plan: StepPlan) -> None:
         if self.engine._scheduler._collected >= self.last_step:
             self.last_writers = {}  # that step has finished
-        writers: dict[tuple[int, int], str] = {}
+        writers: dict[tuple[int, int], int] = {}
         for rank, page, name in self._writes(plan):
             assert writers.setdefault((rank, page), name) == name, f"two requests write page {page}"
             cache = self.engine._scheduler.caches[rank]
@@ -103,7 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, data) -> None:
         name = data.draw(st.sampled_from(sorted(self.requests)))
         self.aborted.add(name)
-        self.engine.abort(name)
+        self.engine.abort(number(name))
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from dsv3.cache.prefix_index import root_key
 from dsv3.engine.config import EngineConfig, bucket
-from dsv3.engine.request import EngineRequest
 from dsv3.engine.results import Sampled, collect
 from dsv3.engine.scheduler import Scheduler
-from dsv3.engine.sequence import Sequence, prepare
+from dsv3.engine.sequence import Sequence, sequence_of
+from dsv3.prepare import RequestRules, prepare
+from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
+from tests.dsv3.engine.driving import name_of, number
 
 VOCAB = 50
 
@@ -25,8 +26,10 @@ class Driver:
 
     def add(self, name: str, length: int, max_tokens: int = 100, token: int = 2) -> Sequence:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
-        request = EngineRequest(request_id=name, prompt_token_ids=[token] * length, sampling=sampling)
-        sequence = prepare(request, self.cfg, VOCAB, (), root_key("m", "d", "t", name))
+        request = EngineRequest(
+            request_id=number(name), prompt_token_ids=[token] * length, sampling=sampling, cache_salt=name
+        )
+        sequence = sequence_of(prepare(request, RequestRules(vocab_size=VOCAB, max_model_len=self.cfg.max_model_len)))
         self.scheduler.add(sequence)
         return sequence
 
@@ -41,7 +44,7 @@ class Driver:
 
 
 def _chunks(plan):
-    return [[(c.sequence.id, c.start, c.stop) for c in mine] for mine in plan.prefill.chunks]
+    return [[(name_of(c.sequence.id), c.start, c.stop) for c in mine] for mine in plan.prefill.chunks]
 
 
 def test_a_long_prompt_comes_in_chunks_and_leaves_room_for_decode():
@@ -53,7 +56,7 @@ def test_a_long_prompt_comes_in_chunks_and_leaves_room_for_decode():
     assert [_chunks(p)[0] if p.prefill else None for p in plans] == [
         [("long", 0, 128)], [("long", 128, 256)], [("long", 256, 300)], None
     ]  # fmt: skip
-    assert [p.decode.rows.ids for p in plans] == [["short"]] * 3 + [["short", "long"]]
+    assert [[*map(name_of, p.decode.rows.ids.tolist())] for p in plans] == [["short"]] * 3 + [["short", "long"]]
 
 
 def test_chunks_share_the_budget_in_order_of_arrival():
@@ -62,7 +65,7 @@ def test_chunks_share_the_budget_in_order_of_arrival():
         driver.add(name, length)
     plan, _ = driver.step()
     assert _chunks(plan) == [[("a", 0, 50), ("b", 0, 50), ("c", 0, 28)]]
-    assert plan.prefill.sampled.ids == ["a", "b"]
+    assert [*map(name_of, plan.prefill.sampled.ids.tolist())] == ["a", "b"]
     assert _chunks(driver.step()[0]) == [[("c", 28, 50)]]
 
 
@@ -83,7 +86,7 @@ def test_the_head_of_the_queue_is_not_overtaken():
     driver.add("large", 64 * 6)
     driver.add("small", 5)
     driver.step()
-    assert [s.id for s in driver.scheduler.waiting] == ["large", "small"]
+    assert [name_of(s.id) for s in driver.scheduler.waiting] == ["large", "small"]
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
@@ -108,11 +111,11 @@ def test_the_youngest_is_pre_empted_and_comes_back_first():
     driver.add("later", 64 * 4)
     while not driver.scheduler.num_preemptions:
         driver.step()
-    assert [s.id for s in driver.scheduler.waiting] == ["young", "later"]
+    assert [name_of(s.id) for s in driver.scheduler.waiting] == ["young", "later"]
     assert len(driver.scheduler.waiting[0].tokens) > 120, "its answer so far is computed again with the prompt"
     order = []
     while driver.scheduler.has_work or driver.in_flight:
-        order += [o.request_id for o in driver.step()[1] if o.finish_reason]
+        order += [name_of(o.request_id) for o in driver.step()[1] if o.finish_reason]
     assert order[-1] == "later" and sorted(order) == ["later", "middle", "old", "young"]
     assert driver.scheduler.pages_in_use == 0
 
@@ -123,7 +126,7 @@ def test_requests_spread_over_ranks_and_stay():
         driver.add(str(i), 5, token=i)
     plan, _ = driver.step()
     assert [len(mine) for mine in plan.prefill.chunks] == [2, 2, 2]
-    assert [s.id for s in driver.scheduler.waiting] == ["6"]
+    assert [name_of(s.id) for s in driver.scheduler.waiting] == ["6"]
     decode = driver.step()[0].decode
     assert decode.batch.shape == (3, 2, 2)
     assert (decode.batch[..., 0] == [[0, 1]] * 3).all()
@@ -135,7 +138,7 @@ def test_a_full_rank_does_not_block_another():
     driver.add("small", 5)
     driver.add("medium", 64 * 4)
     driver.step()
-    assert [s.id for s in driver.scheduler.slots.running(1)] == ["small", "medium"]
+    assert [name_of(s.id) for s in driver.scheduler.slots.running(1)] == ["small", "medium"]
 
 
 def test_idle_ranks_are_padding():

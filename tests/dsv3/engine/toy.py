@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.engine.step_bodies import StepFunctions
-from dsv3.model.batch import PAGE_SIZE, DecodeBatch, PrefillBatch
+from dsv3.model.batch import DecodeBatch, PrefillBatch
 
 VOCAB = 67
 EOS = 0

@@ -1,0 +1,116 @@
+"""Checks requests and computes all that admission needs, before the engine's thread sees them; imports no jax.
+
+An HTTP process prepares its requests itself: hashing and validating a prompt of 128k tokens takes 16 ms, which would
+stand between two steps of everybody else's requests.
+"""
+
+import msgspec
+import numpy as np
+
+from dsv3.cache.keys import KEY_BYTES, Key, extend_keys, root_key
+from dsv3.request import EngineRequest, InvalidRequest
+from dsv3.sampling_params import SamplingParams
+
+
+class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine takes, and what its pages' keys start from: all that its fronts must know of it.
+
+    `model_id`, `cache_dtype` and `tokenizer_id` enter the prefix keys, which are left empty without
+    `enable_prefix_caching`.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    enable_prefix_caching: bool = True
+    model_id: str = ""
+    cache_dtype: str = ""
+    tokenizer_id: str = ""
+
+    def root(self, cache_salt: str) -> Key:
+        """Returns where a tenant's chain of prefix keys starts."""
+        return root_key(self.model_id, self.cache_dtype, self.tokenizer_id, cache_salt)
+
+
+class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that can be served, in the form the scheduler uses; arrays are bytes, little endian.
+
+    `tokens` is the prompt as int32, `keys` the 32-byte prefix keys of its full pages one after the other. `max_length`
+    bounds prompt and answer together. `stop_ids` end the answer.
+    """
+
+    request_id: int
+    sampling: SamplingParams
+    tokens: bytes
+    root: Key
+    keys: bytes
+    max_length: int
+    stop_ids: tuple[int, ...]
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """The prompt's tokens, [n] int32, read-only."""
+        return np.frombuffer(self.tokens, "<i4")
+
+    @property
+    def prefix_keys(self) -> list[Key]:
+        """The keys of the prompt's full pages."""
+        return [self.keys[i : i + KEY_BYTES] for i in range(0, len(self.keys), KEY_BYTES)]
+
+
+def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
+    """Checks a request and computes its prefix keys.
+
+    Raises InvalidRequest where it can never be served.
+    """
+    return prepare_all([request], rules)[0]
+
+
+def prepare_all(requests: list[EngineRequest], rules: RequestRules) -> list[PreparedRequest]:
+    """Prepares requests that share one prompt list and salt (see `fan_out`): hashed once. Raises as `prepare` does."""
+    first = requests[0]
+    tokens = _checked_tokens(first.prompt_token_ids, rules)
+    root = rules.root(first.cache_salt)
+    keys: list[Key] = []
+    if rules.enable_prefix_caching:
+        extend_keys(root, keys, tokens)
+    shared = {"tokens": tokens.tobytes(), "root": root, "keys": b"".join(keys)}
+    return [_prepared(request, len(tokens), rules, shared) for request in requests]
+
+
+def _prepared(request: EngineRequest, length: int, rules: RequestRules, shared: dict[str, bytes]) -> PreparedRequest:
+    sampling = request.sampling
+    if sampling.n != 1:
+        raise InvalidRequest(f"n: {sampling.n} must be 1 in the engine; send {sampling.n} requests (see fan_out)")
+    for token in sampling.logit_bias:
+        if not 0 <= token < rules.vocab_size:
+            raise InvalidRequest(f"logit_bias: token id {token} is not in the vocabulary of {rules.vocab_size}")
+    wanted = rules.max_model_len if sampling.max_tokens is None else length + sampling.max_tokens
+    stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else rules.eos_token_ids)}
+    return PreparedRequest(
+        request_id=request.request_id,
+        sampling=sampling,
+        max_length=min(wanted, rules.max_model_len),
+        stop_ids=tuple(sorted(token for token in stop if 0 <= token < rules.vocab_size)),
+        **shared,
+    )
+
+
+def _checked_tokens(prompt: list[int], rules: RequestRules) -> np.ndarray:
+    if not prompt:
+        raise InvalidRequest("the prompt is empty; give at least one token")
+    if len(prompt) >= rules.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} tokens, but max_model_len is {rules.max_model_len} for prompt and answer "
+            f"together; shorten the prompt to {rules.max_model_len - 1} tokens or fewer"
+        )
+    try:
+        tokens = np.array(prompt, np.int64)
+    except OverflowError:
+        raise InvalidRequest(f"a prompt token id is not in the vocabulary of {rules.vocab_size} tokens") from None
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= rules.vocab_size:
+        raise InvalidRequest(
+            f"prompt token id {low if low < 0 else high} is not in the vocabulary of {rules.vocab_size} tokens"
+        )
+    return tokens.astype("<i4")

@@ -1,0 +1,139 @@
+"""What goes into an engine and what comes out of it; imports no jax, and every type is msgpack-encodable.
+
+A request is known by a number that its sender chooses. Several senders share one engine: each numbers its requests from
+`first_id(sender)` on, and `senders` tells whose a result is.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from dsv3.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+_SENDER_SHIFT = 40
+
+
+def first_id(sender: int) -> int:
+    """Returns the first request id of a sender, 0 to 2^22; it has 2^40 of them."""
+    return sender << _SENDER_SHIFT
+
+
+def senders(request_ids: np.ndarray) -> np.ndarray:
+    """Returns the sender of each request id ([n] int64)."""
+    return request_ids >> _SENDER_SHIFT
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to continue. `sampling.n` is 1 here: whoever fans a request out makes n of these.
+
+    `cache_salt` keeps the prefix cache of one tenant apart from another's. Stop strings belong to the text layer; the
+    engine only knows tokens.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of one sampled token: its own, and the `top_ids` most likely tokens with theirs."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one step produced for one request.
+
+    `finish_reason` is set on a request's last output. `stop_token_id` names the stop or end token that ended it (it is
+    the last of `token_ids`). `num_cached_tokens` counts prompt tokens found in the prefix cache, on the first output,
+    where `queue_seconds` is the time from the engine's taking the request to its first slot.
+    `error` explains a finish_reason of "error".
+    """
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    queue_seconds: float | None = None
+    error: str | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Tokens of requests that simply go on, as columns: most of a step's results.
+
+    Row i is `counts[i]` tokens of request `ids[i]`; `tokens` holds those of all rows, one row after the other.
+    """
+
+    ids: np.ndarray  # [n] int64
+    counts: np.ndarray  # [n] int64, at least 1
+    tokens: np.ndarray  # [sum of counts] int32
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[EngineOutput]:
+        values, start = self.tokens.tolist(), 0
+        for request_id, count in zip(self.ids.tolist(), self.counts.tolist(), strict=True):
+            yield EngineOutput(request_id=request_id, token_ids=values[start : start + count])
+            start += count
+
+
+class StepOutputs(msgspec.Struct, frozen=True):
+    """What one step produced: columns for most requests, and an object for each that needs more words.
+
+    A request with a first or last token, log-probabilities or an error has an object. No request has two outputs of
+    one job; objects of a request may follow its columns when it was aborted.
+    """
+
+    columns: list[Tokens] = []
+    details: list[EngineOutput] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.columns or self.details)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.columns)) + len(self.details)
+
+    def __iter__(self) -> Iterator[EngineOutput]:
+        """Yields every output as an object, for callers to whom columns do not matter."""
+        for rows in self.columns:
+            yield from rows
+        yield from self.details
+
+
+class QueueFull(Exception):
+    """The waiting queue is at its bound; try again later."""
+
+
+class EngineDead(RuntimeError):
+    """The engine has failed and serves nothing any more; its `failure` is the cause."""
+
+
+class InvalidRequest(ValueError):
+    """The request can never be served (too long, token id out of range); the text says what to change."""
+
+
+def fan_out(
+    request_id: int, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str = ""
+) -> list[EngineRequest]:
+    """Returns the `sampling.n` engine requests of one user's request, with ids from `request_id` on.
+
+    With a seed, answer i takes `seed + i` (modulo 2^63), so that the answers differ and stay reproducible.
+    """
+    each = [sampling]
+    if sampling.n > 1:
+        seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**63 for i in range(sampling.n)]
+        each = [msgspec.structs.replace(sampling, n=1, seed=seed) for seed in seeds]
+    return [
+        EngineRequest(request_id=request_id + i, prompt_token_ids=prompt_token_ids, sampling=one, cache_salt=cache_salt)
+        for i, one in enumerate(each)
+    ]

@@ -294,6 +294,19 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
     return cfg
 
 
+def stored_dtype(directory: str | pathlib.Path) -> str | None:
+    """Returns what config.json calls the type of the weights, such as "float16"; None where it says nothing.
+
+    Transformers 5 writes it as `dtype`, older versions as `torch_dtype`.
+
+    Raises:
+      ConfigError: config.json is missing or is no JSON object.
+    """
+    config = _read_object(pathlib.Path(directory) / "config.json")
+    name = config.get("dtype") or config.get("torch_dtype")
+    return name.removeprefix("torch.") if isinstance(name, str) else None
+
+
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

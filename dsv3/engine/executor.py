@@ -53,8 +53,7 @@ class Executor:
         self._cfg, self._experts = cfg, functions.experts
         self._mesh = rank_mesh(devices, cfg.num_nodes, cfg.tensor_parallel_size)
         self._params = place(params, shardings(functions.param_specs, self._mesh))
-        dtype = jnp.dtype(cfg.cache_dtype)
-        self.programs = Programs(functions, model_cfg, cfg, self._mesh, self._params, dtype)
+        self.programs = Programs(functions, model_cfg, cfg, self._mesh, self._params)
         self._pages = self._zeros(self.programs.pages)
         self._state = self._zeros(self.programs.state)
         self._adjust: Any = None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.cache.layout import pool_shape
+from dsv3.cache.layout import pool
 from dsv3.config import ModelConfig
 from dsv3.engine import state as device_state
 from dsv3.engine import step_bodies
@@ -64,13 +64,13 @@ class Programs:
         cfg: EngineConfig,
         mesh: Mesh,
         params: Any,
-        cache_dtype: Any,
     ) -> None:
         self._functions, self._model_cfg, self._cfg, self._mesh = functions, model_cfg, cfg, mesh
         self._compiled: dict[Key, Callable[..., Any]] = {}
         self.store: Store | None = None
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        pages = jax.ShapeDtypeStruct((cfg.num_ranks, *pool_shape(model_cfg, cfg.num_pages)), cache_dtype)
+        one = pool(model_cfg, cfg.cache_dtype, cfg.num_pages)
+        pages = jax.ShapeDtypeStruct((cfg.num_ranks, *one.shape), one.dtype)
         self.pages = self._sharded(pages)
         experts = functions.experts
         load_size = None if experts is None else step_bodies.load_size(experts, cfg)

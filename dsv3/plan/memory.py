@@ -9,7 +9,7 @@ import jax
 
 from dsv3.cache.layout import token_bytes
 from dsv3.checkpoint.layout import leaf_path
-from dsv3.plan.programs import CACHE_DTYPE, Compiled, Planned, cache_tokens
+from dsv3.plan.programs import Compiled, Planned, cache_tokens
 
 _GROUPS = {
     "routed experts": ("moe.moe.gate_up", "moe.moe.down"),
@@ -68,7 +68,7 @@ def memory_of(planned: Planned, steps: Sequence[Compiled] = ()) -> Memory:
     programs = planned.programs
     return Memory(
         weights=weight_groups(planned.params),
-        token=token_bytes(planned.model, CACHE_DTYPE),
+        token=token_bytes(planned.model, planned.deployment.kv_cache_dtype),
         cache_tokens=cache_tokens(planned.deployment),
         state=local_bytes((programs.state, programs.adjust)),
         working=max((step.temporaries + step.results for step in steps), default=None),

@@ -27,7 +27,6 @@ from pallas_kernels.backend import Backend
 from sharding.placement import Placement
 from sharding.rules import rank_mesh
 
-CACHE_DTYPE = jnp.bfloat16
 _PREFILL_SLOTS = 64  # requests that a prefill instance holds at once
 Phase = Literal["prefill", "decode"]
 
@@ -63,7 +62,7 @@ class Planned:
     @property
     def programs(self) -> Programs:
         """The engine's table of programs, of which none is compiled yet."""
-        return Programs(self.functions, self.model, self.engine, self.mesh, self.params, CACHE_DTYPE)
+        return Programs(self.functions, self.model, self.engine, self.mesh, self.params)
 
 
 def lay_out(model: ModelConfig, deployment: Deployment) -> Planned:
@@ -119,7 +118,7 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
         max_num_batched_tokens=deployment.prefill_tokens or 64,
         num_ranks=deployment.ranks,
         num_nodes=deployment.nodes,
-        cache_dtype=jnp.dtype(CACHE_DTYPE).name,
+        cache_dtype=deployment.kv_cache_dtype,
     )
 
 

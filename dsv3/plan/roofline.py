@@ -10,6 +10,7 @@ A stage is one micro-batch's part of one layer, under the names of `dsv3.plan.co
 
 import dataclasses
 
+from dsv3.cache.layout import row_bytes
 from dsv3.config import ModelConfig
 from dsv3.plan.deployment import Device
 
@@ -129,7 +130,12 @@ class DecodeFloor:
 
 
 def floor_decode(
-    model: ModelConfig, device: Device, requests: int, context: int, experts_per_device: int
+    model: ModelConfig,
+    device: Device,
+    requests: int,
+    context: int,
+    experts_per_device: int,
+    cache_dtype: str = "bfloat16",
 ) -> DecodeFloor:
     """The bare roofline of one device that decodes `requests` with `context` tokens each.
 
@@ -144,16 +150,11 @@ def floor_decode(
     row = sum(wire_rows(model))
     return DecodeFloor(
         weights=read / device.hbm_bytes_per_second,
-        cache=requests * context * cache_row(model) * L / device.hbm_bytes_per_second,
+        cache=requests * context * row_bytes(model, cache_dtype) * L / device.hbm_bytes_per_second,
         core=L * requests * context * core_operations(model) / device.bf16_flops,
         products=done / (device.fp8_flops if model.fp8 else device.bf16_flops) + head / device.bf16_flops,
         wire=moe * model.num_experts_per_tok * requests * row / device.cross_link,
     )
-
-
-def cache_row(model: ModelConfig) -> int:
-    """Bytes of a token's latent in one layer, bf16: 1,152 for DeepSeek-V3."""
-    return 2 * model.latent_dim
 
 
 def core_operations(model: ModelConfig) -> int:
@@ -178,6 +179,7 @@ class Load:
     keys: float
     experts: int
     split: int = 1
+    cache_dtype: str = "bfloat16"
 
 
 def decode_stages(model: ModelConfig, rates: Rates, load: Load) -> dict[str, float]:
@@ -190,7 +192,7 @@ def decode_stages(model: ModelConfig, rates: Rates, load: Load) -> dict[str, flo
         return max(elements * itemsize / rates.dense_bandwidth, work) / split + _KERNEL_S
 
     core = b * load.keys * core_operations(model) / n / rates.decode_core_flops
-    cache = b * load.keys * cache_row(model) / rates.hbm
+    cache = b * load.keys * row_bytes(model, load.cache_dtype) / rates.hbm
     rows = b * model.num_experts_per_tok / n  # even load: what leaves a device also arrives
     routed = load.experts * sizes.expert * item / rates.grouped_bandwidth
     work = 2 * rows * sizes.expert / rates.grouped_flops

@@ -30,8 +30,9 @@ def mla_decode(
 
     Args:
       q: `[B, S, H, R + P]` float32, bfloat16 or float16; the key up-projection is folded into the first R values.
-      pages: `[layers * pages_per_layer, 64, R + P]` of the dtype of `q`, or FP8 pages, uint8
-        `[layers * pages_per_layer, 64, fp8_row_bytes(R, P)]` (see `layout.py`). Unwritten rows may hold anything.
+      pages: `[layers * pages_per_layer, 64, R + P]` float32, bfloat16 or float16, or FP8 pages, uint8
+        `[layers * pages_per_layer, 64, fp8_row_bytes(R, P)]` (see `layout.py`). The kernel reads pages of the dtype of
+        `q`, and FP8 pages with bfloat16 queries. Unwritten rows may hold anything.
       page_table: `[B, MP]` int32, page ids within a layer. Entries past a request's length are never followed.
       lengths: `[B]` int32, cached tokens of each request, the S query tokens included; at most `64 * MP`.
       scale: factor on the scores before the softmax.
@@ -145,8 +146,8 @@ def write_pages(
 
     Args:
       pages: the page pool, as in `mla_decode`.
-      latents: `[T, R + P]`, normed latent and rotated key (interleaved pairs), of the dtype of `pages`; for FP8 rows
-        of any float type, and quantised here.
+      latents: `[T, R + P]` float32, bfloat16 or float16, normed latent and rotated key (interleaved pairs), which are
+        rounded to the dtype of `pages` or quantized to FP8 rows.
       page_ids: `[T]` int32, page within the layer. Rows whose page is negative, or not below `pages_per_layer`, are
         dropped. No two kept rows may name the same place.
       offsets: `[T]` int32, row within the page, 0..63; others are dropped.
@@ -162,6 +163,7 @@ def write_pages(
     targets = _targets(page_ids, offsets, layer, pages_per_layer)
     if is_fp8(pages):  # one scatter on every platform: a row's scales are too small for TMA
         return write.write_fp8_rows(pages, pack_fp8(latents, value_width), targets, offsets, value_width)
+    latents = latents.astype(pages.dtype)
     if _on_kernels("write_pages", backend, mosaic_write.unsupported(pages)):
         return mosaic_write.write_rows(pages, latents, targets, offsets)
     return write.write_rows(pages, latents, targets, offsets)

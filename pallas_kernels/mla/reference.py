@@ -149,14 +149,17 @@ def _latents(
     value_width: int,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Cached rows [B, span, D] of one step. Rows past a length are 0: table entries there are not to be followed."""
-    slots = index * _PAGES_PER_STEP + jnp.arange(_PAGES_PER_STEP)
+    """Returns the cached rows [B, span, D] of one step in `dtype`.
+
+    Rows past a length are 0: table entries there are not to be followed.
+    """
+    columns = index * _PAGES_PER_STEP + jnp.arange(_PAGES_PER_STEP)
     ids = lax.dynamic_slice_in_dim(table, index * _PAGES_PER_STEP, _PAGES_PER_STEP, axis=1)
-    ids = jnp.where(slots * PAGE_SIZE < lengths[:, None], first_page + ids, 0)
+    ids = jnp.where(columns * PAGE_SIZE < lengths[:, None], first_page + ids, 0)
     rows = pages.at[ids].get(mode="clip")
     if is_fp8(pages):
         rows = unpack_fp8(fp8_rows_of_pages(rows, value_width), value_width, dtype)
-    rows = rows.reshape(table.shape[0], _SPAN, -1)
+    rows = rows.reshape(table.shape[0], _SPAN, -1).astype(dtype)
     return jnp.where((index * _SPAN + jnp.arange(_SPAN) < lengths[:, None])[..., None], rows, 0)
 
 

@@ -90,7 +90,8 @@ def gate_up(
 ) -> Gated:
     """The first half of `moe`: its order of rows, the gate and up projections, and SwiGLU."""
     K, E = topk_ids.shape[1], _num_experts(params)
-    tile_m = grouped.choose_tile_m(topk_ids.size, E, backend=numerics.backend)
+    pairs = min(topk_ids.size, numerics.expert_pairs or topk_ids.size)
+    tile_m = grouped.choose_tile_m(pairs, E, backend=numerics.backend)
     order = grouped.align_groups(topk_ids.reshape(-1), E, tile_m)
     token = order.source_row // K  # [A], T in padding
     tiles = _tiles(order, E, layer, numerics)

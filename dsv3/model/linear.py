@@ -16,14 +16,22 @@ Index = jax.Array | int
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """How products are computed: the kernels' implementation, and whether activation scales are powers of two."""
+    """How products are computed.
+
+    `backend` is the kernels' implementation. `ue8m0` says whether activation scales are powers of two. `expert_pairs`
+    is the number of (token, expert) pairs that a device is likely to compute per layer, None where nobody knows: the
+    buffers in which they arrive have room for several times as many.
+    """
 
     backend: Backend | None = None
     ue8m0: bool = False
+    expert_pairs: int | None = None
 
     @classmethod
-    def of(cls, cfg: ModelConfig, backend: Backend | None) -> "Numerics":
-        return cls(backend, cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0")
+    def of(cls, cfg: ModelConfig, backend: Backend | None, tokens: int | None = None) -> "Numerics":
+        """For a model, and `tokens` per device: with even routing a device computes as many pairs as it sends."""
+        pairs = None if tokens is None else max(1, tokens * cfg.num_experts_per_tok)
+        return cls(backend, cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0", pairs)
 
 
 def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:

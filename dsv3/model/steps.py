@@ -106,7 +106,7 @@ def prefill_step(
         rotation=rotation(cfg, batch.positions),
         attend=prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
         valid=rows < batch.cu_lengths[-1],
-        numerics=Numerics.of(cfg, backend),
+        numerics=Numerics.of(cfg, backend, batch.tokens.size // shards.size),
         routed=routed,
         shards=shards,
     )
@@ -129,7 +129,7 @@ def decode_step(
             cfg, batch, _pages_per_layer(cfg, pages), backend, heads=cfg.num_attention_heads // shards.size
         ),
         valid=positions >= 0,
-        numerics=Numerics.of(cfg, backend),
+        numerics=Numerics.of(cfg, backend, batch.tokens.size // shards.size),
         routed=routed,
         shards=shards,
     )

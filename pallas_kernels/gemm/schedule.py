@@ -17,6 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _PANEL = 8
 """Row tiles walked together before the next column tile, so that their operands meet in the L2 cache."""
+_SHARED_TILE_ROWS = 128
+"""Height of the tiles of which a group may have many, so that they are worth a panel."""
 
 
 class Tile(NamedTuple):
@@ -124,6 +126,16 @@ class Contiguous:
     def most_tiles(self, columns: int) -> int:
         return self.rows // self.tile_m * columns
 
+    @property
+    def panel(self) -> int:
+        """Row tiles walked together: 1 where few or low tiles leave little to share in the L2 cache, as in decode.
+
+        Tiles without rows stand at the end. Walked row by row they come last, so that every multiprocessor gets as many
+        of the others; in panels some would meet empty ones only.
+        """
+        shares = self.tile_m == _SHARED_TILE_ROWS and self.rows > 2 * _PANEL * self.tile_m
+        return _PANEL if shares else 1
+
     def walk(self, refs: tuple, columns: int, k_steps: int, body: TileBody) -> jax.Array:
         group_ref, offset_ref = refs
         row_tiles = self.rows // self.tile_m
@@ -132,7 +144,7 @@ class Contiguous:
         @plgpu.nd_loop((self.most_tiles(columns),), collective_axes="sm", init_carry=jnp.int32(0))
         def total(info, carry):
             (position,) = info.index
-            row, column = plgpu.planar_snake(position, (row_tiles, columns), 0, _PANEL)
+            row, column = plgpu.planar_snake(position, (row_tiles, columns), 0, self.panel)
             group = group_ref[row]
             zero = jnp.int32(0)
             tile = Tile(zero, row * self.tile_m, offset + group, column, zero, jnp.int32(k_steps), zero)

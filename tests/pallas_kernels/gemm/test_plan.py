@@ -4,15 +4,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm import plan as planning
 from pallas_kernels.gemm.dispatch import _kernel
 from pallas_kernels.gemm.narrow import SplitKernel
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
-from pallas_kernels.gemm.schedule import Dense
+from pallas_kernels.gemm.schedule import Contiguous, Dense
 from pallas_kernels.gemm.shapes import DENSE_M, DENSE_NK
 from pallas_kernels.mosaic import NUM_SMS
 
@@ -101,3 +103,14 @@ def test_grouped_plans_follow_the_layout():
 
 def test_deepseek_shapes_have_plans():
     assert all(plan_dense(m, n, k, 1) for m in DENSE_M for n, k in DENSE_NK)
+
+
+@pytest.mark.parametrize(("rows", "tile_m", "used"), [(1792, 128, 5), (1792, 128, 3), (3168, 16, 35)])
+def test_empty_tiles_leave_no_multiprocessor_idle(rows, tile_m, used):
+    """Decode over 144 and over 8 devices: of the room for all arrived rows the first `used` tiles hold some."""
+    columns, schedule = 26, Contiguous(rows, tile_m)
+    positions = jnp.arange(schedule.most_tiles(columns), dtype=jnp.int32)
+    row, _ = jax.vmap(lambda p: plgpu.planar_snake(p, (rows // tile_m, columns), 0, schedule.panel))(positions)
+    tiles = np.bincount(np.asarray(positions) % NUM_SMS, weights=np.asarray(row) < used, minlength=NUM_SMS)
+    assert tiles.max() == math.ceil(used * columns / NUM_SMS)
+    assert Contiguous(1 << 16, 128).panel > 1

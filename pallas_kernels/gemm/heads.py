@@ -1,4 +1,4 @@
-"""The kernel for products of one weight a head: tokens stay the outer axis, as attention has them on both sides.
+"""The kernel for products of one weight per head: tokens stay the outer axis, as attention has them on both sides.
 
 With few tokens reading the weights is the limit: 128 heads of DeepSeek-V3 are 17 MB, of which every multiprocessor
 streams a like share through its ring. So no tile has fewer than 64 rows, whatever the tensor core does on padding.

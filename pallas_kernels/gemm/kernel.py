@@ -1,4 +1,4 @@
-"""What the wide and the narrow kernel share: a ring of shared-memory stages, its producer, and the sums over K.
+"""The base of the kernels: a ring of shared-memory stages, its producer, and the sums over K.
 
 A block has two consumer warpgroups and one producer that keeps the ring full by TMA. FP8 partial sums of 128 of K are
 scaled and added in float32 registers, because the tensor core's own accumulator keeps only some 14 bits (section 3.3.2
@@ -60,7 +60,7 @@ class GemmKernel(abc.ABC):
       tile_m: rows of x in a tile.
       tile_n: rows of w in a tile.
       stages: depth of the ring; None fills the shared memory.
-      cluster: blocks of a cluster, 1 or 2. Two neighbours along N then fetch the activations once, by multicast.
+      cluster: blocks of a cluster, 1 or 2. Two neighbors along N then fetch the activations once, by multicast.
       schedule: the walk over the tiles.
       dtype: of the operands: e4m3 with scales, bfloat16 or float16 without.
       out_type: shape and dtype of the result.

@@ -1,4 +1,4 @@
-"""Which kernel and tile a product gets: an estimate, comparable between the plans of one product.
+"""The kernel and the tile that a product gets, by an estimate that compares the plans of one product.
 
 The estimate counts waves: `ceil(tiles / multiprocessors)` times the cycles of a tile. A tile takes the longer of its
 arithmetic and its loads, and a product never less than reading its operands from memory once. So a tile width such as

@@ -1,4 +1,4 @@
-"""Which tile a thread block works on next: the part in which dense, grouped and per-head products differ.
+"""The order of tiles that a thread block works on: the part in which dense, grouped and per-head products differ.
 
 Every kernel is persistent: one cluster of blocks per `sm` of the grid walks a list of output tiles that nobody
 writes down. A schedule turns a position in that list into a `Tile`; the producer and the consumers of a block each
@@ -55,7 +55,7 @@ class Schedule(Protocol):
 
         Args:
           refs: the schedule's own operands in global memory, as the kernel got them.
-          columns: tiles along N of one block; a cluster covers neighbouring ones.
+          columns: tiles along N of one block; a cluster covers neighboring ones.
           k_steps: steps along K of the whole product.
           body: called with each tile.
         """

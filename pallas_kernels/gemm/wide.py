@@ -13,7 +13,7 @@ from pallas_kernels.mosaic import swizzle_transforms
 
 @dataclasses.dataclass(frozen=True)
 class WideKernel(GemmKernel):
-    """[Gx, M, K] x [Gw, N, K] -> [Gx, M, N]: 128 rows by tile_n columns a block, 64 rows a warpgroup."""
+    """[Gx, M, K] x [Gw, N, K] -> [Gx, M, N]: 128 rows by tile_n columns per block, 64 rows per warpgroup."""
 
     def __post_init__(self):
         if self.tile_m != 2 * WG_ROWS:

@@ -1,9 +1,7 @@
 """Attention in plain jax.numpy: the path of a CPU, and the oracle of the kernels.
 
 All three are flash attention with an online softmax: loops run over blocks of keys and stop at the longest length
-present, so neither the width of a page table nor a padded batch costs anything. With 16 requests of about 300 tokens in
-tables of 2,048 (H 8, R 128, P 32, two CPU cores) that took a ninth of the time of gathering the table's whole width in
-float32, half in bfloat16; 128 keys a step was the best or near it.
+present, so neither the width of a page table nor a padded batch costs anything.
 """
 
 from typing import NamedTuple
@@ -21,7 +19,7 @@ _CONTEXT_BLOCK = 64
 
 
 class _Softmax(NamedTuple):
-    """Running maximum [..., M], sum [..., M] and unnormalised output [..., M, V], all float32."""
+    """Running maximum [..., M], sum [..., M] and unnormalized output [..., M, V], all float32."""
 
     top: jax.Array
     total: jax.Array

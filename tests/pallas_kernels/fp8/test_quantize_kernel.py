@@ -1,4 +1,4 @@
-"""The quantisation kernel in the interpreter against the reference: edges, SwiGLU, powers of two, skipped rows."""
+"""The quantization kernel in the interpreter against the reference: edges, SwiGLU, powers of two, skipped rows."""
 
 import jax
 import jax.numpy as jnp

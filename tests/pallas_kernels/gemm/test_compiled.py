@@ -122,7 +122,7 @@ def test_heads(m, heads, transposed):
     assert_in_registers(lambda x, w, layer: head_gemm(x, w, layer, transposed=transposed, backend=MOSAIC), *args)
 
 
-def test_quantisation():
+def test_quantization():
     assert_in_registers(lambda x: quantize_1x128(x, backend=MOSAIC), spec(BF16, 4096, 7168))
     assert_in_registers(lambda x: swiglu_quantize(x, ue8m0=True, backend=MOSAIC), spec(BF16, 4096, 4096))
 

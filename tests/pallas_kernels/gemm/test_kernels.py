@@ -1,6 +1,6 @@
 """The Mosaic kernels in the interpreter, with race detection: every kind of tile, edge and layout.
 
-`calc_diff` against float64 of the same quantised values; 1e-5 leaves room for the bfloat16 of the result only.
+`calc_diff` against float64 of the same quantized values; 1e-5 leaves room for the bfloat16 of the result only.
 """
 
 import jax

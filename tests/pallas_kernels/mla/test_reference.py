@@ -142,7 +142,7 @@ def test_fp8_rows_hold_what_the_format_can():
     np.testing.assert_array_equal(back[:, 512:], np.asarray(jnp.asarray(latents[:, 512:], jnp.bfloat16), np.float32))
 
 
-def test_fp8_cache_decodes_like_its_own_dequantised_rows():
+def test_fp8_cache_decodes_like_its_own_dequantized_rows():
     case = cases.decode_case(EDGE_LENGTHS, S=2, H=4, R=256, P=16, dtype=jnp.float32)
     rows = pack_fp8(case.pages, 256)
     packed = fp8_pages_of_rows(rows, 256)

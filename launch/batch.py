@@ -18,11 +18,11 @@ import uvloop
 from absl import flags as absl_flags
 from rich.console import Console
 
-from dsv3.api.server import ServerConfig
+from dsv3.api.config import ServerConfig
 from dsv3.batch.completer import server_completer
 from dsv3.batch.journal import BatchError, InputSummary, Journal, summarize_input
 from dsv3.batch.progress import ProgressDisplay
-from dsv3.batch.run import Progress, run
+from dsv3.batch.run import BatchProgress, run
 from dsv3.text.reasoning import PARSERS
 from launch import engine_flags, flags
 
@@ -96,7 +96,7 @@ def _run(source: pathlib.Path, summary: InputSummary, journal: Journal, config: 
 
 async def _serve(
     source: pathlib.Path, summary: InputSummary, journal: Journal, config: ServerConfig
-) -> tuple[Progress, signal.Signals | None]:
+) -> tuple[BatchProgress, signal.Signals | None]:
     """Runs the batch until it is done or a signal comes; a second signal ends the process at once."""
     received: list[signal.Signals] = []
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -110,7 +110,7 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
-    progress = Progress(total=summary.lines, resumed=journal.answered)
+    progress = BatchProgress(total=summary.lines, resumed=journal.answered)
     try:
         async with server_completer(config) as completer:
             with ProgressDisplay(Console(stderr=True)) as display:

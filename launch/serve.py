@@ -19,10 +19,11 @@ from pathlib import Path
 import uvloop
 from absl import flags as absl_flags
 
-from dsv3.api.engine_factory import CLUSTER
-from dsv3.api.engine_process import configure_logging
-from dsv3.api.server import ServerConfig, bind, serve
-from dsv3.api.service import Service
+from dsv3.api.answers.service import Service
+from dsv3.api.config import ServerConfig
+from dsv3.api.engine.factory import CLUSTER
+from dsv3.api.engine.process import configure_logging
+from dsv3.api.http.server import bind, serve
 from dsv3.engine.cluster.options import ClusterOptions
 from dsv3.text.reasoning import PARSERS
 from launch import cluster_flags, engine_flags, flags

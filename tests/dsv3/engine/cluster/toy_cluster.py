@@ -15,7 +15,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 import jax
 import numpy as np
 
-from dsv3.api.engine_factory import CLUSTER, describe
+from dsv3.api.engine.factory import CLUSTER, describe
 from dsv3.engine.build import Parts
 from dsv3.engine.cluster import follower
 from dsv3.engine.cluster.lead import start_leader

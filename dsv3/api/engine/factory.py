@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsv3.api.engine_process import EngineLike, Host
-from dsv3.api.frames import EngineInfo
+from dsv3.api.engine.messages import EngineInfo
+from dsv3.api.engine.process import EngineLike, Host
 from dsv3.engine.cluster.options import ClusterOptions
 
 CLUSTER = "cluster"

@@ -19,10 +19,11 @@ import numpy as np
 
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.membership import read_key
 from dsv3.engine.cluster.messages import Begin, Heartbeat, Hello, Stop
-from dsv3.engine.cluster.options import ClusterOptions, read_key
 from dsv3.engine.cluster.wire import connect
 from dsv3.engine.commands import DecodeCommand, StepCommand
+from dsv3.options import ClusterOptions
 
 
 def follow(cluster: ClusterOptions) -> None:
@@ -39,7 +40,7 @@ def follow(cluster: ClusterOptions) -> None:
 
 def _follow_one(cluster: ClusterOptions, process_id: int) -> None:
     connection = socket.create_connection(cluster.control_address)
-    wire = connect(connection, read_key(cluster.key_file), process_id)
+    wire = connect(connection, read_key(cluster.cluster_key_file), process_id)
     wire.send(messages.encode(Hello({}, "here", 1)))
     while (body := wire.receive()) is not None:
         message = messages.decode_for_follower(body)
@@ -59,7 +60,13 @@ def main() -> None:
     key.chmod(0o600)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    cluster = ClusterOptions(f"127.0.0.1:{port}", arguments.followers + 1, 0, str(key), silence_s=1e9)
+    cluster = ClusterOptions(
+        coordinator=f"127.0.0.1:{port}",
+        num_processes=arguments.followers + 1,
+        process_id=0,
+        cluster_key_file=str(key),
+        cluster_silence_timeout=1e9,
+    )
     leader = Leader(cluster, {}, print, print)
     followers = multiprocessing.get_context("spawn").Process(target=follow, args=(cluster,))
     followers.start()

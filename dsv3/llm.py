@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsv3.engine.build import DType, EngineOptions, build_engine, bundled_model, rich_progress
+from dsv3.engine.build import build_engine, bundled_model, rich_progress
+from dsv3.options import EngineOptions, options_text, refuse_unknown, signature_with
 from dsv3.prepare import PreparedRequest, prepare_all
 from dsv3.request import EngineOutput, FinishReason, QueueFull, TokenLogprobs, fan_out
 from dsv3.sampling_params import SamplingParams
@@ -63,51 +64,26 @@ class LLM:
     Args:
       model: a Hugging Face model directory; None is the small model that ships with the package.
       progress: show progress bars while the model loads, compiles and answers.
-      The others: see `EngineOptions`.
+      The others are the engine's options; they are listed below.
 
-    A directory without a tokenizer serves prompts of token ids; texts are then empty.
+    A directory without a tokenizer serves prompts of token ids; texts are then empty. Raises TypeError for an option
+    that does not exist, ValueError for one that cannot be.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | None = None,
-        *,
-        dtype: DType = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        data_parallel_size: int | None = None,
-        tensor_parallel_size: int = 1,
-        enable_expert_parallel: bool = False,
-        num_redundant_experts: int = 0,
-        enable_prefix_caching: bool = True,
-        seed: int = 0,
-        progress: bool = True,
-    ) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, *, progress: bool = True, **options: Any) -> None:
+        refuse_unknown(EngineOptions, options, ("model", "progress"))
         directory = Path(model) if model is not None else bundled_model()
         self._progress = progress
         self.tokenizer = _tokenizer(directory)
         self._template: ChatTemplate | None = None
-        options = EngineOptions(
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            gpu_memory_utilization=gpu_memory_utilization,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            enable_expert_parallel=enable_expert_parallel,
-            num_redundant_experts=num_redundant_experts,
-            enable_prefix_caching=enable_prefix_caching,
-            tokenizer_id=self.tokenizer.fingerprint if self.tokenizer else "",
-            seed=seed,
-        )
-        self.engine = build_engine(directory, options, progress=progress)
+        self.engine = build_engine(directory, EngineOptions(**options), progress=progress)
         self._next_id = 0
         bar, update = rich_progress()
         with bar if progress else contextlib.nullcontext():
             self.engine.warm_up(update if progress else None)
+
+    __doc__ = f"{__doc__}\n    Options of the engine (defaults in parentheses):\n{options_text(EngineOptions)}\n"
+    __signature__ = signature_with(__init__, EngineOptions)
 
     def generate(
         self,

@@ -15,7 +15,6 @@ import signal
 import sys
 
 import uvloop
-from absl import flags as absl_flags
 from rich.console import Console
 
 from dsv3.api.config import ServerConfig
@@ -23,26 +22,25 @@ from dsv3.batch.completer import server_completer
 from dsv3.batch.journal import BatchError, InputSummary, Journal, summarize_input
 from dsv3.batch.progress import ProgressDisplay
 from dsv3.batch.run import BatchProgress, run
-from dsv3.text.reasoning import PARSERS
-from launch import engine_flags, flags
+from dsv3.options import EngineOptions, ServerOptions, ServiceOptions
+from launch import cli, flags
+from launch.model import model_dir, model_names
 
-_REASONING = absl_flags.DEFINE_enum(
-    "reasoning_parser", "auto", list(PARSERS), "Splits <think> ... </think> off, as launch.serve does."
-)
-absl_flags.adopt_module_key_flags(engine_flags)
+for _options in (ServiceOptions, EngineOptions):
+    cli.define(_options)
 
 
 def main(source: str, output: str) -> int:
     """Runs the batch; exit status 0 when every line is answered, 1 after an error, 128 + n after signal n."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    model_dir = engine_flags.model_dir()
+    config = _config()
     if pathlib.Path(source).resolve() == pathlib.Path(output).resolve():
         raise flags.UsageError("INPUT and OUTPUT are the same file")
     try:
         summary = summarize_input(pathlib.Path(source))
-        journal = Journal.open(pathlib.Path(output), summary, model_identity(model_dir))
+        journal = Journal.open(pathlib.Path(output), summary, model_identity(config.model_dir))
         try:
-            return _run(pathlib.Path(source), summary, journal, _config(model_dir))
+            return _run(pathlib.Path(source), summary, journal, config)
         finally:
             journal.close()
     except BatchError as error:
@@ -61,12 +59,14 @@ def model_identity(model_dir: pathlib.Path) -> str:
     return f"{model_dir.name} {digest.hexdigest()[:16]}"
 
 
-def _config(model_dir: pathlib.Path) -> ServerConfig:
+def _config() -> ServerConfig:
+    """Returns a server's settings; what is its socket's stays unused."""
+    options = cli.make(ServerOptions, cli.given(ServiceOptions))
     return ServerConfig(
-        model_dir=model_dir,
-        model_names=engine_flags.model_names(),
-        engine_options=engine_flags.engine_options(),
-        reasoning_parser=_REASONING.value,
+        model_dir=model_dir(options),
+        model_names=model_names(options),
+        options=options,
+        engine=cli.read(EngineOptions),
         notify=_say,
     )
 

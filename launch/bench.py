@@ -23,47 +23,65 @@ from dsv3.bench.stream import Record
 from dsv3.bench.workload import RandomPrompts
 from launch import flags
 
-_URL = absl_flags.DEFINE_string("url", "http://127.0.0.1:8000", "The server, with or without /v1.")
-_ENDPOINT = absl_flags.DEFINE_enum("endpoint", "completions", ["completions", "chat"], "Which route to load.")
-_MODEL = absl_flags.DEFINE_string("model", None, "Model to ask for; the first one the server lists if not given.")
-_API_KEY = absl_flags.DEFINE_string("api_key", None, "Key sent as bearer token.")
+_URL = absl_flags.DEFINE_string("url", "http://127.0.0.1:8000", "Load the server at this address, with or without /v1.")
+_ENDPOINT = absl_flags.DEFINE_enum("endpoint", "completions", ["completions", "chat"], "Load this route.")
+_MODEL = absl_flags.DEFINE_string("model", None, "Ask for this model; default: the first one that the server lists.")
+_API_KEY = absl_flags.DEFINE_string("api_key", None, "Send this key as bearer token.")
 _CONCURRENCY = absl_flags.DEFINE_integer(
-    "concurrency", None, "Requests at a time. Beside --request_rate: an upper bound; the time held back is latency."
+    "concurrency",
+    None,
+    "Keep this many requests in flight. With --request_rate it is an upper bound, and time held back is latency.",
 )
-_REQUEST_RATE = absl_flags.DEFINE_float("request_rate", None, "Requests due per second; inf makes all due at once.")
+_REQUEST_RATE = absl_flags.DEFINE_float(
+    "request_rate", None, "Send this many requests per second; inf sends all at once."
+)
 _BURSTINESS = absl_flags.DEFINE_float(
-    "burstiness", 1.0, "Shape of the gamma distribution of the gaps: 1 is a Poisson process, less is burstier."
+    "burstiness", 1.0, "Draw gaps from a gamma distribution of this shape: 1 is a Poisson process, less is burstier."
 )
-_NUM_PROMPTS = absl_flags.DEFINE_integer("num_prompts", None, "Requests measured; 100, or all of the dataset.")
-_NUM_WARMUPS = absl_flags.DEFINE_integer("num_warmups", 1, "Requests sent before the measured ones, other prompts.")
+_NUM_PROMPTS = absl_flags.DEFINE_integer(
+    "num_prompts", None, "Measure this many requests; default: 100, or all of the dataset."
+)
+_NUM_WARMUPS = absl_flags.DEFINE_integer(
+    "num_warmups", 1, "Send this many requests with other prompts before the measured ones."
+)
 _DATASET = absl_flags.DEFINE_string(
-    "dataset", None, "JSON Lines file with prompt (text or token ids) or messages, and optionally max_tokens."
+    "dataset",
+    None,
+    "Read requests from this JSON Lines file: prompt (text or token ids) or messages, and optionally max_tokens.",
 )
-_INPUT_LEN = absl_flags.DEFINE_integer("input_len", 512, "Tokens of a random prompt, its prefix not counted.")
-_OUTPUT_LEN = absl_flags.DEFINE_integer("output_len", 128, "Tokens asked for, where the dataset does not say.")
-_RANGE_RATIO = absl_flags.DEFINE_float("range_ratio", 0.0, "Random lengths vary by this part of themselves.")
-_PREFIX_LEN = absl_flags.DEFINE_integer("prefix_len", 0, "Tokens in front of each random prompt that others share.")
-_NUM_PREFIXES = absl_flags.DEFINE_integer("num_prefixes", 1, "Different shared prefixes.")
+_INPUT_LEN = absl_flags.DEFINE_integer(
+    "input_len", 512, "Send random prompts of this many tokens, their prefix not counted."
+)
+_OUTPUT_LEN = absl_flags.DEFINE_integer("output_len", 128, "Ask for this many tokens, where the dataset does not say.")
+_RANGE_RATIO = absl_flags.DEFINE_float(
+    "range_ratio", 0.0, "Draw lengths of prompts and answers up to this share above and below their means."
+)
+_PREFIX_LEN = absl_flags.DEFINE_integer(
+    "prefix_len", 0, "Begin each random prompt with this many tokens that other prompts share."
+)
+_NUM_PREFIXES = absl_flags.DEFINE_integer("num_prefixes", 1, "Use this many different shared prefixes.")
 _PROMPT_KIND = absl_flags.DEFINE_enum(
     "prompt_kind",
     "auto",
     ["auto", "token_ids", "text"],
-    "What random prompts are: exact token ids drawn from what the server's /tokenize makes of common words, or those "
-    "words (about a token each). auto: ids where the server has /tokenize and the endpoint takes ids.",
+    "Make random prompts of token ids, drawn from what the server's /tokenize makes of common words, or of those words "
+    "(about a token each). auto: ids where the server has /tokenize and the endpoint takes ids.",
 )
 _VOCAB_SIZE = absl_flags.DEFINE_integer("vocab_size", None, "Draw token ids below this without asking /tokenize.")
-_TEMPERATURE = absl_flags.DEFINE_float("temperature", 0.0, "Sampling temperature.")
-_IGNORE_EOS = absl_flags.DEFINE_boolean("ignore_eos", True, "Answers have exactly the length asked for.")
+_TEMPERATURE = absl_flags.DEFINE_float("temperature", 0.0, "Sample at this temperature.")
+_IGNORE_EOS = absl_flags.DEFINE_boolean("ignore_eos", True, "Make answers exactly as long as asked for.")
 _EXTENSIONS = absl_flags.DEFINE_boolean(
-    "extensions", True, "Send ignore_eos and return_token_ids; off for servers that refuse fields OpenAI has not."
+    "extensions",
+    True,
+    "Send ignore_eos and return_token_ids; turn it off for servers that refuse fields OpenAI has not.",
 )
-_TIMEOUT = absl_flags.DEFINE_float("timeout", 600.0, "Seconds until a request counts as failed.")
+_TIMEOUT = absl_flags.DEFINE_float("timeout", 600.0, "Count a request as failed after this many seconds.")
 _GOODPUT = absl_flags.DEFINE_list(
     "goodput",
     [],
-    "Limits in milliseconds that a good request keeps: ttft, itl, tpot, e2e, as in ttft:2000,itl:100.",
+    "Count requests within these limits in milliseconds as good: ttft, itl, tpot, e2e, as in ttft:2000,itl:100.",
 )
-_SEED = absl_flags.DEFINE_integer("seed", 0, "Fixes prompts and arrival times.")
+_SEED = absl_flags.DEFINE_integer("seed", 0, "Draw prompts and arrival times from this seed.")
 _OUTPUT = absl_flags.DEFINE_string("output", None, "Write the report as JSON to this file.")
 
 

@@ -17,19 +17,24 @@ from dsv3.checkpoint import CheckpointError, convert_to_hf, convert_to_stacked
 from dsv3.hf_config import ConfigError, load_config
 from launch import flags
 
-MODEL = absl_flags.DEFINE_string("model", None, "Checkpoint directory to read, of either form.")
-OUTPUT = absl_flags.DEFINE_string("output", None, "Directory to write; must be absent or empty.")
-TO = absl_flags.DEFINE_enum("to", "stacked", ["stacked", "hf"], "Form to write.")
+MODEL = absl_flags.DEFINE_string("model", None, "Read this checkpoint directory, of either form.")
+OUTPUT = absl_flags.DEFINE_string("output", None, "Write to this directory, which must be absent or empty.")
+TO = absl_flags.DEFINE_enum("to", "stacked", ["stacked", "hf"], "Write this form.")
 FP8 = absl_flags.DEFINE_enum(
-    "fp8", "keep", ["keep", "dequantize"], "Whether FP8 weights stay FP8; kv_b_proj is always dequantised."
+    "fp8",
+    "keep",
+    ["keep", "dequantize"],
+    "Keep FP8 weights as FP8, or turn them into --dtype; kv_b_proj is always dequantised.",
 )
 DTYPE = absl_flags.DEFINE_enum(
     "dtype",
     "auto",
     ["auto", "bfloat16", "float16", "float32"],
-    "Type of weights that are not FP8; auto is that of the embedding. Routers stay float32 where they need it.",
+    "Write weights that are not FP8 in this type; auto is the embedding's. Routers stay float32 where they need it.",
 )
-SHARD_GB = absl_flags.DEFINE_float("shard_gb", 5.0, "Largest safetensors file, in 10^9 bytes (--to=hf).", 0.001)
+SHARD_GB = absl_flags.DEFINE_float(
+    "shard_gb", 5.0, "Write safetensors files of at most this many 10^9 bytes (--to=hf).", 0.001
+)
 
 
 def main() -> int:

@@ -32,7 +32,9 @@ _MODELS = {
     "moonlight": "MOONLIGHT_16B_A3B",
 }
 _MODEL = absl_flags.DEFINE_string(
-    "model", "deepseek_v3", f"{', '.join(_MODELS)}, or a Hugging Face model directory (only its config.json is read)."
+    "model",
+    "deepseek_v3",
+    f"Plan for this model: {', '.join(_MODELS)}, or a Hugging Face directory (only its config.json is read).",
 )
 _JSON = absl_flags.DEFINE_string("json", None, "Write everything to this file as JSON.")
 _PLOT = absl_flags.DEFINE_string("plot", None, "Draw the timeline of one MoE layer to this PNG file.")

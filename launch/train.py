@@ -21,9 +21,11 @@ from dsv3.training.report import plot_losses
 from dsv3.training.step import TrainState
 from launch import flags
 
-CONFIG = absl_flags.DEFINE_string("config", "tiny", "Module of `configs` that holds the training configuration.")
-OUTPUT = absl_flags.DEFINE_string("output", None, "Directory of the run; runs/CONFIG unless given.")
-STEPS = absl_flags.DEFINE_integer("steps", None, "Steps in all, those of a resumed run included.", lower_bound=1)
+CONFIG = absl_flags.DEFINE_string("config", "tiny", "Train with the configuration in this module of `configs`.")
+OUTPUT = absl_flags.DEFINE_string("output", None, "Write the run to this directory; default: runs/CONFIG.")
+STEPS = absl_flags.DEFINE_integer(
+    "steps", None, "Train this many steps in all, those before a resume included.", lower_bound=1
+)
 RESUME = absl_flags.DEFINE_bool("resume", False, "Continue from the newest checkpoint in the output directory.")
 
 

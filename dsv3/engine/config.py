@@ -1,56 +1,49 @@
 """What an engine is given besides a model: limits and memory, under the names vLLM's users know."""
 
 import dataclasses
+import functools
+from typing import Any
 
 from dsv3.cache.page import pages_for
+from dsv3.options import EngineOptions, check, option, options_of
 
 _MIN_PREFILL_TOKENS = 64
 _MAX_PREFILL_ROWS = 16
+
+
+def _carries(name: str, default: Any) -> Any:
+    """Declares a field that carries an engine option, with what the option's declaration says of it."""
+    [terms] = (each.terms for each in options_of(EngineOptions) if each.name == name)
+    return dataclasses.field(default=default, metadata={"terms": terms})
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Limits of one engine; all counts are per data-parallel rank but `max_num_queued_reqs`.
 
-    `max_model_len` bounds prompt and answer together, in tokens. `max_num_seqs` requests run at once.
-    `max_num_batched_tokens` bounds the prompt tokens of one step. `num_pages` is the pool of 64-token pages; it must
-    hold at least one request of `max_model_len`. Above `max_num_queued_reqs` waiting requests (those that a free slot
-    awaits are not counted) the engine refuses new ones. `num_nodes` says over how many hosts the ranks are
-    spread, equally and in order; a rank is `tensor_parallel_size` devices of one host. `model_id`, `cache_dtype` and
-    `tokenizer_id` enter the keys of the prefix cache. `seed` starts the random numbers of requests that bring no seed
-    of their own. At least `eplb_interval` steps apart (0: never) experts are moved between devices where
-    the load is so uneven that its mean is less than `eplb_threshold` of the busiest device's.
-
-    Raises ValueError for a value out of range.
+    `num_nodes` is the number of hosts over which the ranks are spread, equally and in order. `model_id`, `cache_dtype`
+    and `tokenizer_id` enter the keys of the prefix cache. Raises ValueError for a value out of range.
     """
 
-    max_model_len: int
-    num_pages: int
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
-    max_num_queued_reqs: int = 1024
-    num_ranks: int = 1
-    num_nodes: int = 1
-    tensor_parallel_size: int = 1
-    enable_prefix_caching: bool = True
-    model_id: str = ""
-    cache_dtype: str = "float32"
-    tokenizer_id: str = ""
-    seed: int = 0
-    eplb_interval: int = 0
-    eplb_threshold: float = 0.9
+    # Room differs between processes: the leader takes the least and tells it.
+    max_model_len: int = option(help="Limit prompt and answer together to this many tokens.", low=1, agree=False)
+    num_pages: int = option(help="Hold this many pages, enough for a request of max_model_len.", low=1, agree=False)
+    max_num_seqs: int = _carries("max_num_seqs", 64)
+    max_num_batched_tokens: int = _carries("max_num_batched_tokens", 1024)
+    max_num_queued_reqs: int = _carries("max_num_queued_reqs", 1024)
+    num_ranks: int = option(1, "Serve with this many data-parallel ranks.", low=1)
+    num_nodes: int = option(1, "Spread the ranks over this many hosts.", low=1)
+    tensor_parallel_size: int = _carries("tensor_parallel_size", 1)
+    enable_prefix_caching: bool = _carries("enable_prefix_caching", True)
+    model_id: str = option("", "Name the weights; paths differ between hosts.", agree=False, programs=False)
+    cache_dtype: str = option("float32", "Store latents in this type.")
+    tokenizer_id: str = option("", "Name the tokenizer.", agree=False, programs=False)
+    seed: int = _carries("seed", 0)
+    eplb_interval: int = option(0, "Let this many steps pass between moves; 0: never move.", low=0, programs=False)
+    eplb_threshold: float = _carries("eplb_threshold", 0.9)
 
     def __post_init__(self) -> None:
-        counts = ("max_model_len", "num_pages", "max_num_seqs", "max_num_batched_tokens", "num_ranks")
-        for name in (*counts, "tensor_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
-        if self.max_num_queued_reqs < 0:
-            raise ValueError(f"max_num_queued_reqs: {self.max_num_queued_reqs} is negative")
-        if self.eplb_interval < 0:
-            raise ValueError(f"eplb_interval: {self.eplb_interval} is negative")
-        if not 0 < self.eplb_threshold <= 1:
-            raise ValueError(f"eplb_threshold: {self.eplb_threshold} is not above 0 and at most 1")
+        check(self)
         if self.num_pages < self.pages_per_seq:
             raise ValueError(
                 f"num_pages: {self.num_pages} pages of 64 tokens cannot hold one request of max_model_len "
@@ -67,17 +60,17 @@ class EngineConfig:
         """Width of a page table."""
         return pages_for(self.max_model_len)
 
-    @property
+    @functools.cached_property
     def decode_buckets(self) -> tuple[int, ...]:
         """Batch sizes decode is compiled for: 1, 4, 16, ... and `max_num_seqs`."""
         return _powers_of_four(1, self.max_num_seqs)
 
-    @property
+    @functools.cached_property
     def prefill_buckets(self) -> tuple[int, ...]:
         """Token counts prefill is compiled for: 64, 256, 1024, ... and `max_num_batched_tokens`."""
         return _powers_of_four(_MIN_PREFILL_TOKENS, self.max_num_batched_tokens)
 
-    @property
+    @functools.cached_property
     def forward_programs(self) -> tuple[tuple[str, int], ...]:
         """The model's programs, by kind and bucket."""
         prefill = (("prefill", size) for size in self.prefill_buckets)
@@ -85,12 +78,16 @@ class EngineConfig:
 
     def prefill_rows(self, tokens: int) -> int:
         """Requests that share a prefill batch of the bucket `tokens`; one of the decode buckets, for the sampler."""
-        wanted = min(tokens, _MAX_PREFILL_ROWS)
-        return max(b for b in self.decode_buckets if b <= wanted)
+        return self._prefill_rows[tokens]
+
+    @functools.cached_property
+    def _prefill_rows(self) -> dict[int, int]:
+        most = {tokens: min(tokens, _MAX_PREFILL_ROWS) for tokens in self.prefill_buckets}
+        return {tokens: max(b for b in self.decode_buckets if b <= rows) for tokens, rows in most.items()}
 
 
 def bucket(sizes: tuple[int, ...], needed: int) -> int:
-    """The smallest of the ascending `sizes` that holds `needed`."""
+    """Returns the smallest of the ascending `sizes` that holds `needed`."""
     return next(size for size in sizes if size >= needed)
 
 

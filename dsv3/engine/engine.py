@@ -16,7 +16,7 @@ import numpy as np
 
 from dsv3.config import ModelConfig
 from dsv3.engine.balance import balancer_of
-from dsv3.engine.cluster.options import ClusterError, public_text
+from dsv3.engine.cluster.membership import ClusterError, public_text
 from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.programs import Progress, Store

@@ -4,6 +4,7 @@ token ids -> text (`detokenizer`) -> stop strings (`stop`) -> the parsers of `pa
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -13,6 +14,8 @@ from dsv3.text.parsers import OutputParser
 from dsv3.text.pieces import Piece, Text
 from dsv3.text.stop import StopStrings
 from dsv3.text.tokenizer import Tokenizer
+
+EndReason = Literal["stop", "length", "abort", "error"]
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
@@ -25,7 +28,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
     pieces: list[Piece]
     num_tokens: int
-    finish_reason: str | None = None
+    finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
 
     @property
@@ -54,7 +57,7 @@ class OutputStream:
         self._count = 0
 
     def push(
-        self, token_ids: Sequence[int], finish_reason: str | None = None, stop_token_id: int | None = None
+        self, token_ids: Sequence[int], finish_reason: EndReason | None = None, stop_token_id: int | None = None
     ) -> Delta:
         """Takes the engine's next tokens; `stop_token_id`, if any, is the last of them."""
         hidden = stop_token_id is not None and not self._shows_stop

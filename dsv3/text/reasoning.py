@@ -10,7 +10,6 @@ from dsv3.text.pieces import Piece, Reasoning, Text
 from dsv3.text.stop import StopMatcher
 
 OPEN, CLOSE = "<think>", "</think>"
-PARSERS = ("auto", "deepseek_r1", "none")
 Parser = Literal["auto", "deepseek_r1", "none"]
 
 # Characters held back while they are white space or part of `<think>`; a flood of white space is not held.

@@ -5,7 +5,6 @@ what the DeepSeek family uses and the only kind supported: each token stands for
 text can be produced token by token in linear time.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ class Tokenizer:
     """Byte-level BPE tokenizer with the special tokens and the chat template that came with it.
 
     `vocab_size` counts the ids the tokenizer knows (0 .. vocab_size - 1, with possible gaps); a model's logits may be
-    wider. `fingerprint` is a sha256 of the files, for cache keys.
+    wider.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], chat_template: str | None = None):
@@ -44,7 +43,6 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         self.max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        self.fingerprint = hashlib.sha256((backend.to_str() + json.dumps(config, sort_keys=True)).encode()).hexdigest()
         self._add_bos: bool | None = config.get("add_bos_token")
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}

@@ -225,7 +225,7 @@ class Generation:
             logprobs = logprobs[:count]
         update = Update(choice.index, delta.pieces, token_ids, logprobs)
         if delta.finish_reason is not None:
-            update.finish_reason, update.stop_reason = delta.finish_reason, delta.stop_reason  # type: ignore[assignment]
+            update.finish_reason, update.stop_reason = delta.finish_reason, delta.stop_reason
             self._end(choice, delta.finish_reason, engine_goes_on)
         self._on_update(update)
 

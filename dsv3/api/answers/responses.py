@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

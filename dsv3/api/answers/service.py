@@ -133,12 +133,12 @@ async def make_service(
     """
     tokenizer = _tokenizer(config)
     templates = await _templates(config, tokenizer)
-    parser = config.reasoning_parser
+    parser = config.options.reasoning_parser
     if parser == "auto" and not (templates and tokenizer and writes_reasoning(tokenizer.chat_template)):
         parser = "none"
     settings = ServiceConfig(
         config.model_names,
-        ParserOptions(reasoning=parser),  # type: ignore[arg-type]
+        ParserOptions(reasoning=parser),
         sampling_defaults(config.model_dir),
         *([] if created is None else [created]),
     )

@@ -18,11 +18,9 @@ async def start_engine(config: ServerConfig, service: Service) -> EngineProcess:
     """
     process = EngineProcess()
     service.engine.on_failure = lambda _: process.kill()
-    options = config.engine_options
-    if service.tokenizer is not None:
-        options = options | {"tokenizer_id": service.tokenizer.fingerprint}
     _, connection = process.connect()
-    await service.engine.connect(connection, Start(config.engine_factory, str(config.model_dir), options))
+    start = Start(config.engine_factory, str(config.model_dir), config.engine, config.cluster, config.factory_options)
+    await service.engine.connect(connection, start)
     return process
 
 

@@ -3,16 +3,22 @@
 import msgspec
 import numpy as np
 
+from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.prepare import PreparedRequest, RequestRules
 from dsv3.request import EngineOutput, StepOutputs, Tokens
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first front's first message; `factory` is "module:function" of `factory(model_dir, options, host)`."""
+    """The first front's first message; `factory` is "module:function" of `factory(start, host)`.
+
+    With `cluster` the process leads an instance of several. `factory_options` are for factories of tests.
+    """
 
     factory: str
     model_dir: str
-    options: dict[str, object]
+    engine: EngineOptions
+    cluster: ClusterOptions | None = None
+    factory_options: dict[str, object] = {}
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

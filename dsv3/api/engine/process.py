@@ -15,14 +15,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import msgspec
 
 from dsv3.api.engine import messages
 from dsv3.api.engine.fronts import Front, Fronts
-from dsv3.engine.cluster.options import public_text
+from dsv3.engine.cluster.membership import public_text
 from dsv3.prepare import PreparedRequest
 from dsv3.request import InvalidRequest, QueueFull, StepOutputs
 
@@ -154,7 +153,7 @@ def serve(engine: EngineLike, fronts: Fronts) -> NoReturn:
 def _build(start: messages.Start, host: Host) -> tuple[EngineLike, messages.EngineInfo]:
     module, _, name = start.factory.partition(":")
     factory = getattr(importlib.import_module(module), name)
-    engine, info = factory(Path(start.model_dir), start.options, host)
+    engine, info = factory(start, host)
     return engine, info
 
 

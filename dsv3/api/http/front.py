@@ -68,20 +68,19 @@ async def _run(listener: socket.socket, connection: socket.socket, descriptor: i
     orders = _Orders()
     await orders.listen()
     start = await orders.start
-    numbers = SharedNumbers(NUM_NUMBERS, start.fronts, start.front, descriptor)
+    numbers = SharedNumbers(NUM_NUMBERS, start.options.api_server_count, start.front, descriptor)
     config = ServerConfig(
         model_dir=Path(start.model_dir),
         model_names=start.model_names,
-        api_key=start.api_key,
-        reasoning_parser=start.reasoning_parser,
+        options=start.options,
         template_deadline_s=start.template_deadline_s,
         notify=lambda line: None,  # the first front has said it
     )
-    engine = EngineClient(max_num_queued_reqs=start.max_num_queued_reqs, watchdog_s=start.watchdog_s)
+    engine = EngineClient(max_num_queued_reqs=start.engine.max_num_queued_reqs, watchdog_s=start.watchdog_s)
     orders.on_failure = engine.fail
     engine.on_silence = lambda reason: _tell(messages.EngineSilent(reason))
     service = await make_service(config, engine, numbers, start.created)
-    async with serving(service, listener, start.api_key):
+    async with serving(service, listener, start.options.api_key):
         await engine.connect(connection)
         _tell(messages.FrontReady())
         await wait_for_any(orders.drain, engine.ended)
@@ -91,7 +90,7 @@ async def _run(listener: socket.socket, connection: socket.socket, descriptor: i
             if orders.engine_failed.is_set():
                 await orders.drain.wait()
             return 1
-        await drain(service, orders.abort, start.shutdown_timeout_s, _log.info)
+        await drain(service, orders.abort, start.options.shutdown_timeout, _log.info)
         engine.close()
         return 0
 

@@ -41,7 +41,7 @@ class Fronts:
         created = int(time.time())
         self._fronts = [
             _OtherFront(_start_message(config, number, created), listener, numbers, engine, on_failure)
-            for number in range(1, config.api_server_count)
+            for number in range(1, config.options.api_server_count)
         ]
         self._running = [asyncio.create_task(front.run()) for front in self._fronts]
 
@@ -175,14 +175,11 @@ class _OtherFront:
 def _start_message(config: ServerConfig, front: int, created: int) -> messages.FrontStart:
     return messages.FrontStart(
         front=front,
-        fronts=config.api_server_count,
         created=created,
         model_dir=str(config.model_dir),
         model_names=config.model_names,
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        api_key=config.api_key,
-        reasoning_parser=config.reasoning_parser,
-        shutdown_timeout_s=config.shutdown_timeout_s,
+        options=config.options,
+        engine=config.engine,
         watchdog_s=config.watchdog_s,
         template_deadline_s=config.template_deadline_s,
     )

@@ -2,19 +2,18 @@
 
 import msgspec
 
+from dsv3.options import EngineOptions, ServerOptions
+
 
 class FrontStart(msgspec.Struct, frozen=True, tag=True):
-    """First message to a front: what `dsv3.api.config.ServerConfig` says, and which of the fronts it is."""
+    """First message to a front: its number, and what `dsv3.api.config.ServerConfig` says of all fronts."""
 
     front: int
-    fronts: int
     created: int
     model_dir: str
     model_names: tuple[str, ...]
-    max_num_queued_reqs: int
-    api_key: str | None
-    reasoning_parser: str
-    shutdown_timeout_s: float
+    options: ServerOptions
+    engine: EngineOptions
     watchdog_s: float
     template_deadline_s: float
 

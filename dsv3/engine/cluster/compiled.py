@@ -9,13 +9,12 @@ whole when it is serialised once more (XLA:CPU, jax 0.12.0.1: "Function ... not 
 with the instance's key wrote it.
 """
 
-import dataclasses
 import hashlib
 import hmac
 import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,23 @@ from jax.experimental import serialize_executable
 
 from dsv3.engine.cluster.fingerprint import Fields
 from dsv3.engine.compilation import default_cache_directory
-from dsv3.engine.config import EngineConfig
 
 _log = logging.getLogger("dsv3.cluster")
 _MAC_BYTES = 32
-_IRRELEVANT = {"weights"}
 
 
 class ProgramStore:
     """The programs of one process: `load` and `save` by name.
 
-    `base` is the compilation cache's directory (None: the user's). `fields` and `config` are what programs depend on.
+    `base` is the compilation cache's directory (None: the user's). `fields` are what programs depend on.
     """
 
-    def __init__(
-        self, base: object, key: bytes, fields: Fields, config: EngineConfig, process_id: int, devices: Sequence[Any]
-    ) -> None:
+    def __init__(self, base: str | None, key: bytes, fields: Fields, process_id: int, devices: Sequence[Any]) -> None:
         self._key = hmac.digest(key, b"compiled programs", hashlib.sha256)
         self._devices = devices
         self._hits = self._misses = 0
-        root = Path(str(base or jax.config.jax_compilation_cache_dir or default_cache_directory()))
-        self._directory = root / f"instance-{_digest(fields, config)}" / f"process-{process_id}"
+        root = Path(base or jax.config.jax_compilation_cache_dir or default_cache_directory())
+        self._directory = root / f"instance-{_digest(fields)}" / f"process-{process_id}"
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def __str__(self) -> str:
@@ -85,7 +80,6 @@ class ProgramStore:
         return hmac.digest(self._key, f"{self._directory}/{name}\0".encode() + body, hashlib.sha256)
 
 
-def _digest(fields: Mapping[str, str], config: EngineConfig) -> str:
-    limits = dataclasses.replace(config, model_id="", tokenizer_id="", seed=0, max_num_queued_reqs=0)
-    text = "\n".join(f"{name}={value}" for name, value in sorted(fields.items()) if name not in _IRRELEVANT)
-    return hashlib.sha256(f"{text}\n{limits}".encode()).hexdigest()[:16]
+def _digest(fields: Fields) -> str:
+    text = "\n".join(f"{name}={value}" for name, value in sorted(fields.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -7,38 +7,53 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import dsv3
 import pallas_kernels
 import sharding
+from dsv3.options import ClusterOptions, EngineOptions, options_of
 
 Fields = dict[str, str]
 """Short texts: settings in the clear, files as the start of a sha256."""
 
-_OWN_OPTIONS = {"compilation_cache_dir", "tokenizer_id", "max_num_queued_reqs"}
 _SAMPLE_BYTES = 2**16
 _DIGEST_CHARACTERS = 16
 
 
-def fields_of(model_dir: Path, options: Mapping[str, object], num_processes: int) -> Fields:
-    """What a process can say of itself before it starts jax.
-
-    `options` are those of the engine, without what only one process needs.
-    """
+def fields_of(model_dir: Path, options: EngineOptions, cluster: ClusterOptions) -> Fields:
+    """Returns what a process can say of itself before it starts jax, and what all must agree on."""
+    flags = agreed(cluster) | agreed(options)
     return {
-        "num_processes": str(num_processes),
+        **environment(model_dir),
+        "weights": weights_digest(model_dir),
+        **{f"--{name}": value for name, value in flags.items()},
+    }
+
+
+def environment(model_dir: Path) -> Fields:
+    """Returns what every program depends on before there is a device: code, versions, XLA's flags, the model."""
+    return {
         "code": code_digest(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "model config": _digest((model_dir / "config.json").read_bytes()) if model_dir.is_dir() else "none",
-        "weights": weights_digest(model_dir),
-        **{f"--{name}": repr(value) for name, value in sorted(options.items()) if name not in _OWN_OPTIONS},
     }
 
 
+def agreed(options: Any) -> Fields:
+    """Returns the options that all processes of an instance must agree on, by name."""
+    return {each.name: repr(getattr(options, each.name)) for each in options_of(type(options)) if each.terms.agree}
+
+
+def shaping(options: Any) -> Fields:
+    """Returns the options that compiled programs may depend on, by name."""
+    return {each.name: repr(getattr(options, each.name)) for each in options_of(type(options)) if each.terms.programs}
+
+
 def differences(leader: Mapping[str, str], other: Mapping[str, str], process_id: int) -> str:
-    """The fields that differ, with both values; empty if none does."""
+    """Returns the fields that differ, with both values; empty if none does."""
     names = [name for name in [*leader, *(n for n in other if n not in leader)] if leader.get(name) != other.get(name)]
     parts = (f"{n} ({leader.get(n, 'none')} there, {other.get(n, 'none')} in process {process_id})" for n in names)
     return ", ".join(parts)
@@ -46,7 +61,7 @@ def differences(leader: Mapping[str, str], other: Mapping[str, str], process_id:
 
 @functools.cache
 def code_digest() -> str:
-    """Of every source file that can change what a program computes."""
+    """Digests every source file that can change what a program computes."""
     total = hashlib.sha256()
     for package in (dsv3, sharding, pallas_kernels):
         root = Path(str(package.__file__)).parent
@@ -57,7 +72,7 @@ def code_digest() -> str:
 
 
 def weights_digest(directory: Path) -> str:
-    """Of each weight file its name, its size, its beginning (which lists its tensors) and its end; not all of it."""
+    """Digests name, size, beginning (which lists its tensors) and end of each weight file; not all of it."""
     total = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size

@@ -4,6 +4,7 @@ The main thread loads, compiles and launches; others receive, send, watch the le
 main thread is stuck in, the process ends when the leader says so, is silent or is gone.
 """
 
+import dataclasses
 import logging
 import os
 import queue
@@ -13,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +22,7 @@ import numpy as np
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.digest import Chain
 from dsv3.engine.cluster.fingerprint import fields_of
+from dsv3.engine.cluster.membership import read_key
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -35,12 +36,12 @@ from dsv3.engine.cluster.messages import (
     Step,
     Stop,
 )
-from dsv3.engine.cluster.options import ClusterOptions, read_key
 from dsv3.engine.cluster.peer import Peer
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.cluster.wire import HANDSHAKE_S, Wire, WireError, connect
 from dsv3.engine.commands import StepCommand
 from dsv3.engine.executor import Executor, Launched
+from dsv3.options import ClusterOptions, EngineOptions
 
 _log = logging.getLogger("dsv3.cluster")
 _RETRY_S = 0.2
@@ -50,13 +51,13 @@ _EXPLANATION_S = 3.0
 _SWITCH_INTERVAL_S = 0.0005  # the end of the leader is seen here before jax's coordination client aborts the process
 
 
-def run(cluster: ClusterOptions, model_dir: Path, options: Mapping[str, object], load: Load = load_model) -> NoReturn:
+def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: Load = load_model) -> NoReturn:
     """Follows the leader until it ends; ends the process with status 0 if that was in order, else 1.
 
     `options` are the engine's, the same as the leader's. Raises ValueError for a key file that cannot be used.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    key = read_key(cluster.key_file)
+    key = read_key(cluster.cluster_key_file)
     signals = _Signals()
     try:
         wire = _reach(cluster, key)
@@ -79,10 +80,10 @@ class _Follower:
         self._peer = Peer(wire, self._heartbeat, self._take, lambda end: _end(1, f"the leader (process 0) {end}"))
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def follow(self, model_dir: Path, options: Mapping[str, object], load: Load) -> NoReturn:
+    def follow(self, model_dir: Path, options: EngineOptions, load: Load) -> NoReturn:
         """Starts with the leader, then executes what it sends."""
         phases = Phases()
-        fields = fields_of(model_dir, options, self._cluster.num_processes)
+        fields = fields_of(model_dir, options, self._cluster)
         self._send(Hello(fields, socket.gethostname(), os.getpid()))
         self._expect(Begin)
         phases.end("all have come")
@@ -90,11 +91,10 @@ class _Follower:
         phases.end("jax")
         parts = load(model_dir, options)
         phases.end("weights")
-        loaded = loaded_fields(parts)
-        self._send(Loaded(loaded, parts.cfg.num_pages))
-        config = self._expect(Build).config
-        executor = Executor(parts.functions, parts.params, parts.model_cfg, config, parts.devices)
-        executor.programs.store = store = program_store(self._cluster, options, fields | loaded, config, parts)
+        self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages))
+        parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
+        executor = Executor(parts.functions, parts.params, parts.model_cfg, parts.cfg, parts.devices)
+        executor.programs.store = store = program_store(self._cluster, model_dir, options, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
         executor.programs.compile_all()
         phases.end("compiling")
@@ -154,7 +154,7 @@ class _Follower:
             self.give_up(error)
 
     def _watch(self) -> None:
-        limit = self._cluster.silence_s
+        limit = self._cluster.cluster_silence_timeout
         interval, last = min(0.25, limit / 8), time.monotonic()
         while True:
             time.sleep(interval)
@@ -176,14 +176,14 @@ def _read(command: StepCommand, launched: Launched) -> list[np.ndarray]:
 def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
     """Connects to the leader, which may start later; raises WireError when it cannot within the time to start."""
     host, port = cluster.control_address
-    deadline = time.monotonic() + cluster.start_timeout_s
+    deadline = time.monotonic() + cluster.cluster_start_timeout
     while True:
         try:
             connection = socket.create_connection((host, port), timeout=HANDSHAKE_S)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise WireError(
-                    f"cannot reach the leader at {host}:{port} within {cluster.start_timeout_s:g} s: {error}"
+                    f"cannot reach the leader at {host}:{port} within {cluster.cluster_start_timeout:g} s: {error}"
                 ) from None
             time.sleep(_RETRY_S)
             continue

@@ -2,17 +2,17 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from dsv3.cache.page import PAGE_SIZE
+from dsv3.engine.build import engine_of
 from dsv3.engine.cluster.fingerprint import fields_of
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.options import ClusterOptions
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
+from dsv3.engine.limits import with_pages
+from dsv3.options import ClusterOptions, EngineOptions
 
 _SWITCH_INTERVAL_S = 0.0005  # commands shall leave while the engine's thread launches the same step
 
@@ -29,17 +29,17 @@ class Host(Protocol):
 def start_leader(
     cluster: ClusterOptions,
     model_dir: Path,
-    options: Mapping[str, object],
+    options: EngineOptions,
     host: Host,
     load: Load = load_model,
 ) -> Engine:
-    """An engine over the devices of all processes, warm; every follower is ready when it returns.
+    """Returns an engine over the devices of all processes, warm; every follower is ready when it returns.
 
     Raises ClusterError when processes are missing, differ or fail.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     phases = Phases()
-    fields = fields_of(model_dir, options, cluster.num_processes)
+    fields = fields_of(model_dir, options, cluster)
     leader = Leader(cluster, fields, host.fail, host.drain)
     host.at_end(leader.end)
     host.progress(f"waiting for {cluster.num_processes - 1} other processes")
@@ -49,21 +49,14 @@ def start_leader(
     phases.end("jax")
     host.progress("loading the weights")
     parts = load(model_dir, options)
-    num_pages = leader.loaded(loaded := loaded_fields(parts))
+    num_pages = leader.loaded(loaded_fields(parts))
     phases.end("weights")
-    cfg = _with_pages(parts.cfg, num_pages, may_shorten=options.get("max_model_len") is None)
-    leader.build(cfg)
-    engine = Engine(parts.functions, parts.params, parts.model_cfg, cfg, parts.devices, leader)
-    store = program_store(cluster, options, fields | loaded, cfg, parts)
+    parts = dataclasses.replace(parts, cfg=with_pages(parts.cfg, num_pages, options))
+    leader.build(parts.cfg)
+    engine = engine_of(parts, leader)
+    store = program_store(cluster, model_dir, options, parts)
     engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total), store)
     leader.ready()
     phases.end("compiling")
     host.progress(f"{cluster.num_processes} processes are ready after {phases}; {store}")
     return engine
-
-
-def _with_pages(cfg: EngineConfig, num_pages: int, *, may_shorten: bool) -> EngineConfig:
-    """The leader's limits with no more cache pages than the process with the least room has."""
-    num_pages = min(cfg.num_pages, num_pages)
-    longest = min(cfg.max_model_len, num_pages * PAGE_SIZE) if may_shorten else cfg.max_model_len
-    return dataclasses.replace(cfg, num_pages=num_pages, max_model_len=longest)

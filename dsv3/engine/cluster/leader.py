@@ -16,12 +16,13 @@ import numpy as np
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.fingerprint import Fields, differences
+from dsv3.engine.cluster.membership import ClusterError, read_key
 from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Step, Stop
-from dsv3.engine.cluster.options import LEADER, ClusterError, ClusterOptions, read_key
 from dsv3.engine.cluster.peer import Peer, PeerLost
 from dsv3.engine.cluster.wire import Wire, WireError, accept
 from dsv3.engine.commands import StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.options import LEADER, ClusterOptions
 
 _log = logging.getLogger("dsv3.cluster")
 _MAX_GREETINGS = 64  # connections that have not proved themselves; more are closed at once
@@ -48,7 +49,7 @@ class Leader:
     ) -> None:
         self._options, self._fields = options, fields
         self._on_failure, self._on_drain = on_failure, on_drain
-        self._key = read_key(options.key_file)
+        self._key = read_key(options.cluster_key_file)
         self._followers = frozenset(range(1, options.num_processes))
         self._peers: dict[int, Peer] = {}
         self._said: dict[type, dict[int, messages.ToLeader]] = {Hello: {}, Loaded: {}, Ready: {}}
@@ -72,11 +73,11 @@ class Leader:
         """
         address = "{}:{}".format(*self._listener.getsockname()[:2])
         _log.info("waiting for %d processes at %s", len(self._followers), address)
-        missing = self._wait_for(Hello, "to come", self._options.start_timeout_s)
+        missing = self._wait_for(Hello, "to come", self._options.cluster_start_timeout)
         if missing:
             raise self._fail(
                 f"{_processes(missing)} of {self._options.num_processes} did not come within "
-                f"{self._options.start_timeout_s:g} s (listening at {address})"
+                f"{self._options.cluster_start_timeout:g} s (listening at {address})"
             )
         _stop_listening(self._listener)
         self._broadcast(messages.encode(messages.Begin()))
@@ -204,12 +205,12 @@ class Leader:
 
     def _watch(self) -> None:
         """Notices peers that are silent; a watcher that was itself suspended judges nobody by that time."""
-        interval = min(0.25, self._options.silence_s / 8)
+        interval = min(0.25, self._options.cluster_silence_timeout / 8)
         last = time.monotonic()
         while self._failure is None and not self._ending:
             time.sleep(interval)
             now = time.monotonic()
-            late, last = now - last > interval + self._options.silence_s / 2, now
+            late, last = now - last > interval + self._options.cluster_silence_timeout / 2, now
             if not late:
                 self._judge()
             else:
@@ -217,7 +218,7 @@ class Leader:
                     peer.forgive()
 
     def _judge(self) -> None:
-        limit = self._options.silence_s
+        limit = self._options.cluster_silence_timeout
         for process_id, peer in list(self._peers.items()):
             if peer.silent_s > limit:
                 self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")

@@ -4,18 +4,18 @@ import hashlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
-from dsv3.engine.build import EngineOptions, Parts, load_parts
+from dsv3.engine.build import Parts, load_parts
 from dsv3.engine.cluster.compiled import ProgramStore
-from dsv3.engine.cluster.fingerprint import Fields
-from dsv3.engine.cluster.options import ClusterOptions, read_key, split_address
-from dsv3.engine.config import EngineConfig
+from dsv3.engine.cluster.fingerprint import Fields, agreed, environment, shaping
+from dsv3.engine.cluster.membership import read_key
+from dsv3.options import ClusterOptions, EngineOptions, split_address
 
-Load = Callable[[Path, Mapping[str, object]], Parts]
+Load = Callable[[Path, EngineOptions], Parts]
 """Makes the parts of an engine; called in every process, with jax started over all of them."""
 
 _log = logging.getLogger("dsv3.cluster")
@@ -39,9 +39,9 @@ class Phases:
         return f"{self._last - self._started:.1f} s: {', '.join(self._done)}"
 
 
-def load_model(model_dir: Path, options: Mapping[str, object]) -> Parts:
-    """The parts of a real engine."""
-    return load_parts(model_dir, EngineOptions(**options), progress=False)  # type: ignore[arg-type]
+def load_model(model_dir: Path, options: EngineOptions) -> Parts:
+    """Loads the parts of a real engine."""
+    return load_parts(model_dir, options, progress=False)
 
 
 def start_jax(cluster: ClusterOptions) -> None:
@@ -64,25 +64,28 @@ def start_jax(cluster: ClusterOptions) -> None:
     _log.info("%d devices, %d of them here", len(jax.devices()), jax.local_device_count())
 
 
-def program_store(
-    cluster: ClusterOptions, options: Mapping[str, object], fields: Fields, config: EngineConfig, parts: Parts
-) -> ProgramStore:
-    """Where this process keeps its compiled programs; `fields` are those before and after loading."""
-    key = read_key(cluster.key_file)
-    return ProgramStore(options.get("compilation_cache_dir"), key, fields, config, cluster.process_id, parts.devices)
+def program_store(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramStore:
+    """Returns where this process keeps its compiled programs; `parts.cfg` are the limits that all use."""
+    depends = (shaping(cluster), shaping(options), {f"limit {k}": v for k, v in shaping(parts.cfg).items()})
+    fields = environment(model_dir) | _device_fields(parts)
+    for each in depends:
+        fields |= each
+    key = read_key(cluster.cluster_key_file)
+    return ProgramStore(options.compilation_cache_dir, key, fields, cluster.process_id, parts.devices)
 
 
 def loaded_fields(parts: Parts) -> Fields:
-    """What must be the same once the weights are loaded; the room for the cache may differ."""
-    local = {"num_pages", "max_model_len", "model_id", "tokenizer_id", "max_num_queued_reqs"}
-    limits = {k: repr(getattr(parts.cfg, k)) for k in parts.cfg.__dataclass_fields__ if k not in local}
+    """Returns what must be the same once the weights are loaded; the room for the cache may differ."""
+    return _device_fields(parts) | agreed(parts.cfg)
+
+
+def _device_fields(parts: Parts) -> Fields:
     leaves = jax.tree_util.tree_leaves_with_path(parts.params)
     shapes = "\n".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves)
     return {
         "platform": jax.local_devices()[0].client.platform_version,
         "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
         "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
-        **limits,
     }
 
 

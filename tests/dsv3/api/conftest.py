@@ -24,8 +24,8 @@ def server(model_dir):
 @pytest.fixture(scope="session")
 def slow_server(model_dir):
     """Two sequences run, three wait, 10 ms a step."""
-    options = {"step_s": 0.01, "max_num_seqs": 2, "max_num_queued_reqs": 3}
-    with serving.running(model_dir, engine_options=options, max_num_queued_reqs=3) as server:
+    limits = {"max_num_seqs": 2, "max_num_queued_reqs": 3}
+    with serving.running(model_dir, engine=limits, factory_options={"step_s": 0.01}) as server:
         yield server
 
 
@@ -39,5 +39,5 @@ def bare_server(tmp_path_factory):
 @pytest.fixture(scope="session")
 def locked_server(model_dir):
     """An API key is needed."""
-    with serving.running(model_dir, api_key=KEY) as server:
+    with serving.running(model_dir, options={"api_key": KEY}) as server:
         yield server

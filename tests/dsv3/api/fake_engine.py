@@ -124,14 +124,15 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(-0.5, [token, *others][:count], [-0.5, -2.0, float("-inf"), *[-9.0] * 20][:count])
 
 
-def make(model_dir, options, host):
+def make(start, host):
     """The factory that the server under test is given."""
+    options, engine = start.factory_options, start.engine
     if "fail" in options:
         raise ValueError(options["fail"])
     for i in range(3):
         host.progress(f"compiling program {i}", i + 1, 3)
     time.sleep(options.get("start_s", 0))
-    limits = options.get("max_model_len", 2048), options.get("max_num_seqs", 64), options.get("max_num_queued_reqs", 64)
+    limits = engine.max_model_len or 2048, engine.max_num_seqs or 64, engine.max_num_queued_reqs
     return FakeEngine(*limits, options.get("step_s", 0.001)), EngineInfo(
         RequestRules(vocab_size=VOCAB, max_model_len=limits[0], eos_token_ids=(EOS,)), limits[1], 1000
     )

@@ -67,7 +67,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(model_dir: Path, *, ready: bool = True, **settings) -> Iterator[Server]:
-    """A server with `settings` of `ServerConfig`; killed with its children at the end."""
+    """A server with `settings` of `ServerConfig`, its options as dictionaries; killed with its children at the end."""
     settings = {"model_dir": str(model_dir), "model_names": ["tiny"], "engine_factory": FAKE} | settings
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
         process = subprocess.Popen(
@@ -99,8 +99,12 @@ def main() -> int:
 
     from dsv3.api.config import ServerConfig
     from dsv3.api.http.server import bind, serve
+    from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
 
     settings = json.loads(sys.argv[1])
+    for name, kind in (("options", ServerOptions), ("engine", EngineOptions), ("cluster", ClusterOptions)):
+        if name in settings:
+            settings[name] = kind(**settings[name])
     settings["model_dir"] = Path(settings["model_dir"])
     settings["model_names"] = tuple(settings["model_names"])
     listener = bind("127.0.0.1", 0)

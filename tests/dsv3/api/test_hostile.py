@@ -278,7 +278,7 @@ def test_giant_headers(server, headers):
 
 def test_health_answers_while_a_huge_prompt_is_encoded(model_dir, tmp_path):
     """A model with a long context, so that the text is not refused for its length."""
-    with serving.running(model_dir, engine_options={"max_model_len": 2**20}) as server:
+    with serving.running(model_dir, engine={"max_model_len": 2**20}) as server:
         body = json.dumps({"prompt": "def add hello world " * 60_000, "max_tokens": 1}).encode()
         request = threading.Thread(target=post, args=(server, COMPLETIONS, body))
         request.start()

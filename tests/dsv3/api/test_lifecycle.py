@@ -63,7 +63,7 @@ def held(server, body, count=1):
 
 
 def test_health_tells_that_the_server_starts(model_dir):
-    with serving.running(model_dir, ready=False, engine_options={"start_s": 1.0}) as server:
+    with serving.running(model_dir, ready=False, factory_options={"start_s": 1.0}) as server:
         server.wait_for(lambda: server.http.get("/health").status_code == 503)
         assert server.http.get("/health").json()["status"] == "starting"
         answer = server.http.post(COMPLETIONS, json=ENDLESS)
@@ -78,7 +78,7 @@ def test_health_tells_that_the_server_starts(model_dir):
 
 
 def test_a_failing_start_ends_the_process_with_the_reason(model_dir):
-    options = {"engine_options": {"fail": "config.json: vocab_size is missing"}}
+    options = {"factory_options": {"fail": "config.json: vocab_size is missing"}}
     with serving.running(model_dir, ready=False, **options) as server:
         assert server.process.wait(30) == 1
         assert "config.json: vocab_size is missing" in server.log.read_text()
@@ -141,7 +141,7 @@ def test_readers_that_never_read_delay_nobody(server):
 
 @pytest.mark.parametrize("trouble", ["kill", fake_engine.CRASH_STEP, fake_engine.FAIL_STEP, fake_engine.HANG])
 def test_the_death_of_the_engine_reaches_everyone(model_dir, trouble):
-    settings = {"engine_options": {"step_s": 0.01}, "failure_linger_s": 1.0, "watchdog_s": 1.0}
+    settings = {"factory_options": {"step_s": 0.01}, "failure_linger_s": 1.0, "watchdog_s": 1.0}
     with serving.running(model_dir, **settings) as server:
         requests = Requests(server)
         requests.send(ENDLESS, 2)
@@ -164,7 +164,7 @@ def test_the_death_of_the_engine_reaches_everyone(model_dir, trouble):
 
 
 def test_sigterm_drains(model_dir):
-    with serving.running(model_dir, engine_options={"step_s": 0.01}, shutdown_timeout_s=60.0) as server:
+    with serving.running(model_dir, factory_options={"step_s": 0.01}, options={"shutdown_timeout": 60.0}) as server:
         requests = Requests(server)
         requests.send(ENDLESS | {"max_tokens": 250}, 2)
         requests.send(ENDLESS | {"max_tokens": 250, "stream": True}, 2)
@@ -183,7 +183,7 @@ def test_sigterm_drains(model_dir):
 @pytest.mark.parametrize("second_signal", [signal.SIGTERM, signal.SIGINT, None])
 def test_draining_ends_with_the_timeout_or_a_second_signal(model_dir, second_signal):
     timeout = 0.3 if second_signal is None else 600.0
-    with serving.running(model_dir, engine_options={"step_s": 0.05}, shutdown_timeout_s=timeout) as server:
+    with serving.running(model_dir, factory_options={"step_s": 0.05}, options={"shutdown_timeout": timeout}) as server:
         requests = Requests(server)
         requests.send(ENDLESS)
         requests.send(ENDLESS | {"stream": True})
@@ -198,7 +198,7 @@ def test_draining_ends_with_the_timeout_or_a_second_signal(model_dir, second_sig
 
 
 def test_an_idle_server_stops_at_once_and_takes_its_processes_along(model_dir):
-    with serving.running(model_dir, shutdown_timeout_s=600.0) as server:
+    with serving.running(model_dir, options={"shutdown_timeout": 600.0}) as server:
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert len(children) == 2  # the engine and a template worker
         server.process.send_signal(signal.SIGINT)
@@ -208,7 +208,7 @@ def test_an_idle_server_stops_at_once_and_takes_its_processes_along(model_dir):
 
 
 def test_killing_the_http_process_ends_the_others(model_dir):
-    with serving.running(model_dir, engine_options={"step_s": 0.01}) as server:
+    with serving.running(model_dir, factory_options={"step_s": 0.01}) as server:
         children = psutil.Process(server.process.pid).children(recursive=True)
         Requests(server).send(ENDLESS)
         server.wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
@@ -219,7 +219,7 @@ def test_killing_the_http_process_ends_the_others(model_dir):
 
 def test_signals_to_the_engine_are_the_http_process_s_to_handle(model_dir):
     """Process managers signal whole groups; draining needs the engine alive."""
-    with serving.running(model_dir, engine_options={"step_s": 0.01}) as server:
+    with serving.running(model_dir, factory_options={"step_s": 0.01}) as server:
         requests = Requests(server)
         requests.send(ENDLESS | {"max_tokens": 50})
         server.wait_for(lambda: server.metric("vllm:num_requests_running") == 1)

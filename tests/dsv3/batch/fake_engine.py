@@ -21,8 +21,8 @@ class DyingEngine(fake_engine.FakeEngine):
         )
 
 
-def make(model_dir, options, progress):
+def make(start, host):
     """The factory that the completer under test is given."""
-    engine, info = fake_engine.make(model_dir, options, progress)
+    engine, info = fake_engine.make(start, host)
     engine.__class__ = DyingEngine
     return engine, info

@@ -8,6 +8,7 @@ import pytest
 from dsv3.api.config import ServerConfig
 from dsv3.batch.completer import server_completer
 from dsv3.batch.journal import BatchError
+from dsv3.options import EngineOptions
 from tests.dsv3.api.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
 from tests.dsv3.text import tiny
 
@@ -23,13 +24,13 @@ def model_dir(tmp_path_factory):
     return tiny.write(tmp_path_factory.mktemp("model"))
 
 
-def serve(model_dir, use, **options):
+def serve(model_dir, use, factory_options=None, **options):
     """Runs `use(completer, service)` against a fresh engine process."""
     config = ServerConfig(
         model_dir=model_dir,
         model_names=("tiny",),
-        engine_options=options,
-        max_num_queued_reqs=options.get("max_num_queued_reqs", 1024),
+        engine=EngineOptions(**options),
+        factory_options=factory_options or {},
         engine_factory="tests.dsv3.batch.fake_engine:make",
         notify=lambda line: None,
     )
@@ -100,7 +101,7 @@ def test_the_engines_death_leaves_its_requests_unanswered(model_dir, trouble):
 
 def test_an_engine_that_cannot_start_is_an_error(model_dir):
     with pytest.raises(BatchError, match="engine"):
-        serve(model_dir, None, fail="the weights are missing")
+        serve(model_dir, None, {"fail": "the weights are missing"})
 
 
 def test_a_tokenizer_that_cannot_be_used_is_an_error(tmp_path):

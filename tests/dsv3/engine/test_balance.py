@@ -11,14 +11,15 @@ import pytest
 
 from dsv3.engine import balance
 from dsv3.engine.balance import Balancer, Sent
-from dsv3.engine.build import EngineOptions, engine_config
 from dsv3.engine.commands import BalanceCommand
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
+from dsv3.engine.limits import Layout, engine_config
 from dsv3.engine.parallel import expert_parallel_functions, spread_experts
 from dsv3.engine.programs import BALANCING, Key, Programs
 from dsv3.engine.sequence import GREEDY
 from dsv3.engine.step_bodies import SpreadExperts, load_size
+from dsv3.options import EngineOptions
 from sharding import rebalance
 from sharding.eplb import balancedness, rebalance_experts
 from sharding.placement import placement_of
@@ -167,10 +168,10 @@ def test_options_that_cannot_balance_are_refused(options: dict, words: str) -> N
 
 def test_options_reach_the_engine() -> None:
     options = EngineOptions(enable_expert_parallel=True, enable_eplb=True, eplb_interval=70, eplb_threshold=0.5)
-    cfg = engine_config(toy.toy_config(), options, jax.devices()[0], jnp.float32, model_id="")
+    cfg = engine_config(toy.toy_config(), options, Layout(), jnp.float32)
     assert (cfg.eplb_interval, cfg.eplb_threshold) == (70, 0.5)
     off = dataclasses.replace(options, enable_eplb=False)
-    assert engine_config(toy.toy_config(), off, jax.devices()[0], jnp.float32, model_id="").eplb_interval == 0
+    assert engine_config(toy.toy_config(), off, Layout(), jnp.float32).eplb_interval == 0
 
 
 # The host's part alone: eight devices of three slots each, no programs.

@@ -7,11 +7,12 @@ import shutil
 import jax
 import pytest
 
-from dsv3.engine.build import EngineOptions, build_engine, bundled_model
+from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.parallel import expert_parallel_functions, spread_experts
 from dsv3.llm import LLM
+from dsv3.options import EngineOptions
 from sharding.rules import rank_mesh
 from tests.dsv3.engine.driving import name_of, request, run
 from tests.dsv3.model.golden import DIRECTORY, model
@@ -69,7 +70,7 @@ def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
     ("options", "message"),
     [
         (dict(num_redundant_experts=4), "needs enable_expert_parallel"),
-        (dict(enable_expert_parallel=True, num_redundant_experts=-1), "must be at least 0"),
+        (dict(enable_expert_parallel=True, num_redundant_experts=-1), "-1 is not at least 0"),
         (dict(expert_transport="ring"), "'ring' needs enable_expert_parallel"),
         (dict(expert_transport="nvshmem"), "'nvshmem' is not one of auto, ring, all_to_all, hierarchical, ragged"),
         (dict(enable_expert_parallel=True, expert_transport="ragged"), "not have on a cpu: use expert_transport=auto"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from dsv3.engine.cluster.options import ClusterOptions
+from dsv3.options import ClusterOptions, EngineOptions
 from tests.dsv3.api import serving
 from tests.dsv3.api.serving import ROOT, Server
 from tests.dsv3.engine.cluster import local
@@ -42,10 +42,11 @@ class Instance:
 
 
 def start_follower(
-    cluster: ClusterOptions, model_dir: Path, engine_options: dict, log: Path, **more
+    cluster: ClusterOptions, model_dir: Path, engine: EngineOptions, log: Path, **more
 ) -> subprocess.Popen:
     """A follower of the toy's leader."""
-    arguments = {"cluster": dataclasses.asdict(cluster), "model_dir": str(model_dir), "options": engine_options} | more
+    options = {"cluster": dataclasses.asdict(cluster), "engine": dataclasses.asdict(engine)}
+    arguments = {"model_dir": str(model_dir)} | options | more
     with log.open("w") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.dsv3.engine.cluster.toy_cluster", json.dumps(arguments)],
@@ -64,23 +65,23 @@ def running(
     cache: Path,
     *,
     ready: bool = True,
-    silence_s: float = 20.0,
+    silence: float = 20.0,
     **more,
 ) -> Iterator[Instance]:
     """The toy served by `num_processes` processes; `more` goes to the followers' script."""
     model_dir = directory / "model"
     model_dir.mkdir(exist_ok=True)
     (model_dir / "config.json").write_text("{}")
-    cluster = local.options(directory, num_processes, silence_s=silence_s)
-    options = {"compilation_cache_dir": str(cache / "0")}
+    cluster = local.options(directory, num_processes, cluster_silence_timeout=silence)
     followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
     try:
         for i, log in logs.items():
-            own = {"compilation_cache_dir": str(cache / str(i))}  # as on hosts without a common file system
+            own = EngineOptions(compilation_cache_dir=str(cache / str(i)))  # as on hosts without a common file system
             followers[i] = start_follower(dataclasses.replace(cluster, process_id=i), model_dir, own, log, **more)
         settings = {
             "engine_factory": FACTORY,
-            "engine_options": options | {"cluster": dataclasses.asdict(cluster)},
+            "engine": {"compilation_cache_dir": str(cache / "0")},
+            "cluster": dataclasses.asdict(cluster),
         }
         with serving.running(model_dir, ready=False, **settings) as server:
             instance = Instance(server, followers, logs)

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.options import ClusterOptions, read_key
+from dsv3.engine.cluster.membership import read_key
 from dsv3.engine.cluster.wire import Wire, connect
+from dsv3.options import ClusterOptions
 
 FIELDS = {"weights": "abc", "code": "1"}
 
@@ -34,7 +35,7 @@ def write_key(directory: Path) -> str:
 
 def options(directory: Path, num_processes: int, process_id: int = 0, **changes) -> ClusterOptions:
     """A place in an instance on ports of its own."""
-    fields = {"coordinator": f"127.0.0.1:{free_port()}", "key_file": write_key(directory)} | changes
+    fields = {"coordinator": f"127.0.0.1:{free_port()}", "cluster_key_file": write_key(directory)} | changes
     return ClusterOptions(num_processes=num_processes, process_id=process_id, **fields)
 
 
@@ -42,7 +43,7 @@ class Follower:
     """One end of a control connection, driven by a test."""
 
     def __init__(self, cluster: ClusterOptions, process_id: int, fields: dict[str, str] | None = None):
-        self.wire: Wire = connect(dial(cluster), read_key(cluster.key_file), process_id)
+        self.wire: Wire = connect(dial(cluster), read_key(cluster.cluster_key_file), process_id)
         self.send(messages.Hello(FIELDS if fields is None else fields, "host", 1))
 
     def send(self, message: messages.ToLeader) -> None:

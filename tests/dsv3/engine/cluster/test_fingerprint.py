@@ -3,6 +3,12 @@
 from pathlib import Path
 
 from dsv3.engine.cluster.fingerprint import differences, fields_of
+from dsv3.options import ClusterOptions, EngineOptions
+
+
+def member(process_id: int, num_processes: int = 2) -> ClusterOptions:
+    place = {"coordinator": "host:80", "num_processes": num_processes, "process_id": process_id}
+    return ClusterOptions(**place, cluster_key_file="key")
 
 
 def model(directory: Path, tail: bytes = b"") -> Path:
@@ -13,15 +19,15 @@ def model(directory: Path, tail: bytes = b"") -> Path:
 
 
 def test_the_same_files_elsewhere_are_the_same(tmp_path: Path) -> None:
-    mine = fields_of(model(tmp_path / "a"), {"dtype": "auto", "compilation_cache_dir": "/x"}, 2)
-    theirs = fields_of(model(tmp_path / "b"), {"dtype": "auto", "compilation_cache_dir": "/y"}, 2)
+    mine = fields_of(model(tmp_path / "a"), EngineOptions(compilation_cache_dir="/x"), member(0))
+    theirs = fields_of(model(tmp_path / "b"), EngineOptions(compilation_cache_dir="/y"), member(1))
     assert differences(mine, theirs, 1) == ""
 
 
 def test_differences_are_named(tmp_path: Path) -> None:
-    mine = fields_of(model(tmp_path / "a"), {"dtype": "auto"}, 2)
+    mine = fields_of(model(tmp_path / "a"), EngineOptions(), member(0))
     (model(tmp_path / "b", b"x") / "config.json").write_text('{"a": 2}')
-    theirs = fields_of(tmp_path / "b", {"dtype": "float32", "more": 1}, 3)
+    theirs = fields_of(tmp_path / "b", EngineOptions(dtype="float32"), member(1, 3)) | {"--more": "1"}
     text = differences(mine, theirs, 1)
     for name in ("num_processes", "model config", "weights", "--more (none there, 1 in process 1)"):
         assert name in text

@@ -1,6 +1,7 @@
 """The leader against followers that tests play: who is let in, what each is told, and every way to fail."""
 
 import contextlib
+import dataclasses
 import queue
 import socket
 import threading
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.membership import ClusterError
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -22,9 +24,9 @@ from dsv3.engine.cluster.messages import (
     Step,
     Stop,
 )
-from dsv3.engine.cluster.options import ClusterError, ClusterOptions
 from dsv3.engine.commands import DecodeCommand, StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.options import ClusterOptions
 from tests.dsv3.engine.cluster import local
 
 RESULTS = [np.arange(4, dtype=np.int32)]
@@ -118,7 +120,7 @@ def test_a_whole_life(lead) -> None:
 
 
 def test_missing_processes_are_named(lead) -> None:
-    led = lead(5, start_timeout_s=0.5)
+    led = lead(5, cluster_start_timeout=0.5)
     follower = led.follower(3)
     assert "processes 1, 2, 4 of 5 did not come within 0.5 s" in str(led.gathered())
     assert "did not come" in led.failure()
@@ -155,7 +157,7 @@ def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
     (tmp_path / "other").write_text("x" * 48)
     (tmp_path / "other").chmod(0o600)
     with pytest.raises(Exception, match="cluster_key_file"):
-        local.Follower(ClusterOptions(led.cluster.coordinator, 2, 1, str(tmp_path / "other")), 1)
+        local.Follower(dataclasses.replace(led.cluster, cluster_key_file=str(tmp_path / "other")), 1)
     received = led.follower(1).received()
     assert next(received) == Begin()
     assert led.gathered() is None
@@ -198,7 +200,7 @@ def test_the_death_of_a_follower_names_it(lead) -> None:
 
 
 def test_a_silent_follower_is_noticed(lead) -> None:
-    led, _, _ = both(lead, silence_s=0.4)
+    led, _, _ = both(lead, cluster_silence_timeout=0.4)
     assert led.failure() == "process 1 has been silent for 0.4 s: it hangs, or its host is gone"
 
 
@@ -216,7 +218,7 @@ def beating(follower: local.Follower, launched: int) -> threading.Event:
 
 
 def test_a_follower_that_launches_nothing_is_noticed_though_its_heart_beats(lead) -> None:
-    led, follower, _ = both(lead, silence_s=0.4)
+    led, follower, _ = both(lead, cluster_silence_timeout=0.4)
     done = beating(follower, 6)
     led.leader.send(command(7))
     led.leader.launched(7)
@@ -225,7 +227,7 @@ def test_a_follower_that_launches_nothing_is_noticed_though_its_heart_beats(lead
 
 
 def test_a_follower_that_reports_nothing_is_noticed_though_its_heart_beats(lead) -> None:
-    led, follower, _ = both(lead, silence_s=0.4)
+    led, follower, _ = both(lead, cluster_silence_timeout=0.4)
     done = beating(follower, 7)
     led.leader.launched(7)
     led.leader.results(7, RESULTS)

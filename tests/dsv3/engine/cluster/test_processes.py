@@ -6,6 +6,7 @@ import signal
 import psutil
 import pytest
 
+from dsv3.options import EngineOptions
 from tests.dsv3.api.test_lifecycle import Requests
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.cluster import instances, local
@@ -111,14 +112,14 @@ def test_killing_the_http_process_ends_everything(two):
 
 
 def test_a_follower_that_hangs_is_noticed(tmp_path, cache):
-    with instances.running(tmp_path, 2, cache, silence_s=5.0) as instance:
+    with instances.running(tmp_path, 2, cache, silence=5.0) as instance:
         requests = busy(instance)
         os.kill(instance.followers[1].pid, signal.SIGSTOP)
         failed(instance, requests, "process 1 has been silent for 5 s")
 
 
 def test_a_leader_that_hangs_is_noticed(tmp_path, cache):
-    with instances.running(tmp_path, 2, cache, silence_s=5.0) as instance:
+    with instances.running(tmp_path, 2, cache, silence=5.0) as instance:
         engine = instance.server.engine_process()
         engine.suspend()
         assert instance.followers[1].wait(60) == 1
@@ -157,8 +158,8 @@ def test_other_settings_end_the_start_with_their_names(tmp_path, cache):
 
 
 def test_a_follower_alone_gives_up_and_says_so(tmp_path, cache):
-    cluster = local.options(tmp_path, 2, 1, start_timeout_s=0.1)
-    process = instances.start_follower(cluster, tmp_path, {}, log := tmp_path / "log")
+    cluster = local.options(tmp_path, 2, 1, cluster_start_timeout=0.1)
+    process = instances.start_follower(cluster, tmp_path, EngineOptions(), log := tmp_path / "log")
     assert process.wait(60) == 1
     assert "cannot reach the leader at 127.0.0.1:" in log.read_text()
     assert "Traceback" not in log.read_text()

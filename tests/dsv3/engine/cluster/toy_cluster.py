@@ -15,23 +15,24 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 import jax
 import numpy as np
 
-from dsv3.api.engine.factory import CLUSTER, describe
+from dsv3.api.engine.factory import describe
+from dsv3.api.engine.messages import Start
 from dsv3.engine.build import Parts
 from dsv3.engine.cluster import follower
 from dsv3.engine.cluster.lead import start_leader
-from dsv3.engine.cluster.options import ClusterOptions
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.programs import Key, Programs
+from dsv3.options import ClusterOptions, EngineOptions
 
 LIMITS = {"max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
 
 
-def load(model_dir: Path, options) -> Parts:
+def load(model_dir: Path, options: EngineOptions) -> Parts:
     """The toy's parts over all devices; importing it makes an array, for which jax must have been started."""
     from tests.dsv3.engine import toy
 
-    use_compilation_cache(options["compilation_cache_dir"])
+    use_compilation_cache(options.compilation_cache_dir)
     Programs.keys = _few_keys  # of the rest each process compiles what it needs
     devices = jax.devices()
     limits = {"num_ranks": len(devices), "num_nodes": jax.process_count()} | LIMITS
@@ -42,11 +43,9 @@ def _few_keys(self: Programs) -> list[Key]:
     return [Key("prefill", 64), Key("decode", 1), Key("sample", 1)]
 
 
-def start(model_dir: Path, options, host):
+def start(start: Start, host):
     """What the server is given as its engine's factory."""
-    options = dict(options)
-    cluster = options.pop(CLUSTER)
-    return describe(start_leader(ClusterOptions(**cluster), model_dir, options, host, load))
+    return describe(start_leader(start.cluster, Path(start.model_dir), start.engine, host, load))
 
 
 def _diverging(step: int):
@@ -59,12 +58,12 @@ def _diverging(step: int):
     return other
 
 
-def main(cluster, model_dir: str, options, diverge_at: int | None = None, follower_limits=None) -> None:
+def main(cluster, model_dir: str, engine, diverge_at: int | None = None, follower_limits=None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     LIMITS.update(follower_limits or {})
     if diverge_at is not None:
         follower._read = _diverging(diverge_at)
-    follower.run(ClusterOptions(**cluster), Path(model_dir), options, load)
+    follower.run(ClusterOptions(**cluster), Path(model_dir), EngineOptions(**engine), load)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dsv3.engine.cluster.options import ClusterOptions, Membership, read_key, slurm_membership, split_address
+from dsv3.engine.cluster.membership import read_key, slurm_membership
+from dsv3.options import ClusterOptions, split_address
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -11,6 +12,14 @@ SLURM = {
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_PROCID": "2",
 }
+
+
+NOTHING = {"coordinator": None, "num_processes": None, "process_id": None}
+
+
+def member(coordinator: str, num_processes: int, process_id: int) -> ClusterOptions:
+    place = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    return ClusterOptions(**place, cluster_key_file="key")
 
 
 @pytest.mark.parametrize(
@@ -26,25 +35,25 @@ SLURM = {
 )
 def test_slurm_tells_everything(nodes: str, first: str) -> None:
     told = slurm_membership(SLURM | {"SLURM_STEP_NODELIST": nodes})
-    assert told == Membership(f"{first}:{61440 + 4711 % 4094}", 4, 2)
-    ClusterOptions(told.coordinator, told.num_processes, told.process_id, "key")
+    assert told == {"coordinator": f"{first}:{61440 + 4711 % 4094}", "num_processes": 4, "process_id": 2}
+    ClusterOptions(**told, cluster_key_file="key")
 
 
 @pytest.mark.parametrize("job", ["0", "4093", "4094", "99999999"])
 def test_slurm_ports_leave_room_for_the_control_port(job: str) -> None:
-    _, port = split_address(slurm_membership(SLURM | {"SLURM_JOB_ID": job}).coordinator)
+    _, port = split_address(slurm_membership(SLURM | {"SLURM_JOB_ID": job})["coordinator"])
     assert 61440 <= port < 65535
 
 
 @pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"])
 def test_outside_of_a_step_slurm_tells_nothing(missing: str) -> None:
     """In a batch script without srun there is one process, whatever the job has reserved."""
-    assert slurm_membership({k: v for k, v in SLURM.items() if k != missing}) == Membership()
+    assert slurm_membership({k: v for k, v in SLURM.items() if k != missing}) == NOTHING
 
 
 def test_a_step_of_one_task_is_a_single_process() -> None:
-    assert slurm_membership(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) == Membership()
-    assert slurm_membership({}) == Membership()
+    assert slurm_membership(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) == NOTHING
+    assert slurm_membership({}) == NOTHING
 
 
 @pytest.mark.parametrize("text", ["", "host", ":80", "host:", "host:0", "host:65535", "host:-1", "host:x", "host:٣"])
@@ -54,14 +63,14 @@ def test_addresses_that_cannot_be(text: str) -> None:
 
 
 def test_the_control_port_is_the_next_one() -> None:
-    assert ClusterOptions("[::1]:80", 2, 1, "key").control_address == ("::1", 81)
-    assert ClusterOptions("host:80", 2, 0, "key").control_address == ("host", 81)
+    assert member("[::1]:80", 2, 1).control_address == ("::1", 81)
+    assert member("host:80", 2, 0).control_address == ("host", 81)
 
 
 @pytest.mark.parametrize(("processes", "process_id"), [(1, 0), (2, 2), (2, -1), (10**6, 0)])
 def test_counts_that_cannot_be(processes: int, process_id: int) -> None:
     with pytest.raises(ValueError, match=r"num_processes|process_id"):
-        ClusterOptions("host:80", processes, process_id, "key")
+        member("host:80", processes, process_id)
 
 
 def test_keys(tmp_path) -> None:

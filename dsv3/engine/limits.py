@@ -1,0 +1,105 @@
+"""The limits of an engine, from the model, the options, the devices and their memory; no device is asked here."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from dsv3.cache.layout import page_bytes, pages_within
+from dsv3.cache.page import PAGE_SIZE, pages_for
+from dsv3.config import ModelConfig
+from dsv3.engine.config import EngineConfig
+from dsv3.options import EngineOptions
+
+_CPU_CACHE_BYTES = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of one device in bytes: what programs may use in all, and what is taken, by the weights above all."""
+
+    limit: int
+    in_use: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The devices of an engine: `num_ranks` ranks over `num_nodes` hosts; `memory` is None where nothing bounds it."""
+
+    num_ranks: int = 1
+    num_nodes: int = 1
+    is_cpu: bool = True
+    memory: DeviceMemory | None = None
+
+
+def engine_config(
+    model: ModelConfig,
+    options: EngineOptions,
+    layout: Layout,
+    dtype: Any,
+    *,
+    model_id: str = "",
+    tokenizer_id: str = "",
+    move_bytes: int = 0,
+) -> EngineConfig:
+    """Returns the limits of an engine whose weights are on its devices already.
+
+    `dtype` is that of the cache and of activations. Moving experts takes `move_bytes` between steps. Raises ValueError
+    where no page fits, or no request of `options.max_model_len`.
+    """
+    max_num_seqs = options.max_num_seqs or (64 if layout.is_cpu else 256)
+    batched = options.max_num_batched_tokens or (1024 if layout.is_cpu else 8192)
+    wanted = options.max_model_len or model.max_position_embeddings
+    working = max(step_bytes(model, dtype, batched, max_num_seqs, options.tensor_parallel_size), move_bytes)
+    budget = cache_budget(layout.memory, options.gpu_memory_utilization, working)
+    num_pages = min(pages_within(model, dtype, budget), max_num_seqs * pages_for(wanted))
+    if num_pages < 1:
+        raise ValueError(
+            f"{max(0, budget)} bytes are left for the cache, but one page takes {page_bytes(model, dtype)}; "
+            "raise gpu_memory_utilization or use more devices"
+        )
+    return EngineConfig(
+        max_model_len=wanted if options.max_model_len else min(wanted, num_pages * PAGE_SIZE),
+        num_pages=num_pages,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        max_num_queued_reqs=options.max_num_queued_reqs,
+        num_ranks=layout.num_ranks,
+        num_nodes=layout.num_nodes,
+        tensor_parallel_size=options.tensor_parallel_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+        model_id=model_id,
+        cache_dtype=jnp.dtype(dtype).name,
+        tokenizer_id=tokenizer_id,
+        seed=options.seed,
+        eplb_interval=options.eplb_interval if options.enable_eplb else 0,
+        eplb_threshold=options.eplb_threshold,
+    )
+
+
+def with_pages(cfg: EngineConfig, num_pages: int, options: EngineOptions) -> EngineConfig:
+    """Returns limits with at most `num_pages` pages; requests get shorter unless `options` say how long they are."""
+    num_pages = min(cfg.num_pages, num_pages)
+    longest = cfg.max_model_len if options.max_model_len else min(cfg.max_model_len, num_pages * PAGE_SIZE)
+    return dataclasses.replace(cfg, num_pages=num_pages, max_model_len=longest)
+
+
+def cache_budget(memory: DeviceMemory | None, utilization: float, working: int) -> int:
+    """Returns the bytes of one rank's pool: a share of the memory less what is taken and `working` memory."""
+    if memory is None:
+        return _CPU_CACHE_BYTES
+    return int(memory.limit * utilization) - memory.in_use - working
+
+
+def step_bytes(cfg: ModelConfig, dtype: Any, batched: int, max_num_seqs: int, shards: int) -> int:
+    """Estimates the working memory of the largest step, in bytes.
+
+    A prompt token keeps about six hidden states. It also keeps its queries, keys and values of all heads and its
+    routed copies, which the `shards` devices of a rank share. Logits of a decode batch are float32, and the sampler
+    needs about four arrays of their size.
+    """
+    heads = cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim + cfg.kv_lora_rank)
+    routed = cfg.num_experts_per_tok * (cfg.hidden_size + 3 * cfg.moe_intermediate_size)
+    shared = -(-(heads + routed + 3 * cfg.intermediate_size) // shards)
+    token = (6 * cfg.hidden_size + shared) * jnp.dtype(dtype).itemsize
+    return batched * token + 4 * max_num_seqs * cfg.vocab_size * 4

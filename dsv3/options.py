@@ -1,0 +1,348 @@
+"""Every option of a server, a batch, a notebook and an instance, each declared once; imports neither jax nor absl.
+
+All else is derived from the fields below: command-line flags and their help (`launch.cli`), `LLM`'s parameters
+(`dsv3.llm`), the message that starts an engine (`dsv3.api.engine.messages`), what the processes of an instance must
+agree on and the key of stored executables (`dsv3.engine.cluster.fingerprint`). A new option is one field here.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import numbers
+import textwrap
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Union, get_args, get_origin
+
+from dsv3.text.reasoning import Parser
+
+DType = Literal["auto", "float32", "bfloat16"]
+Transport = Literal["auto", "ring", "all_to_all", "hierarchical", "ragged"]
+
+LEADER = 0
+"""Process id of the one that owns the scheduler."""
+
+_MAX_PROCESSES = 4096
+_MAX_FRONTS = 256
+_KINDS: dict[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (numbers.Integral, "an integer"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a text"),
+    tuple: (tuple, "a tuple of texts"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a declaration says besides name, type and default.
+
+    Values are at least `low`, above `above` and at most `high`. `agree`: all processes of an instance must have the
+    same value. `programs`: compiled programs may depend on the value.
+    """
+
+    help: str
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    agree: bool = True
+    programs: bool = True
+
+    def allow(self, value: Any) -> bool:
+        """Returns whether a value is within the bounds; nan is within none."""
+        return (
+            (self.low is None or value >= self.low)
+            and (self.above is None or value > self.above)
+            and (self.high is None or value <= self.high)
+        )
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words."""
+        if self.low is not None and self.high is not None:
+            return f"from {self.low} to {self.high}"
+        named = (("at least", self.low), ("above", self.above), ("at most", self.high))
+        return " and ".join(f"{words} {bound}" for words, bound in named if bound is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A declared option: `kind` is bool, int, float, str or tuple, `choices` are the values of a `Literal`."""
+
+    name: str
+    annotation: Any
+    kind: type
+    choices: tuple[str, ...]
+    optional: bool
+    default: Any
+    terms: Terms
+
+    def problem(self, value: object) -> str | None:
+        """Says what is wrong with a value; None if nothing is."""
+        if value is None and self.optional:
+            return None
+        wanted, name = _KINDS[self.kind]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and self.kind is not bool):
+            return f"is not {name}"
+        if self.choices and value not in self.choices:
+            return f"is not one of {', '.join(self.choices)}"
+        return None if self.terms.allow(value) else f"is not {self.terms.bounds}"
+
+
+def option(default: Any = dataclasses.MISSING, help: str = "", **terms: Any) -> Any:
+    """Declares an option: a dataclass field with the `Terms` in its metadata. Without default it is required.
+
+    `help` begins with a verb and calls other options by their flag, "--dtype".
+    """
+    return dataclasses.field(default=default, metadata={"terms": Terms(help, **terms)})
+
+
+def options_of(cls: type) -> tuple[Option, ...]:
+    """Lists the options that a dataclass declares, in their order; `default` is None for a required one."""
+    declared = (field for field in dataclasses.fields(cls) if "terms" in field.metadata)
+    return tuple(_option(field) for field in declared)
+
+
+def check(options: Any) -> None:
+    """Checks type, choices and bounds of each option; raises ValueError with the name, the value and what may be."""
+    for each in options_of(type(options)):
+        value = getattr(options, each.name)
+        if problem := each.problem(value):
+            raise ValueError(f"{each.name}: {value!r} {problem}")
+
+
+def refuse_unknown(cls: type, names: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Raises TypeError for a name that is neither an option of `cls` nor among `others`; names the nearest one."""
+    known = [*(each.name for each in options_of(cls)), *others]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise TypeError(f"{name} is not an option; {hint}")
+
+
+def options_text(cls: type) -> str:
+    """Lists a dataclass's options for the docstring of a function that takes them."""
+    lines = []
+    for each in options_of(cls):
+        start = f"      {each.name} ({each.default!r}): "
+        text = each.terms.help.replace("--", "")
+        lines += textwrap.wrap(text, 112, initial_indent=start, subsequent_indent=" " * 8)
+    return "\n".join(lines)
+
+
+def signature_with(method: Callable[..., Any], cls: type) -> inspect.Signature:
+    """Returns the signature of a bound method whose `**options` are those that a dataclass declares."""
+    _, *own = inspect.signature(method).parameters.values()
+    named = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.annotation)
+        for each in options_of(cls)
+    ]
+    return inspect.Signature([*named, *options])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a user may set of an engine; None is a default that suits the model and the device.
+
+    Raises ValueError for values that cannot be.
+    """
+
+    dtype: DType = option("auto", "Compute and store weights in this type; auto is float32 on a CPU, else bfloat16.")
+    fp8: Literal["keep", "dequantize"] = option(
+        "keep", "Keep FP8 weights in memory as FP8, or turn them into --dtype while they load."
+    )
+    max_model_len: int | None = option(
+        None, "Limit prompt and answer together to this many tokens; default: what model and cache allow.", low=1
+    )
+    max_num_seqs: int | None = option(
+        None, "Run at most this many sequences at once per rank; default: 256, on a CPU 64.", low=1
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "Compute at most this many prompt tokens per step and rank; default: 8192, on a CPU 1024.", low=1
+    )
+    max_num_queued_reqs: int = option(
+        1024, "Let at most this many sequences wait; refuse others at once.", low=0, agree=False, programs=False
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "Use at most this share of a device's memory for weights, cache and activations; on a CPU the cache takes "
+        "1 GiB instead.",
+        above=0,
+        high=1,
+        programs=False,
+    )
+    data_parallel_size: int | None = option(
+        None,
+        "Serve with this many ranks of --tensor_parallel_size devices each; default: 1, over several processes as "
+        "many as their devices make.",
+        low=1,
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "Split attention heads and MLP widths over this many devices per rank; more than 1 implies "
+        "--enable_expert_parallel.",
+        low=1,
+    )
+    enable_expert_parallel: bool = option(
+        False, "Spread the routed experts over all devices; without it each device holds all of them."
+    )
+    num_redundant_experts: int = option(
+        0,
+        "Store this many more replicas than there are experts; the number of all replicas must be a multiple of the "
+        "number of devices.",
+        low=0,
+    )
+    expert_transport: Transport = option(
+        "auto",
+        "Send tokens to their experts in this way; auto chooses by a cost model, but never ragged, which needs GPUs.",
+    )
+    enable_eplb: bool = option(
+        False, "Move experts between devices while serving, to even out the devices' load.", programs=False
+    )
+    eplb_interval: int = option(
+        3000, "Let at least this many steps pass between two decisions to move experts.", low=1, programs=False
+    )
+    eplb_threshold: float = option(
+        0.9,
+        "Move experts only where the devices' mean load is below this share of the busiest device's.",
+        above=0,
+        high=1,
+        programs=False,
+    )
+    enable_prefix_caching: bool = option(True, "Reuse the cached pages of equal prompt beginnings.", programs=False)
+    seed: int = option(0, "Draw random numbers from this seed for requests that bring none.", programs=False)
+    compilation_cache_dir: str | None = option(
+        None,
+        "Keep compiled programs in this directory; default: dsv3/xla in the user's cache directory.",
+        agree=False,
+        programs=False,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name, off in (("num_redundant_experts", 0), ("expert_transport", "auto"), ("enable_eplb", False)):
+            if (value := getattr(self, name)) != off and not self.spreads_experts:
+                raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether each device holds a share of the routed experts, not all."""
+        return self.enable_expert_parallel or self.tensor_parallel_size > 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """One process's place in an instance of several; Slurm tells the first three where they are not given.
+
+    Heartbeats come from a thread, so compiling or loading is not silence. Raises ValueError for values that cannot be.
+    """
+
+    coordinator: str = option(
+        help="Meet the other processes at this HOST:PORT of process 0; the next port is used too. Found under Slurm.",
+        agree=False,
+        programs=False,
+    )
+    num_processes: int = option(
+        help="Serve with this many processes, one on each host. Found under Slurm.", low=2, high=_MAX_PROCESSES
+    )
+    process_id: int = option(
+        help="Be this one of them, from 0; process 0 serves HTTP. Found under Slurm.",
+        low=0,
+        agree=False,
+        programs=False,
+    )
+    cluster_key_file: str = option(
+        help="Read the secret that the processes share, of at least 32 bytes, from this file.",
+        agree=False,
+        programs=False,
+    )
+    cluster_start_timeout: float = option(
+        300.0, "Wait this many seconds for all processes to come.", above=0, agree=False, programs=False
+    )
+    cluster_silence_timeout: float = option(
+        10.0, "Take a process for hanging after this many seconds of silence.", above=0, agree=False, programs=False
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.process_id >= self.num_processes:
+            raise ValueError(f"process_id: {self.process_id} is not from 0 to {self.num_processes - 1}")
+        split_address(self.coordinator)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process schedules and serves HTTP."""
+        return self.process_id == LEADER
+
+    @property
+    def control_address(self) -> tuple[str, int]:
+        """Host and port where the leader listens for followers: the port after that of jax's coordinator."""
+        host, port = split_address(self.coordinator)
+        return host, port + 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """What a server and a batch have in common besides the engine. Raises ValueError for values that cannot be."""
+
+    model: str | None = option(None, "Load this Hugging Face model directory; default: the bundled model.")
+    served_model_name: tuple[str, ...] = option(
+        (), "Answer to these names, separated by commas; default: the directory's name."
+    )
+    reasoning_parser: Parser = option(
+        "auto",
+        "Split <think> ... </think> off into reasoning_content. auto does so if the chat template knows the markers; "
+        "deepseek_r1 takes everything before </think> for reasoning, even without <think>.",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions(ServiceOptions):
+    """What a server has besides."""
+
+    host: str = option("127.0.0.1", "Listen on this address; 0.0.0.0 is all interfaces.")
+    port: int = option(8000, "Listen on this port; 0 takes a free one.", low=0, high=65535)
+    api_key: str | None = option(
+        None, "Ask for this key on every route but /health. Process listings show it: see --api_key_file."
+    )
+    api_key_file: str | None = option(None, "Read the API key from the first line of this file.")
+    api_server_count: int = option(
+        1, "Answer HTTP with this many processes, which share the port and the engine.", low=1, high=_MAX_FRONTS
+    )
+    shutdown_timeout: float = option(30.0, "Give requests in flight this many seconds to finish after SIGTERM.", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ValueError("api_key_file: give one of api_key and api_key_file")
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Splits "host:port" ("[::1]:port" for IPv6); the next port must exist too. Raises ValueError otherwise."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65534:
+        raise ValueError(f"coordinator: {text!r} is not HOST:PORT with a port from 1 to 65534")
+    return host, int(port)
+
+
+def _option(field: Any) -> Option:
+    union = get_origin(field.type) in (Union, types.UnionType)
+    *kinds, kind = (each for each in (get_args(field.type) if union else [field.type]) if each is not types.NoneType)
+    if kinds:
+        raise TypeError(f"{field.name}: {field.type} is not one type, with or without None")
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    return Option(
+        name=field.name,
+        annotation=field.type,
+        kind=str if choices else get_origin(kind) or kind,
+        choices=choices,
+        optional=union,
+        default=None if field.default is dataclasses.MISSING else field.default,
+        terms=field.metadata["terms"],
+    )

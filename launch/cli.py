@@ -1,0 +1,55 @@
+"""Flags from the declarations of `dsv3.options`, and options read back from the flags."""
+
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags as absl_flags
+
+from dsv3.options import Option, options_of
+from launch import flags
+
+absl_flags.disclaim_key_flags()  # flags defined here belong to the module that asks for them, and to its --help
+
+
+def define(cls: type, values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
+    """Defines a flag for each option that a dataclass declares; bounds are checked when the options are read."""
+    for option in options_of(cls):
+        _define(option, values)
+
+
+def given(cls: type, values: absl_flags.FlagValues = absl_flags.FLAGS) -> dict[str, Any]:
+    """Returns the flags' values by the options' names; None for a required option that was not given."""
+    return {each.name: _value(each, values[each.name].value) for each in options_of(cls)}
+
+
+def read[T](cls: type[T], values: absl_flags.FlagValues = absl_flags.FLAGS) -> T:
+    """Returns the options that the flags say; raises UsageError for values that cannot be."""
+    return make(cls, given(cls, values))
+
+
+def make[T](cls: type[T], options: dict[str, Any]) -> T:
+    """Returns options of these values; raises UsageError for values that cannot be."""
+    try:
+        return cls(**options)
+    except ValueError as error:
+        raise flags.UsageError(f"--{error}") from None
+
+
+def _value(option: Option, value: Any) -> Any:
+    return tuple(value) if option.kind is tuple else value
+
+
+def _define(option: Option, values: absl_flags.FlagValues) -> None:
+    name, default, meaning = option.name, option.default, option.terms.help
+    if option.choices:
+        absl_flags.DEFINE_enum(name, default, option.choices, meaning, flag_values=values)
+    elif option.kind is tuple:
+        absl_flags.DEFINE_list(name, list(default), meaning, flag_values=values)
+    else:
+        kinds: dict[type, Callable[..., Any]] = {
+            bool: absl_flags.DEFINE_bool,
+            int: absl_flags.DEFINE_integer,
+            float: absl_flags.DEFINE_float,
+            str: absl_flags.DEFINE_string,
+        }
+        kinds[option.kind](name, default, meaning, flag_values=values)

@@ -1,0 +1,30 @@
+"""A command's place among several processes: what its flags say, and what Slurm tells in their place."""
+
+from collections.abc import Mapping
+
+from dsv3.engine.cluster.membership import key_path, read_key, slurm_membership
+from dsv3.options import ClusterOptions
+from launch import cli, flags
+
+
+def cluster_options(environ: Mapping[str, str]) -> ClusterOptions | None:
+    """Returns this process's place among several, None for a single process; `environ` fills in for missing flags.
+
+    Raises UsageError for settings that are missing or wrong, and for a key file that cannot be used.
+    """
+    given, told = cli.given(ClusterOptions), slurm_membership(environ)
+    place = {name: value if given[name] is None else given[name] for name, value in told.items()}
+    if place["num_processes"] == 1 or set(place.values()) == {None}:
+        return None
+    if None in place.values():
+        raise flags.UsageError("several processes need --coordinator, --num_processes and --process_id")
+    if given["cluster_key_file"] is None:
+        raise flags.UsageError(
+            "several processes need --cluster_key_file, the same file everywhere; make one with: "
+            "(umask 077; head -c 48 /dev/urandom | base64 > cluster.key)"
+        )
+    try:
+        read_key(given["cluster_key_file"])
+    except ValueError as error:
+        raise flags.UsageError(f"--{error}") from None
+    return cli.make(ClusterOptions, given | place | {"cluster_key_file": key_path(given["cluster_key_file"])})

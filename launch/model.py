@@ -1,0 +1,22 @@
+"""The directory of the model that a command line names, and the names that requests may call it by."""
+
+from pathlib import Path
+
+import dsv3
+from dsv3.options import ServiceOptions
+from launch import flags
+
+_BUNDLED = Path(dsv3.__file__).parent / "bundled"  # dsv3.engine.build.bundled_model imports jax
+
+
+def model_dir(options: ServiceOptions) -> Path:
+    """Returns the model's directory; raises UsageError where there is none."""
+    directory = Path(options.model) if options.model else _BUNDLED
+    if not (directory / "config.json").is_file():
+        raise flags.UsageError(f"--model {directory}: no config.json there; give a Hugging Face model directory")
+    return directory.resolve()
+
+
+def model_names(options: ServiceOptions) -> tuple[str, ...]:
+    """Returns the model's names in requests; the first is the one answers carry."""
+    return options.served_model_name or (Path(options.model).resolve().name if options.model else "dsv3-tiny",)

@@ -1,0 +1,156 @@
+"""One declaration per option: every face shows the same, and a new field needs no other edit."""
+
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl import flags as absl_flags
+
+from dsv3 import LLM
+from dsv3.api import frames
+from dsv3.api.engine import messages
+from dsv3.engine.cluster.fingerprint import agreed, fields_of, shaping
+from dsv3.engine.config import EngineConfig
+from dsv3.options import (
+    ClusterOptions,
+    EngineOptions,
+    ServerOptions,
+    ServiceOptions,
+    Transport,
+    option,
+    options_of,
+    options_text,
+    refuse_unknown,
+    signature_with,
+)
+from launch import cli, flags
+from sharding.transport import kind_of
+
+CLUSTER = ClusterOptions(coordinator="host:80", num_processes=2, process_id=0, cluster_key_file="key")
+FLAGS_OF = """
+import importlib, json, sys
+from absl import flags
+module = importlib.import_module(sys.argv[1])
+print(json.dumps({flag.name: flag.default for flag in flags.FLAGS.get_key_flags_for_module(module)}))
+print("jax" in sys.modules)
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class More(EngineOptions):
+    """The engine's options and one more."""
+
+    steps_ahead: int = option(2, "Launch this many steps ahead of --seed.", low=1, high=4)
+    nickname: str | None = option(None, "Call the engine so.", agree=False, programs=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "declared"),
+    [
+        ("launch.serve", (ServerOptions, EngineOptions, ClusterOptions)),
+        ("launch.batch", (ServiceOptions, EngineOptions)),
+    ],
+)
+def test_every_option_is_a_flag_with_its_default_and_nothing_else_is(command: str, declared: tuple[type, ...]) -> None:
+    done = subprocess.run([sys.executable, "-c", FLAGS_OF, command], capture_output=True, text=True, check=True)
+    shown, jax_imported = done.stdout.splitlines()
+    assert json.loads(shown) == {
+        each.name: list(each.default) if each.kind is tuple else each.default
+        for cls in declared
+        for each in options_of(cls)
+    }
+    assert jax_imported == "False"
+
+
+def test_every_engine_option_is_a_parameter_of_a_notebook() -> None:
+    parameters = dict(inspect.signature(LLM).parameters)
+    assert list(parameters)[:2] == ["model", "progress"]
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineOptions)}
+    assert {name: parameters[name].default for name in list(parameters)[2:]} == defaults
+    assert all(f"{name} (" in (LLM.__doc__ or "") for name in defaults)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("max_model_length", "did you mean max_model_len?"), ("zzzz", "there are dtype, fp8, ")]
+)
+def test_a_notebook_names_the_nearest_option(name: str, hint: str) -> None:
+    with pytest.raises(TypeError) as error:
+        LLM(**{name: 3})
+    assert f"{name} is not an option; {hint}" in str(error.value)
+
+
+def test_processes_compare_what_they_must_agree_on(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    fields = fields_of(tmp_path, EngineOptions(), CLUSTER)
+    declared = [each for cls in (EngineOptions, ClusterOptions) for each in options_of(cls)]
+    assert {f"--{each.name}" for each in declared if each.terms.agree} == {k for k in fields if k.startswith("--")}
+    alone = {"max_num_queued_reqs", "compilation_cache_dir"}
+    assert {each.name for each in options_of(EngineOptions) if not each.terms.agree} == alone
+
+
+def test_stored_programs_do_not_depend_on_what_only_the_host_uses() -> None:
+    host = {"seed": 7, "max_num_queued_reqs": 3, "enable_prefix_caching": False, "compilation_cache_dir": "/x"}
+    assert shaping(EngineOptions(**host)) == shaping(EngineOptions())
+    assert shaping(EngineOptions(dtype="bfloat16")) != shaping(EngineOptions())
+    limits = EngineConfig(64, 1)
+    assert shaping(dataclasses.replace(limits, seed=1, model_id="m", tokenizer_id="t")) == shaping(limits)
+    assert shaping(dataclasses.replace(limits, num_pages=2)) != shaping(limits)
+
+
+def test_every_limit_says_what_it_is() -> None:
+    assert [each.name for each in options_of(EngineConfig)] == [f.name for f in dataclasses.fields(EngineConfig)]
+
+
+def test_a_new_field_appears_everywhere() -> None:
+    values = absl_flags.FlagValues()
+    cli.define(More, values)
+    flags.parse(["x", "--steps-ahead=3"], "", values)
+    options = cli.read(More, values)
+    assert options == More(steps_ahead=3)
+    assert "--steps_ahead=INT\n        Launch this many steps ahead of --seed. (default 2)" in flags.help_text(
+        "x", "", "", [values["steps_ahead"]]
+    )
+    parameter = signature_with(LLM.__init__, More).parameters["steps_ahead"]
+    assert (parameter.default, parameter.annotation) == (2, int)
+    assert "steps_ahead (2): Launch this many steps ahead of seed." in options_text(More)
+    refuse_unknown(More, ["steps_ahead"])
+    assert agreed(options)["steps_ahead"] == shaping(options)["steps_ahead"] == "3"
+    assert "nickname" not in agreed(options) | shaping(options)
+    with pytest.raises(ValueError, match="steps_ahead: 5 is not from 1 to 4"):
+        More(steps_ahead=5)
+
+
+def test_options_reach_the_engine_process_as_they_are() -> None:
+    start = messages.Start("m:f", "/model", EngineOptions(max_num_seqs=3, gpu_memory_utilization=1), CLUSTER, {"a": 1})
+    assert messages.to_engine.decode(frames.encode(start)[4:]) == start
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs: 0 is not at least 1"),
+        ({"max_num_seqs": True}, "max_num_seqs: True is not an integer"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs: 2.5 is not an integer"),
+        ({"max_num_queued_reqs": None}, "max_num_queued_reqs: None is not an integer"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization: 0 is not above 0 and at most 1"),
+        ({"gpu_memory_utilization": float("nan")}, "nan is not above 0 and at most 1"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching: 1 is not True or False"),
+        ({"dtype": "int4"}, "dtype: 'int4' is not one of auto, float32"),
+        ({"enable_eplb": True}, "enable_eplb: True needs enable_expert_parallel"),
+    ],
+)
+def test_values_that_cannot_be_say_what_can(wrong: dict, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        EngineOptions(**wrong)
+    assert words in str(error.value)
+
+
+def test_every_transport_that_may_be_named_exists() -> None:
+    for name in Transport.__args__:
+        kind_of(name)
+    with pytest.raises(ValueError, match=", ".join(Transport.__args__)):
+        kind_of("none")

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import threading
 
 import httpx
@@ -44,7 +45,9 @@ class Pair:
         for _ in range(1000):
             client = httpx.Client(base_url=self.server.url, timeout=60)
             answer = client.get("/health")
-            port = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
+            stream = answer.extensions["network_stream"]
+            client.connection = stream.get_extra_info("socket")
+            port = stream.get_extra_info("client_addr")[1]
             if any(c.raddr and c.raddr.port == port for c in process.net_connections("tcp")):
                 self._stack.callback(client.close)
                 return client
@@ -92,6 +95,11 @@ class Asking:
         except httpx.HTTPError as error:
             self.answer = error
 
+    def hang_up(self):
+        """Ends the connection, which the thread may be reading from."""
+        self.client.connection.shutdown(socket.SHUT_RDWR)
+        self.wait()
+
     def wait(self):
         self._thread.join(60)
         assert not self._thread.is_alive(), "a client hangs"
@@ -129,7 +137,7 @@ def test_the_queue_bound_holds_over_both(pair):
             assert int(refused.headers["retry-after"]) > 0
     finally:
         for each in asking:
-            each.client.close()
+            each.hang_up()
     pair.server.wait_for(pair.server.is_idle)
 
 

@@ -60,6 +60,10 @@ class OutputStream:
         self, token_ids: Sequence[int], finish_reason: EndReason | None = None, stop_token_id: int | None = None
     ) -> Delta:
         """Takes the engine's next tokens; `stop_token_id`, if any, is the last of them."""
+        if not self._parsers and finish_reason is None and len(token_ids) == 1:  # nearly always
+            self._count += 1
+            text = self._detokenizer.push(token_ids[0])
+            return Delta([Text(text)] if text else [], 1)
         hidden = stop_token_id is not None and not self._shows_stop
         shown = token_ids[:-1] if hidden else token_ids
         if self._stop is None:

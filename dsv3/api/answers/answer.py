@@ -2,7 +2,7 @@
 
 import abc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -119,8 +119,8 @@ class Answer[Request: SampledRequest](abc.ABC):
         """Returns the complete answer, of one update per choice."""
 
     @abc.abstractmethod
-    def events(self, update: Update) -> Iterable[bytes]:
-        """Yields the JSON of the events that one update makes."""
+    def events(self, update: Update) -> list[bytes]:
+        """Returns the JSON of the events that one update makes."""
 
     @abc.abstractmethod
     def chunk(self, choices: list, usage: object = None) -> msgspec.Struct:

@@ -1,6 +1,6 @@
 """The answer to a conversation: maps pieces of text to OpenAI's JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -63,18 +63,16 @@ class ChatAnswer(Answer[ChatRequest]):
             prompt_token_ids=self._prompt_ids if self.request.return_token_ids else msgspec.UNSET,
         )
 
-    def events(self, update: Update) -> Iterator[bytes]:
-        """Yields the role, the text as it comes, and why it ended."""
+    def events(self, update: Update) -> list[bytes]:
+        """Returns the role, before all else, then the text as it comes, and why it ended."""
+        if self._is_plain and update.finish_reason is None and update.choice in self._greeted:  # nearly always
+            return [self._template(update.choice, type(piece)).fill(piece.text) for piece in update.pieces]
+        chunks = [self.chunk([choice]) for choice in self._chunks(update)]
         if update.choice not in self._greeted:
             self._greeted.add(update.choice)
             greeting = ChunkChoice(index=update.choice, delta=Delta(role="assistant", content=""))
-            yield encode(self.chunk([greeting], tells_prompt=bool(self.request.return_token_ids)))
-        if self._is_plain and update.finish_reason is None:
-            for piece in update.pieces:
-                yield self._template(update.choice, type(piece)).fill(piece.text)
-            return
-        for choice in self._chunks(update):
-            yield encode(self.chunk([choice]))
+            chunks.insert(0, self.chunk([greeting], tells_prompt=bool(self.request.return_token_ids)))
+        return [encode(chunk) for chunk in chunks]
 
     def chunk(self, choices: list[ChunkChoice], usage: object = None, tells_prompt: bool = False) -> ChatChunk:
         return ChatChunk(

@@ -1,6 +1,6 @@
 """The answer to a text completion: maps text to OpenAI's JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -46,18 +46,17 @@ class CompletionAnswer(Answer[CompletionRequest]):
     def response(self, updates: list[Update]) -> CompletionResponse:
         return self._response([self._choice(update, 0, is_first=True) for update in updates], self.usage)
 
-    def events(self, update: Update) -> Iterator[bytes]:
-        """Yields the text as it comes, and why it ended."""
+    def events(self, update: Update) -> list[bytes]:
+        """Returns the text as it comes, and why it ended."""
         is_first = update.choice not in self._seen
-        if self._is_plain and not is_first and update.finish_reason is None:
-            for piece in update.pieces:
-                yield self._template(update.choice).fill(piece.text)
-            return
+        if self._is_plain and not is_first and update.finish_reason is None:  # nearly always
+            return [self._template(update.choice).fill(piece.text) for piece in update.pieces]
         seen = self._seen.get(update.choice, 0)
         choice = self._choice(update, seen, is_first)
         self._seen[update.choice] = seen + sum(map(len, choice.logprobs.tokens if choice.logprobs else ()))
         if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or is_first:
-            yield encode(self.chunk([choice]))
+            return [encode(self.chunk([choice]))]
+        return []
 
     def chunk(self, choices: list[CompletionChoice], usage: object = None) -> CompletionResponse:
         return self._response(choices, usage if self.tells_usage else msgspec.UNSET)

@@ -176,13 +176,16 @@ class Generation:
 
     def _take(self, choice: "_ChoiceSink") -> None:
         items, choice.pending = choice.pending, []
+        if len(items) == 1 and isinstance(items[0], int):  # nearly always
+            self._continue(choice, items)  # type: ignore[arg-type]
+            return
         first = 0
         for i, item in enumerate(items):
             if not isinstance(item, int):
                 if first < i:
                     self._continue(choice, items[first:i])  # type: ignore[arg-type]
                 first = i + 1
-                if choice.request_id in self._choices:
+                if not choice.has_ended:
                     self._take_output(choice, item)
         if first < len(items):
             self._continue(choice, items[first:] if first else items)  # type: ignore[arg-type]
@@ -191,21 +194,21 @@ class Generation:
 
     def _continue(self, choice: "_ChoiceSink", token_ids: list[int]) -> None:
         """Tells tokens after which the choice goes on; its fields and the metrics are touched once for all of them."""
-        if choice.request_id not in self._choices:
-            return  # it has ended by a stop string
-        delta = choice.stream.push(token_ids)
-        now = time.monotonic()
-        self._service.metrics.observe("itl", (now - choice.last_token_at) / len(token_ids), len(token_ids))
+        if choice.has_ended:
+            return  # by a stop string
+        delta, now = choice.stream.push(token_ids), time.monotonic()
+        self._service.metrics.tokens(delta.num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
         self._tell(choice, delta, token_ids, None, engine_goes_on=True)
 
     def _take_output(self, choice: "_ChoiceSink", output: EngineOutput) -> None:
         if output.finish_reason == "error":
+            choice.has_ended = True
             del self._choices[output.request_id]
             self._service.metrics.finished("error")
             raise self._failed(output)
         delta = choice.stream.push(output.token_ids, output.finish_reason, output.stop_token_id)
-        self._observe(choice, output)
+        self._observe(choice, output, delta.num_tokens)
         self._tell(choice, delta, output.token_ids, output.logprobs, engine_goes_on=output.finish_reason is None)
 
     def _tell(
@@ -218,7 +221,6 @@ class Generation:
     ) -> None:
         count = delta.num_tokens
         self._completion_tokens += count
-        self._service.metrics.add("generation_tokens", count)
         if count < len(token_ids):
             token_ids = token_ids[:count]
         if logprobs is not None:
@@ -234,7 +236,7 @@ class Generation:
             return unavailable(self._service.engine.reason, "engine_unavailable", retry_after=5)
         return ApiError(500, output.error or "the request failed", kind="server_error", code="engine_error")
 
-    def _observe(self, choice: "_ChoiceSink", output: EngineOutput) -> None:
+    def _observe(self, choice: "_ChoiceSink", output: EngineOutput, num_tokens: int) -> None:
         metrics, now = self._service.metrics, time.monotonic()
         if not choice.has_tokens and output.token_ids:
             metrics.observe("ttft", now - self._started_at)
@@ -244,11 +246,13 @@ class Generation:
             metrics.add("prompt_tokens", len(self.prompts[prompt].token_ids))
             self._cached_tokens[prompt] = max(self._cached_tokens.get(prompt, 0), output.num_cached_tokens)
             choice.has_tokens = True
+            metrics.add("generation_tokens", num_tokens)
         elif output.token_ids:
-            metrics.observe("itl", (now - choice.last_token_at) / len(output.token_ids))
+            metrics.tokens(num_tokens, now - choice.last_token_at)
         choice.last_token_at = now
 
     def _end(self, choice: "_ChoiceSink", reason: str, engine_goes_on: bool) -> None:
+        choice.has_ended = True
         del self._choices[choice.request_id]
         if engine_goes_on:
             self._service.engine.abort([choice.request_id])
@@ -259,12 +263,15 @@ class Generation:
 class _ChoiceSink:
     """Where the engine's outputs of one choice arrive; see `dsv3.api.engine.client.Sink`."""
 
-    __slots__ = ("generation", "has_tokens", "index", "is_queued", "last_token_at", "pending", "request_id", "stream")
+    __slots__ = (
+        *("generation", "index", "request_id", "stream", "pending"),
+        *("has_ended", "has_tokens", "is_queued", "last_token_at"),
+    )
 
     def __init__(self, generation: Generation, index: int, request_id: int, stream: OutputStream):
         self.generation, self.index, self.request_id, self.stream = generation, index, request_id, stream
         self.pending: list[int | EngineOutput] = []
-        self.is_queued = self.has_tokens = False
+        self.is_queued = self.has_tokens = self.has_ended = False
         self.last_token_at = time.monotonic()
 
     def arrived(self) -> None:

@@ -89,18 +89,27 @@ class Metrics:
         self._stats: Stats = {}
         self._counts = dict.fromkeys(_PLACES, 0)
         self._seconds: dict[str, list[float]] = {key: [] for key in _HISTOGRAMS}
-        self._weights: dict[str, list[int]] = {key: [] for key in _HISTOGRAMS}
+        self._gaps = self._seconds["itl"]
 
     def update(self, stats: Stats) -> None:
         """Takes the engine's numbers; those without a metric are ignored."""
         self._stats = stats
 
-    def observe(self, what: str, seconds: float, weight: int = 1) -> None:
-        """Adds a latency `weight` times; `what` is "ttft", "itl", "e2e" or "queue"."""
+    def observe(self, what: str, seconds: float) -> None:
+        """Adds a latency; `what` is "ttft", "e2e" or "queue"."""
         pending = self._seconds[what]
         pending.append(seconds)
-        self._weights[what].append(weight)
         if len(pending) >= _MAX_PENDING:
+            self.flush()
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """Adds tokens of a sequence that came together, `seconds` after those before."""
+        self._counts["generation_tokens"] += count
+        if count > 1:
+            self._gaps.extend([seconds / count] * count)
+        else:
+            self._gaps.append(seconds)
+        if len(self._gaps) >= _MAX_PENDING:
             self.flush()
 
     def add(self, what: str, count: int) -> None:
@@ -124,11 +133,9 @@ class Metrics:
                 self._counts[key] = 0
         for key, start in _HISTOGRAM_PLACES.items():
             if seconds := self._seconds[key]:
-                weights = np.array(self._weights[key])
-                buckets = np.searchsorted(_SECONDS, seconds)
-                mine[start : start + _BUCKETS] += np.bincount(buckets, weights, _BUCKETS)
-                mine[start + _BUCKETS] += np.dot(seconds, weights)
-                self._seconds[key], self._weights[key] = [], []
+                mine[start : start + _BUCKETS] += np.bincount(np.searchsorted(_SECONDS, seconds), minlength=_BUCKETS)
+                mine[start + _BUCKETS] += sum(seconds)
+                seconds.clear()
 
     def text(self) -> bytes:
         """Returns the exposition in Prometheus's text format."""

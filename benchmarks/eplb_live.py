@@ -55,7 +55,7 @@ def main() -> None:
 
 def measure(engine: Engine) -> tuple[Any, Any]:
     """Load and map of the window before the first move, and of a window after it."""
-    balancer, requests = engine.balancer, requests_of_one_kind()
+    balancer, requests = engine.planners["experts"], requests_of_one_kind()
     assert balancer is not None
     before, moved_at = (balancer.load, balancer.expert_map), 0
     while not moved_at or engine.stats().steps < moved_at + WINDOW_STEPS:

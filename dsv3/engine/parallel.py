@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from dsv3.config import ModelConfig
 from dsv3.engine.communication import Communication, Form
 from dsv3.engine.expert_map import first_expert_map
-from dsv3.engine.step_bodies import SpreadExperts, StepFunctions
+from dsv3.engine.functions import SpreadExperts, StepFunctions
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.expert_parallel import ExpertParallel

@@ -9,6 +9,7 @@ import jax
 
 from dsv3.cache.layout import token_bytes
 from dsv3.checkpoint.layout import leaf_path
+from dsv3.engine.jobs.sample import adjust_shapes
 from dsv3.plan.programs import CACHE_DTYPE, Compiled, Planned, cache_tokens
 
 _GROUPS = {
@@ -65,12 +66,12 @@ class Memory:
 
 def memory_of(planned: Planned, steps: Sequence[Compiled] = ()) -> Memory:
     """What a device holds; `steps` are the compiled ones, of which one runs at a time."""
-    programs = planned.programs
+    layout = planned.layout
     return Memory(
         weights=weight_groups(planned.params),
         token=token_bytes(planned.model, CACHE_DTYPE),
         cache_tokens=cache_tokens(planned.deployment),
-        state=local_bytes((programs.state, programs.adjust)),
+        state=local_bytes((layout.state, adjust_shapes(layout))),
         working=max((step.temporaries + step.results for step in steps), default=None),
         budget=planned.deployment.memory_budget,
     )
@@ -99,5 +100,5 @@ def compiler_disagrees(planned: Planned, memory: Memory, step: Compiled) -> int:
     The adjust state is no argument of a forward step.
     """
     pages = memory.cache
-    computed = sum(memory.weights.values()) + pages + local_bytes(planned.programs.state)
+    computed = sum(memory.weights.values()) + pages + local_bytes(planned.layout.state)
     return step.arguments - computed

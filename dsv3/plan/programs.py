@@ -15,10 +15,14 @@ from dsv3.cache.page import pages_for
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.executor import lay_out as lay_out_engine
+from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.expert_map import first_expert_map
+from dsv3.engine.functions import StepFunctions, model_functions
+from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.parallel import SpreadParams, expert_parallel_functions
-from dsv3.engine.programs import Key, Programs
-from dsv3.engine.step_bodies import StepFunctions, model_functions
+from dsv3.engine.parts import Parts
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
 from dsv3.plan.deployment import Deployment, DeploymentError
@@ -61,9 +65,19 @@ class Planned:
     params: Any
 
     @property
+    def layout(self) -> Layout:
+        """Shapes of everything on the devices."""
+        return self._laid_out[0]
+
+    @property
     def programs(self) -> Programs:
         """The engine's table of programs, of which none is compiled yet."""
-        return Programs(self.functions, self.model, self.engine, self.mesh, self.params, CACHE_DTYPE)
+        return self._laid_out[1]
+
+    @property
+    def _laid_out(self) -> tuple[Layout, Programs]:
+        parts = Parts(self.functions, self.params, self.model, self.engine, self.mesh)
+        return lay_out_engine(parts, JOB_KINDS)
 
 
 def lay_out(model: ModelConfig, deployment: Deployment) -> Planned:
@@ -119,6 +133,7 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
         max_num_batched_tokens=deployment.prefill_tokens or 64,
         num_ranks=deployment.ranks,
         num_nodes=deployment.nodes,
+        tensor_parallel_size=deployment.tensor_parallel,
         cache_dtype=jnp.dtype(CACHE_DTYPE).name,
     )
 

@@ -18,8 +18,6 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
@@ -40,8 +38,8 @@ from dsv3.engine.cluster.messages import (
 )
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.cluster.wire import HANDSHAKE_S, Wire, WireError, connect
-from dsv3.engine.commands import StepCommand
-from dsv3.engine.executor import Executor, Launched
+from dsv3.engine.device.executor import InFlight, LocalExecutor
+from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.options import ClusterOptions, EngineOptions
 
 _log = logging.getLogger("dsv3.cluster")
@@ -78,7 +76,7 @@ class _Follower:
     def __init__(self, cluster: ClusterOptions, wire: Wire) -> None:
         self._cluster = cluster
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[tuple[StepCommand, Launched]] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
         self._channel = Channel(wire, self._heartbeat, self._take, self._lost)
         self._channel.start()
@@ -97,17 +95,17 @@ class _Follower:
         phases.end("weights")
         self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages))
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
-        executor = Executor(parts.functions, parts.params, parts.model_cfg, parts.cfg, parts.devices)
-        executor.programs.store = store = program_store(self._cluster, model_dir, options, parts)
+        executor = LocalExecutor(parts, JOB_KINDS)
+        store = program_store(self._cluster, model_dir, options, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
-        executor.programs.compile_all()
+        executor.compile_all(store=store)
         phases.end("compiling")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._send(Ready())
-        threading.Thread(target=self._report, name="results", daemon=True).start()
+        threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
-            command = self._expect(Step).command
-            self._launched.put((command, executor.launch(command)))
+            command = messages.command_of(self._expect(Step), JOB_KINDS)
+            self._launched.put(executor.launch(command))
             self._last_launched = command.number
 
     def ask_to_drain(self, signal_name: str) -> None:
@@ -161,13 +159,15 @@ class _Follower:
             _end(1, text)
         threading.Thread(target=self.give_up, args=(WireError(text),), daemon=True).start()
 
-    def _report(self) -> None:
+    def _report(self, executor: LocalExecutor) -> None:
         """Reads the results of each step and sends their digest to the leader."""
         chain = Chain()
         try:
             while True:
-                command, launched = self._launched.get()
-                self._send(Digest(command.number, chain.add(command.number, _read(command, launched))))
+                in_flight = self._launched.get()
+                number = in_flight.command.number
+                results = executor.agreed(in_flight, executor.fetch(in_flight))
+                self._send(Digest(number, chain.add(number, results)))
         except Exception as error:
             self.give_up(error)
 
@@ -182,16 +182,6 @@ class _Follower:
                 self._channel.forgive()
             elif now - self._channel.last_heard_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
-
-
-def _read(command: StepCommand, launched: Launched) -> list[np.ndarray]:
-    """Waits for the results of a step, and returns those that all processes must have read alike.
-
-    A prefill that samples nothing has results too, but they differ between processes.
-    """
-    samples = command.prefill is not None and command.prefill.variant is not None
-    prefill = [np.asarray(array) for array in launched.prefill or ()]
-    return [*(prefill if samples else ()), *(np.asarray(array) for array in launched.decode or ())]
 
 
 def _reach(cluster: ClusterOptions, key: bytes) -> Wire:

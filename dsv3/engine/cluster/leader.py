@@ -17,11 +17,12 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.fingerprint import Fields, differences
-from dsv3.engine.cluster.membership import ClusterError, read_key
-from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Step, Stop
+from dsv3.engine.cluster.membership import read_key
+from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Stop
 from dsv3.engine.cluster.wire import Wire, WireError, accept
-from dsv3.engine.commands import StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.errors import ClusterError
+from dsv3.engine.job import StepCommand
 from dsv3.options import LEADER, ClusterOptions
 
 _log = logging.getLogger("dsv3.cluster")
@@ -66,6 +67,7 @@ class Leader:
         self._book, self._chain = Book(self._followers), Chain()
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
+        self._ranks: dict[int, range] = {}
         self._refusals = 0
         self._greetings = 0
         self._forgiven = 0.0  # when this process was last found to have been suspended
@@ -103,6 +105,7 @@ class Leader:
 
     def build(self, config: EngineConfig) -> None:
         """Tells the followers the limits that all processes use."""
+        self._ranks = {process_id: config.ranks_of(process_id) for process_id in self._followers}
         self._broadcast(messages.encode(Build(config)))
 
     def ready(self) -> None:
@@ -110,8 +113,14 @@ class Leader:
         self._wait_for(Ready, "to compile")
 
     def send(self, command: StepCommand) -> None:
-        """Sends a command to every follower without waiting. Raises ClusterError once the instance has failed."""
-        self._broadcast(messages.encode(Step(command)))
+        """Sends each follower the part of a command that its ranks need, without waiting.
+
+        Raises ClusterError once the instance has failed, and fails it where no frame holds a part.
+        """
+        self._check()
+        for process_id in self._followers:
+            part = command.part(self._ranks[process_id])
+            self._post(process_id, messages.encode(messages.step_of(part)))
 
     def launched(self, number: int) -> None:
         """Notes that this process has launched step `number`; every follower should do so soon."""
@@ -296,11 +305,14 @@ class Leader:
 
     def _broadcast(self, body: bytes) -> None:
         self._check()
-        for process_id, channel in self._channels.items():
-            try:
-                channel.send(body)
-            except ChannelError as error:
-                raise self._fail(f"process {process_id} {error}") from None
+        for process_id in self._channels:
+            self._post(process_id, body)
+
+    def _post(self, process_id: int, body: bytes) -> None:
+        try:
+            self._channels[process_id].send(body)
+        except ChannelError as error:
+            raise self._fail(f"process {process_id} {error}") from None
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -1,13 +1,15 @@
 """Declares what leader and followers tell each other, as msgpack types; arrays travel as dtype, shape and bytes."""
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from dsv3.engine.commands import StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.job import Job, JobKind, StepCommand
 
 _DTYPES = {np.dtype(name) for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
 _MAX_DIMENSIONS = 8
@@ -47,9 +49,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """The next step: execute this command."""
+    """The next step: its jobs, each a kind and the kind's command as the kind's own type encodes it."""
 
-    command: StepCommand
+    number: int
+    jobs: list[tuple[str, msgspec.Raw]]
 
 
 class Digest(msgspec.Struct, frozen=True, tag=True):
@@ -116,6 +119,27 @@ def _array(value: Any) -> np.ndarray:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 _to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower, dec_hook=_from_plain)
 _to_leader: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader, dec_hook=_from_plain)
+
+
+def step_of(command: StepCommand) -> Step:
+    """Returns the message that carries a command."""
+    return Step(command.number, [(kind, msgspec.Raw(_encoder.encode(job))) for kind, job in command.jobs])
+
+
+def command_of(step: Step, kinds: Sequence[JobKind]) -> StepCommand:
+    """Returns the command that a message carries; raises msgspec.MsgspecError for jobs that are not of these kinds."""
+    types = {kind.name: kind.command for kind in kinds}
+    jobs = []
+    for name, raw in step.jobs:
+        if name not in types:
+            raise msgspec.ValidationError(f"{name!r} is not a kind of job here")
+        jobs.append(Job(name, _decoder(types[name]).decode(raw)))
+    return StepCommand(step.number, tuple(jobs))
+
+
+@functools.cache
+def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
 
 
 def encode(message: ToFollower | ToLeader) -> bytes:

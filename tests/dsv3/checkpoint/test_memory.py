@@ -37,7 +37,7 @@ SERVE = """
 import dataclasses, pathlib, sys
 import jax, jax.numpy as jnp, numpy
 from dsv3.engine.parallel import expert_parallel_functions
-from dsv3.engine.step_bodies import model_functions
+from dsv3.engine.functions import model_functions
 from dsv3.engine.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import load_config
 from sharding.rules import rank_mesh, shardings

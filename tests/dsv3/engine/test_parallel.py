@@ -11,6 +11,7 @@ from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.parallel import expert_parallel_functions, spread_experts
+from dsv3.engine.parts import Parts
 from dsv3.llm import LLM
 from dsv3.options import EngineOptions
 from sharding.rules import rank_mesh
@@ -39,7 +40,7 @@ def test_greedy_text_is_transformers_token_for_token(
     spread = spread_experts(params, cfg, mesh, redundant)
     functions = expert_parallel_functions(cfg, mesh, redundant)
     layout = dict(num_ranks=devices // tensor, num_nodes=nodes, tensor_parallel_size=tensor, max_num_seqs=seqs)
-    engine = Engine(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used)
+    engine = Engine(Parts.on_devices(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used))
     count, length = 12, 16
     prompts = golden["prompts"][:count]
     requests = [request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from dsv3.checkpoint import convert_to_stacked, fill, load_params
+from dsv3.engine.functions import model_functions
 from dsv3.engine.parallel import expert_parallel_functions, spread_experts
-from dsv3.engine.step_bodies import model_functions
 from dsv3.engine.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import to_hf
 from sharding.rules import rank_mesh, shardings

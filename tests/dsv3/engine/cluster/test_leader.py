@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.membership import ClusterError
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -25,8 +24,10 @@ from dsv3.engine.cluster.messages import (
     Step,
     Stop,
 )
-from dsv3.engine.commands import DecodeCommand, StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.errors import ClusterError
+from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.options import ClusterOptions
 from tests.dsv3.engine.cluster import local
 
@@ -88,17 +89,19 @@ def lead(tmp_path) -> Iterator:
 
 
 def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
-    """A leader with its only follower, begun."""
+    """A leader with its only follower, begun, one rank each."""
     led = lead(**changes)
     follower = led.follower(1)
     received = follower.received()
     assert next(received) == Begin()
     assert led.gathered() is None
+    led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_nodes=2))
+    assert isinstance(next(received), Build)
     return led, follower, received
 
 
 def command(number: int) -> StepCommand:
-    return StepCommand(number, None, DecodeCommand(np.zeros((2, 1, 2), np.int32), 0, False), None)
+    return StepCommand(number, (Job("decode", DecodeCommand(np.zeros((2, 1, 3), np.int32), 1)),))
 
 
 def test_a_whole_life(lead) -> None:
@@ -110,7 +113,7 @@ def test_a_whole_life(lead) -> None:
     for pages, follower in zip((7, 5), followers, strict=True):
         follower.send(Loaded({"devices": "1"}, pages))
     assert led.leader.loaded({"devices": "1"}) == 5
-    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5))
+    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_nodes=3))
     assert [next(r) for r in received] == [Build(config), Build(config)]
     for follower in followers:
         follower.send(Ready())
@@ -118,7 +121,7 @@ def test_a_whole_life(lead) -> None:
     led.leader.send(command(1))
     for steps in received:
         step = next(steps)
-        assert isinstance(step, Step) and step.command.number == 1
+        assert isinstance(step, Step) and step.number == 1
     closing = threading.Thread(target=led.leader.end)
     closing.start()
     for follower, rest in zip(followers, received, strict=True):
@@ -275,7 +278,7 @@ def test_a_follower_asked_to_end_has_the_leader_drain(lead) -> None:
 def test_a_follower_that_does_not_read_ends_the_instance_instead_of_memory(lead, monkeypatch) -> None:
     monkeypatch.setattr("dsv3.engine.cluster.channel._MAX_BUFFERED_BYTES", 2**16)
     led, _, _ = both(lead)
-    big = StepCommand(1, None, DecodeCommand(np.zeros((2, 2**20, 2), np.int32), 0, False), None)
+    big = StepCommand(1, (Job("decode", DecodeCommand(np.zeros((2, 2**20, 3), np.int32), 1)),))
     with pytest.raises(ClusterError, match="process 1 does not read"):
         led.leader.send(big)
     assert "does not read" in led.failure()
@@ -329,7 +332,7 @@ def test_nobody_waits_for_a_silent_follower(lead, monkeypatch) -> None:
 def test_a_command_that_no_frame_holds_ends_the_instance_with_its_size(lead, monkeypatch) -> None:
     monkeypatch.setattr("dsv3.engine.cluster.channel.MAX_FRAME_BYTES", 2**10)
     led, _, received = both(lead)
-    big = StepCommand(1, None, DecodeCommand(np.zeros((2, 2**8, 2), np.int32), 0, False), None)
+    big = StepCommand(1, (Job("decode", DecodeCommand(np.zeros((2, 2**8, 3), np.int32), 1)),))
     with pytest.raises(ClusterError, match=r"process 1 cannot be sent a message of \d+ bytes: at most 1024 fit"):
         led.leader.send(big)
     reason = led.failure()

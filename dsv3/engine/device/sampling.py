@@ -19,8 +19,6 @@ from jax import lax
 
 _BLOCK = 128
 _MIN_TEMPERATURE = 1e-5  # below it logits overflow when divided; vLLM's bound
-NOT_FINITE = -1
-"""Token reported for a row whose logits are not finite."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,9 +63,9 @@ def greedy(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(is_top, index, logits.shape[-1] - 1), axis=-1)
 
 
-def guard(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`tokens`, with -1 where a logit is NaN or +inf, or all are -inf: such a row has no distribution."""
-    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, NOT_FINITE)
+def guard(logits: jax.Array, tokens: jax.Array, instead: int) -> jax.Array:
+    """Returns `tokens`, with `instead` where a row has no distribution: a logit is NaN or +inf, or all are -inf."""
+    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, instead)
 
 
 def sample(logits: jax.Array, controls: Controls) -> jax.Array:
@@ -144,8 +142,11 @@ def adjusted(logits: jax.Array, adjustments: Adjustments) -> jax.Array:
 
 
 def log_probabilities(logits: jax.Array, tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probability `[B]` of `tokens`, and ids and log-probabilities `[B, count]` of the most likely ones."""
+    """Returns log-probabilities `[...]` of `tokens` `[...]`, and ids and log-probabilities `[..., count]` of the best.
+
+    `logits` are `[..., W]`. Negative tokens stand for none: theirs means nothing.
+    """
     logp = jax.nn.log_softmax(logits, axis=-1)
-    own = jnp.take_along_axis(logp, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
+    own = jnp.take_along_axis(logp, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
     top, ids = lax.top_k(logp, min(count, logits.shape[-1]))
     return own, ids.astype(jnp.int32), top

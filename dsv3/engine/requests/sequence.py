@@ -1,6 +1,7 @@
 """A request inside the engine, and what the scheduler notes about it."""
 
 import dataclasses
+import enum
 
 import numpy as np
 
@@ -12,12 +13,21 @@ GREEDY, SAMPLED, FULL = 0, 1, 2
 """Variants of the sampler, each able to do all that the one before it does."""
 
 
+class State(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "in the queue"
+    PREFILLING = "holds a slot; its known tokens are being computed"
+    DECODING = "holds a slot; gets tokens"
+    ENDED = "has left the engine"
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """One request on its way.
 
-    `tokens` are those known when it was last put into the queue: the prompt, after a pre-emption the answer so far
-    too. `keys` are the prefix keys of their full pages. The other fields are the scheduler's, valid while it runs.
+    `tokens` are those known when it was last put into the queue: the prompt, and after a pre-emption the answer so far.
+    `keys` are the prefix keys of their full pages. The other fields are the scheduler's, valid while it runs.
     """
 
     request: PreparedRequest
@@ -29,11 +39,14 @@ class Sequence:
     root: Key
     keys: list[Key]
     variant: int
+    state: State = State.WAITING
     arrival: int = 0
     slot: int = -1  # rank * max_num_seqs + slot within the rank
     pages: list[int] = dataclasses.field(default_factory=list)
     prefilled: int = 0  # tokens whose latents a launched step has written or will write
     pending: set[Key] = dataclasses.field(default_factory=set)  # keys of pages it is filling from its prompt
+    published: int = 0  # of its pages, from the first on, those that are findable
+    is_sound: bool = True  # False once its logits were not finite
     num_cached: int = 0
     queued_at: float = 0.0
     queue_seconds: float | None = None  # from the queue to the first slot
@@ -41,10 +54,12 @@ class Sequence:
 
     @property
     def id(self) -> int:
+        """The request's id."""
         return self.request.request_id
 
     @property
     def sampling(self) -> SamplingParams:
+        """The request's sampling parameters."""
         return self.request.sampling
 
 

@@ -1,4 +1,4 @@
-"""Evens the load of the devices that hold routed experts, while the engine serves.
+"""Experts: evens the load of the devices that hold routed experts, while the engine serves.
 
 The devices count how often each expert is chosen; every few steps the counts are read out, one step late like tokens,
 and enter a sliding window. A thread judges the window: how even the devices' load is, and, at most every
@@ -8,29 +8,57 @@ checksums differ stays as it was. Whatever goes wrong in the thread is logged, a
 """
 
 import dataclasses
+import functools
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from dsv3.engine.commands import BalanceCommand, MoveCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.device import Device
+from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.functions import SpreadExperts, StepResult
+from dsv3.engine.job import Command, Host, JobKind, Planned, Watch
+from dsv3.engine.parts import Parts
 from dsv3.engine.stats import ExpertStats
-from dsv3.engine.step_bodies import SpreadExperts, StepFunctions, split_load
+from dsv3.request import StepOutputs
 from sharding.eplb import ExpertMap, balancedness, keep_in_place, map_of, rebalance_experts, sources
 from sharding.placement import Placement, expert_map_of, placement_of
-from sharding.transport import StepTraffic, Traffic
+from sharding.rebalance import LayerMove, move_layer
+from sharding.rules import RANKS, of_ranks
+from sharding.transport import MAX_HOPS, StepTraffic, Traffic
 
 _log = logging.getLogger(__name__)
 
+NAME = "experts"
+READ_LOAD, MOVE = Key("read_load"), Key("move_experts")
 READ_STEPS = 128  # launching a read-out took 0.5 ms on eight devices of a busy CPU: 4 us a step
 WINDOW_READS = 8
 MOVE_BYTES = 256 * 2**20  # a device and step, twice over the wire: 10 ms at 50 GB/s; at least one layer
 MIN_GAIN = 0.02  # of a layer's balancedness; less is not worth moving its weights
+
+
+class MoveCommand(Command, frozen=True):
+    """`sharding.rebalance.LayerMove` as host arrays."""
+
+    layer: np.ndarray  # [] int32
+    source: np.ndarray  # [Er] int32
+    slots: np.ndarray  # [E, Ec] int32
+    copies: np.ndarray  # [E] int32
+
+
+class ExpertsCommand(Command, frozen=True):
+    """Reads out the experts' load and starts counting anew, where `read_load` says so, then moves experts."""
+
+    read_load: bool
+    moves: list[MoveCommand]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +87,7 @@ def judge(
     return Judgement(even, moves)
 
 
-class Sent:
+class TrafficCounter:
     """What dispatch and combine have sent, from what the devices count and `StepFunctions.traffic`."""
 
     def __init__(self, traffic: Sequence[StepTraffic]) -> None:
@@ -73,15 +101,14 @@ class Sent:
             self.extra_rounds += sum(step.further_rounds(rounds, steps))
 
 
-def balancer_of(functions: StepFunctions, params: Any, cfg: EngineConfig) -> "Balancer | None":
-    """A balancer of the experts in `params`, as they stand there; None where the functions do not spread any."""
-    experts = functions.experts
-    if experts is None:
-        return None
-    assert functions.traffic is not None
-    traffic = [functions.traffic(size, kind == "prefill") for kind, size in cfg.forward_programs]
-    placement = Placement(*map(np.asarray, experts.take(params)[1]))
-    return Balancer(experts, placement, layer_bytes(experts, params), Sent(traffic), cfg)
+def _make_planner(host: Host) -> "Balancer":
+    """Returns a balancer of the experts as they stand in the parameters."""
+    functions, cfg = host.parts.functions, host.parts.cfg
+    experts, traffic = functions.experts, functions.traffic
+    assert experts is not None and traffic is not None  # `_applies`
+    placement = Placement(*map(np.asarray, experts.take(host.parts.params)[1]))
+    sent = TrafficCounter([traffic(size, kind == "prefill") for kind, size in cfg.forward_programs])
+    return Balancer(experts, placement, layer_bytes(experts, host.parts.params), sent, cfg)
 
 
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
@@ -102,7 +129,7 @@ class Balancer:
     """
 
     def __init__(
-        self, experts: SpreadExperts, placement: Placement, layer_bytes: int, sent: Sent, cfg: EngineConfig
+        self, experts: SpreadExperts, placement: Placement, layer_bytes: int, sent: TrafficCounter, cfg: EngineConfig
     ) -> None:
         self._experts, self._num_ranks, self._sent = experts, cfg.num_ranks, sent
         self._map = expert_map_of(placement, experts.num_slots)
@@ -131,8 +158,18 @@ class Balancer:
         """Where the experts stand, as far as the host knows."""
         return self._map
 
-    def command(self) -> BalanceCommand | None:
-        """What the next step does."""
+    def plan(self, step: list[Planned]) -> list[Planned]:
+        """Balances beside other work: a step that would hold nothing else is not worth launching."""
+        command = self.command() if step else None
+        return [] if command is None else [Planned(NAME, command)]
+
+    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+        """Takes over what a command has given."""
+        assert isinstance(planned.command, ExpertsCommand)
+        self.note(planned.command, results)
+
+    def command(self) -> ExpertsCommand | None:
+        """Returns what the next step does about balance."""
         self._steps += 1
         if self._judging is not None and self._judging.done():
             self._take_judgement(self._judging)
@@ -141,9 +178,9 @@ class Balancer:
             return None
         moves = [self._moves.popleft() for _ in range(min(self._layers_at_once, len(self._moves)))]
         self._under_way += len(moves)
-        return BalanceCommand(read, moves)
+        return ExpertsCommand(read, moves)
 
-    def note(self, command: BalanceCommand, results: Sequence[np.ndarray]) -> None:
+    def note(self, command: ExpertsCommand, results: Sequence[np.ndarray]) -> None:
         """Takes over what a command has given: the load, if it was read, and whether each move was carried out."""
         moved = list(results)
         if command.read_load:
@@ -210,3 +247,88 @@ class Balancer:
         phy2log = self._map.phy2log.copy()
         phy2log[layer] = phy2log[layer, move.source]
         self._map = map_of(phy2log, self._experts.num_experts)
+
+
+def programs(layout: Layout) -> Iterator[ProgramSpec]:
+    """Yields the read-out and one program for every move."""
+    load, whole = layout.state.counters[NAME], PartitionSpec()
+    yield layout.mapped(READ_LOAD, _read_load, (load,), (0,), (of_ranks(),), (of_ranks(), whole))
+    experts = layout.functions.experts
+    assert experts is not None  # `_applies`
+    stacks, placement = experts.take(layout.params)
+    shapes = LayerMove((), (experts.num_slots,), placement.slots.shape[1:], placement.copies.shape[1:])
+    sharding = NamedSharding(layout.mesh, whole)
+    move = LayerMove(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))
+    specs = (*experts.take(layout.functions.param_specs), whole)
+    body = functools.partial(move_layer, machine=experts.machine)
+    yield layout.mapped(MOVE, body, (stacks, placement, move), (0, 1), specs, specs)
+
+
+class ExpertsWorker:
+    """Reads the devices' counters and moves experts between devices."""
+
+    def __init__(self, device: Device) -> None:
+        assert device.layout.functions.experts is not None  # `_applies`
+        self._device, self._experts = device, device.layout.functions.experts
+
+    def launch(self, command: ExpertsCommand) -> tuple[jax.Array, ...]:
+        """Returns the load, if it is read, and for each move whether it was carried out."""
+        read = [self._read()] if command.read_load else []
+        results = (*read, *map(self._move, command.moves))
+        for array in results:
+            array.copy_to_host_async()
+        return results
+
+    def _read(self) -> jax.Array:
+        device = self._device
+        load, total = device.programs.get(READ_LOAD)(device.state.counters[NAME])
+        device.state = dataclasses.replace(device.state, counters=device.state.counters | {NAME: load})
+        return total
+
+    def _move(self, command: MoveCommand) -> jax.Array:
+        device, experts = self._device, self._experts
+        move = LayerMove(command.layer, command.source, command.slots, command.copies)
+        stacks, placement = experts.take(device.params)
+        stacks, placement, intact = device.programs.get(MOVE)(stacks, placement, move)
+        device.params = experts.put(device.params, stacks, placement)
+        return intact
+
+
+def _read_load(load: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Starts counting anew `[1, n]`; also returns the sum of the ranks' counters `[n]`."""
+    return jnp.zeros_like(load), jax.lax.psum(load[0], RANKS)
+
+
+def load_size(experts: SpreadExperts, cfg: EngineConfig) -> int:
+    """Returns how many counters there are: see `split_load`."""
+    return experts.num_layers * experts.num_experts + len(cfg.forward_programs) * (MAX_HOPS + 1)
+
+
+def counted(load: jax.Array, result: StepResult, program: int) -> jax.Array:
+    """Returns the counters after a forward pass."""
+    counts = result.expert_counts.ravel()
+    first = counts.size + program * (MAX_HOPS + 1)
+    load = load.at[: counts.size].add(counts)
+    return load.at[first : first + MAX_HOPS + 1].add(jnp.append(result.rounds, 1))
+
+
+def split_load(load: np.ndarray, experts: SpreadExperts, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Splits what was read of all ranks.
+
+    Returns (token, expert) pairs `[L, E]`; and per forward program the rounds of each hop, and its steps.
+    """
+    pairs = experts.num_layers * experts.num_experts
+    programs = load[pairs:].reshape(-1, MAX_HOPS + 1) // num_ranks  # equal on every rank
+    return load[:pairs].reshape(experts.num_layers, -1).astype(np.int64), programs.astype(np.int64)
+
+
+def _watch(parts: Parts) -> Watch | None:
+    experts = parts.functions.experts
+    return None if experts is None else Watch(load_size(experts, parts.cfg), counted)
+
+
+def _applies(parts: Parts) -> bool:
+    return parts.functions.experts is not None
+
+
+KIND = JobKind(NAME, ExpertsCommand, _make_planner, programs, ExpertsWorker, _applies, _watch)

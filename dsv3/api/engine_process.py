@@ -267,8 +267,9 @@ def _add(engine: EngineLike, requests: list[PreparedRequest]) -> frames.Rejected
 
 
 def _numbers(stats: Any) -> dict[str, float]:
-    """The numbers among the fields; those of a field that is itself a record as `field_name`."""
+    """Returns the numbers among the fields; those of a field, or of a kind of job, that is a record as `field_name`."""
     fields = msgspec.to_builtins(stats)
+    fields |= fields.pop("jobs", {})
     inner = {
         f"{name}_{key}": v for name, value in fields.items() if isinstance(value, dict) for key, v in value.items()
     }

@@ -14,20 +14,20 @@ from jax.sharding import Mesh
 
 import dsv3
 from dsv3.config import ModelConfig
+from dsv3.engine.assemble.functions import expert_parallel_functions
+from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.device.programs import Progress
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs.experts import layer_bytes
 from dsv3.engine.limits import DeviceMemory, Layout, engine_config
-from dsv3.engine.parallel import expert_parallel_functions
 from dsv3.engine.parts import Parts
-from dsv3.engine.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import load_config
 from dsv3.model.tensor_parallel import check_shards
 from dsv3.options import DType, EngineOptions
-from sharding.rebalance import LAYERS_HELD
-from sharding.rules import rank_mesh
+from sharding.experts.rebalance import LAYERS_HELD
+from sharding.mesh import rank_mesh
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from dsv3.config import ModelConfig
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from pallas_kernels.backend import Backend
-from sharding.placement import Placement
-from sharding.transport import Machine, StepTraffic
+from sharding.experts.placement import Placement
+from sharding.experts.traffic import StepTraffic
+from sharding.mesh import Machine
 
 
 class StepResult(Protocol):
@@ -41,7 +42,7 @@ class SpreadExperts:
 
     num_layers: int
     num_experts: int
-    num_slots: int
+    num_replicas: int
     num_groups: int
     machine: Machine
     take: Callable[[Any], tuple[Any, Placement]]

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.functions import StepFunctions
-from sharding.rules import RANKS, rank_mesh, rank_size
+from sharding.mesh import RANKS, rank_mesh, rank_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Bytes a device: weights by group and cache are computed from shapes, working memory comes from the compiler."""
+"""Bytes per device: weights by group and cache are computed from shapes, working memory comes from the compiler."""
 
 import dataclasses
 import math
@@ -26,9 +26,9 @@ _REST = "router, norms, expert map"
 class Memory:
     """Bytes of one device.
 
-    Computed: `weights` by group, `token` bytes of cache, `state` of the decode slots and the adjust state (which exists
-    once a request asks for penalties). Measured by compiling, None before: `working`, the largest step's temporaries
-    and results.
+    Computed from shapes: `weights` by group, bytes of cache per `token`, `state` of the decode slots and the adjust
+    state (which exists once a request asks for penalties). Known after compiling, None before: `working`, the
+    temporaries and results of the largest step.
     """
 
     weights: dict[str, int]
@@ -65,7 +65,7 @@ class Memory:
 
 
 def memory_of(planned: Planned, steps: Sequence[Compiled] = ()) -> Memory:
-    """What a device holds; `steps` are the compiled ones, of which one runs at a time."""
+    """The memory of one device; of the compiled `steps` one runs at a time."""
     layout = planned.layout
     return Memory(
         weights=weight_groups(planned.params),
@@ -92,13 +92,3 @@ def local_bytes(tree: Any) -> int:
     """Bytes that one device holds of a tree of `ShapeDtypeStruct`s with shardings."""
     shapes = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree))
     return sum(math.prod(shape) * itemsize for shape, itemsize in shapes)
-
-
-def compiler_disagrees(planned: Planned, memory: Memory, step: Compiled) -> int:
-    """Bytes by which XLA's count of a step's arguments differs from the computed one (batch and padding: little).
-
-    The adjust state is no argument of a forward step.
-    """
-    pages = memory.cache
-    computed = sum(memory.weights.values()) + pages + local_bytes(planned.layout.state)
-    return step.arguments - computed

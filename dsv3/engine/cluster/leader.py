@@ -118,9 +118,8 @@ class Leader:
         Raises ClusterError once the instance has failed, and fails it where no frame holds a part.
         """
         self._check()
-        for process_id in self._followers:
-            part = command.part(self._ranks[process_id])
-            self._post(process_id, messages.encode(messages.step_of(part)))
+        for process_id, ranks in self._ranks.items():
+            self._post(process_id, messages.encode(messages.step_of(command.part(ranks))))
 
     def launched(self, number: int) -> None:
         """Notes that this process has launched step `number`; every follower should do so soon."""

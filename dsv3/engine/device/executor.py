@@ -12,8 +12,8 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, Progress, Store
 from dsv3.engine.job import JobKind, StepCommand
 from dsv3.engine.parts import Parts
+from sharding.mesh import shardings
 from sharding.processes import place
-from sharding.rules import shardings
 
 Results = list[list[np.ndarray]]
 """What each job of a step gave, in their order."""

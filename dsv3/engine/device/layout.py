@@ -14,8 +14,8 @@ from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import StepResult
 from dsv3.engine.job import Watch
 from dsv3.engine.parts import Parts
+from sharding.mesh import RANK_SPEC, rank_sharding
 from sharding.processes import on_every_rank, spans_processes
-from sharding.rules import by_rank, of_ranks
 
 Gathered = Literal["none", "last", "all"]
 """Which results of a program every process can read, where there are several: none, a copy of the last one, or all."""
@@ -31,7 +31,7 @@ class Layout:
     def __init__(self, parts: Parts, watches: Mapping[str, Watch]) -> None:
         self.functions, self.model_cfg, self.cfg, self.mesh = parts.functions, parts.model_cfg, parts.cfg, parts.mesh
         self.watches = watches
-        self.rank_sharding, self.spans_processes = by_rank(self.mesh), spans_processes(self.mesh)
+        self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
         self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts.params)
         shape = pool_shape(self.model_cfg, self.cfg.num_pages)
         self.pages = self.array(*shape, dtype=jnp.dtype(self.cfg.cache_dtype))
@@ -81,7 +81,7 @@ class Layout:
             mine = jax.tree.map(lambda x: x[0], args[split:])
             return share(jax.tree.map(lambda x: x[None], body(*args[:split], *mine)))
 
-        specs: list[Any] = [of_ranks()] * len(arguments)
+        specs: list[Any] = [RANK_SPEC] * len(arguments)
         if takes_params:
             specs[0] = self.functions.param_specs
         return self.mapped(key, one_rank, arguments, donated, tuple(specs), out_specs)
@@ -102,7 +102,7 @@ class Layout:
     def _shared(self, gathered: Gathered) -> tuple[Callable[[Any], Any], Any]:
         """What a program does last, and where its results lie."""
         if not self.spans_processes or gathered == "none":
-            return lambda out: out, of_ranks()
+            return lambda out: out, RANK_SPEC
         if gathered == "all":
             return on_every_rank, PartitionSpec()
-        return lambda out: (*out, on_every_rank(out[-1])), (*[of_ranks()] * 3, PartitionSpec())
+        return lambda out: (*out, on_every_rank(out[-1])), (*[RANK_SPEC] * 3, PartitionSpec())

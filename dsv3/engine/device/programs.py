@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from sharding.collectives import compiler_options
+from sharding.wire.collectives import compiler_options
 
 _log = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]

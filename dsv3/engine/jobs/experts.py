@@ -3,8 +3,8 @@
 The devices count how often each expert is chosen; every few steps the counts are read out, one step late like tokens,
 and enter a sliding window. A thread judges the window: how even the devices' load is, and, at most every
 `eplb_interval` steps and below `eplb_threshold`, which experts should stand where. Between two steps the resulting
-moves are carried out (`sharding.rebalance`), a few layers at a time, as part of the step's command. A layer whose
-checksums differ stays as it was. Whatever goes wrong in the thread is logged, and the experts stay where they are.
+moves are carried out (`sharding.experts.rebalance`), a few layers at a time, as part of the step's command. A layer
+whose checksums differ stays as it was. Whatever goes wrong in the thread is logged; the experts stay where they are.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ from dsv3.engine.job import Command, Host, JobKind, Planned, Watch
 from dsv3.engine.parts import Parts
 from dsv3.engine.stats import ExpertStats
 from dsv3.request import StepOutputs
-from sharding.eplb import ExpertMap, balancedness, keep_in_place, map_of, rebalance_experts, sources
-from sharding.placement import Placement, expert_map_of, placement_of
-from sharding.rebalance import LayerMove, move_layer
-from sharding.rules import RANKS, of_ranks
-from sharding.transport import MAX_HOPS, StepTraffic, Traffic
+from sharding.experts.eplb import ExpertMap, balancedness, keep_in_place, map_of, rebalance_experts, sources
+from sharding.experts.placement import Placement, expert_map_of, placement_of
+from sharding.experts.rebalance import LayerMove, move_layer
+from sharding.experts.traffic import MAX_HOPS, StepTraffic, Traffic
+from sharding.mesh import RANK_SPEC, RANKS
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class MoveCommand(Command, frozen=True):
 
     layer: np.ndarray  # [] int32
     source: np.ndarray  # [Er] int32
-    slots: np.ndarray  # [E, Ec] int32
+    replicas: np.ndarray  # [E, Ec] int32
     copies: np.ndarray  # [E] int32
 
 
@@ -74,16 +74,16 @@ def judge(
 ) -> Judgement:
     """Judges a load `[L, E]`; moves the layers that gain by it if the mean balancedness is below `threshold`."""
     machine = experts.machine
-    even = balancedness(load, expert_map, machine.ranks)
+    even = balancedness(load, expert_map, machine.devices)
     if even.mean() >= threshold:
         return Judgement(even, [])
-    nodes, devices = machine.nodes, machine.ranks
-    new = rebalance_experts(load, experts.num_slots, experts.num_groups, nodes, devices)
+    nodes, devices = machine.nodes, machine.devices
+    new = rebalance_experts(load, experts.num_replicas, experts.num_groups, nodes, devices)
     new = keep_in_place(new, expert_map, experts.num_groups, nodes, devices)
     gain = balancedness(load, new, devices) - even
     placement, source = placement_of(new, max_copies), sources(new, expert_map).astype(np.int32)
     layers = np.flatnonzero(gain > MIN_GAIN)
-    moves = [MoveCommand(np.array(i, np.int32), source[i], placement.slots[i], placement.copies[i]) for i in layers]
+    moves = [MoveCommand(np.array(i, np.int32), source[i], placement.replicas[i], placement.copies[i]) for i in layers]
     return Judgement(even, moves)
 
 
@@ -98,7 +98,7 @@ class TrafficCounter:
         """Takes over rounds of each hop and steps, by forward program `[P, MAX_HOPS + 1]`."""
         for step, (*rounds, steps) in zip(self._traffic, programs.tolist(), strict=True):
             self.total += step.total(rounds, steps)
-            self.extra_rounds += sum(step.further_rounds(rounds, steps))
+            self.extra_rounds += sum(step.overflow_rounds(rounds, steps))
 
 
 def _make_planner(host: Host) -> "Balancer":
@@ -114,7 +114,7 @@ def _make_planner(host: Host) -> "Balancer":
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
     """Of a layer's experts on one device."""
     stacks, _ = experts.take(params)
-    return sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers // experts.machine.ranks
+    return sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers // experts.machine.devices
 
 
 class Balancer:
@@ -132,8 +132,8 @@ class Balancer:
         self, experts: SpreadExperts, placement: Placement, layer_bytes: int, sent: TrafficCounter, cfg: EngineConfig
     ) -> None:
         self._experts, self._num_ranks, self._sent = experts, cfg.num_ranks, sent
-        self._map = expert_map_of(placement, experts.num_slots)
-        self._max_copies = placement.slots.shape[2]
+        self._map = expert_map_of(placement, experts.num_replicas)
+        self._max_copies = placement.replicas.shape[2]
         self._interval, self._threshold = cfg.eplb_interval, cfg.eplb_threshold
         self._read_steps = min(READ_STEPS, self._interval) if self._interval else READ_STEPS
         self._layers_at_once = max(1, MOVE_BYTES // max(1, layer_bytes))
@@ -201,7 +201,7 @@ class Balancer:
         return bool(self._moves or self._under_way)
 
     def _summed_up(self) -> ExpertStats:
-        sent = self._sent.total * self._experts.machine.ranks
+        sent = self._sent.total * self._experts.machine.devices
         return ExpertStats(
             balancedness=float(self._even.mean()),
             balancedness_min=float(self._even.min()),
@@ -252,11 +252,11 @@ class Balancer:
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields the read-out and one program for every move."""
     load, whole = layout.state.counters[NAME], PartitionSpec()
-    yield layout.mapped(READ_LOAD, _read_load, (load,), (0,), (of_ranks(),), (of_ranks(), whole))
+    yield layout.mapped(READ_LOAD, _read_load, (load,), (0,), (RANK_SPEC,), (RANK_SPEC, whole))
     experts = layout.functions.experts
     assert experts is not None  # `_applies`
     stacks, placement = experts.take(layout.params)
-    shapes = LayerMove((), (experts.num_slots,), placement.slots.shape[1:], placement.copies.shape[1:])
+    shapes = LayerMove((), (experts.num_replicas,), placement.replicas.shape[1:], placement.copies.shape[1:])
     sharding = NamedSharding(layout.mesh, whole)
     move = LayerMove(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))
     specs = (*experts.take(layout.functions.param_specs), whole)
@@ -287,7 +287,7 @@ class ExpertsWorker:
 
     def _move(self, command: MoveCommand) -> jax.Array:
         device, experts = self._device, self._experts
-        move = LayerMove(command.layer, command.source, command.slots, command.copies)
+        move = LayerMove(command.layer, command.source, command.replicas, command.copies)
         stacks, placement = experts.take(device.params)
         stacks, placement, intact = device.programs.get(MOVE)(stacks, placement, move)
         device.params = experts.put(device.params, stacks, placement)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.engine import Engine
@@ -18,15 +19,14 @@ from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.jobs import experts
 from dsv3.engine.jobs.experts import MOVE, READ_LOAD, Balancer, ExpertsCommand, TrafficCounter, load_size
 from dsv3.engine.limits import Layout, engine_config
-from dsv3.engine.parallel import expert_parallel_functions, spread_experts
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import EngineOptions
-from sharding import rebalance
-from sharding.eplb import balancedness, rebalance_experts
-from sharding.placement import placement_of
-from sharding.rules import rank_mesh
-from sharding.transport import MAX_HOPS, Machine, StepTraffic, Traffic
+from sharding.experts import rebalance
+from sharding.experts.eplb import balancedness, rebalance_experts
+from sharding.experts.placement import placement_of
+from sharding.experts.traffic import MAX_HOPS, StepTraffic, Traffic
+from sharding.mesh import Machine, rank_mesh
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, name_of, request, take
 from tests.dsv3.model.golden import DIRECTORY, model
@@ -128,7 +128,7 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
     assert stats.checksum_failures > 0 and stats.moved == 0
     np.testing.assert_array_equal(engine.planners["experts"].expert_map.phy2log, before.phy2log)
     placement = engine.executor.device.params.placement
-    np.testing.assert_array_equal(np.asarray(placement.slots), served.params.placement.slots)
+    np.testing.assert_array_equal(np.asarray(placement.replicas), served.params.placement.replicas)
     assert "damaged on their way" in caplog.text
 
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from dsv3.api.engine_process import _numbers
-from dsv3.api.metrics import Metrics
+from dsv3.api.answers.metrics import Metrics
+from dsv3.api.engine.process import _numbers
 from dsv3.engine.stats import EngineStats, ExpertStats
 
 STATS = EngineStats(3, 1, 7, 0.5, 0, 0, 0, 0, 10, 20, 30, 0.1, (1, 2))

@@ -10,11 +10,11 @@ import numpy as np
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import bucket
-from dsv3.engine.device.device import Device
+from dsv3.engine.device.device import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
-from dsv3.engine.job import Command, Host, JobKind, Planned
+from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.model.batch import DecodeBatch
@@ -41,8 +41,8 @@ class DecodeCommand(Command, frozen=True):
 class DecodePlanner:
     """Launches all requests that can have another token; keeps the batch while its rows stay the same."""
 
-    def __init__(self, host: Host) -> None:
-        self._scheduler, self._cfg = host.scheduler, host.scheduler.cfg
+    def __init__(self, view: EngineView) -> None:
+        self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
         self._width = self._cfg.tokens_per_row
         self._rows: BatchRows | None = None
         self._needs = Needs(0, False)
@@ -135,7 +135,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 class DecodeWorker:
     """Launches the decode program, by bucket."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Devices) -> None:
         self._device = device
 
     def launch(self, command: DecodeCommand) -> tuple[jax.Array, ...]:

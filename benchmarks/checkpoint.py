@@ -179,11 +179,11 @@ def read_experts(directory: Path, case: str) -> Any:
     import jax
 
     from dsv3.checkpoint import load_params
-    from dsv3.engine.expert_map import first_expert_map
-    from dsv3.engine.parallel import expert_parallel_functions, spread_experts
-    from dsv3.engine.weights import Reading, load_spread
+    from dsv3.engine.assemble.expert_map import first_expert_map
+    from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
+    from dsv3.engine.assemble.weights import Reading, load_spread
     from dsv3.hf_config import load_config
-    from sharding.rules import rank_mesh, shardings
+    from sharding.mesh import rank_mesh, shardings
 
     cfg, mesh = load_config(directory), rank_mesh(jax.devices())
     redundant = DEVICES + -cfg.n_routed_experts % DEVICES

@@ -22,7 +22,9 @@ from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.membership import read_key
 from dsv3.engine.cluster.messages import Begin, Heartbeat, Hello, Stop
 from dsv3.engine.cluster.wire import connect
-from dsv3.engine.commands import DecodeCommand, StepCommand
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.options import ClusterOptions
 
 
@@ -50,6 +52,10 @@ def _follow_one(cluster: ClusterOptions, process_id: int) -> None:
             wire.send(messages.encode(Heartbeat()))
 
 
+def _command(number: int, rows: np.ndarray) -> StepCommand:
+    return StepCommand(number, (Job("decode", DecodeCommand(rows, 1)),))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (("ranks", 144), ("rows", 128), ("followers", 17), ("steps", 300)):
@@ -71,19 +77,21 @@ def main() -> None:
     followers = multiprocessing.get_context("spawn").Process(target=follow, args=(cluster,))
     followers.start()
     leader.gather()
-    batch = np.zeros((arguments.ranks, arguments.rows, 2), np.int32)
+    limits = EngineConfig(64, 1, num_ranks=arguments.ranks, num_nodes=arguments.followers + 1)
+    leader.build(limits)
+    rows = np.zeros((arguments.ranks, arguments.rows, 3), np.int32)
     times, processor = [], []
     for number in range(arguments.steps):
         time.sleep(0.02)  # a step of the device
         started, started_processor = time.perf_counter(), time.thread_time()
-        leader.send(StepCommand(number, None, DecodeCommand(batch, 0, False), None))
+        leader.send(_command(number, rows))
         times.append(time.perf_counter() - started)
         processor.append(time.thread_time() - started_processor)
     leader.end()
     followers.join()
-    size = len(messages.encode(messages.Step(StepCommand(0, None, DecodeCommand(batch, 0, False), None))))
+    size = len(messages.encode(messages.step_of(_command(0, rows).part(limits.ranks_of(1)))))
     print(
-        f"{size} bytes to {arguments.followers} followers: "
+        f"{size} bytes to each of {arguments.followers} followers: "
         f"{statistics.median(times) * 1e6:.0f} us a step on the engine's thread, "
         f"{statistics.median(processor) * 1e6:.0f} us of them processor time (medians of {arguments.steps})"
     )

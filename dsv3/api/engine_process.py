@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from dsv3.api import frames
-from dsv3.engine.cluster.membership import public_text
+from dsv3.engine.errors import public_text
 from dsv3.prepare import PreparedRequest
 from dsv3.request import InvalidRequest, QueueFull, StepOutputs
 

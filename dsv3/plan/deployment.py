@@ -18,7 +18,7 @@ class DeploymentError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One GPU: memory in bytes, peak rates a second, and one-way link rates in bytes a second that DeepEP-like
+    """One GPU: memory in bytes, peak rates per second, and one-way link rates in bytes per second that DeepEP-like
     transfers reach: `node_link` to each other GPU of its node together, `cross_link` to other nodes.
 
     Only GPUs of compute capability 9.0 can be planned for; they have 132 multiprocessors.
@@ -41,11 +41,12 @@ class Device:
 class Deployment:
     """One instance: `nodes` of `gpus_per_node` devices, and what each data-parallel rank runs.
 
-    `prefill_tokens` are the prompt tokens a rank in a prefill step, `decode_requests` the requests a rank in a decode
-    step: at least one of the two, both for an instance that does both. `context_length` is the mean number of tokens a
-    request has in the cache (of a prompt, in prefill); `prefix_hit_rate` the share of prompt tokens found there.
-    `max_model_len` None: what the model was made for. `expert_parallel` spreads the routed experts over all devices,
-    with `redundant_experts` copies more than there are experts; `expert_transport` is as in `launch.serve`.
+    `prefill_tokens` are the prompt tokens per rank in a prefill step, `decode_requests` the requests per rank in a
+    decode step: at least one of the two, both for an instance that does both. `context_length` is the mean number of
+    tokens that a request has in the cache (of a prompt, in prefill); `prefix_hit_rate` is the share of prompt tokens
+    found there. `max_model_len` None: what the model was made for. `expert_parallel` spreads the routed experts over
+    all devices, with `redundant_experts` replicas more than there are experts; `expert_transport` is as in
+    `launch.serve`.
     `memory_utilization` is the share of a device's memory that weights, cache and working memory may take; the rest is
     for CUDA, NCCL's buffers and fragmentation.
 

@@ -103,14 +103,14 @@ def stages_of(planned: Planned, compiled: Compiled, rates: roofline.Rates, micro
     deployment, model = planned.deployment, planned.model
     context, hits = deployment.context_length, deployment.prefix_hit_rate
     is_prefill = compiled.phase == "prefill"
-    load = roofline.Load(
+    batch = roofline.MicroBatch(
         tokens=compiled.tokens // micro_batches,
         keys=hits * context + (1 - hits) * context / 2 if is_prefill else context,
         experts=experts_per_device(planned),
         split=deployment.tensor_parallel,
     )
     stages = roofline.prefill_stages if is_prefill else roofline.decode_stages
-    return stages(model, rates, load)
+    return stages(model, rates, batch)
 
 
 def experts_per_device(planned: Planned) -> int:

@@ -10,7 +10,7 @@ import optax
 
 from dsv3.config import ModelConfig
 from dsv3.model.forward import forward
-from dsv3.model.params import Params, declare, initialise
+from dsv3.model.params import Params, declare, initialize
 from dsv3.training.config import TrainingConfig
 from dsv3.training.loss import main_loss, mtp_loss
 
@@ -46,8 +46,8 @@ def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
 
 
 def initial_state(config: TrainingConfig) -> TrainState:
-    """State before the first step, with random parameters from the run's seed."""
-    params = initialise(config.model, jax.random.key(config.seed), jnp.float32, std=config.init_std)
+    """Random parameters from the run's seed, and no step done."""
+    params = initialize(config.model, jax.random.key(config.seed), jnp.float32, std=config.init_std)
     return TrainState(params, optimizer(config).init(params), jnp.zeros((), jnp.int32))
 
 

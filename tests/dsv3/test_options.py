@@ -27,7 +27,7 @@ from dsv3.options import (
     signature_with,
 )
 from launch import cli, flags
-from sharding.transport import kind_of
+from sharding.experts.kind import Kind
 
 CLUSTER = ClusterOptions(coordinator="host:80", num_processes=2, process_id=0, cluster_key_file="key")
 FLAGS_OF = """
@@ -150,6 +150,6 @@ def test_values_that_cannot_be_say_what_can(wrong: dict, words: str) -> None:
 
 def test_every_transport_that_may_be_named_exists() -> None:
     for name in Transport.__args__:
-        kind_of(name)
+        Kind.from_name(name)
     with pytest.raises(ValueError, match=", ".join(Transport.__args__)):
-        kind_of("none")
+        Kind.from_name("none")

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsv3.checkpoint import CheckpointError, convert_to_stacked, fill, layout, load_params
 from dsv3.model.params import declare
 from dsv3.model.tensor_parallel import arrange
-from sharding.rules import partition, rank_mesh
+from sharding.mesh import partition, rank_mesh
 from tests.dsv3.checkpoint import hf
 from tests.dsv3.checkpoint.trees import assert_same_bits, by_path
 

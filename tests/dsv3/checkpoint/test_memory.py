@@ -37,11 +37,11 @@ print(status("VmHWM") - before, sum(a.nbytes for a in jax.tree.leaves(params)))
 SERVE = """
 import dataclasses, pathlib, sys
 import jax, jax.numpy as jnp, numpy
-from dsv3.engine.parallel import expert_parallel_functions
-from dsv3.engine.step_bodies import model_functions
-from dsv3.engine.weights import Reading, load_replicated, load_spread
+from dsv3.engine.assemble.functions import expert_parallel_functions
+from dsv3.engine.functions import model_functions
+from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import load_config
-from sharding.rules import rank_mesh, shardings
+from sharding.mesh import rank_mesh, shardings
 
 def status(field):
     return int(pathlib.Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from dsv3.checkpoint import convert_to_stacked, fill, load_params
-from dsv3.engine.parallel import expert_parallel_functions, spread_experts
-from dsv3.engine.step_bodies import model_functions
-from dsv3.engine.weights import Reading, load_replicated, load_spread
+from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
+from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
+from dsv3.engine.functions import model_functions
 from dsv3.hf_config import to_hf
-from sharding.rules import rank_mesh, shardings
+from sharding.mesh import rank_mesh, shardings
 from tests.dsv3.checkpoint import hf
 
 READ = Reading(jnp.bfloat16, "keep", progress=False)
@@ -76,10 +76,10 @@ def addresses(array: jax.Array) -> list[int]:
 PROCESS = """
 import json, pathlib, sys, zlib
 import jax, jax.numpy as jnp, numpy
-from dsv3.engine.parallel import expert_parallel_functions
-from dsv3.engine.weights import Reading, load_spread
+from dsv3.engine.assemble.functions import expert_parallel_functions
+from dsv3.engine.assemble.weights import Reading, load_spread
 from dsv3.hf_config import load_config
-from sharding.rules import rank_mesh
+from sharding.mesh import rank_mesh
 
 coordinator, process, *directories = sys.argv[1:]
 jax.distributed.initialize(coordinator, 2, int(process))

@@ -21,10 +21,12 @@ def memory(deployment: Deployment) -> Memory:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("deployment", "slots", "published"), [(DECODE_EP144, 2, 24.0e9), (PREFILL_EP32, 9, 41.9e9)])
-def test_weights_of_the_published_deployments(deployment, slots, published) -> None:
+@pytest.mark.parametrize(
+    ("deployment", "replicas", "published"), [(DECODE_EP144, 2, 24.0e9), (PREFILL_EP32, 9, 41.9e9)]
+)
+def test_weights_of_the_published_deployments(deployment, replicas, published) -> None:
     weights = memory(deployment).weights
-    assert weights["routed experts"] == 58 * slots * EXPERT * (1 + SCALES)
+    assert weights["routed experts"] == 58 * replicas * EXPERT * (1 + SCALES)
     assert weights["shared experts"] == 58 * EXPERT * (1 + SCALES)
     assert weights["embedding and head"] == 2 * 2 * 129280 * 7168
     in_bf16 = 61 * 2 * 128 * 128 * 512  # key and value up-projections, which the published figure counts in FP8

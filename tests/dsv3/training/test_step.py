@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.model.router import route, router_logits
+from dsv3.model.layers.router import route, router_logits
 from dsv3.training.config import TrainingConfig
 from dsv3.training.step import TrainState, evaluate, initial_state, learning_rate, shift_router_bias, train_step
 

@@ -267,12 +267,10 @@ def _add(engine: EngineLike, requests: list[PreparedRequest]) -> frames.Rejected
 
 
 def _numbers(stats: Any) -> dict[str, float]:
-    """The numbers among the fields; those of a field that is itself a record as `field_name`."""
+    """Returns the numbers among the fields; those of a job kind's record as `kind_name`."""
     fields = msgspec.to_builtins(stats)
-    inner = {
-        f"{name}_{key}": v for name, value in fields.items() if isinstance(value, dict) for key, v in value.items()
-    }
-    return {name: value for name, value in (fields | inner).items() if isinstance(value, int | float)}
+    by_job = {f"{kind}_{name}": v for kind, record in fields.get("jobs", {}).items() for name, v in record.items()}
+    return {name: value for name, value in (fields | by_job).items() if isinstance(value, int | float)}
 
 
 def _report(error: Exception) -> None:

@@ -74,7 +74,8 @@ def test_every_engine_option_is_a_parameter_of_a_notebook() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("max_model_length", "did you mean max_model_len?"), ("zzzz", "there are dtype, fp8, ")]
+    ("name", "hint"),
+    [("max_model_length", "did you mean max_model_len?"), ("zzzz", "there are dtype, kv_")],
 )
 def test_a_notebook_names_the_nearest_option(name: str, hint: str) -> None:
     with pytest.raises(TypeError) as error:

@@ -1,4 +1,4 @@
-"""The dense product with one layer of a stack of weights: a grouped product whose rows are all of one group."""
+"""`layer_gemm`: the product with one layer of a stack of weights."""
 
 import functools
 
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import Backend
-from pallas_kernels.gemm import launch
-from pallas_kernels.grouped.contiguous import check_plain, plain_backend
+from pallas_kernels.gemm import dispatch
+from pallas_kernels.gemm.checks import PLAIN_DTYPES, check_plain, plain_backend
 
 
-def stacked_gemm(
+def layer_gemm(
     x: jax.Array,
     w: jax.Array,
     layer: jax.Array | int,
@@ -25,10 +25,10 @@ def stacked_gemm(
     rows. The kernel addresses the stack. The gradients are computed by the reference on every backend.
 
     Args:
-      x: [M, K] bfloat16 or float32.
+      x: [M, K] bfloat16, float16 or float32.
       w: [L, N, K] of the same dtype.
       layer: Python or traced integer.
-      out_dtype: bfloat16 or float32; None is x's.
+      out_dtype: bfloat16, float16 or float32; None means x's.
       backend: implementation; None chooses by device.
 
     Returns:
@@ -37,11 +37,11 @@ def stacked_gemm(
     Raises:
       ValueError: shapes or dtypes that do not belong together; on Hopper also N or K that is no multiple of 8.
     """
-    check_plain("stacked_gemm", x, w, 2)
-    chosen = plain_backend("stacked_gemm", x.dtype, backend)
+    check_plain("layer_gemm", x, w, 2)
+    chosen = plain_backend("layer_gemm", x.dtype, backend)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    if out_dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"stacked_gemm: out_dtype must be bfloat16 or float32, got {out_dtype}")
+    if out_dtype not in PLAIN_DTYPES:
+        raise ValueError(f"layer_gemm: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     product = _mosaic if chosen is Backend.MOSAIC else _reference
     return product(x, w, jnp.asarray(layer, jnp.int32), out_dtype)
 
@@ -53,7 +53,7 @@ def _reference(x, w, layer, out_dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _mosaic(x, w, layer, out_dtype):
-    return launch.dense(x, None, w, None, layer, out_dtype)
+    return dispatch.dense(x, None, w, None, layer, out_dtype)
 
 
 def _forward(x, w, layer, out_dtype):

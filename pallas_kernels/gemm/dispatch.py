@@ -1,4 +1,4 @@
-"""From arrays to kernels: checks what TMA needs, picks the plan, brings operands into the kernels' common form."""
+"""Starts a kernel: checks what TMA needs, picks the plan, and brings operands into the kernels' common form."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from pallas_kernels.gemm.heads import HeadKernel
 from pallas_kernels.gemm.kernel import GemmKernel
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
-from pallas_kernels.gemm.plan import Plan, plan_contiguous, plan_dense, plan_masked
-from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, Masked, Schedule
+from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
+from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, Schedule
 from pallas_kernels.gemm.wide import WideKernel
 from pallas_kernels.mosaic import NUM_SMS, TILE_ROWS, pad_to_tiles
 
@@ -17,8 +17,10 @@ _SPLIT_TILE_COLUMNS = 32
 """Tokens of a swizzled tile of a split product, which is float32 and transposed."""
 
 
-def dense(a, a_scale, b, b_scale, layer, out_dtype, *, plan: Plan | None = None, num_sms: int = NUM_SMS) -> jax.Array:
-    """A dense product on Hopper, of validated operands: b [L, N, K], layer an integer; scales are None for bfloat16."""
+def dense(
+    a, a_scale, b, b_scale, layer, out_dtype, *, plan: TilePlan | None = None, num_sms: int = NUM_SMS
+) -> jax.Array:
+    """Multiplies a [M, K] with b[layer] of [L, N, K] on Hopper. Operands are checked; scales are None for 16 bits."""
     (m, k), n = a.shape, b.shape[1]
     _check_strides("dense gemm", n, k, a.dtype)
     float32 = jnp.dtype(out_dtype) == jnp.float32
@@ -35,10 +37,10 @@ def dense(a, a_scale, b, b_scale, layer, out_dtype, *, plan: Plan | None = None,
 
 
 def contiguous(
-    x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype, *, plan: Plan | None = None,
+    x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype, *, plan: TilePlan | None = None,
     num_sms: int = NUM_SMS,
 ) -> jax.Array:  # fmt: skip
-    """A grouped contiguous product on Hopper, of validated operands; scales are None for bfloat16."""
+    """Multiplies aligned rows x [A, K] with their tiles' weights on Hopper; operands are checked as in `dense`."""
     (m, k), n = x.shape, w.shape[1]
     _check_strides("grouped gemm, contiguous", n, k, x.dtype)
     wanted = plan or plan_contiguous(m, tile_m, n, k, x.dtype.itemsize)
@@ -48,22 +50,8 @@ def contiguous(
     return kernel(x[None], w, _scales(x_scale, w_scale, lambda s: s[None]), operands, num_sms)[0]
 
 
-def masked(
-    x, x_scale, w, w_scale, counts, group_offset, out_dtype, *, expected_rows: int, plan: Plan | None = None,
-    num_sms: int = NUM_SMS,
-) -> jax.Array:  # fmt: skip
-    """A grouped masked product on Hopper, of validated operands; scales are None for bfloat16."""
-    (groups, rows, k), n = x.shape, w.shape[1]
-    _check_strides("grouped gemm, masked", n, k, x.dtype)
-    wanted = plan or plan_masked(groups, expected_rows, n, k, x.dtype.itemsize)
-    _check_narrow_output("grouped gemm, masked", wanted, out_dtype)
-    kernel = _kernel(wanted, Masked(groups, rows, wanted.tile_m), x, w, ((groups, rows, n), out_dtype))
-    operands = (counts.astype(jnp.int32), _offset(group_offset))
-    return kernel(x, w, _scales(x_scale, w_scale, lambda s: s), operands, num_sms)
-
-
 def heads(x, w, first_group, transposed: bool, *, num_sms: int = NUM_SMS) -> jax.Array:
-    """One product a head on Hopper, of validated bfloat16: x [M, H, K], w [G, N, K] or transposed [G, K, N]."""
+    """Multiplies each head of x [M, H, K] with its w [G, N, K], or transposed [G, K, N], on Hopper."""
     (m, h, k), n = x.shape, w.shape[2 if transposed else 1]
     _check_strides("head gemm", n, k, x.dtype)
     x = pad_to_tiles(x.reshape(1, m, h * k)).reshape(-1, h, k)
@@ -83,7 +71,7 @@ def heads(x, w, first_group, transposed: bool, *, num_sms: int = NUM_SMS) -> jax
     return kernel(x, w, (), (_offset(first_group),), num_sms)[:m]
 
 
-def _kernel(plan: Plan, schedule: Schedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel) -> GemmKernel:
+def _kernel(plan: TilePlan, schedule: Schedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel) -> GemmKernel:
     return (WideKernel if plan.wide else narrow)(
         tile_m=plan.tile_m,
         tile_n=plan.tile_n,
@@ -111,7 +99,7 @@ def _offset(group_offset) -> jax.Array:
 
 
 def _padded_rows(m: int, split: bool) -> int:
-    """Rows of a result: TMA stores to whole swizzled tiles, or to less than one."""
+    """Rounds rows of a result up: TMA stores to whole swizzled tiles, or to less than one."""
     tile = _SPLIT_TILE_COLUMNS if split else TILE_ROWS
     return _round_up(m, _SCALES_PER_LOAD if m < tile else tile)
 
@@ -128,6 +116,8 @@ def _check_strides(name: str, n: int, k: int, dtype) -> None:
         )
 
 
-def _check_narrow_output(name: str, plan: Plan, out_dtype) -> None:
-    if not plan.wide and jnp.dtype(out_dtype) != jnp.bfloat16:
-        raise ValueError(f"{name}: tiles of {plan.tile_m} rows give bfloat16, got out_dtype {jnp.dtype(out_dtype)}")
+def _check_narrow_output(name: str, plan: TilePlan, out_dtype) -> None:
+    if not plan.wide and jnp.dtype(out_dtype).itemsize != 2:
+        raise ValueError(
+            f"{name}: tiles of {plan.tile_m} rows give 16-bit results, got out_dtype {jnp.dtype(out_dtype)}"
+        )

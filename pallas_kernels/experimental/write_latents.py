@@ -1,4 +1,4 @@
-"""RMSNorm of the latent, RoPE of the key and the write into the page pool as one kernel, behind `write_new_latents`.
+"""RMSNorm of the latent, RoPE of the key and the write into the page pool as one kernel.
 
 Two bfloat16 values are one 32-bit word here: a pair to rotate, and what is loaded and stored. A warpgroup takes the
 latent of a token; the rotated keys of a block's four tokens, 32 words each, fill the first one together.
@@ -32,7 +32,23 @@ def write_new_latents(
     epsilon: float,
     interpret: Any = None,
 ) -> jax.Array:
-    """See `write_new_latents` of `ops.py`; `targets` are pages of the pool, DROPPED for a row that is not written."""
+    """Writes `cache_rows(raw, ...)` to their places, in place where `pages` is donated.
+
+    Args:
+      pages: [pages of all layers, 64, 576] bfloat16.
+      raw: [T, 576] bfloat16, the latent before its norm and the key before its rotation (interleaved pairs).
+      weight: [512] bfloat16, of the norm.
+      cos, sin: [T, 32] float32, of each token's angles.
+      targets: [T] int32, pages of the pool; DROPPED for a row that is not written.
+      offsets: [T] int32, index within the page.
+      epsilon: added to the mean square.
+      interpret: settings of the interpreter, for tests.
+
+    Raises:
+      ValueError: the pool is not of bfloat16 rows of 512 and 64 values.
+    """
+    if pages.dtype != jnp.bfloat16 or pages.shape[2] != 2 * (_LATENT_WORDS + _ROPE_WORDS):
+        raise ValueError(f"write_new_latents: pages must be bfloat16 [.., 64, 576], got {pages.dtype} {pages.shape}")
     padding = -raw.shape[0] % _ROWS
     raw, cos, sin = (jnp.pad(x, ((0, padding), (0, 0))) for x in (raw, cos, sin))
     targets = jnp.pad(targets, (0, padding), constant_values=DROPPED)
@@ -54,14 +70,18 @@ def write_new_latents(
     return lax.bitcast_convert_type(jax.freeze(pool), pages.dtype).reshape(pages.shape)
 
 
-def unsupported(pages: jax.Array, value_width: int) -> str | None:
-    """Why the kernel cannot write to this pool, or None where it can."""
-    if pages.dtype != jnp.bfloat16:
-        return f"pages of {pages.dtype} are not bfloat16"
-    widths = (value_width, pages.shape[2] - value_width)
-    if widths != (2 * _LATENT_WORDS, 2 * _ROPE_WORDS):
-        return f"latent and rope widths {widths} are not (512, 64)"
-    return None
+def cache_rows(
+    raw: jax.Array, weight: jax.Array, cos: jax.Array, sin: jax.Array, *, epsilon: float, value_width: int
+) -> jax.Array:
+    """Returns the rows `[T, R + P]` to cache of raw projections `[T, R + P]`: RMSNorm of the latent, RoPE of the key.
+
+    Both in float32, rounded to the dtype of `raw`.
+    """
+    latent, pairs = (x.astype(jnp.float32) for x in (raw[:, :value_width], raw[:, value_width:]))
+    normed = latent * lax.rsqrt(jnp.mean(latent * latent, axis=-1, keepdims=True) + epsilon)
+    even, odd = pairs[:, ::2], pairs[:, 1::2]
+    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(pairs.shape)
+    return jnp.concatenate([weight * normed.astype(raw.dtype), turned.astype(raw.dtype)], axis=-1)
 
 
 def _words(x: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ class Reading(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Of two readings: mean and largest difference of log-probabilities, share of positions with one best token."""
+    """Two readings compared: mean and largest difference of log-probabilities, share of equal best tokens."""
 
     mean: float
     largest: float

@@ -1,8 +1,8 @@
 """Every option of a server, a batch, a notebook and an instance, each declared once; imports neither jax nor absl.
 
 All else is derived from the fields below: command-line flags and their help (`launch.cli`), `LLM`'s parameters
-(`dsv3.llm`), the message that starts an engine (`dsv3.api.frames`), what the processes of an instance must agree on and
-the key of stored executables (`dsv3.engine.cluster.fingerprint`). A new option is one field here.
+(`dsv3.llm`), the message that starts an engine (`dsv3.api.engine.messages`), what the processes of an instance must
+agree on and the key of stored executables (`dsv3.engine.cluster.fingerprint`). A new option is one field here.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ LEADER = 0
 """Process id of the one that owns the scheduler."""
 
 _MAX_PROCESSES = 4096
+_MAX_FRONTS = 256
 _KINDS: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (numbers.Integral, "an integer"),
@@ -320,6 +321,9 @@ class ServerOptions(ServiceOptions):
         None, "Ask for this key on every route but /health. Process listings show it: see --api_key_file."
     )
     api_key_file: str | None = option(None, "Read the API key from the first line of this file.")
+    api_server_count: int = option(
+        1, "Answer HTTP with this many processes, which share the port and the engine.", low=1, high=_MAX_FRONTS
+    )
     shutdown_timeout: float = option(30.0, "Give requests in flight this many seconds to finish after SIGTERM.", low=0)
 
     def __post_init__(self) -> None:

@@ -193,7 +193,7 @@ class Prefill:
         return 2.0 * self.heads * self.tokens * self.context * (WIDTH + LATENT)
 
     def expanded_context_flops(self) -> tuple[float, float]:
-        """Of expanding the cached tokens to keys and values, and of attending to them."""
+        """Returns the operations of expanding the cached tokens to keys and values, and of attending to them."""
         expand = 2.0 * self.heads * self.segments * self.context * LATENT * (128 + 128)
         return expand, 2.0 * self.heads * self.tokens * self.context * (192 + 128)
 

@@ -1,4 +1,4 @@
-"""From a model directory to an engine: what the notebook face, the server and the batch tool share."""
+"""Builds an engine from a model directory, for the notebook face, the server and the batch tool alike."""
 
 import dataclasses
 import hashlib

@@ -1,6 +1,10 @@
 """What clients get: OpenAI's response objects with vLLM's additions."""
 
+from typing import Literal
+
 import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -43,7 +47,7 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
     """`token_ids` (and a completion's `prompt_token_ids`) appear only when the request asks for them."""
 
     index: int
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 

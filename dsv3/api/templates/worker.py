@@ -8,6 +8,7 @@ import signal
 import sys
 
 from dsv3.api import frames
+from dsv3.api.templates import messages
 from dsv3.text.chat_template import ChatTemplate, TemplateError
 
 _MAX_MEMORY_BYTES = 2**30
@@ -21,8 +22,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     template: ChatTemplate | None = None
     while (body := frames.read_frame(sys.stdin.buffer)) is not None:
-        message = frames.to_renderer.decode(body)
-        if isinstance(message, frames.RenderSetup):
+        message = messages.to_worker.decode(body)
+        if isinstance(message, messages.RenderSetup):
             template, answer = _compile(message)
         else:
             signal.alarm(_MAX_RENDER_S)
@@ -32,16 +33,16 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _compile(setup: frames.RenderSetup) -> tuple[ChatTemplate | None, frames.Rendered]:
+def _compile(setup: messages.RenderSetup) -> tuple[ChatTemplate | None, messages.Rendered]:
     try:
-        return ChatTemplate(setup.source, setup.special_tokens), frames.Rendered()
+        return ChatTemplate(setup.source, setup.special_tokens), messages.Rendered()
     except TemplateError as error:
-        return None, frames.Rendered(error=str(error))
+        return None, messages.Rendered(error=str(error))
 
 
-def _render(template: ChatTemplate | None, request: frames.Render) -> frames.Rendered:
+def _render(template: ChatTemplate | None, request: messages.Render) -> messages.Rendered:
     if template is None:
-        return frames.Rendered(error="the chat template does not compile")
+        return messages.Rendered(error="the chat template does not compile")
     try:
         prompt = template.render(
             request.messages,
@@ -51,10 +52,10 @@ def _render(template: ChatTemplate | None, request: frames.Render) -> frames.Ren
             kwargs=request.kwargs,
         )
     except TemplateError as error:
-        return frames.Rendered(error=str(error))
+        return messages.Rendered(error=str(error))
     except MemoryError:
-        return frames.Rendered(error="the chat template needs too much memory for these messages")
-    return frames.Rendered(prompt=prompt)
+        return messages.Rendered(error="the chat template needs too much memory for these messages")
+    return messages.Rendered(prompt=prompt)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 
 from dsv3.api import frames
+from dsv3.api.templates import messages
 from dsv3.text.chat_template import TemplateError
 
 DEADLINE_S = 10.0
@@ -20,7 +21,7 @@ class TemplatePool:
     """Two workers for one template: small conversations, large conversations; started when first used."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], deadline_s: float = DEADLINE_S):
-        setup = frames.encode(frames.RenderSetup(source, dict(special_tokens)))
+        setup = frames.encode(messages.RenderSetup(source, dict(special_tokens)))
         self._small = _Worker(setup, deadline_s)
         self._large = _Worker(setup, deadline_s)
 
@@ -28,7 +29,7 @@ class TemplatePool:
         """Starts the worker for small conversations; raises TemplateError if the template does not compile."""
         await self._small.start()
 
-    async def render(self, request: frames.Render) -> str:
+    async def render(self, request: messages.Render) -> str:
         """The prompt; raises TemplateError, of which TemplateTooSlow is a case."""
         try:
             frame = frames.encode(request)
@@ -58,7 +59,7 @@ class _Worker:
         async with self._lock:
             await self._running()
 
-    async def ask(self, frame: bytes) -> frames.Rendered:
+    async def ask(self, frame: bytes) -> messages.Rendered:
         """The answer; the deadline counts the wait for earlier questions, a new process's start does not."""
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
@@ -77,7 +78,7 @@ class _Worker:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "dsv3.api.template_worker",
+                "dsv3.api.templates.worker",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
@@ -88,7 +89,7 @@ class _Worker:
                 raise TemplateError(answer.error)
         return self._process
 
-    async def _exchange(self, process: asyncio.subprocess.Process, frame: bytes, seconds: float) -> frames.Rendered:
+    async def _exchange(self, process: asyncio.subprocess.Process, frame: bytes, seconds: float) -> messages.Rendered:
         assert process.stdin is not None and process.stdout is not None
         finished = False
         try:
@@ -106,7 +107,7 @@ class _Worker:
                 await self._kill(process)
         if body is None:
             raise TemplateError("the chat template cannot render these messages (its process ended)")
-        return frames.from_renderer.decode(body)
+        return messages.from_worker.decode(body)
 
     async def stop(self) -> None:
         if self._process is not None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from dsv3.api.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from dsv3.api.answers.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 from dsv3.request import TokenLogprobs
 from dsv3.text.tokenizer import Tokenizer
 
@@ -12,7 +12,7 @@ _LEAST = -9999.0
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """The chat shape: a record a token, with its bytes and its alternatives."""
+    """The chat shape: a record per token, with its bytes and its alternatives."""
     content = []
     for token_id, entry in zip(ids, logprobs, strict=True):
         token, data = _token(tokenizer, token_id)

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsv3.api.engine_process import EngineLike, Host
-from dsv3.api.frames import EngineInfo, Start
+from dsv3.api.engine.messages import EngineInfo, Start
+from dsv3.api.engine.process import EngineLike, Host
 
 
 def start_engine(start: Start, host: Host) -> tuple[EngineLike, EngineInfo]:
@@ -24,7 +24,7 @@ def start_engine(start: Start, host: Host) -> tuple[EngineLike, EngineInfo]:
 
 
 def describe(engine: Any) -> tuple[EngineLike, EngineInfo]:
-    """Returns a warm engine, and what the HTTP process needs to know about it."""
+    """Returns a warm engine, and what a front needs to know about it."""
     return engine, EngineInfo(
         rules=engine.rules,
         max_num_seqs=engine.cfg.max_num_seqs * engine.cfg.num_ranks,

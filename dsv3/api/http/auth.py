@@ -5,7 +5,8 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsv3.api.errors import ApiError
+from dsv3.api.answers.errors import ApiError
+from dsv3.api.http.errors import response_of
 
 OPEN_PATHS = frozenset({"/health"})
 
@@ -26,7 +27,7 @@ class RequireKey:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             error = ApiError(401, "missing or wrong API key", kind="authentication_error", code="invalid_api_key")
-            await error.response()(scope, receive, send)
+            await response_of(error)(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):

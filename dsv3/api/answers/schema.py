@@ -11,7 +11,7 @@ import msgspec
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-from dsv3.api.errors import ApiError, invalid
+from dsv3.api.answers.errors import ApiError, invalid
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_TOKEN_IDS
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -48,7 +48,7 @@ class StreamOptions(_Model):
     include_usage: bool | None = None
 
 
-class Sampled(_Model):
+class SampledRequest(_Model):
     """Fields that chat and text completions share; None means the default throughout."""
 
     model: Name | None = None
@@ -77,8 +77,8 @@ class Sampled(_Model):
     user: Any = None
 
 
-class CompletionRequest(Sampled):
-    """`POST /v1/completions`. `prompt` is text, token ids, or a list of either; it is read by `prepare`."""
+class CompletionRequest(SampledRequest):
+    """`POST /v1/completions`. `prompt` is text, token ids, or a list of either; it is read by `prompts`."""
 
     prompt: Any = None
     echo: bool | None = None
@@ -91,7 +91,7 @@ class TextPart(_Model):
     text: Text
 
 
-class Message(_Model):
+class ChatMessage(_Model):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -102,12 +102,12 @@ class Message(_Model):
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 Kwarg = bool | Int | Annotated[str, StringConstraints(max_length=64)] | None
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SampledRequest):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
@@ -179,7 +179,7 @@ def parse[T: _Model](model: type[T], body: bytes) -> T:
         request = model.model_validate_json(body)
     except pydantic.ValidationError as error:
         raise _first_error(error) from None
-    if issubclass(model, Sampled):
+    if issubclass(model, SampledRequest):
         _refuse_unsupported(body)
     return request
 

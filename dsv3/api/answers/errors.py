@@ -1,7 +1,6 @@
 """Errors in the shape of OpenAI's API; their texts carry no path, no traceback and no part of the request."""
 
 import msgspec
-from starlette.responses import Response
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -16,7 +15,7 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """An answer other than 200; `retry_after` in seconds becomes a header."""
+    """A refusal or a failure, with the status that OpenAI gives it; after `retry_after` seconds one may ask again."""
 
     def __init__(
         self,
@@ -34,15 +33,8 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def envelope(self) -> bytes:
-        """The JSON of the error, alone or as the data of a server-sent event."""
+        """Returns the JSON of the error, alone or as the data of an event."""
         return msgspec.json.encode(ErrorEnvelope(self.body))
-
-    def response(self) -> Response:
-        """The HTTP response."""
-        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return Response(self.envelope(), self.status, headers, media_type="application/json")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -58,3 +50,9 @@ def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
 def internal() -> ApiError:
     """500: our fault; the log has the details."""
     return ApiError(500, "internal error; the server's log says more", kind="server_error", code="internal_error")
+
+
+def too_long(limit: int, requested: str) -> ApiError:
+    """400 in the words OpenAI's users search for."""
+    text = f"This model's maximum context length is {limit} tokens. However, you requested {requested}."
+    return invalid(text, code="context_length_exceeded")

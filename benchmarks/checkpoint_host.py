@@ -27,12 +27,13 @@ from configs.deepseek_v3 import DEEPSEEK_V3 as MODEL
 from dsv3.checkpoint.arrange import with_replicas
 from dsv3.checkpoint.checksum import checksum
 from dsv3.checkpoint.directory import INDEX, read_directory
-from dsv3.checkpoint.fill import BLOCK_BYTES, E4M3
+from dsv3.checkpoint.fill import BLOCK_BYTES
 from dsv3.checkpoint.hugging_face import F32, plan_hf
 from dsv3.checkpoint.layout import leaves
 from dsv3.checkpoint.safetensors_file import header_bytes
 from dsv3.checkpoint.writer import out_tensors
 from launch import flags
+from pallas_kernels.float8 import E4M3
 
 ROUNDS = absl_flags.DEFINE_integer("rounds", 5, "How often each is measured.", 1)
 

@@ -194,11 +194,12 @@ def _add(engine: EngineLike, requests: list[PreparedRequest]) -> messages.Reject
 
 def _numbers(stats: Any) -> messages.Stats:
     """Returns the numbers and histograms among the fields; those of a field that is a record as `field_name`."""
-    fields = msgspec.to_builtins(stats)
-    inner = {
-        f"{name}_{key}": v for name, value in fields.items() if isinstance(value, dict) for key, v in value.items()
-    }
-    return {name: value for name, value in (fields | inner).items() if isinstance(value, int | float | list)}
+    found: messages.Stats = {}
+    for name, value in msgspec.to_builtins(stats).items():
+        fields = {f"{name}_{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: inner for key, inner in fields.items() if isinstance(inner, int | float)}
+        found |= {key: list(inner) for key, inner in fields.items() if isinstance(inner, tuple | list)}
+    return found
 
 
 def _report(error: Exception) -> None:

@@ -1,17 +1,19 @@
-"""Speed of loading a checkpoint as a fraction of the raw read speed of the disk, each in a fresh process.
+"""Speed of loading a checkpoint as a fraction of the disk's raw read speed; every case runs in a fresh process.
 
     python -m benchmarks.checkpoint --size-gb=2 --rounds=3 --directory=/path/on/the/disk
 
-Makes a DeepSeek-V3-shaped bfloat16 checkpoint of about the given size, its FP8 twin and their pre-stacked forms, then
-reads in turn, round after round: the files alone (threads with 4 MiB reads, into one buffer each through the page cache
-and with O_DIRECT, and into as much new memory as the files take), and the parameters by `load_params` from each form.
-For expert parallelism the experts go to slots of eight forced CPU devices, 8 more than there are experts: "spread"
-reads them there, "then spread" reads the model and copies experts in memory, "an eighth" is one of eight processes,
-which reads what one device holds.
-Before every run the page cache is dropped, by
-/proc/sys/vm/drop_caches where that is permitted and by POSIX_FADV_DONTNEED otherwise; the bytes that the kernel then
-fetched from storage are shown beside the bytes asked for. A ratio is taken within a round, and the median is shown.
-Processor seconds are shown because a load that has to wait for a busy processor looks like a slow disk.
+Makes a bfloat16 checkpoint of DeepSeek-V3's shape and about the given size, its FP8 twin, and the pre-stacked forms of
+both. Each round then reads
+
+- "raw": the files alone, by threads with 4 MiB reads, through the page cache, with O_DIRECT, and into as much new
+  memory as the files take;
+- "hf" and "stacked": the parameters, by `load_params`, from the Hugging Face form and the pre-stacked form;
+- "spread": the same with experts as replicas on eight forced CPU devices, 8 replicas more than experts. "then spread"
+  loads the model first and copies experts in memory. "an eighth" is one of eight processes, with one device's share.
+
+The page cache is dropped before every run: by /proc/sys/vm/drop_caches if permitted, else by POSIX_FADV_DONTNEED. "from
+disk" shows how much the kernel then fetched from storage. Ratios are taken within a round, and their median is shown.
+Processor seconds are shown because a load that waits for a busy processor looks like a slow disk.
 """
 
 import contextlib
@@ -34,11 +36,11 @@ from absl import flags as absl_flags
 from launch import flags
 
 SIZE_GB = absl_flags.DEFINE_float("size_gb", 2.0, "Size of the bfloat16 checkpoint, in 10^9 bytes.", 0.01)
-ROUNDS = absl_flags.DEFINE_integer("rounds", 3, "How often everything is read.", 1)
+ROUNDS = absl_flags.DEFINE_integer("rounds", 3, "Rounds; each reads everything once.", 1)
 DIRECTORY = absl_flags.DEFINE_string(
-    "directory", None, "Where the checkpoints are made and removed; a new one in /tmp."
+    "directory", None, "Directory on the disk to measure; files are removed at the end. Default: /tmp."
 )
-CASE = absl_flags.DEFINE_string("case", None, "Runs one case in this process (the benchmark calls itself).")
+CASE = absl_flags.DEFINE_string("case", None, "Case to run in this process; the benchmark calls itself with it.")
 
 READ_BYTES = 4 << 20
 THREADS = 8
@@ -64,7 +66,7 @@ DEVICES = 8
 
 
 def main() -> int:
-    """Makes the checkpoints, runs the cases and prints one line a case."""
+    """Makes the checkpoints, runs the cases and prints one line per case."""
     if CASE.value:
         print(json.dumps(run_case(CASE.value, Path(DIRECTORY.value))))
         return 0
@@ -80,7 +82,7 @@ def main() -> int:
 
 
 def make(root: Path, size_gb: float) -> None:
-    """Writes the four checkpoint directories; values repeat a block of random numbers."""
+    """Writes the four checkpoint directories; their values repeat a block of random numbers."""
     import jax
     import ml_dtypes
 
@@ -99,8 +101,8 @@ def make(root: Path, size_gb: float) -> None:
     block = np.random.default_rng(0).normal(size=1 << 20).astype(ml_dtypes.bfloat16)
     fp8_block = block.astype(ml_dtypes.float8_e4m3fn)
 
-    def draw(spec: Any, quantised: bool) -> Any:
-        if quantised and spec.quantizable:
+    def draw(spec: Any, quantized: bool) -> Any:
+        if quantized and spec.quantizable:
             scale = np.full(scale_shape(spec.shape), 0.01, np.float32)
             return Fp8Weight(np.resize(fp8_block, spec.shape), scale)
         return np.resize(block, spec.shape).astype(spec.dtype or block.dtype)
@@ -113,7 +115,7 @@ def make(root: Path, size_gb: float) -> None:
 
 
 def drop_cache(directory: Path) -> str:
-    """Empties the page cache of a directory's files; says how."""
+    """Drops a directory's files from the page cache; returns the method used."""
     os.sync()
     with contextlib.suppress(OSError):
         Path("/proc/sys/vm/drop_caches").write_text("1")
@@ -125,12 +127,12 @@ def drop_cache(directory: Path) -> str:
 
 
 def files(directory: Path) -> list[Path]:
-    """Weight files of a directory of either form."""
+    """Weight files of a directory in either form."""
     return sorted(directory.rglob("*.safetensors"))
 
 
 def in_fresh_process(case: str, directory: Path) -> dict[str, float]:
-    """Result of one case, measured by a process of its own."""
+    """Result of one case, measured in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.checkpoint", f"--case={case}", f"--directory={directory}"]
     environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -155,7 +157,7 @@ def run_case(case: str, directory: Path) -> dict[str, float]:
 
 
 def loader(case: str) -> Callable[[Path], Any]:
-    """What a case does, with its imports done and JAX started."""
+    """Returns what a case does; imports are done and JAX is started."""
     if case.startswith("raw"):
         return lambda d: read_raw(d, direct=case.endswith("O_DIRECT"), into_one=not case.endswith("memory"))
     import jax
@@ -173,15 +175,15 @@ def loader(case: str) -> Callable[[Path], Any]:
 
 
 def read_experts(directory: Path, case: str) -> Any:
-    """The parameters with their experts in slots, on all devices or on one that holds an eighth of the slots."""
+    """Loads the parameters with replicas of experts, for all devices or for one that holds an eighth of them."""
     import jax
 
     from dsv3.checkpoint import load_params
-    from dsv3.engine.expert_map import first_expert_map
-    from dsv3.engine.parallel import expert_parallel_functions, spread_experts
-    from dsv3.engine.weights import Reading, load_spread
+    from dsv3.engine.assemble.expert_map import first_expert_map
+    from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
+    from dsv3.engine.assemble.weights import Reading, load_spread
     from dsv3.hf_config import load_config
-    from sharding.rules import rank_mesh, shardings
+    from sharding.mesh import rank_mesh, shardings
 
     cfg, mesh = load_config(directory), rank_mesh(jax.devices())
     redundant = DEVICES + -cfg.n_routed_experts % DEVICES
@@ -198,7 +200,7 @@ def read_experts(directory: Path, case: str) -> Any:
 
 
 def read_raw(directory: Path, *, direct: bool, into_one: bool) -> Any:
-    """Reads every byte of the files with threads, each into a buffer of its own or all into one new array."""
+    """Reads every byte of the files with threads, into one buffer per thread or into one new array."""
     paths = files(directory)
     jobs = [(path, at) for path in paths for at in range(0, path.stat().st_size, READ_BYTES)]
     handles = {path: os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0)) for path in paths}
@@ -217,7 +219,7 @@ def read_raw(directory: Path, *, direct: bool, into_one: bool) -> Any:
 
 
 def read_with_package(directory: Path) -> Any:
-    """What a plain loader does: the safetensors package's arrays, stacked by numpy where the table says so."""
+    """Does what a plain loader does: numpy stacks the safetensors package's arrays as the table says."""
     from safetensors import safe_open
 
     from dsv3.checkpoint.layout import leaves, pieces
@@ -239,17 +241,17 @@ def read_with_package(directory: Path) -> Any:
 
 
 def io(field: str) -> int:
-    """Bytes this process asked for ("rchar"), or made the kernel fetch from storage ("read_bytes")."""
+    """Bytes that this process asked for ("rchar"), or that the kernel fetched from storage for it ("read_bytes")."""
     return int(Path("/proc/self/io").read_text().split(f"{field}:")[1].split()[0])
 
 
 def memory(field: str) -> int:
-    """A field of /proc/self/status in bytes."""
+    """Returns a field of /proc/self/status in bytes."""
     return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024
 
 
 def report(results: dict[str, list[dict[str, float]]], how: str) -> None:
-    """One line a case: bytes, throughput, ratio to the raw read of the same checkpoint, memory."""
+    """Prints one line per case: bytes, throughput, ratio to the raw read of the same checkpoint, memory."""
     rounds = len(next(iter(results.values())))
     rates = {case: [r["bytes"] / r["seconds"] / 1e9 for r in runs] for case, runs in results.items()}
     print(f"page cache dropped by {how}; {rounds} rounds; median (all ratios)")

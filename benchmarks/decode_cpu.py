@@ -1,12 +1,12 @@
-"""Greedy decode throughput on a CPU, side by side with transformers' batch generate on the same checkpoint and cores.
+"""Greedy decode throughput on a CPU beside transformers' batch generate, on the same checkpoint and cores.
 
     python -m benchmarks.decode_cpu [--model DIR] [--transformers-python PATH] [--requests 16] [--tokens 128]
 
-Both run float32 and take turns, so that a busy machine slows both. transformers runs with one thread and with all
-cores, in turn, and the faster counts: torch's threads wait for each other where other work keeps a core busy. A round
-is the time for `tokens` tokens less the time for one token, which leaves decode alone. The ratio of each round is ours
-over theirs; its median counts.
-`--transformers-python` is an interpreter that has transformers and torch; without it only our own figure is printed.
+Both run in float32 and take turns, so a busy machine slows both. transformers runs with one thread and with all cores,
+and the faster one counts, because torch's threads wait for each other where other work keeps a core busy. A round's
+decode time is the time for `tokens` tokens less the time for one token. A round's ratio is our rate over theirs; the
+median of the ratios counts. `--transformers-python` is an interpreter that has transformers and torch. Without it only
+our own figure is printed.
 """
 
 import argparse
@@ -47,7 +47,7 @@ for line in sys.stdin:
 
 
 class Transformers:
-    """A process that generates when told to."""
+    """A process that runs transformers and generates on command."""
 
     def __init__(self, python: str, model: Path, prompts: list[list[int]], threads: int) -> None:
         self._process = subprocess.Popen(
@@ -87,7 +87,7 @@ class Transformers:
 
 
 def ours(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds and answers of one run; end tokens are ignored, as `min_new_tokens` does for transformers."""
+    """Seconds and answers of one run. End tokens are ignored, as `min_new_tokens` does for transformers."""
     params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=0, ignore_eos=True)
     started = time.perf_counter()
     outputs = llm.generate(prompts, params)
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def _rate(generate, args: argparse.Namespace) -> float:
-    """Decoded tokens a second in one round."""
+    """Decoded tokens per second in one round."""
     whole, first = generate(args.tokens)[0], generate(1)[0]
     return args.requests * (args.tokens - 1) / (whole - first)
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine_host [--running 128] [--steps 2000]
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.engine_host --ranks 8 [--rounds 5]
+    python -m benchmarks.engine_host --unit [--churn 18]
 
 The model is replaced by one product-free function, so what is left is the engine: planning, launching two programs,
 reading the tokens of the step before, outputs. Prints percentiles of the host's time in a step (the wait for the device
@@ -9,10 +10,15 @@ taken out), of whole steps, and of the engine thread's CPU time in a step, which
 runs part of the small programs on the calling thread: on a GPU the figures are lower.
 
 With `--ranks` above 1 the same requests are spread over as many devices, and compared with one device in turns.
+
+`--unit` is the published decode unit: 144 ranks with 128 requests each, over 18 hosts. Nothing is launched on a device:
+the executor encodes each follower's part of the command, as a leader does, and gives every row a token. Each step's
+frame to the HTTP process is encoded too. `--churn` requests end and as many arrive in every step.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import time
 from typing import Any, NamedTuple
@@ -20,11 +26,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
+from dsv3.api import frames
+from dsv3.api.engine.messages import Step
 from dsv3.config import ModelConfig
+from dsv3.engine.cluster import messages
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
-from dsv3.engine.step_bodies import StepFunctions
+from dsv3.engine.functions import StepFunctions
+from dsv3.engine.job import StepCommand
+from dsv3.engine.parts import Parts
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
@@ -49,6 +61,15 @@ def _logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
     return -jnp.abs(jnp.arange(VOCAB) - (hidden + 1) % VOCAB)
 
 
+def model_config() -> ModelConfig:
+    """Returns the smallest model there is."""
+    return ModelConfig(
+        vocab_size=VOCAB, hidden_size=1, num_hidden_layers=1, num_attention_heads=1, kv_lora_rank=1,
+        qk_nope_head_dim=1, qk_rope_head_dim=1, v_head_dim=1, intermediate_size=1, moe_intermediate_size=1,
+        n_routed_experts=1, num_experts_per_tok=1,
+    )  # fmt: skip
+
+
 def make_engine(running: int, max_model_len: int, ranks: int = 1) -> Engine:
     """An engine around the empty model, with as many parameter arrays as a real one has.
 
@@ -56,11 +77,7 @@ def make_engine(running: int, max_model_len: int, ranks: int = 1) -> Engine:
     """
     if running % ranks:
         raise ValueError(f"{running} requests do not divide over {ranks} ranks: make --running a multiple")
-    cfg = ModelConfig(
-        vocab_size=VOCAB, hidden_size=1, num_hidden_layers=1, num_attention_heads=1, kv_lora_rank=1,
-        qk_nope_head_dim=1, qk_rope_head_dim=1, v_head_dim=1, intermediate_size=1, moe_intermediate_size=1,
-        n_routed_experts=1, num_experts_per_tok=1,
-    )  # fmt: skip
+    cfg = model_config()
     limits = EngineConfig(
         max_model_len=max_model_len,
         num_pages=running // ranks * max_model_len // 64,
@@ -69,7 +86,7 @@ def make_engine(running: int, max_model_len: int, ranks: int = 1) -> Engine:
         num_ranks=ranks,
     )
     params = [jnp.zeros(8) for _ in range(40)]
-    return Engine(StepFunctions(_prefill, _decode, _logits), params, cfg, limits, jax.devices()[:ranks])
+    return Engine(Parts.on_devices(StepFunctions(_prefill, _decode, _logits), params, cfg, limits))
 
 
 def measure(running: int, steps: int, ranks: int = 1) -> dict[str, float]:
@@ -81,22 +98,84 @@ def measure(running: int, steps: int, ranks: int = 1) -> dict[str, float]:
     for i in range(running):
         prompt = [(i + j) % VOCAB for j in range(1 + i % 64)]  # so that new pages fall due at different steps
         engine.add(EngineRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling))
-    while engine._scheduler.slots.decoding.sum() < running:
+    while engine.scheduler.slots.decoding.sum() < running:
         engine.step()
     for _ in range(50):
         engine.step()
     gc.freeze()
     host, whole, cpu = np.empty(steps), np.empty(steps), np.empty(steps)
     for i in range(steps):
-        before, started, cpu_started = engine._host_time.total, time.perf_counter(), time.thread_time()
+        before, started, cpu_started = engine.host_time.total, time.perf_counter(), time.thread_time()
         outputs = engine.step()
-        whole[i], host[i] = time.perf_counter() - started, engine._host_time.total - before
+        whole[i], host[i] = time.perf_counter() - started, engine.host_time.total - before
         cpu[i] = time.thread_time() - cpu_started
         assert len(outputs) == running
     stats = engine.stats()
     assert stats.recompilations == 0
     result = {"running": running, "steps": steps, "ranks": ranks}
     for name, values in (("host", host * 1e6), ("step", whole * 1e6), ("thread_cpu", cpu * 1e6)):
+        for percentile in (10, 50, 90, 99):
+            result[f"{name}_us_p{percentile}"] = round(float(np.percentile(values, percentile)), 1)
+    return result
+
+
+class UnitExecutor:
+    """A leader's work without devices: commands are encoded for every follower, and each row is given token 1."""
+
+    def __init__(self, cfg: EngineConfig) -> None:
+        self._parts = [cfg.ranks_of(process) for process in range(1, cfg.num_nodes)]
+        self._tokens: dict[int, np.ndarray] = {}
+        self.sent = 0
+
+    def compile_all(self, progress: Any = None, store: Any = None) -> None:
+        """Has nothing to compile."""
+
+    def launch(self, command: StepCommand) -> StepCommand:
+        self.sent = sum(len(messages.encode(messages.step_of(command.part(ranks)))) for ranks in self._parts)
+        return command
+
+    def fetch(self, command: StepCommand) -> list[list[np.ndarray]]:
+        return [[self._sampled(command)] if kind == "sample" else [] for kind, _ in command.jobs]
+
+    def _sampled(self, command: StepCommand) -> np.ndarray:
+        ranks = self._parts[-1].stop
+        return self._tokens.setdefault(ranks, np.ones((ranks, 128, 1), np.int32))
+
+
+def measure_unit(steps: int, churn: int, ranks: int = 144, rows: int = 128, nodes: int = 18) -> dict[str, float]:
+    """Times the engine's thread in decode steps of `ranks * rows` requests, in microseconds."""
+    running, length = ranks * rows, 4096
+    model = model_config()
+    cfg = EngineConfig(
+        max_model_len=length, num_pages=rows * 24, max_num_seqs=rows, num_ranks=ranks, num_nodes=nodes,
+        max_num_queued_reqs=2 * running,
+    )  # fmt: skip
+    mesh = AbstractMesh((nodes, ranks // nodes, 1), ("node", "gpu", "tensor"))
+    parts = Parts(StepFunctions(_prefill, _decode, _logits), None, model, cfg, mesh)  # type: ignore[arg-type]
+    executor = UnitExecutor(cfg)
+    engine = Engine(parts, executor)
+    lengths, ids = itertools.cycle(range(64, 1024)), itertools.count()
+
+    def arrive() -> None:
+        sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=1000 if not churn else running // churn)
+        engine.add(EngineRequest(request_id=next(ids), prompt_token_ids=[2] * next(lengths), sampling=sampling))
+
+    for _ in range(running):
+        arrive()
+    while engine.scheduler.slots.decoding.sum() < running:
+        engine.step()
+    gc.freeze()
+    times, processor, frames_bytes = np.empty(steps), np.empty(steps), 0
+    for i in range(steps):
+        for _ in range(running - engine.scheduler.slots.total_running):
+            arrive()
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        outputs = engine.step()
+        frames_bytes = len(frames.encode(Step.from_outputs(outputs, None)))
+        times[i], processor[i] = time.perf_counter() - started, time.thread_time() - cpu_started
+    result: dict[str, float] = {"running": running, "steps": steps, "churn": churn, "frame_bytes": frames_bytes}
+    result["follower_bytes"] = executor.sent / (nodes - 1)
+    for name, values in (("step", times * 1e6), ("thread_cpu", processor * 1e6)):
         for percentile in (10, 50, 90, 99):
             result[f"{name}_us_p{percentile}"] = round(float(np.percentile(values, percentile)), 1)
     return result
@@ -120,8 +199,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--ranks", type=int, default=1, help="above 1: this many devices, against one in turns")
     parser.add_argument("--rounds", type=int, default=5, help="of turns")
+    parser.add_argument("--unit", action="store_true", help="the decode unit of 144 ranks, without devices")
+    parser.add_argument("--churn", type=int, default=0, help="requests that end and arrive in each step of --unit")
     args = parser.parse_args()
-    if args.ranks == 1:
+    if args.unit:
+        print(json.dumps(measure_unit(min(args.steps, 300), args.churn)))
+    elif args.ranks == 1:
         print(json.dumps(measure(args.running, args.steps)))
     else:
         compare(args.running, args.steps, args.ranks, args.rounds)

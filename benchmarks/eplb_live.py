@@ -21,7 +21,7 @@ from dsv3.options import EngineOptions
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.tokenizer import Tokenizer
-from sharding.eplb import ExpertMap, balancedness, gpu_load
+from sharding.experts.eplb import ExpertMap, balancedness, device_load
 
 DEVICES, REDUNDANT = 8, 8
 INTERVAL, WINDOW_STEPS = 256, 1024
@@ -55,7 +55,7 @@ def main() -> None:
 
 def measure(engine: Engine) -> tuple[Any, Any]:
     """Load and map of the window before the first move, and of a window after it."""
-    balancer, requests = engine.balancer, requests_of_one_kind()
+    balancer, requests = engine.planners["experts"], requests_of_one_kind()
     assert balancer is not None
     before, moved_at = (balancer.load, balancer.expert_map), 0
     while not moved_at or engine.stats().steps < moved_at + WINDOW_STEPS:
@@ -83,16 +83,14 @@ def draw(path: Path, *windows: tuple[np.ndarray, ExpertMap]) -> None:
     """One panel a layer: each device's share of the load, before and after; 1 is an even share."""
     from matplotlib.figure import Figure
 
-    shares = [gpu_load(load, expert_map, DEVICES) for load, expert_map in windows]
+    shares = [device_load(load, expert_map, DEVICES) for load, expert_map in windows]
     shares = [share / share.mean(axis=1, keepdims=True) for share in shares]
     layers = shares[0].shape[0]
     figure = Figure(figsize=(3.4 * layers, 2.8), layout="constrained")
     for layer, axes in enumerate(figure.subplots(1, layers, sharey=True)):
-        for i, (share, name, colour) in enumerate(
-            zip(shares, ("before", "after"), ("#b0b7c3", "#2563eb"), strict=True)
-        ):
+        for i, (share, name, color) in enumerate(zip(shares, ("before", "after"), ("#b0b7c3", "#2563eb"), strict=True)):
             even = 1 / share[layer].max()
-            axes.bar(np.arange(DEVICES) + 0.4 * i - 0.2, share[layer], 0.4, label=f"{name}: {even:.2f}", color=colour)
+            axes.bar(np.arange(DEVICES) + 0.4 * i - 0.2, share[layer], 0.4, label=f"{name}: {even:.2f}", color=color)
         axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
         axes.set(title=f"MoE layer {layer}", xlabel="device", xticks=range(DEVICES))
         axes.legend(title="balancedness", fontsize="small", frameon=False)

@@ -1,4 +1,4 @@
-"""Expert parallelism as the mesh grows: work of a device, and bytes it sends. Nothing is timed.
+"""Expert parallelism as the mesh grows: work per device, and bytes it sends. Nothing is timed.
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.expert_parallel
 
@@ -20,18 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from dsv3.model import experts
-from dsv3.model.linear import Numerics
+from benchmarks.traced import sent
+from dsv3.model.layers import experts
+from dsv3.model.layers.experts import ExpertLayer
+from dsv3.model.layers.linear import Numerics
+from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams
-from sharding.exchange import Rows
-from sharding.rules import DEVICES, machine_of, rank_mesh
-from sharding.traced import sent
-from sharding.transport import Kind, Load, Machine, Traffic, Transport, build, choose, load_of
+from sharding.experts.kind import Kind
+from sharding.experts.rows import Experts, TokenRows
+from sharding.experts.traffic import LayerRows, Traffic
+from sharding.experts.transport import Transport, build, choose, pad_rounds
+from sharding.mesh import DEVICES, Machine, rank_mesh
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 64, 8, 64, 32
 TILE = 128
-"""Rows of a tile of the grouped kernels at these loads: what a device computes comes in whole tiles."""
-V3_HIDDEN, V3_SLOTS = 7168, 288
+"""Aligned rows per tile of the grouped kernels at these loads; a device computes whole tiles."""
+V3_HIDDEN, V3_REPLICAS = 7168, 288
 MACHINES = (Machine(1, 8), Machine(2, 8), Machine(4, 8), Machine(18, 8))
 PHASES = (("decode", 64), ("decode", 128), ("decode", 256), ("prefill", 4096))
 
@@ -63,7 +67,7 @@ class Work:
     tiles: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     def add(self, device: np.ndarray, rows: np.ndarray, counts: np.ndarray) -> None:
-        """`rows` arrived at `device`, and `counts` [span] of each of its experts' products were made."""
+        """`rows` arrived at `device`, and `counts` [Ed] of each of its experts' products were made."""
         self.rows[int(device)] += int(rows)
         self.tiles[int(device)] += int(-(-counts // TILE).sum())
         for expert, count in enumerate(counts.tolist()):
@@ -73,9 +77,9 @@ class Work:
 def work(devices: int, tokens: int) -> list[str]:
     """A row of the table of work; even routing, drawn at random."""
     mesh = rank_mesh(jax.devices()[:devices])
-    machine = machine_of(mesh)
-    load = load_of(tokens, TOP_K, HIDDEN, fp8_dispatch=False)
-    transport = choose(machine, EXPERTS, load)
+    machine = Machine.from_mesh(mesh)
+    rows = LayerRows.from_widths(tokens, TOP_K, HIDDEN, fp8_dispatch=False)
+    transport = choose(machine, EXPERTS, rows)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(devices * tokens, HIDDEN)).astype(np.float32)
     ids = np.argsort(rng.random((devices * tokens, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
@@ -83,11 +87,11 @@ def work(devices: int, tokens: int) -> list[str]:
     done = Work()
     y, rounds = run_layer(mesh, transport, done, (x, ids, weights))
     check_result(y, x, ids, weights)
-    products = np.array([[done.products[d, e] for e in range(transport.span)] for d in range(devices)])
+    products = np.array([[done.products[d, e] for e in range(transport.replicas_per_device)] for d in range(devices)])
     assert products.sum() == ids.size, "every product is made once"
     per_device = products.sum(axis=1)
     return [
-        str(devices), str(transport.span), transport.kind.value,
+        str(devices), str(transport.replicas_per_device), transport.kind.value,
         f"{np.mean([done.rows[d] for d in range(devices)]):.0f}", f"{per_device.mean():.0f}",
         f"{(products > 0).sum(axis=1).mean():.0f}", f"{np.mean([done.tiles[d] for d in range(devices)]):.0f}",
         f"{per_device.max() / per_device.mean():.2f}", "/".join(map(str, rounds.tolist())),
@@ -97,17 +101,17 @@ def work(devices: int, tokens: int) -> list[str]:
 def run_layer(
     mesh: jax.sharding.Mesh, transport: Transport, done: Work, inputs: tuple[np.ndarray, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The layer's result [tokens, HIDDEN] and the rounds of device 0; `done` gets what each device counts."""
+    """The layer's result [tokens, HIDDEN] and the rounds of device 0; `done` receives what each device counts."""
 
     def one_device(x: jax.Array, ids: jax.Array, topk: jax.Array, params: MoeParams) -> tuple[jax.Array, jax.Array]:
-        device = jax.lax.axis_index(DEVICES)
+        device, layer = jax.lax.axis_index(DEVICES), ExpertLayer(params, 0, Numerics())
 
-        def local(rows: Rows) -> jax.Array:
-            y, tally = experts.moe(rows.payload, rows.ids, rows.weights, params, 0, Numerics())
+        def local(rows: TokenRows) -> jax.Array:
+            y, tally = experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)
             jax.debug.callback(done.add, device, (rows.ids >= 0).any(axis=1).sum(), tally.counts)
             return y
 
-        y, rounds = transport(Rows(x, ids, topk), local)
+        y, rounds = both_halves(transport, TokenRows(x, ids, topk), local)
         return y, rounds[None]
 
     spread, stacked = PartitionSpec(DEVICES), PartitionSpec(None, DEVICES)
@@ -121,6 +125,12 @@ def run_layer(
     return np.asarray(y), np.asarray(rounds)[0]
 
 
+def both_halves(transport: Transport, rows: TokenRows, local: Experts) -> tuple[jax.Array, jax.Array]:
+    """The sums [T, D] of the rows, and the rounds [MAX_HOPS]."""
+    y, rounds = transport.finish(transport.start(rows, local), local)
+    return y, pad_rounds(rounds)
+
+
 @functools.cache
 def parameters() -> MoeParams:
     rng = np.random.default_rng(1)
@@ -130,21 +140,22 @@ def parameters() -> MoeParams:
 
 
 def check_result(y: np.ndarray, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> None:
-    expected = experts.moe(jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights), parameters(), 0, Numerics())[0]
+    routing = Routing(jnp.asarray(ids), jnp.asarray(weights))
+    expected = experts.moe(jnp.asarray(x), routing, ExpertLayer(parameters(), 0, Numerics()))[0]
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 
 def wire(phase: str, tokens: int) -> Iterator[list[str]]:
     """Rows of the table of bytes: a layer of DeepSeek-V3, FP8 there and bf16 back, one round of each hop."""
-    load = load_of(tokens, TOP_K, V3_HIDDEN, fp8_dispatch=True)
-    payload = tokens * TOP_K * load.row_bytes(TOP_K)
+    rows = LayerRows.from_widths(tokens, TOP_K, V3_HIDDEN, fp8_dispatch=True)
+    payload = tokens * TOP_K * rows.row_bytes(TOP_K)
     for machine in MACHINES:
-        chosen = choose(machine, V3_SLOTS, load).kind
+        chosen = choose(machine, V3_REPLICAS, rows).kind
         for kind in (Kind.RING, Kind.ALL_TO_ALL, Kind.HIERARCHICAL):
             if kind is Kind.HIERARCHICAL and machine.nodes == 1:
                 continue
-            transport = build(kind, machine, V3_SLOTS, load)
-            measured, formula = traced(transport, load), transport.traffic(load)
+            transport = build(kind, machine, V3_REPLICAS, rows)
+            measured, formula = traced(transport, rows), transport.traffic(rows)
             if dataclasses.replace(measured, messages=0) != dataclasses.replace(formula, messages=0):
                 sys.exit(f"{kind} over {machine}: the program sends {measured}, the formula says {formula}")
             yield [
@@ -154,20 +165,20 @@ def wire(phase: str, tokens: int) -> Iterator[list[str]]:
             ]  # fmt: skip
 
 
-def traced(transport: Transport, load: Load) -> Traffic:
-    """What the collectives of the exchange send outside of further rounds, read from its jaxpr."""
+def traced(transport: Transport, rows: LayerRows) -> Traffic:
+    """What the collectives of the exchange send outside of overflow rounds, read from its jaxpr."""
     machine = transport.machine
     mesh = AbstractMesh((machine.nodes, machine.gpus), machine.axes, axis_types=(AxisType.Auto,) * 2)
     spec = PartitionSpec(machine.axes)
 
     def layer(values: jax.Array, scale: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        rows = Rows({"values": values, "scale": scale}, ids, weights)
-        return transport(rows, lambda arrived: arrived.payload["values"].astype(jnp.bfloat16))[0]
+        sent = TokenRows({"values": values, "scale": scale}, ids, weights)
+        return both_halves(transport, sent, lambda arrived: arrived.payload["values"].astype(jnp.bfloat16))[0]
 
     def array(width: int, dtype: jnp.dtype | type) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((load.tokens * machine.ranks, width), dtype)
+        return jax.ShapeDtypeStruct((rows.tokens * machine.devices, width), dtype)
 
-    K = load.experts_per_token
+    K = rows.experts_per_token
     arrays = (array(V3_HIDDEN, jnp.float8_e4m3fn), array(V3_HIDDEN // 128, jnp.float32), array(K, jnp.int32))
     mapped = jax.shard_map(layer, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
     jaxpr = jax.make_jaxpr(mapped)(*arrays, array(K, jnp.float32)).jaxpr

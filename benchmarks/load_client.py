@@ -1,10 +1,10 @@
-"""What a streamed event costs the load generator, beside a general HTTP client: 128 streams, paired runs.
+"""Processor time per streamed event of the load generator and of a general HTTP client: 128 streams, paired runs.
 
   python benchmarks/load_client.py
 
-A server process writes one event to every stream each 20 ms, as a decode step does. Each round reads all streams once
-with `dsv3.bench` and once with httpx, both under uvloop, and compares the processor time an event took. Processor time,
-not wall time, because that is what limits a client, and other work on the machine does not enter it.
+A server process writes one event to every stream per 20 ms, as a decode step does. Each round reads all streams once
+with `dsv3.bench` and once with httpx, both under uvloop. It compares processor time, not wall time: processor time
+limits a client, and other work on the machine does not change it.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ import time
 import httpx
 import uvloop
 
+from dsv3.bench.client import Address, Client
 from dsv3.bench.stream import complete
-from dsv3.bench.transport import Address, Client
 
 STREAMS, EVENTS, TICK_S, ROUNDS = 128, 100, 0.02, 5
 BODY = json.dumps({"model": "m", "prompt": [1] * 100, "stream": True}).encode()
@@ -34,7 +34,7 @@ def chunked(text: str) -> bytes:
 
 
 class Ticker:
-    """Wakes every stream at the same moment."""
+    """Wakes all streams at the same moment."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()

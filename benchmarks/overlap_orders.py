@@ -4,9 +4,9 @@
 
 Two micro-batches run half a layer apart. One half of a layer is then a merge of a run of one micro-batch's stages with
 the rest of the other's; the second half swaps them. Each merge, with the shared expert anywhere after the dispatch, is
-repeated until it is steady and compared with the order of `dsv3.model.overlap`. Rules and durations are those of
-`launch.plan decode_ep144`: one compute lane, one lane for each kind of link, a start occupies its link, what is waited
-for is paid. They are estimates, and so is the answer.
+repeated until it is steady and compared with the order of `dsv3.model.schedules.overlapped`. Rules and durations are
+those of `launch.plan decode_ep144`: one compute lane, one lane per kind of link, a start occupies its link, waiting
+costs its time. They are estimates, and so is the answer.
 """
 
 import itertools
@@ -15,7 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144
 from dsv3.plan import roofline
-from sharding.transport import Kind, Machine, build, load_of
+from sharding.experts.kind import Kind
+from sharding.experts.traffic import LayerRows
+from sharding.experts.transport import build
+from sharding.mesh import Machine
 
 CHAIN = (
     "dispatch>", "dispatch<", "forward>", "forward<", "experts", "reduce>", "reduce<", "combine>", "combine<",
@@ -36,7 +39,7 @@ SERVED: tuple[Stage, ...] = (
     ("forward<", 1), ("experts", 1), ("reduce>", 1), ("reduce<", 1), ("combine>", 1), ("core", 0), ("output", 0),
     ("combine<", 1),
 )  # fmt: skip
-"""A layer as `overlap.decode_layers` writes it."""
+"""A layer as `overlapped.run_decode` writes it."""
 
 
 def main() -> None:
@@ -45,7 +48,7 @@ def main() -> None:
     count, best = 0, (float("inf"), SERVED)
     for order in orders():
         count, best = count + 1, min(best, (layer_seconds(order, durations), order))
-    print(f"served order: {served * 1e6:,.0f} us a layer; best of {count:,}: {best[0] * 1e6:,.0f} us", end=" ")
+    print(f"served order: {served * 1e6:,.0f} us per layer; best of {count:,}: {best[0] * 1e6:,.0f} us", end=" ")
     print(f"({1 - best[0] / served:.1%} less)")
     half = best[1][: len(best[1]) // 2]
     print(" ".join(f"{name}{number}" for name, number in half), "and the same with 0 and 1 swapped")
@@ -54,24 +57,23 @@ def main() -> None:
 def durations_of_decode() -> dict[str, float]:
     """Seconds of each stage and transfer of half of DECODE_EP144's requests, as the plan has them.
 
-    The plan shares the time of attention out evenly over its four products; three of them are in the core.
+    The plan divides the time of attention evenly over its four products; three of them are in the core.
     """
     model, deployment = DEEPSEEK_V3, DECODE_EP144
-    tokens, slots = deployment.decode_requests // 2, model.n_routed_experts + deployment.redundant_experts
+    tokens, replicas = deployment.decode_requests // 2, model.n_routed_experts + deployment.redundant_experts
     rates = roofline.rates_of(deployment.device, model)
-    stages = roofline.decode_stages(
-        model, rates, roofline.Load(tokens, deployment.context_length, slots // deployment.devices, 1)
-    )
-    load = load_of(tokens, model.num_experts_per_tok, model.hidden_size, fp8_dispatch=True)
+    batch = roofline.MicroBatch(tokens, deployment.context_length, replicas // deployment.devices, 1)
+    stages = roofline.decode_stages(model, rates, batch)
+    rows = LayerRows.from_widths(tokens, model.num_experts_per_tok, model.hidden_size, fp8_dispatch=True)
     machine = Machine(deployment.nodes, deployment.gpus_per_node)
-    across, inside = build(Kind.HIERARCHICAL, machine, slots, load).hops
+    across, inside = build(Kind.HIERARCHICAL, machine, replicas, rows).hops
     crossing, local = (across.peers - 1) * across.capacity, (inside.peers - 1) * inside.capacity  # rows
     return {
-        "dispatch": crossing * load.dispatch_bytes / rates.dispatch_link,
-        "forward": local * load.dispatch_bytes / rates.node_link,
+        "dispatch": crossing * rows.dispatch_bytes / rates.dispatch_link,
+        "forward": local * rows.dispatch_bytes / rates.node_link,
         "experts": stages["experts"],
-        "reduce": local * load.combine_bytes / rates.node_link,
-        "combine": crossing * load.combine_bytes / rates.combine_link,
+        "reduce": local * rows.combine_bytes / rates.node_link,
+        "combine": crossing * rows.combine_bytes / rates.combine_link,
         "project": stages["project"],
         "core": stages["attention"] * 3 / 4,
         "output": stages["attention"] / 4 + stages["router"],
@@ -92,7 +94,7 @@ def orders() -> Iterator[tuple[Stage, ...]]:
 
 
 def layer_seconds(order: Sequence[Stage], durations: Durations) -> float:
-    """Of a layer in the steady state of layers that follow each other in this order."""
+    """Seconds of a layer in the steady state of layers that follow each other in this order."""
     now, free, ready = 0.0, {True: 0.0, False: 0.0}, dict[Stage, float]()
     ends = []
     for _ in range(_PERIODS):

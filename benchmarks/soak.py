@@ -1,11 +1,11 @@
-"""Streams from a running server with many clients, a fifth of which hang up half-way, and checks that nothing is left.
+"""Streams from a running server with many clients, of which a fifth hang up half-way, and checks that nothing is left.
 
   python -m launch.serve &
   python benchmarks/soak.py --seconds 120 --server_pid $!
 
-At the end no request may run or wait, no page may be in use, and with --server_pid the resident memory of the server's
-processes may not have grown by more than --max_growth_mib from the middle third of the run to its last. Exit status
-0 means that all of this holds.
+At the end no request may run or wait, and no page may be in use. With --server_pid the resident memory of the server's
+processes may grow by at most --max_growth_mib from the middle third of the run to its last third. Exit status 0 means
+that all of this holds.
 """
 
 import asyncio
@@ -21,15 +21,17 @@ from absl import flags as absl_flags
 
 from launch import flags
 
-_URL = absl_flags.DEFINE_string("url", "http://127.0.0.1:8000", "The server.")
-_KEY = absl_flags.DEFINE_string("api_key", None, "Its API key.")
+_URL = absl_flags.DEFINE_string("url", "http://127.0.0.1:8000", "URL of the server.")
+_KEY = absl_flags.DEFINE_string("api_key", None, "The server's API key.")
 _CLIENTS = absl_flags.DEFINE_integer("clients", 64, "Concurrent streaming clients.", 1)
-_SECONDS = absl_flags.DEFINE_float("seconds", 120.0, "How long clients start new requests.", 1.0)
+_SECONDS = absl_flags.DEFINE_float("seconds", 120.0, "Seconds for which clients start new requests.", 1.0)
 _DISCONNECTS = absl_flags.DEFINE_float("disconnects", 0.2, "Share of requests whose client hangs up.", 0.0, 1.0)
-_MAX_TOKENS = absl_flags.DEFINE_integer("max_tokens", 64, "Longest answer.", 1)
-_PID = absl_flags.DEFINE_integer("server_pid", None, "Process of the server, to watch its memory and its children's.")
-_GROWTH = absl_flags.DEFINE_float("max_growth_mib", 32.0, "Growth of resident memory that still counts as flat.", 0.0)
-_SEED = absl_flags.DEFINE_integer("seed", 0, "Of prompts, lengths and disconnects.")
+_MAX_TOKENS = absl_flags.DEFINE_integer("max_tokens", 64, "Tokens of the longest answer.", 1)
+_PID = absl_flags.DEFINE_integer(
+    "server_pid", None, "Process id of the server; its memory and its children's are watched."
+)
+_GROWTH = absl_flags.DEFINE_float("max_growth_mib", 32.0, "MiB by which resident memory may grow.", 0.0)
+_SEED = absl_flags.DEFINE_integer("seed", 0, "Seed of prompts, lengths and disconnects.")
 
 _SAMPLE_S = 5.0
 _LEFT_BEHIND = ("vllm:num_requests_running", "vllm:num_requests_waiting", "dsv3:pages_in_use")
@@ -37,7 +39,7 @@ _LEFT_BEHIND = ("vllm:num_requests_running", "vllm:num_requests_waiting", "dsv3:
 
 @dataclasses.dataclass
 class Tally:
-    """What has happened so far; `rss` holds (seconds, bytes) samples."""
+    """Counts of what has happened so far; `rss` holds (seconds, bytes) samples."""
 
     finished: int = 0
     disconnected: int = 0
@@ -66,7 +68,7 @@ async def _soak() -> int:
 
 
 async def _client(client: httpx.AsyncClient, tally: Tally, number: int, deadline: float) -> None:
-    """One user after another, until the time is up."""
+    """Sends one request after another until the deadline."""
     rng = random.Random(f"{_SEED.value}-{number}")
     while time.monotonic() < deadline:
         body = {
@@ -84,7 +86,7 @@ async def _client(client: httpx.AsyncClient, tally: Tally, number: int, deadline
 
 
 async def _request(client: httpx.AsyncClient, tally: Tally, body: dict, leave_after: int | None) -> None:
-    """One stream; `leave_after` so many chunks the client hangs up (0: before the first)."""
+    """Reads one stream; the client hangs up after `leave_after` chunks (0: before the first; None: never)."""
     sent = time.monotonic()
     if leave_after == 0:
         try:
@@ -157,7 +159,7 @@ async def _metrics(client: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def _wait_until_idle(client: httpx.AsyncClient, seconds: float = 10.0) -> dict[str, float]:
-    """What is left behind, once nothing is or the time is up."""
+    """Returns what is left behind, as soon as nothing is, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         values = await _metrics(client)
@@ -192,7 +194,7 @@ def _report(tally: Tally, left: dict[str, float], seconds: float) -> int:
 
 
 def _growth_mib(samples: list[tuple[float, int]]) -> float | None:
-    """From the median of the middle third of the run to that of its last third; the first third warms up."""
+    """Growth from the median of the run's middle third to that of its last third; the first third warms up."""
     if len(samples) < 3:
         return None
     third = len(samples) // 3

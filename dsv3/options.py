@@ -16,7 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from dsv3.text.reasoning import Parser
 
-DType = Literal["auto", "float32", "bfloat16"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+CacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 Transport = Literal["auto", "ring", "all_to_all", "hierarchical", "ragged"]
 
 LEADER = 0
@@ -149,7 +150,16 @@ class EngineOptions:
     Raises ValueError for values that cannot be.
     """
 
-    dtype: DType = option("auto", "Compute and store weights in this type; auto is float32 on a CPU, else bfloat16.")
+    dtype: DType = option(
+        "auto",
+        "Compute and store weights in this type; auto is float32 on a CPU, elsewhere float16 for a checkpoint of that "
+        "type and bfloat16 for others.",
+    )
+    kv_cache_dtype: CacheDType = option(
+        "auto",
+        "Store the latent cache in this type; auto is that of --dtype, fp8 holds 1.76 times the tokens of bfloat16 in "
+        "the same memory for DeepSeek-V3, and rounds them.",
+    )
     fp8: Literal["keep", "dequantize"] = option(
         "keep", "Keep FP8 weights in memory as FP8, or turn them into --dtype while they load."
     )

@@ -1,8 +1,9 @@
 """Answers a file of requests in OpenAI's batch format, as many at a time as the model's engine holds.
 
   python -m launch.batch requests.jsonl answers.jsonl
-  python -m launch.batch requests.jsonl answers.jsonl --model /models/DeepSeek-V3
+  python -m launch.batch requests.jsonl answers.jsonl --model /models/DeepSeek-V2-Lite
 
+It runs on one host, and without options on one device; docs/batch.md says what DeepSeek-V3 needs.
 Answers are appended as they come, in no particular order. After ^C, SIGTERM, a crash or a kill the same command goes on
 where it was: no line is lost and none is answered twice. docs/batch.md says what lines look like.
 """

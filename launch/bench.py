@@ -5,9 +5,11 @@
 
 --concurrency alone is a closed loop: as many requests at a time, the next one when one ends. --request_rate is an open
 loop: requests are due at random times whether or not earlier ones have ended, and latencies count from then.
+An interrupt ends the load and reports what was measured; a second one ends the process at once.
 docs/benchmarking.md defines every figure.
 """
 
+import asyncio
 import json
 import pathlib
 import sys
@@ -19,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dsv3.bench import metrics, report, serve
+from dsv3.bench.interrupt import Interrupts
 from dsv3.bench.stream import Record
 from dsv3.bench.workload import RandomPrompts
 from launch import flags
@@ -86,15 +89,22 @@ _OUTPUT = absl_flags.DEFINE_string("output", None, "Write the report as JSON to 
 
 
 def main(command: str) -> int:
-    """Runs one load test; the exit status is 1 if no request completed."""
+    """Runs one load test and returns the exit status: 1 if no request completed.
+
+    The first SIGINT or SIGTERM ends the load, and what was measured is reported; the second ends the process at once.
+    """
     if command != "serve":
         raise flags.UsageError(f"unknown command {command!r}; the only one is serve")
     if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).absolute().parent.is_dir():
         raise flags.UsageError(f"--output {_OUTPUT.value}: there is no such folder")
+    interrupts = Interrupts("launch.bench")
     try:
-        result = uvloop.run(_run(_options(), Console(stderr=True)))
+        result = uvloop.run(interrupts.run(_run(_options(), Console(stderr=True))))
     except serve.BenchError as error:
         print(f"launch.bench: {error}", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        print("launch.bench: interrupted before anything was measured", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         raise flags.UsageError(str(error)) from error

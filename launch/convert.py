@@ -1,10 +1,11 @@
-"""Converts a checkpoint directory: Hugging Face to the pre-stacked form, which loads without reassembly, or back.
+"""Converts a checkpoint directory from the Hugging Face form to the pre-stacked form, or back.
 
     python -m launch.convert --model DeepSeek-V3 --output DeepSeek-V3-stacked
     python -m launch.convert --model DeepSeek-V3-stacked --output DeepSeek-V3-bf16 --to hf --fp8 dequantize
 
-The output directory appears whole, with the tokenizer's files. After a kill the same command continues (to stacked) or
-starts again (to hf). What is converted is held in memory one window or one layer of one weight at a time.
+The pre-stacked form has checksums and needs no reassembly. The output directory appears whole, with the tokenizer's
+files. After a kill the same command continues (`--to stacked`) or starts again (`--to hf`). Memory holds 256 MiB
+(`--to stacked`) or one layer of one weight (`--to hf`) at a time.
 """
 
 import sys
@@ -24,13 +25,13 @@ FP8 = absl_flags.DEFINE_enum(
     "fp8",
     "keep",
     ["keep", "dequantize"],
-    "Keep FP8 weights as FP8, or turn them into --dtype; kv_b_proj is always dequantised.",
+    "Keep FP8 weights as FP8, or turn them into --dtype; kv_b_proj is always dequantized.",
 )
 DTYPE = absl_flags.DEFINE_enum(
     "dtype",
     "auto",
     ["auto", "bfloat16", "float16", "float32"],
-    "Write weights that are not FP8 in this type; auto is the embedding's. Routers stay float32 where they need it.",
+    "Write weights that are not FP8 in this type; auto is the embedding's. Routers may stay float32.",
 )
 SHARD_GB = absl_flags.DEFINE_float(
     "shard_gb", 5.0, "Write safetensors files of at most this many 10^9 bytes (--to=hf).", 0.001
@@ -38,7 +39,7 @@ SHARD_GB = absl_flags.DEFINE_float(
 
 
 def main() -> int:
-    """Runs the conversion; 1 and one line on standard error if the checkpoint or the target is at fault."""
+    """Converts; returns 1 after one line on standard error if the checkpoint or the target is at fault."""
     if not MODEL.value or not OUTPUT.value:
         raise flags.UsageError("--model and --output are needed")
     source, target = Path(MODEL.value), Path(OUTPUT.value)

@@ -1,7 +1,11 @@
 """Serves a DeepSeek-V3-family model over OpenAI's HTTP API.
 
-  python -m launch.serve                                  the bundled model on http://127.0.0.1:8000
-  python -m launch.serve --model /models/DeepSeek-V3      a Hugging Face model directory
+  python -m launch.serve                                    the bundled model on http://127.0.0.1:8000
+  python -m launch.serve --model /models/DeepSeek-V2-Lite   a Hugging Face model directory, on one device
+
+Without options all weights lie on one device. DeepSeek-V3 has 671 GB of them and needs several GPUs, such as 8 H200:
+
+  python -m launch.serve --model /models/DeepSeek-V3 --data_parallel_size 8 --enable_expert_parallel --max_num_seqs 48
 
 Over several hosts the same command runs once on each (docs/multi_host.md); process 0 serves HTTP, the others follow it:
 

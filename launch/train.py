@@ -1,8 +1,11 @@
-"""Trains a small DeepSeek-V3-architecture model on the text of Python's standard library.
+"""Trains a small model of DeepSeek-V3's architecture on the text of Python's standard library.
 
-Writes checkpoints, a log and a picture of the loss below the output directory, and at the end the trained model as a
-Hugging Face directory that `python -m launch.serve --model OUTPUT/model-STEPS` serves. SIGTERM or Ctrl-C saves and
-stops; `--resume` goes on, to more steps than before if `--steps` says so.
+    python -m launch.train --config=tiny
+    python -m launch.train --config=tiny --resume --steps=20000
+    python -m launch.serve --model runs/tiny/model-20000
+
+The output directory gets checkpoints, a log and a picture of the loss, and at the end the model as a Hugging Face
+directory. SIGTERM or Ctrl-C saves and stops. `--resume` goes on, to more steps than before if `--steps` says so.
 """
 
 import dataclasses
@@ -30,7 +33,7 @@ RESUME = absl_flags.DEFINE_bool("resume", False, "Continue from the newest check
 
 
 def main() -> int:
-    """Trains, then exports."""
+    """Trains, then writes the model if the last step was reached; returns the exit status."""
     console = Console()
     config, output = _config(), Path(OUTPUT.value or f"runs/{CONFIG.value}")
     try:

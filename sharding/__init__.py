@@ -1,1 +1,1 @@
-
+"""Which device holds what, and what crosses the wire."""

@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, Sharding
 
-from sharding.rules import RANKS
+from sharding.mesh import RANKS
 
 
 def spans_processes(mesh: Mesh) -> bool:
@@ -16,10 +16,10 @@ def spans_processes(mesh: Mesh) -> bool:
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """A tree of arrays as `shardings` (a tree, or a prefix of one) say.
+    """A tree of arrays with the given `shardings` (a tree, or a prefix of one).
 
-    Over several processes, arrays that lie so already stay; others are host arrays that every process has, of which it
-    takes its part.
+    Over several processes an array that has its sharding already stays as it is. Any other is a host array that every
+    process has; each process takes its part.
     """
     leaves = jax.tree.leaves(shardings)
     if all(sharding.is_fully_addressable for sharding in leaves):
@@ -35,7 +35,7 @@ def _place(leaf: Any, sharding: Sharding) -> jax.Array:
 
 
 def on_every_rank(tree: Any) -> Any:
-    """Inside of a mapped function: a rank's arrays [1, ...] as those of all ranks [ranks, ...], the same everywhere."""
+    """Gathers arrays `[1, ...]` of one rank, inside `shard_map`, to `[X, ...]` of all ranks, the same on each."""
     return jax.tree.map(lambda x: lax.all_gather(x, RANKS, axis=0, tiled=True), tree)
 
 

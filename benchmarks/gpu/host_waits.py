@@ -1,10 +1,11 @@
-"""What a loop that is not run costs between two products: XLA copies its condition to the host, which waits for it.
+"""Times a loop that does not run between two products: XLA copies its condition to the host, which waits for it.
 
     python -m benchmarks.gpu.host_waits --out DIR       on a GPU; under one minute
 
-An exchange of experts asks after each combine whether a further round is needed (`sharding.exchange.further_rounds`),
-nearly always for nothing: 232 times in a decode step over several nodes in two micro-batches. The table times as many
-products with nothing, a `while_loop` and a `cond` between them, all of which leave the values as they are.
+After each combine an exchange asks whether a row is left for an overflow round (`exchange.add_overflow_rounds` in
+`sharding.experts`). Nearly always none is: 232 questions in a decode step over several nodes in two micro-batches. The
+table times as many products with nothing, a `while_loop` and a `cond` between them, which all leave the values as they
+are.
 
 Writes DIR/host_waits.md. A figure is the median over runs of the whole chain on the host's clock.
 """
@@ -53,14 +54,14 @@ def main() -> int:
 def chain(x: jax.Array, w: jax.Array, longest: jax.Array, *, kind: str, places: int) -> jax.Array:
     """`places` products of x [T, D] with w [D, D]; `longest` [] int32 above 0 lets what stands between them run."""
 
-    def further(x: jax.Array) -> jax.Array:
+    def overflow(x: jax.Array) -> jax.Array:
         return x + 1
 
     def between(x: jax.Array) -> jax.Array:
         if kind == "while_loop":
             once = (jnp.int32(0), x)
-            return lax.while_loop(lambda carry: carry[0] < longest, lambda c: (c[0] + 1, further(c[1])), once)[1]
-        return lax.cond(longest > 0, further, lambda x: x, x) if kind == "cond" else x
+            return lax.while_loop(lambda carry: carry[0] < longest, lambda c: (c[0] + 1, overflow(c[1])), once)[1]
+        return lax.cond(longest > 0, overflow, lambda x: x, x) if kind == "cond" else x
 
     def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         return between(jnp.tanh(x @ w)), None
@@ -69,11 +70,11 @@ def chain(x: jax.Array, w: jax.Array, longest: jax.Array, *, kind: str, places: 
 
 
 def table() -> list[str]:
-    """A row for each of KINDS: microseconds a product with it, and how much more than with nothing."""
+    """A row for each of KINDS: microseconds per product with it, and how much more than with nothing."""
     x = jnp.ones((TOKENS, WIDTH), jnp.bfloat16)
     w = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH), jnp.bfloat16) / WIDTH**0.5
     seconds = {kind: _median_seconds(kind, x, w) / PLACES for kind in KINDS}
-    lines = ["| between products | us a product | us more | a step |", "|---|---|---|---|"]
+    lines = ["| between products | us per product | us more | per step |", "|---|---|---|---|"]
     for kind in KINDS:
         more = seconds[kind] - seconds["nothing"]
         lines.append(f"| {kind} | {seconds[kind] * 1e6:.1f} | {more * 1e6:.1f} | {more * PLACES * 1e3:.2f} ms |")

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.moe_layer --out DIR                       on a Hopper GPU; under three minutes
     JAX_PLATFORMS=cpu python -m benchmarks.gpu.moe_layer --compile     without one: registers, spills and memory
 
-A rank of 144 holds 2 of 288 physical experts of 7168 x 2048 in FP8 and has 128 tokens of its own. To it come the
+A rank of 144 holds 2 of 288 expert replicas of 7168 x 2048 in FP8 and has 128 tokens of its own. To it come the
 buffers of the all-to-all transport, 17 rows from each rank; with even routing each expert has 512 live rows. What is
 timed is what the rank computes: the routed experts on what arrived, the shared expert on its own tokens. Nothing is
 sent.
@@ -29,13 +29,15 @@ import numpy as np
 
 from benchmarks.gpu import fp8_gemm
 from benchmarks.gpu.fp8_cases import Case
-from dsv3.model import experts
-from dsv3.model.linear import Numerics, mlp
+from dsv3.model.layers import experts
+from dsv3.model.layers.experts import ExpertLayer
+from dsv3.model.layers.linear import Numerics, mlp
+from dsv3.model.layers.router import Routing
 from dsv3.model.params import Fp8Weight, MlpParams, MoeParams
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend, is_hopper
 from pallas_kernels.fp8 import quantize_1x128, quantize_128x128
-from sharding.exchange import expected_capacity
+from sharding.experts.capacity import expected_capacity
 
 RANKS, TOKENS, TOP_K = 144, 128, 8
 LOCAL, HIDDEN, WIDTH = 2, 7168, 2048
@@ -89,7 +91,7 @@ def all_cases(backend: Backend) -> Iterator[Case]:
 
 def _case(name: str, parts: tuple[str, ...], flops: float, size: float, backend: Backend) -> Case:
     def call(operands: dict, i: Any, backend: Backend = backend) -> tuple[jax.Array, ...]:
-        return tuple(_COMPUTE[part](operands, i % LAYERS, Numerics(backend)) for part in parts)
+        return tuple(_COMPUTE[part](operands, i % LAYERS, Numerics(backend, expert_pairs=PAIRS)) for part in parts)
 
     def valid_rows(operands: dict, i: Any) -> tuple[jax.Array, jax.Array]:
         return tuple(
@@ -101,7 +103,8 @@ def _case(name: str, parts: tuple[str, ...], flops: float, size: float, backend:
 
 
 def _routed(operands: dict, layer: Any, numerics: Numerics) -> jax.Array:
-    return experts.moe(operands["arrived"], operands["ids"], operands["weights"], operands["moe"], layer, numerics)[0]
+    routing = Routing(operands["ids"], operands["weights"])
+    return experts.moe(operands["arrived"], routing, ExpertLayer(operands["moe"], layer, numerics))[0]
 
 
 def _shared(operands: dict, layer: Any, numerics: Numerics) -> jax.Array:

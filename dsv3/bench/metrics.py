@@ -1,4 +1,4 @@
-"""Turns the records of a load into figures. Latencies are in milliseconds, rates per second of the load's duration."""
+"""Turns the records of a load test into figures: latencies in milliseconds, rates per second of its duration."""
 
 import collections
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv3.bench.load import LoadResult
+from dsv3.bench.loops import LoopResult
 from dsv3.bench.stream import Record
 
 PERCENTILES = (50, 90, 95, 99)
@@ -17,14 +17,17 @@ GOODPUT_METRICS = ("ttft", "itl", "tpot", "e2e")
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """An upper bound a request must keep to count towards goodput; `itl` bounds its 99th percentile in the request."""
+    """An upper bound that a request must keep to count towards goodput.
+
+    `itl` bounds the 99th percentile of the request's inter-token latencies, the other metrics bound its only value.
+    """
 
     metric: str
     milliseconds: float
 
     @classmethod
     def parse(cls, text: str) -> "Limit":
-        """Takes `METRIC:MILLISECONDS`, such as `ttft:2000`; raises ValueError for anything else."""
+        """Returns the limit in `METRIC:MILLISECONDS`, such as `ttft:2000`. Raises ValueError for anything else."""
         metric, _, value = text.partition(":")
         try:
             limit = cls(metric, float(value))
@@ -35,7 +38,7 @@ class Limit:
         return limit
 
     def holds(self, record: Record) -> bool:
-        """Whether a successful request kept the bound. An answer of one token has no gap to be late with."""
+        """Returns whether a successful request kept the bound. An answer of one token has no gap to be late with."""
         seconds = {
             "ttft": lambda: record.ttft_s,
             "itl": lambda: _percentile(record.inter_token_s(), 99),
@@ -45,8 +48,8 @@ class Limit:
         return seconds is None or seconds * 1e3 <= self.milliseconds
 
 
-def summarize(result: LoadResult, limits: Sequence[Limit] = ()) -> dict[str, Any]:
-    """The figures of a load as plain data, ready for JSON; docs/benchmarking.md defines each."""
+def summarize(result: LoopResult, limits: Sequence[Limit] = ()) -> dict[str, Any]:
+    """Returns the figures of a load test as plain data, ready for JSON. docs/benchmarking.md defines each."""
     good = [record for record in result.records if record.error is None]
     duration_s = _duration_s(result.records)
     return {
@@ -69,7 +72,10 @@ def summarize(result: LoadResult, limits: Sequence[Limit] = ()) -> dict[str, Any
 
 
 def distribution(seconds: Iterable[float | None]) -> dict[str, float] | None:
-    """Mean, percentiles (linear between ranks) and maximum in milliseconds of the values there are; None for none."""
+    """Returns mean, percentiles and maximum in milliseconds of the values that are known; None where none is.
+
+    Percentiles are interpolated linearly.
+    """
     values = np.array([value for value in seconds if value is not None]) * 1e3
     if not values.size:
         return None
@@ -79,14 +85,14 @@ def distribution(seconds: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def errors_by_kind(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
-    """How many requests failed in which way, the most frequent first, each with its first message."""
+    """Counts the failed requests by kind, the most frequent first, each kind with its first message."""
     counts = collections.Counter(record.error for record in records if record.error)
     first = {record.error: record.detail[:300] for record in reversed([*records]) if record.error}
     return {kind: {"count": count, "example": first[kind]} for kind, count in counts.most_common()}
 
 
 def request_rows(records: Iterable[Record], began_s: float) -> list[dict[str, Any]]:
-    """One row a request for the JSON report; times in seconds from `began_s`, latencies in milliseconds."""
+    """Returns one row per request for the JSON report: times in seconds from `began_s`, latencies in milliseconds."""
     return [
         {
             "index": record.index,
@@ -106,14 +112,14 @@ def request_rows(records: Iterable[Record], began_s: float) -> list[dict[str, An
 
 
 def _duration_s(records: Sequence[Record]) -> float:
-    """From the first request's due time to the last one's end."""
+    """Seconds from the first request's due time to the last one's end."""
     if not records:
         return 0.0
     return max(record.finished_s for record in records) - min(record.scheduled_s for record in records)
 
 
 def _tokens(good: Sequence[Record]) -> dict[str, Any]:
-    """Counts as the server states them; None where it stated none for some request."""
+    """Returns token counts as the server states them; None where it states none for some request."""
     return {
         "input": _sum(record.prompt_tokens for record in good),
         "input_cached": _sum(record.cached_tokens for record in good),

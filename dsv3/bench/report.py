@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-# From here on the client's own processor time shows in the server's figures.
+# Above this part of a processor the client's own work shows in the server's figures.
 BUSY_CLIENT = 0.8
 LATENCIES = {
     "ttft_ms": "time to first token",
@@ -19,7 +19,7 @@ LATENCIES = {
 
 
 def render(report: Mapping[str, Any]) -> RenderableType:
-    """Tables of the report that `serve.run` returns, with a line for each thing that makes its figures doubtful."""
+    """Returns tables of the report that `serve.run` returns, with a line per thing that makes its figures doubtful."""
     parts: list[RenderableType] = [_totals(report), _latencies(report)]
     if report["errors"]:
         parts.append(_errors(report["errors"]))
@@ -27,7 +27,7 @@ def render(report: Mapping[str, Any]) -> RenderableType:
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """What a reader has to know before trusting the figures."""
+    """Returns what a reader has to know before trusting the figures, one line each."""
     found = []
     if report["interrupted"]:
         found.append("interrupted: requests that were still running are not counted")
@@ -66,7 +66,7 @@ def _totals(report: Mapping[str, Any]) -> Table:
 
 
 def describe_load(options: Mapping[str, Any]) -> str:
-    """The kind of load in a few words."""
+    """Names the kind of load in a few words."""
     at_most = options["concurrency"]
     if options["request_rate"] is None:
         return f"closed loop, {at_most} at a time"
@@ -98,7 +98,7 @@ def _errors(errors: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _number(value: float | None) -> str:
-    """Counts exactly, measures to about four digits."""
+    """Formats counts exactly and measures to about four digits."""
     if value is None:
         return "-"
     if isinstance(value, int) or value >= 1000:

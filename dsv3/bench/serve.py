@@ -1,4 +1,4 @@
-"""One load test of a server, start to end: ask what it serves, make the prompts, warm up, run, report."""
+"""Runs one load test of a server: asks what it serves, makes the prompts, warms up, sends them, reports."""
 
 import dataclasses
 import datetime
@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from dsv3.bench import load, metrics
+from dsv3.bench import loops, metrics
+from dsv3.bench.client import Address, Client, RequestFailed
 from dsv3.bench.stream import Record, complete
-from dsv3.bench.transport import Address, Client, TransportError
 from dsv3.bench.workload import WORDS, Prompt, RandomPrompts, RequestFormat, arrival_offsets, load_dataset, repeat
 
 REPORT_VERSION = 1
 MIN_DISTINCT_TOKENS = 16
 MAX_REPLY_BYTES = 1 << 24
-# Warm-up prompts must not fill the server's prefix cache with the measured ones.
+# The warm-up sends other prompts, so that the measured ones are not in the server's prefix cache.
 WARMUP_SEED_OFFSET = 1_000_003
 
 
@@ -28,7 +28,7 @@ class BenchError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """What `python -m launch.bench serve` was asked for; the flags' help says what each means.
+    """What `python -m launch.bench serve` was asked for. The help of its flags says what each option means.
 
     Raises ValueError for values that contradict one another.
     """
@@ -70,7 +70,7 @@ class ServeOptions:
             arrival_offsets(1, self.request_rate, self.burstiness, self.seed)
 
     def public(self) -> dict[str, Any]:
-        """The options as plain data for the report, without the key."""
+        """Returns the options as plain data for the report, without the key."""
         fields = dataclasses.asdict(self)
         del fields["api_key"]
         fields["dataset"] = str(self.dataset) if self.dataset else None
@@ -81,8 +81,8 @@ class ServeOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Bodies ready to be sent, made before the clock starts."""
+class Workload:
+    """Everything that will be sent, made before the clock starts."""
 
     format: RequestFormat
     prompt_kind: str
@@ -100,16 +100,16 @@ async def run(
     """
     client = Client(Address.parse(options.url), options.api_key)
     try:
-        plan = await make_plan(client, options)
-        send = _sender(client, plan.format.path, options.timeout_s)
-        await _warm_up(send, plan, options.concurrency or 1)
+        workload = await make_workload(client, options)
+        send = _sender(client, workload.format.path, options.timeout_s)
+        await _warm_up(send, workload, options.concurrency or 1)
         offsets = None
         if options.request_rate is not None:
-            offsets = arrival_offsets(len(plan.bodies), options.request_rate, options.burstiness, options.seed)
-        on_start(len(plan.bodies))
+            offsets = arrival_offsets(len(workload.bodies), options.request_rate, options.burstiness, options.seed)
+        on_start(len(workload.bodies))
         began_at = datetime.datetime.now(datetime.UTC)
-        result = await load.run(
-            send, plan.bodies, concurrency=options.concurrency, offsets=offsets, on_record=on_record
+        result = await loops.run(
+            send, workload.bodies, concurrency=options.concurrency, offsets=offsets, on_record=on_record
         )
     finally:
         client.close()
@@ -118,14 +118,14 @@ async def run(
         "version": REPORT_VERSION,
         "started_at": began_at.isoformat(timespec="seconds"),
         "python": sys.version.split()[0],
-        "options": options.public() | {"model": plan.format.model, "prompt_kind": plan.prompt_kind},
+        "options": options.public() | {"model": workload.format.model, "prompt_kind": workload.prompt_kind},
         **metrics.summarize(result, options.limits),
         "per_request": metrics.request_rows(result.records, began_s),
     }
 
 
-async def make_plan(client: Client, options: ServeOptions) -> Plan:
-    """Asks the server what it needs to know for the prompts, and makes them."""
+async def make_workload(client: Client, options: ServeOptions) -> Workload:
+    """Asks the server what the prompts depend on, and makes them."""
     model = options.model or await served_model(client)
     form = RequestFormat(options.endpoint, model, options.temperature, options.ignore_eos, options.extensions)
     units = await prompt_units(client, model, options)
@@ -135,7 +135,7 @@ async def make_plan(client: Client, options: ServeOptions) -> Plan:
         kind, prompts = "dataset", _from_dataset(options.dataset, options)
     else:
         prompts = list(options.prompts.draw(options.num_prompts or 100, units, options.seed))
-    return Plan(form, kind, [form.body(prompt) for prompt in warmups], [form.body(prompt) for prompt in prompts])
+    return Workload(form, kind, [form.body(prompt) for prompt in warmups], [form.body(prompt) for prompt in prompts])
 
 
 def _from_dataset(path: pathlib.Path, options: ServeOptions) -> list[Prompt]:
@@ -144,19 +144,22 @@ def _from_dataset(path: pathlib.Path, options: ServeOptions) -> list[Prompt]:
 
 
 async def served_model(client: Client) -> str:
-    """The first model the server lists."""
+    """Returns the first model that the server lists. Raises BenchError where it lists none."""
     try:
         async with client.request("GET", "/v1/models") as response:
             listing = msgspec.json.decode(await response.read(MAX_REPLY_BYTES))
         return str(listing["data"][0]["id"])
-    except TransportError as error:
+    except RequestFailed as error:
         raise BenchError(f"GET /v1/models: {error}") from error
     except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
         raise BenchError("GET /v1/models lists no model; name one with --model") from error
 
 
 async def prompt_units(client: Client, model: str, options: ServeOptions) -> Sequence[int] | Sequence[str]:
-    """What random prompts are made of: token ids where they can be had and the endpoint takes them, else words."""
+    """Returns what random prompts are made of: token ids where the server gives them and the endpoint takes them.
+
+    Elsewhere they are words. Raises BenchError where --prompt_kind asks for token ids and the server gives none.
+    """
     if options.vocab_size is not None:
         return range(options.vocab_size)
     if options.endpoint == "chat" or options.prompt_kind == "text" or options.dataset is not None:
@@ -170,28 +173,28 @@ async def prompt_units(client: Client, model: str, options: ServeOptions) -> Seq
 
 
 async def _tokenize(client: Client, model: str, text: str) -> list[int]:
-    """Distinct ids of the tokens of `text`, as vLLM's /tokenize gives them; none where there is no such route."""
+    """Returns the distinct token ids of `text` by vLLM's route /tokenize; none where the server has no such route."""
     body = msgspec.json.encode({"model": model, "prompt": text, "add_special_tokens": False})
     try:
         async with client.request("POST", "/tokenize", body) as response:
             reply = msgspec.json.decode(await response.read(MAX_REPLY_BYTES))
         return sorted(set(msgspec.convert(reply["tokens"], list[int])))
-    except (TransportError, msgspec.MsgspecError, KeyError, TypeError):
+    except (RequestFailed, msgspec.MsgspecError, KeyError, TypeError):
         return []
 
 
-def _sender(client: Client, path: str, timeout_s: float) -> load.Send:
+def _sender(client: Client, path: str, timeout_s: float) -> loops.Send:
     async def send(index: int, body: bytes, scheduled_s: float) -> Record:
         return await complete(client, path, body, index=index, scheduled_s=scheduled_s, timeout_s=timeout_s)
 
     return send
 
 
-async def _warm_up(send: load.Send, plan: Plan, concurrency: int) -> None:
-    result = await load.run(send, plan.warmups, concurrency=concurrency)
+async def _warm_up(send: loops.Send, workload: Workload, concurrency: int) -> None:
+    result = await loops.run(send, workload.warmups, concurrency=concurrency)
     if result.interrupted:
         raise BenchError("interrupted while warming up")
     for kind, failure in metrics.errors_by_kind(result.records).items():
         raise BenchError(
-            f"{failure['count']} of {len(plan.warmups)} warm-up requests failed: {kind}: {failure['example']}"
+            f"{failure['count']} of {len(workload.warmups)} warm-up requests failed: {kind}: {failure['example']}"
         )

@@ -1,4 +1,4 @@
-"""Reads one streamed completion: server-sent events to chunks, chunks to a record of when which tokens came."""
+"""Reads one streamed completion: events to chunks, chunks to a record of which tokens came when."""
 
 import asyncio
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dsv3.bench.transport import Client, TransportError
+from dsv3.bench.client import Client, RequestFailed
 
 MAX_EVENT_BYTES = 1 << 24
 
@@ -54,7 +54,7 @@ _decoder = msgspec.json.Decoder(_Chunk)
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """One chunk that carried tokens: when it was read, and how many tokens (None: the server did not say)."""
+    """One chunk that carried tokens: when it was read, and the number of tokens (None: the server did not say)."""
 
     time_s: float
     tokens: int | None
@@ -62,10 +62,10 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What became of one request. Times are seconds on the monotonic clock; `error` None means success.
+    """What became of one request. Times are seconds on the monotonic clock; `error` is None after a success.
 
-    `scheduled_s` is when the request was due, `sent_s` when its sending began. `output_tokens` comes from the
-    server's usage, or else from the token ids it streamed; None where it gave neither. Chunks are never counted.
+    The request was due at `scheduled_s`, its sending began at `sent_s`. `output_tokens` comes from the server's usage,
+    or else from the token ids it streamed; it is None where the server gave neither. Chunks are never counted.
     """
 
     index: int
@@ -82,17 +82,17 @@ class Record:
 
     @property
     def ttft_s(self) -> float | None:
-        """From the moment the request was due to its first token."""
+        """Seconds from the moment the request was due to its first token."""
         return self.arrivals[0].time_s - self.scheduled_s if self.arrivals else None
 
     @property
     def e2e_s(self) -> float:
-        """From the moment the request was due to the end of its stream."""
+        """Seconds from the moment the request was due to the end of its stream."""
         return self.finished_s - self.scheduled_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of an output token after the first chunk's; None for answers of one chunk or of unknown length."""
+        """Mean seconds per output token after the first chunk; None for answers of one chunk or of unknown length."""
         if len(self.arrivals) < 2 or self.output_tokens is None:
             return None
         later = self.output_tokens - (self.arrivals[0].tokens or 1)
@@ -100,13 +100,13 @@ class Record:
 
     @property
     def counts_known(self) -> bool:
-        """Whether the server told for every chunk how many tokens it carried."""
+        """Whether the server has told of every chunk how many tokens it carried."""
         return all(arrival.tokens is not None for arrival in self.arrivals)
 
     def inter_token_s(self) -> list[float]:
-        """One latency a token after the first chunk; a chunk of k tokens gives its gap / k, k times.
+        """Returns one latency per token after the first chunk: a chunk of k tokens gives gap / k, k times.
 
-        Where the server does not say how many tokens its chunks carry, one latency a chunk.
+        Where the server does not say how many tokens its chunks carry, each chunk gives one latency.
         """
         latencies: list[float] = []
         for before, after in zip(self.arrivals, self.arrivals[1:], strict=False):
@@ -132,9 +132,9 @@ class _Reader:
         try:
             chunk = _decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise TransportError("malformed", f"{error}: {data[:200]!r}") from error
+            raise RequestFailed("malformed", f"{error}: {data[:200]!r}") from error
         if chunk.error is not None:
-            raise TransportError("error event", str(chunk.error))
+            raise RequestFailed("error event", str(chunk.error))
         self.usage = chunk.usage or self.usage
         for choice in chunk.choices:
             self.finish_reason = choice.finish_reason or self.finish_reason
@@ -149,7 +149,7 @@ class _Reader:
             self.arrivals.append(Arrival(now, None))
 
     def fields(self) -> dict:
-        """The part of a Record that the stream decides."""
+        """Returns the fields of a Record that the stream decides."""
         usage, streamed = self.usage, [arrival.tokens or 0 for arrival in self.arrivals]
         counted = sum(streamed) if streamed and all(streamed) else None
         details = usage.prompt_tokens_details if usage else None
@@ -163,14 +163,14 @@ class _Reader:
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event (WHATWG HTML 9.2.6; comments and other fields are skipped)."""
+    """Yields the data of each server-sent event (WHATWG HTML 9.2.6); skips comments and other fields."""
     buffer, data = bytearray(), []
     async for piece in pieces:
         buffer += piece
         *lines, rest = buffer.split(b"\n")
         buffer = rest
         if len(buffer) > MAX_EVENT_BYTES:
-            raise TransportError("malformed", f"an event of more than {MAX_EVENT_BYTES} bytes")
+            raise RequestFailed("malformed", f"an event of more than {MAX_EVENT_BYTES} bytes")
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
@@ -183,10 +183,10 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 async def complete(
     client: Client, path: str, body: bytes, *, index: int, scheduled_s: float, timeout_s: float
 ) -> Record:
-    """Sends one streaming request and reads it to its end; failures become the record's `error`, never an exception.
+    """Sends one streaming request and reads it to its end. A failure becomes the record's `error`, not an exception.
 
-    The kinds of error: those of `Client.request`, "timeout" (`timeout_s` after sending began), "error event" (the
-    server reports an error inside of the stream), "malformed", "finish: abort" and "finish: error".
+    Kinds of error: those of `Client.request`, "timeout" (`timeout_s` after sending began), "error event" (the
+    server reports an error inside the stream), "malformed", "finish: abort" and "finish: error".
     """
     reader, sent_s, error = _Reader(), time.monotonic(), None
     try:
@@ -194,10 +194,10 @@ async def complete(
             async for data in events(response.pieces()):
                 reader.take(data)
         error = _verdict(reader)
-    except TransportError as failure:
+    except RequestFailed as failure:
         error = failure
     except TimeoutError:
-        error = TransportError("timeout", f"not finished {timeout_s:g} s after it was sent")
+        error = RequestFailed("timeout", f"not finished {timeout_s:g} s after it was sent")
     return Record(
         index=index,
         scheduled_s=scheduled_s,
@@ -209,9 +209,9 @@ async def complete(
     )
 
 
-def _verdict(reader: _Reader) -> TransportError | None:
+def _verdict(reader: _Reader) -> RequestFailed | None:
     if reader.done_s is None:
-        return TransportError("disconnected", "the stream ended without [DONE]")
+        return RequestFailed("disconnected", "the stream ended without [DONE]")
     if reader.finish_reason in ("abort", "error"):
-        return TransportError(f"finish: {reader.finish_reason}", "the server gave the request up")
+        return RequestFailed(f"finish: {reader.finish_reason}", "the server gave the request up")
     return None

@@ -1,4 +1,4 @@
-"""What a load test sends, and when: prompts of given lengths or from a file, and the times at which they are due."""
+"""Decides what a load test sends and when: prompts of given lengths or from a file, and when each is due."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Common in English and in programs, so that each is one token, with the blank before it, in most vocabularies.
+# These are common in English and in programs. With the blank before it each is one token in most vocabularies.
 _COMMON = """
     the of and to in is for that this with as are by from or an be not if it will can on at when all has have one but
     use which its used number name value list data file code time string return object method function class set type
@@ -22,7 +22,7 @@ WORDS = _COMMON.split()
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One request's content: token ids or text for /v1/completions, messages for /v1/chat/completions."""
+    """The content of one request: token ids or text for /v1/completions, messages for /v1/chat/completions."""
 
     content: list[int] | str | list[dict[str, Any]]
     output_len: int
@@ -30,10 +30,10 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class RandomPrompts:
-    """Random prompts: a shared prefix of `prefix_len` tokens, then `input_len` tokens of each prompt's own.
+    """Random prompts: a shared prefix of `prefix_len` tokens, then `input_len` tokens that belong to one prompt.
 
-    `range_ratio` r draws the input and output lengths evenly from [length (1 - r), length (1 + r)]. `num_prefixes`
-    different prefixes are used equally often. Raises ValueError, naming the option, for a value out of range.
+    Lengths of inputs and outputs are drawn evenly from `length * (1 - range_ratio)` to `length * (1 + range_ratio)`.
+    `num_prefixes` different prefixes are used equally often. Raises ValueError with the option that is out of range.
     """
 
     input_len: int
@@ -52,7 +52,7 @@ class RandomPrompts:
             raise ValueError(f"--range_ratio {self.range_ratio}: must be at least 0 and less than 1")
 
     def draw(self, count: int, units: Sequence[int] | Sequence[str], seed: int) -> Iterator[Prompt]:
-        """`count` prompts made of `units`: token ids give prompts of token ids, words give text."""
+        """Yields `count` prompts made of `units`: token ids give prompts of token ids, words give text."""
         rng = random.Random(seed)
         prefixes = [rng.choices(units, k=self.prefix_len) for _ in range(self.num_prefixes)]
         for i in range(count):
@@ -70,9 +70,9 @@ def _join(sequence: list[Any]) -> list[int] | str:
 
 
 def load_dataset(path: pathlib.Path, output_len: int) -> list[Prompt]:
-    """Prompts of a JSON Lines file: `prompt` (text or token ids) or `messages`, and optionally `max_tokens`.
+    """Reads the prompts of a JSON Lines file: `prompt` (text or token ids) or `messages`, optionally `max_tokens`.
 
-    `output_len` serves lines without `max_tokens`. Raises ValueError naming the line for anything else.
+    Lines without `max_tokens` ask for `output_len`. Raises ValueError with the line that holds anything else.
     """
     prompts = []
     with path.open("rb") as file:
@@ -100,7 +100,7 @@ def _dataset_prompt(line: bytes, where: str, output_len: int) -> Prompt:
 
 
 def repeat(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """`count` of the prompts in random order, each used equally often up to one."""
+    """Returns `count` of the prompts in random order; the uses of two prompts differ by one at most."""
     rng, drawn = random.Random(seed), list[Prompt]()
     while len(drawn) < count:
         drawn += rng.sample(prompts, min(len(prompts), count - len(drawn)))
@@ -109,10 +109,10 @@ def repeat(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
 
 @dataclasses.dataclass(frozen=True)
 class RequestFormat:
-    """How a prompt becomes a request body; `endpoint` is "completions" or "chat".
+    """Turns prompts into request bodies; `endpoint` is "completions" or "chat".
 
-    `extensions` adds what OpenAI's API does not have: `ignore_eos` (answers have exactly the length asked for) and
-    `return_token_ids` (tokens can be counted). A server that refuses unknown fields needs it off.
+    `extensions` adds fields that OpenAI's API does not have: `ignore_eos` (answers have exactly the length asked for)
+    and `return_token_ids` (tokens can be counted). Servers that refuse unknown fields need it off.
     """
 
     endpoint: str
@@ -123,11 +123,11 @@ class RequestFormat:
 
     @property
     def path(self) -> str:
-        """The route."""
+        """The route that the requests go to."""
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
     def body(self, prompt: Prompt) -> bytes:
-        """The JSON body; raises ValueError where the endpoint cannot take the prompt."""
+        """Returns the JSON body. Raises ValueError where the endpoint cannot take the prompt."""
         fields = {
             "model": self.model,
             **self._content(prompt),
@@ -153,10 +153,11 @@ class RequestFormat:
 
 
 def arrival_offsets(count: int, request_rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start at which each of `count` requests is due.
+    """Returns when each of `count` requests is due, in seconds from the start.
 
     Gaps follow a gamma distribution of mean 1 / `request_rate` and shape `burstiness`: 1 is a Poisson process, less
-    is burstier, more is steadier. An infinite rate makes all due at once. Raises ValueError for values not positive.
+    is burstier, more is steadier. With an infinite rate all are due at once. Raises ValueError for values that are not
+    positive.
     """
     if not request_rate > 0 or not burstiness > 0:
         raise ValueError(f"--request_rate {request_rate} and --burstiness {burstiness} must be greater than 0")

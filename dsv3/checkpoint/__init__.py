@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face directories and the pre-stacked form, to and from the parameter tree."""
+"""Reads and writes checkpoints: Hugging Face directories and the pre-stacked form, from and to the parameter tree."""
 
 from dsv3.checkpoint.convert import convert_to_hf, convert_to_stacked
 from dsv3.checkpoint.errors import CheckpointError

@@ -1,6 +1,6 @@
-"""Plans whose arrays hold rows of the checkpoint's in another order, some repeatedly: experts in slots, rows in shards.
+"""Rearranges a load plan: experts as replicas, fused rows in the order in which a rank's devices share them.
 
-Only the boxes of the sources change, so the rearranged array is read straight from the files like any other.
+Only the pieces' boxes change. So a rearranged array is read straight from the files, like any other.
 """
 
 import dataclasses
@@ -10,33 +10,35 @@ from typing import Any
 import numpy as np
 
 from dsv3.checkpoint import layout
-from dsv3.checkpoint.fill import E4M3, Array, Source, moved
-from dsv3.checkpoint.layout import BLOCK, full_box
-from dsv3.checkpoint.plan import Plan
-from dsv3.checkpoint.reader import target
+from dsv3.checkpoint.boxes import full_box, moved
+from dsv3.checkpoint.layout import Piece
+from dsv3.checkpoint.load_plan import Array, LoadPlan
+from dsv3.checkpoint.reader import sharding_of, shares
 from dsv3.config import ModelConfig
 from dsv3.model.tensor_parallel import check_shards, row_order
+from pallas_kernels.float8 import BLOCK, E4M3
 
 
-def in_slots(plan: Plan, cfg: ModelConfig, phy2log: np.ndarray, shardings: Mapping[str, Any]) -> Plan:
-    """The plan with the decoder's routed experts in physical slots: `phy2log` [L, R] is the expert of each.
+def with_replicas(plan: LoadPlan, cfg: ModelConfig, phy2log: np.ndarray, shardings: Mapping[str, Any]) -> LoadPlan:
+    """Returns the plan with replicas of the decoder's routed experts: `phy2log` [L, Er] names the expert of each.
 
-    Only slots are planned that this process's devices hold by `shardings` (as `reader.read_leaves` takes them): 50,000
-    tensors fill 288 slots of DeepSeek-V3. Raises ValueError for a map that is not of the model's layers and experts.
+    Only replicas that this process's devices hold by `shardings` (as `reader.read_leaves` takes them) are planned,
+    because the 288 replicas of DeepSeek-V3 take 50,000 tensors. Raises ValueError if the map does not have the model's
+    layers and experts.
     """
     phy2log = np.asarray(phy2log)
     _check_map(cfg, phy2log)
     leaves = dict(plan.leaves)
     for path, spec in layout.leaves(cfg).items():
         if "experts" in spec.axes and path.startswith("moe."):
-            leaves[path] = tuple(_spread(array, phy2log, shardings.get(path)) for array in plan.leaves[path])
+            leaves[path] = tuple(_replicated(array, phy2log, shardings.get(path)) for array in plan.leaves[path])
     return dataclasses.replace(plan, leaves=leaves)
 
 
-def in_shards(plan: Plan, cfg: ModelConfig, shards: int) -> Plan:
-    """The plan with fused rows in the order of `tensor_parallel.row_order`, of which each device takes an equal part.
+def with_row_order(plan: LoadPlan, cfg: ModelConfig, shards: int) -> LoadPlan:
+    """Returns the plan with fused rows in the order of `tensor_parallel.row_order`; each device takes an equal part.
 
-    Raises ValueError where that many devices cannot split the model (`tensor_parallel.check_shards`).
+    Raises ValueError if `shards` devices cannot split the model (`tensor_parallel.check_shards`).
     """
     check_shards(cfg, shards, fp8=any(leaf[0].dtype == E4M3 for leaf in plan.leaves.values()))
     leaves = dict(plan.leaves)
@@ -47,41 +49,40 @@ def in_shards(plan: Plan, cfg: ModelConfig, shards: int) -> Plan:
 
 
 def gather(array: Array, index: np.ndarray) -> Array:
-    """`array` [L, n, ...] at `index` [L, m] of its second axis: [L, m, ...]; nothing is planned where it is -1."""
-    sources = [
-        source
+    """Returns `array` [L, n, ...] at `index` [L, m] of its second axis, [L, m, ...]; -1 in `index` plans nothing."""
+    pieces = [
+        piece
         for layer, row in enumerate(index)
         for put, take, count in _runs(row)
-        for source in _moved(array, layer, slice(take, take + count), put - take)
+        for piece in _shifted(array, layer, slice(take, take + count), put - take)
     ]
-    ordered = sorted(sources, key=lambda s: (s.put[0].start, s.put[1].start, s.put[1].stop))
-    return dataclasses.replace(array, shape=(*index.shape, *array.shape[2:]), sources=tuple(ordered))
+    ordered = sorted(pieces, key=lambda p: (p.put[0].start, p.put[1].start, p.put[1].stop))
+    return dataclasses.replace(array, shape=(*index.shape, *array.shape[2:]), pieces=tuple(ordered))
 
 
-def _moved(array: Array, layer: int, rows: slice, by: int) -> Iterator[Source]:
-    """What fills `array[layer, rows]`, shifted on the second axis."""
-    for source, part in array.meeting((slice(layer, layer + 1), rows, *full_box(array.shape[2:]))):
-        to_view = tuple(t.start - p.start for t, p in zip(source.take, source.put, strict=True))
+def _shifted(array: Array, layer: int, rows: slice, by: int) -> Iterator[Piece]:
+    """The pieces that fill `array[layer, rows]`, cut to that box and shifted on the second axis."""
+    for piece, part in array.pieces_in((slice(layer, layer + 1), rows, *full_box(array.shape[2:]))):
+        to_view = tuple(t.start - p.start for t, p in zip(piece.take, piece.put, strict=True))
         put = (part[0], slice(part[1].start + by, part[1].stop + by), *part[2:])
-        yield dataclasses.replace(source, take=moved(part, to_view), put=put)
+        yield dataclasses.replace(piece, take=moved(part, to_view), put=put)
 
 
-def _spread(array: Array, phy2log: np.ndarray, shardings: Any) -> Array:
-    shape = (*phy2log.shape, *array.shape[2:])
+def _replicated(array: Array, phy2log: np.ndarray, shardings: Any) -> Array:
     needed = np.zeros(len(phy2log[0]), bool)
-    for box in target(dataclasses.replace(array, shape=shape), shardings).shares:
+    for box in shares((*phy2log.shape, *array.shape[2:]), sharding_of(array, shardings)):
         needed[box[1]] = True
     return gather(array, np.where(needed, phy2log, -1))
 
 
 def _in_order(array: Array, order: np.ndarray) -> Array:
-    """`order` counts rows of weights; block scales have one for each 128 of them."""
+    """Gathers by `order`, which counts rows of weights; block scales have one row per 128 of them."""
     rows = order[::BLOCK] // BLOCK if array.positive else order
     return gather(array, np.broadcast_to(rows, (array.shape[0], len(rows))))
 
 
 def _runs(index: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Position, value and length of the runs of consecutive values: each lies in one piece of a pre-stacked file."""
+    """Start, value and length of each run of consecutive values. A pre-stacked file gives a run in one piece."""
     starts = np.flatnonzero((np.diff(index, prepend=-2) != 1) | (index <= 0))
     for start, end in zip(starts, [*starts[1:], len(index)], strict=True):
         if index[start] >= 0:
@@ -92,7 +93,7 @@ def _check_map(cfg: ModelConfig, phy2log: np.ndarray) -> None:
     layers, experts = cfg.num_moe_layers, cfg.n_routed_experts
     if phy2log.ndim != 2 or len(phy2log) != layers or not phy2log.size or phy2log.dtype.kind not in "iu":
         raise ValueError(
-            f"phy2log is {phy2log.dtype}{list(phy2log.shape)}; it must be integers [{layers} MoE layers, slots]"
+            f"phy2log is {phy2log.dtype}{list(phy2log.shape)}; it must be integers [{layers} MoE layers, replicas]"
         )
     if phy2log.min() < 0 or phy2log.max() >= experts:
         raise ValueError(f"phy2log names experts {phy2log.min()} to {phy2log.max()}; the model has 0 to {experts - 1}")

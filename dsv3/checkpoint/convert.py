@@ -1,4 +1,4 @@
-"""Converts a checkpoint directory to the pre-stacked form or back, without holding more than a window of it."""
+"""Converts a checkpoint directory to the pre-stacked form or back, with a bounded part of it in memory."""
 
 import dataclasses
 import hashlib
@@ -12,29 +12,19 @@ from typing import Any
 import numpy as np
 
 from dsv3.checkpoint import fill
+from dsv3.checkpoint.boxes import Box, block_axis, blocks, extents, full_box, grid, moved
 from dsv3.checkpoint.checksum import checksum
-from dsv3.checkpoint.fill import (
-    E4M3,
-    Array,
-    Box,
-    Files,
-    aligned_empty,
-    blocks,
-    extents,
-    grid,
-    moved,
-    split,
-)
-from dsv3.checkpoint.layout import full_box
+from dsv3.checkpoint.fill import Files, aligned_empty
 from dsv3.checkpoint.load import plan_directory
-from dsv3.checkpoint.plan import Fp8Mode, Plan
+from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
 from dsv3.checkpoint.publish import check_free, partial_path, publish, replace_file
 from dsv3.checkpoint.reader import Advance, check_duplicates, reporter
-from dsv3.checkpoint.safetensors_file import PAGE, header_bytes
+from dsv3.checkpoint.safetensors_file import DATA_ALIGNMENT, header_bytes
 from dsv3.checkpoint.stacked import FOLDER, FORMAT, MANIFEST, VERSION, manifest_bytes
 from dsv3.checkpoint.writer import F32, write_hf
 from dsv3.config import ModelConfig
 from dsv3.hf_config import to_hf
+from pallas_kernels.float8 import E4M3
 
 WINDOW_BYTES = 256 << 20
 JOURNAL = "journal.json"
@@ -58,10 +48,10 @@ def convert_to_stacked(
     progress: bool = False,
     threads: int = 8,
 ) -> None:
-    """Writes the pre-stacked form of a checkpoint directory; `dtype` None keeps that of the embedding.
+    """Writes the pre-stacked form of a checkpoint directory; `dtype` None keeps the embedding's.
 
-    `target` appears whole. A run that was killed is continued by the next run with the same source and options: files
-    that were finished are kept, others are written again; with another source or other options it starts afresh.
+    `target` appears whole. After a kill, the next run with the same source and options keeps the files that were
+    finished and writes the others. With another source or other options it starts afresh.
 
     Raises `CheckpointError` if the source is not what `cfg` describes, `FileExistsError` if `target` holds anything.
     """
@@ -70,7 +60,7 @@ def convert_to_stacked(
     partial = partial_path(target)
     done = _resume(partial, _fingerprint(plan, cfg))
     arrays = [array for leaf in plan.leaves.values() for array in leaf if array.name not in done["arrays"]]
-    total = sum(2 * a.nbytes for a, _ in plan.equal) + sum(a.bytes_to_read(full_box(a.shape)) for a in arrays)
+    total = plan.bytes_to_compare + sum(a.bytes_to_read(full_box(a.shape)) for a in arrays)
     with Files(threads) as files, reporter(total, "converting", shown=progress) as advance:
         files.open(plan.files)
         check_duplicates(files, plan, advance)
@@ -93,9 +83,9 @@ def convert_to_hf(
     progress: bool = False,
     threads: int = 8,
 ) -> None:
-    """Writes the Hugging Face form of a checkpoint directory; see `writer.save_hf` for what it holds.
+    """Writes the Hugging Face form of a checkpoint directory, as `writer.save_hf` does.
 
-    Raises as `convert_to_stacked` does. A run that was killed starts afresh.
+    `target` appears whole; after a kill the next run starts afresh. Raises as `convert_to_stacked` does.
     """
     plan = plan_directory(source, cfg, dtype, fp8)
     with Files(threads) as files:
@@ -114,9 +104,9 @@ def convert_to_hf(
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStacks:
-    """Stacks that are read from a checkpoint directory as they are asked for (`writer.Stacks`)."""
+    """Stacks of a checkpoint directory, read when they are asked for (`writer.Stacks`)."""
 
-    plan: Plan
+    plan: LoadPlan
     files: Files
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
@@ -133,12 +123,12 @@ class PlannedStacks:
 
 
 def windows(array: Array) -> Iterator[Box]:
-    """Boxes of at most `WINDOW_BYTES` that follow each other in the array's bytes; each is a union of whole blocks."""
+    """Boxes of at most `WINDOW_BYTES` that follow each other in the array's bytes; each consists of whole blocks."""
     itemsize = array.dtype.itemsize
-    axis, count = split(array.shape, itemsize, WINDOW_BYTES)
-    block_axis, block_count = split(array.shape, itemsize, fill.BLOCK_BYTES)
-    if axis == block_axis and count < array.shape[axis]:
-        count -= count % block_count
+    axis, count = block_axis(array.shape, itemsize, WINDOW_BYTES)
+    finer_axis, finer_count = block_axis(array.shape, itemsize, fill.BLOCK_BYTES)
+    if axis == finer_axis and count < array.shape[axis]:
+        count -= count % finer_count
     for _, box in grid(array.shape, axis, count, full_box(array.shape)):
         yield box
 
@@ -151,7 +141,7 @@ def _write_leaf(files: Files, leaf: tuple[Array, ...], path: Path, advance: Adva
     """Writes one file and returns the manifest's entries for its arrays."""
     entries: dict[str, Any] = {}
     with path.open("wb") as out:
-        out.write(header_bytes([(a.name, a.dtype, a.shape) for a in leaf], {"format": FORMAT}, PAGE))
+        out.write(header_bytes([(a.name, a.dtype, a.shape) for a in leaf], {"format": FORMAT}, DATA_ALIGNMENT))
         for array in leaf:
             checksums: list[int] = []
             for window in windows(array):
@@ -172,8 +162,8 @@ def _checksums(array: Array, window: Box, host: np.ndarray) -> Iterator[int]:
         yield checksum(inside.reshape(-1).view(np.uint8))
 
 
-def _fingerprint(plan: Plan, cfg: ModelConfig) -> str:
-    """What a journal belongs to: the source files as they are now, and everything that shapes the output."""
+def _fingerprint(plan: LoadPlan, cfg: ModelConfig) -> str:
+    """Digest of all that shapes the output: the source files as they are now, the options, the configuration."""
     files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in plan.files]
     arrays = [(a.name, a.shape, str(a.dtype)) for leaf in plan.leaves.values() for a in leaf]
     facts = [VERSION, fill.BLOCK_BYTES, dataclasses.asdict(cfg), sorted(files), arrays]
@@ -181,7 +171,7 @@ def _fingerprint(plan: Plan, cfg: ModelConfig) -> str:
 
 
 def _resume(partial: Path, fingerprint: str) -> dict[str, Any]:
-    """The journal of a run that was cut off, or a fresh one in an empty directory."""
+    """Returns the journal of a run that was killed, or starts a fresh one in an empty directory."""
     fresh: dict[str, Any] = {"fingerprint": fingerprint, "arrays": {}}
     try:
         journal = json.loads((partial / JOURNAL).read_bytes())
@@ -195,9 +185,9 @@ def _resume(partial: Path, fingerprint: str) -> dict[str, Any]:
     return fresh
 
 
-def _finish(source: Path, partial: Path, plan: Plan, cfg: ModelConfig, entries: dict[str, Any]) -> None:
-    quantised = any(array.dtype == E4M3 for leaf in plan.leaves.values() for array in leaf)
-    settings = to_hf(cfg if quantised else dataclasses.replace(cfg, fp8=None))
+def _finish(source: Path, partial: Path, plan: LoadPlan, cfg: ModelConfig, entries: dict[str, Any]) -> None:
+    quantized = any(array.dtype == E4M3 for leaf in plan.leaves.values() for array in leaf)
+    settings = to_hf(cfg if quantized else dataclasses.replace(cfg, fp8=None))
     (partial / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     for path in _companions(source):
         shutil.copyfile(path, partial / path.name)

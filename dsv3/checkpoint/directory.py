@@ -13,10 +13,10 @@ SINGLE = "model.safetensors"
 
 
 def read_directory(directory: Path) -> dict[str, Tensor]:
-    """Tensors by name, from the index and its shards or from the single file; the index wins where both exist.
+    """Tensors by name, from the index and its shards, or from the single file if there is no index.
 
-    Raises `CheckpointError` if there is neither, a shard is absent or damaged, index and shards disagree, or the index
-    names a file outside the directory.
+    Raises `CheckpointError` if there is neither, if a shard is absent or damaged, if index and shards disagree, or if
+    the index names a file outside the directory.
     """
     if (directory / INDEX).is_file():
         return _read_shards(directory, _weight_map(directory / INDEX))
@@ -28,12 +28,12 @@ def read_directory(directory: Path) -> dict[str, Tensor]:
 
 
 def plain_file_name(name: Any) -> TypeGuard[str]:
-    """Whether `name` is a file name without any path in it."""
+    """Whether `name` is a file name without a path."""
     return isinstance(name, str) and bool(name) and not set(name) & set("/\\\0") and name not in (".", "..")
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file; `CheckpointError` if it cannot be read."""
+    """Returns the content of a JSON file; raises `CheckpointError` if it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except OSError as error:

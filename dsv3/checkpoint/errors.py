@@ -1,4 +1,4 @@
-"""The one error of this package, and how many findings become one readable message."""
+"""The one error of this package, and the message that shows many findings at once."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ SHOWN = 4
 
 
 class CheckpointError(ValueError):
-    """A checkpoint directory cannot be read as the model it should hold; the message names the file and the tensor."""
+    """A checkpoint directory does not hold the configured model; the message names the file and the tensor."""
 
 
 def raise_findings(where: str | os.PathLike[str], findings: Mapping[str, Sequence[str]]) -> None:
-    """Raises one `CheckpointError` that counts the findings of each kind and shows the first few; none: returns."""
+    """Raises one `CheckpointError` that counts the findings of each kind and shows the first few, if there are any."""
     lines = [f"  {kind} ({len(items)}): {_shorten(items)}" for kind, items in findings.items() if items]
     if lines:
         raise CheckpointError("\n".join([f"{os.fspath(where)} does not hold the configured model:", *lines]))

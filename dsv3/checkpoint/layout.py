@@ -1,8 +1,8 @@
 """The one table between parameter leaves and Hugging Face tensor names; reading and writing both derive from it.
 
 A leaf of `dsv3.model.params.Params` is a stack over layers (and experts). Its entry in the table lists the checkpoint
-tensors that make up one layer (one expert), in the order of their rows. `pieces` expands the table for a configuration
-into boxes: which part of which tensor equals which part of which stack.
+tensors of one layer (one expert), in the order of their rows. `pieces` expands the table for a configuration. Each
+`Piece` says that a box of a tensor is a box of a stack; planning, reading and writing all use these same pieces.
 """
 
 import dataclasses
@@ -12,25 +12,25 @@ from typing import Any
 
 import jax
 
+from dsv3.checkpoint.boxes import Box, full_box
 from dsv3.config import ModelConfig
 from dsv3.model.params import ParamSpec, declare
+from pallas_kernels.float8 import BLOCK
 
-BLOCK = 128  # rows and columns that share one scale of an FP8 weight
-Box = tuple[slice, ...]
-
-# Buffers that older exporters stored although they follow from the configuration; reading them would change nothing.
+# Buffers that older exporters stored. They follow from the configuration, so they are never read.
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
-# A layer beyond the decoder is an MTP module if it has this tensor.
+# A layer after the last decoder layer is an MTP module if it has this tensor.
 MTP_MARK = "eh_proj.weight"
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor of a leaf: its name below the layer's prefix, and its extent on the leaf's row axis.
+    """One checkpoint tensor of a leaf: its name below the layer's prefix, and its rows in the leaf.
 
-    `rows` None: the leaf is this tensor alone. `of` and `skip`: the tensor has `of` rows where the leaf has `rows`, of
-    which the leaf takes those from `skip` on (kv_b_proj holds, head after head, N key rows and V value rows).
+    `rows` None means that the leaf is this tensor alone. Otherwise the tensor fills `rows` rows of the leaf. Where the
+    tensor has more rows than that, it has `of`, and the leaf takes `rows` of them from row `skip` on. Example:
+    kv_b_proj holds N key rows and V value rows per head; `k_up` takes N of N + V, `v_up` takes V and skips N.
     """
 
     name: str
@@ -41,18 +41,23 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tensor `name` of `shape`, seen as `view` (the rank of the stack), whose box `take` is the stack's box `put`."""
+    """Box `take` of a tensor is box `put` of a stack.
+
+    The tensor is `name`, of `shape`. `take` counts in `view`, the same tensor reshaped to as many axes as the stack.
+    `scale` names the tensor of block scales that reading multiplies in; None where values are taken as they are stored.
+    """
 
     name: str
     shape: tuple[int, ...]
     view: tuple[int, ...]
     take: Box
     put: Box
+    scale: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Duplicate:
-    """Tensor `name` repeats tensor `of`: compared when present, never stored; an error if absent and `required`."""
+    """Tensor `name` repeats tensor `of`: never loaded, compared if present, an error if absent and `required`."""
 
     name: str
     of: str
@@ -60,7 +65,7 @@ class Duplicate:
 
 
 def _table(cfg: ModelConfig) -> dict[str, tuple[Part, ...]]:
-    """Checkpoint tensors of one layer by leaf path below `LayerParams`; `{e}` stands for the expert."""
+    """Checkpoint tensors of one layer, by leaf path below `LayerParams`; `{e}` stands for the expert's number."""
     H, N, V = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.v_head_dim
     queries = (
         Part("self_attn.q_a_proj.weight", cfg.q_lora_rank)
@@ -114,13 +119,13 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
 
 
 def pieces(cfg: ModelConfig) -> dict[str, tuple[Piece, ...]]:
-    """For each leaf path, the boxes that tile the leaf, in the order of the stack."""
+    """Pieces that tile each leaf, by leaf path, in the order of the stack."""
     table = _table(cfg)
     return {path: tuple(_leaf_pieces(cfg, table, path, spec)) for path, spec in leaves(cfg).items()}
 
 
 def duplicates(cfg: ModelConfig) -> tuple[Duplicate, ...]:
-    """Tensors of a checkpoint that repeat another: embedding and head of each MTP module, and a tied head."""
+    """Tensors that repeat another one: embedding and head of each MTP module, and a tied head."""
     embed = _TOP["embed"]
     head = embed if cfg.tie_word_embeddings else _TOP["head"]
     result = [Duplicate(_TOP["head"], embed, required=False)] if cfg.tie_word_embeddings else []
@@ -141,19 +146,20 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def scale_piece(piece: Piece) -> Piece:
-    """The box of the scale stack that the scales of `piece` fill; its first row must be a multiple of 128."""
+    """Piece of the stack of scales that belongs to `piece`, whose first row must be a multiple of 128."""
     put = (*piece.put[:-2], *(slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in piece.put[-2:]))
     view = scale_shape(piece.view)
     return Piece(scale_name(piece.name), scale_shape(piece.shape), view, full_box(view), put)
 
 
-def full_box(shape: tuple[int, ...]) -> Box:
-    """The box that covers all of `shape`."""
-    return tuple(slice(0, n) for n in shape)
+def whole_piece(name: str, shape: tuple[int, ...]) -> Piece:
+    """Piece of a stack that is one tensor."""
+    box = full_box(shape)
+    return Piece(name, shape, shape, box, box)
 
 
 def mtp_layers_beyond(cfg: ModelConfig, names: Iterable[str]) -> set[int]:
-    """Layer numbers of MTP modules in a checkpoint that `cfg` does not ask for."""
+    """Layer numbers of a checkpoint's MTP modules that `cfg` does not ask for."""
     mark = re.compile(r"model\.layers\.(\d+)\." + re.escape(MTP_MARK))
     found = {int(match[1]) for match in map(mark.fullmatch, names) if match}
     return {layer for layer in found if layer >= cfg.num_cache_layers}
@@ -176,8 +182,7 @@ def _prefixes(cfg: ModelConfig, stack: str) -> list[str]:
 
 def _leaf_pieces(cfg: ModelConfig, table: dict[str, tuple[Part, ...]], path: str, spec: ParamSpec) -> Iterator[Piece]:
     if path in _TOP:
-        box = full_box(spec.shape)
-        yield Piece(_TOP[path], spec.shape, spec.shape, box, box)
+        yield whole_piece(_TOP[path], spec.shape)
         return
     stack, _, rest = path.partition(".")
     rest = rest.removeprefix("layers.")
@@ -192,7 +197,7 @@ def _leaf_pieces(cfg: ModelConfig, table: dict[str, tuple[Part, ...]], path: str
 
 
 def _piece(name: str, part: Part, index: tuple[int, ...], row: int, stack: tuple[int, ...]) -> Piece:
-    """Piece for `stack[*index, ..., row : row + part.rows, :]`."""
+    """Piece that fills `stack[*index, ..., row : row + part.rows, :]`."""
     inner = list(stack[len(index) :])
     put = [*(slice(i, i + 1) for i in index), *full_box(stack[len(index) :])]
     if part.rows is not None:
@@ -202,6 +207,6 @@ def _piece(name: str, part: Part, index: tuple[int, ...], row: int, stack: tuple
     take = list(full_box(view))
     if part.rows is not None:
         take[-2] = slice(part.skip, part.skip + part.rows)
-    # A tensor is at most a matrix: the heads of kv_b_proj lie one after another in its rows.
+    # A checkpoint tensor is at most a matrix: the heads of kv_b_proj follow each other in its rows.
     shape = (inner[0] * inner[1], inner[2]) if len(inner) == 3 else tuple(inner)
     return Piece(name, shape, view, tuple(take), tuple(put))

@@ -1,4 +1,4 @@
-"""`load_params`: a directory in, a parameter tree out."""
+"""`load_params`: reads a checkpoint directory into a parameter tree."""
 
 import gc
 import logging
@@ -13,10 +13,11 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
-from dsv3.checkpoint.arrange import in_shards, in_slots
+from dsv3.checkpoint.arrange import with_replicas, with_row_order
 from dsv3.checkpoint.directory import read_directory
+from dsv3.checkpoint.hugging_face import plan_hf
 from dsv3.checkpoint.layout import leaf_path, leaves
-from dsv3.checkpoint.plan import Fp8Mode, Plan, plan_hf
+from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan
 from dsv3.checkpoint.reader import read_leaves
 from dsv3.checkpoint.stacked import is_stacked, plan_stacked
 from dsv3.config import ModelConfig
@@ -39,36 +40,35 @@ def load_params(
     progress: bool = True,
     threads: int = 8,
 ) -> Params:
-    """Parameters of a checkpoint directory, Hugging Face or pre-stacked, stacked and on their devices.
+    """Reads a checkpoint directory, Hugging Face or pre-stacked, into parameters on their devices.
 
-    `dtype` (float32, bfloat16 or float16; None: the embedding's in the checkpoint) is that of all parameters but the
-    router's and FP8 weights that stay FP8. The router's bias is float32, and so are its weights, unless the checkpoint
-    holds them in `dtype` (`ParamSpec.dtype_in`). `fp8` "keep" leaves block-quantised products as `Fp8Weight`,
-    "dequantize" multiplies them out; kv_b_proj (`k_up`, `v_up`) is always dequantised, because the absorbed attention
-    core runs in bfloat16.
+    `dtype` is float32, bfloat16, float16, or None for the embedding's dtype in the checkpoint. All parameters have it,
+    with three exceptions. The router's bias is float32. The router's weights are float32, unless the checkpoint holds
+    them in `dtype` (`ParamSpec.dtype_in`). FP8 products become `Fp8Weight`s under `fp8` "keep"; "dequantize" multiplies
+    them out. kv_b_proj (`k_up`, `v_up`) is always dequantized, because absorbed attention runs in bfloat16.
 
-    `shardings` is a tree like the parameters' with a `jax.sharding.Sharding` at each leaf (or an `Fp8Weight` of two,
-    else data and scales share one), or one for all; each process reads only what its devices hold. None: the default
-    device.
+    `shardings` is one `jax.sharding.Sharding` for all leaves, or a tree like the parameters' with a `Sharding` per leaf
+    (or an `Fp8Weight` of two, for data and scales). Each process reads only what its devices hold. None means the
+    default device.
 
-    `phy2log` [MoE layers, R] int (`sharding.eplb.ExpertMap`) names the logical expert of each of R physical slots: the
-    routed experts of the decoder come out as `[L, R, ...]` in place of `[L, E, ...]`, copies included. MTP modules keep
-    their logical experts. `tensor_parallel_size` puts fused rows in the order of `tensor_parallel.row_order`, of which
-    each device of a rank takes an equal part.
+    `phy2log` [L, Er] int (`sharding.eplb.ExpertMap`) names the expert of each replica. The decoder's routed experts
+    then come out as `[L, Er, ...]` instead of `[L, E, ...]`. MTP modules keep their E experts.
+    `tensor_parallel_size` puts fused rows in the order of `tensor_parallel.row_order`, of which each device of a rank
+    takes an equal part.
 
-    Host memory: the arrays that stay on the host, plus one array (one device's share of it), plus scratch of at most
-    `threads` times 24 MiB where values are converted.
+    Host memory holds the arrays that stay on the host, one array (one device's share of it), and where values are
+    converted at most 24 MiB of scratch per thread.
 
-    Raises `CheckpointError` naming file and tensor where the checkpoint is not what `cfg` describes, ValueError for
-    options that do not fit the model.
+    Raises `CheckpointError`, which names file and tensor, if the checkpoint is not what `cfg` describes. Raises
+    ValueError for options that do not fit the model.
     """
     where = _by_path(cfg, shardings)
     with _collector_paused():
         plan = plan_directory(Path(directory), cfg, dtype, fp8)
         if phy2log is not None:
-            plan = in_slots(plan, cfg, phy2log, where)
+            plan = with_replicas(plan, cfg, phy2log, where)
         if tensor_parallel_size > 1:
-            plan = in_shards(plan, cfg, tensor_parallel_size)
+            plan = with_row_order(plan, cfg, tensor_parallel_size)
     if plan.skipped_mtp_layers:
         _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
     values = read_leaves(plan, where, progress=progress, threads=threads)
@@ -77,8 +77,11 @@ def load_params(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """For planning, which makes millions of small objects and no cycles: to look at them all again and again took the
-    garbage collector 60 % of the time for DeepSeek-V3."""
+    """Pauses the garbage collector while a load is planned.
+
+    Planning makes millions of small objects and no cycles, and the collector would walk all of them again and again
+    (`benchmarks.checkpoint_host` measures what that costs for DeepSeek-V3).
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -88,8 +91,11 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def plan_directory(directory: Path, cfg: ModelConfig, dtype: Any, fp8: Fp8Mode) -> Plan:
-    """What to read from a directory of either form, and how it becomes the parameters of `cfg`."""
+def plan_directory(directory: Path, cfg: ModelConfig, dtype: Any, fp8: Fp8Mode) -> LoadPlan:
+    """Plans the load of a directory of either form; `dtype` and `fp8` as in `load_params`.
+
+    Raises `CheckpointError` if the directory does not hold `cfg`, ValueError for an unknown `dtype` or `fp8`.
+    """
     dtype = None if dtype is None else np.dtype(dtype)
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")

@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all, also when the process or the machine dies on the way."""
+"""Directories that appear whole or not at all, even if the process or the machine dies half-way."""
 
 import os
 import shutil
@@ -9,9 +9,9 @@ from pathlib import Path
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """A directory beside `target` to write into, which becomes `target` if the block ends well and vanishes if not.
+    """Yields a directory to write into. It becomes `target` when the block ends, and vanishes if the block raises.
 
-    Raises `FileExistsError` at once if `target` is anything but absent or an empty directory.
+    Raises `FileExistsError` at once unless `target` is absent or an empty directory.
     """
     partial = partial_path(target)
     check_free(target)
@@ -26,18 +26,18 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def partial_path(target: Path) -> Path:
-    """Where the directory `target` grows until it is whole."""
+    """The directory beside `target` that holds its files until all are written."""
     return target.absolute().parent / f".{target.absolute().name}.partial"
 
 
 def check_free(target: Path) -> None:
-    """`FileExistsError` unless `target` is absent or an empty directory, which a rename may replace."""
+    """Raises `FileExistsError` unless `target` is absent or an empty directory, which a rename may replace."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not empty; remove it or choose another directory")
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Makes `partial` durable and renames it to `target`."""
+    """Syncs `partial` to the disk and renames it to `target`."""
     for directory, _, names in os.walk(partial):
         for name in names:
             _sync(Path(directory) / name)
@@ -47,7 +47,7 @@ def publish(partial: Path, target: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file such that a process killed on the way leaves the old content or the new."""
+    """Replaces a file's content at once: a process that is killed leaves the old content or the new, never a mix."""
     new = path.with_name(path.name + ".new")
     new.write_bytes(content)
     os.replace(new, path)

@@ -1,8 +1,8 @@
 """The safetensors container: where each tensor's bytes lie in a file, and how such a file begins.
 
-The `safetensors` package returns new arrays, from copies or through a memory map whose pages count as resident memory;
-a stack is filled in place instead, so only the header is read here and the bytes are fetched by `dsv3.checkpoint.fill`.
-Format: eight bytes little-endian header length, a JSON header, then the data without holes
+Only headers are read here; `dsv3.checkpoint.fill` reads the data straight into the stack it belongs to. The
+`safetensors` package cannot do that: it returns new arrays, or memory maps whose pages count as resident memory.
+Format: the header's length in eight little-endian bytes, a JSON header, then the data without holes
 (https://huggingface.co/docs/safetensors/index#format).
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from dsv3.checkpoint.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
-PAGE = 4096
+DATA_ALIGNMENT = 4096  # bytes; where the data of our own files begin
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -45,25 +45,30 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: C-contiguous, little-endian, `offset` bytes from the file's start."""
+    """A tensor in a file: C-contiguous, little-endian, `offset` bytes from the file's start.
+
+    `checksums` has one entry per block of at most `block_bytes` (`fill.blocks`). Only the pre-stacked form has both.
+    """
 
     name: str
     path: Path
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
+    checksums: tuple[int, ...] | None = None
+    block_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes the tensor takes."""
+        """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
     """Tensors of a safetensors file by name.
 
-    Raises `CheckpointError` if the file is absent, truncated, longer than its header says, or its header is not
-    consistent: offsets that overlap, leave holes, or do not fit shape and dtype.
+    Raises `CheckpointError` if the file is absent, truncated or longer than its header says, and if the header's
+    offsets overlap, leave holes, or do not fit shape and dtype.
     """
     try:
         with path.open("rb") as file:
@@ -85,7 +90,10 @@ def read_header(path: Path) -> dict[str, Tensor]:
 def header_bytes(
     tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str], align: int = 8
 ) -> bytes:
-    """Start of a safetensors file that holds `tensors` (name, dtype, shape) in this order, padded to `align` bytes."""
+    """Start of a safetensors file that holds `tensors` (name, dtype, shape) in this order.
+
+    The result is padded to a multiple of `align` bytes, so the data begin there.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in tensors:

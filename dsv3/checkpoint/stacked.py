@@ -1,12 +1,13 @@
-"""The pre-stacked form: one safetensors file a parameter, as it lies in memory, with a checksum for every block.
+"""The pre-stacked form: one safetensors file per parameter, as it lies in memory, with a checksum for every block.
 
     config.json, tokenizer files     as in a Hugging Face directory
     stacked/manifest.json            format, version, block size; per array its file and its blocks' checksums
-    stacked/<leaf>.safetensors       the array, or `.data` and `.scale` of an FP8 weight; data begin on a page
+    stacked/<leaf>.safetensors       the array, or `.data` and `.scale` of an FP8 weight; data begin at 4,096 bytes
 
-Loading needs no transposing or reassembly: every block is read to its place and checked there.
+Loading transposes and reassembles nothing: every block is read straight into its array and checked there.
 """
 
+import dataclasses
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -15,20 +16,21 @@ from typing import Any
 import numpy as np
 
 from dsv3.checkpoint import layout
+from dsv3.checkpoint.boxes import blocks, full_box
 from dsv3.checkpoint.directory import plain_file_name, read_json
 from dsv3.checkpoint.errors import CheckpointError, raise_findings
-from dsv3.checkpoint.fill import E4M3, Array, Source, blocks
-from dsv3.checkpoint.layout import full_box, scale_shape
-from dsv3.checkpoint.plan import PLAIN, Findings, Fp8Mode, Plan, names
-from dsv3.checkpoint.safetensors_file import NAMES, read_header
+from dsv3.checkpoint.hugging_face import F32, PLAIN, Findings, names
+from dsv3.checkpoint.layout import scale_shape, whole_piece
+from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
+from dsv3.checkpoint.safetensors_file import NAMES, Tensor, read_header
 from dsv3.config import ModelConfig
 from dsv3.model.params import ParamSpec
+from pallas_kernels.float8 import E4M3
 
 FORMAT = "dsv3-stacked"
 VERSION = 2
 FOLDER = "stacked"
 MANIFEST = "manifest.json"
-F32 = np.dtype(np.float32)
 
 
 def is_stacked(directory: Path) -> bool:
@@ -42,15 +44,15 @@ def manifest_bytes(arrays: dict[str, Any], block_bytes: int) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode() + b"\n"
 
 
-def plan_stacked(directory: Path, cfg: ModelConfig, dtype: np.dtype | None, fp8: Fp8Mode) -> Plan:
-    """Plan for a pre-stacked directory; `dtype` None: that of the embedding.
+def plan_stacked(directory: Path, cfg: ModelConfig, dtype: np.dtype | None, fp8: Fp8Mode) -> LoadPlan:
+    """Plans the load of a pre-stacked directory; `dtype` None takes the embedding's.
 
-    Raises `CheckpointError` for a manifest of another version, damaged or absent files, and parameters that are not
-    those of `cfg`. MTP modules in the directory are skipped if `cfg` has none.
+    MTP modules in the directory are skipped if `cfg` has none. Raises `CheckpointError` if the manifest has another
+    version, if files are damaged or absent, or if the parameters are not those of `cfg`.
     """
-    stored = _read_sources(directory / FOLDER)
+    stored = _read_tensors(directory / FOLDER)
     leaves = layout.leaves(cfg)
-    dtype = dtype or (stored["embed"].tensor.dtype if "embed" in stored else F32)
+    dtype = dtype or (stored["embed"].dtype if "embed" in stored else F32)
     found = {name.removesuffix(".data").removesuffix(".scale") for name in stored}
     skipped = {path for path in found if path.startswith("mtp.")} if not cfg.num_nextn_predict_layers else set()
     findings: Findings = defaultdict(list)
@@ -59,11 +61,11 @@ def plan_stacked(directory: Path, cfg: ModelConfig, dtype: np.dtype | None, fp8:
     raise_findings(directory, findings)
     planned = {path: _leaf(path, spec, stored, cfg, dtype, fp8, findings) for path, spec in leaves.items()}
     raise_findings(directory, findings)
-    return Plan(directory, planned, skipped_mtp_layers=(cfg.num_hidden_layers,) if skipped else ())
+    return LoadPlan(directory, planned, skipped_mtp_layers=(cfg.num_hidden_layers,) if skipped else ())
 
 
-def _read_sources(folder: Path) -> dict[str, Source]:
-    """For each stored array the source that is all of it."""
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The stored arrays by name, with their checksums."""
     path = folder / MANIFEST
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
@@ -76,7 +78,7 @@ def _read_sources(folder: Path) -> dict[str, Source]:
     lost = [f"{name} in {file}" for name, file in files.items() if name not in headers[file]]
     raise_findings(folder, {"arrays that their file lacks": lost})
     return {
-        name: _source(path, headers[file][name], entries[name].get("checksums"), block_bytes)
+        name: _with_checksums(path, headers[file][name], entries[name].get("checksums"), block_bytes)
         for name, file in files.items()
     }
 
@@ -88,42 +90,45 @@ def _file(path: Path, name: str, entry: Any) -> str:
     raise CheckpointError(f"{path}: array {name}: {file!r} is not a plain file name")
 
 
-def _source(path: Path, tensor: Any, checksums: Any, block_bytes: int) -> Source:
-    box = full_box(tensor.shape)
-    count = sum(1 for _ in blocks(tensor.shape, tensor.dtype.itemsize, box, block_bytes))
+def _with_checksums(path: Path, tensor: Tensor, checksums: Any, block_bytes: int) -> Tensor:
+    count = sum(1 for _ in blocks(tensor.shape, tensor.dtype.itemsize, full_box(tensor.shape), block_bytes))
     if not isinstance(checksums, list) or len(checksums) != count or not all(type(value) is int for value in checksums):
-        raise CheckpointError(f"{path}: array {tensor.name}: checksums must be {count} integers, one a block")
-    return Source(tensor, tensor.shape, box, box, None, tuple(checksums), block_bytes)
+        raise CheckpointError(f"{path}: array {tensor.name}: checksums must be {count} integers, one per block")
+    return dataclasses.replace(tensor, checksums=tuple(checksums), block_bytes=block_bytes)
 
 
 def _leaf(
     path: str,
     spec: ParamSpec,
-    stored: dict[str, Source],
+    stored: dict[str, Tensor],
     cfg: ModelConfig,
     dtype: np.dtype,
     fp8: Fp8Mode,
     findings: Findings,
 ) -> tuple[Array, ...]:
+    whole = whole_piece(path, spec.shape)
     if (plain := stored.get(path)) is not None:
         _check(plain, spec.shape, PLAIN, findings)
-        return (Array(path, spec.shape, spec.dtype_in(dtype, checkpoint=[plain.tensor.dtype]), (plain,)),)
+        return (Array(path, spec.shape, spec.dtype_in(dtype, checkpoint=[plain.dtype]), (whole,), stored),)
     if (data := stored.get(f"{path}.data")) is None or (scale := stored.get(f"{path}.scale")) is None:
         findings["FP8 parameters that lack their data or their scales"].append(path)
         return ()
     if cfg.fp8 is None:
         findings["FP8 parameters although the configuration has no quantization_config"].append(path)
+    scales = whole_piece(scale.name, scale_shape(spec.shape))
     _check(data, spec.shape, {E4M3}, findings)
-    _check(scale, scale_shape(spec.shape), {F32}, findings)
+    _check(scale, scales.shape, {F32}, findings)
     if fp8 == "dequantize" or not spec.quantizable:
-        source = Source(data.tensor, data.view, data.take, data.put, scale, data.checksums, data.block_bytes)
-        return (Array(path, spec.shape, spec.dtype_in(dtype), (source,)),)
-    kept = Array(f"{path}.data", spec.shape, E4M3, (data,))
-    return kept, Array(f"{path}.scale", scale_shape(spec.shape), F32, (scale,), positive=True)
+        read = dataclasses.replace(whole, name=data.name, scale=scale.name)
+        return (Array(path, spec.shape, spec.dtype_in(dtype), (read,), stored),)
+    kept = dataclasses.replace(whole, name=data.name)
+    return (
+        Array(data.name, spec.shape, E4M3, (kept,), stored),
+        Array(scale.name, scales.shape, F32, (scales,), stored, positive=True),
+    )
 
 
-def _check(source: Source, shape: tuple[int, ...], dtypes: set[np.dtype], findings: Findings) -> None:
-    tensor = source.tensor
+def _check(tensor: Tensor, shape: tuple[int, ...], dtypes: set[np.dtype], findings: Findings) -> None:
     where = f"{tensor.name} in {tensor.path.name}"
     if tensor.shape != shape:
         findings["wrong shapes"].append(f"{where} is {list(tensor.shape)}, expected {list(shape)}")

@@ -1,4 +1,4 @@
-"""Writes parameters as a Hugging Face checkpoint: the table of `layout` read backwards, streamed shard by shard."""
+"""Writes parameters as a Hugging Face checkpoint, file by file; the pieces of `layout` say which rows go where."""
 
 import dataclasses
 import functools
@@ -15,25 +15,26 @@ import ml_dtypes
 import numpy as np
 
 from dsv3.checkpoint import layout
+from dsv3.checkpoint.boxes import full_box
 from dsv3.checkpoint.directory import INDEX, SINGLE
-from dsv3.checkpoint.fill import E4M3
-from dsv3.checkpoint.layout import Piece, full_box
+from dsv3.checkpoint.layout import Piece
 from dsv3.checkpoint.publish import atomic_directory
 from dsv3.checkpoint.reader import Advance, reporter
 from dsv3.checkpoint.safetensors_file import header_bytes
 from dsv3.config import ModelConfig
 from dsv3.hf_config import to_hf
 from dsv3.model.params import Fp8Weight, Params
+from pallas_kernels.float8 import E4M3
 
 F32 = np.dtype(np.float32)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
 class Stacks(Protocol):
-    """Where stacked parameters come from."""
+    """Stacked parameters that can be fetched by rows."""
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
-        """Dtypes of a leaf's arrays: one, or E4M3 data and float32 scale."""
+        """Dtypes of a leaf's arrays: one, or E4M3 for data and float32 for scales."""
 
     def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
         """Indices `rows` of the first axis of array `part` of a leaf, on the host."""
@@ -41,7 +42,7 @@ class Stacks(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OutTensor:
-    """A tensor to write: the boxes of stacks (leaf path, array of the leaf, piece) that make it up."""
+    """A tensor to write. Each of `parts` is a leaf's path, an array of that leaf (0 or 1), and the piece to copy."""
 
     name: str
     dtype: np.dtype
@@ -50,7 +51,7 @@ class OutTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the tensor takes."""
+        """Bytes of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -66,14 +67,14 @@ def save_hf(
 ) -> None:
     """Writes config.json and safetensors files that `load_params` reads back to the bit; the directory appears whole.
 
-    Tensors keep the dtype of their leaf, FP8 data and scales included; a router's weights are written in the dtype of
-    the embedding where that holds them exactly, else in float32. kv_b_proj of an FP8 model was dequantised on loading
-    and is written so, listed with all other matrices that are not FP8 in `modules_to_not_convert`.
+    Tensors keep the dtype of their leaf, FP8 data and scales included. The router's weights take the embedding's dtype
+    if that holds them exactly, else float32. kv_b_proj of an FP8 model was dequantized on loading and stays so;
+    `modules_to_not_convert` lists it with all other matrices that are not FP8.
 
-    `scale_dtype` float8_e8m0fnu stores scales that are powers of two in one byte. `companions` are copied along
-    (tokenizer files). One shard is `model.safetensors`, more have an index.
+    `shard_bytes` bounds a file. One file is `model.safetensors`; several have an index. `scale_dtype` float8_e8m0fnu
+    stores scales that are powers of two in one byte. `companions` (tokenizer files) are copied into the directory.
 
-    Raises `FileExistsError` if the directory holds anything, `ValueError` if `params` are not those of `cfg`.
+    Raises `FileExistsError` if the directory holds anything, ValueError if `params` are not those of `cfg`.
     """
     write_hf(
         Path(directory),
@@ -87,7 +88,7 @@ def save_hf(
 
 
 class TreeStacks:
-    """Stacks of a parameter tree; rows come to the host when they are asked for."""
+    """Stacks of a parameter tree; rows come to the host when they are asked for (`Stacks`)."""
 
     def __init__(self, cfg: ModelConfig, params: Params) -> None:
         flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Fp8Weight))
@@ -124,7 +125,7 @@ def write_hf(
     companions: Sequence[Path],
     progress: bool,
 ) -> None:
-    """`save_hf` from any kind of stacks."""
+    """Does the work of `save_hf` for any kind of stacks."""
     if scale_dtype not in (F32, E8M0):
         raise ValueError(f"scale_dtype {scale_dtype} is neither float32 nor float8_e8m0fnu")
     tensors = list(out_tensors(cfg, stacks, scale_dtype))
@@ -146,7 +147,7 @@ def write_hf(
 
 
 def out_tensors(cfg: ModelConfig, stacks: Stacks, scale_dtype: np.dtype) -> Iterator[OutTensor]:
-    """Tensors of the checkpoint, those of a leaf together and layer by layer, so that few rows are held at once."""
+    """Tensors of the checkpoint. Those of one leaf follow each other layer by layer, so few rows are held at once."""
     copies: dict[str, list[str]] = {}
     for duplicate in layout.duplicates(cfg):
         if duplicate.required:
@@ -176,13 +177,13 @@ def _written_dtype(path: str, stacks: Stacks) -> np.dtype:
 
 
 def _settings(cfg: ModelConfig, tensors: Sequence[OutTensor]) -> dict[str, Any]:
-    """config.json, saying of the quantisation what the tensors are."""
-    quantised = any(t.dtype == E4M3 for t in tensors)
-    if quantised and cfg.fp8 is None:
+    """Content of config.json, with a quantization that matches the tensors."""
+    quantized = any(t.dtype == E4M3 for t in tensors)
+    if quantized and cfg.fp8 is None:
         raise ValueError("the parameters hold FP8 weights but the configuration's fp8 is None")
-    settings = to_hf(cfg if quantised else dataclasses.replace(cfg, fp8=None))
+    settings = to_hf(cfg if quantized else dataclasses.replace(cfg, fp8=None))
     settings["torch_dtype"] = next(t.dtype.name for t in tensors if t.name == "model.embed_tokens.weight")
-    if quantised:
+    if quantized:
         plain = [t.name for t in tensors if len(t.shape) == 2 and t.dtype != E4M3 and t.name.endswith(".weight")]
         settings["quantization_config"]["modules_to_not_convert"] = [n.removesuffix(".weight") for n in plain]
     return settings
@@ -205,7 +206,7 @@ def _shard_name(index: int, count: int) -> str:
 
 
 def _write_shard(file: BinaryIO, tensors: Sequence[OutTensor], stacks: Stacks, advance: Advance) -> None:
-    # Data and scales of a leaf, or the two halves of kv_b_proj, take turns.
+    # Two entries: data and scales of a leaf, or the two halves of kv_b_proj, take turns.
     fetch = functools.lru_cache(maxsize=2)(lambda path, part, start, stop: stacks.rows(path, part, slice(start, stop)))
     file.write(header_bytes([(t.name, t.dtype, t.shape) for t in tensors], {"format": "pt"}))
     for tensor in tensors:

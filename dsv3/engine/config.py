@@ -34,9 +34,12 @@ class EngineConfig:
     num_ranks: int = option(1, "Serve with this many data-parallel ranks.", low=1)
     num_nodes: int = option(1, "Spread the ranks over this many hosts.", low=1)
     tensor_parallel_size: int = _carries("tensor_parallel_size", 1)
+    tokens_per_row: int = option(
+        1, "Give each row of a decode step up to this many tokens, all but the last from drafts.", low=1, high=8
+    )
     enable_prefix_caching: bool = _carries("enable_prefix_caching", True)
     model_id: str = option("", "Name the weights; paths differ between hosts.", agree=False, programs=False)
-    cache_dtype: str = option("float32", "Store latents in this type.")
+    cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.cache.layout`.")
     tokenizer_id: str = option("", "Name the tokenizer.", agree=False, programs=False)
     seed: int = _carries("seed", 0)
     eplb_interval: int = option(0, "Let this many steps pass between moves; 0: never move.", low=0, programs=False)
@@ -55,10 +58,15 @@ class EngineConfig:
         """Devices of all ranks."""
         return self.num_ranks * self.tensor_parallel_size
 
+    def ranks_of(self, process_id: int) -> range:
+        """Returns the ranks whose devices belong to a process of the instance."""
+        each = self.num_ranks // self.num_nodes
+        return range(process_id * each, (process_id + 1) * each)
+
     @property
     def pages_per_seq(self) -> int:
-        """Width of a page table."""
-        return pages_for(self.max_model_len)
+        """Width of a page table: a step may write drafts behind a request's last token."""
+        return pages_for(self.max_model_len + self.tokens_per_row - 1)
 
     @functools.cached_property
     def decode_buckets(self) -> tuple[int, ...]:

@@ -4,81 +4,77 @@
 reads, stops, streams and plans. One thread calls `step`; `add` and `abort` may come from any thread.
 """
 
+import dataclasses
 import itertools
 import logging
 import threading
 from collections import deque
+from collections.abc import Sequence as Series
 from time import perf_counter
 from typing import Any
 
-import jax
 import numpy as np
 
-from dsv3.config import ModelConfig
-from dsv3.engine.balance import balancer_of
-from dsv3.engine.cluster.membership import ClusterError, public_text
 from dsv3.engine.compilation import CompilationCounter
-from dsv3.engine.config import EngineConfig
-from dsv3.engine.programs import Progress, Store
-from dsv3.engine.results import collect
-from dsv3.engine.runner import Launched, Link, Runner
-from dsv3.engine.scheduler import Scheduler
-from dsv3.engine.sequence import Sequence, sequence_of
+from dsv3.engine.device.executor import Executor, LocalExecutor
+from dsv3.engine.device.programs import Progress, Store
+from dsv3.engine.errors import ClusterError, public_text
+from dsv3.engine.job import Host, Job, JobKind, Planned, StepCommand
+from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.parts import Parts
+from dsv3.engine.requests.scheduler import Scheduler
+from dsv3.engine.requests.sequence import Sequence, sequence_of
 from dsv3.engine.stats import EngineStats, HostTime
-from dsv3.engine.step_bodies import StepFunctions
 from dsv3.prepare import PreparedRequest, RequestRules, prepare
 from dsv3.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull, StepOutputs
 
 _log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step under way: its number, its jobs, and what the executor wants back to fetch their results."""
+
+    number: int
+    jobs: list[Planned]
+    handle: Any
+
+
 class Engine:
-    """Serves one model on `cfg.num_ranks` ranks of devices. `balancer` is None unless experts are spread over them.
+    """Serves one model.
 
     Args:
-      functions: the model's step functions (`model_functions()`, or a stand-in with the same signatures).
-      params: the model's parameters, as `functions` take them; the engine's from then on, since experts that it moves
-        are written in place.
-      model_cfg: the model's hyper-parameters; vocabulary, end tokens and cache layout are read from it.
-      cfg: limits.
-      devices: one for each rank; the first of the default backend if not given.
-      link: the other processes, where the devices belong to several.
+      parts: the model, its limits and its devices; the engine's from then on.
+      executor: launches the steps; the devices of this process if not given.
+      kinds: the kinds of work a step may hold.
     """
 
-    def __init__(
-        self,
-        functions: StepFunctions,
-        params: Any,
-        model_cfg: ModelConfig,
-        cfg: EngineConfig,
-        devices: list[jax.Device] | None = None,
-        link: Link | None = None,
-    ) -> None:
-        self.cfg, self.model_cfg = cfg, model_cfg
+    def __init__(self, parts: Parts, executor: Executor | None = None, kinds: Series[JobKind] = JOB_KINDS) -> None:
+        self.cfg, self.model_cfg = parts.cfg, parts.model_cfg
         self.failure: BaseException | None = None
-        self._runner = Runner(functions, params, model_cfg, cfg, devices or jax.devices()[: cfg.num_devices], link)
-        self.balancer = balancer_of(functions, params, cfg)
-        self._scheduler = Scheduler(cfg, model_cfg.vocab_size)
+        self.executor = executor or LocalExecutor(parts, kinds)
+        self.scheduler = Scheduler(self.cfg, self.model_cfg.vocab_size)
+        host = Host(self.scheduler, parts)
+        self.planners = {kind.name: kind.planner(host) for kind in kinds if kind.applies(parts)}
         self._commands: deque[Sequence | int] = deque()  # a new request, or the id of one to abort
         self._handed_in: set[int] = set()  # ids among the commands; the scheduler knows the others
-        self._in_flight: Launched | None = None
+        self._in_flight: _Launched | None = None
         self._compilations = CompilationCounter()
         self._warm = False
         self._wake = threading.Event()
-        self._seeds = np.random.SeedSequence(cfg.seed)
+        self._seeds = np.random.SeedSequence(self.cfg.seed)
         self._seed_counter = itertools.count()
-        self._host_time = HostTime()
-        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self.host_time = HostTime()
+        self._steps = 0
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._commands) or self._in_flight is not None or self._scheduler.has_work
+        return bool(self._commands) or self._in_flight is not None or self.scheduler.has_work
 
     def warm_up(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`; from then on a compilation is counted and logged."""
-        self._runner.programs.store = store
-        self._runner.programs.compile_all(progress)
+        self.executor.compile_all(progress, store)
         self._warm = True
 
     @property
@@ -109,8 +105,8 @@ class Engine:
         """
         if self.failure is not None:
             raise EngineDead("the engine has stopped after an error") from self.failure
-        scheduler = self._scheduler
-        if len(self._commands) + len(scheduler.waiting) >= self.cfg.max_num_queued_reqs + scheduler.slots.num_free:
+        scheduler = self.scheduler
+        if len(self._commands) + len(scheduler.queue) >= self.cfg.max_num_queued_reqs + scheduler.slots.num_free:
             raise QueueFull(f"{self.cfg.max_num_queued_reqs} requests are waiting already")
         if request.request_id in self._handed_in or request.request_id in scheduler.sequences:
             raise InvalidRequest(f"request_id {request.request_id} is in use")
@@ -151,57 +147,56 @@ class Engine:
             return self._end_all(error)
 
     def stats(self) -> EngineStats:
-        """A snapshot of the engine's counters; any thread may ask."""
-        scheduler = self._scheduler
+        """Returns a snapshot of the engine's counters; any thread may ask."""
+        scheduler, pages = self.scheduler, self.scheduler.pages
+        by_job = {name: planner.stats() for name, planner in self.planners.items()}
         return EngineStats(
             running=scheduler.slots.total_running,
-            waiting=len(scheduler.waiting) + len(self._commands),
-            pages_in_use=scheduler.pages_in_use,
-            cache_usage=scheduler.pages_in_use / (self.cfg.num_pages * self.cfg.num_ranks),
+            waiting=len(scheduler.queue) + len(self._commands),
+            pages_in_use=pages.in_use,
+            cache_usage=pages.in_use / (self.cfg.num_pages * self.cfg.num_ranks),
             preemptions=scheduler.num_preemptions,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
+            prefix_queries=scheduler.admission.prefix_queries,
+            prefix_hits=scheduler.admission.prefix_hits,
             recompilations=self._compilations.count,
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
+            prompt_tokens=scheduler.prompt_tokens,
+            generated_tokens=scheduler.generated_tokens,
             steps=self._steps,
-            host_time_sum=self._host_time.total,
-            host_time_counts=tuple(self._host_time.counts),
-            experts=self.balancer.stats() if self.balancer is not None else None,
+            host_time_sum=self.host_time.total,
+            host_time_counts=tuple(self.host_time.counts),
+            jobs={name: record for name, record in by_job.items() if record is not None},
         )
 
     def _step(self) -> StepOutputs:
         started = perf_counter()
         outputs = StepOutputs([], self._ingest() if self._commands else [])
-        plan = self._scheduler.plan()
+        jobs = self._plan()
         before, self._in_flight = self._in_flight, None
-        if plan is not None:
-            balance = self.balancer.command() if self.balancer is not None else None
-            self._in_flight = self._runner.launch(plan, balance)
+        if jobs:
+            number = self.scheduler.pages.begin_step()
+            command = StepCommand(number, tuple(Job(planned.kind, planned.command) for planned in jobs))
+            self._in_flight = _Launched(number, jobs, self.executor.launch(command))
         waited = 0.0
         if before is not None:
             waiting = perf_counter()
-            prefill, decode = self._runner.fetch(before.prefill), self._runner.fetch(before.decode)
+            results = self.executor.fetch(before.handle)
             waited = perf_counter() - waiting
-            self._note_balance(before)
-            self._runner.agree(before, prefill, decode)
-            collected = self._collect(before, prefill, decode)
-            outputs = StepOutputs(collected.columns, collected.details + outputs.details)
-        self._host_time.observe(perf_counter() - started - waited)
+            self._collect(before, results, outputs)
+        self.host_time.observe(perf_counter() - started - waited)
         return outputs
 
-    def _collect(self, launched: Launched, prefill: Any, decode: Any) -> StepOutputs:
-        outputs = collect(self._scheduler, launched.plan, prefill, decode)
+    def _plan(self) -> list[Planned]:
+        """Asks each kind, in the order of registration, what it adds to the step."""
+        jobs: list[Planned] = []
+        for planner in self.planners.values():
+            jobs += planner.plan(jobs)
+        return jobs
+
+    def _collect(self, launched: _Launched, results: list[list[np.ndarray]], outputs: StepOutputs) -> None:
+        for planned, arrays in zip(launched.jobs, results, strict=True):
+            self.planners[planned.kind].collect(planned, arrays, outputs)
+        self.scheduler.pages.collect(launched.number)
         self._steps += 1
-        self._generated_tokens += len(outputs)
-        if launched.plan.prefill is not None:
-            self._prompt_tokens += sum(c.stop - c.start for mine in launched.plan.prefill.chunks for c in mine)
-        return outputs
-
-    def _note_balance(self, launched: Launched) -> None:
-        """Takes over the results of a step's balancing, which came before its tokens."""
-        if self.balancer is not None and launched.balance is not None and launched.balanced is not None:
-            self.balancer.note(launched.balance, self._runner.fetch_arrays(launched.balanced))
 
     def _ingest(self) -> list[EngineOutput]:
         """Takes over what other threads have handed in."""
@@ -209,10 +204,10 @@ class Engine:
         for _ in range(len(self._commands)):
             command = self._commands.popleft()
             if isinstance(command, Sequence):
-                self._scheduler.add(command)
+                self.scheduler.add(command)
                 self._handed_in.discard(command.id)
-            elif (sequence := self._scheduler.sequences.get(command)) is not None:
-                self._scheduler.remove(sequence)
+            elif (sequence := self.scheduler.sequences.get(command)) is not None:
+                self.scheduler.remove(sequence)
                 outputs.append(EngineOutput(request_id=command, token_ids=[], finish_reason="abort"))
         return outputs
 
@@ -222,11 +217,11 @@ class Engine:
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Sequence):
-                self._scheduler.add(command)
-        ended = list(self._scheduler.sequences.values())
+                self.scheduler.add(command)
+        ended = list(self.scheduler.sequences.values())
         for sequence in ended:
-            self._scheduler.remove(sequence)
-        self._scheduler.abandon()
+            self.scheduler.remove(sequence)
+        self.scheduler.abandon()
         self._handed_in.clear()
         text = f"the engine has failed: {public_text(error)}"
         return StepOutputs(

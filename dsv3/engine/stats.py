@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+from typing import Any
 
 HOST_TIME_BOUNDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
 """Upper bounds in seconds of the histogram's buckets; the last bucket has none."""
@@ -9,7 +10,7 @@ HOST_TIME_BOUNDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
 
 @dataclasses.dataclass(frozen=True)
 class ExpertStats:
-    """Of routed experts on several devices; counts and bytes are totals since the start, as far as they are read out.
+    """Numbers of routed experts on several devices; counts and bytes are totals since the start, as far as read out.
 
     `balancedness` is the mean over the layers of mean over maximum of the devices' loads, for the load of the last
     steps on the experts' present places, and `balancedness_min` that of the most uneven layer. `rebalances` counts
@@ -34,8 +35,8 @@ class EngineStats:
 
     `cache_usage` is the share of pages that somebody owns. `prefix_queries` counts prompt tokens looked up,
     `prefix_hits` those found. `host_time_counts` is the histogram, over `HOST_TIME_BOUNDS`, of the host's time in a
-    step without its wait for the device; `host_time_sum` its total in seconds. `experts` is None where each device has
-    all experts.
+    step without its wait for the device; `host_time_sum` its total in seconds. `jobs` has a record for each kind of
+    work that keeps numbers of its own, by its name.
     """
 
     running: int
@@ -51,7 +52,12 @@ class EngineStats:
     steps: int
     host_time_sum: float
     host_time_counts: tuple[int, ...]
-    experts: ExpertStats | None = None
+    jobs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def experts(self) -> ExpertStats | None:
+        """Numbers of experts on several devices, None where each device has all of them."""
+        return self.jobs.get("experts")
 
 
 class HostTime:

@@ -1,10 +1,10 @@
-"""What is computed for a token: parameters, the two served steps, and the training form."""
+"""What is computed for a token: parameters, the two served steps, and the forward pass of training."""
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.decoder import logits
 from dsv3.model.forward import ForwardOutput, forward
-from dsv3.model.params import Fp8Weight, Params, abstract, declare, initialise
+from dsv3.model.params import Fp8Weight, Params, abstract, declare, initialize
 from dsv3.model.steps import StepOutput, decode, prefill
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "declare",
     "decode",
     "forward",
-    "initialise",
+    "initialize",
     "logits",
     "prefill",
 ]

@@ -1,29 +1,30 @@
-"""What one rank's step works on: the arrays the engine fills and the model reads.
+"""What one rank's step works on: the arrays that the engine fills and the model reads.
 
-The engine carries them with a leading rank axis; the step body sees one rank (no such axis). Shapes are buckets:
-rows beyond the live ones are padding, marked by a length of 0.
+The engine carries them with a leading rank axis. The step body sees one rank (no such axis). Shapes are buckets: rows
+beyond the live ones are padding, marked by a length of 0.
 """
 
 import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillBatch:
-    """A flat ragged batch: chunks of up to G requests one after the other in T rows.
+    """A flat ragged batch: chunks of up to B requests one after the other in T rows.
 
-    Chunk g occupies rows `cu_lengths[g]` to `cu_lengths[g + 1]`; rows from `cu_lengths[G]` on are padding. Its request
-    already has `context_lengths[g]` tokens in its pages; the chunk's own tokens follow them.
+    Chunk b occupies rows `cu_lengths[b]` to `cu_lengths[b + 1]`; rows from `cu_lengths[B]` on are padding. Its request
+    already has `context_lengths[b]` tokens in its pages; the chunk's own tokens follow them.
     """
 
     tokens: Any  # [T] int32
     positions: Any  # [T] int32
-    cu_lengths: Any  # [G + 1] int32
-    context_lengths: Any  # [G] int32
-    page_table: Any  # [G, MP] int32, entries beyond a request's pages are never read
+    cu_lengths: Any  # [B + 1] int32
+    context_lengths: Any  # [B] int32
+    page_table: Any  # [B, Mp] int32, entries beyond a request's pages are never read
 
 
 @jax.tree_util.register_dataclass
@@ -31,10 +32,34 @@ class PrefillBatch:
 class DecodeBatch:
     """B requests with S query tokens each (1 + drafts).
 
-    `lengths` counts a request's tokens including these S, so its queries stand at positions `lengths - S` and on.
-    A row of length 0 is inactive: nothing is written for it and its output means nothing.
+    `lengths` counts a request's tokens including these S, so its queries have positions `lengths - S` and on. A row of
+    length 0 is inactive: nothing is written for it and its output means nothing.
     """
 
     tokens: Any  # [B, S] int32
     lengths: Any  # [B] int32
-    page_table: Any  # [B, MP] int32
+    page_table: Any  # [B, Mp] int32
+
+
+def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:
+    """The first and the second half of the rows; a chunk cut in two finds its first part in the cache as context."""
+    T = batch.tokens.shape[0]
+    middle = T // 2
+    first = jnp.minimum(batch.cu_lengths, middle)
+    earlier = dataclasses.replace(
+        batch, tokens=batch.tokens[:middle], positions=batch.positions[:middle], cu_lengths=first
+    )
+    later = dataclasses.replace(
+        batch,
+        tokens=batch.tokens[middle:],
+        positions=batch.positions[middle:],
+        cu_lengths=jnp.maximum(batch.cu_lengths, middle) - middle,
+        context_lengths=batch.context_lengths + jnp.diff(first),
+    )
+    return earlier, later
+
+
+def split_decode(batch: DecodeBatch) -> tuple[DecodeBatch, DecodeBatch]:
+    """The first and the second half of the requests."""
+    middle = batch.lengths.shape[0] // 2
+    return jax.tree.map(lambda a: a[:middle], batch), jax.tree.map(lambda a: a[middle:], batch)

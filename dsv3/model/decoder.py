@@ -1,28 +1,28 @@
-"""Decoder layers, and the loop over them that every mode shares."""
+"""Decoder layers, stacks of them, and the loop over a stack that training, prefill and decode share."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
-from dsv3.model import experts
-from dsv3.model.attention import Attend, Projected, project
-from dsv3.model.linear import Index, Numerics, at, linear, mlp
-from dsv3.model.norm import rms_norm
+from dsv3.model.layers.attention import Attend, Projected, project
+from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, Tally
+from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear, mlp
+from dsv3.model.layers.norm import rms_norm
+from dsv3.model.layers.rope import Rotation
+from dsv3.model.layers.router import Routing, route, router_logits
 from dsv3.model.params import LayerParams, MoeParams, Params
-from dsv3.model.rope import Rotation
-from dsv3.model.router import route, router_logits
-from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
+from sharding.experts.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """What the layers of one step have in common.
+class LayerContext:
+    """What the layers of one step, or of one micro-batch of it, have in common.
 
-    `valid` `[T]` marks the rows that are no padding. `routed` computes routed experts: here, or wherever they live.
-    `shards` are the devices that split the rest of each layer.
+    `valid` `[T]` marks the rows that are no padding. `routed` computes routed experts, here or wherever they live.
     """
 
     cfg: ModelConfig
@@ -30,92 +30,151 @@ class Step:
     attend: Attend
     valid: jax.Array
     numerics: Numerics
-    routed: experts.RoutedExperts = experts.moe
-    shards: Shards = ONE_DEVICE
+    routed: RoutedExperts = LOCAL_EXPERTS
 
 
-def run_layers(
-    layers: LayerParams, step: Step, x: jax.Array, state: Any, first_cache_layer: int
-) -> tuple[jax.Array, Any, experts.Tally | None]:
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """L layers of one kind, with all that an index into them selects.
+
+    Layer i owns cache layer `first_cache_layer + i`. `placement` says where the replicas of these layers' experts
+    stand, None where they are local.
+    """
+
+    layers: LayerParams
+    first_cache_layer: int
+    placement: Placement | None = None
+
+    @property
+    def depth(self) -> int:
+        """`L`."""
+        return self.layers.input_norm.shape[0]
+
+    @property
+    def moe(self) -> MoeParams:
+        """The parameters of the experts, in a stack that has some."""
+        assert self.layers.moe is not None
+        return self.layers.moe
+
+    def experts(self, layer: Index, numerics: Numerics) -> ExpertLayer:
+        """The experts of one layer."""
+        return ExpertLayer(self.moe, layer, numerics, self.placement)
+
+
+MoeLayers = Callable[
+    [Stack, tuple[LayerContext, ...], tuple[jax.Array, ...], Any], tuple[tuple[jax.Array, ...], Any, Tally]
+]
+"""Runs a stack of MoE layers on the micro-batches of a step, in the order that a schedule prescribes.
+
+Takes the stack and, per micro-batch, its context and its residual stream `[T, D]`, then the attention state. Returns
+the streams, the state, and the tally of all micro-batches together by layer.
+"""
+
+
+def run_layers(stack: Stack, context: LayerContext, x: jax.Array, state: Any) -> tuple[jax.Array, Any, Tally | None]:
     """Runs a stack of layers on `x` `[T, D]`; also returns the attention state and the experts' tally by layer."""
-    L = layers.input_norm.shape[0]
 
-    def body(carry: tuple[jax.Array, Any], layer: jax.Array) -> tuple[tuple[jax.Array, Any], experts.Tally | None]:
-        x, state, tally = run_layer(layers, layer, step, *carry, first_cache_layer + layer)
+    def body(carry: tuple[jax.Array, Any], layer: jax.Array) -> tuple[tuple[jax.Array, Any], Tally | None]:
+        x, state, tally = run_layer(stack, layer, context, *carry)
         return (x, state), tally
 
-    (x, state), tally = jax.lax.scan(body, (x, state), jnp.arange(L, dtype=jnp.int32))
+    (x, state), tally = jax.lax.scan(body, (x, state), jnp.arange(stack.depth, dtype=jnp.int32))
     return x, state, tally
 
 
 def run_layer(
-    layers: LayerParams, layer: Index, step: Step, x: jax.Array, state: Any, cache_layer: Index
-) -> tuple[jax.Array, Any, experts.Tally | None]:
-    """One decoder layer: attention, then a dense MLP or the experts, each after a norm and around a residual."""
-    x, state = attention_block(layers, layer, step, x, state, cache_layer)
-    normed = rms_norm(x, at(layers.post_norm, layer), step.cfg.rms_norm_eps)
-    if layers.mlp is not None:
+    stack: Stack, layer: Index, context: LayerContext, x: jax.Array, state: Any
+) -> tuple[jax.Array, Any, Tally | None]:
+    """Runs one decoder layer: attention, then a dense MLP or experts, each after a norm and around a residual."""
+    x, state = attention_block(stack, layer, context, x, state)
+    normed = rms_norm(x, layer_slice(stack.layers.post_norm, layer), context.cfg.rms_norm_eps)
+    if stack.layers.mlp is not None:
         with jax.named_scope("mlp"):
-            return x + step.shards.sum(mlp(normed, layers.mlp, layer, step.numerics)), state, None
-    assert layers.moe is not None  # a layer has either
+            partial = mlp(normed, stack.layers.mlp, layer, context.numerics)
+            return x + context.routed.shards.sum(partial), state, None
     with jax.named_scope("moe"):
-        ids, weights = choose_experts(layers.moe, layer, step, normed)
-        y, tally = step.routed(normed, ids, weights, layers.moe, layer, step.numerics)
-        return x + y + shared_expert(layers.moe, layer, step, normed), state, tally
+        routing = choose_experts(stack, layer, context, normed)
+        y, tally = context.routed(normed, routing, stack.experts(layer, context.numerics))
+        return add_experts(x, y, shared_expert(stack, layer, context, normed)), state, tally
 
 
 def attention_block(
-    layers: LayerParams, layer: Index, step: Step, x: jax.Array, state: Any, cache_layer: Index
+    stack: Stack, layer: Index, context: LayerContext, x: jax.Array, state: Any
 ) -> tuple[jax.Array, Any]:
     """`x` `[T, D]` after attention and its residual, and the attention state."""
-    heads, state = core(layers, layer, step, queries(layers, layer, step, x), state, cache_layer)
-    return output(layers, layer, step, x, heads), state
+    heads, state = core(stack, layer, context, queries(stack, layer, context, x), state)
+    return output(stack, layer, context, x, heads), state
 
 
-def queries(layers: LayerParams, layer: Index, step: Step, x: jax.Array) -> Projected:
+def queries(stack: Stack, layer: Index, context: LayerContext, x: jax.Array) -> Projected:
     """The part of attention before its core: norm and projections of `x` `[T, D]`."""
+    layers, cfg = stack.layers, context.cfg
     with jax.named_scope("attention"):
-        normed = rms_norm(x, at(layers.input_norm, layer), step.cfg.rms_norm_eps)
-        return project(normed, layers.attention, layer, step.cfg, step.rotation, step.numerics)
+        normed = rms_norm(x, layer_slice(layers.input_norm, layer), cfg.rms_norm_eps)
+        return project(normed, layers.attention, layer, cfg, context.rotation, context.numerics)
 
 
 @jax.named_scope("attention")
-def core(
-    layers: LayerParams, layer: Index, step: Step, tokens: Projected, state: Any, cache_layer: Index
-) -> tuple[jax.Array, Any]:
+def core(stack: Stack, layer: Index, context: LayerContext, tokens: Projected, state: Any) -> tuple[jax.Array, Any]:
     """Cache write and attention core: `[T, H, V]` of the heads of this device, and the attention state."""
-    return step.attend(tokens, layers.attention, layer, cache_layer, state)
+    return context.attend(tokens, stack.layers.attention, layer, stack.first_cache_layer + layer, state)
 
 
 @jax.named_scope("attention")
-def output(layers: LayerParams, layer: Index, step: Step, x: jax.Array, heads: jax.Array) -> jax.Array:
-    """`x` after the output projection of `heads` and the residual."""
-    out = linear(heads.reshape(heads.shape[0], -1), layers.attention.o, layer, step.numerics)
-    return x + step.shards.sum(out)
+def output(stack: Stack, layer: Index, context: LayerContext, x: jax.Array, heads: jax.Array) -> jax.Array:
+    """`x` `[T, D]` after the output projection of `heads` `[T, H, V]` and the residual."""
+    out = linear(heads.reshape(heads.shape[0], -1), stack.layers.attention.o, layer, context.numerics)
+    return x + context.routed.shards.sum(out)
 
 
 @jax.named_scope("router")
-def choose_experts(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Ids and weights `[T, K]` of each row's experts; -1 in padding rows."""
-    bias = None if moe.router_bias is None else at(moe.router_bias, layer)
-    ids, weights = route(step.cfg, router_logits(normed, moe.router, layer, step.numerics.backend), bias)
-    return jnp.where(step.valid[:, None], ids, -1), weights
+def choose_experts(stack: Stack, layer: Index, context: LayerContext, normed: jax.Array) -> Routing:
+    """Chooses the experts of each row of `normed` `[T, D]`; ids are -1 in padding rows."""
+    moe = stack.moe
+    bias = None if moe.router_bias is None else layer_slice(moe.router_bias, layer)
+    routing = route(context.cfg, router_logits(normed, moe.router, layer, context.numerics.backend), bias)
+    return routing._replace(ids=jnp.where(context.valid[:, None], routing.ids, -1))
 
 
 @jax.named_scope("shared_expert")
-def shared_expert(moe: MoeParams, layer: Index, step: Step, normed: jax.Array) -> jax.Array | float:
-    """The shared expert's part `[T, D]`, added unscaled; 0 in a model without one."""
-    return 0.0 if moe.shared is None else step.shards.sum(mlp(normed, moe.shared, layer, step.numerics))
+def shared_expert(stack: Stack, layer: Index, context: LayerContext, normed: jax.Array) -> jax.Array | None:
+    """The shared expert's part `[T, D]`, added unscaled; None in a model without one."""
+    shared = stack.moe.shared
+    return None if shared is None else context.routed.shards.sum(mlp(normed, shared, layer, context.numerics))
 
 
-def run_decoder(params: Params, step: Step, x: jax.Array, state: Any) -> tuple[jax.Array, Any, experts.Tally | None]:
-    """All layers of the main model and its final norm: hidden `[T, D]`, state, the experts' tally by MoE layer."""
-    cfg, tally = step.cfg, None
+def add_experts(x: jax.Array, y: jax.Array, shared: jax.Array | None) -> jax.Array:
+    """The residual stream `x` with the routed experts' sums `y` and the shared expert's part, `[T, D]` each."""
+    return x + y if shared is None else x + y + shared
+
+
+def run_decoder(
+    params: Params,
+    contexts: tuple[LayerContext, ...],
+    x: tuple[jax.Array, ...],
+    state: Any,
+    moe_layers: MoeLayers,
+    placement: Placement | None = None,
+) -> tuple[tuple[jax.Array, ...], Any, Tally | None]:
+    """Runs all layers of the main model on the micro-batches of a step; their final norm is left to the caller.
+
+    Returns the residual streams `[T, D]`, the state, and the experts' tally by MoE layer. Dense layers run one
+    micro-batch after the other, the last one first: in prefill it holds the earlier tokens.
+    """
+    cfg, streams, tally = contexts[0].cfg, list(x), None
     if params.dense is not None:
-        x, state, _ = run_layers(params.dense, step, x, state, 0)
+        dense = Stack(params.dense, 0)
+        for n in reversed(range(len(streams))):
+            streams[n], state, _ = run_layers(dense, contexts[n], streams[n], state)
+    x = tuple(streams)
     if params.moe is not None:
-        x, state, tally = run_layers(params.moe, step, x, state, cfg.num_dense_layers)
-    return rms_norm(x, params.norm, cfg.rms_norm_eps), state, tally
+        x, state, tally = moe_layers(Stack(params.moe, cfg.num_dense_layers, placement), contexts, x, state)
+    return x, state, tally
+
+
+def final_norm(params: Params, cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    """Hidden states `[T, D]` after the main model's final norm."""
+    return rms_norm(x, params.norm, cfg.rms_norm_eps)
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:

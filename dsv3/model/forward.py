@@ -1,4 +1,4 @@
-"""The training form: whole sequences, no cache, differentiable."""
+"""The forward pass of training: whole sequences, no cache, differentiable."""
 
 import dataclasses
 from typing import Any
@@ -8,18 +8,19 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 from dsv3.model import mtp
-from dsv3.model.attention import causal_attend
-from dsv3.model.decoder import Step, embed, logits, run_decoder
-from dsv3.model.linear import Numerics
+from dsv3.model.decoder import LayerContext, embed, final_norm, logits, run_decoder
+from dsv3.model.layers.attention import causal_attend
+from dsv3.model.layers.linear import Numerics
+from dsv3.model.layers.rope import rotation
 from dsv3.model.params import Params
-from dsv3.model.rope import rotation
+from dsv3.model.schedules import PLAIN
 from pallas_kernels.backend import Backend
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ForwardOutput:
-    """What the training form returns.
+    """What `forward` returns.
 
     `hidden` `[B, S, D]` after the final norm; `logits` float32 `[B, S, W]`, those at i predict token i + 1.
     `mtp_logits[d]` float32 `[B, S - 1 - d, W]`: row i of module d predicts token i + 2 + d.
@@ -38,9 +39,9 @@ def forward(
 ) -> ForwardOutput:
     """Runs `tokens` `[B, S]` int32 from position 0. Activations have the dtype of `params.embed`."""
     B, S = tokens.shape
-    step = _step(cfg, B, S, backend)
-    hidden, _, tally = run_decoder(params, step, embed(params, tokens.reshape(-1)), None)
-    hidden = hidden.reshape(B, S, -1)
+    context = _context(cfg, B, S, backend)
+    (x,), _, tally = run_decoder(params, (context,), (embed(params, tokens.reshape(-1)),), None, PLAIN.prefill)
+    hidden = final_norm(params, cfg, x).reshape(B, S, -1)
     mtp_logits, mtp_counts = _mtp_chain(params, cfg, tokens, hidden, backend) if with_mtp else ((), [])
     return ForwardOutput(
         hidden=hidden,
@@ -55,29 +56,29 @@ def _stack_counts(counts: jax.Array | None, mtp_counts: list[Any]) -> jax.Array 
     return jnp.concatenate(parts) if parts else None
 
 
-def _step(cfg: ModelConfig, batch: int, length: int, backend: Backend | None) -> Step:
+def _context(cfg: ModelConfig, batch: int, length: int, backend: Backend | None) -> LayerContext:
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
-    return Step(
+    return LayerContext(
         cfg,
         rotation(cfg, positions),
         causal_attend(cfg, batch, backend),
         jnp.ones(batch * length, jnp.bool),
-        Numerics.of(cfg, backend),
+        Numerics.from_config(cfg, backend),
     )
 
 
 def _mtp_chain(
     params: Params, cfg: ModelConfig, tokens: jax.Array, hidden: jax.Array, backend: Backend | None
 ) -> tuple[tuple[jax.Array, ...], list[Any]]:
-    """Module d works on positions 0 .. S - 2 - d; the causal chain is complete at each depth (report, figure 3)."""
+    """Runs module d on positions 0 .. S - 2 - d; the causal chain is complete at each depth (report, figure 3)."""
     (B, S), D = tokens.shape, cfg.hidden_size
     predictions: list[jax.Array] = []
     counts: list[Any] = []
     for depth in range(cfg.num_nextn_predict_layers):
         length = S - 1 - depth
-        step = _step(cfg, B, length, backend)
+        context = _context(cfg, B, length, backend)
         hidden = hidden[:, :length].reshape(B * length, D)
-        hidden, _, tally = mtp.predict(params, step, depth, hidden, tokens[:, depth + 1 :].reshape(-1), None)
+        hidden, _, tally = mtp.predict(params, context, depth, hidden, tokens[:, depth + 1 :].reshape(-1), None)
         hidden = hidden.reshape(B, length, D)
         predictions.append(logits(params, cfg, hidden))
         assert tally is not None  # MTP modules have routed experts

@@ -10,7 +10,7 @@ from flax import nnx
 from dsv3.config import ModelConfig
 from dsv3.model.decoder import logits
 from dsv3.model.forward import ForwardOutput, forward
-from dsv3.model.params import Params, declare, initialise
+from dsv3.model.params import Params, declare, initialize
 
 
 class _Group(nnx.Module):
@@ -35,7 +35,7 @@ class DeepseekV3(nnx.Module):
     @classmethod
     def create(cls, cfg: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, std: float = 0.02) -> "DeepseekV3":
         """Random parameters in `dtype` (router float32), normal with standard deviation `std`."""
-        return cls(cfg, initialise(cfg, rngs.params(), dtype, std=std))
+        return cls(cfg, initialize(cfg, rngs.params(), dtype, std=std))
 
     def params(self) -> Params:
         """The plain tree that the served steps and `forward` take; shares the module's arrays."""

@@ -24,11 +24,12 @@ Init = Literal["normal", "ones", "zeros"]
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One declared parameter: its shape, logical axes (for `sharding.rules`) and initial distribution.
+    """One declared parameter: its shape, logical axes (for `sharding.mesh`) and initial distribution.
 
     `quantizable` marks the products that an FP8 checkpoint stores in FP8 and the server may keep so. `dtype` fixes the
-    type of parameters that must not follow the model's (the router, whose selection float32 decides). With `as_stored`
-    they follow it all the same where the checkpoint holds no more: nothing is rounded, and half the bytes are read.
+    type of a parameter that must not follow the model's (the router, whose selection float32 decides). With
+    `as_stored`, such a parameter takes the model's dtype all the same where its checkpoint tensor has it already:
+    nothing is rounded, and half the bytes are read.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +40,7 @@ class ParamSpec:
     as_stored: bool = False
 
     def dtype_in(self, model: Any, checkpoint: Iterable[Any] = ()) -> np.dtype:
-        """Type of this parameter in a model of type `model`; `checkpoint` are the types of its tensors, if any."""
+        """Dtype of this parameter in a model of dtype `model`; `checkpoint` are the dtypes of its tensors, if any."""
         model = jnp.dtype(model)
         follows = self.dtype is None or (self.as_stored and {jnp.dtype(t) for t in checkpoint} == {model})
         return model if follows else jnp.dtype(self.dtype)
@@ -48,7 +49,7 @@ class ParamSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fp8Weight:
-    """Block-quantised stack: `data` e4m3 [..., N, K], `scale` float32 [..., ceil(N/128), ceil(K/128)], multiplied."""
+    """Block-quantized stack: `data` e4m3 [..., N, K], `scale` float32 [..., ceil(N/128), ceil(K/128)], multiplied."""
 
     data: Any
     scale: Any
@@ -206,11 +207,11 @@ def _norm(L: int, width: int) -> ParamSpec:
 
 
 def abstract(cfg: ModelConfig, dtype: Any) -> Params:
-    """Shapes and dtypes of the parameters as `initialise` makes them in `dtype` (leaves are `jax.ShapeDtypeStruct`)."""
+    """Shapes and dtypes of the parameters as `initialize` makes them in `dtype` (leaves are `jax.ShapeDtypeStruct`)."""
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype_in(dtype)), declare(cfg))
 
 
-def initialise(cfg: ModelConfig, key: jax.Array, dtype: Any, *, std: float = 0.02) -> Params:
+def initialize(cfg: ModelConfig, key: jax.Array, dtype: Any, *, std: float = 0.02) -> Params:
     """Random parameters: normal with standard deviation `std`, ones for norms, zeros for the router's bias."""
     specs, tree = jax.tree.flatten(declare(cfg))
     keys = jax.random.split(key, len(specs))

@@ -7,24 +7,25 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
-from dsv3.model.attention import decode_attend, decode_positions, prefill_attend
-from dsv3.model.batch import DecodeBatch, PrefillBatch
-from dsv3.model.decoder import Step, embed, run_decoder
-from dsv3.model.experts import RoutedExperts, Tally, moe
-from dsv3.model.linear import Numerics
+from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
+from dsv3.model.decoder import LayerContext, embed, final_norm, run_decoder
+from dsv3.model.layers.attention import decode_attend, decode_positions, prefill_attend
+from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, Tally
+from dsv3.model.layers.linear import Numerics
+from dsv3.model.layers.rope import rotation
 from dsv3.model.params import Params
-from dsv3.model.rope import rotation
-from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
+from dsv3.model.schedules import PLAIN, Schedule
 from pallas_kernels.backend import Backend
+from sharding.experts.placement import Placement
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """Hidden states after the final norm, the page pool, and what the routed experts counted.
+    """Hidden states after the final norm, the page pool, and the counts of the routed experts.
 
     `expert_counts` is int32 `[num_moe_layers, E]`, (token, expert) pairs without the padding rows; None in a model
-    without routed experts. `rounds` is int32 `[2]`: rounds of the transport's first and second hop in all MoE layers
+    without routed experts. `rounds` is int32 `[MAX_HOPS]`: rounds of each hop of the transport in all MoE layers
     together, 0 for a hop it does not have; None where the experts are local.
     """
 
@@ -34,8 +35,8 @@ class StepOutput:
     rounds: Any
 
     @classmethod
-    def of(cls, hidden: jax.Array, pages: jax.Array, tally: Tally | None) -> "StepOutput":
-        """From the experts' tally by layer."""
+    def from_tally(cls, hidden: jax.Array, pages: jax.Array, tally: Tally | None) -> "StepOutput":
+        """The output of a step whose experts gave `tally` by layer."""
         if tally is None:
             return cls(hidden, pages, None, None)
         rounds = None if tally.rounds is None else tally.rounds.sum(axis=0)
@@ -49,25 +50,32 @@ def prefill(
     pages: jax.Array,
     *,
     backend: Backend | None = None,
-    routed: RoutedExperts = moe,
-    shards: Shards = ONE_DEVICE,
+    routed: RoutedExperts = LOCAL_EXPERTS,
+    placement: Placement | None = None,
+    schedule: Schedule = PLAIN,
 ) -> StepOutput:
     """Runs the chunks of a ragged batch and writes their latents into the pages of their requests.
 
     Args:
-      params: the model; activations have the dtype of `params.embed`.
+      params: the model, those of this device where `routed.shards` split it; activations have the dtype of
+        `params.embed`.
       batch: see `PrefillBatch`. Padding rows write nothing; their hidden states mean nothing.
       pages: `[num_cache_layers * pages_per_layer, 64, R + P]` of the dtype of the activations, or FP8 rows (uint8,
         see `pallas_kernels.mla`). Donate it: the result's `pages` is the same memory.
       backend: implementation of the kernels, or None for the one that suits the device.
       routed: the routed experts, on this device unless an `ExpertParallel` carries rows to where they live.
-      shards: the devices that split the model's heads and widths; `params` are this one's.
+      placement: where the replicas of the main model's experts stand, for `ExpertParallel`.
+      schedule: order of the MoE layers. With `OVERLAPPED` T is even, and the transport, which has hops, is built for
+        T / 2 tokens.
 
     Returns:
       `StepOutput` with hidden `[T, D]`.
     """
-    step = prefill_step(cfg, batch, pages, backend, routed, shards)
-    return StepOutput.of(*run_decoder(params, step, embed(params, batch.tokens), pages))
+    batches = split_prefill(batch)[::-1] if schedule.micro_batches == 2 else (batch,)
+    contexts = tuple(_prefill_context(cfg, part, pages, backend, routed) for part in batches)
+    x = tuple(embed(params, part.tokens) for part in batches)
+    x, pages, tally = run_decoder(params, contexts, x, pages, schedule.prefill, placement)
+    return StepOutput.from_tally(final_norm(params, cfg, jnp.concatenate(x[::-1])), pages, tally)
 
 
 def decode(
@@ -77,61 +85,53 @@ def decode(
     pages: jax.Array,
     *,
     backend: Backend | None = None,
-    routed: RoutedExperts = moe,
-    shards: Shards = ONE_DEVICE,
+    routed: RoutedExperts = LOCAL_EXPERTS,
+    placement: Placement | None = None,
+    schedule: Schedule = PLAIN,
 ) -> StepOutput:
     """Advances every request of a batch by its S query tokens; arguments as in `prefill`.
+
+    With the schedule `OVERLAPPED` B is even, and the transport is built for B * S / 2 tokens.
 
     Returns:
       `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states mean nothing.
     """
-    step = decode_step(cfg, batch, pages, backend, routed, shards)
-    x = embed(params, batch.tokens.reshape(-1))
-    hidden, pages, tally = run_decoder(params, step, x, pages)
-    return StepOutput.of(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
+    batches = split_decode(batch) if schedule.micro_batches == 2 else (batch,)
+    contexts = tuple(_decode_context(cfg, part, pages, backend, routed) for part in batches)
+    x = tuple(embed(params, part.tokens.reshape(-1)) for part in batches)
+    x, pages, tally = run_decoder(params, contexts, x, pages, schedule.decode, placement)
+    hidden = final_norm(params, cfg, jnp.concatenate(x))
+    return StepOutput.from_tally(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
 
 
-def prefill_step(
-    cfg: ModelConfig,
-    batch: PrefillBatch,
-    pages: jax.Array,
-    backend: Backend | None,
-    routed: RoutedExperts,
-    shards: Shards = ONE_DEVICE,
-) -> Step:
-    """What the layers of a prefill step have in common; arguments as in `prefill`."""
+def _prefill_context(
+    cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, backend: Backend | None, routed: RoutedExperts
+) -> LayerContext:
+    """What the layers of a prefill step, or of one micro-batch of it, have in common."""
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    return Step(
+    return LayerContext(
         cfg=cfg,
         rotation=rotation(cfg, batch.positions),
         attend=prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
         valid=rows < batch.cu_lengths[-1],
-        numerics=Numerics.of(cfg, backend),
+        numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
-        shards=shards,
     )
 
 
-def decode_step(
-    cfg: ModelConfig,
-    batch: DecodeBatch,
-    pages: jax.Array,
-    backend: Backend | None,
-    routed: RoutedExperts,
-    shards: Shards = ONE_DEVICE,
-) -> Step:
-    """What the layers of a decode step have in common; arguments as in `decode`."""
+def _decode_context(
+    cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, backend: Backend | None, routed: RoutedExperts
+) -> LayerContext:
+    """What the layers of a decode step, or of one micro-batch of it, have in common."""
     positions = decode_positions(batch).reshape(-1)
-    return Step(
+    heads = cfg.num_attention_heads // routed.shards.size
+    return LayerContext(
         cfg=cfg,
         rotation=rotation(cfg, positions),
-        attend=decode_attend(
-            cfg, batch, _pages_per_layer(cfg, pages), backend, heads=cfg.num_attention_heads // shards.size
-        ),
+        attend=decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, heads=heads),
         valid=positions >= 0,
-        numerics=Numerics.of(cfg, backend),
+        numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
-        shards=shards,
     )
 
 

@@ -1,9 +1,9 @@
 """Tensor parallelism: the devices of a rank split attention heads and MLP widths, and share the experts' tokens.
 
 A device holds H / n heads and F / n of the width of dense layers and shared experts, and computes a partial sum of
-each block's output, which an all-reduce completes: two a layer. The latent cache is one for all heads, so every device
-of a rank writes and holds all of it: tensor parallelism saves weights and work, not cache. The routed experts lie on
-all devices of all ranks; each device of a rank sends its part of the rank's tokens to them.
+each block's output, which an all-reduce completes: two per layer. The latent cache is one for all heads, so every
+device of a rank writes and holds all of it: tensor parallelism saves weights and work, not cache. The routed experts
+lie on all devices of all ranks; each device of a rank sends its part of the rank's tokens to them.
 """
 
 import dataclasses
@@ -15,10 +15,8 @@ import numpy as np
 
 from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
-from sharding.rules import TENSOR, is_split
-
-BLOCK = 128
-"""Rows and columns that share a scale in an FP8 weight."""
+from pallas_kernels.float8 import BLOCK
+from sharding.mesh import TENSOR, is_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +71,7 @@ def _check_blocks(path: str, spec: ParamSpec, cfg: ModelConfig, shards: int) -> 
         for run in _runs(axis, size, cfg, shards):
             if run % BLOCK:
                 raise ValueError(
-                    f"tensor_parallel_size {shards} leaves {path} {run} rows or columns a device, which is no "
+                    f"tensor_parallel_size {shards} leaves {path} {run} rows or columns per device, which is no "
                     f"multiple of the FP8 block's {BLOCK}; lower it, or load with fp8='dequantize'"
                 )
 

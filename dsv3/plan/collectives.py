@@ -1,10 +1,10 @@
 """What a compiled program sends: every collective with its bytes, how often it runs, and what hides it.
 
-Counted from the text of the scheduled program. Bytes are those that leave one device in one step: an all-to-all over g
-devices keeps 1/g of its buffer, rings send (g-1)/g of what they gather or scatter (twice for an all-reduce). They are
-the padded buffers that the program really sends, not only the rows that are filled. Loops without a trip count that
-the compiler knows are further rounds of an exchange, of which there are nearly always none: they are marked, and do not
-count.
+Everything is read from the text of the scheduled program. Bytes are those that leave one device in one step. An
+all-to-all over g devices keeps 1/g of its buffer; rings send (g-1)/g of what they gather or scatter (twice for an
+all-reduce). The program sends whole padded buffers, not only the rows that are filled. A loop whose trip count the
+compiler does not know holds the overflow rounds of an exchange, of which there are nearly always none: its collectives
+are marked and do not count.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ _ELEMENTWISE_KERNELS = ("quantize", "mla_write")
 class Collective:
     """One collective of a program, seen from one device.
 
-    `role` is what `role_of` says. `node_bytes` and `cross_bytes` go to other devices of the node and to other nodes,
-    each time; `times` counts runs in a step. `started` and `done` are places in the schedule of `computation` (equal
-    where it is synchronous). `between` are the stages whose matrix products stand between the two: nothing else hides
-    it. `is_further_round`: see above.
+    `role` comes from `role_of`. Each run sends `node_bytes` to other devices of the node and `cross_bytes` to other
+    nodes; `times` counts runs in a step. `started` and `done` are indices in the schedule of `computation` (equal
+    where it is synchronous). `between` names the stages whose matrix products stand between the two: nothing else hides
+    it. `is_overflow_round`: see above.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Collective:
     node_bytes: int
     cross_bytes: int
     times: int
-    is_further_round: bool
+    is_overflow_round: bool
     computation: str
     started: int
     done: int
@@ -55,7 +55,7 @@ class Collective:
     @property
     def step_bytes(self) -> int:
         """Bytes that leave the device in a step."""
-        return 0 if self.is_further_round else self.times * (self.node_bytes + self.cross_bytes)
+        return 0 if self.is_overflow_round else self.times * (self.node_bytes + self.cross_bytes)
 
 
 def collectives(module: hlo.Module, devices_per_node: int) -> tuple[Collective, ...]:
@@ -64,16 +64,16 @@ def collectives(module: hlo.Module, devices_per_node: int) -> tuple[Collective, 
 
 
 def _walk(
-    module: hlo.Module, computation: hlo.Computation, times: int, further: bool, per_node: int
+    module: hlo.Module, computation: hlo.Computation, times: int, overflow: bool, per_node: int
 ) -> Iterator[Collective]:
-    for place, instruction in enumerate(computation.instructions):
+    for index, instruction in enumerate(computation.instructions):
         if (core := core_of(module, instruction)) is not None:
-            yield _collective(module, computation, place, core, times, further, per_node)
+            yield _collective(module, computation, index, core, times, overflow, per_node)
         elif instruction.opcode in ("while", "call", "conditional", "fusion", "async-start"):
-            inner_further = further or (instruction.opcode == "while" and instruction.trips is None)
+            inner_overflow = overflow or (instruction.opcode == "while" and instruction.trips is None)
             for name in instruction.called:
                 inner = module[name]
-                yield from _walk(module, inner, times * (instruction.trips or 1), inner_further, per_node)
+                yield from _walk(module, inner, times * (instruction.trips or 1), inner_overflow, per_node)
 
 
 def core_of(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction | None:
@@ -89,20 +89,20 @@ def core_of(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction
 def _collective(
     module: hlo.Module,
     computation: hlo.Computation,
-    place: int,
+    index: int,
     core: hlo.Instruction,
     times: int,
-    further: bool,
+    overflow: bool,
     per_node: int,
 ) -> Collective:
-    instruction = computation.instructions[place]
+    instruction = computation.instructions[index]
     kind = core.opcode.removesuffix("-start")
     group = first_group(core, module.num_partitions)
     sent = _sent_bytes(kind, _operand_bytes(module, computation, instruction, core), len(group))
     others = len(group) - 1
     outside = sum(device // per_node != group[0] // per_node for device in group)
     cross = round(sent * outside / others) if others else 0
-    done = done_of(computation, place)
+    done = done_of(computation, index)
     return Collective(
         name=instruction.name,
         kind=kind,
@@ -113,11 +113,11 @@ def _collective(
         node_bytes=sent - cross,
         cross_bytes=cross,
         times=times,
-        is_further_round=further,
+        is_overflow_round=overflow,
         computation=computation.name,
-        started=place,
+        started=index,
         done=done,
-        between=_between(module, computation, place, done),
+        between=_between(module, computation, index, done),
     )
 
 
@@ -140,13 +140,13 @@ def _sent_bytes(kind: str, operand: int, group: int) -> int:
     return (2 if kind == "all-reduce" else 1) * operand * (group - 1) // group
 
 
-def done_of(computation: hlo.Computation, place: int) -> int:
-    """Place of the instruction that waits for the one at `place`; itself where it is synchronous."""
-    instruction = computation.instructions[place]
+def done_of(computation: hlo.Computation, index: int) -> int:
+    """Index of the instruction that waits for the one at `index`; itself where it is synchronous."""
+    instruction = computation.instructions[index]
     if not instruction.opcode.endswith("-start"):
-        return place
+        return index
     wanted = instruction.opcode.removesuffix("-start") + "-done"
-    rest = enumerate(computation.instructions[place + 1 :], place + 1)
+    rest = enumerate(computation.instructions[index + 1 :], index + 1)
     found = (n for n, i in rest if i.opcode == wanted and instruction.name in i.operands)
     if (done := next(found, None)) is None:
         raise hlo.HloError(f"{instruction.name} is never waited for")
@@ -171,7 +171,7 @@ def is_matrix_work(module: hlo.Module, instruction: hlo.Instruction) -> bool:
 
 
 def role_of(instruction: hlo.Instruction) -> str:
-    """What a collective is for: dispatch, combine, or the stage whose sum it completes."""
+    """Purpose of a collective: dispatch, combine, or the stage whose sum it completes."""
     roles = (scope for scope in reversed(instruction.scopes) if scope in _ROLES)
     return next(roles, label_of(instruction) or "other")
 
@@ -202,7 +202,7 @@ def _mesh_group(mesh: str, axes: str) -> tuple[int, ...]:
     chosen = re.findall(r"'(\w+)'", axes)
     strides = dict(zip(sizes, _strides(list(sizes.values())), strict=True))
     steps = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in chosen]
-    return tuple(sorted(sum(places) for places in itertools.product(*steps)))
+    return tuple(sorted(sum(offsets) for offsets in itertools.product(*steps)))
 
 
 def _iota_group(size: int, dims: str, order: str | None) -> tuple[int, ...]:
@@ -210,7 +210,7 @@ def _iota_group(size: int, dims: str, order: str | None) -> tuple[int, ...]:
     axes = [int(n) for n in order.split(",")] if order else list(range(len(shape)))
     strides = _strides(shape)
     steps = [range(0, shape[axis] * strides[axis], strides[axis]) for axis in axes]
-    return tuple(itertools.islice((sum(places) for places in itertools.product(*steps)), size))
+    return tuple(itertools.islice((sum(offsets) for offsets in itertools.product(*steps)), size))
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
@@ -218,6 +218,6 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _result(shape: str) -> str:
-    """The result's part of the shape of a start, `((operands), results, ...)`."""
+    """The result in the shape of a start, `((operands), results, ...)`."""
     arrays = re.findall(r"[a-z]\w*\[[\d,]*\]", shape)
     return arrays[-1] if arrays else shape

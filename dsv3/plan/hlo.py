@@ -1,7 +1,7 @@
 """Reads the text of a compiled, scheduled HLO module: computations, instructions in order, loops and their trips.
 
-Only what planning needs is understood. The form is that of `jax.stages.Compiled.as_text()`; XLA promises no stability,
-so what is not understood raises `HloError` instead of being skipped.
+The reader understands what planning needs of `jax.stages.Compiled.as_text()`. XLA promises no stability, so anything
+else raises `HloError` instead of being skipped.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Bytes a device: weights by group and cache are computed from shapes, working memory comes from the compiler."""
+"""Bytes per device: weights by group and cache are computed from shapes, working memory comes from the compiler."""
 
 import dataclasses
 import math
@@ -9,7 +9,8 @@ import jax
 
 from dsv3.cache.layout import token_bytes
 from dsv3.checkpoint.layout import leaf_path
-from dsv3.plan.programs import CACHE_DTYPE, Compiled, Planned, cache_tokens
+from dsv3.engine.jobs.sample import adjust_shapes
+from dsv3.plan.programs import Compiled, Planned, cache_tokens
 
 _GROUPS = {
     "routed experts": ("moe.moe.gate_up", "moe.moe.down"),
@@ -25,9 +26,9 @@ _REST = "router, norms, expert map"
 class Memory:
     """Bytes of one device.
 
-    Computed: `weights` by group, `token` bytes of cache, `state` of the decode slots and the adjust state (which exists
-    once a request asks for penalties). Measured by compiling, None before: `working`, the largest step's temporaries
-    and results.
+    Computed from shapes: `weights` by group, bytes of cache per `token`, `state` of the decode slots and the adjust
+    state (which exists once a request asks for penalties). Known after compiling, None before: `working`, the
+    temporaries and results of the largest step.
     """
 
     weights: dict[str, int]
@@ -64,13 +65,13 @@ class Memory:
 
 
 def memory_of(planned: Planned, steps: Sequence[Compiled] = ()) -> Memory:
-    """What a device holds; `steps` are the compiled ones, of which one runs at a time."""
-    programs = planned.programs
+    """The memory of one device; of the compiled `steps` one runs at a time."""
+    layout = planned.layout
     return Memory(
         weights=weight_groups(planned.params),
-        token=token_bytes(planned.model, CACHE_DTYPE),
+        token=token_bytes(planned.model, planned.deployment.kv_cache_dtype),
         cache_tokens=cache_tokens(planned.deployment),
-        state=local_bytes((programs.state, programs.adjust)),
+        state=local_bytes((layout.state, adjust_shapes(layout))),
         working=max((step.temporaries + step.results for step in steps), default=None),
         budget=planned.deployment.memory_budget,
     )
@@ -91,13 +92,3 @@ def local_bytes(tree: Any) -> int:
     """Bytes that one device holds of a tree of `ShapeDtypeStruct`s with shardings."""
     shapes = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree))
     return sum(math.prod(shape) * itemsize for shape, itemsize in shapes)
-
-
-def compiler_disagrees(planned: Planned, memory: Memory, step: Compiled) -> int:
-    """Bytes by which XLA's count of a step's arguments differs from the computed one (batch and padding: little).
-
-    The adjust state is no argument of a forward step.
-    """
-    pages = memory.cache
-    computed = sum(memory.weights.values()) + pages + local_bytes(planned.programs.state)
-    return step.arguments - computed

@@ -6,14 +6,14 @@ from typing import Any
 from dsv3.plan.plan import Plan, StepPlan
 from dsv3.plan.timeline import LANES, Block, name_of
 
-_COLOURS = ("#e9a23b", "#5b8fd1")  # of the micro-batches
+_COLORS = ("#e9a23b", "#5b8fd1")  # of the micro-batches
 _NEITHER = "#c4c4c4"
 _NARROW, _NO_TEXT = 0.06, 0.012
-"""Shares of the layer's time below which a bar's text is turned, and left out."""
+"""Shares of the layer's time: below the first a bar's text is turned, below the second it is left out."""
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Writes a PNG with one panel a step. Raises ModuleNotFoundError without matplotlib (the `plots` extra)."""
+    """Writes a PNG with one panel per step. Raises ModuleNotFoundError without matplotlib (the `plots` extra)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -35,8 +35,8 @@ def _panel(axes: Any, plan: Plan, step: StepPlan) -> None:
     axes.set_xlabel("microseconds (estimated durations, compiled order)")
     batches = "two micro-batches" if line.micro_batches == 2 else "one batch"
     axes.set_title(
-        f"{plan.model_name}, {deployment.name}: one MoE layer of a {step.phase} step, {step.tokens:,} tokens a rank in "
-        f"{batches}, {deployment.devices} {deployment.device.name}",
+        f"{plan.model_name}, {deployment.name}: one MoE layer of a {step.phase} step, {step.tokens:,} tokens per rank "
+        f"in {batches}, {deployment.devices} {deployment.device.name}",
         fontsize=10,
         loc="left",
     )
@@ -45,8 +45,8 @@ def _panel(axes: Any, plan: Plan, step: StepPlan) -> None:
 def _bar(axes: Any, block: Block, whole: float) -> None:
     start, width = block.start * 1e6, (block.end - block.start) * 1e6
     lane = LANES.index(block.lane)
-    colour = _NEITHER if block.micro_batch is None else _COLOURS[block.micro_batch % len(_COLOURS)]
-    axes.barh(lane, width, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.8)
+    color = _NEITHER if block.micro_batch is None else _COLORS[block.micro_batch % len(_COLORS)]
+    axes.barh(lane, width, left=start, height=0.86, color=color, edgecolor="white", linewidth=0.8)
     share = (block.end - block.start) / whole
     if share > _NO_TEXT:
         text = name_of(block).replace("_expert", "")

@@ -14,27 +14,30 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsv3.cache.page import pages_for
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config import ModelConfig
+from dsv3.engine.assemble.expert_map import first_expert_map
+from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.expert_map import first_expert_map
-from dsv3.engine.parallel import SpreadParams, expert_parallel_functions
-from dsv3.engine.programs import Key, Programs
-from dsv3.engine.step_bodies import StepFunctions, model_functions
+from dsv3.engine.device.executor import lay_out as lay_out_engine
+from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.programs import Key, Programs
+from dsv3.engine.functions import StepFunctions, model_functions
+from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.parts import Parts
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
 from dsv3.plan.deployment import Deployment, DeploymentError
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from sharding.placement import Placement
-from sharding.rules import rank_mesh
+from sharding.experts.placement import Placement
+from sharding.mesh import rank_mesh
 
-CACHE_DTYPE = jnp.bfloat16
 _PREFILL_SLOTS = 64  # requests that a prefill instance holds at once
 Phase = Literal["prefill", "decode"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One compiled step: bytes a device as XLA's buffer assignment has them, and the text of the scheduled program.
+    """One compiled step: bytes per device from XLA's buffer assignment, and the text of the scheduled program.
 
     `arguments` are weights, pages and state; `results` only those that are not donated arguments; `temporaries` live
     within the step.
@@ -61,9 +64,19 @@ class Planned:
     params: Any
 
     @property
+    def layout(self) -> Layout:
+        """Shapes of everything on the devices."""
+        return self._laid_out[0]
+
+    @property
     def programs(self) -> Programs:
         """The engine's table of programs, of which none is compiled yet."""
-        return Programs(self.functions, self.model, self.engine, self.mesh, self.params, CACHE_DTYPE)
+        return self._laid_out[1]
+
+    @property
+    def _laid_out(self) -> tuple[Layout, Programs]:
+        parts = Parts(self.functions, self.params, self.model, self.engine, self.mesh)
+        return lay_out_engine(parts, JOB_KINDS)
 
 
 def lay_out(model: ModelConfig, deployment: Deployment) -> Planned:
@@ -119,14 +132,15 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
         max_num_batched_tokens=deployment.prefill_tokens or 64,
         num_ranks=deployment.ranks,
         num_nodes=deployment.nodes,
-        cache_dtype=jnp.dtype(CACHE_DTYPE).name,
+        tensor_parallel_size=deployment.tensor_parallel,
+        cache_dtype=deployment.kv_cache_dtype,
     )
 
 
 def cache_tokens(deployment: Deployment) -> int:
-    """Tokens that a rank's cache must hold, in whole pages a request.
+    """Tokens that a rank's cache must hold, in whole pages per request.
 
-    Decode: all requests at their mean length. Prefill: the prompts that one step works on, and what they found cached.
+    Decode needs all requests at their mean length, prefill the prompts of one step and the part of them found cached.
     """
     request = pages_for(deployment.context_length) * 64
     fresh = max(1.0, deployment.context_length * (1 - deployment.prefix_hit_rate))
@@ -136,10 +150,10 @@ def cache_tokens(deployment: Deployment) -> int:
 
 def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
     """Shapes of the parameters as the step functions take them: FP8 where the checkpoint is, else bfloat16."""
-    slots = deployment.redundant_experts
+    redundant = deployment.redundant_experts
 
     def leaf(spec: ParamSpec) -> Any:
-        shape = tuple(n + slots * (axis == "experts") for n, axis in zip(spec.shape, spec.axes, strict=True))
+        shape = tuple(n + redundant * (axis == "experts") for n, axis in zip(spec.shape, spec.axes, strict=True))
         if spec.quantizable and model.fp8 is not None:
             scale = jax.ShapeDtypeStruct(scale_shape(shape), jnp.float32)
             return Fp8Weight(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scale)
@@ -150,7 +164,7 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
         return params
     params = jax.eval_shape(lambda p: arrange(p, model, deployment.tensor_parallel), params)
     L, E = model.num_moe_layers, model.n_routed_experts
-    placement = Placement(_integers(L, E, slots + 1), _integers(L, E))
+    placement = Placement(_integers(L, E, redundant + 1), _integers(L, E))
     return SpreadParams(params, placement)
 
 

@@ -83,10 +83,10 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _collective_table(step: StepPlan) -> Table:
-    rounds = sum(c.is_further_round for c in step.collectives)
-    title = f"Collectives of a {step.phase} step of {step.tokens:,} tokens a rank ({rounds} more in further rounds)"
+    rounds = sum(c.is_overflow_round for c in step.collectives)
+    title = f"Collectives of a {step.phase} step of {step.tokens:,} tokens per rank ({rounds} more in overflow rounds)"
     table = _table(title, "what", "devices", "times", "MB in node", "MB between", "behind")
-    counted = [c for c in step.collectives if not c.is_further_round]
+    counted = [c for c in step.collectives if not c.is_overflow_round]
     for what, group in _grouped(counted).items():
         inside, between = (
             sum(c.times * getattr(c, name) for c in group) / 1e6 for name in ("node_bytes", "cross_bytes")
@@ -129,14 +129,14 @@ def _estimate_table(plan: Plan, step: StepPlan) -> Table:
     table = _table("Estimate (a model, not a measurement)", "", "")
     for name, seconds in step.stages.items():
         if seconds:
-            of = "a step" if name == "head" else "a layer and micro-batch"
-            table.add_row(f"{name}, {of}", f"{seconds * 1e6:,.0f} us")
+            per = "step" if name == "head" else "layer and micro-batch"
+            table.add_row(f"{name}, per {per}", f"{seconds * 1e6:,.0f} us")
     for role, seconds in line.exposed.items():
-        table.add_row(f"waiting for {role}, a step", f"{seconds * 1e3:.1f} ms")
-    table.add_row("host, a step", f"{HOST_S * 1e3:.1f} ms")
+        table.add_row(f"waiting for {role}, per step", f"{seconds * 1e3:.1f} ms")
+    table.add_row("host, per step", f"{HOST_S * 1e3:.1f} ms")
     table.add_row("step", f"{step.seconds * 1e3:.1f} ms", style="bold")
-    table.add_row("tokens/s a GPU", f"{step.tokens_per_device:,.0f}", style="bold")
-    table.add_row("tokens/s a node", f"{step.tokens_per_device * deployment.gpus_per_node:,.0f}", style="bold")
+    table.add_row("tokens/s per GPU", f"{step.tokens_per_device:,.0f}", style="bold")
+    table.add_row("tokens/s per node", f"{step.tokens_per_device * deployment.gpus_per_node:,.0f}", style="bold")
     if step.floor is not None:
         table.add_row("roofline at peak rates, all hidden: step", f"{step.floor.step * 1e3:.1f} ms")
     return table

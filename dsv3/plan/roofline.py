@@ -1,23 +1,25 @@
 """How long a step could take: a stated model of a device's rates, and what it says of a deployment. An estimate.
 
-Two forms. `floor_decode` is the bare roofline: peak rates, perfect overlap. `Rates` and `stages` are the calibrated
-one, with the rates that DeepSeek's kernels reach on an H800 (FlashMLA, DeepGEMM, DeepEP; other devices are scaled by
-their peaks) and a fixed time a kernel. Known errors are in `KNOWN_ERRORS`, and tests recompute them.
+There are two models. `floor_decode` is the bare roofline: peak rates, perfect overlap. `decode_stages` and
+`prefill_stages` are calibrated: they use the rates that DeepSeek's kernels reach on an H800 (FlashMLA, DeepGEMM,
+DeepEP; other devices are scaled by their peaks) and a fixed time per kernel. Known errors are in `KNOWN_ERRORS`, and
+tests recompute them.
 
-A stage is one micro-batch's part of one layer, under the names of `dsv3.plan.collectives.LABELS`; what is called
-"attention" there is the core, the output projection and what stands between them.
+A stage is one micro-batch's part of one layer, under the names of `dsv3.plan.collectives.LABELS`. The stage "attention"
+is the core, the output projection and what stands between them.
 """
 
 import dataclasses
 
+from dsv3.cache.layout import row_bytes
 from dsv3.config import ModelConfig
 from dsv3.plan.deployment import Device
 
 KNOWN_ERRORS = (
-    "decode, DeepSeek's profile (EP128, 128 tokens a micro-batch, 4K): 61 layers -3 %",
-    "decode, DeepSeek's profile (64 tokens a micro-batch, 18.6k tokens/s a node): +1 %",
-    "decode, DeepSeek's fleet (14.8k tokens/s a node): 0 %: one constant (32 us of small kernels) is fitted to it",
-    "prefill, DeepSeek's profile (62.7k tokens/s a node): +12 %; its fleet reached half (32.2k computed tokens/s)",
+    "decode, DeepSeek's profile (EP128, 128 tokens per micro-batch, 4K): 61 layers -3 %",
+    "decode, DeepSeek's profile (64 tokens per micro-batch, 18.6k tokens/s per node): +1 %",
+    "decode, DeepSeek's fleet (14.8k tokens/s per node): 0 %: one constant (32 us of small kernels) is fitted to it",
+    "prefill, DeepSeek's profile (62.7k tokens/s per node): +12 %; its fleet reached half (32.2k computed tokens/s)",
 )
 
 # Shares of a device's peak, from published measurements on an H800 (3.35 TB/s, 1979 and 989 TFLOP/s, 160 and 50 GB/s).
@@ -43,7 +45,7 @@ HOST_S = 1.5e-3
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates a second that a device reaches: bytes for memory and links, operations for products."""
+    """Rates per second that a device reaches: bytes for memory and links, operations for products."""
 
     dense_bandwidth: float
     dense_flops: float
@@ -96,7 +98,7 @@ class Sizes:
 
 
 def sizes_of(model: ModelConfig) -> Sizes:
-    """187.1M attention weights a layer and 44.04M an expert for DeepSeek-V3."""
+    """187.1M attention weights per layer and 44.04M per expert for DeepSeek-V3."""
     D, H, Q = model.hidden_size, model.num_attention_heads, model.q_lora_rank
     queries = H * model.qk_head_dim
     expert = 3 * D * model.moe_intermediate_size
@@ -129,7 +131,12 @@ class DecodeFloor:
 
 
 def floor_decode(
-    model: ModelConfig, device: Device, requests: int, context: int, experts_per_device: int
+    model: ModelConfig,
+    device: Device,
+    requests: int,
+    context: int,
+    experts_per_device: int,
+    cache_dtype: str = "bfloat16",
 ) -> DecodeFloor:
     """The bare roofline of one device that decodes `requests` with `context` tokens each.
 
@@ -144,16 +151,11 @@ def floor_decode(
     row = sum(wire_rows(model))
     return DecodeFloor(
         weights=read / device.hbm_bytes_per_second,
-        cache=requests * context * cache_row(model) * L / device.hbm_bytes_per_second,
+        cache=requests * context * row_bytes(model, cache_dtype) * L / device.hbm_bytes_per_second,
         core=L * requests * context * core_operations(model) / device.bf16_flops,
         products=done / (device.fp8_flops if model.fp8 else device.bf16_flops) + head / device.bf16_flops,
         wire=moe * model.num_experts_per_tok * requests * row / device.cross_link,
     )
-
-
-def cache_row(model: ModelConfig) -> int:
-    """Bytes of a token's latent in one layer, bf16: 1,152 for DeepSeek-V3."""
-    return 2 * model.latent_dim
 
 
 def core_operations(model: ModelConfig) -> int:
@@ -168,7 +170,7 @@ def wire_rows(model: ModelConfig) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class MicroBatch:
     """One micro-batch of a rank: `tokens`, their mean number of `keys`, and the `experts` on each device.
 
     `split` devices share the heads of these tokens, the widths of their MLPs, and their routed experts' rows.
@@ -178,21 +180,22 @@ class Load:
     keys: float
     experts: int
     split: int = 1
+    cache_dtype: str = "bfloat16"
 
 
-def decode_stages(model: ModelConfig, rates: Rates, load: Load) -> dict[str, float]:
+def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[str, float]:
     """Seconds of each stage of one layer for a decode micro-batch."""
-    sizes, b, n = sizes_of(model), load.tokens, load.split
+    sizes, b, n = sizes_of(model), batch.tokens, batch.split
     item = 1 if model.fp8 else 2
 
     def dense(elements: int, itemsize: int = item, split: int = n) -> float:
         work = 2 * b * elements / rates.dense_flops
         return max(elements * itemsize / rates.dense_bandwidth, work) / split + _KERNEL_S
 
-    core = b * load.keys * core_operations(model) / n / rates.decode_core_flops
-    cache = b * load.keys * cache_row(model) / rates.hbm
+    core = b * batch.keys * core_operations(model) / n / rates.decode_core_flops
+    cache = b * batch.keys * row_bytes(model, batch.cache_dtype) / rates.hbm
     rows = b * model.num_experts_per_tok / n  # even load: what leaves a device also arrives
-    routed = load.experts * sizes.expert * item / rates.grouped_bandwidth
+    routed = batch.experts * sizes.expert * item / rates.grouped_bandwidth
     work = 2 * rows * sizes.expert / rates.grouped_flops
     return {
         "project": dense(sizes.down, split=1) + (dense(sizes.query) if sizes.query else 0) + 4 * _KERNEL_S,
@@ -205,15 +208,15 @@ def decode_stages(model: ModelConfig, rates: Rates, load: Load) -> dict[str, flo
     }
 
 
-def prefill_stages(model: ModelConfig, rates: Rates, load: Load) -> dict[str, float]:
+def prefill_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[str, float]:
     """Seconds of each stage of one layer for a prefill micro-batch; compute-bound, so proportional to the tokens."""
-    sizes, n = sizes_of(model), load.split
+    sizes, n = sizes_of(model), batch.split
 
     def seconds(elements: float) -> float:
-        return _PREFILL_OVERHEAD * 2 * load.tokens * elements / rates.prefill_flops
+        return _PREFILL_OVERHEAD * 2 * batch.tokens * elements / rates.prefill_flops
 
-    keys = 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim) * load.keys
-    core = _PREFILL_OVERHEAD * load.tokens * keys / rates.prefill_core_flops / n
+    keys = 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim) * batch.keys
+    core = _PREFILL_OVERHEAD * batch.tokens * keys / rates.prefill_core_flops / n
     return {
         "project": seconds(sizes.down + sizes.query / n),
         "attention": core + seconds((sizes.key_value + sizes.out) / n),
@@ -223,16 +226,3 @@ def prefill_stages(model: ModelConfig, rates: Rates, load: Load) -> dict[str, fl
         "mlp": seconds(sizes.dense / n),
         "head": 0.0,
     }
-
-
-def five_stage_layer(stages: dict[str, float], dispatch: float, combine: float) -> float:
-    """Seconds of one decode layer of two micro-batches in the published pipeline."""
-    attention = stages["attention"] + stages["router"]
-    half = max(stages["shared_expert"] + stages["project"], dispatch) + stages["experts"] + max(attention, combine)
-    return 2 * (half + 2 * HOOK_S)
-
-
-def low_latency_transfers(model: ModelConfig, rates: Rates, tokens: int) -> tuple[float, float]:
-    """Seconds of DeepEP's low-latency dispatch and combine of `tokens`, which send a row for each chosen expert."""
-    dispatch, combine = (tokens * model.num_experts_per_tok * row for row in wire_rows(model))
-    return TRANSFER_S + dispatch / rates.dispatch_link, TRANSFER_S + combine / rates.combine_link

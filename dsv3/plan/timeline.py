@@ -1,8 +1,8 @@
-"""The schedule of a compiled step played through with estimated durations: what waits for what, and for how long.
+"""Plays the schedule of a compiled step with estimated durations: what waits for what, and for how long.
 
 The order is the compiled program's own; only durations are estimates (`dsv3.plan.roofline`). One compute lane runs the
 instructions in their order; a collective starts when its start is reached and occupies the links it uses; its done
-waits. A stage's time is shared out evenly over its matrix products; everything else is part of these.
+waits. The time of a stage is divided evenly over its matrix products; everything else is part of these.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ def name_of(block: Block) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A step played through: its seconds, those of one MoE layer and its blocks, and what is waited for.
+    """A step played through: its seconds, those of one MoE layer and its blocks, and the waits.
 
-    `exposed` are seconds a step that the device waits, by role of the collective. `micro_batches` interleave in a
+    `exposed` are seconds per step that the device waits, by role of the collective. `micro_batches` interleave in a
     layer.
     """
 
@@ -96,8 +96,8 @@ class Player:
 
     def _run(self, computation: hlo.Computation) -> _Clock:
         clock = _Clock()
-        for place, instruction in enumerate(computation.instructions):
-            if (collective := self._collectives.get((computation.name, place))) is not None:
+        for index, instruction in enumerate(computation.instructions):
+            if (collective := self._collectives.get((computation.name, index))) is not None:
                 self._start(clock, collective)
             elif instruction.opcode.endswith("-done"):
                 self._finish(clock, instruction)

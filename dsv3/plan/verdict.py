@@ -64,10 +64,10 @@ def _smaller_batch(memory: Memory, deployment: Deployment) -> str | None:
 def nodes_that_fit(memory: Memory, deployment: Deployment, num_experts: int) -> tuple[int, int] | None:
     """The fewest nodes, and the fewest redundant experts that divide over them, with which everything would fit."""
     routed = memory.weights["routed experts"]
-    slot = routed * deployment.devices // (num_experts + deployment.redundant_experts)
+    replica = routed * deployment.devices // (num_experts + deployment.redundant_experts)
     rest = memory.needed - routed
     for nodes in range(1, _MOST_NODES + 1):
-        slots = -(-num_experts // (nodes * deployment.gpus_per_node))
-        if rest + slots * slot <= memory.budget:
-            return nodes, slots * nodes * deployment.gpus_per_node - num_experts
+        per_device = -(-num_experts // (nodes * deployment.gpus_per_node))
+        if rest + per_device * replica <= memory.budget:
+            return nodes, per_device * nodes * deployment.gpus_per_node - num_experts
     return None

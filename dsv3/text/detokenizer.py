@@ -1,4 +1,4 @@
-"""From token ids to text: incremental UTF-8."""
+"""Turns token ids into text: incremental UTF-8."""
 
 import codecs
 

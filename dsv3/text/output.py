@@ -1,4 +1,4 @@
-"""From sampled token ids to what a user sees: the pipeline that every front end uses.
+"""Turns sampled token ids into what a user sees: the pipeline that every front end uses.
 
 token ids -> text (`detokenizer`) -> stop strings (`stop`) -> the parsers of `parsers` -> pieces
 """

@@ -1,1 +1,1 @@
-"""Training of a small DeepSeek-V3-architecture model on the text of Python's standard library."""
+"""Trains a small model of DeepSeek-V3's architecture on the text of Python's standard library."""

@@ -1,4 +1,4 @@
-"""Questions and answers about Python, derived from the documentation strings of the corpus, and a few made by hand."""
+"""Questions and answers about Python: most come from the corpus's docstrings, a few are made by hand."""
 
 import ast
 import hashlib
@@ -12,7 +12,7 @@ from dsv3.training.corpus import Document, is_held_out
 Pair = tuple[str, str]
 
 MAX_ANSWER = 420
-"""Longest answer in characters; a longer first paragraph ends at a sentence."""
+"""Longest answer in characters. A longer first paragraph is cut at the end of a sentence."""
 MAX_SOURCE_LINES = 14
 SKIPPED_PACKAGES = ("idlelib", "lib2to3", "turtledemo", "pydoc_data", "tkinter", "encodings")
 EXTENSION_MODULES = ("builtins", "math", "cmath", "itertools", "time", "gc", "marshal", "errno", "binascii", "array")
@@ -56,11 +56,11 @@ HAND_MADE: tuple[tuple[tuple[str, ...], str], ...] = (
      "```python\ntry:\n    result = compute()\nexcept ValueError as exc:\n    print(exc)\n```"),
 )  # fmt: skip
 HAND_MADE_COPIES = 12
-"""Times each question made by hand appears, so that a few dozen are not lost among thousands."""
+"""Copies of each question made by hand. One copy would be lost among thousands of others."""
 
 
 def chat_pairs(docs: list[Document]) -> list[Pair]:
-    """All pairs in a fixed order: documentation of `docs` (source files), of extension modules, and by hand."""
+    """All pairs in a fixed order: about `docs` (source files), about extension modules, then those made by hand."""
     pairs: list[Pair] = []
     for doc in docs:
         if doc.name.endswith(".py") and _is_public_module(doc.name):
@@ -73,7 +73,7 @@ def chat_pairs(docs: list[Document]) -> list[Pair]:
 
 
 def first_paragraph(doc: str) -> str:
-    """The first paragraph of a docstring as one line, cut at the end of a sentence when longer than `MAX_ANSWER`."""
+    """Returns a docstring's first paragraph as one line, cut to whole sentences where it exceeds `MAX_ANSWER`."""
     paragraph = " ".join(inspect.cleandoc(doc).split("\n\n")[0].split())
     if len(paragraph) <= MAX_ANSWER:
         return paragraph
@@ -126,7 +126,7 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def _extension_pairs(module: str) -> Iterator[Pair]:
-    """Pairs of a module written in C, which has no source file but docstrings; methods of the builtin types too."""
+    """Pairs about a module written in C, from its docstrings and those of its types' methods; it has no source file."""
     members = {f"{module}.{n}": value for n, value in vars(importlib.import_module(module)).items()}
     for name, value in list(members.items()):
         if isinstance(value, type) and not issubclass(value, BaseException):

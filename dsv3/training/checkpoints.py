@@ -1,4 +1,4 @@
-"""Checkpoints of a run, through Orbax: the whole state, and the configuration it belongs to."""
+"""Checkpoints of a training run, written by Orbax: the whole state, and the model it belongs to."""
 
 import dataclasses
 from pathlib import Path
@@ -10,11 +10,11 @@ from dsv3.training.config import TrainingConfig
 from dsv3.training.step import TrainState, initial_state
 
 KEPT = 2
-"""Checkpoints that stay on disk: a kill while one is written leaves the one before."""
+"""Checkpoints that stay on disk. If a kill cuts the newest one off, the other is whole."""
 
 
 class Checkpoints:
-    """The checkpoints of one run below `directory`. Use as a context manager: leaving waits for pending writes."""
+    """The checkpoints of one run below `directory`, a context manager; its end waits for pending writes."""
 
     def __init__(self, directory: Path, config: TrainingConfig):
         self._config = config
@@ -28,11 +28,11 @@ class Checkpoints:
         self._manager.close()
 
     def latest_step(self) -> int | None:
-        """Steps done in the newest checkpoint, None without one."""
+        """Steps done in the newest checkpoint; None if there is no checkpoint."""
         return self._manager.latest_step()
 
     def save(self, state: TrainState) -> None:
-        """Writes `state` under its step; a step that is there already is left alone."""
+        """Writes `state` under its step, unless that step is there already."""
         step = int(state.step)
         if step != self.latest_step():
             parts = ocp.args.Composite(
@@ -41,11 +41,9 @@ class Checkpoints:
             self._manager.save(step, args=parts)
 
     def restore(self) -> TrainState:
-        """The newest state, bit for bit.
+        """Returns the newest state, bit for bit.
 
-        Raises:
-          FileNotFoundError: there is no checkpoint.
-          ValueError: it belongs to another model.
+        Raises FileNotFoundError if there is no checkpoint, ValueError if it belongs to another model.
         """
         step = self.latest_step()
         if step is None:

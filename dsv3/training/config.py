@@ -1,4 +1,4 @@
-"""What a training run is: the settings of data, optimiser, schedule and reporting as one frozen dataclass."""
+"""The settings of a training run (data, optimiser, learning rate, reports) as one frozen dataclass."""
 
 import dataclasses
 from typing import Literal
@@ -8,12 +8,14 @@ from dsv3.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """Settings of one run; all lengths are in tokens, all intervals in optimiser steps.
+    """Settings of one run. Lengths are in tokens, intervals in training steps.
 
-    A run is `steps` steps of `batch_size` rows of `sequence_length` tokens. In the last `chat_steps` of them
-    `chat_fraction` of the rows are conversations, the rest stays plain text. The learning rate rises linearly over
-    `warmup_steps`, then follows a cosine down to `final_rate_fraction` of its peak. `mtp_weight` is lambda of the
-    DeepSeek-V3 report (2.2), `router_bias_rate` its gamma (2.1.2).
+    A run has `steps` training steps. Each takes `batch_size` rows of `sequence_length` tokens. In the last `chat_steps`
+    steps, `chat_fraction` of the rows are conversations; the others stay plain text. The learning rate rises linearly
+    over `warmup_steps`, then follows a cosine down to `final_rate_fraction` of its peak. `mtp_weight` is lambda of the
+    DeepSeek-V3 report (2.2), `router_bias_rate` is its gamma (2.1.2).
+
+    Raises ValueError if the model has no bias-corrected routed experts, or if the parts of the run exceed `steps`.
     """
 
     model: ModelConfig

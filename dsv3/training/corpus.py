@@ -1,7 +1,7 @@
-"""The training text: Python's own standard library as it lies on the machine, and its documentation strings.
+"""The training text: the sources of Python's standard library on this machine, and the language reference of `pydoc`.
 
-Nothing is downloaded. A document is one source file, or one topic of the language reference that `pydoc` carries.
-Whether a document is held out depends on the hash of its name alone, so the split is the same on every machine.
+Nothing is downloaded. A document is one source file, or one topic of the reference. The hash of a document's name
+decides whether it is held out, so the split is the same on every machine.
 """
 
 import ast
@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 
 SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-# Character tables, and files written by the build of the interpreter: they hold paths of the build machine.
+# Character tables, and files that the interpreter's build writes: they hold paths of the build machine.
 SKIPPED_PREFIXES = ("encodings/", "config-", "_sysconfigdata", "lib-dynload/")
 TOPICS = "pydoc_data/topics.py"
 HELD_OUT_PART = 0.025
@@ -19,19 +19,19 @@ HELD_OUT_PART = 0.025
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text and the name that decides which part of the split it belongs to."""
+    """A text, and the name that decides whether it is held out."""
 
     name: str
     text: str
 
 
 def standard_library() -> Path:
-    """Directory of the running interpreter's standard library."""
+    """Directory of this interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the document `name` is kept for validation (a fixed 2.5 % of all names)."""
+    """Whether document `name` is held out for validation, as 2.5 % of all names are."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_PART
 
@@ -47,7 +47,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def documents(root: Path) -> list[Document]:
-    """Every document of the corpus below `root`, in a fixed order; empty files are left out."""
+    """All documents below `root` in a fixed order, without empty files."""
     found: list[Document] = []
     for path in source_files(root):
         name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8", errors="replace")
@@ -58,15 +58,15 @@ def documents(root: Path) -> list[Document]:
     return found
 
 
-def split(docs: list[Document]) -> tuple[list[Document], list[Document]]:
-    """(training, held-out) documents; no document is in both."""
+def split_documents(docs: list[Document]) -> tuple[list[Document], list[Document]]:
+    """Returns the training documents and the held-out ones."""
     train = [d for d in docs if not is_held_out(d.name)]
     held_out = [d for d in docs if is_held_out(d.name)]
     return train, held_out
 
 
 def _topics(source: str) -> list[Document]:
-    """The language reference's sections, from the dictionary literal that `pydoc_data.topics` assigns."""
+    """Sections of the language reference, from the dictionary that `pydoc_data.topics` assigns."""
     assignment = next(node for node in ast.parse(source).body if isinstance(node, ast.Assign))
     topics = ast.literal_eval(assignment.value)
     return [Document(f"topics/{name}", text) for name, text in sorted(topics.items())]

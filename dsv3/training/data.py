@@ -1,7 +1,7 @@
-"""From documents to batches: token arrays on disk, and for every step the rows it trains on.
+"""Turns documents into token arrays on disk, and those into the rows of each training step.
 
-The batch of a step is a function of the step and the configuration alone, so a resumed run sees exactly the data of
-one that was never stopped, and there is no position to save.
+A step's batch depends on the step's number and the configuration alone. So a resumed run sees the data of a run that
+was never stopped, and no position in the data has to be saved.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from dsv3.training.config import TrainingConfig
 from dsv3.training.tokenizer import BOS_ID, EOS_ID, PAD_ID, encode_chat, train_tokenizer
 
 PROMPT_END_EVERY = 400
-"""Characters between two places where a document is encoded in two pieces (see `encode_document`), on average."""
+"""Average distance in characters between two cuts of a document (`encode_document`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Token streams `train` and `held_out` `[tokens]`, conversations `chat` `[rows, sequence_length]`, all uint16.
+    """Token streams `train` and `held_out`, [tokens], and conversations `chat`, [rows, sequence_length], all uint16.
 
-    `held_out_bytes` is the length of the held-out text in UTF-8, for bits per byte.
+    `held_out_bytes` is the length of the held-out text in UTF-8. Bits per byte are computed from it.
     """
 
     tokenizer: Tokenizer
@@ -35,7 +35,7 @@ class Data:
 
 
 def prepare(directory: Path, config: TrainingConfig) -> Data:
-    """Opens the token arrays in `directory`, making them (and the tokenizer) from the standard library at first."""
+    """Opens the tokenizer and token arrays in `directory`; the first call makes them from the standard library."""
     if not (directory / "data.json").exists():
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory, config)
@@ -47,7 +47,7 @@ def prepare(directory: Path, config: TrainingConfig) -> Data:
 
 
 def _write(directory: Path, config: TrainingConfig) -> None:
-    train, held_out = corpus.split(corpus.documents(corpus.standard_library()))
+    train, held_out = corpus.split_documents(corpus.documents(corpus.standard_library()))
     tokenizer = train_tokenizer((doc.text for doc in train), config.model.vocab_size)
     tokenizer.save(str(directory / "tokenizer.json"))
     rng = np.random.default_rng(config.seed)
@@ -66,7 +66,7 @@ def _write(directory: Path, config: TrainingConfig) -> None:
 
 
 def encode_documents(tokenizer: Tokenizer, docs: list[corpus.Document], rng: np.random.Generator | None) -> np.ndarray:
-    """One stream of ids, uint16 `[tokens]`: every document followed by eos."""
+    """Returns one stream of ids, uint16 [tokens], in which eos follows every document."""
     stream: list[int] = []
     for doc in docs:
         stream.extend(encode_document(tokenizer, doc.text, rng))
@@ -75,10 +75,10 @@ def encode_documents(tokenizer: Tokenizer, docs: list[corpus.Document], rng: np.
 
 
 def encode_document(tokenizer: Tokenizer, text: str, rng: np.random.Generator | None) -> list[int]:
-    """Ids of `text`; with `rng`, encoded in pieces that end after a blank, the way a user's prompt ends.
+    """Ids of `text`. With `rng` it is encoded in pieces that end after a blank, as users' prompts often do.
 
-    A blank before a word belongs to the word's token. A prompt such as "def " ends in a blank of its own, which a
-    model that never saw one there cannot continue.
+    The tokenizer joins a blank to the word after it. So without the cuts the model would never see a blank as a token
+    of its own, and could not continue a prompt such as "def ".
     """
     blanks = [i + 1 for i in range(len(text) - 1) if text[i] == " " and not text[i + 1].isspace()] if rng else []
     if rng is None or not blanks:
@@ -90,7 +90,7 @@ def encode_document(tokenizer: Tokenizer, text: str, rng: np.random.Generator | 
 
 
 def pack(conversations: list[list[int]], length: int, rng: np.random.Generator) -> np.ndarray:
-    """Shuffles conversations and lays them into rows of `length` ids, padded; none is cut, longer ones are left out."""
+    """Shuffles conversations and packs them into padded rows of `length` ids; longer ones are left out, none is cut."""
     rows: list[list[int]] = [[]]
     for index in rng.permutation(len(conversations)).tolist():
         ids = conversations[index]
@@ -103,7 +103,7 @@ def pack(conversations: list[list[int]], length: int, rng: np.random.Generator) 
 
 
 def batch(data: Data, config: TrainingConfig, step: int) -> np.ndarray:
-    """Rows of step `step`, int32 `[batch_size, sequence_length]`; every row begins with bos."""
+    """Rows of training step `step`, int32 [batch_size, sequence_length]; every row begins with bos."""
     chat_step = step - (config.steps - config.chat_steps)
     chat_rows = round(config.batch_size * config.chat_fraction) if chat_step >= 0 else 0
     first = step * config.batch_size - max(chat_step, 0) * chat_rows
@@ -113,31 +113,31 @@ def batch(data: Data, config: TrainingConfig, step: int) -> np.ndarray:
 
 
 def text_row(stream: np.ndarray, config: TrainingConfig, index: int) -> np.ndarray:
-    """The `index`-th row of an endless series over the stream: each epoch in a new order, cut at another offset.
+    """Row `index` of an endless series of rows [sequence_length]; each epoch has a new order and another offset.
 
-    Documents follow one another in a row, kept apart by eos only, as in the DeepSeek-V3 report (4.1).
+    A row holds consecutive documents that only eos separates, as in the DeepSeek-V3 report (4.1). Raises ValueError if
+    the stream is shorter than one row.
     """
     width = config.sequence_length - 1
     per_epoch = (len(stream) - width) // width
     if per_epoch < 1:
         raise ValueError(f"{len(stream)} tokens are too few for rows of {config.sequence_length}")
-    epoch, place = divmod(index, per_epoch)
+    epoch, within = divmod(index, per_epoch)
     rng = np.random.default_rng((config.seed, epoch))
     offset = rng.integers(width)
-    start = offset + rng.permutation(per_epoch)[place] * width
+    start = offset + rng.permutation(per_epoch)[within] * width
     return np.concatenate([[BOS_ID], stream[start : start + width]])
 
 
 def _chat_row(chat: np.ndarray, config: TrainingConfig, index: int) -> np.ndarray:
-    epoch, place = divmod(index, len(chat))
-    return chat[np.random.default_rng((config.seed, 1, epoch)).permutation(len(chat))[place]]
+    epoch, within = divmod(index, len(chat))
+    return chat[np.random.default_rng((config.seed, 1, epoch)).permutation(len(chat))[within]]
 
 
 def held_out_batches(data: Data, config: TrainingConfig, limit: int | None = None) -> list[np.ndarray]:
-    """The held-out stream in batches of full rows, all of it or `limit` batches spread over it.
+    """Batches of full rows of the held-out stream: all of them, or `limit` batches spread evenly over it.
 
-    Raises:
-      ValueError: it does not fill one batch.
+    Raises ValueError if the stream does not fill one batch.
     """
     width = config.sequence_length - 1
     rows = len(data.held_out) // width

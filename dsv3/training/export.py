@@ -1,4 +1,4 @@
-"""The result of a run as a Hugging Face directory, read by the loader that reads every other checkpoint."""
+"""Writes the result of a run as a Hugging Face directory, which the one loader reads like any other checkpoint."""
 
 import json
 import math
@@ -19,8 +19,7 @@ from dsv3.training.tokenizer import BOS_ID, EOS_ID, tokenizer_config
 def export(directory: Path, state: TrainState, config: TrainingConfig, data: Path) -> None:
     """Writes config.json, model.safetensors (bfloat16, the router float32), tokenizer and generation settings.
 
-    Raises:
-      FileExistsError: `directory` holds anything.
+    Raises FileExistsError if `directory` holds anything.
     """
     save_hf(directory, config.model, compute_copy(state.params, config.model, jnp.bfloat16))
     shutil.copyfile(data / "tokenizer.json", directory / "tokenizer.json")
@@ -30,7 +29,7 @@ def export(directory: Path, state: TrainState, config: TrainingConfig, data: Pat
 
 
 def final_figures(state: TrainState, data: Data, config: TrainingConfig) -> dict[str, Any]:
-    """Losses over the whole held-out text, in nats per token and bits per byte, and the drafts accepted there."""
+    """Losses over all held-out text (nats per token, bits per byte), and the share of MTP drafts accepted there."""
     metrics = mean_metrics(state, held_out_batches(data, config), config)
     tokens_per_byte = len(data.held_out) / data.held_out_bytes
     return metrics | {"bits_per_byte": metrics["loss"] * tokens_per_byte / math.log(2)}

@@ -1,4 +1,4 @@
-"""The training loop: batches in, checkpoints, reports and validation out, and a clean stop on SIGTERM."""
+"""The training loop: it feeds batches to the step, validates, reports, saves, and stops cleanly on SIGTERM."""
 
 import contextlib
 import signal
@@ -19,15 +19,15 @@ from dsv3.training.report import RunLog, read_log
 from dsv3.training.step import TrainState, evaluate, initial_state, train_step
 
 REPORT_EVERY = 10
-"""Steps between lines of the log and changes of the progress line."""
+"""Steps between two lines of the log, and between two updates of the progress line."""
 
 
 def train(config: TrainingConfig, output: Path, *, resume: bool, console: Console) -> TrainState:
-    """Runs training below `output` to `config.steps`, or to SIGTERM; the state reached is then on disk.
+    """Trains in directory `output` until `config.steps` or SIGTERM, saves the state and returns it.
 
     Raises:
       FileExistsError: `output` holds checkpoints and `resume` is false.
-      FileNotFoundError: `resume` is true and there is none.
+      FileNotFoundError: `resume` is true and there is no checkpoint.
       ValueError: the checkpoint belongs to another model.
     """
     if resume and not (output / "checkpoints").is_dir():
@@ -46,7 +46,7 @@ def train(config: TrainingConfig, output: Path, *, resume: bool, console: Consol
 
 
 class _Run:
-    """One pass of the loop; `seconds` is the time spent in training steps, earlier processes of the run included."""
+    """The loop of one process. `seconds` is the time in training steps, with that of the run's earlier processes."""
 
     def __init__(
         self, config: TrainingConfig, data: Data, checkpoints: Checkpoints, log: RunLog, console: Console
@@ -93,14 +93,14 @@ class _Run:
 
 
 def mean_metrics(state: TrainState, batches: list[np.ndarray], config: TrainingConfig) -> dict[str, float]:
-    """Means of `evaluate` over `batches`, which have the same shape."""
+    """Means of `evaluate` over `batches`, which all have one shape."""
     results = [jax.device_get(evaluate(state.params, tokens, config=config)) for tokens in batches]
     return {name: float(np.mean([r[name] for r in results])) for name in results[0]}
 
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[list[int]]:
-    """A list that receives SIGTERM and SIGINT instead of the process; a second one acts as usual."""
+    """Yields a list that collects the first SIGTERM or SIGINT; a second one acts as usual."""
     received: list[int] = []
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 

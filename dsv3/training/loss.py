@@ -1,4 +1,4 @@
-"""What training minimises: cross-entropy of the next token, and of the one after it by the MTP module."""
+"""What training minimises: the cross-entropy of the next token, and the MTP module's for the token after it."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,9 @@ from dsv3.training.tokenizer import PAD_ID
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean over the targets that are no padding, in nats a token, float32 scalar.
+    """Mean over all targets but padding, in nats per token, a float32 scalar; 0 if all are padding.
 
-    Args:
-      logits: `[B, S, W]`, computed on in float32.
-      targets: `[B, S]` int32.
+    `logits` are [B, S, W] and computed on in float32, `targets` [B, S] int32.
     """
     logits = logits.astype(jnp.float32)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -22,14 +20,14 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def main_loss(output: ForwardOutput, tokens: jax.Array) -> jax.Array:
-    """Cross-entropy of token i + 1 given tokens 0 .. i, over a row of `tokens` `[B, S]`."""
+    """Cross-entropy of token i + 1 given tokens 0 to i, for all i; `tokens` is [B, S]."""
     return cross_entropy(output.logits[:, :-1], tokens[:, 1:])
 
 
 def mtp_loss(output: ForwardOutput, tokens: jax.Array) -> jax.Array:
-    """Mean over the MTP modules of their cross-entropies (DeepSeek-V3 report, equations 24 and 25, without lambda).
+    """Mean of the MTP modules' cross-entropies (DeepSeek-V3 report, equations 24 and 25, without lambda).
 
-    Module d (from 0) predicts token i + 2 + d at row i, so its last row has no target.
+    Module d, counted from 0, predicts token i + 2 + d at position i, so its last position has no target.
     """
     depths = enumerate(output.mtp_logits)
     losses = [cross_entropy(logits[:, :-1], tokens[:, depth + 2 :]) for depth, logits in depths]

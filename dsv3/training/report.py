@@ -1,4 +1,4 @@
-"""What a run leaves to read: a JSON line for every report, and a picture of the loss curves."""
+"""What a run leaves to read: a log with a JSON line per report, and a picture of the loss."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RunLog:
-    """Lines of `log.jsonl`, one JSON object each; lines past the step a run resumes from are dropped."""
+    """The log of a run, one JSON object per line; lines after the step that a run resumes from are dropped."""
 
     def __init__(self, path: Path, resume_step: int):
         self._path = path
@@ -21,12 +21,12 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log, none where there is no file."""
+    """The lines of a log; none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def plot_losses(log: Path, picture: Path) -> bool:
-    """Draws training, MTP and validation loss over tokens seen into a PNG; False where matplotlib is not installed."""
+    """Draws training, MTP and validation loss over tokens seen as a PNG; returns False if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""One optimiser step: loss, gradient, AdamW on float32 weights, and the router's bias beside the optimiser."""
+"""One training step: loss, gradient, AdamW on float32 weights, and the router's bias, which AdamW does not move."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import optax
 
 from dsv3.config import ModelConfig
 from dsv3.model.forward import forward
-from dsv3.model.params import Params, declare, initialise
+from dsv3.model.params import Params, declare, initialize
 from dsv3.training.config import TrainingConfig
 from dsv3.training.loss import main_loss, mtp_loss
 
@@ -18,7 +18,7 @@ from dsv3.training.loss import main_loss, mtp_loss
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything a checkpoint holds: float32 parameters, the optimiser's moments, and steps done (int32 scalar)."""
+    """All that a checkpoint holds: float32 parameters, the optimiser's moments, and the steps done (int32 scalar)."""
 
     params: Params
     optimizer: Any
@@ -26,7 +26,7 @@ class TrainState:
 
 
 def learning_rate(config: TrainingConfig) -> optax.Schedule:
-    """Linear warm-up, then a cosine that ends at the last step."""
+    """Schedule of the learning rate: a linear warm-up, then a cosine that ends at the last step."""
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
@@ -37,7 +37,7 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
 
 
 def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
-    """Clipping by the global norm, then AdamW; norms and the router's bias do not decay."""
+    """The optimiser: clipping by the global norm, then AdamW; norms and the router's bias do not decay."""
     decays = jax.tree.map(lambda spec: spec.init == "normal", declare(config.model))
     adamw = optax.adamw(
         learning_rate(config), config.adam_b1, config.adam_b2, weight_decay=config.weight_decay, mask=decays
@@ -47,22 +47,22 @@ def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
 
 def initial_state(config: TrainingConfig) -> TrainState:
     """Random parameters from the run's seed, and no step done."""
-    params = initialise(config.model, jax.random.key(config.seed), jnp.float32, std=config.init_std)
+    params = initialize(config.model, jax.random.key(config.seed), jnp.float32, std=config.init_std)
     return TrainState(params, optimizer(config).init(params), jnp.zeros((), jnp.int32))
 
 
 def compute_copy(params: Params, cfg: ModelConfig, dtype: Any) -> Params:
-    """The parameters in the type the model computes in; the router keeps float32."""
+    """The parameters in `dtype`, which the model computes in; the router stays float32."""
     return jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype_in(dtype)), declare(cfg), params)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 def train_step(state: TrainState, tokens: jax.Array, *, config: TrainingConfig) -> tuple[TrainState, dict[str, Any]]:
-    """Trains on `tokens` int32 `[B, S]`; returns the next state and scalars to report."""
+    """Trains on `tokens`, int32 [B, S]; returns the next state and the scalars to report."""
     (_, metrics), gradient = jax.value_and_grad(_objective, has_aux=True)(state.params, tokens, config)
     counts = metrics.pop("expert_counts")
     updates, moments = optimizer(config).update(gradient, state.optimizer, state.params)
-    params = balance(optax.apply_updates(state.params, updates), counts, config.router_bias_rate)
+    params = shift_router_bias(optax.apply_updates(state.params, updates), counts, config.router_bias_rate)
     metrics["gradient_norm"] = optax.tree.norm(gradient)
     metrics["expert_load_peak"] = (counts.max(axis=1) / counts.mean(axis=1)).mean()
     return TrainState(params, moments, state.step + 1), metrics
@@ -76,11 +76,11 @@ def _objective(params: Params, tokens: jax.Array, config: TrainingConfig) -> tup
     return main + config.mtp_weight * extra, metrics
 
 
-def balance(params: Params, counts: jax.Array, rate: float) -> Params:
-    """Moves the router's biases against the load: up by `rate` for an expert below the mean, down for one above it.
+def shift_router_bias(params: Params, counts: jax.Array, rate: float) -> Params:
+    """Raises the router's bias by `rate` for experts with fewer tokens than the mean and lowers it for the others.
 
-    `counts` `[num_moe_layers + MTP modules, E]` are the tokens of the step (auxiliary-loss-free balancing,
-    arXiv:2408.15664; DeepSeek-V3 report, 2.1.2). The optimiser never moves a bias: its gradient is zero.
+    `counts`, [num_moe_layers + MTP modules, E], are the step's tokens per expert. The method is balancing without an
+    auxiliary loss (arXiv:2408.15664; DeepSeek-V3 report, 2.1.2). The optimiser never moves a bias: its gradient is 0.
     """
     counts = counts.astype(jnp.float32)
     change = rate * jnp.sign(counts.mean(axis=1, keepdims=True) - counts)
@@ -100,10 +100,10 @@ def _shift_bias(layers: Any, change: jax.Array) -> Any:
 
 @functools.partial(jax.jit, static_argnames="config")
 def evaluate(params: Params, tokens: jax.Array, *, config: TrainingConfig) -> dict[str, jax.Array]:
-    """Main and MTP loss on `tokens` `[B, S]`, and the share of positions where an MTP draft would be accepted.
+    """Main and MTP loss on `tokens`, int32 [B, S], and the share of MTP drafts that greedy decoding would accept.
 
-    A draft counts as accepted where the MTP module's most likely token i + 2 is the main model's: the rate of greedy
-    speculative decoding along this text.
+    A draft is accepted if the MTP module and the main model have the same most likely token i + 2. The share is that
+    of this text; a model that writes its own text may differ.
     """
     computed = compute_copy(params, config.model, jnp.dtype(config.compute_dtype))
     output = forward(computed, config.model, tokens, with_mtp=config.model.num_nextn_predict_layers > 0)

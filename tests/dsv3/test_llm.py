@@ -11,6 +11,7 @@ import pytest
 
 from dsv3 import LLM, SamplingParams
 from dsv3.checkpoint.writer import save_hf
+from dsv3.engine.device.programs import Key
 from dsv3.request import InvalidRequest
 from tests.dsv3.model.golden import DIRECTORY, model
 from tests.dsv3.text import tiny
@@ -135,9 +136,9 @@ def test_without_a_tokenizer_token_ids_still_work(llm, monkeypatch):
 
 def test_the_step_takes_few_arguments(llm):
     """A decode step's flat arguments (2,600 cost 34 ms a step elsewhere)."""
-    programs = llm.engine._runner.programs
-    arrays = jax.tree.leaves((programs._params, programs.pages, programs.state))
-    assert len(arrays) + 1 < 60
+    programs = llm.engine.executor.device.programs
+    arrays = jax.tree.leaves(programs.spec(Key("decode", 1)).arguments)
+    assert len(arrays) < 60
     assert all(a.dtype != jnp.float64 for a in arrays)
 
 

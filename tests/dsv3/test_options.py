@@ -28,7 +28,7 @@ from dsv3.options import (
     signature_with,
 )
 from launch import cli, flags
-from sharding.transport import kind_of
+from sharding.experts.kind import Kind
 
 CLUSTER = ClusterOptions(coordinator="host:80", num_processes=2, process_id=0, cluster_key_file="key")
 FLAGS_OF = """
@@ -75,7 +75,8 @@ def test_every_engine_option_is_a_parameter_of_a_notebook() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("max_model_length", "did you mean max_model_len?"), ("zzzz", "there are dtype, fp8, ")]
+    ("name", "hint"),
+    [("max_model_length", "did you mean max_model_len?"), ("zzzz", "there are dtype, kv_")],
 )
 def test_a_notebook_names_the_nearest_option(name: str, hint: str) -> None:
     with pytest.raises(TypeError) as error:
@@ -151,6 +152,6 @@ def test_values_that_cannot_be_say_what_can(wrong: dict, words: str) -> None:
 
 def test_every_transport_that_may_be_named_exists() -> None:
     for name in Transport.__args__:
-        kind_of(name)
+        Kind.from_name(name)
     with pytest.raises(ValueError, match=", ".join(Transport.__args__)):
-        kind_of("none")
+        Kind.from_name("none")

@@ -89,24 +89,39 @@ def test_a_refused_warm_up_ends_the_run():
     assert "warm-up" in done.stderr and "queue is full" in done.stderr and len(server.bodies) == 1
 
 
+def interrupted(server, count, number, *arguments):
+    """Status and output of a run that gets signal `number` after `count` requests, as a background job of a script.
+
+    A shell starts those with SIGINT ignored.
+    """
+    line = [sys.executable, "-m", "launch.bench", "serve", f"--url={server.url}", *arguments]
+    process = subprocess.Popen(
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while len(server.bodies) < count and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(number)
+        return *process.communicate(timeout=120), process.returncode
+    finally:
+        process.kill()
+
+
 def test_an_interrupt_reports_what_was_measured(tmp_path):
     output = tmp_path / "report.json"
-    line = [sys.executable, "-m", "launch.bench", "serve", "--concurrency=2", "--num-prompts=100000"]
+    sizes = ["--concurrency=2", "--num-prompts=100000", "--output-len=4", "--input-len=4"]
     with fake_server(["paced"]) as server:
-        process = subprocess.Popen(
-            [*line, f"--url={server.url}", "--output-len=4", "--input-len=4", f"--output={output}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        while len(server.bodies) < 20 and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+        out, err, status = interrupted(server, 20, signal.SIGINT, *sizes, f"--output={output}")
+    assert status == 0, err
     report = json.loads(output.read_text())
     assert report["interrupted"] and report["requests"]["completed"] >= 17
     assert "interrupted" in out
+
+
+def test_an_interrupt_before_anything_was_measured_says_so():
+    with fake_server(["hangs"]) as server:
+        out, err, status = interrupted(server, 1, signal.SIGTERM, "--concurrency=1", "--num-prompts=1")
+    assert (status, out) == (1, "") and "interrupted while warming up" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(

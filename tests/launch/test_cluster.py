@@ -16,8 +16,9 @@ from tests.launch.test_serve import COMMAND, ROOT, metric, run
 
 SMALL = ["--model", str(DIRECTORY / "greedy"), "--max_num_seqs", "1", "--max_model_len", "128"]
 SMALL += ["--max_num_batched_tokens", "64", "--enable_expert_parallel"]
-# One device a process; programs are compiled in less time, as in pytest's own process.
-SETTINGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+# Two devices per process; programs are compiled in less time, as in pytest's own process.
+SETTINGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+MOVING = ["--num_redundant_experts=4", "--enable_eplb", "--eplb_interval=8", "--eplb_threshold=1"]
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
 
 
@@ -49,11 +50,14 @@ def flags(process_id):
 
 
 def test_experts_over_two_processes_give_transformers_tokens(start):
-    """The follower finds its place in Slurm's environment; SIGTERM ends both with status 0."""
+    """Two devices each, with experts that move between all four while serving.
+
+    The follower finds its place in Slurm's environment; SIGTERM ends both with status 0.
+    """
     golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
     coordinator = f"localhost:{local.free_port()}"
-    follower = start(coordinator, 1, *SMALL, environment=SLURM | {"SLURM_PROCID": "1"})
-    leader = start(coordinator, 0, *SMALL, *flags(0))
+    follower = start(coordinator, 1, *SMALL, *MOVING, environment=SLURM | {"SLURM_PROCID": "1"})
+    leader = start(coordinator, 0, *SMALL, *MOVING, *flags(0))
     lines = []
     for line in leader.stdout:
         lines.append(line)
@@ -63,8 +67,12 @@ def test_experts_over_two_processes_give_transformers_tokens(start):
     assert "2 processes are ready after" in "".join(lines)
     prompts, count = golden["prompts"][:6], 16
     body = {"prompt": prompts, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answer = httpx.post(f"{url}/v1/completions", json={"model": "greedy"} | body, timeout=120).json()
-    assert [c["token_ids"] for c in answer["choices"]] == [tokens[:count] for tokens in golden["greedy"][:6]]
+    moved = []
+    while len(moved) < 50 and not any(moved[:-1]):  # once more after the first move
+        answer = httpx.post(f"{url}/v1/completions", json={"model": "greedy"} | body, timeout=120).json()
+        assert [c["token_ids"] for c in answer["choices"]] == [tokens[:count] for tokens in golden["greedy"][:6]]
+        moved.append(metric(url, "dsv3:experts_moved_total"))
+    assert any(moved)
     sampled = {"prompt": prompts[0], "max_tokens": 4, "logprobs": 2, "seed": 3, "logit_bias": {"5": 1}}
     assert httpx.post(f"{url}/v1/completions", json={"model": "greedy"} | sampled, timeout=120).status_code == 200
     assert metric(url, "dsv3:recompilations_total") == 0

@@ -51,5 +51,5 @@ def test_a_file_whose_devices_do_not_divide_the_experts(tmp_path) -> None:
     result = plan(str(path))
     assert result.returncode == 2
     assert (
-        "three: 256 physical experts do not divide over 24 ranks: add redundant experts to reach 264" in result.stderr
+        "three: 256 expert replicas do not divide over 24 devices: add redundant experts to reach 264" in result.stderr
     )

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.eplb import ExpertMap, balancedness, gpu_load, keep_in_place, map_of, rebalance_experts, sources
+from sharding.experts.eplb import (
+    ExpertMap,
+    balancedness,
+    device_load,
+    keep_in_place,
+    map_of,
+    rebalance_experts,
+    sources,
+)
 
 # Outputs of DeepSeek's EPLB with its sort made stable (the "note" in the file says why).
 CASES = json.loads((pathlib.Path(__file__).parent / "eplb_cases.json").read_text())["cases"]
@@ -24,7 +32,9 @@ def test_equals_the_original_bit_for_bit(case: dict) -> None:
     for name in ExpertMap._fields:
         np.testing.assert_array_equal(getattr(result, name), case[name])
     weight = np.array(case["weight"])
-    np.testing.assert_allclose(gpu_load(weight, result, case["num_gpus"]).max(axis=1), case["max_gpu_load"], rtol=1e-6)
+    np.testing.assert_allclose(
+        device_load(weight, result, case["num_gpus"]).max(axis=1), case["max_gpu_load"], rtol=1e-6
+    )
     np.testing.assert_allclose(
         balancedness(weight, result, case["num_gpus"]), case["balancedness_mean_over_max"], rtol=1e-4
     )
@@ -43,7 +53,7 @@ def problems(draw: st.DrawFn) -> dict:
 
 @settings(deadline=None)
 @given(problems())
-def test_every_slot_and_every_expert_is_accounted_for(problem: dict) -> None:
+def test_every_replica_and_every_expert_is_accounted_for(problem: dict) -> None:
     result = solve(problem)
     layers, experts = np.shape(problem["weight"])
     for layer in range(layers):
@@ -51,10 +61,10 @@ def test_every_slot_and_every_expert_is_accounted_for(problem: dict) -> None:
         np.testing.assert_array_equal(counts, result.logcnt[layer])
         assert counts.min() >= 1
         for expert in range(experts):
-            slots = result.log2phy[layer, expert]
-            assert (result.phy2log[layer, slots[: counts[expert]]] == expert).all()
-            assert (slots[counts[expert] :] == -1).all()
-    total = gpu_load(np.array(problem["weight"]), result, problem["num_gpus"]).sum(axis=1)
+            replicas = result.log2phy[layer, expert]
+            assert (result.phy2log[layer, replicas[: counts[expert]]] == expert).all()
+            assert (replicas[counts[expert] :] == -1).all()
+    total = device_load(np.array(problem["weight"]), result, problem["num_gpus"]).sum(axis=1)
     np.testing.assert_allclose(total, np.sum(problem["weight"], axis=1), rtol=1e-6)
 
 
@@ -66,10 +76,10 @@ def test_experts_stay_where_they_are_at_the_same_balance(problem: dict, seed: in
     new = solve(problem | {"weight": weight})
     kept = keep_in_place(new, old, groups, nodes, gpus)
     np.testing.assert_array_equal(kept.logcnt, new.logcnt)
-    loads = [np.sort(gpu_load(weight, m, gpus), axis=1) for m in (new, kept)]
+    loads = [np.sort(device_load(weight, m, gpus), axis=1) for m in (new, kept)]
     np.testing.assert_allclose(*loads, rtol=1e-9)
     if groups % nodes == 0:
-        loads = [np.sort(gpu_load(weight, m, nodes), axis=1) for m in (new, kept)]
+        loads = [np.sort(device_load(weight, m, nodes), axis=1) for m in (new, kept)]
         np.testing.assert_allclose(*loads, rtol=1e-9)
     source = sources(kept, old)
     np.testing.assert_array_equal(np.take_along_axis(old.phy2log, source, axis=1), kept.phy2log)
@@ -77,7 +87,7 @@ def test_experts_stay_where_they_are_at_the_same_balance(problem: dict, seed: in
     np.testing.assert_array_equal(source == np.arange(source.shape[1]), stays)
     for a, b in zip(map_of(kept.phy2log, weight.shape[1]), kept, strict=True):
         np.testing.assert_array_equal(a, b)
-    # A GPU that has an expert before and after has it in the same slot.
+    # A device that has an expert before and after has it as the same replica.
     span = source.shape[1] // gpus
     before, after = old.phy2log.reshape(-1, span), kept.phy2log.reshape(-1, span)
     for a, b, same in zip(before, after, stays.reshape(-1, span), strict=True):
@@ -95,10 +105,10 @@ def test_nothing_moves_where_the_load_stays() -> None:
 def test_hierarchical_policy_keeps_a_group_on_one_node() -> None:
     weight = np.random.default_rng(0).lognormal(size=(3, 64))
     result = rebalance_experts(weight, 80, 8, 4, 16)
-    node_of_slot = np.arange(80) // 20
+    node_of_replica = np.arange(80) // 20
     for layer in result.phy2log:
         for group in range(8):
-            assert len(set(node_of_slot[layer // 8 == group])) == 1
+            assert len(set(node_of_replica[layer // 8 == group])) == 1
 
 
 def test_copies_even_out_a_hot_expert() -> None:

@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.collectives import Overlap, finish
-from sharding.exchange import Hop, Rows, exchange, expected_capacity, further_capacity, start_gather
+from sharding.experts.capacity import expected_capacity, overflow_capacity
+from sharding.experts.exchange import Exchange
+from sharding.experts.hop import Hop
+from sharding.experts.ring import Ring
+from sharding.experts.rows import TokenRows
+from sharding.experts.transport import Transport, pad_rounds
+from sharding.mesh import Machine
 
 T, K, D, EXPERTS = 24, 4, 16, 16
 MORE = 4
@@ -24,17 +29,26 @@ def dense(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, w: np.ndarray) ->
     return y
 
 
-def local_experts(w: jax.Array, rows: Rows) -> jax.Array:
+def local_experts(w: jax.Array, rows: TokenRows) -> jax.Array:
     product = jnp.einsum("td,edf->tef", rows.payload["x"] * rows.payload["scale"], w)
     chosen = jnp.take_along_axis(product, jnp.maximum(rows.ids, 0)[:, :, None], axis=1)
     return (jnp.where(rows.ids >= 0, rows.weights, 0)[:, :, None] * chosen).sum(axis=1)
 
 
-def hops_for(kind: str, nodes: int, gpus: int, capacity: int) -> list[Hop]:
-    span = EXPERTS // (nodes * gpus)
+def transport(kind: str, nodes: int, gpus: int, capacity: int) -> Transport:
+    machine, each = Machine(nodes, gpus), EXPERTS // (nodes * gpus)
+    if kind == "ring":
+        return Ring(machine, each)
     if kind == "flat":
-        return [Hop(AXES, nodes * gpus, span, capacity, MORE)]
-    return [Hop(("node",), nodes, span * gpus, capacity, MORE), Hop(("gpu",), gpus, span, 2 * capacity, MORE)]
+        return Exchange(machine, each, (Hop(AXES, nodes * gpus, each, capacity, MORE),))
+    to_nodes = Hop(("node",), nodes, each * gpus, capacity, MORE)
+    return Exchange(machine, each, (to_nodes, Hop(("gpu",), gpus, each, 2 * capacity, MORE)))
+
+
+def both_halves(transport: Transport, rows: TokenRows, experts) -> tuple[jax.Array, jax.Array]:
+    """Sums [T, D], and rounds [1, MAX_HOPS] of this device."""
+    y, rounds = transport.finish(transport.start(rows, experts), experts)
+    return y, pad_rounds(rounds)[None]
 
 
 @functools.cache
@@ -42,13 +56,8 @@ def program(kind: str, nodes: int, gpus: int, capacity: int):
     mesh = Mesh(np.array(jax.devices()[: nodes * gpus]).reshape(nodes, gpus), AXES)
 
     def step(x, ids, weights, w):
-        rows = Rows({"x": x / 2, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
-        experts = functools.partial(local_experts, w)
-        if kind == "ring":
-            handle = start_gather(rows, AXES, EXPERTS // (nodes * gpus), experts, Overlap.NONE)
-            return finish(handle, Overlap.NONE), jnp.ones((1, 1), jnp.int32)
-        y, rounds = exchange(rows, hops_for(kind, nodes, gpus, capacity), experts)
-        return y, rounds[None]
+        rows = TokenRows({"x": x / 2, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
+        return both_halves(transport(kind, nodes, gpus, capacity), rows, functools.partial(local_experts, w))
 
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(ALL,) * 4, out_specs=(ALL, ALL), check_vma=False))
 
@@ -106,11 +115,11 @@ def test_capacity_stays_near_the_expected_load(
 ) -> None:
     assert expected_capacity(tokens, peers, experts, pairs) == capacity
     assert capacity <= 2.5 * max(8, tokens * experts / peers)
-    assert further_capacity(capacity) <= capacity
+    assert overflow_capacity(capacity) <= capacity
 
 
 def test_a_layer_of_the_144_gpu_deployment_needs_one_round() -> None:
-    """Drawn evenly, all queues of the node-limited exchange fit; the flat one takes further rounds for the longest."""
+    """Drawn evenly, all queues of the node-limited exchange fit; the flat one takes overflow rounds for the longest."""
     nodes, gpus, tokens, chosen, slots = 18, 8, 128, 8, 288
     ranks = nodes * gpus
     drawn = np.random.default_rng(0).random((ranks * tokens, slots), np.float32)
@@ -124,4 +133,4 @@ def test_a_layer_of_the_144_gpu_deployment_needs_one_round() -> None:
     assert to_nodes.max() <= expected_capacity(tokens, nodes, chosen, pairs["to_nodes"])
     assert inside.max() <= expected_capacity(tokens * nodes, ranks, chosen, pairs["inside"])
     capacity = expected_capacity(tokens, ranks, chosen, pairs["flat"])
-    assert capacity < flat.max() <= capacity + 2 * further_capacity(capacity)
+    assert capacity < flat.max() <= capacity + 2 * overflow_capacity(capacity)

@@ -10,12 +10,14 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import aot
-from sharding import transport
-from sharding.collectives import check_ragged
-from sharding.exchange import Rows
-from sharding.ragged import slices_of
-from sharding.transport import Kind, Machine, build, kind_of, load_of
-from tests.sharding.test_exchange import ALL, AXES, EXPERTS, D, K, T, dense, local_experts, route
+from sharding.experts.kind import Kind
+from sharding.experts.ragged import MAX_BUFFER_BYTES, slices_of
+from sharding.experts.rows import TokenRows
+from sharding.experts.traffic import LayerRows
+from sharding.experts.transport import build
+from sharding.mesh import Machine
+from sharding.wire.collectives import check_ragged
+from tests.sharding.test_exchange import ALL, AXES, EXPERTS, D, K, T, both_halves, dense, local_experts, route
 
 MACHINE = Machine(2, 4)
 
@@ -38,12 +40,11 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
 @functools.cache
 def program():
     mesh = Mesh(np.array(jax.devices()).reshape(MACHINE.nodes, MACHINE.gpus), AXES)
-    ragged = build(Kind.RAGGED, MACHINE, EXPERTS, load_of(T, K, D, fp8_dispatch=False))
+    ragged = build(Kind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, D, fp8_dispatch=False))
 
     def step(x, ids, weights, w):
-        rows = Rows({"x": x / 2, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
-        y, rounds = ragged(rows, functools.partial(local_experts, w))
-        return y, rounds[None]
+        rows = TokenRows({"x": x / 2, "scale": jnp.full((T, 1), 2.0)}, ids, weights)
+        return both_halves(ragged, rows, functools.partial(local_experts, w))
 
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(ALL,) * 4, out_specs=(ALL, ALL), check_vma=False))
 
@@ -52,7 +53,7 @@ def program():
 def test_equals_a_single_device(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     rng = np.random.default_rng(0)
-    tokens = T * MACHINE.ranks
+    tokens = T * MACHINE.devices
     x, w = rng.normal(size=(tokens, D)).astype(np.float32), rng.normal(size=(EXPERTS, D, D)).astype(np.float32)
     ids, weights = route(routing, tokens, rng).astype(np.int32), rng.random((tokens, K)).astype(np.float32)
     y, rounds = program()(x, ids, weights, w)
@@ -79,14 +80,14 @@ def test_slices_are_those_of_a_recount() -> None:
 def test_compiles_for_eight_gpus_and_sends_by_exact_sizes() -> None:
     """Rows there in one ragged collective, sums back in another."""
     mesh = aot.gpu_mesh({"node": 2, "gpu": 4}, per_host=4)
-    ragged = build(Kind.RAGGED, MACHINE, EXPERTS, load_of(T, K, 128, fp8_dispatch=True))
+    ragged = build(Kind.RAGGED, MACHINE, EXPERTS, LayerRows.from_widths(T, K, 128, fp8_dispatch=True))
     spec = PartitionSpec(AXES)
 
     def step(q, scale, ids, weights):
-        def experts(rows: Rows) -> jax.Array:
+        def experts(rows: TokenRows) -> jax.Array:
             return (rows.payload["q"].astype(jnp.float32) * rows.payload["scale"]).astype(jnp.bfloat16)
 
-        return ragged(Rows({"q": q, "scale": scale}, ids, weights), experts)[0]
+        return both_halves(ragged, TokenRows({"q": q, "scale": scale}, ids, weights), experts)[0]
 
     def array(width: int, dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((T * 8, width), dtype, sharding=jax.NamedSharding(mesh, spec))
@@ -101,15 +102,15 @@ def test_refusals_say_what_to_change() -> None:
     with pytest.raises(ValueError, match=r"does not have on a cpu: use expert_transport=auto"):
         check_ragged("cpu")
     check_ragged("cuda")
-    with pytest.raises(ValueError, match=r"16384 tokens from each of 144 ranks, .* lower max_num_batched_tokens"):
-        build(Kind.RAGGED, Machine(18, 8), 288, load_of(16384, 8, 7168, fp8_dispatch=True))
+    with pytest.raises(ValueError, match=r"16384 tokens from each of 144 devices, .* lower max_num_batched_tokens"):
+        build(Kind.RAGGED, Machine(18, 8), 288, LayerRows.from_widths(16384, 8, 7168, fp8_dispatch=True))
     with pytest.raises(ValueError, match="'deepep' is not one of auto, ring, all_to_all, hierarchical, ragged"):
-        kind_of("deepep")
+        Kind.from_name("deepep")
     with pytest.raises(ValueError, match="needs 2 nodes or more"):
-        build(Kind.HIERARCHICAL, Machine(1, 8), 288, load_of(8, 8, 7168, fp8_dispatch=True))
+        build(Kind.HIERARCHICAL, Machine(1, 8), 288, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))
 
 
 def test_decode_at_144_ranks_fits_the_ragged_buffers_and_sends_less() -> None:
-    machine, load = Machine(18, 8), load_of(128, 8, 7168, fp8_dispatch=True)
+    machine, load = Machine(18, 8), LayerRows.from_widths(128, 8, 7168, fp8_dispatch=True)
     ragged, padded = (build(kind, machine, 288, load).traffic(load) for kind in (Kind.RAGGED, Kind.ALL_TO_ALL))
-    assert ragged.device_bytes < padded.device_bytes / 2 < transport.MAX_RAGGED_BYTES
+    assert ragged.device_bytes < padded.device_bytes / 2 < MAX_BUFFER_BYTES

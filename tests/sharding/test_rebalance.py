@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
-from sharding import rebalance
-from sharding.placement import Placement
-from sharding.rebalance import LayerMove, move_layer
-from sharding.rules import DEVICES, machine_of, rank_mesh
+from sharding.experts import rebalance
+from sharding.experts.placement import Placement
+from sharding.experts.rebalance import LayerMove, move_layer
+from sharding.mesh import DEVICES, Machine, rank_mesh
 
 # LLVM at level 0 takes a bfloat16 through float32, which changes the bits of a signalling NaN.
 pytestmark = pytest.mark.optimised
 
-L, E, C = 3, 6, 3
+L, E, Ec = 3, 6, 3
 STACKS, WHOLE = PartitionSpec(None, DEVICES), PartitionSpec()
 MESHES = {2: (1, 1), 4: (2, 1), 8: (2, 2)}  # devices: (nodes, tensor parallel size)
-SPAN = {2: 4, 4: 3, 8: 1}
+PER_DEVICE = {2: 4, 4: 3, 8: 1}
 
 
 def mapped(mesh):
-    body = functools.partial(move_layer, machine=machine_of(mesh))
+    body = functools.partial(move_layer, machine=Machine.from_mesh(mesh))
     specs = (STACKS, WHOLE, WHOLE)
     return jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False), donate_argnums=(0, 1)
@@ -45,7 +45,7 @@ def weights(devices: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Bits of all kinds, NaN among them; sizes that fill no word and no slice."""
 
     def bits(dtype, *shape: int) -> np.ndarray:
-        lead = (L, devices * SPAN[devices])
+        lead = (L, devices * PER_DEVICE[devices])
         return rng.integers(0, 256, (*lead, *shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
 
     return {
@@ -56,14 +56,14 @@ def weights(devices: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def random_move(devices: int, rng: np.random.Generator) -> LayerMove:
-    slots = devices * SPAN[devices]
-    source, layer = rng.integers(0, slots, slots, np.int32), np.int32(rng.integers(L))
-    return LayerMove(layer, source, rng.integers(0, slots, (E, C), np.int32), rng.integers(1, C, E, np.int32))
+    count = devices * PER_DEVICE[devices]
+    source, layer = rng.integers(0, count, count, np.int32), np.int32(rng.integers(L))
+    return LayerMove(layer, source, rng.integers(0, count, (E, Ec), np.int32), rng.integers(1, Ec, E, np.int32))
 
 
 def run(devices: int, stacks: dict[str, np.ndarray], move: LayerMove):
     step, mesh = program(devices)
-    placement = Placement(np.zeros((L, E, C), np.int32), np.ones((L, E), np.int32))
+    placement = Placement(np.zeros((L, E, Ec), np.int32), np.ones((L, E), np.int32))
     on_devices = jax.device_put(stacks, NamedSharding(mesh, STACKS))
     return placement, step(on_devices, jax.device_put(placement, NamedSharding(mesh, WHOLE)), move)
 
@@ -75,7 +75,7 @@ def same_bits(actual, expected) -> bool:
 @pytest.mark.parametrize("devices", MESHES)
 @settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_every_slot_gets_the_bits_of_its_source(devices: int, seed: int) -> None:
+def test_every_replica_gets_the_bits_of_its_source(devices: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     stacks, move = weights(devices, rng), random_move(devices, rng)
     placement, (moved, placed, intact) = run(devices, stacks, move)
@@ -84,18 +84,18 @@ def test_every_slot_gets_the_bits_of_its_source(devices: int, seed: int) -> None
         expected = stack.copy()
         expected[move.layer] = stack[move.layer][move.source]
         assert same_bits(moved[name], expected)
-    placement.slots[move.layer], placement.copies[move.layer] = move.slots, move.copies
-    np.testing.assert_array_equal(placed.slots, placement.slots)
+    placement.replicas[move.layer], placement.copies[move.layer] = move.replicas, move.copies
+    np.testing.assert_array_equal(placed.replicas, placement.replicas)
     np.testing.assert_array_equal(placed.copies, placement.copies)
 
 
-@pytest.mark.parametrize("fault", ["a bit", "two words exchanged", "another slot"])
+@pytest.mark.parametrize("fault", ["a bit", "two words exchanged", "another replica"])
 def test_a_damaged_layer_stays_as_it_was(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     permute = rebalance.permute
 
     def damaged(words, source, machine):
         out = permute(words, source, machine)
-        if fault == "another slot":
+        if fault == "another replica":
             return jnp.roll(out, 1, axis=0)
         broken = (
             out.at[1, 2].set(out[1, 2] ^ 64)
@@ -112,7 +112,7 @@ def test_a_damaged_layer_stays_as_it_was(fault: str, monkeypatch: pytest.MonkeyP
     program.cache_clear()
     assert not bool(intact)
     assert all(same_bits(moved[name], stack) for name, stack in stacks.items())
-    np.testing.assert_array_equal(placed.slots, placement.slots)
+    np.testing.assert_array_equal(placed.replicas, placement.replicas)
     np.testing.assert_array_equal(placed.copies, placement.copies)
 
 
@@ -125,8 +125,8 @@ def test_on_gpus_the_other_layers_are_not_copied_and_a_layer_takes_three_of_its_
 
     shapes = {"data": ((20, 32, 512, 512), jnp.float8_e4m3fn), "scale": ((20, 32, 4, 4), jnp.float32)}
     stacks = {name: array(*spec, STACKS) for name, spec in shapes.items()}
-    placement = Placement(array((20, E, C), jnp.int32), array((20, E), jnp.int32))
-    move = LayerMove(*(array(shape, jnp.int32) for shape in ((), (32,), (E, C), (E,))))
+    placement = Placement(array((20, E, Ec), jnp.int32), array((20, E), jnp.int32))
+    move = LayerMove(*(array(shape, jnp.int32) for shape in ((), (32,), (E, Ec), (E,))))
     memory = aot.compile_for(mapped(mesh), stacks, placement, move, mesh=mesh).memory_analysis()
     layer = sum(x.size * x.dtype.itemsize for x in stacks.values()) // 20 // 8
     assert memory.alias_size_in_bytes >= 20 * layer

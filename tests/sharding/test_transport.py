@@ -4,9 +4,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.exchange import Rows
-from sharding.traced import sent
-from sharding.transport import Kind, Load, Machine, Traffic, Transport, build, choose, load_of, step_traffic
+from benchmarks.traced import sent
+from sharding.experts.kind import Kind
+from sharding.experts.rows import TokenRows
+from sharding.experts.traffic import LayerRows, StepTraffic, Traffic
+from sharding.experts.transport import Transport, build, choose
+from sharding.mesh import Machine
+from tests.sharding.test_exchange import both_halves
 
 T, K, D, EXPERTS = 32, 2, 128, 16
 MACHINE = Machine(2, 4)
@@ -18,13 +22,13 @@ def one_layer(transport: Transport, k: int):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), MACHINE.axes)
     spec = PartitionSpec(MACHINE.axes)
 
-    def experts(rows: Rows) -> jax.Array:
+    def experts(rows: TokenRows) -> jax.Array:
         return (rows.payload["q"].astype(jnp.float32) * rows.payload["scale"]).astype(jnp.bfloat16)
 
     def step(q, scale, ids, weights):
-        return transport(Rows({"q": q, "scale": scale}, ids, weights), experts)[0]
+        return both_halves(transport, TokenRows({"q": q, "scale": scale}, ids, weights), experts)[0]
 
-    rows = T * MACHINE.ranks
+    rows = T * MACHINE.devices
     return jax.make_jaxpr(jax.shard_map(step, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False))(
         jax.ShapeDtypeStruct((rows, D), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((rows, D // 128), jnp.float32),
@@ -33,25 +37,29 @@ def one_layer(transport: Transport, k: int):
     ).jaxpr
 
 
+def step_traffic(transport: Transport, rows: LayerRows, layers: int) -> StepTraffic:
+    return StepTraffic.from_layer(transport.traffic(rows), transport.overflow_traffic(rows), layers)
+
+
 @pytest.mark.parametrize(("experts", "k"), [(16, 2), (8, 6)])
 @pytest.mark.parametrize("kind", [Kind.RING, Kind.ALL_TO_ALL, Kind.HIERARCHICAL])
 def test_the_program_sends_what_the_formula_says(kind: Kind, experts: int, k: int) -> None:
-    load = load_of(T, k, D, fp8_dispatch=True)
-    assert load == Load(T, k, D + 4 + 8 * k, 2 * D)
+    load = LayerRows.from_widths(T, k, D, fp8_dispatch=True)
+    assert load == LayerRows(T, k, D + 4 + 8 * k, 2 * D)
     transport = build(kind, MACHINE, experts, load)
     traffic = step_traffic(transport, load, layers=1)
     first, in_loop, in_loop_in_loop = [*sent(one_layer(transport, k), AXIS_SIZES, "node"), Traffic(), Traffic()][:3]
     assert first == traffic.first
-    # The second hop has a loop of its own in the first round and in each further round of the first hop.
-    assert in_loop == traffic.extra[0] + traffic.extra[1] * 2
-    assert in_loop_in_loop == traffic.extra[1]
+    # The second hop has a loop of its own in the first round and in each overflow round of the first hop.
+    assert in_loop == traffic.overflow[0] + traffic.overflow[1] * 2
+    assert in_loop_in_loop == traffic.overflow[1]
 
 
 def test_traffic_of_a_step_follows_the_rounds() -> None:
-    load = load_of(T, K, D, fp8_dispatch=True)
+    load = LayerRows.from_widths(T, K, D, fp8_dispatch=True)
     transport = build(Kind.HIERARCHICAL, MACHINE, EXPERTS, load)
     traffic = step_traffic(transport, load, layers=3)
-    outer, inner = traffic.extra
+    outer, inner = traffic.overflow
     assert traffic.total([3, 3]) == traffic.first == transport.traffic(load) * 3
     assert traffic.total([4, 5]) == traffic.first + outer + inner * 2
     assert traffic.total([8, 10], steps=2) == traffic.total([4, 5]) * 2
@@ -61,7 +69,7 @@ def test_traffic_of_a_step_follows_the_rounds() -> None:
 
 def test_decode_at_144_ranks_stays_within_its_byte_bound() -> None:
     """The issue's bound for decode at EP144 with 128 tokens a device: at most 2.5 times the payload on the wire."""
-    machine, load = Machine(18, 8), load_of(128, 8, 7168, fp8_dispatch=True)
+    machine, load = Machine(18, 8), LayerRows.from_widths(128, 8, 7168, fp8_dispatch=True)
     payload = load.tokens * load.experts_per_token * (load.dispatch_bytes + load.combine_bytes)
     for kind in (Kind.ALL_TO_ALL, Kind.HIERARCHICAL):
         assert build(kind, machine, 288, load).traffic(load).device_bytes <= 2.5 * payload
@@ -71,13 +79,13 @@ def test_decode_at_144_ranks_stays_within_its_byte_bound() -> None:
 
 def test_choice_follows_nodes_and_tokens() -> None:
     def chosen(machine: Machine, experts: int, tokens: int) -> Kind:
-        return choose(machine, experts, load_of(tokens, 8, 7168, fp8_dispatch=True)).kind
+        return choose(machine, experts, LayerRows.from_widths(tokens, 8, 7168, fp8_dispatch=True)).kind
 
     assert chosen(Machine(1, 8), 256, 4) is Kind.RING
     assert chosen(Machine(1, 8), 256, 4096) is Kind.ALL_TO_ALL
     assert chosen(Machine(4, 8), 288, 16384) is Kind.HIERARCHICAL
 
 
-def test_ranks_must_divide_the_experts() -> None:
-    with pytest.raises(ValueError, match=r"256 physical experts do not divide over 144 ranks: add .* 288"):
-        build(Kind.RING, Machine(18, 8), 256, load_of(8, 8, 7168, fp8_dispatch=True))
+def test_devices_must_divide_the_replicas() -> None:
+    with pytest.raises(ValueError, match=r"256 expert replicas do not divide over 144 devices: add .* 288"):
+        build(Kind.RING, Machine(18, 8), 256, LayerRows.from_widths(8, 8, 7168, fp8_dispatch=True))

@@ -1,4 +1,4 @@
-"""From a validated request to its prompts of token ids."""
+"""Makes the prompts of token ids of a validated request."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""From a validated request to its sampling parameters."""
+"""Makes the sampling parameters of a validated request."""
 
 from dsv3.api.answers.errors import ApiError, invalid, too_long
 from dsv3.api.answers.prompts import EncodedPrompt

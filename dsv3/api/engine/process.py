@@ -21,7 +21,7 @@ import msgspec
 
 from dsv3.api.engine import messages
 from dsv3.api.engine.fronts import Front, Fronts
-from dsv3.engine.cluster.membership import public_text
+from dsv3.engine.errors import public_text
 from dsv3.prepare import PreparedRequest
 from dsv3.request import InvalidRequest, QueueFull, StepOutputs
 
@@ -193,13 +193,11 @@ def _add(engine: EngineLike, requests: list[PreparedRequest]) -> messages.Reject
 
 
 def _numbers(stats: Any) -> messages.Stats:
-    """Returns the numbers and histograms among the fields; those of a field that is a record as `field_name`."""
-    found: messages.Stats = {}
-    for name, value in msgspec.to_builtins(stats).items():
-        fields = {f"{name}_{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-        found |= {key: inner for key, inner in fields.items() if isinstance(inner, int | float)}
-        found |= {key: list(inner) for key, inner in fields.items() if isinstance(inner, tuple | list)}
-    return found
+    """Returns the numbers and histograms among the fields; those of a job kind's record as `kind_name`."""
+    fields = msgspec.to_builtins(stats)
+    by_job = {f"{kind}_{name}": v for kind, record in fields.get("jobs", {}).items() for name, v in record.items()}
+    numbers = {name: value for name, value in (fields | by_job).items() if isinstance(value, int | float)}
+    return numbers | {name: list(value) for name, value in (fields | by_job).items() if isinstance(value, tuple | list)}
 
 
 def _report(error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""A chain of digests over sampled tokens: processes that have read the same results have the same digest."""
+"""Chains digests of sampled tokens: processes that have read the same results have the same digest."""
 
 import hashlib
 import threading
@@ -11,13 +11,13 @@ _DIGEST_BYTES = 16
 
 
 class Chain:
-    """Digests of all results so far."""
+    """The digest of all results so far."""
 
     def __init__(self) -> None:
         self._last = b""
 
     def add(self, number: int, results: Iterable[np.ndarray]) -> bytes:
-        """The digest after step `number`, whose sampled tokens and log-probabilities are `results`."""
+        """Adds step `number`, whose sampled tokens and log-probabilities are `results`; returns the new digest."""
         total = hashlib.sha256(self._last + number.to_bytes(8, "little"))
         for array in results:
             total.update(np.ascontiguousarray(array))
@@ -31,6 +31,7 @@ class Book:
     def __init__(self, followers: Iterable[int]) -> None:
         self._followers = frozenset(followers)
         self._lock = threading.Lock()
+        self._forgiven = 0.0
         self._mine: dict[int, tuple[bytes, float]] = {}  # by step: the leader's digest, and when it came
         self._theirs: dict[int, dict[int, bytes]] = {}  # by step and process
 
@@ -46,15 +47,21 @@ class Book:
             self._theirs.setdefault(number, {})[process_id] = digest
             return self._compare(number)
 
-    def late(self, silence_s: float) -> tuple[int, int] | None:
-        """A process and the oldest step that it has not reported though the leader did `silence_s` ago."""
+    def late(self, before_s: float) -> tuple[int, int] | None:
+        """Returns a late process and the oldest step that it has not reported, None where nobody is late.
+
+        The leader has reported that step before `before_s`, a time on the monotonic clock.
+        """
         with self._lock:
-            now = time.monotonic()
             for number, (_, since) in self._mine.items():
                 missing = self._followers - self._theirs.get(number, {}).keys()
-                if missing and now - since > silence_s:
+                if missing and max(since, self._forgiven) < before_s:
                     return min(missing), number
         return None
+
+    def forgive(self) -> None:
+        """Makes nobody late for what has not been reported until now: the time they have counts from now on."""
+        self._forgiven = time.monotonic()
 
     def _compare(self, number: int) -> int | None:
         mine, theirs = self._mine.get(number), self._theirs.get(number, {})

@@ -1,7 +1,8 @@
-"""A follower: no HTTP, no scheduler; it builds the same engine parts and executes the leader's commands in their order.
+"""Runs a follower: it builds the same parts of an engine as the leader and executes the leader's commands in order.
 
-The main thread loads, compiles and launches; others receive, send, watch the leader, and read results. Whatever the
-main thread is stuck in, the process ends when the leader says so, is silent or is gone.
+It has neither HTTP nor a scheduler. The main thread loads, compiles and launches; other threads receive, send, watch
+the leader and read results. The process ends when the leader says so, is silent or is gone, whatever the main thread is
+stuck in.
 """
 
 import dataclasses
@@ -17,9 +18,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
 from dsv3.engine.cluster.fingerprint import fields_of
 from dsv3.engine.cluster.membership import read_key
@@ -36,25 +36,26 @@ from dsv3.engine.cluster.messages import (
     Step,
     Stop,
 )
-from dsv3.engine.cluster.peer import Peer
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.cluster.wire import HANDSHAKE_S, Wire, WireError, connect
-from dsv3.engine.commands import StepCommand
-from dsv3.engine.executor import Executor, Launched
+from dsv3.engine.device.executor import InFlight, LocalExecutor
+from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.options import ClusterOptions, EngineOptions
 
 _log = logging.getLogger("dsv3.cluster")
 _RETRY_S = 0.2
-_FAREWELL_S = 1.0
-# A collective that a peer's end breaks raises at once; the leader tells the reason soon after.
+# How long the process waits, before it ends, until the leader has read why; the leader answers in milliseconds.
+_FAREWELL_S = 10.0
+# A collective that another process's end has broken raises at once; the leader tells the reason soon after.
 _EXPLANATION_S = 3.0
-_SWITCH_INTERVAL_S = 0.0005  # the end of the leader is seen here before jax's coordination client aborts the process
+# The end of the leader must be seen here before jax's coordination client sees it and aborts the process.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: Load = load_model) -> NoReturn:
-    """Follows the leader until it ends; ends the process with status 0 if that was in order, else 1.
+    """Follows the leader until it ends, then ends the process: with status 0 if that was in order, else 1.
 
-    `options` are the engine's, the same as the leader's. Raises ValueError for a key file that cannot be used.
+    `options` are those of the leader. Raises ValueError for a key file that cannot be used.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     key = read_key(cluster.cluster_key_file)
@@ -75,13 +76,14 @@ class _Follower:
     def __init__(self, cluster: ClusterOptions, wire: Wire) -> None:
         self._cluster = cluster
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[tuple[StepCommand, Launched]] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
-        self._peer = Peer(wire, self._heartbeat, self._take, lambda end: _end(1, f"the leader (process 0) {end}"))
+        self._channel = Channel(wire, self._heartbeat, self._take, self._lost)
+        self._channel.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def follow(self, model_dir: Path, options: EngineOptions, load: Load) -> NoReturn:
-        """Starts with the leader, then executes what it sends."""
+        """Starts together with the leader, then executes what it sends."""
         phases = Phases()
         fields = fields_of(model_dir, options, self._cluster)
         self._send(Hello(fields, socket.gethostname(), os.getpid()))
@@ -93,33 +95,41 @@ class _Follower:
         phases.end("weights")
         self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages))
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
-        executor = Executor(parts.functions, parts.params, parts.model_cfg, parts.cfg, parts.devices)
-        executor.programs.store = store = program_store(self._cluster, model_dir, options, parts)
+        executor = LocalExecutor(parts, JOB_KINDS)
+        store = program_store(self._cluster, model_dir, options, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
-        executor.programs.compile_all()
+        executor.compile_all(store=store)
         phases.end("compiling")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._send(Ready())
-        threading.Thread(target=self._report, name="results", daemon=True).start()
+        threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
-            command = self._expect(Step).command
-            self._launched.put((command, executor.launch(command)))
+            command = messages.command_of(self._expect(Step), JOB_KINDS)
+            self._launched.put(executor.launch(command))
             self._last_launched = command.number
 
     def ask_to_drain(self, signal_name: str) -> None:
-        """Has the leader finish what runs and stop the instance."""
+        """Asks the leader to finish what runs and stop the instance."""
         text = f"process {self._cluster.process_id} has received {signal_name}"
         _log.info("%s: asking the leader to drain; once more ends this process at once", text)
-        self._send(Drain(text))
+        try:
+            self._send(Drain(text))
+        except ChannelError as error:
+            _end(1, f"the leader (process 0) {error}")
 
     def give_up(self, error: Exception) -> NoReturn:
-        """Ends with the leader's reason if it comes, since another process may be the cause, else with this error."""
-        time.sleep(_EXPLANATION_S)  # a message or the end of the leader ends the process meanwhile
+        """Ends the process because of `error`, or because of what the leader says first.
+
+        Another process may be the cause of `error`, so the leader has `_EXPLANATION_S` seconds to tell a reason. Then
+        the leader is told the error. Its answer ends this process, which waits for it at most `_FAREWELL_S` seconds.
+        """
+        time.sleep(_EXPLANATION_S)  # the receiving thread ends the process if the leader says so, or has gone
         expected = isinstance(error, ValueError | OSError)
         text = f"{type(error).__name__}: {error}" if expected else "".join(traceback.format_exception(error))
-        self._peer.send_last(messages.encode(Failed(type(error).__name__, text)))
-        self._peer.join(_FAREWELL_S)
-        _end(1, text)
+        _log.error("%s", text)
+        self._channel.send_last(messages.encode(Failed(type(error).__name__, text)))
+        answered = self._channel.wait_closed(_FAREWELL_S)
+        _end(1, f"the leader (process 0) {'has' if answered else 'does not seem to have'} heard of that")
 
     def _expect[Message: (Begin, Build, Step)](self, kind: type[Message]) -> Message:
         message = self._inbox.get()
@@ -131,7 +141,7 @@ class _Follower:
         return messages.encode(Heartbeat(self._last_launched))
 
     def _send(self, message: messages.ToLeader) -> None:
-        self._peer.send(messages.encode(message))
+        self._channel.send(messages.encode(message))
 
     def _take(self, body: bytes) -> None:
         message = messages.decode_for_follower(body)
@@ -143,13 +153,21 @@ class _Follower:
             case Begin() | Build() | Step():
                 self._inbox.put(message)
 
-    def _report(self) -> None:
-        """Reads the results of each step and sends their digest."""
+    def _lost(self, end: str) -> None:
+        text = f"the leader (process 0) {end}"
+        if self._channel.closed:
+            _end(1, text)
+        threading.Thread(target=self.give_up, args=(WireError(text),), daemon=True).start()
+
+    def _report(self, executor: LocalExecutor) -> None:
+        """Reads the results of each step and sends their digest to the leader."""
         chain = Chain()
         try:
             while True:
-                command, launched = self._launched.get()
-                self._send(Digest(command.number, chain.add(command.number, _read(command, launched))))
+                in_flight = self._launched.get()
+                number = in_flight.command.number
+                results = executor.agreed(in_flight, executor.fetch(in_flight))
+                self._send(Digest(number, chain.add(number, results)))
         except Exception as error:
             self.give_up(error)
 
@@ -161,20 +179,13 @@ class _Follower:
             now = time.monotonic()
             suspended, last = now - last > interval + limit / 2, now
             if suspended:
-                self._peer.forgive()
-            elif self._peer.silent_s > limit:
+                self._channel.forgive()
+            elif now - self._channel.last_heard_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
 
 
-def _read(command: StepCommand, launched: Launched) -> list[np.ndarray]:
-    """Waits for the results of a step; those of a prefill that samples nothing are not the same in all processes."""
-    samples = command.prefill is not None and command.prefill.variant is not None
-    prefill = [np.asarray(array) for array in launched.prefill or ()]
-    return [*(prefill if samples else ()), *(np.asarray(array) for array in launched.decode or ())]
-
-
 def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
-    """Connects to the leader, which may start later; raises WireError when it cannot within the time to start."""
+    """Connects to the leader, which may start later. Raises WireError when the time to start is over."""
     host, port = cluster.control_address
     deadline = time.monotonic() + cluster.cluster_start_timeout
     while True:
@@ -191,10 +202,10 @@ def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
 
 
 class _Signals:
-    """SIGTERM and SIGINT, taken by a thread: Python's own handlers wait for the main thread to leave a collective.
+    """Takes SIGTERM and SIGINT on a thread: Python's own handlers wait until the main thread leaves a collective.
 
-    The first asks the leader to drain and stop the instance, the second ends this process, as the first does before
-    there is a leader.
+    The first asks the leader to drain and stop the instance. The second ends this process at once, and so does the
+    first while there is no leader yet.
     """
 
     def __init__(self) -> None:
@@ -207,7 +218,7 @@ class _Signals:
         threading.Thread(target=self._run, name="signals", daemon=True).start()
 
     def hand_to(self, follower: _Follower) -> None:
-        """From now on there is a leader to ask."""
+        """Lets `follower` ask the leader from now on."""
         self._follower = follower
 
     def _run(self) -> None:
@@ -221,7 +232,7 @@ class _Signals:
 
 
 def _end(status: int, text: str) -> NoReturn:
-    """Ends the process from whatever thread, without waiting for jax, which would wait for the other processes."""
+    """Ends the process from any thread. jax's own shutdown, which would wait for the other processes, does not run."""
     (_log.error if status else _log.info)("%s", text)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from dsv3.engine.build import engine_of
+from dsv3.engine.cluster.executor import LeadingExecutor
 from dsv3.engine.cluster.fingerprint import fields_of
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
+from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.engine import Engine
+from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import with_pages
-from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.options import LEADER, ClusterOptions, EngineOptions
 
 _SWITCH_INTERVAL_S = 0.0005  # commands shall leave while the engine's thread launches the same step
 
@@ -53,7 +55,8 @@ def start_leader(
     phases.end("weights")
     parts = dataclasses.replace(parts, cfg=with_pages(parts.cfg, num_pages, options))
     leader.build(parts.cfg)
-    engine = engine_of(parts, leader)
+    ranks = parts.cfg.ranks_of(LEADER)
+    engine = Engine(parts, LeadingExecutor(LocalExecutor(parts, JOB_KINDS), leader, ranks))
     store = program_store(cluster, model_dir, options, parts)
     engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total), store)
     leader.ready()

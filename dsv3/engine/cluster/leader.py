@@ -1,7 +1,7 @@
-"""The leader's end of the control connections: who has come, what they say and are sent, how they fail.
+"""Leads the other processes of an instance: lets them in, sends them commands, notices what fails.
 
-Threads of its own accept, receive, send and watch, so a main thread that compiles, loads or is stuck in a collective
-delays none of it. The first failure of any process is everyone's: `on_failure` is called with it, once.
+Its own threads accept, receive, send and watch. A main thread that compiles, loads or is stuck in a collective delays
+none of them. The first failure of any process ends the instance: `on_failure` is called with it, once.
 """
 
 import contextlib
@@ -14,30 +14,36 @@ from collections.abc import Callable
 import numpy as np
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.fingerprint import Fields, differences
-from dsv3.engine.cluster.membership import ClusterError, read_key
-from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Step, Stop
-from dsv3.engine.cluster.peer import Peer, PeerLost
+from dsv3.engine.cluster.membership import read_key
+from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Stop
 from dsv3.engine.cluster.wire import Wire, WireError, accept
-from dsv3.engine.commands import StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.errors import ClusterError
+from dsv3.engine.job import StepCommand
 from dsv3.options import LEADER, ClusterOptions
 
 _log = logging.getLogger("dsv3.cluster")
-_MAX_GREETINGS = 64  # connections that have not proved themselves; more are closed at once
+_MAX_GREETINGS = 64  # connections that have not proved yet that they know the key; more are closed at once
 _MAX_REFUSALS_LOGGED = 20
-_REMIND_S = 30.0
-_FAREWELL_S, _LAST_WORD_S = 3.0, 0.5  # after an orderly end, after a failure
-# A broken connection is seen at once, on another thread; the collective that it broke may raise a little earlier.
+_REMIND_S = 30.0  # how often the log names the processes that are waited for
+# Before its process ends, the leader waits until every follower has read why and has ended. That takes milliseconds,
+# and about a second on a busy host. These are the bounds: in order and after a failure.
+_FAREWELL_S = 4.0  # the HTTP process kills this one 5 s after an orderly stop
+_LAST_WORD_S = 10.0
+_REFUSAL_S = 5.0  # the bound for a process that is turned away
+# A collective may raise a little before the leader's receiving thread has seen the broken connection behind it.
 _EXPLANATION_S = 2.0
 
 
 class Leader:
-    """Process 0's view of the others.
+    """The leader's view of the followers.
 
-    `on_failure` is called on some thread with a reason fit for clients when the instance must end; `on_drain` when a
-    follower has been asked to end. The constructor listens; raises ClusterError where it cannot.
+    `on_failure` is called when the instance must end, with a reason fit for clients; `on_drain` when a follower has
+    been asked to end. Both are called on the leader's own threads. The constructor listens and `gather` accepts: no
+    follower can fail before the caller has arranged that `end` is called. Raises ClusterError where it cannot listen.
     """
 
     def __init__(
@@ -51,27 +57,30 @@ class Leader:
         self._on_failure, self._on_drain = on_failure, on_drain
         self._key = read_key(options.cluster_key_file)
         self._followers = frozenset(range(1, options.num_processes))
-        self._peers: dict[int, Peer] = {}
+        self._channels: dict[int, Channel] = {}
         self._said: dict[type, dict[int, messages.ToLeader]] = {Hello: {}, Loaded: {}, Ready: {}}
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._explained = threading.Event()
         self._ending = False
+        self._last_word: bytes | None = None
         self._book, self._chain = Book(self._followers), Chain()
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
+        self._ranks: dict[int, range] = {}
         self._refusals = 0
-        self._greetings = threading.Semaphore(_MAX_GREETINGS)
+        self._greetings = 0
+        self._forgiven = 0.0  # when this process was last found to have been suspended
         self._listener = _listen(options)
-        for target in (self._accept, self._watch):
-            threading.Thread(target=target, name=f"cluster{target.__name__}", daemon=True).start()
 
     def gather(self) -> None:
         """Waits until every follower has come and has the leader's fingerprint, then lets them begin.
 
-        Raises ClusterError when the time is over, naming those that are missing, and for fingerprints that differ.
+        Raises ClusterError when the time is over, with the missing processes, and where fingerprints differ.
         """
         address = "{}:{}".format(*self._listener.getsockname()[:2])
+        for target in (self._accept, self._watch):
+            threading.Thread(target=target, name=f"cluster{target.__name__}", daemon=True).start()
         _log.info("waiting for %d processes at %s", len(self._followers), address)
         missing = self._wait_for(Hello, "to come", self._options.cluster_start_timeout)
         if missing:
@@ -83,18 +92,20 @@ class Leader:
         self._broadcast(messages.encode(messages.Begin()))
 
     def loaded(self, fields: Fields) -> int:
-        """Waits until every follower has its weights; returns the cache pages that each of them has room for.
+        """Waits until every follower has its weights; returns the number of cache pages that all have room for.
 
-        Raises ClusterError where their fields differ from the leader's.
+        Raises ClusterError where a follower's fields differ from the leader's.
         """
         self._wait_for(Loaded, "to load the weights")
         said = {p: m for p, m in self._said[Loaded].items() if isinstance(m, Loaded)}
         for process_id, message in sorted(said.items()):
-            self._compare(process_id, fields, message.fields)
+            if error := self._compare(process_id, fields, message.fields):
+                raise error
         return min(message.num_pages for message in said.values())
 
     def build(self, config: EngineConfig) -> None:
-        """Tells the followers the limits that all use."""
+        """Tells the followers the limits that all processes use."""
+        self._ranks = {process_id: config.ranks_of(process_id) for process_id in self._followers}
         self._broadcast(messages.encode(Build(config)))
 
     def ready(self) -> None:
@@ -102,35 +113,54 @@ class Leader:
         self._wait_for(Ready, "to compile")
 
     def send(self, command: StepCommand) -> None:
-        """Sends a command to every follower, without waiting for any."""
-        self._broadcast(messages.encode(Step(command)))
+        """Sends each follower the part of a command that its ranks need, without waiting.
+
+        Raises ClusterError once the instance has failed, and fails it where no frame holds a part.
+        """
+        self._check()
+        for process_id, ranks in self._ranks.items():
+            self._post(process_id, messages.encode(messages.step_of(command.part(ranks))))
 
     def launched(self, number: int) -> None:
-        """Notes that this process has launched step `number`, as the followers should soon have."""
+        """Notes that this process has launched step `number`; every follower should do so soon."""
         self._launched = number, time.monotonic()
 
     def results(self, number: int, results: list[np.ndarray]) -> None:
-        """Notes what this process has read of step `number`; raises ClusterError once the instance has failed."""
+        """Notes what this process has read of step `number`. Raises ClusterError once the instance has failed."""
         self._diverged(self._book.lead(number, self._chain.add(number, results)), number)
         self._check()
 
     def explain(self, error: Exception) -> Exception:
-        """What to raise for an error of a step: the failure of the process that caused it, if one did."""
+        """Returns what to raise for an error of a step: the failure of the process that caused it, if one did.
+
+        Waits for that failure at most `_EXPLANATION_S` seconds.
+        """
         self._explained.wait(_EXPLANATION_S)
         return error if self._failure is None else ClusterError(self._failure)
 
     def end(self, failure: str | None = None) -> None:
-        """Tells the followers to end, with `failure` or in order, and waits for them a little."""
-        self._ending = True
-        body = messages.encode(Stop(failure))
-        with self._changed:
-            peers = list(self._peers.values())
-        for peer in peers:
-            peer.send_last(body)
-        deadline = time.monotonic() + (_FAREWELL_S if failure is None else _LAST_WORD_S)
-        for peer in peers:
-            peer.join(max(0.0, deadline - time.monotonic()))
+        """Tells the followers to end, in order or because of `failure`, and waits until they have ended.
+
+        The wait is at most `_LAST_WORD_S` seconds after a failure, else `_FAREWELL_S`. Silent followers are not
+        waited for.
+        """
         _stop_listening(self._listener)
+        with self._changed:
+            self._ending = True
+            self._last_word = self._last_word or messages.encode(Stop(failure))
+            channels = list(self._channels.values())
+        for channel in channels:
+            channel.send_last(self._last_word)
+        deadline = time.monotonic() + (_FAREWELL_S if failure is None else _LAST_WORD_S)
+        with self._changed:
+            while self._someone_listens() and time.monotonic() < deadline:
+                self._changed.wait(0.02)
+
+    def _someone_listens(self) -> bool:
+        """Returns whether a follower, or a process that is being let in, may still read the last message."""
+        heard_s = time.monotonic() - self._options.cluster_silence_timeout
+        listening = [c for c in self._channels.values() if not c.closed and c.last_heard_s >= heard_s]
+        return bool(listening) or self._greetings > 0
 
     def _accept(self) -> None:
         while True:
@@ -138,31 +168,46 @@ class Leader:
                 connection, address = self._listener.accept()
             except OSError:
                 return  # closed: all have come
-            if not self._greetings.acquire(blocking=False):
+            with self._changed:
+                full = self._greetings >= _MAX_GREETINGS
+                self._greetings += not full
+            if full:
                 connection.close()
-                continue
-            threading.Thread(target=self._greet, args=(connection, address[0]), daemon=True).start()
+            else:
+                threading.Thread(target=self._greet, args=(connection, address[0]), daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
         try:
             process_id, wire = accept(connection, self._key, self._options.num_processes)
             self._admit(process_id, wire, address)
-        except WireError as error:
+        except (WireError, OSError) as error:
             connection.close()
             self._refusals += 1
             if self._refusals <= _MAX_REFUSALS_LOGGED:
                 _log.warning("refused a connection from %s: %s", address, error)
         finally:
-            self._greetings.release()
+            with self._changed:
+                self._greetings -= 1
 
     def _admit(self, process_id: int, wire: Wire, address: str) -> None:
+        """Lets a process in; one that comes while the instance ends is told why.
+
+        Raises WireError where another process has the same id.
+        """
+        channel = Channel(
+            wire, _heartbeat, lambda body: self._take(process_id, body), lambda end: self._lost(process_id, end)
+        )
         with self._changed:
-            if process_id in self._peers:
-                wire.send(messages.encode(Stop(f"another process has --process_id {process_id} already")))
-                raise WireError(f"it says to be process {process_id}, which is here already")
-            self._peers[process_id] = Peer(
-                wire, _heartbeat, lambda body: self._take(process_id, body), lambda end: self._lost(process_id, end)
-            )
+            last_word = self._last_word
+            known = self._channels.setdefault(process_id, channel) is not channel
+        if known:
+            wire.send(messages.encode(Stop(f"another process has --process_id {process_id} already")))
+            wire.end()
+            wire.discard(_REFUSAL_S)
+            raise WireError(f"it says to be process {process_id}, which is here already")
+        channel.start()
+        if last_word is not None:
+            channel.send_last(last_word)
         _log.info("process %d has come from %s", process_id, address)
 
     def _take(self, process_id: int, body: bytes) -> None:
@@ -174,9 +219,9 @@ class Leader:
                 self._reached[process_id] = max(self._reached[process_id], message.number)
                 self._diverged(self._book.follow(process_id, message.number, message.digest), message.number)
             case Hello():
-                self._compare(process_id, self._fields, message.fields)
-                _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
-                self._note(process_id, message)
+                if self._compare(process_id, self._fields, message.fields) is None:
+                    _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
+                    self._note(process_id, message)
             case Loaded() | Ready():
                 self._note(process_id, message)
             case Drain():
@@ -191,9 +236,10 @@ class Leader:
             self._said[type(message)][process_id] = message
             self._changed.notify_all()
 
-    def _compare(self, process_id: int, mine: Fields, theirs: Fields) -> None:
-        if found := differences(mine, theirs, process_id):
-            raise self._fail(f"process {process_id} is not configured as process {LEADER}: {found}")
+    def _compare(self, process_id: int, mine: Fields, theirs: Fields) -> ClusterError | None:
+        """Ends the instance where the fields differ; returns the error to raise, None where they agree."""
+        found = differences(mine, theirs, process_id)
+        return self._fail(f"process {process_id} is not configured as process {LEADER}: {found}") if found else None
 
     def _diverged(self, process_id: int | None, number: int) -> None:
         if process_id is not None:
@@ -204,33 +250,42 @@ class Leader:
             self._fail(f"process {process_id} {end}")
 
     def _watch(self) -> None:
-        """Notices peers that are silent; a watcher that was itself suspended judges nobody by that time."""
+        """Looks for followers that are silent or late. Time in which this process was suspended does not count."""
         interval = min(0.25, self._options.cluster_silence_timeout / 8)
         last = time.monotonic()
         while self._failure is None and not self._ending:
             time.sleep(interval)
             now = time.monotonic()
             late, last = now - last > interval + self._options.cluster_silence_timeout / 2, now
-            if not late:
-                self._judge()
+            if late:
+                self._forgiven = now
+                self._book.forgive()
+                for channel in list(self._channels.values()):
+                    channel.forgive()
             else:
-                for peer in list(self._peers.values()):
-                    peer.forgive()
+                self._judge(now)
 
-    def _judge(self) -> None:
+    def _judge(self, now: float) -> None:
+        """Ends the instance where a follower is silent or late at `now`.
+
+        `now` is read before, since this process may be suspended at any point, here too.
+        """
         limit = self._options.cluster_silence_timeout
-        for process_id, peer in list(self._peers.items()):
-            if peer.silent_s > limit:
+        for process_id, channel in list(self._channels.items()):
+            if now - channel.last_heard_s > limit:
                 self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")
         number, since = self._launched
         for process_id, reached in self._reached.items():
-            if reached < number and time.monotonic() - since > limit:
+            if reached < number and now - max(since, self._forgiven) > limit:
                 self._fail(f"process {process_id} has not launched step {number} for {limit:g} s: it hangs")
-        if late := self._book.late(limit):
+        if late := self._book.late(now - limit):
             self._fail(f"process {late[0]} has not reported step {late[1]} for {limit:g} s: it hangs")
 
     def _wait_for(self, kind: type, doing: str, timeout_s: float | None = None) -> frozenset[int]:
-        """Waits until all have said `kind`; returns those that have not in time. Raises ClusterError for a failure."""
+        """Waits until all followers have said `kind`; returns those that have not when the time is over.
+
+        Raises ClusterError once the instance has failed.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         said = self._said[kind]
         remind = time.monotonic() + _REMIND_S
@@ -249,18 +304,21 @@ class Leader:
 
     def _broadcast(self, body: bytes) -> None:
         self._check()
-        for process_id, peer in self._peers.items():
-            try:
-                peer.send(body)
-            except PeerLost as lost:
-                raise self._fail(f"process {process_id} {lost}") from None
+        for process_id in self._channels:
+            self._post(process_id, body)
+
+    def _post(self, process_id: int, body: bytes) -> None:
+        try:
+            self._channels[process_id].send(body)
+        except ChannelError as error:
+            raise self._fail(f"process {process_id} {error}") from None
 
     def _check(self) -> None:
         if self._failure is not None:
             raise ClusterError(self._failure)
 
     def _fail(self, reason: str) -> ClusterError:
-        """Ends the instance for a reason: only the first counts."""
+        """Ends the instance, unless an earlier reason does already; returns the error to raise."""
         with self._changed:
             first, self._failure = self._failure is None, self._failure or reason
             self._changed.notify_all()

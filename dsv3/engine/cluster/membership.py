@@ -12,15 +12,6 @@ _MAX_KEY_BYTES = 4096
 _HOW_TO_MAKE_A_KEY = "make one with: (umask 077; head -c 48 /dev/urandom | base64 > cluster.key)"
 
 
-class ClusterError(ValueError):
-    """The instance cannot start or go on. The message says which process is the cause, and is fit for clients."""
-
-
-def public_text(error: BaseException) -> str:
-    """What clients may hear of a failure: other texts may carry a path or a part of a prompt."""
-    return str(error) if isinstance(error, ClusterError) else type(error).__name__
-
-
 def read_key(path: str | os.PathLike[str]) -> bytes:
     """Returns the secret in a file without surrounding blanks.
 

@@ -1,20 +1,22 @@
-"""What leader and followers tell each other, as declared msgpack types; arrays travel as dtype, shape and bytes."""
+"""Declares what leader and followers tell each other, as msgpack types; arrays travel as dtype, shape and bytes."""
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from dsv3.engine.commands import StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.job import Job, JobKind, StepCommand
 
 _DTYPES = {np.dtype(name) for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
 _MAX_DIMENSIONS = 8
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A follower's first message: the fields of its fingerprint, and where it runs, for the log."""
+    """The first message of a follower: the fields of its fingerprint, and where it runs, for the log."""
 
     fields: dict[str, str]
     host: str
@@ -22,11 +24,15 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """All have come and agree: initialise jax and load the weights."""
+    """Every process has come and agrees: start jax and load the weights."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A follower has its weights: fields known only now, and the cache pages a rank of its devices has room for."""
+    """A follower has its weights.
+
+    `fields` are those of the fingerprint that are known only now, `num_pages` the cache pages that each of its ranks
+    has room for.
+    """
 
     fields: dict[str, str]
     num_pages: int
@@ -43,26 +49,27 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """Execute this."""
+    """The next step: its jobs, each a kind and the kind's command as the kind's own type encodes it."""
 
-    command: StepCommand
+    number: int
+    jobs: list[tuple[str, msgspec.Raw]]
 
 
 class Digest(msgspec.Struct, frozen=True, tag=True):
-    """What a follower has read of the results up to step `number`."""
+    """The digest of what a follower has read of the results up to step `number`."""
 
     number: int
     digest: bytes
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Nothing to say. `launched` is the last step that the main thread has launched."""
+    """The process lives and has nothing to say. `launched` is the last step that its main thread has launched."""
 
     launched: int = -1
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """A follower was asked to end: the leader shall finish what it has and stop the instance."""
+    """A follower was asked to end: finish what runs, then stop the instance."""
 
     reason: str
 
@@ -75,7 +82,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End now: with status 0 if there is no `failure`, else with it in the log."""
+    """End now: with status 0 where there is no `failure`, else with status 1 and `failure` in the log."""
 
     failure: str | None
 
@@ -97,7 +104,7 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 
 def _array(value: Any) -> np.ndarray:
-    """The (read-only) array of a triple; ValueError unless all of it fits together."""
+    """Returns the array, read-only, of a triple (dtype, shape, bytes). Raises ValueError where they do not fit."""
     name, shape, data = value
     dtype = np.dtype(name) if isinstance(name, str) else None
     if dtype not in _DTYPES:
@@ -114,16 +121,37 @@ _to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFo
 _to_leader: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader, dec_hook=_from_plain)
 
 
+def step_of(command: StepCommand) -> Step:
+    """Returns the message that carries a command."""
+    return Step(command.number, [(kind, msgspec.Raw(_encoder.encode(job))) for kind, job in command.jobs])
+
+
+def command_of(step: Step, kinds: Sequence[JobKind]) -> StepCommand:
+    """Returns the command that a message carries; raises msgspec.MsgspecError for jobs that are not of these kinds."""
+    types = {kind.name: kind.command for kind in kinds}
+    jobs = []
+    for name, raw in step.jobs:
+        if name not in types:
+            raise msgspec.ValidationError(f"{name!r} is not a kind of job here")
+        jobs.append(Job(name, _decoder(types[name]).decode(raw)))
+    return StepCommand(step.number, tuple(jobs))
+
+
+@functools.cache
+def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
+
+
 def encode(message: ToFollower | ToLeader) -> bytes:
-    """The body of a frame."""
+    """Returns the body of a frame."""
     return _encoder.encode(message)
 
 
 def decode_for_follower(body: bytes) -> ToFollower:
-    """A message from the leader; raises msgspec.MsgspecError for anything else."""
+    """Returns a message of the leader. Raises msgspec.MsgspecError for anything else."""
     return _to_follower.decode(body)
 
 
 def decode_for_leader(body: bytes) -> ToLeader:
-    """A message from a follower; raises msgspec.MsgspecError for anything else."""
+    """Returns a message of a follower. Raises msgspec.MsgspecError for anything else."""
     return _to_leader.decode(body)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import jax
 
-from dsv3.engine.build import Parts, load_parts
+from dsv3.engine.build import load_parts
 from dsv3.engine.cluster.compiled import ProgramStore
 from dsv3.engine.cluster.fingerprint import Fields, agreed, environment, shaping
 from dsv3.engine.cluster.membership import read_key
+from dsv3.engine.parts import Parts
 from dsv3.options import ClusterOptions, EngineOptions, split_address
 
 Load = Callable[[Path, EngineOptions], Parts]
@@ -71,7 +72,7 @@ def program_store(cluster: ClusterOptions, model_dir: Path, options: EngineOptio
     for each in depends:
         fields |= each
     key = read_key(cluster.cluster_key_file)
-    return ProgramStore(options.compilation_cache_dir, key, fields, cluster.process_id, parts.devices)
+    return ProgramStore(options.compilation_cache_dir, key, fields, cluster.process_id, list(parts.mesh.devices.flat))
 
 
 def loaded_fields(parts: Parts) -> Fields:

@@ -1,23 +1,27 @@
-"""Frames between two processes that share a secret: mutual challenge and response, then a MAC on every frame.
+"""Sends frames between two processes that share a secret: mutual challenge and response, then a MAC on every frame.
 
-Before anything else both ends prove that they know the key, by HMAC-SHA256 over two fresh nonces. Each direction has a
-key of its own derived from them, and each frame's MAC covers its place in the sequence, so that a frame can neither be
-forged, changed, replayed, dropped nor sent back. Nothing is encrypted. A frame is its length (4 bytes, little endian),
-its MAC (32 bytes) and its body.
+First both ends prove that they know the key, by HMAC-SHA256 over two fresh nonces. Each direction then has its own
+key, derived from the nonces. The MAC of a frame covers the frame's number, so a frame cannot be forged, changed,
+replayed, dropped or sent back. Nothing is encrypted. A frame is its length (4 bytes, little endian), its MAC (32 bytes)
+and its body.
 """
 
 import contextlib
 import hashlib
 import hmac
+import math
 import secrets
 import socket
 import struct
 import time
 
-# The largest message is a prefill of every rank, or a rebalancing's maps: a few MB for 144 ranks.
+# A bound against garbage, far above any command: a follower gets only its ranks' part of one, 17 kB for 16 chunks of
+# 4,096 tokens over 18 hosts (`python -m benchmarks.cluster_send`).
 MAX_FRAME_BYTES = 64 * 2**20
+"""The longest body. It bounds the memory that a wrong length field can ask for; `Channel.send` refuses a longer one."""
+
 HANDSHAKE_S = 5.0
-"""A peer that has not proved itself by then is refused."""
+"""Seconds that the other process has to prove that it knows the key."""
 
 _MAGIC = b"dsv3 cluster 1\n"
 _NONCE_BYTES = _MAC_BYTES = 32
@@ -27,11 +31,11 @@ _SEQUENCE = struct.Struct("<QI")
 
 
 class WireError(Exception):
-    """The peer is not what it should be, or has sent what is no frame; the message says which."""
+    """The other process is not what it should be, or has sent what is no frame; the message says which."""
 
 
 class Wire:
-    """An authenticated connection. One thread may send and one receive."""
+    """An authenticated connection to another process. One thread may send and one receive."""
 
     def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         self._connection = connection
@@ -42,7 +46,7 @@ class Wire:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, body: bytes) -> None:
-        """Sends a frame; raises OSError when the peer has gone, WireError for a body that no frame holds."""
+        """Sends a frame. Raises OSError when the connection has ended, WireError for a body that no frame holds."""
         if len(body) > MAX_FRAME_BYTES:
             raise WireError(f"a message of {len(body)} bytes, at most {MAX_FRAME_BYTES} fit a frame")
         mac = _frame_mac(self._send_key, self._sent, body)
@@ -50,14 +54,17 @@ class Wire:
         self._connection.sendall(_HEAD.pack(len(body), mac) + body)
 
     def receive(self) -> bytes | None:
-        """The next frame's body; None when the peer has gone. Raises WireError for a frame that is not the peer's."""
+        """Returns the body of the next frame, None when the connection has ended.
+
+        Raises WireError for a frame that is too long or that the other process has not made.
+        """
         try:
             head = _read(self._connection, _HEAD.size)
             length, mac = _HEAD.unpack(head)
             if length > MAX_FRAME_BYTES:
                 raise WireError(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
             body = _read(self._connection, length)
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             return None
         if not hmac.compare_digest(mac, _frame_mac(self._receive_key, self._received, body)):
             raise WireError("a frame's MAC is wrong")
@@ -65,21 +72,37 @@ class Wire:
         return body
 
     def end(self) -> None:
-        """Tells the peer that nothing more will be sent."""
+        """Tells the other process that nothing more will be sent."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
+    def end_receiving(self) -> None:
+        """Lets `receive` return what has come already, then None."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RD)
+
+    def discard(self, timeout_s: float = math.inf) -> None:
+        """Reads and drops what comes until the other process closes its end, at most `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(OSError):
+            while (left := deadline - time.monotonic()) > 0:
+                if left < math.inf:
+                    self._connection.settimeout(left)
+                if not self._connection.recv(2**16):
+                    return
+
     def close(self) -> None:
-        """Ends the connection; a thread that receives sees its end."""
+        """Ends the connection; `receive` returns None in a thread that waits there."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 def accept(connection: socket.socket, key: bytes, num_processes: int) -> tuple[int, Wire]:
-    """The leader's side of the handshake: which process this is, and the wire to it.
+    """Shakes hands as the leader; returns the other process's id and the wire to it.
 
-    Raises WireError for a peer that does not prove itself within `HANDSHAKE_S`; it learns nothing but a nonce.
+    Raises WireError for a process that does not prove within `HANDSHAKE_S` that it knows the key. Such a process learns
+    nothing but a nonce.
     """
     deadline = time.monotonic() + HANDSHAKE_S
     ours = secrets.token_bytes(_NONCE_BYTES)
@@ -99,7 +122,10 @@ def accept(connection: socket.socket, key: bytes, num_processes: int) -> tuple[i
 
 
 def connect(connection: socket.socket, key: bytes, process_id: int) -> Wire:
-    """A follower's side of the handshake. Raises WireError for a leader that does not prove itself."""
+    """Shakes hands as follower `process_id`; returns the wire to the leader.
+
+    Raises WireError for a leader that does not prove within `HANDSHAKE_S` that it knows the key.
+    """
     deadline = time.monotonic() + HANDSHAKE_S
     ours = secrets.token_bytes(_NONCE_BYTES)
     try:
@@ -111,7 +137,7 @@ def connect(connection: socket.socket, key: bytes, process_id: int) -> Wire:
         connection.sendall(_PROOF.pack(process_id, ours, _mac(key, b"follower", transcript)))
         answer = _read(connection, _MAC_BYTES, deadline)
     except EOFError:
-        raise WireError("the leader refused this process: is cluster_key_file the same there?") from None
+        raise WireError("the leader refused this process, or has ended: is cluster_key_file the same there?") from None
     except OSError as error:
         raise WireError(f"the leader did not complete the handshake ({_text(error)})") from None
     if not hmac.compare_digest(answer, _mac(key, b"leader", transcript)):
@@ -134,7 +160,7 @@ def _frame_mac(key: bytes, sequence: int, body: bytes) -> bytes:
 
 
 def _read(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
-    """Exactly `count` bytes; EOFError if the peer ends before, TimeoutError past the deadline."""
+    """Returns exactly `count` bytes. Raises EOFError if the connection ends before, TimeoutError past the deadline."""
     data = bytearray()
     while len(data) < count:
         if deadline is not None:

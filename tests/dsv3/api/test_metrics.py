@@ -32,7 +32,7 @@ def test_spread_experts_have_metrics_of_their_own() -> None:
     assert b"expert" not in metrics.text()
     for moved in (40, 55):
         experts = dataclasses.replace(EXPERTS, moved=moved)
-        metrics.update(_numbers(dataclasses.replace(STATS, experts=experts)))
+        metrics.update(_numbers(dataclasses.replace(STATS, jobs={"experts": experts})))
     assert sample(metrics, "dsv3:expert_balancedness") == 0.75
     assert sample(metrics, "dsv3:expert_balancedness_min") == 0.5
     assert sample(metrics, "dsv3:experts_moved_total") == 55

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.bench import metrics
-from dsv3.bench.load import LoadResult
+from dsv3.bench.loops import LoopResult
 from dsv3.bench.metrics import Limit, distribution, summarize
 from dsv3.bench.stream import Arrival, Record
 
@@ -25,7 +25,7 @@ def record(index=0, scheduled=0.0, arrivals=((1.0, 1), (1.5, 1), (2.5, 1)), fini
 
 
 def result(*records, **fields):
-    return LoadResult(records, **({"wall_s": 10.0, "cpu_s": 1.0} | fields))
+    return LoopResult(records, **({"wall_s": 10.0, "cpu_s": 1.0} | fields))
 
 
 def test_latencies_of_a_request():

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dsv3.bench.load import LoadResult
+from dsv3.bench.loops import LoopResult
 from dsv3.bench.metrics import Limit, summarize
 from dsv3.bench.report import notes, render
 from dsv3.bench.stream import Arrival, Record
@@ -20,7 +20,7 @@ def record(index, **fields):
 
 
 def report(*records, options=OPTIONS, cpu_s=0.1, interrupted=False):
-    result = LoadResult(records, wall_s=1.0, cpu_s=cpu_s, interrupted=interrupted)
+    result = LoopResult(records, wall_s=1.0, cpu_s=cpu_s, interrupted=interrupted)
     return summarize(result, [Limit("ttft", 500)]) | {"options": options}
 
 

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
+from dsv3.bench.client import Address, Client, RequestFailed
 from dsv3.bench.stream import complete, events
-from dsv3.bench.transport import Address, Client, TransportError
 from tests.dsv3.bench.fake_openai import fake_server
 
 
@@ -171,5 +171,5 @@ def test_events_survive_any_cut():
 
 def test_an_endless_event_is_refused(monkeypatch):
     monkeypatch.setattr("dsv3.bench.stream.MAX_EVENT_BYTES", 100)
-    with pytest.raises(TransportError, match="more than 100 bytes"):
+    with pytest.raises(RequestFailed, match="more than 100 bytes"):
         parse(b"data: " + b"x" * 200)

@@ -1,4 +1,4 @@
-"""Experts read straight into slots, rows into shards: the values of a plain load, gathered; damage is still found."""
+"""Experts read straight as replicas, rows as shards: the values of a plain load, gathered; damage is still found."""
 
 import dataclasses
 import shutil
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsv3.checkpoint import CheckpointError, convert_to_stacked, fill, layout, load_params
 from dsv3.model.params import declare
 from dsv3.model.tensor_parallel import arrange
-from sharding.rules import partition, rank_mesh
+from sharding.mesh import partition, rank_mesh
 from tests.dsv3.checkpoint import hf
 from tests.dsv3.checkpoint.trees import assert_same_bits, by_path
 
@@ -25,7 +25,7 @@ SERVED = dataclasses.replace(STORED, num_nextn_predict_layers=0)
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """The same FP8 model, with an MTP module, in both forms."""
-    root = tmp_path_factory.mktemp("slots")
+    root = tmp_path_factory.mktemp("replicas")
     hf.write(root / "hf", hf.random_tensors(STORED), shards=3)
     convert_to_stacked(root / "hf", root / "stacked", STORED)
     return root
@@ -35,15 +35,15 @@ def load(directory, cfg=SERVED, **options):
     return load_params(directory, cfg, **{"dtype": hf.BF16, "progress": False, **options})
 
 
-def random_map(slots: int) -> np.ndarray:
-    """Every expert in at least one slot, some in several, in an order of its own in each layer."""
-    rng = np.random.default_rng(slots)
-    rows = [np.concatenate([np.arange(EXPERTS), rng.integers(0, EXPERTS, slots - EXPERTS)]) for _ in range(LAYERS)]
+def random_map(replicas: int) -> np.ndarray:
+    """Every expert at least once, some several times, in an order of its own in each layer."""
+    rng = np.random.default_rng(replicas)
+    rows = [np.concatenate([np.arange(EXPERTS), rng.integers(0, EXPERTS, replicas - EXPERTS)]) for _ in range(LAYERS)]
     return np.stack([rng.permutation(row) for row in rows])
 
 
 def gathered(cfg, params, phy2log) -> dict[str, np.ndarray]:
-    """A plain load whose decoder's experts are copied into slots."""
+    """A plain load whose decoder's experts are copied to replicas."""
     layer = np.arange(len(phy2log))[:, None]
     spread = {path for path, spec in layout.leaves(cfg).items() if "experts" in spec.axes and path.startswith("moe.")}
     return {
@@ -54,9 +54,9 @@ def gathered(cfg, params, phy2log) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("form", ["hf", "stacked"])
 @pytest.mark.parametrize("fp8", ["keep", "dequantize"])
-@pytest.mark.parametrize(("devices", "slots"), [(2, 6), (4, 8), (8, 16)])
-def test_slots_hold_the_experts_of_a_plain_load(directories, form, fp8, devices, slots):
-    phy2log = random_map(slots)
+@pytest.mark.parametrize(("devices", "replicas"), [(2, 6), (4, 8), (8, 16)])
+def test_replicas_hold_the_experts_of_a_plain_load(directories, form, fp8, devices, replicas):
+    phy2log = random_map(replicas)
     mesh = Mesh(np.array(jax.devices()[:devices][::-1]), ("d",))
     shardings = jax.tree.map(
         lambda spec: NamedSharding(mesh, PartitionSpec(*("d" if a == "experts" else None for a in spec.axes))),
@@ -66,7 +66,7 @@ def test_slots_hold_the_experts_of_a_plain_load(directories, form, fp8, devices,
     assert_same_bits(by_path(SERVED, spread), gathered(SERVED, load(directories / form, fp8=fp8), phy2log))
     experts = jax.tree.leaves(spread.moe.moe.gate_up)
     assert all(array.sharding == shardings.moe.moe.gate_up for array in experts)
-    assert {s.data.shape[:2] for array in experts for s in array.addressable_shards} == {(LAYERS, slots // devices)}
+    assert {s.data.shape[:2] for array in experts for s in array.addressable_shards} == {(LAYERS, replicas // devices)}
 
 
 @given(phy2log=st.lists(st.integers(0, 3), min_size=6, max_size=14), block=st.integers(48, 4000))
@@ -137,13 +137,13 @@ def test_damage_is_found_and_named(directories, tmp_path):
         load(tmp_path / "hf", phy2log=random_map(8))
     without = random_map(8)
     without[1, without[1] == 5] = 4
-    load(tmp_path / "hf", phy2log=without)  # an expert that no slot holds is not read
+    load(tmp_path / "hf", phy2log=without)  # an expert without a replica is not read
 
 
 @pytest.mark.parametrize(
     ("phy2log", "message"),
     [
-        (np.zeros((3, 6), int), r"int64\[3, 6\]; it must be integers \[2 MoE layers, slots\]"),
+        (np.zeros((3, 6), int), r"int64\[3, 6\]; it must be integers \[2 MoE layers, replicas\]"),
         (np.zeros((2, 0), int), r"int64\[2, 0\]"),
         (np.zeros((2, 6)), r"float64\[2, 6\]"),
         (np.full((2, 6), 6), "names experts 6 to 6; the model has 0 to 5"),

@@ -32,15 +32,16 @@ print(status("VmHWM") - before, sum(a.nbytes for a in jax.tree.leaves(params)))
 """
 
 
-# As the engine places them: 32 experts in 40 slots of 8 devices, or replicas, which on a CPU share the host's memory.
+# As the engine places them: 32 experts as 40 replicas on 8 devices, or the whole model on each device. A CPU's devices
+# share the host's memory.
 SERVE = """
 import dataclasses, pathlib, sys
 import jax, jax.numpy as jnp, numpy
-from dsv3.engine.parallel import expert_parallel_functions
-from dsv3.engine.step_bodies import model_functions
-from dsv3.engine.weights import Reading, load_replicated, load_spread
+from dsv3.engine.assemble.functions import expert_parallel_functions
+from dsv3.engine.functions import model_functions
+from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.hf_config import load_config
-from sharding.rules import rank_mesh, shardings
+from sharding.mesh import rank_mesh, shardings
 
 def status(field):
     return int(pathlib.Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024

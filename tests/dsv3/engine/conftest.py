@@ -5,19 +5,25 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.programs import Programs
 from dsv3.engine.engine import Engine
-from dsv3.engine.programs import Programs
+from dsv3.engine.parts import Parts
 from tests.dsv3.engine import toy
 
 LIMITS = {"max_model_len": 256, "num_pages": 7, "max_num_seqs": 4, "max_num_batched_tokens": 100, "num_ranks": 2}
 
 
+def parts(**changes) -> Parts:
+    """The toy with `LIMITS`, some of them changed."""
+    return Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**(LIMITS | changes)))
+
+
 @pytest.fixture(scope="session")
 def programs() -> Programs:
     """The compiled programs of `LIMITS`."""
-    engine = Engine(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**LIMITS))
+    engine = Engine(parts())
     engine.warm_up()
-    return engine._runner.programs
+    return engine.executor.device.programs
 
 
 @pytest.fixture
@@ -25,8 +31,8 @@ def make_engine(programs: Programs) -> Callable[..., Engine]:
     """Makes fresh, warm engines; only options that change no shape may differ from `LIMITS`."""
 
     def make(**changes) -> Engine:
-        engine = Engine(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**(LIMITS | changes)))
-        engine._runner.executor.programs = programs
+        engine = Engine(parts(**changes))
+        engine.executor.device.programs = programs
         engine.warm_up()
         return engine
 

@@ -2,36 +2,38 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from dsv3.engine import balance
-from dsv3.engine.balance import Balancer, Sent
-from dsv3.engine.commands import BalanceCommand
+from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.engine import Engine
+from dsv3.engine.functions import SpreadExperts
+from dsv3.engine.jobs import experts
+from dsv3.engine.jobs.experts import MOVE, READ_LOAD, Balancer, ExpertsCommand, TrafficCounter, load_size
 from dsv3.engine.limits import Layout, engine_config
-from dsv3.engine.parallel import expert_parallel_functions, spread_experts
-from dsv3.engine.programs import BALANCING, Key, Programs
-from dsv3.engine.sequence import GREEDY
-from dsv3.engine.step_bodies import SpreadExperts, load_size
+from dsv3.engine.parts import Parts
+from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import EngineOptions
-from sharding import rebalance
-from sharding.eplb import balancedness, rebalance_experts
-from sharding.placement import placement_of
-from sharding.rules import rank_mesh
-from sharding.transport import MAX_HOPS, Machine, StepTraffic, Traffic
+from sharding.experts import rebalance
+from sharding.experts.eplb import balancedness, rebalance_experts
+from sharding.experts.placement import placement_of
+from sharding.experts.traffic import MAX_HOPS, StepTraffic, Traffic
+from sharding.mesh import Machine, rank_mesh
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, name_of, request, take
 from tests.dsv3.model.golden import DIRECTORY, model
 
 LIMITS = dict(max_model_len=128, num_pages=2, max_num_seqs=1, max_num_batched_tokens=64, num_ranks=8, num_nodes=2)
 REDUNDANT, LENGTH = 8, 16
-MOVE = Key("move_experts")
+BALANCING = (READ_LOAD, MOVE)
 
 
 class Served:
@@ -48,13 +50,13 @@ class Served:
 
     def engine(self, **changes) -> Engine:
         cfg = EngineConfig(**(LIMITS | dict(eplb_interval=4, eplb_threshold=1.0) | changes))
-        engine = Engine(self.functions, self.params, self.cfg, cfg)
+        engine = Engine(Parts.on_devices(self.functions, self.params, self.cfg, cfg))
         if self.programs is None:
-            self.programs = engine._runner.programs
+            self.programs = engine.executor.device.programs
             assert set(BALANCING) <= set(self.programs.keys())
             needed = [Key("prefill", 64), Key("decode", 1), Key("sample", 1, GREEDY), *BALANCING]
             self.programs.keys = lambda: needed
-        engine._runner.executor.programs = self.programs
+        engine.executor.device.programs = self.programs
         engine.warm_up()
         return engine
 
@@ -67,8 +69,8 @@ class Served:
             prompt = self.prompts[int(name.split(":")[1])]
             engine.add(request(name, prompt, max_tokens=LENGTH, ignore_eos=True))
         while engine.has_work:
-            if engine.balancer._judging is not None:
-                concurrent.futures.wait([engine.balancer._judging])
+            if engine.planners["experts"]._judging is not None:
+                concurrent.futures.wait([engine.planners["experts"]._judging])
             outputs = engine.step()
             take(outputs, gathered)
             for output in outputs:
@@ -86,18 +88,18 @@ def served() -> Served:
 
 
 def test_tokens_stay_the_same_while_experts_move_and_the_load_gets_even(served: Served, monkeypatch) -> None:
-    monkeypatch.setattr(balance, "MOVE_BYTES", 1)  # one layer a step
+    monkeypatch.setattr(experts, "MOVE_BYTES", 1)  # one layer a step
     engine = served.engine()
-    before = engine.balancer.expert_map
+    before = engine.planners["experts"].expert_map
     served.serve(engine)
-    stats, after = engine.stats().experts, engine.balancer.expert_map
-    load = engine.balancer.load
+    stats, after = engine.stats().experts, engine.planners["experts"].expert_map
+    load = engine.planners["experts"].load
     assert stats.rebalances >= 1 and stats.checksum_failures == 0
     assert stats.moved >= (before.phy2log != after.phy2log).sum() > 0
     even = [balancedness(load, expert_map, 8) for expert_map in (before, after)]
     assert (even[1] > even[0] + 0.1).all()
     assert stats.balancedness > even[0].mean() + 0.1
-    params = engine._runner.executor._params
+    params = engine.executor.device.params
     assert (np.asarray(params.placement.copies) == after.logcnt).all()
     for slot, expert in enumerate(after.phy2log[1]):  # the weights stand where the map says
         own = np.asarray(served.params.params.moe.moe.down)[1, before.log2phy[1, expert, 0]]
@@ -112,16 +114,21 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
         lambda words, source, machine: permute(words, source, machine).at[0, 0].add(jnp.uint32(1)),
     )
     engine = served.engine()
-    sound = served.programs._compiled.pop(MOVE)
+    sound, spec = served.programs._compiled.pop(MOVE), served.programs._specs[MOVE]
+    body = functools.partial(rebalance.move_layer, machine=served.functions.experts.machine)
+    specs = (*served.functions.experts.take(served.functions.param_specs), PartitionSpec())
+    served.programs._specs[MOVE] = engine.executor.device.layout.mapped(
+        MOVE, lambda *args: body(*args), spec.arguments, spec.donated, specs, specs
+    )  # another function: jax does not trace the same one twice
     engine.warm_up()
-    before = engine.balancer.expert_map
+    before = engine.planners["experts"].expert_map
     served.serve(engine)
-    served.programs._compiled[MOVE] = sound
+    served.programs._compiled[MOVE], served.programs._specs[MOVE] = sound, spec
     stats = engine.stats().experts
     assert stats.checksum_failures > 0 and stats.moved == 0
-    np.testing.assert_array_equal(engine.balancer.expert_map.phy2log, before.phy2log)
-    placement = engine._runner.executor._params.placement
-    np.testing.assert_array_equal(np.asarray(placement.slots), served.params.placement.slots)
+    np.testing.assert_array_equal(engine.planners["experts"].expert_map.phy2log, before.phy2log)
+    placement = engine.executor.device.params.placement
+    np.testing.assert_array_equal(np.asarray(placement.replicas), served.params.placement.replicas)
     assert "damaged on their way" in caplog.text
 
 
@@ -129,7 +136,7 @@ def test_an_error_in_the_judge_leaves_the_experts_where_they_are(served: Served,
     def fail(*_):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(balance, "rebalance_experts", fail)
+    monkeypatch.setattr(experts, "rebalance_experts", fail)
     engine = served.engine()
     served.serve(engine)
     assert engine.stats().experts.moved == 0
@@ -137,20 +144,20 @@ def test_an_error_in_the_judge_leaves_the_experts_where_they_are(served: Served,
 
 
 def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served, monkeypatch) -> None:
-    monkeypatch.setattr(balance, "READ_STEPS", 8)
+    monkeypatch.setattr(experts, "READ_STEPS", 8)
     engine = served.engine(eplb_interval=0)
     served.serve(engine)
     stats = engine.stats().experts
     assert 0 < stats.balancedness_min <= stats.balancedness < 0.95 and stats.rebalances == 0
     assert stats.in_node_bytes > 0 and stats.cross_node_bytes > 0 and stats.extra_rounds >= 0
     prompts_and_answers = sum(len(p) + LENGTH - 1 for p in served.prompts)
-    per_layer = engine.balancer.load.sum(axis=1)
+    per_layer = engine.planners["experts"].load.sum(axis=1)
     assert (per_layer <= prompts_and_answers * served.cfg.num_experts_per_tok).all()
     assert (per_layer > prompts_and_answers * served.cfg.num_experts_per_tok / 2).all()
 
 
 def test_a_model_without_spread_experts_has_no_statistics() -> None:
-    engine = Engine(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(64, 1, max_num_seqs=1))
+    engine = Engine(Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(64, 1, max_num_seqs=1)))
     assert engine.stats().experts is None
 
 
@@ -183,8 +190,8 @@ def make_balancer(**changes) -> tuple[Balancer, EngineConfig]:
     cfg = EngineConfig(64, 1, max_num_seqs=1, num_ranks=8, **(dict(eplb_interval=3, eplb_threshold=1.0) | changes))
     first = rebalance_experts(np.ones((4, 16)), 24, 1, 1, 8)
     traffic = StepTraffic(Traffic(100, 40, 1), (4, 0), (Traffic(10, 4, 1), Traffic()))
-    sent = Sent([traffic] * len(cfg.forward_programs))
-    return Balancer(EXPERTS, placement_of(first, 9), balance.MOVE_BYTES // 3, sent, cfg), cfg
+    sent = TrafficCounter([traffic] * len(cfg.forward_programs))
+    return Balancer(EXPERTS, placement_of(first, 9), experts.MOVE_BYTES // 3, sent, cfg), cfg
 
 
 def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
@@ -195,7 +202,7 @@ def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
     return total
 
 
-def drive(balancer: Balancer, cfg: EngineConfig, steps: int, intact: bool = True) -> list[BalanceCommand]:
+def drive(balancer: Balancer, cfg: EngineConfig, steps: int, intact: bool = True) -> list[ExpertsCommand]:
     """Steps whose results come one step late."""
     commands, late = [], None
     for _ in range(steps):
@@ -220,7 +227,7 @@ def test_layers_move_a_few_at_a_time_each_in_one_command() -> None:
 
 def test_bytes_follow_from_steps_and_rounds() -> None:
     balancer, cfg = make_balancer(eplb_interval=0)
-    drive(balancer, cfg, balance.READ_STEPS + 1)
+    drive(balancer, cfg, experts.READ_STEPS + 1)
     stats = balancer.stats()
     assert stats.extra_rounds == 2
     assert stats.cross_node_bytes == 8 * (5 * 40 + 2 * 4)
@@ -246,6 +253,6 @@ def test_a_layer_that_failed_is_tried_again_at_the_next_decision() -> None:
 def test_the_window_forgets() -> None:
     balancer, cfg = make_balancer(eplb_interval=0)
     assert balancer.stats().balancedness == 1.0
-    drive(balancer, cfg, balance.READ_STEPS * (balance.WINDOW_READS + 3))
-    expected = balance.WINDOW_READS * read_out(cfg)[: 4 * 16].reshape(4, 16)
+    drive(balancer, cfg, experts.READ_STEPS * (experts.WINDOW_READS + 3))
+    expected = experts.WINDOW_READS * read_out(cfg)[: 4 * 16].reshape(4, 16)
     np.testing.assert_array_equal(balancer.load, expected)

@@ -1,4 +1,4 @@
-"""Which transport and form a bucket gets, and the bytes that the server reports for it."""
+"""Which transport and schedule a bucket gets, and the bytes that the server reports for it."""
 
 import dataclasses
 
@@ -7,41 +7,42 @@ import jax.numpy as jnp
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.engine.communication import Communication, Form
-from sharding.collectives import Overlap
-from sharding.rules import rank_mesh
-from sharding.transport import Kind, Machine
+from dsv3.engine.assemble.communication import Communication
+from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
+from sharding.experts.kind import Kind
+from sharding.mesh import Machine, rank_mesh
+from sharding.wire.collectives import Overlap
 
 GPUS = Communication(DEEPSEEK_V3, Machine(18, 8), 288, 1, Overlap.HOOKS, None, True, 2)
 LAYERS = DEEPSEEK_V3.num_moe_layers
 
 
 @pytest.mark.parametrize(
-    ("tokens", "is_prefill", "form", "at_once"),
+    ("tokens", "is_prefill", "schedule", "at_once"),
     [
-        (128, False, Form.OVERLAPPED, 64),
-        (64, False, Form.HOOKED, 64),
-        (129, False, Form.HOOKED, 129),
-        (512, True, Form.HOOKED, 512),
-        (4096, True, Form.OVERLAPPED, 2048),
+        (128, False, OVERLAPPED, 64),
+        (64, False, HOOKED, 64),
+        (129, False, HOOKED, 129),
+        (512, True, HOOKED, 512),
+        (4096, True, OVERLAPPED, 2048),
     ],
 )
 def test_large_steps_are_cut_in_two_and_small_ones_hide_the_combine(
-    tokens: int, is_prefill: bool, form: Form, at_once: int
+    tokens: int, is_prefill: bool, schedule: Schedule, at_once: int
 ) -> None:
-    assert GPUS.form(tokens, is_prefill) is form
+    assert GPUS.schedule(tokens, is_prefill) is schedule
     asked = dataclasses.replace(GPUS, kind=Kind.ALL_TO_ALL)
     whole = dataclasses.replace(asked, overlap=Overlap.NONE)  # takes `at_once` tokens as one batch
     assert asked.transport(tokens, is_prefill).hops[0].capacity == whole.transport(at_once, is_prefill).hops[0].capacity
-    micro_batches = 2 if form is Form.OVERLAPPED else 1
+    micro_batches = 2 if schedule is OVERLAPPED else 1
     assert asked.traffic(tokens, is_prefill).first == whole.traffic(at_once, is_prefill).first * micro_batches
     assert asked.traffic(tokens, is_prefill).first_rounds == (micro_batches * LAYERS, 0)
 
 
 def test_where_nothing_can_overlap_steps_are_plain() -> None:
-    assert dataclasses.replace(GPUS, overlap=Overlap.NONE).form(4096, True) is Form.PLAIN
+    assert dataclasses.replace(GPUS, overlap=Overlap.NONE).schedule(4096, True) is PLAIN
     ring = dataclasses.replace(GPUS, kind=Kind.RING)
-    assert ring.form(4096, True) is Form.HOOKED, "a ring has no rounds of its own to put under another micro-batch"
+    assert ring.schedule(4096, True) is HOOKED, "a ring has no rounds of its own to put under another micro-batch"
 
 
 def test_devices_of_a_rank_share_its_tokens() -> None:
@@ -49,15 +50,17 @@ def test_devices_of_a_rank_share_its_tokens() -> None:
     alone = dataclasses.replace(pair, shards=1)
     assert pair.traffic(63, False) == alone.traffic(32, False)
     several = dataclasses.replace(GPUS, shards=2)
-    assert several.form(128, False) is Form.HOOKED
-    assert several.form(256, False) is Form.OVERLAPPED
+    assert several.schedule(128, False) is HOOKED
+    assert several.schedule(256, False) is OVERLAPPED
     assert several.transport(256, False) == GPUS.transport(128, False)
 
 
 def test_rows_take_the_bytes_of_their_type() -> None:
     mesh = rank_mesh(jax.devices()[:4], 2)
     fp8, bf16, f32 = (
-        Communication.over(mesh, DEEPSEEK_V3, 256, transport="ring", **options).traffic(8, False).first.device_bytes
+        Communication.from_mesh(mesh, DEEPSEEK_V3, 256, transport="ring", **options)
+        .traffic(8, False)
+        .first.device_bytes
         for options in (dict(), dict(fp8=False), dict(fp8=False, dtype=jnp.float32))
     )
     hidden, sent = DEEPSEEK_V3.hidden_size, 3 * 8 * LAYERS  # to three others, eight rows in each layer
@@ -68,6 +71,6 @@ def test_rows_take_the_bytes_of_their_type() -> None:
 def test_an_unknown_or_impossible_transport_is_refused() -> None:
     mesh = rank_mesh(jax.devices()[:2])
     with pytest.raises(ValueError, match="'nccl' is not one of auto, ring"):
-        Communication.over(mesh, DEEPSEEK_V3, 256, transport="nccl")
+        Communication.from_mesh(mesh, DEEPSEEK_V3, 256, transport="nccl")
     with pytest.raises(ValueError, match="XLA does not have on a cpu"):
-        Communication.over(mesh, DEEPSEEK_V3, 256, transport="ragged")
+        Communication.from_mesh(mesh, DEEPSEEK_V3, 256, transport="ragged")

@@ -50,13 +50,13 @@ def test_a_compilation_after_warm_up_is_counted(make_engine, monkeypatch, caplog
     import jax
 
     engine = make_engine()
-    launch = engine._runner.launch
+    launch = engine.executor.launch
 
-    def with_a_new_shape(plan, balance):
-        jax.jit(lambda x: x * 3 + plan.number)(np.arange(5))
-        return launch(plan, balance)
+    def with_a_new_shape(command):
+        jax.jit(lambda x: x * 3 + command.number)(np.arange(5))
+        return launch(command)
 
-    monkeypatch.setattr(engine._runner, "launch", with_a_new_shape)
+    monkeypatch.setattr(engine.executor, "launch", with_a_new_shape)
     run(engine, request("a", [1], max_tokens=1))
     assert engine.stats().recompilations > 0
     assert "compiled after warm-up" in caplog.text
@@ -64,23 +64,22 @@ def test_a_compilation_after_warm_up_is_counted(make_engine, monkeypatch, caplog
 
 def test_the_next_step_is_launched_before_a_token_is_read(engine, monkeypatch):
     events = []
-    launch, fetch = engine._runner.launch, engine._runner.fetch
+    launch, fetch = engine.executor.launch, engine.executor.fetch
 
-    def logged_launch(plan, balance):
-        events.append(("launch", plan.number))
-        return launch(plan, balance)
+    def logged_launch(command):
+        events.append("launch")
+        return launch(command)
 
-    def logged_fetch(results):
-        events.append(("fetch", None))
-        return fetch(results)
+    def logged_fetch(in_flight):
+        events.append("fetch")
+        return fetch(in_flight)
 
-    monkeypatch.setattr(engine._runner, "launch", logged_launch)
-    monkeypatch.setattr(engine._runner, "fetch", logged_fetch)
+    monkeypatch.setattr(engine.executor, "launch", logged_launch)
+    monkeypatch.setattr(engine.executor, "fetch", logged_fetch)
     run(engine, request("a", [1], max_tokens=6, ignore_eos=True))
-    kinds = [kind for kind, _ in events]
-    assert kinds[:2] == ["launch", "launch"]
-    launched = [i for i, kind in enumerate(kinds) if kind == "launch"]
-    assert all(kinds[i + 1 : i + 3] == ["fetch", "fetch"] for i in launched[1:])
+    assert events[:2] == ["launch", "launch"]
+    launched = [i for i, event in enumerate(events) if event == "launch"]
+    assert all(events[i + 1] == "fetch" for i in launched[1:])
 
 
 SEEDED = {"temperature": 1.0, "seed": 1234, "max_tokens": 40, "ignore_eos": True}
@@ -290,7 +289,7 @@ def test_ranks_fill_evenly(engine):
     for i in range(4):
         engine.add(request(str(i), [i + 1] * 3, max_tokens=20, ignore_eos=True))
     engine.step()
-    slots = engine._scheduler.slots
+    slots = engine.scheduler.slots
     assert [slots.num_running(rank) for rank in range(2)] == [2, 2]
     drain(engine)
 
@@ -337,7 +336,7 @@ def test_an_exception_in_a_step_ends_everything_cleanly(make_engine, monkeypatch
     def broken(results):
         raise RuntimeError("the device has gone")
 
-    monkeypatch.setattr(engine._runner, "fetch", broken)
+    monkeypatch.setattr(engine.executor, "fetch", broken)
     engine.add(request("late", [1]))
     drain(engine, gathered, limit=3)
     assert len(gathered) == 13 and all(g.finish_reason for g in gathered.values())

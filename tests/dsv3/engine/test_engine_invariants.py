@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.engine import Engine
-from dsv3.engine.plan import StepPlan
+from dsv3.engine.job import Planned
 from dsv3.request import EngineRequest, QueueFull
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, drain, number, request, take
@@ -23,28 +23,30 @@ class Auditor:
     last_step: int = 0
     last_writers: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
-    def check(self, plan: StepPlan) -> None:
-        if self.engine._scheduler._collected >= self.last_step:
+    def check(self, jobs: list[Planned]) -> None:
+        if not jobs:
+            return
+        if self.engine.scheduler.pages.collected >= self.last_step:
             self.last_writers = {}  # that step has finished
         writers: dict[tuple[int, int], int] = {}
-        for rank, page, name in self._writes(plan):
+        for rank, page, name in self._writes(jobs):
             assert writers.setdefault((rank, page), name) == name, f"two requests write page {page}"
-            cache = self.engine._scheduler.caches[rank]
+            cache = self.engine.scheduler.caches[rank]
             assert cache.pool.references(page) == 1, f"a shared page {page} is written"
             assert not cache.index.knows(page), f"a findable page {page} is written"
             in_flight = self.last_writers.get((rank, page), name)
             assert in_flight == name, f"page {page} was handed on while a launched step may still write it"
-        self.last_step, self.last_writers = plan.number, writers
+        self.last_step, self.last_writers = self.engine.scheduler.pages.launched + 1, writers
 
-    def _writes(self, plan: StepPlan):
-        slots = self.engine._scheduler.slots
-        if plan.prefill is not None:
-            for rank, chunks in enumerate(plan.prefill.chunks):
+    def _writes(self, jobs: list[Planned]):
+        slots = self.engine.scheduler.slots
+        for job in (j for j in jobs if j.kind == "prefill"):
+            for rank, chunks in enumerate(job.context):
                 for chunk in chunks:
                     for index in range(chunk.start // PAGE_SIZE, (chunk.stop - 1) // PAGE_SIZE + 1):
                         yield rank, chunk.sequence.pages[index], chunk.sequence.id
-        if plan.decode is not None:
-            rows = plan.decode.rows
+        for job in (j for j in jobs if j.kind == "sample" and j.command.source == "decode"):
+            rows = job.context
             for slot, rank in zip(rows.slots.tolist(), rows.rank.tolist(), strict=True):
                 position = int(slots.planned[slot]) - 2  # `planned` counts this step's token already
                 sequence = slots.sequences[slot]
@@ -64,13 +66,14 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.engine = type(self).make_engine(enable_prefix_caching=self.sharing, max_num_queued_reqs=6)
         auditor = Auditor(self.engine)
-        launch = self.engine._runner.launch
+        plan = self.engine._plan
 
-        def audited(plan: StepPlan, balance):
-            auditor.check(plan)
-            return launch(plan, balance)
+        def audited() -> list[Planned]:
+            jobs = plan()
+            auditor.check(jobs)
+            return jobs
 
-        self.engine._runner.launch = audited
+        self.engine._plan = audited
         self.requests: dict[str, EngineRequest] = {}
         self.gathered: dict[str, Gathered] = {}
         self.aborted: set[str] = set()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.engine.expert_map import first_expert_map
-from sharding.eplb import balancedness
-from sharding.rules import rank_mesh
+from dsv3.engine.assemble.expert_map import first_expert_map
+from sharding.experts.eplb import balancedness
+from sharding.mesh import rank_mesh
 
 DEVICES = 8
 

@@ -7,13 +7,14 @@ import shutil
 import jax
 import pytest
 
+from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
-from dsv3.engine.parallel import expert_parallel_functions, spread_experts
+from dsv3.engine.parts import Parts
 from dsv3.llm import LLM
 from dsv3.options import EngineOptions
-from sharding.rules import rank_mesh
+from sharding.mesh import rank_mesh
 from tests.dsv3.engine.driving import name_of, request, run
 from tests.dsv3.model.golden import DIRECTORY, model
 
@@ -39,7 +40,7 @@ def test_greedy_text_is_transformers_token_for_token(
     spread = spread_experts(params, cfg, mesh, redundant)
     functions = expert_parallel_functions(cfg, mesh, redundant)
     layout = dict(num_ranks=devices // tensor, num_nodes=nodes, tensor_parallel_size=tensor, max_num_seqs=seqs)
-    engine = Engine(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used)
+    engine = Engine(Parts.on_devices(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used))
     count, length = 12, 16
     prompts = golden["prompts"][:count]
     requests = [request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)]
@@ -50,7 +51,7 @@ def test_greedy_text_is_transformers_token_for_token(
 
 def test_ranks_must_divide_the_slots() -> None:
     params, cfg = model("greedy")
-    with pytest.raises(ValueError, match="do not divide over 8 ranks: add redundant experts"):
+    with pytest.raises(ValueError, match="do not divide over 8 devices: add redundant experts"):
         spread_experts(params, cfg, rank_mesh(jax.devices()), 1)
 
 

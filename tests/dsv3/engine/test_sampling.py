@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dsv3.engine import sampling
+from dsv3.engine.device import sampling
 
 W = 300
 _filtered = jax.jit(sampling.filtered)
@@ -149,13 +149,13 @@ def test_adjustments_match_their_formulas():
 def test_a_row_that_is_not_finite_is_reported_alone(value):
     logits = np.zeros((3, W), np.float32)
     logits[1, 17] = value
-    assert np.asarray(sampling.guard(logits, jnp.array([5, 5, 5]))).tolist() == [5, -1, 5]
+    assert np.asarray(sampling.guard(logits, jnp.array([5, 5, 5]), -1)).tolist() == [5, -1, 5]
 
 
 def test_a_few_forbidden_tokens_are_no_error():
     logits = np.full((1, W), -np.inf, np.float32)
     logits[0, 3] = 0.0
-    assert np.asarray(sampling.guard(logits, jnp.array([3]))).tolist() == [3]
+    assert np.asarray(sampling.guard(logits, jnp.array([3]), -1)).tolist() == [3]
 
 
 def test_log_probabilities_are_the_models_own():

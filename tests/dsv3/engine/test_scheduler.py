@@ -4,24 +4,62 @@ import numpy as np
 import pytest
 
 from dsv3.engine.config import EngineConfig, bucket
-from dsv3.engine.results import Sampled, collect
-from dsv3.engine.scheduler import Scheduler
-from dsv3.engine.sequence import Sequence, sequence_of
+from dsv3.engine.job import Host, Planned
+from dsv3.engine.jobs.decode import DecodePlanner
+from dsv3.engine.jobs.prefill import PrefillPlanner
+from dsv3.engine.jobs.sample import SamplePlanner
+from dsv3.engine.requests.rows import NOTHING
+from dsv3.engine.requests.scheduler import Scheduler
+from dsv3.engine.requests.sequence import Sequence, sequence_of
 from dsv3.prepare import RequestRules, prepare
-from dsv3.request import EngineRequest
+from dsv3.request import EngineOutput, EngineRequest, StepOutputs
 from dsv3.sampling_params import SamplingParams
 from tests.dsv3.engine.driving import name_of, number
 
 VOCAB = 50
 
 
-class Driver:
-    """A scheduler whose every sampled token is 1, with results one step late as in the engine."""
+class Step:
+    """The jobs of one step, and what tests ask of them."""
 
-    def __init__(self, **limits) -> None:
+    def __init__(self, jobs: list[Planned]) -> None:
+        self.jobs = jobs
+
+    def __bool__(self) -> bool:
+        return bool(self.jobs)
+
+    def _of(self, kind: str, source: str | None = None) -> Planned | None:
+        found = [j for j in self.jobs if j.kind == kind and (source is None or j.command.source == source)]
+        return found[0] if found else None
+
+    @property
+    def prefill(self) -> Planned | None:
+        return self._of("prefill")
+
+    @property
+    def decode(self) -> Planned | None:
+        return self._of("decode")
+
+    def sampled(self, source: str) -> list[str]:
+        """Names of the requests that get a token."""
+        job = self._of("sample", source)
+        return [] if job is None else [*map(name_of, job.context.ids.tolist())]
+
+
+class Driver:
+    """A scheduler whose every sampled token is 1, with results one step late as in the engine.
+
+    Of a row of several tokens `accepted` are accepted.
+    """
+
+    def __init__(self, accepted: int = 1, **limits) -> None:
         defaults = {"max_model_len": 512, "num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 128}
         self.cfg = EngineConfig(**(defaults | limits))
+        self.accepted = accepted
         self.scheduler = Scheduler(self.cfg, VOCAB)
+        host = Host(self.scheduler, None)
+        planners = {"decode": DecodePlanner, "prefill": PrefillPlanner, "sample": SamplePlanner}
+        self.planners = {name: make(host) for name, make in planners.items()}
         self.in_flight = None
 
     def add(self, name: str, length: int, max_tokens: int = 100, token: int = 2) -> Sequence:
@@ -33,18 +71,30 @@ class Driver:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self):
-        plan = self.scheduler.plan()
-        before, self.in_flight = self.in_flight, plan
-        outputs = []
+    def step(self) -> tuple[Step, list[EngineOutput]]:
+        jobs: list[Planned] = []
+        for planner in self.planners.values():
+            jobs += planner.plan(jobs)
+        number = self.scheduler.pages.begin_step() if jobs else 0
+        before, self.in_flight = self.in_flight, (number, jobs) if jobs else None
+        outputs = StepOutputs([], [])
         if before is not None:
-            ones = Sampled(np.ones((self.cfg.num_ranks, 64), np.int32))
-            outputs = collect(self.scheduler, before, before.prefill and ones, before.decode and ones)
-        return plan, outputs
+            for job in before[1]:
+                self.planners[job.kind].collect(job, self._results(job), outputs)
+            self.scheduler.pages.collect(before[0])
+        return Step(jobs), list(outputs)
+
+    def _results(self, job: Planned) -> list[np.ndarray]:
+        if job.kind != "sample":
+            return []
+        width = self.cfg.tokens_per_row if job.command.source == "decode" else 1
+        tokens = np.full((self.cfg.num_ranks, 64, width), NOTHING, np.int32)
+        tokens[..., : self.accepted] = 1
+        return [tokens]
 
 
 def _chunks(plan):
-    return [[(name_of(c.sequence.id), c.start, c.stop) for c in mine] for mine in plan.prefill.chunks]
+    return [[(name_of(c.sequence.id), c.start, c.stop) for c in mine] for mine in plan.prefill.context]
 
 
 def test_a_long_prompt_comes_in_chunks_and_leaves_room_for_decode():
@@ -56,7 +106,7 @@ def test_a_long_prompt_comes_in_chunks_and_leaves_room_for_decode():
     assert [_chunks(p)[0] if p.prefill else None for p in plans] == [
         [("long", 0, 128)], [("long", 128, 256)], [("long", 256, 300)], None
     ]  # fmt: skip
-    assert [[*map(name_of, p.decode.rows.ids.tolist())] for p in plans] == [["short"]] * 3 + [["short", "long"]]
+    assert [p.sampled("decode") for p in plans] == [["short"]] * 3 + [["short", "long"]]
 
 
 def test_chunks_share_the_budget_in_order_of_arrival():
@@ -65,7 +115,7 @@ def test_chunks_share_the_budget_in_order_of_arrival():
         driver.add(name, length)
     plan, _ = driver.step()
     assert _chunks(plan) == [[("a", 0, 50), ("b", 0, 50), ("c", 0, 28)]]
-    assert [*map(name_of, plan.prefill.sampled.ids.tolist())] == ["a", "b"]
+    assert plan.sampled("prefill") == ["a", "b"]
     assert _chunks(driver.step()[0]) == [[("c", 28, 50)]]
 
 
@@ -73,7 +123,7 @@ def test_a_request_at_its_last_token_is_not_launched_again():
     driver = Driver()
     driver.add("a", 5, max_tokens=3)
     plans, outputs = zip(*(driver.step() for _ in range(5)), strict=True)
-    assert [p is not None for p in plans] == [True, True, True, False, False]
+    assert [bool(p) for p in plans] == [True, True, True, False, False]
     tokens = [o for step in outputs for o in step]
     assert [o.finish_reason for o in tokens] == [None, None, "length"]
 
@@ -95,13 +145,13 @@ def test_pages_of_an_aborted_request_wait_for_the_step_in_flight(in_flight):
     sequence = driver.add("a", 100)
     driver.step()
     if not in_flight:
-        driver.scheduler.collected(1)
-    pages_before = driver.scheduler.pages_in_use
+        driver.scheduler.pages.collect(1)
+    pages_before = driver.scheduler.pages.in_use
     driver.scheduler.remove(sequence)
     assert pages_before == 2
-    assert driver.scheduler.pages_in_use == (2 if in_flight else 0)
+    assert driver.scheduler.pages.in_use == (2 if in_flight else 0)
     driver.step()
-    assert driver.scheduler.pages_in_use == 0
+    assert driver.scheduler.pages.in_use == 0
 
 
 def test_the_youngest_is_pre_empted_and_comes_back_first():
@@ -117,7 +167,7 @@ def test_the_youngest_is_pre_empted_and_comes_back_first():
     while driver.scheduler.has_work or driver.in_flight:
         order += [name_of(o.request_id) for o in driver.step()[1] if o.finish_reason]
     assert order[-1] == "later" and sorted(order) == ["later", "middle", "old", "young"]
-    assert driver.scheduler.pages_in_use == 0
+    assert driver.scheduler.pages.in_use == 0
 
 
 def test_requests_spread_over_ranks_and_stay():
@@ -125,11 +175,11 @@ def test_requests_spread_over_ranks_and_stay():
     for i in range(7):
         driver.add(str(i), 5, token=i)
     plan, _ = driver.step()
-    assert [len(mine) for mine in plan.prefill.chunks] == [2, 2, 2]
+    assert [len(mine) for mine in plan.prefill.context] == [2, 2, 2]
     assert [name_of(s.id) for s in driver.scheduler.waiting] == ["6"]
     decode = driver.step()[0].decode
-    assert decode.batch.shape == (3, 2, 2)
-    assert (decode.batch[..., 0] == [[0, 1]] * 3).all()
+    assert decode.command.rows.shape == (3, 2, 3)
+    assert (decode.command.rows[..., 0] == [[0, 1]] * 3).all()
 
 
 def test_a_full_rank_does_not_block_another():
@@ -138,14 +188,14 @@ def test_a_full_rank_does_not_block_another():
     driver.add("small", 5)
     driver.add("medium", 64 * 4)
     driver.step()
-    assert [name_of(s.id) for s in driver.scheduler.slots.running(1)] == ["small", "medium"]
+    assert [name_of(s.id) for s in driver.scheduler.slots.on_rank(1)] == ["small", "medium"]
 
 
 def test_idle_ranks_are_padding():
     driver = Driver(num_ranks=2, max_num_seqs=4)
     driver.add("only", 5)
     driver.step()
-    batch = driver.step()[0].decode.batch
+    batch = driver.step()[0].decode.command.rows
     assert batch[1, :, 0].tolist() == [4], "slot max_num_seqs means nothing to do"
 
 
@@ -168,3 +218,16 @@ def test_buckets_are_few_and_cover_the_limits():
 def test_limits_that_make_no_sense_are_refused(limits, words):
     with pytest.raises(ValueError, match=words):
         EngineConfig(**({"max_model_len": 128, "num_pages": 2} | limits))
+
+
+def test_a_pre_empted_request_that_moves_publishes_nothing_for_its_old_slot():
+    """Slots once had counters of their own as epochs: equal ones let a new owner's unwritten pages be shared."""
+    driver = Driver(num_ranks=2, max_num_seqs=2)
+    sequence = driver.add("a", 100)
+    driver.step()
+    slots = driver.scheduler.slots
+    assert len(set(slots.epoch.tolist())) == len(slots.epoch)
+    before = slots.epoch[sequence.slot]
+    driver.scheduler.remove(sequence)
+    assert before not in slots.epoch
+    assert len(set(slots.epoch.tolist())) == len(slots.epoch)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from dsv3.checkpoint import convert_to_stacked, fill, load_params
-from dsv3.engine.parallel import expert_parallel_functions, spread_experts
-from dsv3.engine.step_bodies import model_functions
-from dsv3.engine.weights import Reading, load_replicated, load_spread
+from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
+from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
+from dsv3.engine.functions import model_functions
 from dsv3.hf_config import to_hf
-from sharding.rules import rank_mesh, shardings
+from sharding.mesh import rank_mesh, shardings
 from tests.dsv3.checkpoint import hf
 
 READ = Reading(jnp.bfloat16, "keep", progress=False)
@@ -39,7 +39,7 @@ def write(directory: Path, cfg) -> Path:
 
 
 @pytest.mark.parametrize(("ranks", "tensor", "redundant"), [(2, 1, 0), (8, 1, 10), (4, 2, 2)])
-def test_reading_to_slots_gives_what_spreading_in_memory_gives(tmp_path, ranks, tensor, redundant):
+def test_reading_replicas_gives_what_spreading_in_memory_gives(tmp_path, ranks, tensor, redundant):
     cfg = CFG if tensor == 1 else SPLITTABLE
     mesh = rank_mesh(jax.devices()[: ranks * tensor], tensor_parallel_size=tensor)
     functions = expert_parallel_functions(cfg, mesh, redundant)
@@ -76,10 +76,10 @@ def addresses(array: jax.Array) -> list[int]:
 PROCESS = """
 import json, pathlib, sys, zlib
 import jax, jax.numpy as jnp, numpy
-from dsv3.engine.parallel import expert_parallel_functions
-from dsv3.engine.weights import Reading, load_spread
+from dsv3.engine.assemble.functions import expert_parallel_functions
+from dsv3.engine.assemble.weights import Reading, load_spread
 from dsv3.hf_config import load_config
-from sharding.rules import rank_mesh
+from sharding.mesh import rank_mesh
 
 coordinator, process, *directories = sys.argv[1:]
 jax.distributed.initialize(coordinator, 2, int(process))
@@ -122,7 +122,7 @@ def two_processes(*directories: Path) -> list[list[dict]]:
 
 
 def test_each_of_two_processes_reads_what_its_devices_hold(tmp_path, monkeypatch):
-    """Six experts in eight slots of eight devices: a process reads four slots, and once what all devices hold."""
+    """Six experts as eight replicas on eight devices: a process reads four replicas, and once what all devices hold."""
     cfg = dataclasses.replace(CFG, moe_intermediate_size=512, hidden_size=512)
     write(tmp_path / "hf", cfg)
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
-from dsv3.engine.step_bodies import StepFunctions
+from dsv3.engine.functions import StepFunctions
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 
 VOCAB = 67

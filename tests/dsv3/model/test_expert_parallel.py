@@ -11,14 +11,16 @@ from jax.sharding import PartitionSpec
 
 from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
-from dsv3.model.expert_parallel import ExpertParallel
-from dsv3.model.micro_batches import decode_overlapped, decode_with_hooks, prefill_overlapped, prefill_with_hooks
+from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Params, abstract, declare
+from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from dsv3.model.steps import decode, prefill
-from sharding.eplb import rebalance_experts
-from sharding.placement import placement_of
-from sharding.rules import machine_of, of_ranks, partition, rank_mesh
-from sharding.transport import Kind, build, load_of
+from sharding.experts.eplb import rebalance_experts
+from sharding.experts.kind import Kind
+from sharding.experts.placement import placement_of
+from sharding.experts.traffic import LayerRows
+from sharding.experts.transport import build
+from sharding.mesh import RANK_SPEC, Machine, partitions, rank_mesh
 
 CFG = ModelConfig(
     vocab_size=64,
@@ -50,7 +52,7 @@ def parameters() -> Params:
 
 
 def spread(params: Params, phy2log: np.ndarray) -> Params:
-    """The parameters with experts in their physical slots `[L, R, ...]`."""
+    """The parameters with the replicas of their experts `[L, Er, ...]`."""
     layer = np.arange(len(phy2log))[:, None]
     specs = declare(CFG)
     return jax.tree.map(lambda spec, a: a[layer, phy2log] if "experts" in spec.axes else a, specs, params)
@@ -71,12 +73,10 @@ def batches(ranks: int) -> tuple[PrefillBatch, DecodeBatch]:
     )
 
 
-def run_rank(
-    params: Params, first: PrefillBatch, second: DecodeBatch, steps=(prefill, decode), **options
-) -> tuple[jax.Array, jax.Array, tuple]:
+def run_rank(params: Params, first: PrefillBatch, second: DecodeBatch, **options) -> tuple[jax.Array, jax.Array, tuple]:
     """Prefill and one decode step of one rank: hidden states [T + 2, D], those of padding rows 0, counts and rounds."""
-    out = steps[0](params, CFG, first, jnp.zeros(PAGES), **options)
-    after = steps[1](params, CFG, second, out.pages, **options)
+    out = prefill(params, CFG, first, jnp.zeros(PAGES), **options)
+    after = decode(params, CFG, second, out.pages, **options)
     live = jnp.arange(T)[:, None] < first.cu_lengths[-1]
     hidden = jnp.concatenate([jnp.where(live, out.hidden, 0), after.hidden[:, 0]])
     return hidden, out.expert_counts + after.expert_counts, (out.rounds, after.rounds)
@@ -91,12 +91,8 @@ def alone(ranks: int) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.stack(part) for part in zip(*results, strict=True))
 
 
-PLAIN, OVERLAPPED = (prefill, decode), (prefill_overlapped, decode_overlapped)
-HOOKED = (prefill_with_hooks, decode_with_hooks)
-
-
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "kind", "steps"),
+    ("nodes", "gpus", "kind", "schedule"),
     [
         (1, 1, Kind.ALL_TO_ALL, PLAIN),
         (1, 2, Kind.RING, HOOKED),
@@ -106,33 +102,35 @@ HOOKED = (prefill_with_hooks, decode_with_hooks)
         (2, 4, Kind.HIERARCHICAL, OVERLAPPED),
     ],
 )
-def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Kind, steps: tuple) -> None:
+def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Kind, schedule: Schedule) -> None:
     ranks = nodes * gpus
     mesh = rank_mesh(jax.devices()[:ranks], nodes)
     hot = np.random.default_rng(1).lognormal(sigma=2, size=(CFG.num_moe_layers, CFG.n_routed_experts))
     expert_map = rebalance_experts(hot, CFG.n_routed_experts + REDUNDANT, CFG.n_group, nodes, ranks)
     placement = placement_of(expert_map, REDUNDANT + 1)
-    load = load_of(8, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)  # small: forces further rounds
-    transport = build(kind, machine_of(mesh), CFG.n_routed_experts + REDUNDANT, load)
+    few = 8  # so that buffers are small, and overflow
+    rows = LayerRows.from_widths(few, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)
+    transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts + REDUNDANT, rows)
 
     def body(params, placement, first, second):
         first, second = jax.tree.map(lambda a: a[0], (first, second))
-        results = run_rank(params, first, second, steps, routed=ExpertParallel(transport, placement))
+        how = dict(routed=ExpertParallel(transport), placement=placement, schedule=schedule)
+        results = run_rank(params, first, second, **how)
         return jax.tree.map(lambda a: a[None], results)
 
-    specs = jax.tree.map(lambda spec: partition(spec.axes), declare(CFG))
+    specs = partitions(declare(CFG))
     step = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(specs, PartitionSpec(), of_ranks(), of_ranks()),
-        out_specs=of_ranks(),
+        in_specs=(specs, PartitionSpec(), RANK_SPEC, RANK_SPEC),
+        out_specs=RANK_SPEC,
         check_vma=False,
     )
     hidden, counts, rounds = jax.jit(step)(spread(parameters(), expert_map.phy2log), placement, *batches(ranks))
     expected, expected_counts = alone(ranks)
     np.testing.assert_allclose(hidden, expected, rtol=2e-4, atol=2e-4)
     np.testing.assert_array_equal(counts, expected_counts)
-    check_rounds(*map(np.asarray, rounds), len(transport.hops), micro_batches=2 if steps is OVERLAPPED else 1)
+    check_rounds(*map(np.asarray, rounds), len(transport.hops), schedule.micro_batches)
 
 
 def check_rounds(prefill: np.ndarray, decode: np.ndarray, hops: int, micro_batches: int) -> None:

@@ -13,23 +13,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.model.batch import DecodeBatch, PrefillBatch
-from dsv3.model.expert_parallel import ExpertParallel
-from dsv3.model.micro_batches import decode_overlapped, decode_with_hooks, prefill_overlapped
+from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Fp8Weight, declare
+from dsv3.model.schedules import HOOKED, OVERLAPPED
+from dsv3.model.steps import decode, prefill
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from sharding.collectives import Overlap, compiler_options, resolve_overlap
-from sharding.placement import Placement
-from sharding.rules import machine_of, of_ranks, partition
-from sharding.transport import Kind, build, load_of
+from sharding.experts.kind import Kind
+from sharding.experts.placement import Placement
+from sharding.experts.traffic import LayerRows
+from sharding.experts.transport import build
+from sharding.mesh import RANK_SPEC, Machine, partition, partitions
+from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 
 CFG = dataclasses.replace(
     DEEPSEEK_V3, num_hidden_layers=4, first_k_dense_replace=0, num_nextn_predict_layers=0, vocab_size=1024
 )
 RANKS, WIDTH = 8, 4
 PAGES = CFG.num_cache_layers * 64
-TOKENS = {prefill_overlapped: 1024, decode_overlapped: 128, decode_with_hooks: 128}
-STEPS = list(TOKENS)
+STEPS = ["prefill, overlapped", "decode, overlapped", "decode, hooked"]
+TOKENS = dict(zip(STEPS, (1024, 128, 128), strict=True))
 MATRIX_WORK = re.compile(r"gemm_fusion|fp8_dense|fp8_contiguous|bf16_dense|bf16_heads|mla_decode|mla_prefill")
 ITEM_SIZES = {"f8e4m3fn": 1, "bf16": 2, "f32": 4}
 
@@ -40,24 +43,26 @@ pytestmark = [
 
 
 @functools.cache
-def compiled(step) -> jax.stages.Compiled:
+def compiled(name: str) -> jax.stages.Compiled:
+    step = prefill if name.startswith("prefill") else decode
+    schedule = HOOKED if name.endswith("hooked") else OVERLAPPED
     mesh = aot.gpu_mesh({"node": 1, "gpu": RANKS, "tensor": 1})
-    tokens = TOKENS[step]
-    at_once = tokens if step is decode_with_hooks else tokens // 2
-    load = load_of(at_once, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
-    transport = build(Kind.ALL_TO_ALL, machine_of(mesh), CFG.n_routed_experts, load, resolve_overlap("cuda"))
+    tokens = TOKENS[name]
+    at_once = tokens // schedule.micro_batches
+    rows = LayerRows.from_widths(at_once, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
+    transport = build(Kind.ALL_TO_ALL, Machine.from_mesh(mesh), CFG.n_routed_experts, rows, resolve_overlap("cuda"))
 
     def body(params, placement, batch, pages):
         batch = jax.tree.map(lambda a: a[0], batch)
-        routed = ExpertParallel(transport, placement)
-        out = step(params, CFG, batch, pages, backend=Backend.MOSAIC, routed=routed)
+        how = dict(routed=ExpertParallel(transport), placement=placement, schedule=schedule)
+        out = step(params, CFG, batch, pages, backend=Backend.MOSAIC, **how)
         return out.hidden[None], out.pages, out.rounds[None]
 
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def integers(*shape):
-        return array((RANKS, *shape), jnp.int32, of_ranks())
+        return array((RANKS, *shape), jnp.int32, RANK_SPEC)
 
     def parameter(spec):
         where = partition(spec.axes)
@@ -68,21 +73,21 @@ def compiled(step) -> jax.stages.Compiled:
 
     whole, (L, E) = PartitionSpec(), (CFG.num_moe_layers, CFG.n_routed_experts)
     placement = Placement(array((L, E, 1), jnp.int32, whole), array((L, E), jnp.int32, whole))
-    if step is prefill_overlapped:
+    if step is prefill:
         batch = PrefillBatch(integers(tokens), integers(tokens), integers(3), integers(2), integers(2, WIDTH))
     else:
         batch = DecodeBatch(integers(tokens, 1), integers(tokens), integers(tokens, WIDTH))
-    pages = array((RANKS * PAGES, 64, CFG.latent_dim), jnp.bfloat16, of_ranks())
-    specs = jax.tree.map(lambda spec: partition(spec.axes), declare(CFG))
+    pages = array((RANKS * PAGES, 64, CFG.latent_dim), jnp.bfloat16, RANK_SPEC)
+    specs = partitions(declare(CFG))
     mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=(specs, whole, of_ranks(), of_ranks()), out_specs=of_ranks(), check_vma=False
+        body, mesh=mesh, in_specs=(specs, whole, RANK_SPEC, RANK_SPEC), out_specs=RANK_SPEC, check_vma=False
     )
     lowered = jax.jit(mapped, donate_argnums=3).lower(jax.tree.map(parameter, declare(CFG)), placement, batch, pages)
     return lowered.compile(compiler_options("cuda"))
 
 
 @functools.cache
-def text_of(step) -> str:
+def text_of(step: str) -> str:
     return compiled(step).as_text()
 
 
@@ -104,27 +109,27 @@ def transfers(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
     assert not started, "every transfer is received in the loop that sends it"
 
 
-@pytest.mark.parametrize("step", [prefill_overlapped, decode_overlapped])
-def test_every_transfer_of_a_layer_hides_behind_matrix_work(step) -> None:
+@pytest.mark.parametrize("step", STEPS[:2])
+def test_every_transfer_of_a_layer_hides_behind_matrix_work(step: str) -> None:
     """Two micro-batches dispatch rows, all of a row in one piece, and combine sums: four transfers, none exposed."""
     hidden = [any(map(MATRIX_WORK.search, between)) for _, between in transfers(layer_loop(text_of(step)))]
     assert hidden == [True] * 4
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_ranks_agree_on_rounds_without_a_collective_of_their_own(step) -> None:
+def test_ranks_agree_on_rounds_without_a_collective_of_their_own(step: str) -> None:
     assert "all-reduce" not in text_of(step)
 
 
 def test_the_shared_expert_hides_the_combine_of_a_small_step() -> None:
-    (combine,) = [between for start, between in transfers(layer_loop(text_of(decode_with_hooks))) if "bf16" in start]
+    (combine,) = [between for start, between in transfers(layer_loop(text_of("decode, hooked"))) if "bf16" in start]
     work = [line for line in combine if MATRIX_WORK.search(line)]
     assert sum("custom-call(" in line for line in work) == 2, "gate and up, and down"
     assert all("shared_expert" in line for line in work)
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_the_page_pool_is_not_copied(step) -> None:
+def test_the_page_pool_is_not_copied(step: str) -> None:
     assert compiled(step).memory_analysis().alias_size_in_bytes == PAGES * 64 * CFG.latent_dim * 2
     elements = [math.prod(shape) for _, shape in written(text_of(step), "copy")]
     assert elements
@@ -132,7 +137,7 @@ def test_the_page_pool_is_not_copied(step) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_no_weight_is_copied(step) -> None:
+def test_no_weight_is_copied(step: str) -> None:
     """Our kernels address the layer in the stack; XLA writes a slice out before a product of its own."""
     heads, latent, hidden = CFG.num_attention_heads, CFG.kv_lora_rank, CFG.hidden_size
     up_projection, router = (heads, CFG.v_head_dim, latent), (CFG.n_routed_experts, hidden)

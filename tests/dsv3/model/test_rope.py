@@ -12,7 +12,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.kimi_k2 import KIMI_K2
 from configs.moonlight import MOONLIGHT_16B_A3B
 from dsv3.config import ModelConfig, YarnConfig
-from dsv3.model.rope import amplitude, inverse_frequencies, rotate, rotation
+from dsv3.model.layers.rope import amplitude, inverse_frequencies, rotate, rotation
 
 
 def test_yarn_of_deepseek_v3() -> None:

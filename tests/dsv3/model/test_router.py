@@ -12,7 +12,7 @@ from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.kimi_k2 import KIMI_K2
 from dsv3.config import ModelConfig
-from dsv3.model.router import route, router_logits
+from dsv3.model.layers.router import route, router_logits
 from pallas_kernels.backend import Backend
 
 BF16, F32 = jnp.bfloat16, jnp.float32

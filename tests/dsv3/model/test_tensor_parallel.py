@@ -11,17 +11,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
-from dsv3.model.expert_parallel import ExpertParallel
-from dsv3.model.micro_batches import decode_with_hooks, prefill_overlapped
+from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, abstract, declare
-from dsv3.model.steps import prefill
+from dsv3.model.schedules import HOOKED, OVERLAPPED
+from dsv3.model.steps import decode, prefill
 from dsv3.model.tensor_parallel import Shards, arrange, check_shards, row_order
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from sharding.collectives import Overlap, compiler_options, resolve_overlap
-from sharding.placement import Placement
-from sharding.rules import machine_of, of_ranks, partition, rank_mesh, rank_size
-from sharding.transport import Kind, build, load_of
+from sharding.experts.kind import Kind
+from sharding.experts.placement import Placement
+from sharding.experts.traffic import LayerRows
+from sharding.experts.transport import build
+from sharding.mesh import RANK_SPEC, Machine, partitions, rank_mesh, rank_size
+from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 
 CFG = ModelConfig(  # without a query latent, so that query and latent rows are fused
     vocab_size=32,
@@ -59,31 +61,33 @@ def parameters() -> Params:
 
 
 def over_mesh(cfg: ModelConfig, mesh: Mesh, tokens: int, overlap: Overlap, step, **options):
-    """`step` of a rank over the devices of `mesh`, with experts in as many slots; and its parameters' partitions.
+    """`step` of a rank over the devices of `mesh`, with one replica per expert; and its parameters' partitions.
 
     A micro-batch has `tokens` tokens.
     """
     shards = Shards(rank_size(mesh))
-    load = load_of(-(-tokens // shards.size), cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=False)
-    transport = build(Kind.ALL_TO_ALL, machine_of(mesh), cfg.n_routed_experts, load, overlap)
+    rows = LayerRows.from_widths(
+        -(-tokens // shards.size), cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=False
+    )
+    transport = build(Kind.ALL_TO_ALL, Machine.from_mesh(mesh), cfg.n_routed_experts, rows, overlap)
 
     def body(params, placement, batch, pages):
-        routed = ExpertParallel(transport, placement, shards)
+        routed = ExpertParallel(transport, shards)
         batch = jax.tree.map(lambda a: a[0], batch)
-        out = step(params, cfg, batch, pages, routed=routed, **options)
+        out = step(params, cfg, batch, pages, routed=routed, placement=placement, **options)
         return out.hidden[None], out.expert_counts[None], out.pages
 
-    specs = jax.tree.map(lambda spec: partition(spec.axes), declare(cfg))
-    in_specs = (specs, PartitionSpec(), of_ranks(), of_ranks())
-    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=of_ranks(), check_vma=False), specs
+    specs = partitions(declare(cfg))
+    in_specs = (specs, PartitionSpec(), RANK_SPEC, RANK_SPEC)
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=RANK_SPEC, check_vma=False), specs
 
 
 def test_a_rank_of_two_devices_computes_what_one_would() -> None:
-    """In the form with the most parts: two micro-batches, of an odd number of tokens each."""
+    """In the schedule with the most parts: two micro-batches, of an odd number of tokens each."""
     params = parameters()
     expected = jax.jit(prefill, static_argnums=1)(params, CFG, BATCH, jnp.zeros(PAGES))
     mesh = rank_mesh(jax.devices()[:2], tensor_parallel_size=2)
-    step, _ = over_mesh(CFG, mesh, T // 2, Overlap.NONE, prefill_overlapped)
+    step, _ = over_mesh(CFG, mesh, T // 2, Overlap.NONE, prefill, schedule=OVERLAPPED)
     everywhere = np.arange(CFG.n_routed_experts, dtype=np.int32)[None]
     placement = Placement(everywhere[..., None], np.ones_like(everywhere))
     batch = jax.tree.map(lambda a: a[None], BATCH)
@@ -143,7 +147,7 @@ def test_decode_over_four_ranks_of_two_gpus_reduces_twice_a_layer_and_copies_no_
     cfg, B, pages = dataclasses.replace(CFG, num_hidden_layers=3), 8, 128
     mesh = aot.gpu_mesh({"node": 1, "gpu": 4, "tensor": 2})
     overlap = resolve_overlap("cuda")
-    step, specs = over_mesh(cfg, mesh, B, overlap, decode_with_hooks, backend=Backend.REFERENCE)
+    step, specs = over_mesh(cfg, mesh, B, overlap, decode, schedule=HOOKED, backend=Backend.REFERENCE)
 
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -152,8 +156,8 @@ def test_decode_over_four_ranks_of_two_gpus_reduces_twice_a_layer_and_copies_no_
     params = jax.tree.map(lambda leaf, spec: array(leaf.shape, leaf.dtype, spec), shapes, specs)
     L, E = cfg.num_moe_layers, cfg.n_routed_experts
     placement = Placement(*(array(s, jnp.int32, PartitionSpec()) for s in ((L, E, 1), (L, E))))
-    batch = DecodeBatch(*(array((4, *s), jnp.int32, of_ranks()) for s in ((B, 1), (B,), (B, 2))))
-    pool = array((4 * cfg.num_cache_layers * pages, 64, cfg.latent_dim), jnp.bfloat16, of_ranks())
+    batch = DecodeBatch(*(array((4, *s), jnp.int32, RANK_SPEC) for s in ((B, 1), (B,), (B, 2))))
+    pool = array((4 * cfg.num_cache_layers * pages, 64, cfg.latent_dim), jnp.bfloat16, RANK_SPEC)
     lowered = aot.lower_for(step, params, placement, batch, pool, mesh=mesh, donate_argnums=(3,))
     text = lowered.compile(compiler_options("cuda")).as_text()
     reductions = re.findall(rf"bf16\[{B},{cfg.hidden_size}\]\S* all-reduce", text)

@@ -48,7 +48,7 @@ def test_a_start_is_paired_with_its_done_and_what_stands_between() -> None:
     assert (first.node_bytes, first.cross_bytes) == (128 * 7 // 8, 0)
     assert first.between == ("experts",)
     assert first.step_bytes == 58 * 112
-    assert (second.kind, second.is_further_round, second.step_bytes) == ("all-reduce", True, 0)
+    assert (second.kind, second.is_overflow_round, second.step_bytes) == ("all-reduce", True, 0)
     assert second.node_bytes + second.cross_bytes == 2 * 128 * 15 // 16
 
 

@@ -21,10 +21,12 @@ def memory(deployment: Deployment) -> Memory:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("deployment", "slots", "published"), [(DECODE_EP144, 2, 24.0e9), (PREFILL_EP32, 9, 41.9e9)])
-def test_weights_of_the_published_deployments(deployment, slots, published) -> None:
+@pytest.mark.parametrize(
+    ("deployment", "replicas", "published"), [(DECODE_EP144, 2, 24.0e9), (PREFILL_EP32, 9, 41.9e9)]
+)
+def test_weights_of_the_published_deployments(deployment, replicas, published) -> None:
     weights = memory(deployment).weights
-    assert weights["routed experts"] == 58 * slots * EXPERT * (1 + SCALES)
+    assert weights["routed experts"] == 58 * replicas * EXPERT * (1 + SCALES)
     assert weights["shared experts"] == 58 * EXPERT * (1 + SCALES)
     assert weights["embedding and head"] == 2 * 2 * 129280 * 7168
     in_bf16 = 61 * 2 * 128 * 128 * 512  # key and value up-projections, which the published figure counts in FP8
@@ -54,6 +56,13 @@ def test_one_node_of_80_gb_is_refused_with_numbers() -> None:
     assert "needs 146.9 GB of 72.0 GB (0.9 of 80 GB): weights 101.9, cache 44.9" in verdict.why
     assert held.tokens_left == 0
     assert any("at least 16 nodes (128 devices) with redundant_experts 0" in change for change in verdict.changes)
+
+
+@pytest.mark.aot
+def test_fp8_pages_leave_room_for_more_tokens() -> None:
+    half, eight = memory(DECODE_EP144), memory(dataclasses.replace(DECODE_EP144, kv_cache_dtype="fp8"))
+    assert (half.token, eight.token) == (61 * 1152, 61 * 656)
+    assert eight.tokens_left > 1.7 * half.tokens_left
 
 
 @pytest.mark.aot

@@ -14,7 +14,7 @@ from dsv3.plan.memory import local_bytes
 from dsv3.plan.picture import draw
 from dsv3.plan.plan import Plan, StepPlan, make_plan
 from dsv3.plan.programs import lay_out
-from sharding.collectives import Overlap, resolve_overlap
+from sharding.wire.collectives import Overlap, resolve_overlap
 
 pytestmark = [
     pytest.mark.aot,
@@ -45,8 +45,8 @@ def test_it_fits_80_gb(plan) -> None:
 
 def test_the_compiler_counts_the_same_arguments(plan, step) -> None:
     """What is computed from shapes is what XLA allots; the batch and pointers come on top."""
-    programs = lay_out(DEEPSEEK_V3, DECODE_EP144).programs
-    computed = sum(plan.memory.weights.values()) + plan.memory.cache + local_bytes(programs.state)
+    layout = lay_out(DEEPSEEK_V3, DECODE_EP144).layout
+    computed = sum(plan.memory.weights.values()) + plan.memory.cache + local_bytes(layout.state)
     assert 0 <= step.arguments - computed < 1e6
 
 
@@ -59,14 +59,14 @@ def test_bytes_are_those_of_the_transports_formula(step) -> None:
     traffic = lay_out(DEEPSEEK_V3, DECODE_EP144).functions.traffic
     assert traffic is not None
     expected = traffic(DECODE_EP144.decode_requests, False).first
-    rows = [c for c in step.collectives if c.role in ("dispatch", "combine") and not c.is_further_round]
+    rows = [c for c in step.collectives if c.role in ("dispatch", "combine") and not c.is_overflow_round]
     assert sum(c.step_bytes for c in rows) == expected.device_bytes
     assert sum(c.times * c.cross_bytes for c in rows) == expected.node_bytes
 
 
 def test_what_crosses_nodes_hides_behind_matrix_work(step) -> None:
     """Dispatch behind shared expert and projections of the other micro-batch, combine behind its attention."""
-    crossing = [c for c in step.collectives if c.cross_bytes > 1e6 and not c.is_further_round]
+    crossing = [c for c in step.collectives if c.cross_bytes > 1e6 and not c.is_overflow_round]
     hidden = Counter[str]()
     for c in crossing:
         hidden[c.role if c.is_hidden else "exposed"] += c.times

@@ -6,7 +6,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import PREFILL_EP32
 from dsv3.plan.plan import Plan, make_plan
 from dsv3.plan.timeline import COMPUTE, CROSS_LINK
-from sharding.collectives import Overlap, resolve_overlap
+from sharding.wire.collectives import Overlap, resolve_overlap
 
 pytestmark = [
     pytest.mark.aot,
@@ -48,7 +48,7 @@ def test_the_layer_is_the_published_timeline(plan) -> None:
 def test_everything_hides_behind_matrix_work(plan) -> None:
     """Both hops, there and back; only the last combine of all has nothing left to hide behind."""
     (step,) = plan.steps
-    sent = [c for c in step.collectives if not c.is_further_round]
+    sent = [c for c in step.collectives if not c.is_overflow_round]
     assert {(c.role, c.group_size): c.is_hidden for c in sent if c.times > 1} == {
         ("dispatch", 4): True,
         ("dispatch", 8): True,

@@ -4,8 +4,10 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import H200, H800
+from dsv3.cache.layout import row_bytes
+from dsv3.config import ModelConfig
 from dsv3.plan import roofline
-from dsv3.plan.roofline import HOST_S, Load
+from dsv3.plan.roofline import HOOK_S, HOST_S, TRANSFER_S, MicroBatch, Rates
 
 RATES = roofline.rates_of(H800, DEEPSEEK_V3)
 
@@ -16,7 +18,7 @@ def test_sizes_of_deepseek_v3() -> None:
     assert sizes.dense == pytest.approx(396.4e6, rel=1e-3)
     assert sizes.expert == sizes.shared == 44_040_192
     assert roofline.wire_rows(DEEPSEEK_V3) == (7392, 14336)
-    assert 61 * roofline.cache_row(DEEPSEEK_V3) == 70_272
+    assert 61 * row_bytes(DEEPSEEK_V3, "bfloat16") == 70_272
 
 
 def test_terms_at_peak_rates() -> None:
@@ -27,10 +29,23 @@ def test_terms_at_peak_rates() -> None:
     assert 88 / floor.wire == pytest.approx(4960, rel=1e-3)
 
 
+def five_stage_layer(stages: dict[str, float], dispatch: float, combine: float) -> float:
+    """Seconds of one decode layer of two micro-batches in the published pipeline."""
+    attention = stages["attention"] + stages["router"]
+    half = max(stages["shared_expert"] + stages["project"], dispatch) + stages["experts"] + max(attention, combine)
+    return 2 * (half + 2 * HOOK_S)
+
+
+def low_latency_transfers(model: ModelConfig, rates: Rates, tokens: int) -> tuple[float, float]:
+    """Seconds of DeepEP's low-latency dispatch and combine of `tokens`, which send a row for each chosen expert."""
+    dispatch, combine = (tokens * model.num_experts_per_tok * row for row in roofline.wire_rows(model))
+    return TRANSFER_S + dispatch / rates.dispatch_link, TRANSFER_S + combine / rates.combine_link
+
+
 def decode(tokens: int, context: int) -> tuple[dict[str, float], float, float]:
     """Stages, layer and step of two micro-batches of `tokens`, with DeepEP's low-latency transfers."""
-    stages = roofline.decode_stages(DEEPSEEK_V3, RATES, Load(tokens, context, experts=2))
-    layer = roofline.five_stage_layer(stages, *roofline.low_latency_transfers(DEEPSEEK_V3, RATES, tokens))
+    stages = roofline.decode_stages(DEEPSEEK_V3, RATES, MicroBatch(tokens, context, experts=2))
+    layer = five_stage_layer(stages, *low_latency_transfers(DEEPSEEK_V3, RATES, tokens))
     dense = 2 * 3 * (stages["project"] + stages["attention"] + stages["mlp"])
     return stages, layer, 58 * layer + dense + stages["head"] + HOST_S
 
@@ -38,7 +53,7 @@ def decode(tokens: int, context: int) -> tuple[dict[str, float], float, float]:
 def test_decode_profile_of_deepseek() -> None:
     """EP128, 128 tokens a micro-batch, 4K: measured dispatch 187, experts 128, combine 394 us, 61 layers 87.3 ms."""
     stages, layer, _ = decode(128, 4096)
-    dispatch, combine = roofline.low_latency_transfers(DEEPSEEK_V3, RATES, 128)
+    dispatch, combine = low_latency_transfers(DEEPSEEK_V3, RATES, 128)
     assert [dispatch * 1e6, combine * 1e6] == pytest.approx([189, 382], abs=1)
     assert stages["experts"] * 1e6 == pytest.approx(106, abs=1)
     assert 61 * layer / 87.3e-3 == pytest.approx(0.97, abs=0.01)
@@ -59,7 +74,7 @@ def test_decode_throughput_of_the_profile() -> None:
 
 def test_prefill_profile_of_deepseek() -> None:
     """4K prompts without hits: 113 us a token, 70.5k tokens/s a node, +12 % on the profile's 62.7k."""
-    stages = roofline.prefill_stages(DEEPSEEK_V3, RATES, Load(tokens=1, keys=2048, experts=9))
+    stages = roofline.prefill_stages(DEEPSEEK_V3, RATES, MicroBatch(tokens=1, keys=2048, experts=9))
     step = 61 * (stages["project"] + stages["attention"]) + 58 * (stages["shared_expert"] + stages["experts"])
     step += 3 * stages["mlp"]
     assert step * 1e6 == pytest.approx(113, abs=1)
@@ -69,7 +84,7 @@ def test_prefill_profile_of_deepseek() -> None:
 
 def test_faster_memory_helps_what_reads_weights_and_not_the_wire() -> None:
     faster = roofline.rates_of(H200, DEEPSEEK_V3)
-    few = Load(tokens=8, keys=1024, experts=32)
+    few = MicroBatch(tokens=8, keys=1024, experts=32)
     slow, fast = (roofline.decode_stages(DEEPSEEK_V3, rates, few) for rates in (RATES, faster))
     assert fast["experts"] < slow["experts"]
     assert faster.dispatch_link == RATES.dispatch_link
@@ -77,8 +92,8 @@ def test_faster_memory_helps_what_reads_weights_and_not_the_wire() -> None:
 
 def test_split_devices_share_attention_and_not_the_cache() -> None:
     alone, split = (
-        roofline.decode_stages(DEEPSEEK_V3, RATES, Load(64, 4096, experts=2, split=split)) for split in (1, 4)
+        roofline.decode_stages(DEEPSEEK_V3, RATES, MicroBatch(64, 4096, experts=2, split=split)) for split in (1, 4)
     )
     assert split["project"] < alone["project"]
-    core = 64 * 4096 * roofline.cache_row(DEEPSEEK_V3) / RATES.hbm
+    core = 64 * 4096 * row_bytes(DEEPSEEK_V3, "bfloat16") / RATES.hbm
     assert split["attention"] > core

@@ -7,7 +7,7 @@ from dsv3.training import corpus
 
 def test_split_is_disjoint_complete_and_the_same_each_time() -> None:
     docs = corpus.documents(corpus.standard_library())
-    train, held_out = corpus.split(docs)
+    train, held_out = corpus.split_documents(docs)
     names = [{d.name for d in part} for part in (train, held_out)]
     assert not names[0] & names[1]
     assert len(train) + len(held_out) == len(docs)
@@ -16,10 +16,10 @@ def test_split_is_disjoint_complete_and_the_same_each_time() -> None:
 
 
 def test_split_ignores_content_and_place_in_the_list(library: Path) -> None:
-    before = corpus.split(corpus.documents(library))
+    before = corpus.split_documents(corpus.documents(library))
     (library / "aaa.py").write_text("x = 1\n")
     (library / "module1.py").write_text("y = 2\n")
-    after = corpus.split(corpus.documents(library))
+    after = corpus.split_documents(corpus.documents(library))
     added = {"aaa.py"}
     assert {d.name for d in after[0]} - added == {d.name for d in before[0]} - added
     assert {d.name for d in after[1]} - added == {d.name for d in before[1]} - added

@@ -45,7 +45,7 @@ def test_an_epoch_visits_every_window_once(toy_config: TrainingConfig) -> None:
         np.testing.assert_array_equal(tokens, np.arange(tokens[0], tokens[0] + per_epoch * width))
 
 
-def test_the_chat_stage_mixes_conversations_and_goes_on_in_the_text(prepared: Data, toy_config: TrainingConfig) -> None:
+def test_the_chat_steps_mix_conversations_and_go_on_in_the_text(prepared: Data, toy_config: TrainingConfig) -> None:
     plain, mixed, last = (training_data.batch(prepared, toy_config, step) for step in (1, 2, 3))
     conversations = {row.tobytes() for row in prepared.chat.astype(np.int32)}
     assert [row.tobytes() in conversations for row in plain] == [False, False]

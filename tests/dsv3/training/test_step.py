@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.model.router import route, router_logits
+from dsv3.model.layers.router import route, router_logits
 from dsv3.training.config import TrainingConfig
-from dsv3.training.step import TrainState, balance, evaluate, initial_state, learning_rate, train_step
+from dsv3.training.step import TrainState, evaluate, initial_state, learning_rate, shift_router_bias, train_step
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_loss_falls_on_a_stream_that_can_be_learnt(toy_config: TrainingConfig, s
 
 def test_bias_rises_for_idle_experts_and_falls_for_busy_ones(state: TrainState) -> None:
     counts = jnp.array([[9, 1, 1, 1], [3, 3, 3, 3]], jnp.int32)  # the main model's MoE layer, then the MTP module's
-    moved = balance(state.params, counts, 0.25)
+    moved = shift_router_bias(state.params, counts, 0.25)
     np.testing.assert_allclose(moved.moe.moe.router_bias, [[-0.25, 0.25, 0.25, 0.25]])
     np.testing.assert_allclose(moved.mtp.layers.moe.router_bias, [[0.0, 0.0, 0.0, 0.0]])
     assert moved.embed is state.params.embed
@@ -52,7 +52,7 @@ def test_balancing_evens_out_a_lopsided_router(toy_config: TrainingConfig, state
         ids, _ = route(cfg, logits, params.moe.moe.router_bias[0])
         counts = jnp.bincount(ids.reshape(-1), length=cfg.n_routed_experts)
         peaks.append(float(counts.max() / counts.mean()))
-        params = balance(params, jnp.stack([counts, counts]), 0.005)
+        params = shift_router_bias(params, jnp.stack([counts, counts]), 0.005)
     assert peaks[0] > 1.4
     assert max(peaks[-10:]) < 1.2
 

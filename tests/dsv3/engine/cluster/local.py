@@ -42,8 +42,14 @@ def options(directory: Path, num_processes: int, process_id: int = 0, **changes)
 class Follower:
     """One end of a control connection, driven by a test."""
 
-    def __init__(self, cluster: ClusterOptions, process_id: int, fields: dict[str, str] | None = None):
-        self.wire: Wire = connect(dial(cluster), read_key(cluster.cluster_key_file), process_id)
+    def __init__(
+        self,
+        cluster: ClusterOptions,
+        process_id: int,
+        fields: dict[str, str] | None = None,
+        connection: socket.socket | None = None,
+    ):
+        self.wire: Wire = connect(connection or dial(cluster), read_key(cluster.cluster_key_file), process_id)
         self.send(messages.Hello(FIELDS if fields is None else fields, "host", 1))
 
     def send(self, message: messages.ToLeader) -> None:

@@ -5,13 +5,13 @@ import dataclasses
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.membership import ClusterError
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -24,8 +24,10 @@ from dsv3.engine.cluster.messages import (
     Step,
     Stop,
 )
-from dsv3.engine.commands import DecodeCommand, StepCommand
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.errors import ClusterError
+from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.options import ClusterOptions
 from tests.dsv3.engine.cluster import local
 
@@ -41,11 +43,19 @@ class Led:
         self.drains: queue.Queue[str] = queue.Queue()
         self.leader = Leader(cluster, local.FIELDS, self._fail, self.drains.put)
         self.error: Exception | None = None
+        self._followers: list[local.Follower] = []
         self._thread = threading.Thread(target=self._gather)
         self._thread.start()
 
     def follower(self, process_id: int, **settings) -> local.Follower:
-        return local.Follower(self.cluster, process_id, **settings)
+        self._followers.append(local.Follower(self.cluster, process_id, **settings))
+        return self._followers[-1]
+
+    def close(self) -> None:
+        """Ends the followers, for which the leader would wait, and then the leader."""
+        for follower in self._followers:
+            follower.wire.close()
+        self.leader.end()
 
     def gathered(self) -> Exception | None:
         self._thread.join(30)
@@ -56,8 +66,8 @@ class Led:
         return self.failures.get(timeout=30)
 
     def _fail(self, reason: str) -> None:
-        self.leader.end(reason)
         self.failures.put(reason)
+        self.leader.end(reason)
 
     def _gather(self) -> None:
         try:
@@ -72,24 +82,26 @@ def lead(tmp_path) -> Iterator:
 
         def start(num_processes: int = 2, **changes) -> Led:
             led = Led(local.options(tmp_path, num_processes, **changes))
-            stack.callback(led.leader.end)
+            stack.callback(led.close)
             return led
 
         yield start
 
 
 def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
-    """A leader with its only follower, begun."""
+    """A leader with its only follower, begun, one rank each."""
     led = lead(**changes)
     follower = led.follower(1)
     received = follower.received()
     assert next(received) == Begin()
     assert led.gathered() is None
+    led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_nodes=2))
+    assert isinstance(next(received), Build)
     return led, follower, received
 
 
 def command(number: int) -> StepCommand:
-    return StepCommand(number, None, DecodeCommand(np.zeros((2, 1, 2), np.int32), 0, False), None)
+    return StepCommand(number, (Job("decode", DecodeCommand(np.zeros((2, 1, 3), np.int32), 1)),))
 
 
 def test_a_whole_life(lead) -> None:
@@ -101,7 +113,7 @@ def test_a_whole_life(lead) -> None:
     for pages, follower in zip((7, 5), followers, strict=True):
         follower.send(Loaded({"devices": "1"}, pages))
     assert led.leader.loaded({"devices": "1"}) == 5
-    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5))
+    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_nodes=3))
     assert [next(r) for r in received] == [Build(config), Build(config)]
     for follower in followers:
         follower.send(Ready())
@@ -109,7 +121,7 @@ def test_a_whole_life(lead) -> None:
     led.leader.send(command(1))
     for steps in received:
         step = next(steps)
-        assert isinstance(step, Step) and step.command.number == 1
+        assert isinstance(step, Step) and step.number == 1
     closing = threading.Thread(target=led.leader.end)
     closing.start()
     for follower, rest in zip(followers, received, strict=True):
@@ -264,9 +276,9 @@ def test_a_follower_asked_to_end_has_the_leader_drain(lead) -> None:
 
 
 def test_a_follower_that_does_not_read_ends_the_instance_instead_of_memory(lead, monkeypatch) -> None:
-    monkeypatch.setattr("dsv3.engine.cluster.peer._MAX_BUFFERED_BYTES", 2**16)
+    monkeypatch.setattr("dsv3.engine.cluster.channel._MAX_BUFFERED_BYTES", 2**16)
     led, _, _ = both(lead)
-    big = StepCommand(1, None, DecodeCommand(np.zeros((2, 2**20, 2), np.int32), 0, False), None)
+    big = StepCommand(1, (Job("decode", DecodeCommand(np.zeros((2, 2**20, 3), np.int32), 1)),))
     with pytest.raises(ClusterError, match="process 1 does not read"):
         led.leader.send(big)
     assert "does not read" in led.failure()
@@ -282,3 +294,76 @@ def test_only_the_first_failure_counts(lead) -> None:
     assert led.failures.empty()
     with pytest.raises(ClusterError, match="process 1 has failed"):
         led.leader.results(1, RESULTS)
+
+
+def test_the_reason_has_been_read_before_the_leader_ends(lead) -> None:
+    """The follower whose message is the cause, too: the leader waits for it as for the others."""
+    led = lead(3)
+    followers = [led.follower(1), led.follower(2, fields=local.FIELDS | {"weights": "def"})]
+    reason = led.failure()
+    ended = threading.Event()
+    threading.Thread(target=lambda: (led.leader.end(reason), ended.set())).start()
+    for follower in followers:
+        assert not ended.wait(0.1)
+        assert list(follower.received()) == [Stop(reason)]
+        follower.wire.close()
+    assert ended.wait(30)
+
+
+def test_a_process_that_comes_while_the_instance_ends_hears_why(lead) -> None:
+    led = lead(3)
+    late = local.dial(led.cluster)
+    led.follower(1, fields={})
+    reason = led.failure()
+    while led.leader._last_word is None:
+        time.sleep(0.01)
+    follower = local.Follower(led.cluster, 2, connection=late)
+    assert list(follower.received()) == [Stop(reason)]
+    follower.wire.close()
+
+
+def test_nobody_waits_for_a_silent_follower(lead, monkeypatch) -> None:
+    monkeypatch.setattr("dsv3.engine.cluster.leader._LAST_WORD_S", 3600.0)
+    led, _, _ = both(lead, cluster_silence_timeout=0.4)
+    reason = led.failure()
+    led.leader.end(reason)
+
+
+def test_a_command_that_no_frame_holds_ends_the_instance_with_its_size(lead, monkeypatch) -> None:
+    monkeypatch.setattr("dsv3.engine.cluster.channel.MAX_FRAME_BYTES", 2**10)
+    led, _, received = both(lead)
+    big = StepCommand(1, (Job("decode", DecodeCommand(np.zeros((2, 2**8, 3), np.int32), 1)),))
+    with pytest.raises(ClusterError, match=r"process 1 cannot be sent a message of \d+ bytes: at most 1024 fit"):
+        led.leader.send(big)
+    reason = led.failure()
+    assert list(received) == [Stop(reason)]
+
+
+class Clock:
+    """Stands for the `time` module: sleeps briefly, and can leap as it does for a process that was suspended."""
+
+    def __init__(self) -> None:
+        self.leap_s, self.sleeps = 0.0, 0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.leap_s
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(min(seconds, 0.01))
+        self.sleeps += 1
+
+
+def test_a_leader_that_was_suspended_blames_nobody(lead, monkeypatch) -> None:
+    """What a follower has not launched or reported counts from the end of the suspension."""
+    clock = Clock()
+    for module in ("leader", "digest", "channel"):
+        monkeypatch.setattr(f"dsv3.engine.cluster.{module}.time", clock)
+    led, _, _ = both(lead, cluster_silence_timeout=3600.0)
+    led.leader.launched(7)
+    led.leader.results(7, RESULTS)
+    clock.leap_s = 7200.0
+    seen = clock.sleeps
+    while clock.sleeps < seen + 5:
+        time.sleep(0.01)
+    led.leader.results(8, RESULTS)
+    assert led.failures.empty()

@@ -1,6 +1,5 @@
 """Commands as they travel: nothing is lost, and nothing but what is declared is taken."""
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -12,43 +11,70 @@ from hypothesis.extra import numpy as hnp
 
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.messages import Build, Digest, Failed, Hello, Step, Stop
-from dsv3.engine.commands import BalanceCommand, DecodeCommand, MoveCommand, PrefillCommand, StepCommand
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.state import AdjustRequest
+from dsv3.engine.job import Command, Job, StepCommand
+from dsv3.engine.jobs.decode import DecodeCommand
+from dsv3.engine.jobs.experts import ExpertsCommand, MoveCommand
+from dsv3.engine.jobs.prefill import PrefillCommand
+from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.jobs.sample import Adjustment, SampleCommand
 
 ARRAYS = hnp.arrays(
     st.sampled_from(["int32", "bool", "float32", "int64", "uint8"]),
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0),
 )
-ADJUSTMENTS = st.builds(AdjustRequest, *[ARRAYS] * len(dataclasses.fields(AdjustRequest)))
+ADJUSTED = ("tokens", "bias_ids", "bias", "forbidden_ids")
+COUNTS = st.integers(0, 2**31 - 1)
+ADJUSTMENTS = st.builds(Adjustment, rank=COUNTS, slot=COUNTS, prompt_length=COUNTS, **dict.fromkeys(ADJUSTED, ARRAYS))
+JOBS = st.one_of(
+    st.builds(PrefillCommand, COUNTS, ARRAYS, ARRAYS, ARRAYS, st.booleans()),
+    st.builds(DecodeCommand, ARRAYS, st.integers(1, 8)),
+    st.builds(
+        SampleCommand,
+        st.sampled_from(["prefill", "decode"]),
+        st.integers(0, 2),
+        st.booleans(),
+        st.lists(ADJUSTMENTS, max_size=2),
+        COUNTS,
+    ),
+    st.builds(ExpertsCommand, st.booleans(), st.lists(st.builds(MoveCommand, *[ARRAYS] * 4), max_size=2)),
+)
+NAMES = {kind.command: kind.name for kind in JOB_KINDS}
 COMMANDS = st.builds(
-    StepCommand,
-    st.integers(0, 2**40),
-    st.none() | st.builds(PrefillCommand, ARRAYS, ARRAYS, st.none() | st.integers(0, 2), st.booleans(), st.just([])),
-    st.none() | st.builds(DecodeCommand, ARRAYS, st.integers(0, 2), st.booleans()),
-    st.none() | st.builds(BalanceCommand, st.booleans(), st.lists(st.builds(MoveCommand, *[ARRAYS] * 4), max_size=2)),
+    StepCommand, st.integers(0, 2**40), st.lists(JOBS).map(lambda jobs: tuple(Job(NAMES[type(j)], j) for j in jobs))
 )
 
 
 def equal(a: Any, b: Any) -> bool:
-    """The same tree of dataclasses, with the same arrays."""
-    if dataclasses.is_dataclass(a):
-        return type(a) is type(b) and all(equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    """The same tree of records, with the same arrays."""
+    if isinstance(a, StepCommand):
+        return (a.number, len(a.jobs)) == (b.number, len(b.jobs)) and all(map(equal, a.jobs, b.jobs))
+    if isinstance(a, Command):
+        return type(a) is type(b) and all(equal(getattr(a, n), getattr(b, n)) for n in a.__struct_fields__)
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, list):
+    if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(equal, a, b))
     return bool(a == b)
 
 
-@settings(max_examples=50, deadline=None)
-@given(COMMANDS, st.lists(ADJUSTMENTS, max_size=2))
-def test_commands_arrive_as_they_were_sent(command: StepCommand, adjustments: list[AdjustRequest]) -> None:
-    if command.prefill is not None:
-        command = dataclasses.replace(command, prefill=dataclasses.replace(command.prefill, adjustments=adjustments))
-    received = messages.decode_for_follower(messages.encode(Step(command)))
+def travelled(command: StepCommand) -> StepCommand:
+    """A command after its way to a follower."""
+    received = messages.decode_for_follower(messages.encode(messages.step_of(command)))
     assert isinstance(received, Step)
-    assert equal(received.command, command)
+    return messages.command_of(received, JOB_KINDS)
+
+
+@settings(max_examples=50, deadline=None)
+@given(COMMANDS)
+def test_commands_arrive_as_they_were_sent(command: StepCommand) -> None:
+    assert equal(travelled(command), command)
+
+
+def test_a_job_of_an_unknown_kind_is_refused() -> None:
+    step = Step(1, [("dance", msgspec.Raw(b"\x80"))])
+    with pytest.raises(msgspec.ValidationError, match="dance"):
+        messages.command_of(step, JOB_KINDS)
 
 
 def test_the_limits_and_small_messages_arrive() -> None:
@@ -86,11 +112,9 @@ def test_messages_are_not_taken_in_the_wrong_direction() -> None:
     ],
 )
 def test_arrays_that_do_not_fit_together_are_refused(array: Any) -> None:
-    decode = {"batch": array, "variant": 0, "logprobs": False}
-    command = {"number": 1, "prefill": None, "decode": decode, "balance": None}
-    body = msgspec.msgpack.encode({"type": "Step", "command": command})
+    job = msgspec.msgpack.encode({"rows": array, "width": 1})
     with pytest.raises(msgspec.ValidationError):
-        messages.decode_for_follower(body)
+        messages.command_of(Step(1, [("decode", msgspec.Raw(job))]), JOB_KINDS)
 
 
 @settings(max_examples=100, deadline=None)
@@ -103,4 +127,4 @@ def test_garbage_is_an_error_and_nothing_else(body: bytes) -> None:
 
 def test_what_is_no_part_of_a_command_is_not_encoded() -> None:
     with pytest.raises(NotImplementedError, match="object"):
-        messages.encode(Step(StepCommand(1, None, DecodeCommand(object(), 0, False), None)))  # type: ignore[arg-type]
+        messages.step_of(StepCommand(1, (Job("decode", DecodeCommand(object(), 1)),)))  # type: ignore[arg-type]

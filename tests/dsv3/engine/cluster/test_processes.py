@@ -80,7 +80,7 @@ def test_a_restart_uses_the_programs_of_the_last_start_but_one_that_was_tampered
     path.write_bytes(content)
     with instances.running(tmp_path, 2, tmp_path) as instance:
         check_tokens_and_stop(instance)
-        assert "decode-1-0 is not used: its MAC is wrong" in instance.log(1)
+        assert "decode-1-0-1 is not used: its MAC is wrong" in instance.log(1)
         assert "2 of 3 programs from the last start" in instance.log(1)
         assert "3 of 3 programs from the last start" in instance.server.process.stdout.read()
 

@@ -17,12 +17,13 @@ import numpy as np
 
 from dsv3.api.engine.factory import describe
 from dsv3.api.engine.messages import Start
-from dsv3.engine.build import Parts
 from dsv3.engine.cluster import follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.programs import Key, Programs
+from dsv3.engine.device.executor import LocalExecutor
+from dsv3.engine.device.programs import Key, Programs
+from dsv3.engine.parts import Parts
 from dsv3.options import ClusterOptions, EngineOptions
 
 LIMITS = {"max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
@@ -36,7 +37,7 @@ def load(model_dir: Path, options: EngineOptions) -> Parts:
     Programs.keys = _few_keys  # of the rest each process compiles what it needs
     devices = jax.devices()
     limits = {"num_ranks": len(devices), "num_nodes": jax.process_count()} | LIMITS
-    return Parts(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**limits), devices)
+    return Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**limits), devices)
 
 
 def _few_keys(self: Programs) -> list[Key]:
@@ -49,11 +50,12 @@ def start(start: Start, host):
 
 
 def _diverging(step: int):
-    read = follower._read
+    fetch = LocalExecutor.fetch
 
-    def other(command, launched) -> list[np.ndarray]:
-        results = read(command, launched)
-        return [r + 1 for r in results] if command.number >= step else results
+    def other(executor, in_flight) -> list[list[np.ndarray]]:
+        results = fetch(executor, in_flight)
+        late = in_flight.command.number >= step
+        return [[array + 1 for array in arrays] for arrays in results] if late else results
 
     return other
 
@@ -62,7 +64,7 @@ def main(cluster, model_dir: str, engine, diverge_at: int | None = None, followe
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     LIMITS.update(follower_limits or {})
     if diverge_at is not None:
-        follower._read = _diverging(diverge_at)
+        LocalExecutor.fetch = _diverging(diverge_at)
     follower.run(ClusterOptions(**cluster), Path(model_dir), EngineOptions(**engine), load)
 
 

@@ -1,0 +1,122 @@
+"""Processor time of a load apart from reading weights: DeepSeek-V3's headers, its plan, and the checksum of a block.
+
+    python -m benchmarks.checkpoint_host --rounds=5
+
+The checkpoint has DeepSeek-V3's 92,000 tensors in 163 files with real headers and holes instead of weights, so it takes
+a few MB of disk. Each round reads all headers, plans the whole load with the garbage collector paused (as `load_params`
+does) and running, and plans the experts of 288 replicas and of the 16 that 8 of 144 devices hold. Then it compares
+`checksum` with zlib's CRC-32 alone on 4 MiB that lie in cache. All figures are medians of one process's rounds.
+"""
+
+import gc
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from absl import flags as absl_flags
+
+from configs.deepseek_v3 import DEEPSEEK_V3 as MODEL
+from dsv3.checkpoint.arrange import with_replicas
+from dsv3.checkpoint.checksum import checksum
+from dsv3.checkpoint.directory import INDEX, read_directory
+from dsv3.checkpoint.fill import BLOCK_BYTES, E4M3
+from dsv3.checkpoint.hugging_face import F32, plan_hf
+from dsv3.checkpoint.layout import leaves
+from dsv3.checkpoint.safetensors_file import header_bytes
+from dsv3.checkpoint.writer import out_tensors
+from launch import flags
+
+ROUNDS = absl_flags.DEFINE_integer("rounds", 5, "How often each is measured.", 1)
+
+FILES = 163
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Shapes:
+    """Stacks that have dtypes and no values (`writer.Stacks`)."""
+
+    def dtypes(self, path: str) -> tuple[np.dtype, ...]:
+        """Dtypes of a leaf's arrays in the published checkpoint."""
+        return (E4M3, F32) if leaves_of_model[path].quantizable else (BF16,)
+
+    def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
+        """Not available."""
+        raise NotImplementedError(path)
+
+
+leaves_of_model = leaves(MODEL)
+
+
+def make(directory: Path) -> int:
+    """Writes the files and their index; returns the number of tensors."""
+    import json
+
+    tensors = list(out_tensors(MODEL, Shapes(), F32))
+    weight_map: dict[str, str] = {}
+    for i in range(FILES):
+        mine, name = tensors[i::FILES], f"model-{i + 1:05}-of-{FILES:05}.safetensors"
+        header = header_bytes([(t.name, t.dtype, t.shape) for t in mine], {"format": "pt"})
+        with (directory / name).open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + sum(t.nbytes for t in mine))
+        weight_map |= {t.name: name for t in mine}
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return len(tensors)
+
+
+def seconds(work: Callable[[], Any], *, collect: bool = False) -> tuple[float, Any]:
+    """Elapsed seconds and the result of `work`, with the garbage collector running or paused."""
+    gc.collect()
+    if not collect:
+        gc.disable()
+    start = time.perf_counter()
+    result = work()
+    elapsed = time.perf_counter() - start
+    gc.enable()
+    return elapsed, result
+
+
+def one_round(directory: Path) -> dict[str, float]:
+    """Seconds of each part."""
+    phy2log = np.arange(288) % MODEL.n_routed_experts * np.ones((MODEL.num_moe_layers, 1), int)
+    result = {}
+    result["headers of all files"], tensors = seconds(lambda: read_directory(directory))
+
+    def plan() -> Any:
+        return plan_hf(directory, tensors, MODEL, None, "keep")
+
+    result["plan, collector running"], _ = seconds(plan, collect=True)
+    result["plan"], planned = seconds(plan)
+    result["16 replicas, as on 8 of 144 devices"], _ = seconds(
+        lambda: with_replicas(planned, MODEL, phy2log[:, :16], {})
+    )
+    result["288 replicas"], _ = seconds(lambda: with_replicas(planned, MODEL, phy2log, {}))
+    block = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, np.uint8)
+    result["checksum of 4 MiB"], _ = seconds(lambda: [checksum(block) for _ in range(20)])
+    result["CRC-32 of 4 MiB"], _ = seconds(lambda: [zlib.crc32(block) for _ in range(20)])
+    result["checksum of 4 MiB"] /= 20
+    result["CRC-32 of 4 MiB"] /= 20
+    return result
+
+
+def main() -> int:
+    """Prints one line per part."""
+    with tempfile.TemporaryDirectory() as name:
+        count = make(Path(name))
+        rounds = [one_round(Path(name)) for _ in range(ROUNDS.value)]
+    print(f"{count:,} tensors in {FILES} files; median of {ROUNDS.value} rounds")
+    for what in rounds[0]:
+        print(f"{what:40}{statistics.median(r[what] for r in rounds) * 1e3:10,.2f} ms")
+    ratio = statistics.median(r["CRC-32 of 4 MiB"] / r["checksum of 4 MiB"] for r in rounds)
+    print(f"CRC-32 takes {ratio:.1f} times as long as the checksum")
+    return 0
+
+
+if __name__ == "__main__":
+    flags.run(main)

@@ -1,0 +1,193 @@
+"""Speaks HTTP/1.1 over asyncio streams: h11 for the protocol, asyncio for the sockets, one request at a time each.
+
+A general client costs too much here: at 128 streams httpx takes 2.5 times the processor time of this module per event
+(docs/benchmarking.md). The latencies of a fast server would show it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import ssl
+import urllib.parse
+from collections.abc import AsyncIterator, Mapping
+
+import h11
+
+READ_BYTES = 1 << 16
+MAX_ERROR_BODY_BYTES = 1 << 16
+
+
+class RequestFailed(Exception):
+    """A request got no usable answer. `kind` is the short name under which the report counts it."""
+
+    def __init__(self, kind: str, detail: str):
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+        self.detail = detail
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """The address of a server; `prefix` is the path in front of `/v1`."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+
+    @classmethod
+    def parse(cls, url: str) -> "Address":
+        """Returns the address in `http[s]://host[:port][/prefix][/v1]`. Raises ValueError for anything else."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"--url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
+        tls = parts.scheme == "https"
+        port = parts.port or (443 if tls else 80)
+        return cls(parts.hostname, port, tls, parts.path.rstrip("/").removesuffix("/v1"))
+
+
+class Response:
+    """An answer that is being read: its status and its body."""
+
+    def __init__(self, connection: "_Connection", status: int):
+        self._connection = connection
+        self.status = status
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yields the body as it arrives. Raises RequestFailed "disconnected" when the server closes inside it."""
+        while True:
+            event = await self._connection.next_event()
+            if isinstance(event, h11.Data):
+                yield bytes(event.data)
+            elif isinstance(event, h11.EndOfMessage):
+                return
+            elif isinstance(event, h11.ConnectionClosed):
+                raise RequestFailed("disconnected", "the server closed the connection inside an answer")
+
+    async def read(self, limit: int) -> bytes:
+        """Returns the body, cut off after `limit` bytes."""
+        body = bytearray()
+        async for piece in self.pieces():
+            body += piece
+            if len(body) > limit:
+                break
+        return bytes(body[:limit])
+
+
+class Client:
+    """Sends requests to one server, over connections that it keeps where the last answer was read to its end."""
+
+    def __init__(self, address: Address, api_key: str | None = None):
+        self._address = address
+        self._idle: list[_Connection] = []
+        self._tls = ssl.create_default_context() if address.tls else None
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        self._headers = {"Host": f"{host}:{address.port}", "User-Agent": "dsv3-bench", "Accept": "*/*"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    @contextlib.asynccontextmanager
+    async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
+        """Sends one request and yields its Response, whose body is to be read inside the `async with`.
+
+        Raises RequestFailed: "connect" where no connection can be made, "http STATUS" with the server's words for any
+        status but 200, "disconnected" where the connection ends too early, "protocol" where the answer is not HTTP.
+        """
+        connection, status = await self._exchange(method, path, body)
+        try:
+            response = Response(connection, status)
+            if status != 200:
+                words = await response.read(MAX_ERROR_BODY_BYTES)
+                raise RequestFailed(f"http {status}", words.decode("utf-8", "replace").strip())
+            yield response
+        finally:
+            self._release(connection)
+
+    def close(self) -> None:
+        """Closes the idle connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _exchange(self, method: str, path: str, body: bytes) -> tuple["_Connection", int]:
+        kept = self._take_idle()
+        if kept is not None:
+            try:
+                return kept, await self._send(kept, method, path, body)
+            except RequestFailed as error:
+                # The server may close an idle connection while the next request is on its way: that is no failure.
+                if error.kind != "disconnected":
+                    raise
+        fresh = await self._connect()
+        return fresh, await self._send(fresh, method, path, body)
+
+    async def _send(self, connection: "_Connection", method: str, path: str, body: bytes) -> int:
+        try:
+            return await connection.send(method, self._address.prefix + path, self._headers, body)
+        except BaseException:
+            connection.close()
+            raise
+
+    async def _connect(self) -> "_Connection":
+        try:
+            reader, writer = await asyncio.open_connection(self._address.host, self._address.port, ssl=self._tls)
+        except OSError as error:
+            raise RequestFailed("connect", f"{self._address.host}:{self._address.port}: {error}") from error
+        return _Connection(reader, writer)
+
+    def _take_idle(self) -> "_Connection | None":
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable():
+                return connection
+            connection.close()
+        return None
+
+    def _release(self, connection: "_Connection") -> None:
+        if connection.recycle():
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+
+class _Connection:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader = reader
+        self._writer = writer
+        self._protocol = h11.Connection(h11.CLIENT)
+
+    async def send(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> int:
+        """Sends a request and returns the status of its answer."""
+        fields = [*headers.items(), ("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+        events = (h11.Request(method=method, target=path, headers=fields), h11.Data(data=body), h11.EndOfMessage())
+        self._writer.write(b"".join(self._protocol.send(event) or b"" for event in events))
+        while True:
+            event = await self.next_event()
+            if isinstance(event, h11.Response):
+                return event.status_code
+            if isinstance(event, h11.ConnectionClosed):
+                raise RequestFailed("disconnected", "the server closed the connection before it answered")
+
+    async def next_event(self) -> object:
+        try:
+            while (event := self._protocol.next_event()) is h11.NEED_DATA:
+                self._protocol.receive_data(await self._reader.read(READ_BYTES))
+            return event
+        except h11.RemoteProtocolError as error:
+            if self._reader.at_eof():
+                raise RequestFailed("disconnected", "the server closed the connection inside an answer") from error
+            raise RequestFailed("protocol", str(error)) from error
+        except OSError as error:
+            raise RequestFailed("disconnected", str(error)) from error
+
+    def usable(self) -> bool:
+        return not self._reader.at_eof() and not self._writer.is_closing()
+
+    def recycle(self) -> bool:
+        """Makes the connection ready for another request; returns False where the last answer does not allow it."""
+        if self._protocol.our_state is not h11.DONE or self._protocol.their_state is not h11.DONE:
+            return False
+        self._protocol.start_next_cycle()
+        return self.usable()
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,99 @@
+"""How the step of each bucket carries tokens to their experts: the transport, the schedule, and the bytes."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from dsv3.config import ModelConfig
+from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
+from dsv3.model.schedules.overlapped import worth_overlapping
+from sharding.experts.kind import Kind
+from sharding.experts.traffic import LayerRows, StepTraffic
+from sharding.experts.transport import Transport, build, choose
+from sharding.mesh import Machine, rank_size
+from sharding.wire.collectives import Overlap, check_ragged, resolve_overlap
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """The choices of one deployment; each method is a pure function of a bucket: its `tokens` per rank, and the phase.
+
+    `replicas` of experts live on the devices of `machine`. Each of the `shards` devices of a rank sends a part of its
+    tokens. `kind` is what a user asked for, None to let `choose` decide. `fp8_dispatch` says whether rows travel as
+    FP8; otherwise, and on the way back, a channel takes `itemsize` bytes.
+    """
+
+    cfg: ModelConfig
+    machine: Machine
+    replicas: int
+    shards: int
+    overlap: Overlap
+    kind: Kind | None
+    fp8_dispatch: bool
+    itemsize: int
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: Mesh,
+        cfg: ModelConfig,
+        replicas: int,
+        *,
+        transport: str = "auto",
+        dtype: DTypeLike = jnp.bfloat16,
+        fp8: bool | None = None,
+    ) -> "Communication":
+        """The choices for the devices of `mesh`; `transport` as in `Kind.from_name`, `fp8` None: as `cfg` says.
+
+        Raises ValueError for a transport that does not exist, or not on these devices, and where they do not divide the
+        replicas. A bucket too large for a ragged transport is refused when its transport is asked for.
+        """
+        platform, kind = mesh.devices.flat[0].platform, Kind.from_name(transport)
+        if kind is Kind.RAGGED:
+            check_ragged(platform)
+        fp8 = cfg.fp8 is not None if fp8 is None else fp8
+        overlap, itemsize = resolve_overlap(platform), jnp.dtype(dtype).itemsize
+        result = cls(cfg, Machine.from_mesh(mesh), replicas, rank_size(mesh), overlap, kind, fp8, itemsize)
+        result.transport(1, is_prefill=False)  # refuses now what no bucket can have
+        return result
+
+    def schedule(self, tokens: int, is_prefill: bool) -> Schedule:
+        """Which schedule (plain, hooked, overlapped) a step of this size takes."""
+        if self.overlap is Overlap.NONE:
+            return PLAIN
+        if tokens % 2 == 0 and worth_overlapping(self._sent(tokens), self.machine.devices, is_prefill):
+            return OVERLAPPED if self._transport(self._sent(tokens // 2)).hops else HOOKED
+        return HOOKED
+
+    def transport(self, tokens: int, is_prefill: bool) -> Transport[Any]:
+        """The transport of a step, or of each of its two micro-batches."""
+        return self._transport(self._tokens_at_once(tokens, is_prefill))
+
+    def traffic(self, tokens: int, is_prefill: bool) -> StepTraffic:
+        """What a device sends to experts and back in all MoE layers of a step."""
+        rows = self._rows(self._tokens_at_once(tokens, is_prefill))
+        transport = self._transport(rows.tokens)
+        passes = self.schedule(tokens, is_prefill).micro_batches * self.cfg.num_moe_layers
+        return StepTraffic.from_layer(transport.traffic(rows), transport.overflow_traffic(rows), passes)
+
+    def _tokens_at_once(self, tokens: int, is_prefill: bool) -> int:
+        """Tokens that one device sends in one pass through a layer."""
+        return self._sent(tokens // self.schedule(tokens, is_prefill).micro_batches)
+
+    def _sent(self, tokens: int) -> int:
+        """Tokens one device sends: the rank's tokens divided by its devices, rounded up."""
+        return -(-tokens // self.shards)
+
+    def _rows(self, tokens: int) -> LayerRows:
+        cfg = self.cfg
+        k, hidden = cfg.num_experts_per_tok, cfg.hidden_size
+        return LayerRows.from_widths(tokens, k, hidden, fp8_dispatch=self.fp8_dispatch, itemsize=self.itemsize)
+
+    def _transport(self, tokens: int) -> Transport[Any]:
+        rows = self._rows(tokens)
+        if self.kind is None:
+            return choose(self.machine, self.replicas, rows, self.overlap)
+        return build(self.kind, self.machine, self.replicas, rows, self.overlap)

@@ -1,0 +1,83 @@
+"""Carries out commands on the devices of this process; launching never waits for a device."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from dsv3.engine.device.device import Device
+from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.programs import Programs, Progress, Store
+from dsv3.engine.job import JobKind, StepCommand
+from dsv3.engine.parts import Parts
+from sharding.mesh import shardings
+from sharding.processes import place
+
+Results = list[list[np.ndarray]]
+"""What each job of a step gave, in their order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step: its command, and the arrays of each job that will hold results."""
+
+    command: StepCommand
+    arrays: tuple[tuple[jax.Array, ...], ...]
+
+
+class Executor(Protocol):
+    """What an engine launches its steps with."""
+
+    def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
+        """Compiles every program that is not in `store`."""
+
+    def launch(self, command: StepCommand) -> Any:
+        """Starts a step and the copies of its results to the host; returns a handle for `fetch`."""
+
+    def fetch(self, in_flight: Any) -> Results:
+        """Waits for the results of a step."""
+
+
+def lay_out(parts: Parts, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
+    """Returns the shapes of everything, and the table of programs, none of them compiled.
+
+    The parameters of `parts` may be shapes with their shardings.
+    """
+    kinds = [kind for kind in kinds if kind.applies(parts)]
+    watches = {kind.name: watch for kind in kinds if (watch := kind.watch(parts)) is not None}
+    layout, programs = Layout(parts, watches), Programs(parts.mesh.devices.flat[0].platform)
+    for kind in kinds:
+        programs.add(kind.programs(layout))
+    return layout, programs
+
+
+class LocalExecutor:
+    """The devices of this process. Where there are other processes, commands hold the part of this one's ranks."""
+
+    def __init__(self, parts: Parts, kinds: Sequence[JobKind]) -> None:
+        params = place(parts.params, shardings(parts.functions.param_specs, parts.mesh))
+        parts = dataclasses.replace(parts, params=params)
+        layout, programs = lay_out(parts, kinds)
+        self.device = Device(layout, params, programs)
+        self._workers = {kind.name: kind.worker(self.device) for kind in kinds if kind.applies(parts)}
+        self._agreeing = {kind.name for kind in kinds if kind.results_agree}
+
+    def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
+        """Compiles every program that is not in `store`."""
+        self.device.programs.store = store
+        self.device.programs.compile_all(progress)
+
+    def launch(self, command: StepCommand) -> InFlight:
+        """Starts the jobs of a step, one after the other."""
+        return InFlight(command, tuple(self._workers[kind].launch(job) for kind, job in command.jobs))
+
+    def fetch(self, in_flight: InFlight) -> Results:
+        """Waits for the results of a step."""
+        return [[np.asarray(array) for array in arrays] for arrays in in_flight.arrays]
+
+    def agreed(self, in_flight: InFlight, results: Results) -> list[np.ndarray]:
+        """Returns the results that must be the same in every process."""
+        jobs = zip(in_flight.command.jobs, results, strict=True)
+        return [array for job, arrays in jobs if job.kind in self._agreeing for array in arrays]

@@ -1,0 +1,108 @@
+"""Shapes and places of everything on the devices, and programs over them; holds no array, so it needs no device."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from dsv3.cache.layout import pool
+from dsv3.engine.device import state as device_state
+from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.functions import StepResult
+from dsv3.engine.job import Watch
+from dsv3.engine.parts import Parts
+from sharding.mesh import RANK_SPEC, rank_sharding
+from sharding.processes import on_every_rank, spans_processes
+
+Gathered = Literal["none", "last", "all"]
+"""Which results of a program every process can read, where there are several: none, a copy of the last one, or all."""
+
+
+class Layout:
+    """Shapes of parameters, page pools and decode state of all ranks, and how a program is mapped over them.
+
+    Arrays have a leading rank axis, except for parameters, whose shapes `parts` gives with their shardings. `watches`
+    are the counters that forward passes change, by name.
+    """
+
+    def __init__(self, parts: Parts, watches: Mapping[str, Watch]) -> None:
+        self.functions, self.model_cfg, self.cfg, self.mesh = parts.functions, parts.model_cfg, parts.cfg, parts.mesh
+        self.watches = watches
+        self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
+        self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts.params)
+        one = pool(self.model_cfg, self.cfg.cache_dtype, self.cfg.num_pages)
+        self.pages = self.array(*one.shape, dtype=one.dtype)
+        sizes = {name: watch.size for name, watch in watches.items()}
+        self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks whose part of a command this process gets."""
+        return self.cfg.num_ranks // self.cfg.num_nodes if self.spans_processes else self.cfg.num_ranks
+
+    def count(self, counters: dict[str, Any], result: StepResult, program: int) -> dict[str, Any]:
+        """Returns the watches' counters after a forward pass; called while its program is traced."""
+        return {name: self.watches[name].update(values, result, program) for name, values in counters.items()}
+
+    def array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """Returns the shape of an array over all ranks, given one rank's."""
+        return self.sharded(jax.ShapeDtypeStruct((self.cfg.num_ranks, *shape), dtype))
+
+    def like(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
+        """Returns the shape of an argument over all ranks, given the host array of some ranks `[ranks, ...]`."""
+        return self.array(*array.shape[1:], dtype=array.dtype)
+
+    def sharded(self, tree: Any) -> Any:
+        """Returns a tree of shapes with the sharding of arrays whose leading axis is the rank."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.rank_sharding), tree)
+
+    def per_rank(
+        self,
+        key: Key,
+        body: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        donated: tuple[int, ...] = (),
+        *,
+        takes_params: bool = False,
+        gathered: Gathered = "none",
+    ) -> ProgramSpec:
+        """Returns the program that runs `body`, written for one rank without the rank axis, on all of them.
+
+        With `takes_params` the first argument is the parameters. `gathered` copies are appended ("last") or take the
+        place of the results ("all"), and only where there are several processes.
+        """
+        split = 1 if takes_params else 0
+        share, out_specs = self._shared(gathered)
+
+        def one_rank(*args: Any) -> Any:
+            mine = jax.tree.map(lambda x: x[0], args[split:])
+            return share(jax.tree.map(lambda x: x[None], body(*args[:split], *mine)))
+
+        specs: list[Any] = [RANK_SPEC] * len(arguments)
+        if takes_params:
+            specs[0] = self.functions.param_specs
+        return self.mapped(key, one_rank, arguments, donated, tuple(specs), out_specs)
+
+    def mapped(
+        self,
+        key: Key,
+        body: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        donated: tuple[int, ...],
+        in_specs: tuple[Any, ...],
+        out_specs: Any,
+    ) -> ProgramSpec:
+        """Returns a program whose `body` sees one device's part of arrays that lie as the partitions say."""
+        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return ProgramSpec(key, mapped, arguments, donated)
+
+    def _shared(self, gathered: Gathered) -> tuple[Callable[[Any], Any], Any]:
+        """What a program does last, and where its results lie."""
+        if not self.spans_processes or gathered == "none":
+            return lambda out: out, RANK_SPEC
+        if gathered == "all":
+            return on_every_rank, PartitionSpec()
+        return lambda out: (*out, on_every_rank(out[-1])), (*[RANK_SPEC] * 3, PartitionSpec())

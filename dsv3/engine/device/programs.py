@@ -1,0 +1,112 @@
+"""The compiled programs: a table by kind and bucket, filled before the first request."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from sharding.wire.collectives import compiler_options
+
+_log = logging.getLogger(__name__)
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, what)` at the start and after each program."""
+
+_COMPILE_THREADS = 8  # tracing holds the interpreter lock, so more would only wait
+
+
+class Key(NamedTuple):
+    """Names a program.
+
+    `size` is the bucket: tokens of a prefill, rows of the others. `variant` is the sampler's, `width` the tokens per
+    row.
+    """
+
+    kind: str
+    size: int = 0
+    variant: int = 0
+    width: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.size or ''}".strip()
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSpec:
+    """A program to compile: `body` over all ranks, shapes of its arguments, and which of them it may overwrite."""
+
+    key: Key
+    body: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+
+
+class Store(Protocol):
+    """Programs of an earlier start; `dsv3.engine.cluster.compiled.ProgramStore` is one."""
+
+    def load(self, name: str) -> Callable[..., Any] | None: ...
+    def save(self, name: str, program: Any) -> None: ...
+
+
+class Programs:
+    """Compiles, on demand or all at once, and remembers.
+
+    What a program may overwrite is donated: pass it the newest arrays. A `store`, where one is set, is asked before
+    anything is traced, and given what is compiled.
+    """
+
+    def __init__(self, platform: str) -> None:
+        self.store: Store | None = None
+        self._platform = platform
+        self._specs: dict[Key, ProgramSpec] = {}
+        self._compiled: dict[Key, Callable[..., Any]] = {}
+
+    def add(self, specs: Iterable[ProgramSpec]) -> None:
+        """Takes programs into the table."""
+        for spec in specs:
+            assert spec.key not in self._specs, f"two programs are called {spec.key}"
+            self._specs[spec.key] = spec
+
+    def keys(self) -> list[Key]:
+        """Returns every program that serving can need."""
+        return list(self._specs)
+
+    def spec(self, key: Key) -> ProgramSpec:
+        """Returns a program before its compilation."""
+        return self._specs[key]
+
+    def compile_all(self, progress: Progress | None = None) -> None:
+        """Compiles what `keys` lists, from the persistent cache where it knows them."""
+        keys = self.keys()
+        report = progress or (lambda done, total, what: None)
+        report(0, len(keys), "")
+        with ThreadPoolExecutor(min(_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
+            names = {pool.submit(self.get, key): str(key) for key in keys}
+            for done, future in enumerate(as_completed(names), 1):
+                future.result()
+                report(done, len(keys), names[future])
+
+    def get(self, key: Key) -> Callable[..., Any]:
+        """Returns the compiled program, compiled now if it is new."""
+        program = self._compiled.get(key)
+        if program is None:
+            program = self._compiled[key] = self._load_or_compile(key)
+        return program
+
+    def _load_or_compile(self, key: Key) -> Callable[..., Any]:
+        if self.store is None:
+            return self._compile(key)
+        name = f"{key.kind}-{key.size}-{key.variant}-{key.width}"
+        program = self.store.load(name)
+        if program is None:
+            self.store.save(name, program := self._compile(key))
+        return program
+
+    def _compile(self, key: Key) -> Callable[..., Any]:
+        _log.debug("compiling %s", key)
+        spec = self._specs[key]
+        lowered = jax.jit(spec.body, donate_argnums=spec.donated).lower(*spec.arguments)
+        return lowered.compile(compiler_options(self._platform))

@@ -1,0 +1,145 @@
+"""The decode state on the device, one line per slot, and how a request's parameters get into it.
+
+The arrays here are one rank's; the engine carries them with a leading rank axis. Letters beside the glossary's: `Ns`
+slots of a rank. Scatters to slot `Ns` are padding and are dropped.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.sampling import Adjustments, Controls
+from dsv3.engine.requests.sequence import FULL, Sequence
+from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+
+_MAX_EOS = 16
+MAX_FORBIDDEN = MAX_STOP_TOKEN_IDS + _MAX_EOS
+
+
+class Field(enum.IntEnum):
+    """Columns of `DecodeState.controls`; the first six are float32 bit patterns."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P = 2
+    REPETITION = 3
+    PRESENCE = 4
+    FREQUENCY = 5
+    TOP_K = 6
+    SEED_HIGH = 7
+    SEED_LOW = 8
+    MIN_LENGTH = 9
+    ADJUSTED = 10
+
+
+NUM_FIELDS = len(Field)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """The requests in their slots.
+
+    `lengths` counts a slot's tokens, the last sampled one included, which is not yet in the cache. It is column 0 of
+    `tokens`; the other columns are drafts of those to come. `counters` are those of the job kinds that watch forward
+    passes, by their names.
+    """
+
+    tokens: Any  # [Ns, S] int32
+    lengths: Any  # [Ns] int32
+    page_table: Any  # [Ns, Mp] int32
+    controls: Any  # [Ns, NUM_FIELDS] int32
+    counters: dict[str, Any]  # int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdjustState:
+    """What only penalties, logit_bias and min_tokens need; it exists once a request has asked for one of them."""
+
+    counts: Any  # [Ns, W] int32
+    in_prompt: Any  # [Ns, W] bool
+    bias_ids: Any  # [Ns, 300] int32
+    bias: Any  # [Ns, 300] float32
+    forbidden_ids: Any  # [Ns, 144] int32
+
+
+def decode_state_shapes(cfg: EngineConfig, counters: Mapping[str, int]) -> DecodeState:
+    """Returns shapes and dtypes for all ranks; `counters` gives the length of each one."""
+    lead = (cfg.num_ranks, cfg.max_num_seqs)
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*lead, *shape), jnp.int32)
+
+    counted = {name: jax.ShapeDtypeStruct((cfg.num_ranks, size), jnp.int32) for name, size in counters.items()}
+    return DecodeState(ints(cfg.tokens_per_row), ints(), ints(cfg.pages_per_seq), ints(NUM_FIELDS), counted)
+
+
+def adjust_state_shapes(cfg: EngineConfig, vocab_size: int) -> AdjustState:
+    """Returns shapes and dtypes for all ranks: 5 bytes per slot and vocabulary entry."""
+    lead = (cfg.num_ranks, cfg.max_num_seqs)
+
+    def array(width: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*lead, width), dtype)
+
+    return AdjustState(
+        counts=array(vocab_size, jnp.int32),
+        in_prompt=array(vocab_size, jnp.bool),
+        bias_ids=array(MAX_LOGIT_BIAS, jnp.int32),
+        bias=array(MAX_LOGIT_BIAS, jnp.float32),
+        forbidden_ids=array(MAX_FORBIDDEN, jnp.int32),
+    )
+
+
+def control_row(sequence: Sequence) -> np.ndarray:
+    """A request's row of `DecodeState.controls`, `[NUM_FIELDS]` int32."""
+    s = sequence.sampling
+    row = np.zeros(NUM_FIELDS, np.int32)
+    floats = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+    row[: len(floats)] = np.array(floats, np.float32).view(np.int32)
+    row[Field.TOP_K] = max(0, s.top_k)
+    row[Field.SEED_LOW : Field.SEED_LOW - 2 : -1] = np.array([sequence.seed], np.int64).view(np.int32)
+    row[Field.MIN_LENGTH] = min(sequence.prompt_length + s.min_tokens, 2**31 - 1)
+    row[Field.ADJUSTED] = sequence.variant == FULL
+    return row
+
+
+def controls_at(state: DecodeState, slots: jax.Array, offset: int = 0) -> Controls:
+    """Returns sampling parameters of the requests in `slots` ([B] int32) for a token `offset` behind their lengths."""
+    rows = state.controls[slots]
+    floats = lax.bitcast_convert_type(rows[:, : Field.TOP_K], jnp.float32)
+    seed = lax.bitcast_convert_type(rows[:, Field.SEED_HIGH : Field.SEED_LOW + 1], jnp.uint32)
+    return Controls(
+        temperature=floats[:, Field.TEMPERATURE],
+        top_p=floats[:, Field.TOP_P],
+        min_p=floats[:, Field.MIN_P],
+        top_k=rows[:, Field.TOP_K],
+        seed=seed,
+        position=state.lengths[slots] + offset,
+    )
+
+
+def adjustments_at(state: DecodeState, adjust: AdjustState, slots: jax.Array, offset: int = 0) -> Adjustments:
+    """Returns what changes the logits of the requests in `slots`; neutral for those that asked for nothing."""
+    rows = state.controls[slots]
+    floats = lax.bitcast_convert_type(rows[:, : Field.TOP_K], jnp.float32)
+    vocab_size = adjust.counts.shape[-1]
+    on = rows[:, Field.ADJUSTED, None] > 0
+    early = on & (state.lengths[slots] + offset < rows[:, Field.MIN_LENGTH])[:, None]
+    return Adjustments(
+        repetition=floats[:, Field.REPETITION],
+        presence=floats[:, Field.PRESENCE],
+        frequency=floats[:, Field.FREQUENCY],
+        counts=adjust.counts[slots],
+        in_prompt=adjust.in_prompt[slots],
+        bias_ids=jnp.where(on, adjust.bias_ids[slots], vocab_size),
+        bias=adjust.bias[slots],
+        forbidden_ids=jnp.where(early, adjust.forbidden_ids[slots], vocab_size),
+    )

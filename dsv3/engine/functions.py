@@ -1,0 +1,80 @@
+"""The model as the engine sees it: functions for one rank, and where experts are that devices share."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import PartitionSpec
+
+from dsv3.config import ModelConfig
+from dsv3.model import decoder, steps
+from dsv3.model.batch import DecodeBatch, PrefillBatch
+from pallas_kernels.backend import Backend
+from sharding.experts.placement import Placement
+from sharding.experts.traffic import StepTraffic
+from sharding.mesh import Machine
+
+
+class StepResult(Protocol):
+    """What a step function returns; `dsv3.model.steps.StepOutput` is one."""
+
+    @property
+    def hidden(self) -> Any: ...
+
+    @property
+    def pages(self) -> Any: ...
+
+    @property
+    def expert_counts(self) -> Any: ...
+
+    @property
+    def rounds(self) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadExperts:
+    """Routed experts in replicas on all devices, for an engine that counts their load and moves them.
+
+    `take(params)` gives the stacks, a tree of `[L, Er, ...]` arrays, and their `Placement`; `put(params, stacks,
+    placement)` the parameters with these in their place. Both work on trees of shapes and of partitions too.
+    """
+
+    num_layers: int
+    num_experts: int
+    num_replicas: int
+    num_groups: int
+    machine: Machine
+    take: Callable[[Any], tuple[Any, Placement]]
+    put: Callable[[Any, Any, Placement], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFunctions:
+    """The model, as the engine sees it.
+
+    `prefill(params, cfg, PrefillBatch, pages)` gives hidden `[T, D]`, `decode(params, cfg, DecodeBatch, pages)` hidden
+    `[B, S, D]`, both with the new pages; `logits(params, cfg, hidden)` is float32 `[..., W]`. `param_specs` says how
+    the parameters lie on the ranks: a tree of partitions, or one for all of them. With `experts` the results have
+    `expert_counts` `[L, E]` and `rounds` `[2]` too, and `traffic(tokens, is_prefill)` tells what a device sends in the
+    MoE layers of a step with this many tokens on each rank.
+    """
+
+    prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array], StepResult]
+    decode: Callable[[Any, ModelConfig, DecodeBatch, jax.Array], StepResult]
+    logits: Callable[[Any, ModelConfig, jax.Array], jax.Array]
+    param_specs: Any = dataclasses.field(default_factory=PartitionSpec)
+    experts: SpreadExperts | None = None
+    traffic: Callable[[int, bool], StepTraffic] | None = None
+
+
+def model_functions(backend: Backend | None = None) -> StepFunctions:
+    """Returns the served model with kernels of `backend` (None: those that suit the device)."""
+
+    def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> StepResult:
+        return steps.prefill(params, cfg, batch, pages, backend=backend)
+
+    def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> StepResult:
+        return steps.decode(params, cfg, batch, pages, backend=backend)
+
+    return StepFunctions(prefill, decode, decoder.logits)

@@ -1,0 +1,142 @@
+"""A kind of work in a step: what one file of `dsv3/engine/jobs/` provides.
+
+A step is a list of jobs. Each kind has four parts, in this order through a step:
+
+    plan      the planner looks at the scheduler's state and says what the devices shall do     leader
+    command   that, as host arrays: what every process of an instance executes                  all
+    program   the worker launches compiled programs with it                                     all
+    result    the planner takes in what came back, one step late                                leader
+
+`docs/extending.md` walks through a new kind.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+
+import jax
+import msgspec
+import numpy as np
+
+from dsv3.engine.functions import StepResult
+from dsv3.engine.parts import Parts
+from dsv3.engine.requests.scheduler import Scheduler
+from dsv3.request import StepOutputs
+
+if TYPE_CHECKING:
+    from dsv3.engine.device.device import Device
+    from dsv3.engine.device.layout import Layout
+    from dsv3.engine.device.programs import ProgramSpec
+    from dsv3.engine.parts import Parts
+
+
+class Command(msgspec.Struct, frozen=True):
+    """What the devices do for one job: numbers and numpy arrays, encodable by `dsv3.engine.cluster.messages`."""
+
+    def part(self, ranks: range) -> Self:
+        """Returns what a process with `ranks` needs of it, ranks counted from its first one. Here: everything."""
+        return self
+
+
+class Job(NamedTuple):
+    """A command, and the kind that executes it."""
+
+    kind: str
+    command: Command
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCommand:
+    """One step: jobs in the order in which they are launched."""
+
+    number: int
+    jobs: tuple[Job, ...]
+
+    def part(self, ranks: range) -> "StepCommand":
+        """Returns what a process with `ranks` needs of it."""
+        return StepCommand(self.number, tuple(Job(kind, command.part(ranks)) for kind, command in self.jobs))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """A job of a step under way: its command, and what `collect` needs beside the results."""
+
+    kind: str
+    command: Command
+    context: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What planners see of the engine: the scheduler, which they change, and its parts, which they do not."""
+
+    scheduler: Scheduler
+    parts: Parts
+
+
+class Planner(Protocol):
+    """The host's half of a kind, in the process that schedules. One thread calls it."""
+
+    def plan(self, step: list[Planned]) -> list[Planned]:
+        """Returns what this kind adds to a step that holds `step` so far; empty if nothing."""
+
+    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+        """Takes in the results of one of its jobs, and adds to `outputs` what requests have got."""
+
+    def stats(self) -> object | None:
+        """Returns a record of numbers for `EngineStats`, None if there are none. Any thread may ask."""
+
+
+class Worker(Protocol):
+    """The devices' half of a kind, in every process."""
+
+    def launch(self, command: Any) -> tuple[jax.Array, ...]:
+        """Starts a job without waiting for a device.
+
+        Returns the arrays that `collect` will see, their copies to the host under way.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Counters on the devices that every forward pass changes: int32 `[size]` per rank.
+
+    `update(counters, result, program)` gives them after a pass whose number in `EngineConfig.forward_programs` is
+    `program`.
+    """
+
+    size: int
+    update: Callable[[jax.Array, StepResult, int], jax.Array]
+
+
+def _no_watch(parts: Parts) -> Watch | None:
+    return None
+
+
+def _always(parts: Parts) -> bool:
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class JobKind:
+    """A kind of work, as it is registered in `dsv3.engine.jobs.registry`.
+
+    Attributes:
+      name: how jobs name their kind.
+      command: the type of its commands.
+      planner: makes the host's half.
+      programs: yields every program that serving can need of this kind.
+      worker: makes the devices' half.
+      applies: whether an engine of these parts has this kind.
+      watch: the counters that it keeps, None if it keeps none.
+      results_agree: whether its results are the same in every process of an instance, which then compare them.
+    """
+
+    name: str
+    command: type[Command]
+    planner: Callable[[Host], Planner]
+    programs: Callable[["Layout"], Iterable["ProgramSpec"]]
+    worker: Callable[["Device"], Worker]
+    applies: Callable[[Parts], bool] = _always
+    watch: Callable[[Parts], Watch | None] = _no_watch
+    results_agree: bool = False

@@ -1,0 +1,179 @@
+"""Decode: every request that has its first token advances by one token, or by several where it brought drafts."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.engine.config import bucket
+from dsv3.engine.device.device import Device
+from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.device.state import DecodeState
+from dsv3.engine.job import Command, Host, JobKind, Planned
+from dsv3.engine.jobs.sample import Needs, plan_sample
+from dsv3.engine.requests.rows import BatchRows
+from dsv3.model.batch import DecodeBatch
+from dsv3.request import StepOutputs
+
+NAME = "decode"
+
+
+class DecodeCommand(Command, frozen=True):
+    """Rows of a decode batch, `width` tokens each; everything else is on the devices.
+
+    `rows` has for each row its slot within the rank (`max_num_seqs` in padding), its new page (-1: none), and the index
+    of that page in its page table.
+    """
+
+    rows: np.ndarray  # [ranks, B, 3] int32
+    width: int
+
+    def part(self, ranks: range) -> "DecodeCommand":
+        """Returns the rows of `ranks`."""
+        return DecodeCommand(self.rows[ranks.start : ranks.stop], self.width)
+
+
+class DecodePlanner:
+    """Launches all requests that can have another token; keeps the batch while its rows stay the same."""
+
+    def __init__(self, host: Host) -> None:
+        self._scheduler, self._cfg = host.scheduler, host.scheduler.cfg
+        self._width = self._cfg.tokens_per_row
+        self._rows: BatchRows | None = None
+        self._needs = Needs(0, False)
+        self._version = -1
+        self._template = np.empty((0, 0, 3), np.int32)
+
+    def plan(self, step: list[Planned]) -> list[Planned]:
+        """Plans one row per request; gives pages to those that need one."""
+        rows = self._live_rows()
+        if rows is None:
+            return []
+        slots = self._scheduler.slots
+        short = slots.planned[rows.slots] + (self._width - 1) > slots.capacity[rows.slots]
+        extended, pages, stalled = self._scheduler.extend(rows.slots[short])
+        if self._version != slots.version:  # pre-emption has removed some
+            rows = self._live_rows()
+        if rows is None:
+            return []
+        batch = self._template.copy()
+        self._enter_pages(batch, rows, extended, pages)
+        if stalled:
+            rows = self._without(rows, stalled, batch)
+            if not len(rows.slots):
+                return []
+        slots.planned[rows.slots] += self._width
+        return [
+            Planned(NAME, DecodeCommand(batch, self._width)),
+            plan_sample(self._scheduler, NAME, rows, self._needs, []),
+        ]
+
+    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+        """Has nothing to note: what was sampled says all."""
+
+    def stats(self) -> None:
+        """Has no numbers beyond the scheduler's."""
+
+    def _enter_pages(self, batch: np.ndarray, rows: BatchRows, extended: np.ndarray, pages: np.ndarray) -> None:
+        kept = self._scheduler.slots.decoding[extended]
+        extended, pages = extended[kept], pages[kept]
+        at = rows.slots.searchsorted(extended)
+        batch[rows.rank[at], rows.position[at], 1] = pages
+        batch[rows.rank[at], rows.position[at], 2] = self._scheduler.slots.capacity[extended] // PAGE_SIZE - 1
+
+    def _live_rows(self) -> BatchRows | None:
+        """Returns rows of all requests that decode and have not planned their last token."""
+        slots = self._scheduler.slots
+        same = self._version == slots.version and self._rows is not None
+        mine = self._rows.slots if same and self._rows is not None else slots.decoding.nonzero()[0]
+        done = slots.planned[mine] >= slots.limit[mine]
+        if done.any():
+            slots.pause(mine[done])
+        elif same:
+            return self._rows
+        self._rows = self._make_rows(slots.decoding.nonzero()[0])
+        self._version = slots.version
+        return self._rows
+
+    def _make_rows(self, mine: np.ndarray) -> BatchRows | None:
+        if not len(mine):
+            return None
+        cfg = self._cfg
+        rank = mine // cfg.max_num_seqs
+        starts = np.searchsorted(mine, np.arange(cfg.num_ranks) * cfg.max_num_seqs)
+        position = np.arange(len(mine)) - starts[rank]
+        size = bucket(cfg.decode_buckets, int(position.max()) + 1)
+        batch = np.empty((cfg.num_ranks, size, 3), np.int32)
+        batch[:] = cfg.max_num_seqs, -1, 0
+        batch[rank, position, 0] = mine - rank * cfg.max_num_seqs
+        self._template = batch
+        self._needs = Needs.from_slots(self._scheduler.slots, mine)
+        return BatchRows.at(self._scheduler.slots, mine, rank, position)
+
+    def _without(self, rows: BatchRows, stalled: list[int], batch: np.ndarray) -> BatchRows:
+        """Returns the rows that do not sit this step out; the others become padding in `batch`."""
+        out = np.isin(rows.slots, stalled)
+        batch[rows.rank[out], rows.position[out], 0] = self._cfg.max_num_seqs
+        return rows.only(~out)
+
+
+def programs(layout: Layout) -> Iterator[ProgramSpec]:
+    """Yields one program per bucket."""
+    cfg, width = layout.cfg, layout.cfg.tokens_per_row
+    for size in cfg.decode_buckets:
+        number = cfg.forward_programs.index((NAME, size))
+        body = functools.partial(decode_body, layout, width=width, program=number)
+        arguments = (layout.params, layout.pages, layout.state, layout.array(size, 3))
+        yield layout.per_rank(Key(NAME, size, width=width), body, arguments, donated=(1, 2), takes_params=True)
+
+
+class DecodeWorker:
+    """Launches the decode program, by bucket."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def launch(self, command: DecodeCommand) -> tuple[jax.Array, ...]:
+        """Starts the batch; leaves logits and slots for the sampler."""
+        device = self._device
+        program = device.programs.get(Key(NAME, command.rows.shape[1], width=command.width))
+        device.pages, device.state, logits, slots = program(
+            device.params, device.pages, device.state, device.put(command.rows)
+        )
+        device.handed[NAME] = logits, slots
+        return ()
+
+
+def decode_body(
+    layout: Layout,
+    params: object,
+    pages: jax.Array,
+    state: DecodeState,
+    rows: jax.Array,
+    *,
+    width: int,
+    program: int,
+) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array]:
+    """Runs the last token and the drafts of the slots in `rows` `[B, 3]` (see `DecodeCommand`), for one rank.
+
+    Returns pages, state, logits `[B, S, W]` and the slots `[B]` that shall sample. `program` is the number under which
+    it counts.
+    """
+    functions, cfg = layout.functions, layout.model_cfg
+    slots, new_page, index = rows[:, 0], rows[:, 1], rows[:, 2]
+    num_slots = state.lengths.shape[0]
+    held = jnp.minimum(slots, num_slots - 1)
+    lengths = jnp.where(slots < num_slots, state.lengths[held] + (width - 1), 0)
+    page_table = state.page_table.at[jnp.where(new_page >= 0, slots, num_slots), index].set(new_page, mode="drop")
+    out = functions.decode(params, cfg, DecodeBatch(state.tokens[held, :width], lengths, page_table[held]), pages)
+    logits = functions.logits(params, cfg, out.hidden)
+    counters = layout.count(state.counters, out, program)
+    return out.pages, dataclasses.replace(state, page_table=page_table, counters=counters), logits, slots
+
+
+KIND = JobKind(NAME, DecodeCommand, DecodePlanner, programs, DecodeWorker)

@@ -1,0 +1,334 @@
+"""Experts: evens the load of the devices that hold routed experts, while the engine serves.
+
+The devices count how often each expert is chosen; every few steps the counts are read out, one step late like tokens,
+and enter a sliding window. A thread judges the window: how even the devices' load is, and, at most every
+`eplb_interval` steps and below `eplb_threshold`, which experts should stand where. Between two steps the resulting
+moves are carried out (`sharding.experts.rebalance`), a few layers at a time, as part of the step's command. A layer
+whose checksums differ stays as it was. Whatever goes wrong in the thread is logged; the experts stay where they are.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.device import Device
+from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.functions import SpreadExperts, StepResult
+from dsv3.engine.job import Command, Host, JobKind, Planned, Watch
+from dsv3.engine.parts import Parts
+from dsv3.engine.stats import ExpertStats
+from dsv3.request import StepOutputs
+from sharding.experts.eplb import ExpertMap, balancedness, keep_in_place, map_of, rebalance_experts, sources
+from sharding.experts.placement import Placement, expert_map_of, placement_of
+from sharding.experts.rebalance import LayerMove, move_layer
+from sharding.experts.traffic import MAX_HOPS, StepTraffic, Traffic
+from sharding.mesh import RANK_SPEC, RANKS
+
+_log = logging.getLogger(__name__)
+
+NAME = "experts"
+READ_LOAD, MOVE = Key("read_load"), Key("move_experts")
+READ_STEPS = 128  # launching a read-out took 0.5 ms on eight devices of a busy CPU: 4 us a step
+WINDOW_READS = 8
+MOVE_BYTES = 256 * 2**20  # a device and step, twice over the wire: 10 ms at 50 GB/s; at least one layer
+MIN_GAIN = 0.02  # of a layer's balancedness; less is not worth moving its weights
+
+
+class MoveCommand(Command, frozen=True):
+    """`sharding.rebalance.LayerMove` as host arrays."""
+
+    layer: np.ndarray  # [] int32
+    source: np.ndarray  # [Er] int32
+    replicas: np.ndarray  # [E, Ec] int32
+    copies: np.ndarray  # [E] int32
+
+
+class ExpertsCommand(Command, frozen=True):
+    """Reads out the experts' load and starts counting anew, where `read_load` says so, then moves experts."""
+
+    read_load: bool
+    moves: list[MoveCommand]
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """How even the load is by layer `[L]`, and what to do about it."""
+
+    balancedness: np.ndarray
+    moves: list[MoveCommand]
+
+
+def judge(
+    load: np.ndarray, expert_map: ExpertMap, experts: SpreadExperts, max_copies: int, threshold: float
+) -> Judgement:
+    """Judges a load `[L, E]`; moves the layers that gain by it if the mean balancedness is below `threshold`."""
+    machine = experts.machine
+    even = balancedness(load, expert_map, machine.devices)
+    if even.mean() >= threshold:
+        return Judgement(even, [])
+    nodes, devices = machine.nodes, machine.devices
+    new = rebalance_experts(load, experts.num_replicas, experts.num_groups, nodes, devices)
+    new = keep_in_place(new, expert_map, experts.num_groups, nodes, devices)
+    gain = balancedness(load, new, devices) - even
+    placement, source = placement_of(new, max_copies), sources(new, expert_map).astype(np.int32)
+    layers = np.flatnonzero(gain > MIN_GAIN)
+    moves = [MoveCommand(np.array(i, np.int32), source[i], placement.replicas[i], placement.copies[i]) for i in layers]
+    return Judgement(even, moves)
+
+
+class TrafficCounter:
+    """What dispatch and combine have sent, from what the devices count and `StepFunctions.traffic`."""
+
+    def __init__(self, traffic: Sequence[StepTraffic]) -> None:
+        self._traffic = traffic
+        self.total, self.extra_rounds = Traffic(), 0
+
+    def add(self, programs: np.ndarray) -> None:
+        """Takes over rounds of each hop and steps, by forward program `[P, MAX_HOPS + 1]`."""
+        for step, (*rounds, steps) in zip(self._traffic, programs.tolist(), strict=True):
+            self.total += step.total(rounds, steps)
+            self.extra_rounds += sum(step.overflow_rounds(rounds, steps))
+
+
+def _make_planner(host: Host) -> "Balancer":
+    """Returns a balancer of the experts as they stand in the parameters."""
+    functions, cfg = host.parts.functions, host.parts.cfg
+    experts, traffic = functions.experts, functions.traffic
+    assert experts is not None and traffic is not None  # `_applies`
+    placement = Placement(*map(np.asarray, experts.take(host.parts.params)[1]))
+    sent = TrafficCounter([traffic(size, kind == "prefill") for kind, size in cfg.forward_programs])
+    return Balancer(experts, placement, layer_bytes(experts, host.parts.params), sent, cfg)
+
+
+def layer_bytes(experts: SpreadExperts, params: Any) -> int:
+    """Returns the bytes of a layer's experts on one device."""
+    stacks, _ = experts.take(params)
+    return sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers // experts.machine.devices
+
+
+class Balancer:
+    """Decides what each step's command does about balance, and keeps the books. One thread calls it.
+
+    Args:
+      experts: what the engine knows of the experts.
+      placement: where they stand, as numpy arrays.
+      layer_bytes: of a layer's experts on one device.
+      sent: counts what one device sends.
+      cfg: the engine's limits.
+    """
+
+    def __init__(
+        self, experts: SpreadExperts, placement: Placement, layer_bytes: int, sent: TrafficCounter, cfg: EngineConfig
+    ) -> None:
+        self._experts, self._num_ranks, self._sent = experts, cfg.num_ranks, sent
+        self._map = expert_map_of(placement, experts.num_replicas)
+        self._max_copies = placement.replicas.shape[2]
+        self._interval, self._threshold = cfg.eplb_interval, cfg.eplb_threshold
+        self._read_steps = min(READ_STEPS, self._interval) if self._interval else READ_STEPS
+        self._layers_at_once = max(1, MOVE_BYTES // max(1, layer_bytes))
+        self._window: deque[np.ndarray] = deque(maxlen=WINDOW_READS)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="eplb")
+        self._judging: Future[Judgement] | None = None
+        self._moves: deque[MoveCommand] = deque()
+        self._under_way = 0  # moves launched whose outcome is not known yet
+        self._steps = self._decided = 0
+        self._even = np.ones(experts.num_layers)
+        self._rebalances = self._moved = self._failures = 0
+        self._stats = self._summed_up()
+
+    @property
+    def load(self) -> np.ndarray:
+        """(token, expert) pairs by layer and expert in the window, `[L, E]`."""
+        shape = self._experts.num_layers, self._experts.num_experts
+        return sum(self._window, start=np.zeros(shape, np.int64))
+
+    @property
+    def expert_map(self) -> ExpertMap:
+        """Where the experts stand, as far as the host knows."""
+        return self._map
+
+    def plan(self, step: list[Planned]) -> list[Planned]:
+        """Balances beside other work: a step that would hold nothing else is not worth launching."""
+        command = self.command() if step else None
+        return [] if command is None else [Planned(NAME, command)]
+
+    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+        """Takes over what a command has given."""
+        assert isinstance(planned.command, ExpertsCommand)
+        self.note(planned.command, results)
+
+    def command(self) -> ExpertsCommand | None:
+        """Returns what the next step does about balance."""
+        self._steps += 1
+        if self._judging is not None and self._judging.done():
+            self._take_judgement(self._judging)
+        read = self._steps % self._read_steps == 0
+        if not read and not self._moves:
+            return None
+        moves = [self._moves.popleft() for _ in range(min(self._layers_at_once, len(self._moves)))]
+        self._under_way += len(moves)
+        return ExpertsCommand(read, moves)
+
+    def note(self, command: ExpertsCommand, results: Sequence[np.ndarray]) -> None:
+        """Takes over what a command has given: the load, if it was read, and whether each move was carried out."""
+        moved = list(results)
+        if command.read_load:
+            self._note_load(moved.pop(0))
+        for move, intact in zip(command.moves, moved, strict=True):
+            self._note_move(move, bool(intact))
+        if command.moves and not self._moving:
+            self._rebalances += 1
+            _log.info("experts rebalanced: %d moved so far", self._moved)
+        self._stats = self._summed_up()
+
+    def stats(self) -> ExpertStats:
+        """A snapshot; any thread may ask."""
+        return self._stats
+
+    @property
+    def _moving(self) -> bool:
+        return bool(self._moves or self._under_way)
+
+    def _summed_up(self) -> ExpertStats:
+        sent = self._sent.total * self._experts.machine.devices
+        return ExpertStats(
+            balancedness=float(self._even.mean()),
+            balancedness_min=float(self._even.min()),
+            rebalances=self._rebalances,
+            moved=self._moved,
+            checksum_failures=self._failures,
+            extra_rounds=self._sent.extra_rounds,
+            in_node_bytes=sent.device_bytes - sent.node_bytes,
+            cross_node_bytes=sent.node_bytes,
+        )
+
+    def _note_load(self, load: np.ndarray) -> None:
+        pairs, programs = split_load(load, self._experts, self._num_ranks)
+        self._sent.add(programs)
+        self._window.append(pairs)
+        if self._judging is None:
+            due = self._interval and self._steps - self._decided >= self._interval and not self._moving
+            if due:
+                self._decided = self._steps
+            threshold = self._threshold if due else 0.0
+            arguments = (self.load, self._map, self._experts, self._max_copies, threshold)
+            self._judging = self._thread.submit(judge, *arguments)
+
+    def _take_judgement(self, future: Future[Judgement]) -> None:
+        self._judging = None
+        error = future.exception()
+        if error is not None:
+            _log.error("the experts' balance could not be judged; they stay where they are", exc_info=error)
+            return
+        judgement = future.result()
+        self._even = judgement.balancedness
+        self._stats = self._summed_up()
+        self._moves.extend(judgement.moves)
+
+    def _note_move(self, move: MoveCommand, intact: bool) -> None:
+        self._under_way -= 1
+        layer = int(move.layer)
+        if not intact:
+            self._failures += 1
+            _log.error("the experts of MoE layer %d were damaged on their way, so they stay where they were", layer)
+            return
+        self._moved += int((move.source != np.arange(len(move.source))).sum())
+        phy2log = self._map.phy2log.copy()
+        phy2log[layer] = phy2log[layer, move.source]
+        self._map = map_of(phy2log, self._experts.num_experts)
+
+
+def programs(layout: Layout) -> Iterator[ProgramSpec]:
+    """Yields the read-out and one program for every move."""
+    load, whole = layout.state.counters[NAME], PartitionSpec()
+    yield layout.mapped(READ_LOAD, _read_load, (load,), (0,), (RANK_SPEC,), (RANK_SPEC, whole))
+    experts = layout.functions.experts
+    assert experts is not None  # `_applies`
+    stacks, placement = experts.take(layout.params)
+    shapes = LayerMove((), (experts.num_replicas,), placement.replicas.shape[1:], placement.copies.shape[1:])
+    sharding = NamedSharding(layout.mesh, whole)
+    move = LayerMove(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))
+    specs = (*experts.take(layout.functions.param_specs), whole)
+    body = functools.partial(move_layer, machine=experts.machine)
+    yield layout.mapped(MOVE, body, (stacks, placement, move), (0, 1), specs, specs)
+
+
+class ExpertsWorker:
+    """Reads the devices' counters and moves experts between devices."""
+
+    def __init__(self, device: Device) -> None:
+        assert device.layout.functions.experts is not None  # `_applies`
+        self._device, self._experts = device, device.layout.functions.experts
+
+    def launch(self, command: ExpertsCommand) -> tuple[jax.Array, ...]:
+        """Returns the load, if it is read, and for each move whether it was carried out."""
+        read = [self._read()] if command.read_load else []
+        results = (*read, *map(self._move, command.moves))
+        for array in results:
+            array.copy_to_host_async()
+        return results
+
+    def _read(self) -> jax.Array:
+        device = self._device
+        load, total = device.programs.get(READ_LOAD)(device.state.counters[NAME])
+        device.state = dataclasses.replace(device.state, counters=device.state.counters | {NAME: load})
+        return total
+
+    def _move(self, command: MoveCommand) -> jax.Array:
+        device, experts = self._device, self._experts
+        move = LayerMove(command.layer, command.source, command.replicas, command.copies)
+        stacks, placement = experts.take(device.params)
+        stacks, placement, intact = device.programs.get(MOVE)(stacks, placement, move)
+        device.params = experts.put(device.params, stacks, placement)
+        return intact
+
+
+def _read_load(load: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Starts counting anew `[1, n]`; also returns the sum of the ranks' counters `[n]`."""
+    return jnp.zeros_like(load), jax.lax.psum(load[0], RANKS)
+
+
+def load_size(experts: SpreadExperts, cfg: EngineConfig) -> int:
+    """Returns how many counters there are: see `split_load`."""
+    return experts.num_layers * experts.num_experts + len(cfg.forward_programs) * (MAX_HOPS + 1)
+
+
+def counted(load: jax.Array, result: StepResult, program: int) -> jax.Array:
+    """Returns the counters after a forward pass."""
+    counts = result.expert_counts.ravel()
+    first = counts.size + program * (MAX_HOPS + 1)
+    load = load.at[: counts.size].add(counts)
+    return load.at[first : first + MAX_HOPS + 1].add(jnp.append(result.rounds, 1))
+
+
+def split_load(load: np.ndarray, experts: SpreadExperts, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Splits what was read of all ranks.
+
+    Returns (token, expert) pairs `[L, E]`; and per forward program the rounds of each hop, and its steps.
+    """
+    pairs = experts.num_layers * experts.num_experts
+    programs = load[pairs:].reshape(-1, MAX_HOPS + 1) // num_ranks  # equal on every rank
+    return load[:pairs].reshape(experts.num_layers, -1).astype(np.int64), programs.astype(np.int64)
+
+
+def _watch(parts: Parts) -> Watch | None:
+    experts = parts.functions.experts
+    return None if experts is None else Watch(load_size(experts, parts.cfg), counted)
+
+
+def _applies(parts: Parts) -> bool:
+    return parts.functions.experts is not None
+
+
+KIND = JobKind(NAME, ExpertsCommand, _make_planner, programs, ExpertsWorker, _applies, _watch)

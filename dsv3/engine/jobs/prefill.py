@@ -1,0 +1,245 @@
+"""Prefill: chunks of prompts, several requests in one flat batch; the last chunk of a prompt gets its first token."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.device import Device
+from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.device.state import NUM_FIELDS, DecodeState, control_row
+from dsv3.engine.job import Command, Host, JobKind, Planned
+from dsv3.engine.jobs.sample import Needs, plan_sample
+from dsv3.engine.requests.rows import BatchRows
+from dsv3.engine.requests.sequence import Sequence
+from dsv3.model.batch import PrefillBatch
+from dsv3.request import StepOutputs
+from sharding.processes import local_part
+
+NAME = "prefill"
+_HEADER = 4 + NUM_FIELDS
+"""Columns of a chunk on the device before its page table: slot, its tokens, tokens before it, 1 if it samples."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` to `stop` of a sequence; the last chunk samples the first token of the answer."""
+
+    sequence: Sequence
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all of the sequence's known tokens are computed with this chunk."""
+        return self.stop == len(self.sequence.tokens)
+
+
+class PrefillCommand(Command, frozen=True):
+    """Chunks of several ranks, in the order of the ranks; only what they use of tokens and page tables travels.
+
+    `bucket` is the size of the batch. Row i of `header` is a chunk: rank, pages, then slot, tokens, tokens before it,
+    whether it samples, and its sampling parameters. `tokens` and `pages` hold those of all chunks one after the other.
+    """
+
+    bucket: int
+    header: np.ndarray  # [chunks, 2 + _HEADER] int32
+    tokens: np.ndarray  # int32
+    pages: np.ndarray  # int32
+    samples: bool
+
+    def part(self, ranks: range) -> "PrefillCommand":
+        """Returns the chunks of `ranks`."""
+        first, last = np.searchsorted(self.header[:, 0], [ranks.start, ranks.stop])
+        tokens, pages = self._starts
+        header = self.header[first:last].copy()
+        header[:, 0] -= ranks.start
+        return PrefillCommand(
+            self.bucket,
+            header,
+            self.tokens[tokens[first] : tokens[last]],
+            self.pages[pages[first] : pages[last]],
+            self.samples,
+        )
+
+    def arrays(self, ranks: int, cfg: EngineConfig) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the batch of each of `ranks` ranks: tokens `[ranks, T]`, chunks `[ranks, B, _HEADER + Mp]`."""
+        tokens = np.zeros((ranks, self.bucket), np.int32)
+        rows = np.zeros((ranks, cfg.prefill_rows(self.bucket), _HEADER + cfg.pages_per_seq), np.int32)
+        rows[..., 0] = cfg.max_num_seqs
+        token_starts, page_starts = self._starts
+        filled, at = [0] * ranks, [0] * ranks
+        for i, chunk in enumerate(self.header):
+            rank, num_pages, count = int(chunk[0]), int(chunk[1]), int(chunk[3])
+            row = rows[rank, filled[rank]]
+            row[:_HEADER] = chunk[2:]
+            row[_HEADER : _HEADER + num_pages] = self.pages[page_starts[i] : page_starts[i + 1]]
+            tokens[rank, at[rank] : at[rank] + count] = self.tokens[token_starts[i] : token_starts[i + 1]]
+            filled[rank] += 1
+            at[rank] += count
+        return tokens, rows
+
+    @property
+    def _starts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where each chunk's tokens and pages begin, and the end of the last."""
+        return _starts(self.header[:, 3]), _starts(self.header[:, 1])
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+class PrefillPlanner:
+    """Admits waiting requests and computes prompts chunk by chunk, on each rank in order of admission."""
+
+    def __init__(self, host: Host) -> None:
+        self._scheduler, self._cfg = host.scheduler, host.scheduler.cfg
+
+    def plan(self, step: list[Planned]) -> list[Planned]:
+        """Plans one batch of chunks, and sampling where one of them is a prompt's last."""
+        scheduler = self._scheduler
+        scheduler.admit()
+        if not any(scheduler.prefilling):
+            return []
+        rows = self._cfg.prefill_rows(self._cfg.prefill_buckets[-1])
+        chunks = [self._take(rank, rows) for rank in range(self._cfg.num_ranks)]
+        command = _command(chunks, self._bucket(chunks), self._cfg)
+        sampled, starting = self._launch(chunks)
+        planned = [Planned(NAME, command, chunks)]
+        if starting:
+            needs = Needs.from_slots(scheduler.slots, sampled.slots)
+            planned.append(plan_sample(scheduler, NAME, sampled, needs, starting))
+        return planned
+
+    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+        """Makes the pages findable that the chunks have completed."""
+        scheduler = self._scheduler
+        for chunk in (c for mine in planned.context for c in mine):
+            scheduler.prompt_tokens += chunk.stop - chunk.start
+            slot = chunk.sequence.slot
+            if slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch:
+                scheduler.publish(chunk.sequence, chunk.stop)
+
+    def stats(self) -> None:
+        """Has no numbers beyond the scheduler's."""
+
+    def _take(self, rank: int, rows: int) -> list[Chunk]:
+        budget, chunks = self._cfg.max_num_batched_tokens, []
+        for sequence in self._scheduler.prefilling[rank][:rows]:
+            stop = min(len(sequence.tokens), sequence.prefilled + budget)
+            epoch = int(self._scheduler.slots.epoch[sequence.slot])
+            chunks.append(Chunk(sequence, epoch, sequence.prefilled, stop))
+            budget -= stop - sequence.prefilled
+            if not budget:
+                break
+        return chunks
+
+    def _bucket(self, chunks: list[list[Chunk]]) -> int:
+        """Returns the smallest bucket with enough tokens and enough rows."""
+        tokens = max(sum(c.stop - c.start for c in mine) for mine in chunks)
+        rows = max(map(len, chunks))
+        return next(b for b in self._cfg.prefill_buckets if b >= tokens and self._cfg.prefill_rows(b) >= rows)
+
+    def _launch(self, chunks: list[list[Chunk]]) -> tuple[BatchRows, list[Sequence]]:
+        """Notes the chunks as launched; returns the rows that sample, and their sequences."""
+        scheduler = self._scheduler
+        last = [(rank, i, c.sequence) for rank, mine in enumerate(chunks) for i, c in enumerate(mine) if c.is_last]
+        slots = np.array([sequence.slot for _, _, sequence in last], np.int64)
+        rank, position = (np.array([entry[k] for entry in last], np.int64) for k in (0, 1))
+        for chunk in (c for mine in chunks for c in mine):
+            chunk.sequence.prefilled = chunk.stop
+        for owner, _, sequence in last:
+            scheduler.prefilling[owner].remove(sequence)
+            scheduler.slots.start_decoding(sequence.slot)
+        return BatchRows.at(scheduler.slots, slots, rank, position), [sequence for _, _, sequence in last]
+
+
+def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> PrefillCommand:
+    flat = [(rank, c) for rank, mine in enumerate(chunks) for c in mine]
+    header = np.zeros((len(flat), 2 + _HEADER), np.int32)
+    for row, (rank, chunk) in zip(header, flat, strict=True):
+        sequence, slot = chunk.sequence, chunk.sequence.slot % cfg.max_num_seqs
+        row[:6] = rank, len(sequence.pages), slot, chunk.stop - chunk.start, chunk.start, chunk.is_last
+        row[6:] = control_row(sequence)
+    return PrefillCommand(
+        bucket,
+        header,
+        np.concatenate([c.sequence.tokens[c.start : c.stop] for _, c in flat]),
+        np.array([page for _, c in flat for page in c.sequence.pages], np.int32),
+        any(c.is_last for _, c in flat),
+    )
+
+
+def programs(layout: Layout) -> Iterator[ProgramSpec]:
+    """Yields one program per bucket."""
+    cfg = layout.cfg
+    for size in cfg.prefill_buckets:
+        batch = layout.array(size), layout.array(cfg.prefill_rows(size), _HEADER + cfg.pages_per_seq)
+        body = functools.partial(prefill_body, layout, program=cfg.forward_programs.index((NAME, size)))
+        arguments = (layout.params, layout.pages, layout.state, *batch)
+        yield layout.per_rank(Key(NAME, size), body, arguments, donated=(1, 2), takes_params=True)
+
+
+class PrefillWorker:
+    """Launches the prefill program, by bucket."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def launch(self, command: PrefillCommand) -> tuple[jax.Array, ...]:
+        """Starts the batch; leaves logits and slots for the sampler."""
+        device = self._device
+        tokens, rows = command.arrays(device.layout.num_local_ranks, device.layout.cfg)
+        program = device.programs.get(Key(NAME, command.bucket))
+        device.pages, device.state, logits, slots = program(
+            device.params, device.pages, device.state, device.put(tokens), device.put(rows)
+        )
+        if command.samples:
+            device.handed[NAME] = logits, slots
+            return ()
+        # No token to read, but something to wait for: pages are shared once they are written.
+        return (local_part(slots),)
+
+
+def prefill_body(
+    layout: Layout,
+    params: object,
+    pages: jax.Array,
+    state: DecodeState,
+    tokens: jax.Array,
+    rows: jax.Array,
+    *,
+    program: int,
+) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array]:
+    """Runs the chunks `rows` `[B, _HEADER + Mp]` over `tokens` `[T]`, for one rank; enters them into the state.
+
+    Returns pages, state, logits `[B, 1, W]` after each chunk's last token, and the slots `[B]` that shall sample.
+    `program` is the number under which it counts.
+    """
+    functions, cfg = layout.functions, layout.model_cfg
+    slots, count, context, samples = (rows[:, i] for i in range(4))
+    ends = jnp.cumsum(count)
+    cu_lengths = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    chunk = jnp.searchsorted(ends, jnp.arange(tokens.shape[0]), side="right")
+    chunk = jnp.minimum(chunk, rows.shape[0] - 1)
+    positions = jnp.maximum(context[chunk] + jnp.arange(tokens.shape[0]) - cu_lengths[chunk], 0)
+    table = rows[:, _HEADER:]
+    out = functions.prefill(params, cfg, PrefillBatch(tokens, positions, cu_lengths, context, table), pages)
+    logits = functions.logits(params, cfg, out.hidden[jnp.maximum(ends - 1, 0)])
+    state = DecodeState(
+        tokens=state.tokens,
+        lengths=state.lengths.at[slots].set(context + count, mode="drop"),
+        page_table=state.page_table.at[slots].set(table, mode="drop"),
+        controls=state.controls.at[slots].set(rows[:, 4:_HEADER], mode="drop"),
+        counters=layout.count(state.counters, out, program),
+    )
+    return out.pages, state, logits[:, None], jnp.where(samples > 0, slots, state.lengths.shape[0])
+
+
+KIND = JobKind(NAME, PrefillCommand, PrefillPlanner, programs, PrefillWorker)

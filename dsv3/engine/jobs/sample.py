@@ -1,0 +1,313 @@
+"""Sampling: one token for each row of a forward pass, or several where a row brought drafts.
+
+A row of S tokens holds its last token and S - 1 drafts of those to come. Tokens are sampled at every position by the
+same rule as without drafts, with a random number that depends on seed and position alone; they count as long as the
+draft at their place was right. So the text is the same with any drafts and with none.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.device import sampling
+from dsv3.engine.device import state as device_state
+from dsv3.engine.device.device import Device
+from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.device.state import AdjustState, DecodeState, adjustments_at, controls_at
+from dsv3.engine.job import Command, Host, JobKind, Planned
+from dsv3.engine.requests.accept import accept
+from dsv3.engine.requests.rows import NOT_FINITE, NOTHING, BatchRows, Sampled
+from dsv3.engine.requests.scheduler import Scheduler
+from dsv3.engine.requests.sequence import FULL, GREEDY, SAMPLED, Sequence
+from dsv3.engine.requests.slots import SlotTable
+from dsv3.request import StepOutputs
+from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+NAME = "sample"
+
+
+class Adjustment(Command, frozen=True):
+    """What a request that changes its logits writes into its slot when it starts, or starts again."""
+
+    rank: int
+    slot: int  # within the rank
+    prompt_length: int
+    tokens: np.ndarray  # [n] int32, prompt and answer so far
+    bias_ids: np.ndarray  # int32
+    bias: np.ndarray  # float32
+    forbidden_ids: np.ndarray  # int32, tokens that `min_tokens` forbids
+
+
+class SampleCommand(Command, frozen=True):
+    """Samples the rows that the forward job `source` of the same step left. `variant` is the sampler's.
+
+    `adjustments` are made before, at most one per rank in each of `adjust_launches`.
+    """
+
+    source: str
+    variant: int
+    logprobs: bool
+    adjustments: list[Adjustment]
+    adjust_launches: int
+
+    def part(self, ranks: range) -> "SampleCommand":
+        """Returns the command with the adjustments of `ranks` only."""
+        mine = [_moved(a, ranks.start) for a in self.adjustments if a.rank in ranks]
+        return SampleCommand(self.source, self.variant, self.logprobs, mine, self.adjust_launches)
+
+
+def _moved(adjustment: Adjustment, first: int) -> Adjustment:
+    fields = {name: getattr(adjustment, name) for name in adjustment.__struct_fields__}
+    return Adjustment(**(fields | {"rank": adjustment.rank - first}))
+
+
+class Needs(NamedTuple):
+    """What the requests of a batch need of a sampler together: its variant, and whether one wants log-probabilities."""
+
+    variant: int
+    logprobs: bool
+
+    @classmethod
+    def from_slots(cls, slots: SlotTable, mine: np.ndarray) -> "Needs":
+        """Returns the needs of the requests in slots `mine`."""
+        return cls(int(slots.variant[mine].max()), bool(slots.wants_logprobs[mine].any()))
+
+
+def plan_sample(scheduler: Scheduler, source: str, rows: BatchRows, needs: Needs, starting: list[Sequence]) -> Planned:
+    """Returns the job that samples `rows` of the forward job `source`; those in `starting` have just got their slot."""
+    adjustments = [_adjustment(s, scheduler.cfg) for s in starting if s.variant == FULL]
+    ranks = [a.rank for a in adjustments]
+    launches = max(map(ranks.count, ranks), default=0)
+    return Planned(NAME, SampleCommand(source, needs.variant, needs.logprobs, adjustments, launches), rows)
+
+
+def _adjustment(sequence: Sequence, cfg: EngineConfig) -> Adjustment:
+    rank, slot = divmod(sequence.slot, cfg.max_num_seqs)
+    bias = sequence.sampling.logit_bias
+    stop = sorted(sequence.stop_ids)[: device_state.MAX_FORBIDDEN]
+    return Adjustment(
+        rank=rank,
+        slot=slot,
+        prompt_length=sequence.prompt_length,
+        tokens=np.ascontiguousarray(sequence.tokens, np.int32),
+        bias_ids=np.array(list(bias), np.int32),
+        bias=np.array(list(bias.values()), np.float32),
+        forbidden_ids=np.array(stop, np.int32),
+    )
+
+
+class SamplePlanner:
+    """Hands what was sampled to the requests; forward jobs plan their own sampling (`plan_sample`)."""
+
+    def __init__(self, host: Host) -> None:
+        self._scheduler = host.scheduler
+
+    def plan(self, step: list[Planned]) -> list[Planned]:
+        """Adds nothing by itself."""
+        return []
+
+    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+        """Notes the tokens."""
+        accept(self._scheduler, planned.context, Sampled(*results), outputs)
+
+    def stats(self) -> None:
+        """Has no numbers of its own."""
+
+
+class AdjustRow(NamedTuple):
+    """One slot's row of `AdjustState` as host arrays of fixed shape, `[ranks here, ...]`."""
+
+    slot: Any  # [ranks] int32, max_num_seqs on the ranks that have nothing to set
+    prompt_length: Any  # [ranks] int32
+    length: Any  # [ranks] int32
+    tokens: Any  # [ranks, max_model_len] int32, vocabulary size in padding
+    bias_ids: Any  # [ranks, 300] int32
+    bias: Any  # [ranks, 300] float32
+    forbidden_ids: Any  # [ranks, 144] int32
+
+
+def _adjust_rows(adjustments: list[Adjustment], ranks: int, cfg: EngineConfig, vocab_size: int) -> AdjustRow:
+    """Returns the arguments of one launch, for at most one adjustment per rank."""
+    row = AdjustRow(
+        slot=np.full(ranks, cfg.max_num_seqs, np.int32),
+        prompt_length=np.zeros(ranks, np.int32),
+        length=np.zeros(ranks, np.int32),
+        tokens=np.full((ranks, cfg.max_model_len), vocab_size, np.int32),
+        bias_ids=np.full((ranks, MAX_LOGIT_BIAS), vocab_size, np.int32),
+        bias=np.zeros((ranks, MAX_LOGIT_BIAS), np.float32),
+        forbidden_ids=np.full((ranks, device_state.MAX_FORBIDDEN), vocab_size, np.int32),
+    )
+    for a in adjustments:
+        row.slot[a.rank], row.prompt_length[a.rank], row.length[a.rank] = a.slot, a.prompt_length, len(a.tokens)
+        for name in ("tokens", "bias_ids", "bias", "forbidden_ids"):
+            values = getattr(a, name)
+            getattr(row, name)[a.rank, : len(values)] = values
+    return row
+
+
+def programs(layout: Layout) -> Iterator[ProgramSpec]:
+    """Yields samplers by rows and variant, log-probabilities, and the two programs of adjustments."""
+    cfg = layout.cfg
+    sizes = {(rows, 1) for rows in map(cfg.prefill_rows, cfg.prefill_buckets)}
+    sizes |= {(rows, cfg.tokens_per_row) for rows in cfg.decode_buckets}
+    for rows, width in sorted(sizes):
+        for variant in (GREEDY, SAMPLED, FULL):
+            yield _sampler(layout, rows, width, variant)
+        arguments = (_logits(layout, rows, width), layout.array(rows, width))
+        yield layout.per_rank(Key("logprobs", rows, width=width), logprobs_body, arguments, gathered="all")
+    adjust = adjust_shapes(layout)
+    yield layout.per_rank(Key("new_adjust"), functools.partial(_zeros, adjust), (layout.array(),))
+    row = _adjust_rows([], cfg.num_ranks, cfg, layout.model_cfg.vocab_size)
+    yield layout.per_rank(Key("adjust"), adjust_body, (adjust, AdjustRow(*map(layout.like, row))), donated=(0,))
+
+
+def _sampler(layout: Layout, rows: int, width: int, variant: int) -> ProgramSpec:
+    adjust = adjust_shapes(layout) if variant == FULL else None
+    donated = (0, 1) if variant == FULL else (0,)
+    arguments = (layout.state, adjust, _logits(layout, rows, width), layout.array(rows))
+    body = functools.partial(sample_body, variant)
+    return layout.per_rank(Key("sample", rows, variant, width), body, arguments, donated, gathered="last")
+
+
+def adjust_shapes(layout: Layout) -> AdjustState:
+    """Returns the shapes of what requests need that change their logits."""
+    return layout.sharded(device_state.adjust_state_shapes(layout.cfg, layout.model_cfg.vocab_size))
+
+
+def _logits(layout: Layout, rows: int, width: int) -> jax.ShapeDtypeStruct:
+    return layout.array(rows, width, layout.model_cfg.vocab_size, dtype=jnp.float32)
+
+
+def _zeros(shapes: AdjustState, _: jax.Array) -> AdjustState:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), shapes)
+
+
+class SampleWorker:
+    """Launches samplers, and owns the state of requests that change their logits, made for the first of them."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._adjust: Any = None
+
+    def launch(self, command: SampleCommand) -> tuple[jax.Array, ...]:
+        """Samples what the forward job has left."""
+        device = self._device
+        logits, slots = device.handed.pop(command.source)
+        for i in range(command.adjust_launches):
+            self._set_adjustments(command.adjustments, i)
+        rows, width = logits.shape[1:3]
+        adjust = self._adjust_state() if command.variant == FULL else None
+        program = device.programs.get(Key("sample", rows, command.variant, width))
+        device.state, adjust, tokens, *of_all = program(device.state, adjust, logits, slots)
+        if command.variant == FULL:
+            self._adjust = adjust
+        results = tuple(of_all) or (tokens,)
+        if command.logprobs:
+            results += device.programs.get(Key("logprobs", rows, width=width))(logits, tokens)
+        for array in results:
+            array.copy_to_host_async()
+        return results
+
+    def _set_adjustments(self, adjustments: list[Adjustment], turn: int) -> None:
+        """Makes the `turn`-th adjustment of each rank."""
+        device = self._device
+        by_rank: dict[int, list[Adjustment]] = {}
+        for adjustment in adjustments:
+            by_rank.setdefault(adjustment.rank, []).append(adjustment)
+        mine = [waiting[turn] for waiting in by_rank.values() if turn < len(waiting)]
+        layout = device.layout
+        row = _adjust_rows(mine, layout.num_local_ranks, layout.cfg, layout.model_cfg.vocab_size)
+        program = device.programs.get(Key("adjust"))
+        self._adjust = program(self._adjust_state(), AdjustRow(*map(device.put, row)))
+
+    def _adjust_state(self) -> Any:
+        """Made when first needed: it takes 5 bytes per slot and vocabulary entry."""
+        if self._adjust is None:
+            device = self._device
+            ranks = device.put(np.zeros(device.layout.num_local_ranks, np.int32))
+            self._adjust = device.programs.get(Key("new_adjust"))(ranks)
+        return self._adjust
+
+
+def sample_body(
+    variant: int, state: DecodeState, adjust: AdjustState | None, logits: jax.Array, slots: jax.Array
+) -> tuple[DecodeState, AdjustState | None, jax.Array]:
+    """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, and advances their state.
+
+    Column i of the state's tokens is compared with what is sampled at position i - 1: a row goes on while they agree.
+
+    Returns state, adjust state and tokens `[B, S]`: `NOTHING` behind the accepted ones, `NOT_FINITE` where the logits
+    were not finite (the state then gets token 0, and the row ends).
+    """
+    num_slots, S = state.tokens.shape[0], logits.shape[1]
+    held = jnp.minimum(slots, num_slots - 1)
+    drafts = state.tokens[held]
+    going = jnp.ones(slots.shape, jnp.bool)
+    last, columns = drafts[:, 0], []
+    for i in range(S):
+        drawn, adjust = _sample_position(variant, state, adjust, logits[:, i], slots, going, i)
+        columns.append(jnp.where(going, drawn, NOTHING))
+        last = jnp.where(going, jnp.maximum(drawn, 0), last)
+        if i + 1 < S:
+            going &= (drawn >= 0) & (drawn == drafts[:, i + 1])
+    tokens = jnp.stack(columns, axis=1)
+    state = dataclasses.replace(
+        state,
+        tokens=state.tokens.at[slots, 0].set(last, mode="drop"),
+        lengths=state.lengths.at[slots].add((tokens != NOTHING).sum(axis=1, dtype=jnp.int32), mode="drop"),
+    )
+    return state, adjust, tokens
+
+
+def _sample_position(
+    variant: int,
+    state: DecodeState,
+    adjust: AdjustState | None,
+    logits: jax.Array,
+    slots: jax.Array,
+    going: jax.Array,
+    offset: int,
+) -> tuple[jax.Array, AdjustState | None]:
+    """Samples one position of each row, `offset` behind its length; rows that are `going` count what they get."""
+    held = jnp.minimum(slots, state.tokens.shape[0] - 1)
+    if variant == FULL and adjust is not None:
+        logits = sampling.adjusted(logits, adjustments_at(state, adjust, held, offset))
+    greedy = variant == GREEDY
+    drawn = sampling.greedy(logits) if greedy else sampling.sample(logits, controls_at(state, held, offset))
+    drawn = sampling.guard(logits, drawn, NOT_FINITE)
+    if variant == FULL and adjust is not None:
+        counted = jnp.where(going, slots, state.tokens.shape[0])
+        counts = adjust.counts.at[counted, jnp.maximum(drawn, 0)].add(1, mode="drop")
+        adjust = dataclasses.replace(adjust, counts=counts)
+    return drawn, adjust
+
+
+def logprobs_body(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities of `tokens` `[B, S]` and of the 20 best, of the model's own distribution."""
+    return sampling.log_probabilities(logits, tokens, MAX_LOGPROBS)
+
+
+def adjust_body(adjust: AdjustState, row: AdjustRow) -> AdjustState:
+    """Sets one slot's row: tokens behind the prompt are counted as the answer's, the others noted as the prompt's."""
+    vocab_size, index = adjust.counts.shape[-1], jnp.arange(row.tokens.shape[0])
+    in_answer = (index >= row.prompt_length) & (index < row.length)
+    counts = jnp.zeros(vocab_size, jnp.int32).at[row.tokens].add(in_answer.astype(jnp.int32), mode="drop")
+    prompt_ids = jnp.where(index < row.prompt_length, row.tokens, vocab_size)
+    in_prompt = jnp.zeros(vocab_size, jnp.bool).at[prompt_ids].set(True, mode="drop")
+    return AdjustState(
+        counts=adjust.counts.at[row.slot].set(counts, mode="drop"),
+        in_prompt=adjust.in_prompt.at[row.slot].set(in_prompt, mode="drop"),
+        bias_ids=adjust.bias_ids.at[row.slot].set(row.bias_ids, mode="drop"),
+        bias=adjust.bias.at[row.slot].set(row.bias, mode="drop"),
+        forbidden_ids=adjust.forbidden_ids.at[row.slot].set(row.forbidden_ids, mode="drop"),
+    )
+
+
+KIND = JobKind(NAME, SampleCommand, SamplePlanner, programs, SampleWorker, results_agree=True)

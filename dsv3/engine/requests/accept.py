@@ -1,0 +1,118 @@
+"""Takes in what a step has sampled: tokens noted, ended requests released."""
+
+import numpy as np
+
+from dsv3.engine.requests.rows import NOT_FINITE, NOTHING, BatchRows, Sampled
+from dsv3.engine.requests.scheduler import Scheduler
+from dsv3.engine.requests.sequence import Sequence
+from dsv3.request import EngineOutput, FinishReason, StepOutputs, TokenLogprobs, Tokens
+
+NOT_FINITE_MESSAGE = "the model's logits were not finite for this request"
+
+
+def accept(scheduler: Scheduler, rows: BatchRows, sampled: Sampled, outputs: StepOutputs) -> None:
+    """Notes the tokens of a batch's rows and adds them to `outputs`.
+
+    What belongs to a request that has left its slot is dropped. Most rows become columns; a request's first and last
+    tokens, log-probabilities and errors are objects.
+    """
+    slots = scheduler.slots
+    live = slots.epoch[rows.slots] == rows.epochs
+    if not live.all():
+        rows = rows.only(live)
+    mine = rows.slots
+    if not len(mine):
+        return
+    tokens = sampled.tokens[rows.rank, rows.position]  # [n, S]
+    before, limit = slots.known[mine], slots.limit[mine]
+    counts = _counts(tokens, limit - before)
+    for i in range(tokens.shape[1]):
+        here = slice(None) if i == 0 else counts > i
+        slots.history[mine[here], before[here] + i] = tokens[here, i]
+    known = before + counts
+    slots.known[mine] = known
+    scheduler.generated_tokens += int(counts.sum())
+    bad = (tokens == NOT_FINITE).any(axis=1)
+    at_limit = known >= limit
+    stops = (slots.stop_users[np.maximum(tokens, 0)] > 0).any(axis=1)
+    special = bad | at_limit | stops | slots.wants_logprobs[mine] | ~slots.started[mine]
+    _as_columns(rows, tokens, counts, ~special, outputs)
+    for i in special.nonzero()[0].tolist():
+        sequence = slots.sequences[mine[i]]
+        assert sequence is not None
+        values = tokens[i, : counts[i]].tolist()
+        logprobs = _logprobs(sequence, rows, i, sampled)
+        outputs.details.append(_detailed(scheduler, sequence, values, bool(at_limit[i]), logprobs))
+    if tokens.shape[1] > 1:
+        _correct_plans(scheduler, rows, tokens.shape[1] - counts)
+
+
+def _counts(tokens: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Returns how many of each row's tokens count, `[n]`: accepted, and within the request's limit."""
+    if tokens.shape[1] == 1:
+        return np.ones(len(tokens), np.int64)
+    return np.minimum((tokens != NOTHING).sum(axis=1), room)
+
+
+def _as_columns(
+    rows: BatchRows, tokens: np.ndarray, counts: np.ndarray, plain: np.ndarray, outputs: StepOutputs
+) -> None:
+    if not plain.any():
+        return
+    if not plain.all():
+        rows, tokens, counts = rows.only(plain), tokens[plain], counts[plain]
+    flat = tokens[np.arange(tokens.shape[1]) < counts[:, None]] if tokens.shape[1] > 1 else tokens[:, 0]
+    outputs.columns.append(Tokens(rows.ids, counts, flat))
+
+
+def _detailed(
+    scheduler: Scheduler, sequence: Sequence, tokens: list[int], at_limit: bool, logprobs: list[TokenLogprobs] | None
+) -> EngineOutput:
+    """The output of a row that is a request's first or last, or carries log-probabilities."""
+    num_cached, queue_seconds = (0, None) if sequence.started else (sequence.num_cached, sequence.queue_seconds)
+    sequence.started = scheduler.slots.started[sequence.slot] = True
+    if NOT_FINITE in tokens:
+        scheduler.distrust(sequence)
+        scheduler.remove(sequence)
+        return EngineOutput(request_id=sequence.id, token_ids=[], finish_reason="error", error=NOT_FINITE_MESSAGE)
+    stop = next((i for i, token in enumerate(tokens) if token in sequence.stop_ids), None)
+    if stop is not None:
+        tokens = tokens[: stop + 1]
+    reason: FinishReason | None = "stop" if stop is not None else "length" if at_limit else None
+    if reason:
+        scheduler.remove(sequence)
+    return EngineOutput(
+        request_id=sequence.id,
+        token_ids=tokens,
+        logprobs=None if logprobs is None else logprobs[: len(tokens)],
+        finish_reason=reason,
+        stop_token_id=None if stop is None else tokens[-1],
+        num_cached_tokens=num_cached,
+        queue_seconds=queue_seconds,
+    )
+
+
+def _correct_plans(scheduler: Scheduler, rows: BatchRows, missing: np.ndarray) -> None:
+    """Takes back tokens that were planned and not accepted; a request that had all of its tokens planned goes on."""
+    slots = scheduler.slots
+    live = slots.epoch[rows.slots] == rows.epochs
+    mine = rows.slots[live]
+    slots.planned[mine] -= missing[live]
+    paused = mine[~slots.decoding[mine] & (slots.planned[mine] < slots.limit[mine])]
+    if len(paused):
+        slots.resume(paused)
+
+
+def _logprobs(sequence: Sequence, rows: BatchRows, i: int, sampled: Sampled) -> list[TokenLogprobs] | None:
+    count = sequence.sampling.logprobs
+    if count is None or sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
+        return None
+    at = (rows.rank[i], rows.position[i])
+    return [
+        TokenLogprobs(
+            logprob=float(own),
+            top_ids=ids[:count].tolist(),
+            top_logprobs=top[:count].tolist(),
+        )
+        for own, ids, top in zip(sampled.logprobs[at], sampled.top_ids[at], sampled.top_logprobs[at], strict=True)
+    ]

@@ -1,0 +1,56 @@
+"""The pages of all ranks: their owners, those being filled, and those that a launched step may still write."""
+
+from collections import deque
+
+from dsv3.cache.keys import Key
+from dsv3.cache.page_cache import PageCache
+from dsv3.engine.config import EngineConfig
+
+
+class RankPages:
+    """One page cache per rank.
+
+    Steps run on the device in launch order. When a request leaves while a step that contains it is in flight, its pages
+    are held back from new owners until that step has been collected.
+    """
+
+    def __init__(self, cfg: EngineConfig) -> None:
+        self.caches = [
+            PageCache(cfg.num_pages, enable_prefix_caching=cfg.enable_prefix_caching) for _ in range(cfg.num_ranks)
+        ]
+        self.pending: list[set[Key]] = [set() for _ in range(cfg.num_ranks)]  # keys of pages being filled
+        self.num_held = [0] * cfg.num_ranks
+        self._held: deque[tuple[int, int, list[int]]] = deque()  # (step, rank, pages)
+        self.launched = 0  # number of the last launched step
+        self.collected = 0  # number of the last one whose results are here
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether pages wait for a step to be collected."""
+        return bool(self._held)
+
+    @property
+    def in_use(self) -> int:
+        """Pages that somebody owns, on all ranks."""
+        return sum(cache.in_use for cache in self.caches)
+
+    def begin_step(self) -> int:
+        """Returns the number of a step that is about to be launched."""
+        self.launched += 1
+        return self.launched
+
+    def collect(self, step: int) -> None:
+        """Notes that `step` and all before it have finished: pages that only they could write are free."""
+        self.collected = step
+        while self._held and self._held[0][0] <= step:
+            _, rank, pages = self._held.popleft()
+            self.num_held[rank] -= len(pages)
+            self.caches[rank].release(pages)
+
+    def give_back(self, rank: int, pages: list[int]) -> None:
+        """Releases the pages of a request once no launched step can write them."""
+        if self.launched > self.collected:
+            self._held.append((self.launched, rank, pages))
+            self.num_held[rank] += len(pages)
+        else:
+            self.caches[rank].release(pages)

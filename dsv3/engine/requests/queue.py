@@ -1,0 +1,72 @@
+"""Sequences that wait for a slot, in order of arrival; some wait until a page of theirs has been computed."""
+
+import heapq
+from collections.abc import Iterator
+
+from dsv3.cache.keys import Key
+from dsv3.engine.requests.sequence import Sequence, State
+
+_MIN_SWEEP = 64
+
+
+class WaitingQueue:
+    """Gives the oldest sequence first. A parked one costs nothing until `wake`.
+
+    A sequence that ends while it waits is dropped when its turn comes, or when half of the entries are such.
+    """
+
+    def __init__(self) -> None:
+        self._ready: list[tuple[int, Sequence]] = []  # a heap by arrival
+        self._parked: dict[tuple[int, Key], list[Sequence]] = {}
+        self._count = 0
+        self._ended = 0  # entries that nobody waits for any more, at most
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yields all that wait, oldest first."""
+        parked = [(s.arrival, s) for waiting in self._parked.values() for s in waiting]
+        yield from (s for _, s in sorted([*self._ready, *parked]) if s.state is State.WAITING)
+
+    def push(self, sequence: Sequence) -> None:
+        """Puts a sequence where its arrival says."""
+        sequence.state = State.WAITING
+        heapq.heappush(self._ready, (sequence.arrival, sequence))
+        self._count += 1
+
+    def pop(self) -> Sequence | None:
+        """Takes the oldest sequence that is not parked."""
+        while self._ready:
+            _, sequence = heapq.heappop(self._ready)
+            if sequence.state is State.WAITING:
+                self._count -= 1
+                return sequence
+        return None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends a waiting sequence."""
+        sequence.state = State.ENDED
+        self._count -= 1
+        self._ended += 1
+        if self._ended > _MIN_SWEEP and self._ended > self._count:
+            self._sweep()
+
+    def park(self, sequence: Sequence, rank: int, key: Key) -> None:
+        """Has a sequence wait until `key` has been computed on `rank`, or will not be; others may pass it."""
+        self._parked.setdefault((rank, key), []).append(sequence)
+        self._count += 1
+
+    def wake(self, rank: int, key: Key) -> None:
+        """Lets those that waited for `key` have their turn again."""
+        for sequence in self._parked.pop((rank, key), ()):
+            if sequence.state is State.WAITING:
+                heapq.heappush(self._ready, (sequence.arrival, sequence))
+
+    def _sweep(self) -> None:
+        """Drops the entries of ended sequences: clients that come and go while no slot is free leave nothing behind."""
+        self._ready = [entry for entry in self._ready if entry[1].state is State.WAITING]
+        heapq.heapify(self._ready)
+        for place, waiting in list(self._parked.items()):
+            self._parked[place] = [sequence for sequence in waiting if sequence.state is State.WAITING]
+        self._ended = 0

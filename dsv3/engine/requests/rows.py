@@ -1,0 +1,50 @@
+"""The live rows of a batch, and what a step has sampled for them."""
+
+import dataclasses
+
+import numpy as np
+
+from dsv3.engine.requests.slots import SlotTable
+
+NOT_FINITE = -1
+"""Sampled for a row whose logits are not finite."""
+NOTHING = -2
+"""Fills a row of several tokens behind those that were accepted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchRows:
+    """Live rows of a batch: row i belongs to flat slot `slots[i]` and stands at `[rank[i], position[i]]`.
+
+    `epochs` are the slots' epochs at launch. Made anew only when the set of rows changes.
+    """
+
+    slots: np.ndarray  # [n]
+    rank: np.ndarray  # [n]
+    position: np.ndarray  # [n]
+    epochs: np.ndarray  # [n]
+    ids: np.ndarray  # [n] int64, of their requests
+
+    @classmethod
+    def at(cls, table: SlotTable, slots: np.ndarray, rank: np.ndarray, position: np.ndarray) -> "BatchRows":
+        """Returns rows of `slots`, with what the table knows of them."""
+        return cls(slots, rank, position, table.epoch[slots], table.ids[slots])
+
+    def only(self, keep: np.ndarray) -> "BatchRows":
+        """Returns the rows where `keep` ([n] bool) is set."""
+        return BatchRows(*(getattr(self, field.name)[keep] for field in dataclasses.fields(self)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+    """Results of a sampler, for every row of a batch.
+
+    `tokens` `[ranks, B, S]`: the accepted ones first, then `NOTHING`; `NOT_FINITE` where the logits were not finite.
+    Where a request asked for them, `logprobs` `[ranks, B, S]` are those of the tokens, `top_ids` and `top_logprobs`
+    `[ranks, B, S, 20]` the most likely, best first.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None

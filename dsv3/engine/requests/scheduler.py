@@ -1,0 +1,194 @@
+"""Owns the requests: takes them in, gives them slots and pages, notes their tokens, lets them go. Imports no jax.
+
+Every decision assumes that each launched step goes on as planned; results arrive one step late through `accept`. So a
+request may have one step too many in flight when it stops: that step's tokens are dropped, and the pages it may still
+write are held back from new owners until it has been collected. The jobs of a step (`dsv3.engine.jobs`) plan with this.
+"""
+
+from time import perf_counter
+
+import numpy as np
+
+from dsv3.cache.keys import extend_keys
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.cache.page_cache import PageCache
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.requests.admission import Admission
+from dsv3.engine.requests.pages import RankPages
+from dsv3.engine.requests.queue import WaitingQueue
+from dsv3.engine.requests.sequence import Sequence, State
+from dsv3.engine.requests.slots import SlotTable
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over the ranks' slots and pages."""
+
+    def __init__(self, cfg: EngineConfig, vocab_size: int) -> None:
+        self.cfg = cfg
+        self.slots = SlotTable(cfg, vocab_size)
+        self.pages = RankPages(cfg)
+        self.queue = WaitingQueue()
+        self.admission = Admission(cfg, self.slots, self.pages, self.queue)
+        self.sequences: dict[int, Sequence] = {}  # every request that has not ended
+        self.prefilling: list[list[Sequence]] = [[] for _ in range(cfg.num_ranks)]  # in order of admission
+        self.num_preemptions = 0
+        self.prompt_tokens = 0  # computed, not found in the cache
+        self.generated_tokens = 0
+        self._arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended, or pages wait for a step to be collected."""
+        return bool(self.sequences) or self.pages.holds_back
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The queue, oldest first."""
+        return list(self.queue)
+
+    @property
+    def caches(self) -> list[PageCache]:
+        """The page cache of each rank."""
+        return self.pages.caches
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a request at the end of the queue."""
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        sequence.queued_at = perf_counter()
+        self.sequences[sequence.id] = sequence
+        self.queue.push(sequence)
+
+    def admit(self) -> None:
+        """Starts as many waiting requests as fit."""
+        for sequence in self.admission.admit():
+            self.prefilling[self.slots.rank_of(sequence.slot)].append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a request out wherever it is; its pages are free once no launched step can write them."""
+        del self.sequences[sequence.id]
+        if sequence.slot >= 0:
+            self._vacate(sequence, State.ENDED)
+        else:
+            self.queue.remove(sequence)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Keeps the content of a request's pages from being shared: its logits were not finite."""
+        sequence.is_sound = False
+        self.caches[self.slots.rank_of(sequence.slot)].forget(sequence.pages)
+
+    def abandon(self) -> None:
+        """Notes that no launched step will be collected any more."""
+        self.pages.collect(self.pages.launched)
+
+    def publish(self, sequence: Sequence, cached: int) -> None:
+        """Makes the pages of a running request findable whose tokens are among the first `cached`.
+
+        Their latents are in the cache. Pages of a prompt are published chunk by chunk, since others may wait for them;
+        those of an answer when the request leaves its slot: a page at a time they took half of a step's host time.
+        """
+        count = cached // PAGE_SIZE
+        if not self.cfg.enable_prefix_caching or not sequence.is_sound or count <= sequence.published:
+            return
+        if count > len(sequence.keys):
+            extend_keys(sequence.root, sequence.keys, self.slots.history[sequence.slot, : count * PAGE_SIZE])
+        rank = self.slots.rank_of(sequence.slot)
+        cache = self.caches[rank]
+        for index in range(sequence.published, count):
+            key = sequence.keys[index]
+            cache.publish(key, sequence.pages[index])
+            if key in sequence.pending:
+                sequence.pending.discard(key)
+                self.pages.pending[rank].discard(key)
+                self.queue.wake(rank, key)
+        sequence.published = count
+
+    def extend(self, short: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Gives one more page to each of the slots `short`.
+
+        Returns the slots that got one, their new pages, and the slots that sit this step out for want of pages.
+        """
+        rank = short // self.cfg.max_num_seqs
+        wanted = np.bincount(rank, minlength=self.cfg.num_ranks)
+        scarce = [r for r in wanted.nonzero()[0].tolist() if wanted[r] > self.caches[r].available]
+        stalled: list[int] = []
+        contested = np.isin(rank, scarce)
+        pages = {slot: self._give_page(slot) for slot in short[~contested].tolist()}
+        if scarce:
+            found, stalled = self._extend_oldest(short[contested])
+            pages |= found
+        return np.fromiter(pages, np.int64, len(pages)), np.fromiter(pages.values(), np.int64, len(pages)), stalled
+
+    def _give_page(self, slot: int) -> int:
+        """Gives a page to a slot whose rank has one."""
+        sequence = self.slots.sequences[slot]
+        page = self.caches[slot // self.cfg.max_num_seqs].allocate()
+        assert sequence is not None and page is not None  # its rank has enough
+        sequence.pages.append(page)
+        self.slots.capacity[slot] += PAGE_SIZE
+        return page
+
+    def _extend_oldest(self, short: np.ndarray) -> tuple[dict[int, int], list[int]]:
+        """Gives pages to slots of ranks without enough, the oldest request first.
+
+        Without a free page the youngest of the rank is pre-empted. Its pages may still be written by the step in
+        flight, so the request in need sits this step out.
+
+        Returns new pages by slot, and the slots that sit out.
+        """
+        pages: dict[int, int] = {}
+        stalled: list[int] = []
+        demand = [0] * self.cfg.num_ranks
+        sequences = [self.slots.sequences[slot] for slot in short.tolist()]
+        for sequence in sorted((s for s in sequences if s is not None), key=_by_arrival):
+            slot = sequence.slot
+            if slot < 0:
+                continue  # pre-empted for an older one
+            if self._make_room(sequence, demand):
+                pages[slot] = self._give_page(slot)
+            elif sequence.slot >= 0:
+                stalled.append(slot)
+        return pages, [slot for slot in stalled if self.slots.decoding[slot]]
+
+    def _make_room(self, sequence: Sequence, demand: list[int]) -> bool:
+        """Sees to a free page on the request's rank, pre-empting as little as needed; False where it has to wait."""
+        rank = self.slots.rank_of(sequence.slot)
+        cache = self.caches[rank]
+        demand[rank] += not cache.available
+        while not cache.available and self.pages.num_held[rank] < demand[rank]:
+            youngest = max(self.slots.on_rank(rank), key=_by_arrival)
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+            demand[rank] -= cache.available > 0
+        return cache.available > 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Sends a running request back to the queue; it will compute its known tokens again."""
+        slot = sequence.slot
+        tokens = self.slots.history[slot, : self.slots.known[slot]].copy()
+        self._vacate(sequence, State.WAITING)
+        sequence.tokens = tokens
+        if self.cfg.enable_prefix_caching:
+            extend_keys(sequence.root, sequence.keys, tokens)
+        self.queue.push(sequence)
+        self.num_preemptions += 1
+
+    def _vacate(self, sequence: Sequence, state: State) -> None:
+        """Takes slot and pages from a running request, and lets those go on that waited for its pages."""
+        rank, known = self.slots.rank_of(sequence.slot), int(self.slots.known[sequence.slot])
+        if known > len(sequence.tokens):  # it has got a token, so all of its prompt is in the cache
+            self.publish(sequence, known - 1)
+        if sequence in self.prefilling[rank]:
+            self.prefilling[rank].remove(sequence)
+        pending, sequence.pending = sequence.pending, set()
+        self.pages.pending[rank] -= pending
+        for key in pending:
+            self.queue.wake(rank, key)
+        self.slots.leave(sequence, state)
+        pages, sequence.pages = sequence.pages, []
+        self.pages.give_back(rank, pages)
+
+
+def _by_arrival(sequence: Sequence) -> int:
+    return sequence.arrival

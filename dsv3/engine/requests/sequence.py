@@ -1,0 +1,92 @@
+"""A request inside the engine, and what the scheduler notes about it."""
+
+import dataclasses
+import enum
+
+import numpy as np
+
+from dsv3.cache.keys import Key
+from dsv3.prepare import PreparedRequest
+from dsv3.sampling_params import SamplingParams
+
+GREEDY, SAMPLED, FULL = 0, 1, 2
+"""Variants of the sampler, each able to do all that the one before it does."""
+
+
+class State(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "in the queue"
+    PREFILLING = "holds a slot; its known tokens are being computed"
+    DECODING = "holds a slot; gets tokens"
+    ENDED = "has left the engine"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way.
+
+    `tokens` are those known when it was last put into the queue: the prompt, and after a pre-emption the answer so far.
+    `keys` are the prefix keys of their full pages. The other fields are the scheduler's, valid while it runs.
+    """
+
+    request: PreparedRequest
+    tokens: np.ndarray  # [n] int32
+    prompt_length: int
+    max_length: int
+    stop_ids: frozenset[int]
+    seed: int
+    root: Key
+    keys: list[Key]
+    variant: int
+    state: State = State.WAITING
+    arrival: int = 0
+    slot: int = -1  # rank * max_num_seqs + slot within the rank
+    pages: list[int] = dataclasses.field(default_factory=list)
+    prefilled: int = 0  # tokens whose latents a launched step has written or will write
+    pending: set[Key] = dataclasses.field(default_factory=set)  # keys of pages it is filling from its prompt
+    published: int = 0  # of its pages, from the first on, those that are findable
+    is_sound: bool = True  # False once its logits were not finite
+    num_cached: int = 0
+    queued_at: float = 0.0
+    queue_seconds: float | None = None  # from the queue to the first slot
+    started: bool = False  # its first token has been reported
+
+    @property
+    def id(self) -> int:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The request's sampling parameters."""
+        return self.request.sampling
+
+
+def sequence_of(request: PreparedRequest) -> Sequence:
+    """Returns a request as the scheduler holds it."""
+    tokens = request.prompt
+    return Sequence(
+        request=request,
+        tokens=tokens,
+        prompt_length=len(tokens),
+        max_length=request.max_length,
+        stop_ids=frozenset(request.stop_ids),
+        seed=request.sampling.seed or 0,
+        root=request.root,
+        keys=request.prefix_keys,
+        variant=_variant(request.sampling),
+    )
+
+
+def _variant(sampling: SamplingParams) -> int:
+    adjusts = (
+        sampling.logit_bias
+        or sampling.min_tokens
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+    )
+    if adjusts:
+        return FULL
+    return SAMPLED if sampling.temperature > 0 else GREEDY

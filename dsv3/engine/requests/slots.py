@@ -1,0 +1,129 @@
+"""The running requests as numpy columns, so that a step's bookkeeping is a few vector operations and no loop.
+
+Slots of all ranks stand in one flat range: slot s of rank r is `r * max_num_seqs + s`.
+"""
+
+import heapq
+
+import numpy as np
+
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.requests.sequence import Sequence, State
+
+
+class SlotTable:
+    """Columns over all slots. Six of them count a request's tokens:
+
+    | column | counts |
+    |---|---|
+    | `known` | tokens that the host has seen |
+    | `planned` | tokens once every launched step has finished, at most: rows of several tokens may give fewer |
+    | `capacity` | tokens that its pages hold |
+    | `limit` | tokens at which it ends |
+    | `Sequence.prefilled` | tokens whose latents a launched step has written or will write, while it is prefilling |
+    | `Sequence.num_cached` | prompt tokens found in the prefix cache |
+
+    `epoch` is another number each time a slot changes hands, and no two slots ever have the same one: results of a step
+    launched for an earlier owner are recognised and dropped, wherever the request is by then.
+    """
+
+    def __init__(self, cfg: EngineConfig, vocab_size: int) -> None:
+        total = cfg.num_ranks * cfg.max_num_seqs
+        self._per_rank = cfg.max_num_seqs
+        self.sequences: list[Sequence | None] = [None] * total
+        self.ids = np.zeros(total, np.int64)  # of the requests
+        self.planned = np.zeros(total, np.int64)
+        self.known = np.zeros(total, np.int64)
+        self.capacity = np.zeros(total, np.int64)
+        self.limit = np.zeros(total, np.int64)
+        self.epoch = np.arange(total, dtype=np.int64)
+        self._next_epoch = total
+        self.variant = np.zeros(total, np.int8)
+        self.wants_logprobs = np.zeros(total, bool)
+        self.started = np.zeros(total, bool)  # its first token has been reported
+        self.decoding = np.zeros(total, bool)  # takes part in the next decode step
+        self.history = np.zeros((total, cfg.max_model_len), np.int32)
+        self.stop_users = np.zeros(vocab_size, np.int32)  # running requests that a token would stop
+        self.version = 0  # changes with `decoding`
+        self.running = np.zeros(cfg.num_ranks, np.int64)  # slots in use, by rank
+        self._free = [list(range(r * self._per_rank, (r + 1) * self._per_rank)) for r in range(cfg.num_ranks)]
+
+    def num_running(self, rank: int) -> int:
+        """Returns how many slots of `rank` are in use."""
+        return int(self.running[rank])
+
+    @property
+    def total_running(self) -> int:
+        """Slots in use on all ranks."""
+        return int(self.running.sum())
+
+    @property
+    def num_free(self) -> int:
+        """Free slots on all ranks."""
+        return len(self.sequences) - self.total_running
+
+    def has_room(self, rank: int) -> bool:
+        """Returns whether `rank` has a free slot."""
+        return bool(self._free[rank])
+
+    def rank_of(self, slot: int) -> int:
+        """Returns the rank that a slot belongs to."""
+        return slot // self._per_rank
+
+    def on_rank(self, rank: int) -> list[Sequence]:
+        """Returns the requests that hold a slot of `rank`."""
+        start = rank * self._per_rank
+        return [s for s in self.sequences[start : start + self._per_rank] if s is not None]
+
+    def enter(self, sequence: Sequence, rank: int) -> None:
+        """Gives a sequence the lowest free slot of `rank`."""
+        slot = heapq.heappop(self._free[rank])
+        sequence.slot, sequence.state = slot, State.PREFILLING
+        self.running[rank] += 1
+        self.sequences[slot] = sequence
+        self.ids[slot] = sequence.id
+        count = len(sequence.tokens)
+        self.history[slot, :count] = sequence.tokens
+        self.planned[slot] = self.known[slot] = count
+        self.capacity[slot] = len(sequence.pages) * PAGE_SIZE
+        self.limit[slot] = sequence.max_length
+        self.variant[slot] = sequence.variant
+        self.wants_logprobs[slot] = sequence.sampling.logprobs is not None
+        self.started[slot] = sequence.started
+        for token in sequence.stop_ids:
+            self.stop_users[token] += 1
+
+    def start_decoding(self, slot: int) -> None:
+        """Notes that the prompt's last chunk, which samples a token, has been launched."""
+        self.planned[slot] += 1
+        self.resume(np.array([slot]))
+
+    def resume(self, slots: np.ndarray) -> None:
+        """Has `slots` take part in the next decode step."""
+        self.decoding[slots] = True
+        self.version += 1
+        for slot in slots.tolist():
+            sequence = self.sequences[slot]
+            assert sequence is not None  # only a running request decodes
+            sequence.state = State.DECODING
+
+    def pause(self, slots: np.ndarray) -> None:
+        """Leaves `slots` out of decode steps: all the tokens they may have are planned."""
+        self.decoding[slots] = False
+        self.version += 1
+
+    def leave(self, sequence: Sequence, state: State) -> None:
+        """Frees the slot of a sequence, which is in `state` from now on."""
+        slot, rank = sequence.slot, self.rank_of(sequence.slot)
+        self.sequences[slot] = None
+        self.running[rank] -= 1
+        self.epoch[slot] = self._next_epoch
+        self._next_epoch += 1
+        if self.decoding[slot]:
+            self.decoding[slot] = False
+            self.version += 1
+        for token in sequence.stop_ids:
+            self.stop_users[token] -= 1
+        heapq.heappush(self._free[rank], slot)
+        sequence.slot, sequence.state = -1, state

@@ -1,0 +1,201 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) in training, prefill and decode.
+
+Training expands the latents of all tokens to keys and values of every head. Prefill expands the latents of new tokens,
+attends to the cached ones in absorbed form, and merges the two. Decode is absorbed: the key up-projection is folded
+into the query, so that the cached latents are keys and values of all heads at once.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.config import ModelConfig
+from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear
+from dsv3.model.layers.norm import rms_norm
+from dsv3.model.layers.rope import Rotation, rotate
+from dsv3.model.params import AttentionParams
+from pallas_kernels import dense, mla
+from pallas_kernels.backend import Backend, resolve_backend
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the latents of T tokens go, `[T]` int32 each: page within a layer (-1: nowhere), and index inside it."""
+
+    page_ids: jax.Array
+    offsets: jax.Array
+
+
+def prefill_places(batch: PrefillBatch) -> Places:
+    """The places `[T]` of a prefill batch; padding rows get none."""
+    B, Mp = batch.page_table.shape
+    rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right")
+    column = jnp.clip(batch.positions // PAGE_SIZE, 0, Mp - 1)
+    page_ids = jnp.where(chunk < B, batch.page_table[jnp.minimum(chunk, B - 1), column], -1)
+    return Places(page_ids, batch.positions % PAGE_SIZE)
+
+
+def decode_positions(batch: DecodeBatch) -> jax.Array:
+    """Positions `[B, S]` int32 of the query tokens; negative in inactive rows."""
+    S = batch.tokens.shape[1]
+    return batch.lengths[:, None] - S + jnp.arange(S, dtype=jnp.int32)
+
+
+def decode_places(batch: DecodeBatch) -> Places:
+    """The places `[B * S]` of a decode batch; inactive rows get none."""
+    positions = decode_positions(batch)
+    column = jnp.clip(positions // PAGE_SIZE, 0, batch.page_table.shape[1] - 1)
+    page_ids = jnp.where(positions >= 0, jnp.take_along_axis(batch.page_table, column, axis=1), -1)
+    return Places(page_ids.reshape(-1), (positions % PAGE_SIZE).reshape(-1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Projected:
+    """T tokens as attention takes them: query parts `[T, H, N]` and `[T, H, P]` (rotated), latents `[T, R + P]`."""
+
+    q_nope: jax.Array
+    q_rope: jax.Array
+    latent: jax.Array
+
+
+@jax.named_scope("project")
+def project(
+    x: jax.Array,
+    params: AttentionParams,
+    layer: Index,
+    cfg: ModelConfig,
+    rotation: Rotation,
+    numerics: Numerics,
+) -> Projected:
+    """Queries and latents of `x` `[T, D]`."""
+    N = cfg.qk_nope_head_dim
+    down = linear(x, params.qkv_a, layer, numerics)
+    q, latent, k_rope = jnp.split(down, [down.shape[1] - cfg.latent_dim, down.shape[1] - cfg.qk_rope_head_dim], axis=1)
+    if params.q_b is not None:
+        q = rms_norm(q, layer_slice(params.q_norm, layer), cfg.latent_norm_eps)
+        q = linear(q, params.q_b, layer, numerics)
+    q = q.reshape(-1, params.k_up.shape[1], cfg.qk_head_dim)  # the heads of this device
+    latent = rms_norm(latent, layer_slice(params.kv_norm, layer), cfg.latent_norm_eps)
+    row = jnp.concatenate([latent, rotate(k_rope, rotation)], axis=1)
+    return Projected(q[..., :N], rotate(q[..., N:], rotation), row)
+
+
+def expand(
+    latent: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None
+) -> tuple[jax.Array, jax.Array]:
+    """Keys `[T, H, N + P]` and values `[T, H, V]` of every head, from latents `[T, R + P]`."""
+    R = params.k_up.shape[-1]
+
+    def up(stack: jax.Array) -> jax.Array:
+        L, H, width, _ = stack.shape
+        flat = dense.layer_gemm(latent[:, :R], stack.reshape(L, H * width, R), layer, backend=backend)
+        return flat.reshape(-1, H, width)
+
+    k_nope = up(params.k_up)
+    k_rope = jnp.broadcast_to(latent[:, None, R:], (*k_nope.shape[:2], latent.shape[1] - R))
+    return jnp.concatenate([k_nope, k_rope], axis=-1), up(params.v_up)
+
+
+def absorb(tokens: Projected, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
+    """Queries `[T, H, R + P]` that score cached latents directly."""
+    q_latent = dense.head_gemm(tokens.q_nope, params.k_up, layer, transposed=True, backend=backend)
+    return jnp.concatenate([q_latent, tokens.q_rope], axis=-1)
+
+
+def values_of(out: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
+    """Per-head values `[T, H, V]` of attention outputs `[T, H, R]` on latents."""
+    return dense.head_gemm(out, params.v_up, layer, backend=backend)
+
+
+class Attend(Protocol):
+    """The attention core of one mode: from projected tokens to `[T, H, V]`, and the state that it updates (the pages).
+
+    `layer` is the index in the stack `params`; `cache_layer` counts the layers that own pages.
+    """
+
+    def __call__(
+        self, tokens: Projected, params: AttentionParams, layer: Index, cache_layer: Index, state: Any
+    ) -> tuple[jax.Array, Any]: ...
+
+
+def causal_attend(cfg: ModelConfig, batch: int, backend: Backend | None) -> Attend:
+    """Training: `batch` equally long sequences lie one after the other; there is no cache."""
+
+    def attend(tokens, params, layer, cache_layer, state):
+        k, v = expand(tokens.latent, params, layer, backend)
+        q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
+        q, k, v = (a.reshape(batch, -1, *a.shape[1:]) for a in (q, k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * cfg.softmax_scale
+        seen = jnp.tril(jnp.ones(scores.shape[-2:], jnp.bool))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+        return jnp.einsum("bhqk,bkhv->bqhv", weights, v).reshape(-1, *v.shape[2:]), state
+
+    return attend
+
+
+def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
+    """Prefill: new tokens attend to each other expanded, to the cached ones absorbed. The state is the page pool."""
+    places = prefill_places(batch)
+
+    def attend(tokens, params, layer, cache_layer, pages):
+        where = _addressing(cfg, cache_layer, pages_per_layer, backend)
+        pages = mla.write_pages(pages, tokens.latent, places.page_ids, places.offsets, **where)
+        k, v = expand(tokens.latent, params, layer, backend)
+        q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
+        out, lse = mla.mla_prefill(q, k, v, batch.cu_lengths, scale=cfg.softmax_scale, backend=backend)
+
+        def with_context(out: jax.Array) -> jax.Array:
+            latent_out, context_lse = mla.mla_prefill_context(
+                absorb(tokens, params, layer, backend),
+                pages,
+                batch.page_table,
+                batch.context_lengths,
+                batch.cu_lengths,
+                scale=cfg.softmax_scale,
+                **where,
+            )
+            return mla.merge_attention(out, lse, values_of(latent_out, params, layer, backend), context_lse)[0]
+
+        return jax.lax.cond(batch.context_lengths.any(), with_context, lambda out: out, out), pages
+
+    return attend
+
+
+def decode_attend(
+    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
+) -> Attend:
+    """Decode: S new tokens per request attend, absorbed, to all cached ones and themselves. The state is the page pool.
+
+    `heads` is the number of heads on this device.
+    """
+    places, (B, S) = decode_places(batch), batch.tokens.shape
+    schedule = None
+    if resolve_backend(requested=backend) is Backend.MOSAIC:
+        schedule = mla.decode_schedule(batch.lengths, queries=S, heads=heads)  # once for all layers
+
+    def attend(tokens, params, layer, cache_layer, pages):
+        where = _addressing(cfg, cache_layer, pages_per_layer, backend)
+        pages = mla.write_pages(pages, tokens.latent, places.page_ids, places.offsets, **where)
+        q = absorb(tokens, params, layer, backend).reshape(B, S, heads, cfg.latent_dim)
+        out, _ = mla.mla_decode(
+            q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, schedule=schedule, **where
+        )
+        return values_of(out.reshape(B * S, *out.shape[2:]), params, layer, backend), pages
+
+    return attend
+
+
+def _addressing(cfg: ModelConfig, cache_layer: Index, pages_per_layer: int, backend: Backend | None) -> dict[str, Any]:
+    return {
+        "layer": cache_layer,
+        "pages_per_layer": pages_per_layer,
+        "value_width": cfg.kv_lora_rank,
+        "backend": backend,
+    }

@@ -1,0 +1,93 @@
+"""Routed experts that live on several devices: the contract of `experts.moe`, with a transport in between."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.model.layers import experts
+from dsv3.model.layers.experts import ExpertLayer, Tally
+from dsv3.model.layers.linear import layer_slice
+from dsv3.model.layers.router import Routing
+from dsv3.model.params import Fp8Weight
+from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
+from pallas_kernels import fp8
+from sharding.experts.placement import Placement, choose_replicas
+from sharding.experts.rows import Experts, TokenRows
+from sharding.experts.transport import Transport, pad_rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertParallel:
+    """Sends each row to the devices of its experts' replicas and sums what comes back, inside `shard_map`.
+
+    The parameters of a layer hold the replicas of this device only, `[L, Ed, ...]`. Rows travel as FP8 with their
+    scales when the experts are FP8 (they would be quantized on arrival), in their own dtype otherwise; sums come back
+    in that dtype. The devices of a rank, `shards`, all have its tokens: each sends its part of them, and all get all
+    sums.
+    """
+
+    transport: Transport[Any]
+    shards: Shards = ONE_DEVICE
+
+    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]:
+        """Answers as `experts.moe` does; `routing` names experts, not replicas, and so do the counts of this rank."""
+        y, tally = self.finish(self.start(x, routing, layer), routing, layer)
+        return y, tally._replace(rounds=pad_rounds(tally.rounds))
+
+    def start(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> Any:
+        """Runs the first half: sends rows, computes their experts, starts the way back. The transport's handle."""
+
+        def address(x: jax.Array, routing: Routing) -> TokenRows:
+            return self.address(x, routing, layer)
+
+        return self.transport.start(jax.jit(address)(x, routing), local_experts(layer))
+
+    def finish(self, handle: Any, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
+        """Runs the second half; what is computed between the two hides the way back (the shared expert does).
+
+        The tally's rounds are [hops], None for a transport without hops.
+        """
+        y, rounds = self.transport.finish(handle, local_experts(layer))
+        y = self.shards.join(y, routing.ids.shape[0])
+        return y, Tally(count(routing.ids, placement_of(layer).copies.shape[1]), rounds)
+
+    def address(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> TokenRows:
+        """The rows that this device sends, with a replica chosen for each of their experts."""
+        placement, part = placement_of(layer), self.shards.part
+        x, ids, weights = part(x), part(routing.ids, -1), part(routing.weights)
+        device = jax.lax.axis_index(self.transport.machine.axes)
+        replicas, copies = layer_slice(placement.replicas, layer.index), layer_slice(placement.copies, layer.index)
+        return TokenRows(pack(x, layer), choose_replicas(ids, replicas, copies, device), weights)
+
+
+def placement_of(layer: ExpertLayer) -> Placement:
+    """The placement of the stack that `layer` is in. Raises ValueError where it has none."""
+    if layer.placement is None:
+        raise ValueError(
+            "these layers' experts have no placement, so no device is known to hold them: spread this stack's experts "
+            "and pass their placement, or run it with LOCAL_EXPERTS"
+        )
+    return layer.placement
+
+
+def local_experts(layer: ExpertLayer) -> Experts:
+    """The replicas of this device as a transport calls them."""
+    return lambda rows: experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)[0]
+
+
+@functools.partial(jax.jit, static_argnames="num_experts")
+def count(ids: jax.Array, num_experts: int) -> jax.Array:
+    """How often `ids` [T, K] name each expert, `[E]` int32."""
+    return (ids[..., None] == jnp.arange(num_experts)).sum(axis=(0, 1), dtype=jnp.int32)
+
+
+def pack(x: jax.Array, layer: ExpertLayer) -> jax.Array | experts.Quantized:
+    """Rows as they are sent: quantized where the experts are FP8."""
+    if not isinstance(layer.params.gate_up, Fp8Weight):
+        return x
+    numerics = layer.numerics
+    values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    return experts.Quantized(values, scale.T, x.dtype)

@@ -1,0 +1,169 @@
+"""The routed experts of one layer on one device."""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.model.layers.linear import Index, Numerics, swiglu
+from dsv3.model.layers.router import Routing
+from dsv3.model.params import Fp8Weight, MoeParams
+from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
+from pallas_kernels import fp8, grouped
+from sharding.experts.placement import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of layer `index` of a stack, and how their products are computed.
+
+    `placement` says where the replicas of this stack's experts stand; None where all experts are local. It belongs to
+    the stack and not to the transport, because `index` counts the layers of this stack only: an MTP module is layer 0
+    of its own stack, not of the main model's.
+    """
+
+    params: MoeParams
+    index: Index
+    numerics: Numerics
+    placement: Placement | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """Rows of `dtype` as they travel to FP8 experts: e4m3 `[T, D]` and float32 scales `[T, ceil(D/128)]`."""
+
+    values: jax.Array
+    scale: jax.Array
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+
+
+class Tally(NamedTuple):
+    """Counts of the routed experts beside their result: those of a layer, or of a step by layer (leading axis L)."""
+
+    counts: jax.Array  # [E] int32, (token, expert) pairs of this rank's rows, without padding
+    rounds: jax.Array | None  # [MAX_HOPS] int32, rounds of each hop of the transport; None where all experts are local
+
+
+class RoutedExperts(Protocol):
+    """The routed experts as a decoder layer calls them, wherever they live: the contract of `moe`."""
+
+    @property
+    def shards(self) -> Shards:
+        """The devices that split the rest of the layer."""
+        ...
+
+    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gated:
+    """Rows between the two products of their experts: sorted by expert, each expert's rows padded to whole tiles."""
+
+    inner: jax.Array  # [A, I], e4m3 where the experts are FP8
+    scale: jax.Array | None  # float32 scales of FP8 values
+    order: grouped.GroupAlignment
+    weights: jax.Array  # [T, K] float32
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of the rows, and so of their sums
+
+
+def moe(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
+    """Computes the weighted sum of each token's routed experts, all of which are on this device.
+
+    Rows are sorted by expert and padded to whole tiles. The grouped products address expert e of the layer as
+    `layer * E + e` in the stack, so no weight is copied and those of idle experts are not read.
+
+    Args:
+      x: `[T, D]`; quantized already only where the experts are FP8.
+      routing: experts of this layer, each in 0..E-1; other ids (padding has -1) take no expert.
+      layer: `params` are stacks `gate_up` `[L, E, 2 * I, D]` and `down` `[L, E, D, I]`; `index` may be traced.
+
+    Returns:
+      y `[T, D]` in the dtype of x, summed in float32, and the (token, expert) pairs that each expert worked on.
+    """
+    gated = gate_up(x, routing, layer)
+    return down(gated, layer), Tally(gated.order.counts, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalExperts:
+    """`RoutedExperts` that are all on this device."""
+
+    @property
+    def shards(self) -> Shards:
+        return ONE_DEVICE
+
+    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]:
+        return moe(x, routing, layer)
+
+
+LOCAL_EXPERTS = LocalExperts()
+
+
+@jax.named_scope("experts")
+def gate_up(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> Gated:
+    """The first half of `moe`: the order of rows, the gate and up projections, and SwiGLU."""
+    params, numerics = layer.params, layer.numerics
+    K, E = routing.ids.shape[1], _num_experts(params)
+    pairs = min(routing.ids.size, numerics.expert_pairs or routing.ids.size)
+    tile_m = grouped.choose_tile_m(pairs, E, backend=numerics.backend)
+    order = grouped.align_groups(routing.ids.reshape(-1), E, tile_m)
+    token = order.source_row // K  # [A], T where the aligned row is padding
+    tiles = _tiles(order, layer)
+    if not isinstance(params.gate_up, Fp8Weight):
+        assert isinstance(x, jax.Array), "rows are quantized only for FP8 experts"
+        gathered = x.at[token].get(mode="fill", fill_value=0)
+        product = grouped.grouped_gemm_contiguous(gathered, _merge(params.gate_up), **tiles)
+        return Gated(swiglu(product), None, order, routing.weights, x.dtype)
+    if isinstance(x, Quantized):
+        values, scale = x.values, x.scale.T
+    else:
+        values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    values = values.at[token].get(mode="fill", fill_value=0)
+    scale = scale.at[:, token].get(mode="fill", fill_value=0)
+    product = _fp8_product(values, scale, params.gate_up, x.dtype, tiles)
+    values, scale = fp8.swiglu_quantize(
+        product, ue8m0=numerics.ue8m0, used_rows=order.used_rows(), backend=numerics.backend
+    )
+    return Gated(values, scale, order, routing.weights, x.dtype)
+
+
+@jax.named_scope("experts")
+def down(gated: Gated, layer: ExpertLayer) -> jax.Array:
+    """The second half of `moe`: the down projections, and the sum of each token `[T, D]`."""
+    params, tiles = layer.params, _tiles(gated.order, layer)
+    if isinstance(params.down, Fp8Weight):
+        assert gated.scale is not None, "FP8 experts quantize what is between their products"
+        out = _fp8_product(gated.inner, gated.scale, params.down, gated.dtype, tiles)
+    else:
+        out = grouped.grouped_gemm_contiguous(gated.inner, _merge(params.down), **tiles)
+    picked = out.at[gated.order.aligned_row].get(mode="fill", fill_value=0).reshape(*gated.weights.shape, -1)
+    return jnp.einsum("tk,tkd->td", gated.weights, picked.astype(jnp.float32)).astype(gated.dtype)
+
+
+def _tiles(order: grouped.GroupAlignment, layer: ExpertLayer) -> dict[str, Any]:
+    return {
+        "tile_group": order.tile_group,
+        "tile_m": order.tile_m,
+        "group_offset": layer.index * _num_experts(layer.params),
+        "backend": layer.numerics.backend,
+    }
+
+
+def _num_experts(params: MoeParams) -> int:
+    """Experts of the stack on this device: E, or `Ed` replicas where they are spread."""
+    return jax.tree.leaves(params.gate_up)[0].shape[1]
+
+
+def _fp8_product(
+    values: jax.Array, scale: jax.Array, weight: Fp8Weight, dtype: jnp.dtype, tiles: dict[str, Any]
+) -> jax.Array:
+    data, block_scale = _merge(weight.data), _merge(weight.scale)
+    return grouped.fp8_grouped_gemm_contiguous(values, scale, data, block_scale, out_dtype=dtype, **tiles)
+
+
+def _merge(stack: jax.Array) -> jax.Array:
+    """`[L, E, ...]` as `[L * E, ...]`, which moves nothing."""
+    return stack.reshape(-1, *stack.shape[2:])

@@ -1,0 +1,77 @@
+"""Products with stacked weights: one function for plain and for FP8 weights."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.config import ModelConfig
+from dsv3.model.params import Fp8Weight, MlpParams
+from pallas_kernels import dense, fp8
+from pallas_kernels.backend import Backend
+
+Index = jax.Array | int
+"""Index of a layer in a stack: static, or traced by a scan over the layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """How products are computed.
+
+    `backend` is the kernels' implementation. `ue8m0` says whether activation scales are powers of two. `expert_pairs`
+    is the number of (token, expert) pairs that a device is likely to compute per layer, None where nobody knows: the
+    buffers in which they arrive have room for several times as many.
+    """
+
+    backend: Backend | None = None
+    ue8m0: bool = False
+    expert_pairs: int | None = None
+
+    @classmethod
+    def from_config(cls, cfg: ModelConfig, backend: Backend | None, tokens: int | None = None) -> "Numerics":
+        """The numerics that a checkpoint of `cfg` was trained with, on `backend`, for `tokens` per device.
+
+        With even routing a device computes as many (token, expert) pairs as it sends.
+        """
+        pairs = None if tokens is None else max(1, tokens * cfg.num_experts_per_tok)
+        return cls(backend, cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0", pairs)
+
+
+def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:
+    """`x` `[T, in]` times layer `layer` of the stack `weight` `[L, out, in]`, in the dtype of x: `[T, out]`.
+
+    With an `Fp8Weight` x is quantized per row and 128 channels. On a GPU the kernels address the layer in the stack: a
+    slice by a traced index would be a copy. Sums are float32.
+    """
+    if isinstance(weight, Fp8Weight):
+        values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+        return _fp8_linear(values, scale, weight, layer, x.dtype, numerics)
+    return dense.layer_gemm(x, weight, layer, backend=numerics.backend)
+
+
+def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:
+    """SwiGLU of `x` `[T, D]`: the MLP of a dense layer, or the shared expert."""
+    gate_up = linear(x, params.gate_up, layer, numerics)
+    if isinstance(params.down, Fp8Weight):
+        values, scale = fp8.swiglu_quantize(gate_up, ue8m0=numerics.ue8m0, backend=numerics.backend)
+        return _fp8_linear(values, scale, params.down, layer, x.dtype, numerics)
+    return linear(swiglu(gate_up), params.down, layer, numerics)
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """`silu(gate) * up` of `[T, 2 * F]`, gate columns first: `[T, F]`."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def layer_slice(stack: jax.Array, layer: Index) -> jax.Array:
+    """Layer `layer` of a stack `[L, ...]`: `[...]`."""
+    return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+
+
+def _fp8_linear(
+    values: jax.Array, scale: jax.Array, weight: Fp8Weight, layer: Index, dtype: jnp.dtype, numerics: Numerics
+) -> jax.Array:
+    return fp8.fp8_gemm(
+        values, scale, weight.data, weight.scale, layer=layer, out_dtype=dtype, backend=numerics.backend
+    )

@@ -1,0 +1,71 @@
+"""Choosing experts: softmax or sigmoid scores, group-limited selection, bias-corrected selection, scaled weights."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.config import ModelConfig
+from dsv3.model.layers.linear import Index, layer_slice
+from pallas_kernels import dense
+from pallas_kernels.backend import Backend, resolve_backend
+
+
+class Routing(NamedTuple):
+    """The experts of each token and their weights."""
+
+    ids: jax.Array  # [T, K] int32; those of a row are distinct, but for -1, which takes no expert
+    weights: jax.Array  # [T, K] float32
+
+
+def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backend | None) -> jax.Array:
+    """Logits `[T, E]` float32 for the score function: `x` `[T, D]` times layer `layer` of the router.
+
+    The product of two bfloat16 or float16 values is exact in float32, so the kernel for them gives the logits of the
+    float32 product but for the order of the sums. It addresses the layer in the stack; XLA would write a slice out.
+
+    Args:
+      x: `[T, D]`; the product is made in float32 whatever its dtype.
+      weight: `[L, E, D]`, float32 or the dtype of x.
+      layer: Python or traced integer.
+      backend: implementation; None chooses by device.
+
+    Raises:
+      ValueError: 16-bit operands on Hopper whose E or D is no multiple of 8.
+    """
+    has_kernel = x.dtype == weight.dtype != jnp.float32
+    if has_kernel and resolve_backend(requested=backend) is Backend.MOSAIC:
+        return dense.layer_gemm(x, weight, layer, out_dtype=jnp.float32, backend=backend)
+    x32, weight32 = x.astype(jnp.float32), layer_slice(weight, layer).astype(jnp.float32)
+    return jnp.einsum("td,ed->te", x32, weight32, precision="highest")
+
+
+def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> Routing:
+    """Chooses the experts of each token, best first.
+
+    Args:
+      logits: `[T, E]` float32.
+      bias: `[E]` float32 or None; it moves the selection and never the weights (arXiv:2408.15664).
+    """
+    scores = jax.nn.sigmoid(logits) if cfg.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    choice = scores if bias is None else scores + bias
+    if cfg.n_group > 1 and cfg.topk_method != "greedy":
+        choice = _keep_best_groups(cfg, choice)
+    ids = jax.lax.top_k(choice, cfg.num_experts_per_tok)[1].astype(jnp.int32)
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if cfg.norm_topk_prob:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return Routing(ids, weights * cfg.routed_scaling_factor)
+
+
+def _keep_best_groups(cfg: ModelConfig, choice: jax.Array) -> jax.Array:
+    """Puts the experts outside of the `topk_group` best groups out of reach, `[T, E]`.
+
+    The mask is minus infinity. With the 0 of older reference code a masked expert wins over a kept one whose biased
+    score is negative.
+    """
+    by_group = choice.reshape(choice.shape[0], cfg.n_group, -1)  # [T, G, E / G]
+    best_in_group = jax.lax.top_k(by_group, 2 if cfg.topk_method == "noaux_tc" else 1)[0]
+    best = jax.lax.top_k(best_in_group.sum(axis=-1), cfg.topk_group)[1]
+    kept = jax.nn.one_hot(best, cfg.n_group, dtype=jnp.bool).any(axis=1)  # [T, G]
+    return jnp.where(kept[..., None], by_group, -jnp.inf).reshape(choice.shape)

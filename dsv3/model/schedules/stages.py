@@ -1,0 +1,251 @@
+"""The stages of an MoE layer, between which a schedule puts the work of the other micro-batch.
+
+The stages of a layer in their order, those in brackets only where rows take a second hop:
+
+    project, core, output (and router), dispatch, [forward], gate_up, down, [start_reduce, finish_reduce],
+    start_combine, finish_combine; and shared at any time after the router
+
+`dispatch`, `forward`, `start_reduce` and `start_combine` begin a transfer for which the next stage waits.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Concatenate, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.model import decoder
+from dsv3.model.decoder import LayerContext, Stack
+from dsv3.model.layers import experts
+from dsv3.model.layers.attention import Projected
+from dsv3.model.layers.expert_parallel import ExpertParallel, count, local_experts
+from dsv3.model.layers.experts import ExpertLayer, Gated, Tally
+from dsv3.model.layers.linear import Index, layer_slice
+from dsv3.model.layers.norm import rms_norm
+from dsv3.model.layers.router import Routing
+from sharding.experts.exchange import Computed, Returning, add_overflow_rounds, start_return
+from sharding.experts.hop import Hop, Queued, Sent, enqueue, receive, receive_back, send, send_back
+from sharding.experts.rows import TokenRows
+from sharding.experts.transport import pad_rounds
+from sharding.wire.collectives import Transfer
+
+
+class Routed(NamedTuple):
+    """A micro-batch between its router and its combine."""
+
+    normed: jax.Array  # [T, D], the shared expert's input
+    ids: jax.Array  # [T, K], experts
+    queued: Queued
+
+
+class Halfway(NamedTuple):
+    """A micro-batch between the two products of its experts; `queued` before the last hop that its rows took."""
+
+    gated: Gated
+    longest: jax.Array
+    queued: Queued
+
+
+class Combining(NamedTuple):
+    """Partial sums under way to the devices that sent the rows."""
+
+    transfer: Transfer
+    computed: Computed
+
+
+def named[**P, R](stage: Callable[Concatenate["MicroBatch", P], R]) -> Callable[Concatenate["MicroBatch", P], R]:
+    """Names the operations of a stage `micro_batch_N`, by which profiles and plans tell whose they are."""
+
+    @functools.wraps(stage)
+    def run(batch: "MicroBatch", *args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.named_scope(f"micro_batch_{batch.number}"):
+            return stage(batch, *args, **kwargs)
+
+    return run
+
+
+def unit[**P, R](
+    stage: Callable[Concatenate["MicroBatch", Index, P], R],
+) -> Callable[Concatenate["MicroBatch", Index, P], R]:
+    """Runs a stage as one jitted unit, and names its operations as `named` does.
+
+    Program order is enforced between units, not inside of them: enforced on single operations it would also keep XLA
+    from fusing these. A unit closes over the parameters and the layer's index, and takes the arrays that it works on.
+    """
+
+    @functools.wraps(stage)
+    def run(batch: "MicroBatch", layer: Index, *arrays: P.args, **named: P.kwargs) -> R:
+        with jax.named_scope(f"micro_batch_{batch.number}"):
+            return jax.jit(functools.partial(stage, batch, layer))(*arrays, **named)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on its way through a stack of MoE layers: what its layers have in common, and their stages."""
+
+    stack: Stack
+    context: LayerContext
+    number: int = 0
+
+    @property
+    def parallel(self) -> ExpertParallel:
+        """The experts behind their transport. Raises ValueError where they are local: nothing could be hidden."""
+        if not isinstance(self.context.routed, ExpertParallel):
+            raise ValueError(f"only ExpertParallel experts can be overlapped, not {self.context.routed}")
+        return self.context.routed
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return self.parallel.transport.hops
+
+    def experts(self, layer: Index) -> ExpertLayer:
+        return self.stack.experts(layer, self.context.numerics)
+
+    @unit
+    def choose(self, layer: Index, x: jax.Array) -> tuple[jax.Array, Routing]:
+        """Norm and router: `x` normed [T, D], and the experts of its rows."""
+        normed = rms_norm(x, layer_slice(self.stack.layers.post_norm, layer), self.context.cfg.rms_norm_eps)
+        return normed, decoder.choose_experts(self.stack, layer, self.context, normed)
+
+    @unit
+    def route(self, layer: Index, x: jax.Array) -> Routed:
+        """Norm, router, and the queues of the rows to send."""
+        normed, routing = self.choose(layer, x)
+        rows = self.parallel.address(normed, routing, self.experts(layer))
+        return Routed(normed, routing.ids, enqueue(rows, self.hops[0]))
+
+    @named
+    def dispatch(self, routed: Routed) -> Sent:
+        """Starts the first hop."""
+        return send(routed.queued, 0, self.hops[0])
+
+    @named
+    def forward(self, sent: Sent) -> Sent:
+        """Finishes the first hop and starts the second, if there is one."""
+        if len(self.hops) == 1:
+            return sent
+        arrived = receive(sent, self.hops[0])
+        return send(enqueue(arrived.rows, self.hops[1], arrived.longest), 0, self.hops[1])
+
+    @named
+    def gate_up(self, layer: Index, sent: Sent) -> Halfway:
+        """Finishes the last hop, and makes the first product of the rows' experts."""
+        arrived = receive(sent, self.hops[-1])
+        return Halfway(self._gate_up(layer, arrived.rows), arrived.longest, sent.queued)
+
+    @unit
+    def _gate_up(self, layer: Index, rows: TokenRows) -> Gated:
+        return experts.gate_up(rows.payload, Routing(rows.ids, rows.weights), self.experts(layer))
+
+    @named
+    def down(self, layer: Index, halfway: Halfway) -> tuple[Computed, Queued]:
+        """The second product: the sums of the rows that the last hop brought, and where those are queued."""
+        return self._down(layer, halfway.gated, halfway.longest), halfway.queued
+
+    @unit
+    def _down(self, layer: Index, gated: Gated, longest: jax.Array) -> Computed:
+        return Computed(experts.down(gated, self.experts(layer)), jnp.ones(1, jnp.int32), longest)
+
+    @named
+    def start_reduce(self, computed: Computed, queued: Queued) -> Returning | Computed:
+        """Starts the way back inside the node, if there was a second hop."""
+        return computed if len(self.hops) == 1 else start_return(computed, queued, self.hops[1])
+
+    @named
+    def finish_reduce(self, layer: Index, reducing: Returning | Computed) -> Computed:
+        """Partial sums of the rows that the first hop brought."""
+        if isinstance(reducing, Computed):
+            return reducing
+        transfer, queued, once, longest = reducing
+        return self._finish_reduce(layer, receive_back(transfer, queued, 0, self.hops[1]), once, longest, queued)
+
+    @unit
+    def _finish_reduce(
+        self, layer: Index, first: jax.Array, once: jax.Array, longest: jax.Array, queued: Queued
+    ) -> Computed:
+        local = local_experts(self.experts(layer))
+        sums, rounds = add_overflow_rounds(queued, longest, self.hops[1:], local, (first, once))
+        return Computed(sums, jnp.concatenate([once, rounds]), longest[1:])
+
+    @named
+    def start_combine(self, computed: Computed) -> Combining:
+        """Starts the way back of the first hop."""
+        return Combining(send_back(computed.sums, self.hops[0]), computed)
+
+    @named
+    def finish_combine(
+        self, layer: Index, x: jax.Array, routed: Routed, combining: Combining, shared: jax.Array | None
+    ) -> tuple[jax.Array, Tally]:
+        """`x` after the MoE layer: what comes back, what did not fit the first round, and the shared expert."""
+        first = receive_back(combining.transfer, routed.queued, 0, self.hops[0])
+        _, rounds, longest = combining.computed
+        return self._finish_combine(layer, x, first, rounds, longest, routed.queued, routed.ids, shared)
+
+    @unit
+    def _finish_combine(
+        self,
+        layer: Index,
+        x: jax.Array,
+        first: jax.Array,
+        rounds: jax.Array,
+        longest: jax.Array,
+        queued: Queued,
+        ids: jax.Array,
+        shared: jax.Array | None,
+    ) -> tuple[jax.Array, Tally]:
+        local = local_experts(self.experts(layer))
+        y, rounds = add_overflow_rounds(queued, longest, self.hops, local, (first, rounds))
+        y = self.parallel.shards.join(y, x.shape[0])
+        tally = Tally(count(ids, self.stack.moe.router.shape[1]), pad_rounds(rounds))
+        return decoder.add_experts(x, y, shared), tally
+
+    def start_return(self, computed: Computed, queued: Queued) -> Returning | Combining:
+        """Starts the way back by the last hop."""
+        reducing = self.start_reduce(computed, queued)
+        return self.start_combine(reducing) if isinstance(reducing, Computed) else reducing
+
+    def cross_back(self, layer: Index, returning: Returning | Combining) -> Combining:
+        """Starts the way back by the first hop, if that is not the last one."""
+        if isinstance(returning, Combining):
+            return returning
+        return self.start_combine(self.finish_reduce(layer, returning))
+
+    def compute(self, layer: Index, sent: Sent) -> Combining:
+        """Computes the rows under way by the first hop, and starts their sums' way back by it, in one go."""
+        halfway = self.gate_up(layer, self.forward(sent))
+        return self.cross_back(layer, self.start_return(*self.down(layer, halfway)))
+
+    @unit
+    def shared(self, layer: Index, normed: jax.Array) -> jax.Array | None:
+        """The shared expert's part [T, D]."""
+        return decoder.shared_expert(self.stack, layer, self.context, normed)
+
+    @unit
+    def add(self, layer: Index, x: jax.Array, y: jax.Array, shared: jax.Array | None) -> jax.Array:
+        """The residual stream after the experts [T, D]."""
+        return decoder.add_experts(x, y, shared)
+
+    @unit
+    def attention(self, layer: Index, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The whole attention block: the residual stream and the pages."""
+        return decoder.attention_block(self.stack, layer, self.context, x, pages)
+
+    @unit
+    def project(self, layer: Index, x: jax.Array) -> Projected:
+        """The part of attention before its core."""
+        return decoder.queries(self.stack, layer, self.context, x)
+
+    @unit
+    def core(self, layer: Index, tokens: Projected, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The attention core: outputs of all heads [T, H, V], and the pages."""
+        return decoder.core(self.stack, layer, self.context, tokens, pages)
+
+    @unit
+    def output(self, layer: Index, x: jax.Array, heads: jax.Array) -> tuple[jax.Array, Routed]:
+        """The part of attention after its core, and the router."""
+        x = decoder.output(self.stack, layer, self.context, x, heads)
+        return x, self.route(layer, x)

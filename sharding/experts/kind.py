@@ -1,0 +1,24 @@
+"""The transports by name."""
+
+import enum
+
+
+class Kind(enum.Enum):
+    """A way to carry token rows to replicas and back; the value is the name that a user gives."""
+
+    RING = "ring"
+    """All-gather and reduce-scatter (`sharding.experts.ring`)."""
+    ALL_TO_ALL = "all_to_all"
+    """One hop, to devices (`sharding.experts.exchange`)."""
+    HIERARCHICAL = "hierarchical"
+    """Two hops: to nodes, then inside a node (`sharding.experts.exchange`)."""
+    RAGGED = "ragged"
+    """One hop with exact sizes, on request only (`sharding.experts.ragged`)."""
+
+    @classmethod
+    def from_name(cls, name: str) -> "Kind | None":
+        """The kind that a user asked for, None for "auto". Raises ValueError for another name."""
+        names = ["auto", *(kind.value for kind in cls)]
+        if name not in names:
+            raise ValueError(f"expert_transport: {name!r} is not one of {', '.join(names)}")
+        return None if name == "auto" else cls(name)

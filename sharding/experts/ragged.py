@@ -1,0 +1,157 @@
+"""The ragged transport: exact sizes, one round, no padding on the wire, and buffers for the worst case.
+
+`lax.ragged_all_to_all` moves slices of any size between devices. XLA has it for GPUs, not for CPUs. People who measured
+it report 2 % of NVLink's speed on eight B200 (openxla/xla#33386) and crashes above 32 devices (openxla/xla#47283).
+Therefore it is chosen on request only. It has no form in two halves, so nothing is computed while rows travel.
+
+Shapes: T token rows of this device, K replicas per row, J peers, U words per row.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding.experts.capacity import expected_rows
+from sharding.experts.hop import Hop, queue
+from sharding.experts.kind import Kind
+from sharding.experts.rows import Experts, TokenRows, fill_buffers, localize, sum_at
+from sharding.experts.traffic import LayerRows, Traffic
+from sharding.mesh import Machine
+from sharding.wire.collectives import Overlap
+from sharding.wire.words import from_words, shapes_of, to_words
+
+MAX_BUFFER_BYTES = 2 << 30
+"""Buffers on one device at most, for the worst case that all devices send all their rows to it."""
+
+
+class Slices(NamedTuple):
+    """The slices that this device exchanges with each peer, [J] int32 each; the rows for one peer are contiguous.
+
+    `send_at`, `sent`: where in this device's buffer the rows for peer j begin, and how many. `recv_at`, `received`: the
+    same for the rows from peer j. `their_recv_at`, `their_send_at`: where they begin in the buffers of peer j, which
+    `ragged_all_to_all` asks for: its `output_offsets` count in the receiver's output.
+    """
+
+    send_at: jax.Array
+    sent: jax.Array
+    recv_at: jax.Array
+    received: jax.Array
+    their_recv_at: jax.Array
+    their_send_at: jax.Array
+
+
+class Returned(NamedTuple):
+    """Partial sums [T * min(K, J), D] back where the rows came from, and where those of each row are, [T, K]."""
+
+    sums: jax.Array
+    place: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """One hop over the devices of `machine` by `ragged_all_to_all`; `overlap` keeps the order of what is around it."""
+
+    machine: Machine
+    replicas_per_device: int
+    overlap: Overlap = Overlap.NONE
+    kind: ClassVar[Kind] = Kind.RAGGED
+    hops: ClassVar[tuple[Hop, ...]] = ()  # none that could overflow
+
+    @classmethod
+    def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ragged":
+        """The ragged transport over `machine`, with `replicas` on each device.
+
+        Raises ValueError where buffers for `rows` would take more than `MAX_BUFFER_BYTES`.
+        """
+        worst = machine.devices * rows.tokens * rows.row_bytes(rows.experts_per_token)
+        if worst > MAX_BUFFER_BYTES:
+            raise ValueError(
+                f"the ragged transport's buffers must hold {rows.tokens} tokens from each of {machine.devices} "
+                f"devices, {worst / 2**30:.1f} GiB of at most {MAX_BUFFER_BYTES >> 30}: lower "
+                "max_num_batched_tokens or max_num_seqs, or use another expert_transport"
+            )
+        return cls(machine, replicas, overlap)
+
+    def start(self, rows: TokenRows, experts: Experts) -> Returned:
+        """Sends the rows, computes, and returns the sums: only adding is left to `finish`. Buffers hold T * J rows."""
+        T, K = rows.ids.shape
+        hop = self._hop(T)
+        words, place, slices = _pack(rows, hop)
+        with jax.named_scope("dispatch"):
+            arrived = to_peers(words, slices, hop.axes, T * hop.peers)
+        shapes = shapes_of(rows)
+        unit = jax.jit(lambda words, received: experts(_unpack(words, received, shapes, hop)))
+        sums = unit(arrived, slices.received)
+        with jax.named_scope("combine"):
+            return Returned(from_peers(sums, slices, hop.axes, T * min(K, hop.peers)), place)
+
+    def finish(self, handle: Returned, experts: Experts) -> tuple[jax.Array, None]:
+        """Adds the sums that came back; there are no rounds."""
+        return jax.jit(sum_at)(*handle), None
+
+    def traffic(self, rows: LayerRows) -> Traffic:
+        """Bytes that even routing is expected to send."""
+        row = rows.row_bytes(rows.experts_per_token)
+        expected = expected_rows(rows.tokens, self.machine.devices, rows.experts_per_token)
+        return Traffic.to_all(self.machine, row * expected)
+
+    def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
+        """Nothing: exact sizes never overflow."""
+        return ()
+
+    def _hop(self, tokens: int) -> Hop:
+        return Hop(self.machine.axes, self.machine.devices, self.replicas_per_device, tokens, tokens)
+
+
+@functools.partial(jax.jit, static_argnames="hop")
+def _pack(rows: TokenRows, hop: Hop) -> tuple[jax.Array, jax.Array, Slices]:
+    """The rows as words with those for one peer together, where each row went [T, K], and the slices."""
+    T, K = rows.ids.shape
+    size = T * min(K, hop.peers)
+    peer, position, length = queue(rows.ids, hop)
+    slices = slices_of(length, hop.axes)
+    line = slices.send_at[jnp.minimum(peer, hop.peers - 1)] + position
+    place = jnp.where(peer < hop.peers, line, size)
+    return to_words(fill_buffers(rows, place, size)), place, slices
+
+
+def _unpack(words: jax.Array, received: jax.Array, shapes: TokenRows, hop: Hop) -> TokenRows:
+    """The rows that arrived, `received` [J] from each peer; the lines beyond them select nothing."""
+    rows = from_words(words, shapes)
+    is_there = jnp.arange(words.shape[0]) < received.sum()
+    rows = rows._replace(ids=jnp.where(is_there[:, None], rows.ids, -1))
+    return localize(rows, hop.axes, hop.replicas_per_peer)
+
+
+def slices_of(length: jax.Array, axes: tuple[str, ...]) -> Slices:
+    """Agrees with all peers on the slices, from the number of rows for each of them [J]; peers' rows come in order."""
+
+    def exchanged(x: jax.Array) -> jax.Array:
+        return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+
+    received = exchanged(length)
+    send_at, recv_at = jnp.cumsum(length) - length, jnp.cumsum(received) - received
+    theirs = exchanged(jnp.stack([recv_at, send_at], axis=1))
+    return Slices(send_at, length, recv_at, received, theirs[:, 0], theirs[:, 1])
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "size"))
+def to_peers(x: jax.Array, slices: Slices, axes: tuple[str, ...], size: int) -> jax.Array:
+    """Sends the slices of `x`; returns what arrives, `[size, ...]`, with 0 from the sum of `received` on."""
+    output = jnp.zeros((size, *x.shape[1:]), x.dtype)
+    return lax.ragged_all_to_all(
+        x, output, slices.send_at, slices.sent, slices.their_recv_at, slices.received, axis_name=axes
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "size"))
+def from_peers(y: jax.Array, slices: Slices, axes: tuple[str, ...], size: int) -> jax.Array:
+    """Sends each row of `y` back to the place that it came from in `to_peers`: `[size, ...]`."""
+    output = jnp.zeros((size, *y.shape[1:]), y.dtype)
+    return lax.ragged_all_to_all(
+        y, output, slices.recv_at, slices.received, slices.their_send_at, slices.sent, axis_name=axes
+    )

@@ -1,0 +1,57 @@
+"""The ring transport: every device sees every row and computes its share; a reduce-scatter adds the shares.
+
+It sends each row to all devices, so it suits small batches on few devices. It is the reference for the other
+transports.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+from jax import lax
+
+from sharding.experts.hop import Hop
+from sharding.experts.kind import Kind
+from sharding.experts.rows import Experts, TokenRows, localize
+from sharding.experts.traffic import LayerRows, Traffic
+from sharding.mesh import Machine
+from sharding.wire.collectives import Overlap, Transfer, start_reduce_scatter
+from sharding.wire.words import from_words, shapes_of, to_words
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """All-gather and reduce-scatter over the devices of `machine`."""
+
+    machine: Machine
+    replicas_per_device: int
+    overlap: Overlap = Overlap.NONE
+    kind: ClassVar[Kind] = Kind.RING
+    hops: ClassVar[tuple[Hop, ...]] = ()
+
+    @classmethod
+    def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ring":
+        """The ring over `machine`, with `replicas` on each device; it has no buffers that depend on `rows`."""
+        return cls(machine, replicas, overlap)
+
+    def start(self, rows: TokenRows, experts: Experts) -> Transfer:
+        """Gathers all rows, computes this device's share, and starts the reduce-scatter."""
+        axes, replicas = self.machine.axes, self.replicas_per_device
+        with jax.named_scope("dispatch"):
+            words = lax.all_gather(jax.jit(to_words)(rows), axes, axis=0, tiled=True)
+        shapes = shapes_of(rows)
+        y = jax.jit(lambda words: experts(localize(from_words(words, shapes), axes, replicas)))(words)
+        with jax.named_scope("combine"):
+            return start_reduce_scatter(y, axes, self.overlap)
+
+    def finish(self, handle: Transfer, experts: Experts) -> tuple[jax.Array, None]:
+        """Waits for the sums; a ring has no rounds."""
+        return handle.finish(), None
+
+    def traffic(self, rows: LayerRows) -> Traffic:
+        """Bytes of an all-gather and a reduce-scatter."""
+        return Traffic.to_all(self.machine, rows.tokens * rows.row_bytes(rows.experts_per_token))
+
+    def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
+        """Nothing: a ring has no rounds."""
+        return ()

@@ -1,0 +1,64 @@
+"""Token rows: what travels to the replicas of experts, and the local work on it before and after.
+
+A token row carries the ids of expert replicas. They are relative to the range that the current peers share: peer j of
+a hop owns the ids from `j * replicas_per_peer` on. An id of -1 selects nothing. Shapes: T rows, K replicas per row.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class TokenRows(NamedTuple):
+    """Token rows; `payload` is any tree of `[T, ...]` arrays (activations, or FP8 values and their scales)."""
+
+    payload: Any
+    ids: jax.Array  # [T, K] int32, replica ids; -1 selects nothing, the others of a row are distinct
+    weights: jax.Array  # [T, K] float32
+
+
+Experts = Callable[[TokenRows], jax.Array]
+"""Computes per row the weighted sum of its selected local experts, `[T, D]`; a row that selects none gives zeros."""
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "replicas_per_peer"))
+def localize(rows: TokenRows, axes: tuple[str, ...], replicas_per_peer: int) -> TokenRows:
+    """Keeps the replicas of this peer along `axes`, relative to its range: `[T, min(K, replicas_per_peer)]`, then -1.
+
+    A row selects at most `replicas_per_peer` of them. Where few replicas live on a peer the following steps thus have
+    few columns: 2 instead of 8 at EP144.
+    """
+    ids = rows.ids - lax.axis_index(axes) * replicas_per_peer
+    mine = (rows.ids >= 0) & (ids >= 0) & (ids < replicas_per_peer)
+    column = jnp.where(mine, jnp.cumsum(mine, axis=1) - 1, -1)
+    goes = column[:, :, None] == jnp.arange(min(ids.shape[1], replicas_per_peer))  # [T, K, columns]
+    weights = jnp.where(goes, rows.weights[:, :, None], 0).sum(axis=1)
+    return TokenRows(rows.payload, jnp.where(goes, ids[:, :, None], -1).max(axis=1), weights)
+
+
+def fill_buffers(rows: TokenRows, place: jax.Array, size: int) -> TokenRows:
+    """Buffers `[size, ...]` with row t at each of `place[t]` `[T, K]` below `size`; the other lines select nothing."""
+    T, K = rows.ids.shape
+    source = jnp.full((size,), T, jnp.int32)
+    source = source.at[place.ravel()].set(jnp.repeat(jnp.arange(T, dtype=jnp.int32), K), mode="drop")
+
+    def fill(x: jax.Array, empty: int = 0) -> jax.Array:
+        return jnp.take(x, source, axis=0, mode="fill", fill_value=empty)
+
+    return TokenRows(jax.tree.map(fill, rows.payload), fill(rows.ids, -1), fill(rows.weights))
+
+
+def sum_at(returned: jax.Array, place: jax.Array) -> jax.Array:
+    """`out[t]` = sum over k of `returned[place[t, k]]`, `[T, D]`; a place out of range counts as 0.
+
+    Sums in float32 and returns the dtype of `returned`. It gathers because the order of a scatter-add is not defined on
+    a GPU.
+    """
+    total = jnp.zeros((place.shape[0], returned.shape[1]), jnp.float32)
+    for k in range(place.shape[1]):
+        total += jnp.take(returned, place[:, k], axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+    return total.astype(returned.dtype)

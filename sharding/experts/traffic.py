@@ -1,0 +1,117 @@
+"""Bytes and messages of dispatch and combine, and what they cost. Arithmetic only: nothing here sends anything.
+
+A transport is chosen once per compiled program, from its shapes, by a stated cost model: bytes over the slower of the
+two kinds of link, plus a latency for each message that a device sends. Link speeds default to those that DeepSeek
+published for H800 (DeepEP: 160 GB/s NVLink, 50 GB/s per NIC, one NIC per GPU). Only their ratio matters to the choice.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+
+from sharding.mesh import Machine
+
+MAX_HOPS = 2
+"""Hops of any transport at most: the length of a vector of rounds."""
+_ID_AND_WEIGHT = 8  # bytes of an int32 id and a float32 weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Speeds in bytes per second and GPU, one way, and the seconds that a device needs for each message it sends."""
+
+    node_link: float = 160e9
+    cross_link: float = 50e9
+    message: float = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRows:
+    """The token rows that one device sends in one MoE layer: T tokens, K experts per token, bytes per row each way."""
+
+    tokens: int
+    experts_per_token: int
+    dispatch_bytes: int
+    combine_bytes: int
+
+    @classmethod
+    def from_widths(
+        cls, tokens: int, experts_per_token: int, hidden_size: int, *, fp8_dispatch: bool, itemsize: int = 2
+    ) -> "LayerRows":
+        """Rows as they travel: FP8 with a float32 scale per 128 channels, or activations; ids and weights; sums back.
+
+        Activations and sums take `itemsize` bytes per channel, 2 for bf16.
+        """
+        activations = hidden_size + 4 * -(-hidden_size // 128) if fp8_dispatch else itemsize * hidden_size
+        dispatch = activations + _ID_AND_WEIGHT * experts_per_token
+        return cls(tokens, experts_per_token, dispatch, itemsize * hidden_size)
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row there and back, where `columns` of its K ids and weights are sent."""
+        return self.dispatch_bytes + self.combine_bytes - _ID_AND_WEIGHT * (self.experts_per_token - columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one device sends, dispatch and combine together.
+
+    `device_bytes` leave the device, `node_bytes` of them leave the node; `messages` counts the peers addressed.
+    """
+
+    device_bytes: int = 0
+    node_bytes: int = 0
+    messages: int = 0
+
+    @classmethod
+    def from_peers(cls, peers: int, outside: int, bytes_per_peer: float) -> "Traffic":
+        """`bytes_per_peer` to each of `peers` others, `outside` of which are in other nodes, there and back."""
+        return cls(round(peers * bytes_per_peer), round(outside * bytes_per_peer), 2 * peers)
+
+    @classmethod
+    def to_all(cls, machine: Machine, bytes_per_peer: float) -> "Traffic":
+        """`bytes_per_peer` to every other device of `machine`, there and back."""
+        return cls.from_peers(machine.devices - 1, machine.devices - machine.gpus, bytes_per_peer)
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def __mul__(self, times: int) -> "Traffic":
+        return Traffic(*(times * value for value in dataclasses.astuple(self)))
+
+    def seconds(self, network: Network) -> float:
+        """Time on the wire by the cost model; links inside and across nodes work at once."""
+        inside = (self.device_bytes - self.node_bytes) / network.node_link
+        return max(inside, self.node_bytes / network.cross_link) + self.messages * network.message
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTraffic:
+    """What a device sends in all MoE layers of one step, as a function of the rounds that the device counts.
+
+    `first`: traffic of a step in which no hop overflows, which takes `first_rounds` [MAX_HOPS] rounds. `overflow[h]`:
+    traffic that each overflow round of hop h adds.
+    """
+
+    first: Traffic
+    first_rounds: tuple[int, ...]
+    overflow: tuple[Traffic, ...]
+
+    @classmethod
+    def from_layer(cls, first: Traffic, overflow: Sequence[Traffic], layers: int) -> "StepTraffic":
+        """Traffic of `layers` passes through an MoE layer; `first` and `overflow` (by hop) are those of one pass.
+
+        Each layer of the model counts once per micro-batch.
+        """
+        padding = MAX_HOPS - len(overflow)
+        rounds = (layers,) * len(overflow) + (0,) * padding
+        return cls(first * layers, rounds, (*overflow, *[Traffic()] * padding))
+
+    def total(self, rounds: Sequence[int], steps: int = 1) -> Traffic:
+        """Traffic of `steps` steps that took `rounds` [MAX_HOPS] together, as `StepOutput.rounds` counts them."""
+        overflow = self.overflow_rounds(rounds, steps)
+        return functools.reduce(operator.add, map(operator.mul, self.overflow, overflow), self.first * steps)
+
+    def overflow_rounds(self, rounds: Sequence[int], steps: int = 1) -> list[int]:
+        """Overflow rounds by hop, [MAX_HOPS], among the `rounds` [MAX_HOPS] that `steps` steps took together."""
+        return [taken - steps * first for taken, first in zip(rounds, self.first_rounds, strict=True)]

@@ -1,0 +1,108 @@
+"""What every transport of token rows promises, and which one carries a step's rows.
+
+Each transport is a frozen, hashable dataclass in a file of its own: `ring`, `exchange` (all_to_all and hierarchical),
+`ragged`. A jitted step closes on it. `sharding.experts.traffic` states the cost model by which `choose` decides.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from sharding.experts.exchange import Exchange
+from sharding.experts.hop import Hop
+from sharding.experts.kind import Kind
+from sharding.experts.ragged import Ragged
+from sharding.experts.ring import Ring
+from sharding.experts.rows import Experts, TokenRows
+from sharding.experts.traffic import MAX_HOPS, LayerRows, Network, Traffic
+from sharding.mesh import Machine
+from sharding.wire.collectives import Overlap
+
+
+class Transport[Handle](Protocol):
+    """Carries token rows to the devices of their replicas and the partial sums back. Runs inside `shard_map`.
+
+    The two halves are DeepEP's hook: `finish(start(rows, experts), experts)`, with any work in between. That work hides
+    the combine where `overlap` is HOOKS and the halves are called in program order.
+    """
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def machine(self) -> Machine: ...
+
+    @property
+    def replicas_per_device(self) -> int:
+        """`Ed`."""
+        ...
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """Crossings with buffers that can overflow, which the overlapped schedule takes apart; empty without any."""
+        ...
+
+    @property
+    def overlap(self) -> Overlap: ...
+
+    def start(self, rows: TokenRows, experts: Experts) -> Handle:
+        """Sends the rows, computes their experts where they live, and starts the way back; a handle for `finish`."""
+        ...
+
+    def finish(self, handle: Handle, experts: Experts) -> tuple[jax.Array, jax.Array | None]:
+        """Weighted sums [T, D] of this device's rows, and the rounds taken [hops], None without hops.
+
+        The rounds are no zeros where there are no hops: a constant made where program order is enforced crashes XLA
+        (jax 0.12.0.1).
+        """
+        ...
+
+    def traffic(self, rows: LayerRows) -> Traffic:
+        """What a device sends in a layer in which no hop overflows."""
+        ...
+
+    def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
+        """What a device sends in one overflow round of each hop."""
+        ...
+
+
+_BUILDERS: Mapping[Kind, Callable[[Machine, int, LayerRows, Overlap], Transport[Any]]] = {
+    Kind.RING: Ring.from_layer,
+    Kind.ALL_TO_ALL: Exchange.from_layer,
+    Kind.HIERARCHICAL: Exchange.from_layer_by_node,
+    Kind.RAGGED: Ragged.from_layer,
+}
+
+
+def build(
+    kind: Kind, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE
+) -> Transport[Any]:
+    """A transport of `kind` for `replicas` expert replicas on all devices together, with buffers for `rows`.
+
+    Raises ValueError where the devices do not divide the replicas, for `HIERARCHICAL` on one node, and where the
+    buffers of `RAGGED` would be too large.
+    """
+    if replicas % machine.devices:
+        raise ValueError(
+            f"{replicas} expert replicas do not divide over {machine.devices} devices: "
+            f"add redundant experts to reach {-(-replicas // machine.devices) * machine.devices}"
+        )
+    return _BUILDERS[kind](machine, replicas // machine.devices, rows, overlap)
+
+
+def choose(
+    machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE, network: Network | None = None
+) -> Transport[Any]:
+    """The cheapest transport for `rows` by the cost model; never `RAGGED`, whose speed the model does not know."""
+    kinds = [Kind.RING, Kind.ALL_TO_ALL, *([Kind.HIERARCHICAL] if machine.nodes > 1 else [])]
+    candidates = [build(kind, machine, replicas, rows, overlap) for kind in kinds]
+    return min(candidates, key=lambda t: t.traffic(rows).seconds(network or Network()))
+
+
+def pad_rounds(rounds: jax.Array | None, *leading: int) -> jax.Array:
+    """The rounds of a transport's hops [*leading, hops] as [*leading, MAX_HOPS], 0 for the hops that it lacks."""
+    if rounds is None:
+        return jnp.zeros((*leading, MAX_HOPS), jnp.int32)
+    return jnp.pad(rounds, [(0, 0)] * (rounds.ndim - 1) + [(0, MAX_HOPS - rounds.shape[-1])])

@@ -1,0 +1,164 @@
+"""The mesh of devices, and the table that says along which of its axes each dimension of a parameter lies.
+
+This is the only place that names mesh axes. A data-parallel *rank* owns its requests and their pages. With tensor
+parallelism a rank is a group of devices: they split its attention heads and MLP widths, and hold the same batches,
+pages and decode state.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+NODE, GPU, TENSOR = DEVICES = ("node", "gpu", "tensor")
+"""Axes of the mesh, outermost first: `gpu` counts the ranks of a node, `tensor` the devices of a rank."""
+RANKS = (NODE, GPU)
+"""Axes of the data-parallel ranks: batches, pages and decode state lie along these, equal on the devices of a rank."""
+RANK_SPEC = PartitionSpec(RANKS)
+"""Partition of an array whose leading axis is the rank: a batch, the pages, the decode state."""
+
+MeshAxes = tuple[str, ...]
+"""Mesh axes that a dimension is split over, outermost first; empty where every device holds the whole dimension."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisTable:
+    """Which mesh axes split each logical axis of a parameter (`dsv3.model.params.Axis`).
+
+    To try another layout, change a line here, or pass `dataclasses.replace(AXES, ...)` as `table`. The fused axes
+    "heads_latent" and "gate_up" need their rows arranged first (`dsv3.model.tensor_parallel.arrange`).
+
+    Raises ValueError for a mesh axis that does not exist.
+    """
+
+    layers: MeshAxes = ()
+    experts: MeshAxes = DEVICES
+    vocab: MeshAxes = ()
+    heads: MeshAxes = (TENSOR,)
+    heads_latent: MeshAxes = (TENSOR,)
+    mlp: MeshAxes = (TENSOR,)
+    gate_up: MeshAxes = (TENSOR,)
+
+    def __post_init__(self) -> None:
+        for logical, axes in dataclasses.asdict(self).items():
+            if unknown := set(axes) - set(DEVICES):
+                raise ValueError(
+                    f"logical axis {logical!r} lies on {min(unknown)!r}; mesh axes are {', '.join(DEVICES)}"
+                )
+
+    def mesh_axes(self, logical: str | None, parameter: str = "a parameter") -> MeshAxes:
+        """Mesh axes of one logical axis, none for None. Raises ValueError for a logical axis that the table lacks."""
+        if logical is None:
+            return ()
+        known = [field.name for field in dataclasses.fields(self)]
+        if logical not in known:
+            raise ValueError(f"{parameter} has the unknown logical axis {logical!r}; known are {', '.join(known)}")
+        return getattr(self, logical)
+
+
+AXES = AxisTable()
+"""The table that is served."""
+
+
+class HasAxes(Protocol):
+    """A declared parameter, of which only the logical axes matter here; `dsv3.model.params.ParamSpec` is one."""
+
+    @property
+    def axes(self) -> Sequence[str | None]: ...
+
+
+def partition(axes: Sequence[str | None], parameter: str = "a parameter", table: AxisTable = AXES) -> PartitionSpec:
+    """The partition of a parameter with these logical axes; `parameter` names it in errors.
+
+    Raises ValueError for an unknown logical axis, and where two of them would lie on the same mesh axis.
+    """
+    by_dimension = [table.mesh_axes(logical, parameter) for logical in axes]
+    taken: dict[str, str | None] = {}
+    for logical, mesh_axes in zip(axes, by_dimension, strict=True):
+        for mesh_axis in mesh_axes:
+            if mesh_axis in taken:
+                raise ValueError(
+                    f"{parameter}: its axes {taken[mesh_axis]!r} and {logical!r} both lie on mesh axis {mesh_axis!r}; "
+                    "change one of them in sharding.mesh.AXES"
+                )
+            taken[mesh_axis] = logical
+    return PartitionSpec(*map(_entry, by_dimension))
+
+
+def _entry(axes: MeshAxes) -> Any:
+    """Entry of a `PartitionSpec`: None, the one axis, or several."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def partitions(declared: Any, table: AxisTable = AXES) -> Any:
+    """A tree of partitions for a tree of declared parameters (`HasAxes`). Raises ValueError as `partition` does."""
+
+    def leaf(path: Any, spec: HasAxes) -> PartitionSpec:
+        return partition(spec.axes, jax.tree_util.keystr(path, simple=True, separator="."), table)
+
+    return jax.tree_util.tree_map_with_path(leaf, declared)
+
+
+def is_split(logical: str | None, table: AxisTable = AXES) -> bool:
+    """Whether the devices of a rank, and they alone, split this logical axis among them."""
+    return table.mesh_axes(logical) == (TENSOR,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The devices that share the experts: `nodes` of `gpus` each, along mesh axes `axes`, the node axis first."""
+
+    nodes: int
+    gpus: int
+    axes: MeshAxes = (NODE, GPU)
+
+    @classmethod
+    def from_mesh(cls, mesh: Mesh, table: AxisTable = AXES) -> "Machine":
+        """The devices of `mesh` that `table` spreads the experts over.
+
+        Raises ValueError where the experts do not lie along the node axis first: transports count nodes by it.
+        """
+        if table.experts[:1] != (NODE,):
+            raise ValueError(f"experts lie on {table.experts}; their first mesh axis must be {NODE!r}")
+        gpus = math.prod(mesh.shape[axis] for axis in table.experts[1:])
+        return cls(mesh.shape[NODE], gpus, table.experts)
+
+    @property
+    def devices(self) -> int:
+        """Devices on all nodes together, `Z`."""
+        return self.nodes * self.gpus
+
+
+def rank_mesh(devices: Sequence[jax.Device], num_nodes: int = 1, tensor_parallel_size: int = 1) -> Mesh:
+    """A mesh over the devices in the order given: nodes of equally many ranks of `tensor_parallel_size` devices each.
+
+    Raises ValueError when nodes and ranks do not divide the devices; a rank never spans nodes.
+    """
+    if not devices or len(devices) % num_nodes:
+        raise ValueError(f"{len(devices)} devices do not divide over {num_nodes} nodes")
+    if (len(devices) // num_nodes) % tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} does not divide the {len(devices) // num_nodes} devices of "
+            "a node: a rank's devices must be in one node"
+        )
+    shape = (num_nodes, -1, tensor_parallel_size)
+    return Mesh(np.array(devices).reshape(shape), DEVICES, axis_types=(AxisType.Auto,) * 3)
+
+
+def rank_size(mesh: Mesh) -> int:
+    """Devices per rank: the tensor-parallel size."""
+    return mesh.shape[TENSOR]
+
+
+def rank_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of an array whose leading axis is the rank."""
+    return NamedSharding(mesh, RANK_SPEC)
+
+
+def shardings(specs: Any, mesh: Mesh) -> Any:
+    """A tree of shardings for a tree of partitions."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

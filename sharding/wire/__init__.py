@@ -1,0 +1,1 @@
+"""What crosses a link: rows packed into words, and collectives in two halves."""

@@ -1,0 +1,90 @@
+"""Collectives in two halves, start and finish, so that a program can put work between them.
+
+DeepEP calls this a hook: the first call only sends, the second receives. XLA left alone puts the start of a collective
+next to its done, and overlaps nothing. What is possible depends on platform and version. `resolve_overlap` decides:
+
+- On a GPU from jax 0.12 on, `jax._src.lax.parallel.all_to_all_start` returns a future, and with program order enforced
+  the compiled schedule is the written one. The function has no public name yet (`jax.lax` has `psum_scatter_start`
+  only, and `ragged_all_to_all` has no such form at all).
+- On a GPU with jax 0.11 the future fails in Shardy ("propagation doesn't support tuples"). Collectives stay
+  synchronous, in program order, which still keeps XLA from copying the page pool.
+- On a CPU futures together with enforced order crash the process. Collectives stay plain and no order is enforced.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.overlap import program_order
+
+_MAX_IN_FLIGHT = 4  # a dispatch and a combine of each of two micro-batches
+
+
+class Overlap(enum.Enum):
+    """How far a compiled program keeps the written order of collectives and compute."""
+
+    HOOKS = "collectives start early and finish late, in program order"
+    ORDER = "collectives are synchronous, in program order"
+    NONE = "collectives are synchronous, in the order XLA finds"
+
+
+def resolve_overlap(platform: str) -> Overlap:
+    """What `platform` ("gpu", "cuda", "cpu") can do with the installed jax."""
+    if platform not in ("gpu", "cuda"):
+        return Overlap.NONE
+    return Overlap.HOOKS if jax.__version_info__ >= (0, 12, 0) else Overlap.ORDER
+
+
+def check_ragged(platform: str) -> None:
+    """Raises ValueError where XLA has no `ragged_all_to_all`."""
+    if platform not in ("gpu", "cuda", "tpu"):
+        raise ValueError(
+            f"the ragged transport needs lax.ragged_all_to_all, which XLA does not have on a {platform}: "
+            "use expert_transport=auto there"
+        )
+
+
+def in_program_order(f: Callable, overlap: Overlap) -> Callable:
+    """`f` with its collectives and compute scheduled in the order it is written, where `overlap` says so."""
+    return f if overlap is Overlap.NONE else program_order(f, enforce=True)
+
+
+def compiler_options(platform: str) -> dict[str, int] | None:
+    """Options that XLA needs to compile a program with several collectives of two halves under way at once.
+
+    By default it allows one, and refuses to schedule a program written with more ("kExceedsOverlapLimit").
+    """
+    if resolve_overlap(platform) is not Overlap.HOOKS:
+        return None
+    return {"xla_gpu_experimental_parallel_collective_overlap_limit": _MAX_IN_FLIGHT}
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective under way; `pending` is jax's future, or the result where collectives are synchronous."""
+
+    pending: Any
+    is_future: bool
+
+    def finish(self) -> jax.Array:
+        """Waits for the collective and returns its result."""
+        return self.pending.done() if self.is_future else self.pending
+
+
+def start_all_to_all(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:
+    """Sends block j of the leading axis of `x` to peer j along mesh axes `axes`; block j of the result is peer j's."""
+    if overlap is not Overlap.HOOKS:
+        return Transfer(lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True), False)
+    from jax._src.lax.parallel import all_to_all_start
+
+    return Transfer(all_to_all_start(x, axes, 0, 0, tiled=True), True)
+
+
+def start_reduce_scatter(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:
+    """Sums block j of the leading axis of `x` over all peers along `axes`, for peer j; finish gives this one's."""
+    if overlap is not Overlap.HOOKS:
+        return Transfer(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True), False)
+    return Transfer(lax.psum_scatter_start(x, axes, scatter_dimension=0, tiled=True), True)

@@ -1,0 +1,52 @@
+"""Trees of arrays as rows of 32-bit words, so that values of several types cross a network in one piece.
+
+Nothing is converted: FP8 values, their float32 scales and int32 ids lie side by side, bit for bit. Shapes: T rows, U
+words per row.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+WORD_BYTES = 4
+
+
+def to_words(tree: Any) -> jax.Array:
+    """The bytes of a tree of `[T, ...]` arrays row by row, each array padded with zeros to words: `[T, U]` uint32."""
+    return jnp.concatenate([_leaf_to_words(leaf) for leaf in jax.tree.leaves(tree)], axis=1)
+
+
+def from_words(words: jax.Array, like: Any) -> Any:
+    """The tree whose `to_words` begins with `words` `[T, U]`; `like` has its dtypes, and its shapes but for T."""
+    leaves, tree = jax.tree.flatten(like)
+    result, first = [], 0
+    for leaf in leaves:
+        count = _num_words(leaf)
+        result.append(_leaf_from_words(words[:, first : first + count], leaf))
+        first += count
+    return jax.tree.unflatten(tree, result)
+
+
+def shapes_of(tree: Any) -> Any:
+    """Shapes and dtypes of a tree, which is what `from_words` needs to know of it."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _num_words(leaf: Any) -> int:
+    return -(-math.prod(leaf.shape[1:]) * leaf.dtype.itemsize // WORD_BYTES)
+
+
+def _leaf_to_words(leaf: jax.Array) -> jax.Array:
+    per_word = WORD_BYTES // leaf.dtype.itemsize
+    flat = leaf.reshape(leaf.shape[0], -1)
+    flat = jnp.pad(flat, ((0, 0), (0, _num_words(leaf) * per_word - flat.shape[1])))
+    grouped = flat if per_word == 1 else flat.reshape(flat.shape[0], -1, per_word)
+    return lax.bitcast_convert_type(grouped, jnp.uint32)
+
+
+def _leaf_from_words(words: jax.Array, leaf: Any) -> jax.Array:
+    values = lax.bitcast_convert_type(words, leaf.dtype).reshape(words.shape[0], -1)
+    return values[:, : math.prod(leaf.shape[1:])].reshape(words.shape[0], *leaf.shape[1:])

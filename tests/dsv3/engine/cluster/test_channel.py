@@ -1,0 +1,118 @@
+"""The channel between two processes, over real sockets: last words, limits, and errors of the sending thread."""
+
+import queue
+import socket
+
+import pytest
+
+from dsv3.engine.cluster import channel as module
+from dsv3.engine.cluster.channel import Channel, ChannelError
+from dsv3.engine.cluster.wire import MAX_FRAME_BYTES, Wire
+
+
+class End:
+    """A channel over one end of a connection, and what it has called back."""
+
+    def __init__(self, connection: socket.socket, keys: tuple[bytes, bytes], heartbeat=lambda: b"beat", take=None):
+        self.connection, self.wire = connection, Wire(connection, *keys)
+        self.messages: queue.Queue[bytes] = queue.Queue()
+        self.ends: queue.Queue[str] = queue.Queue()
+        self.channel = Channel(self.wire, heartbeat, take or self.messages.put, self.ends.put)
+
+    def start(self) -> "End":
+        self.channel.start()
+        return self
+
+
+def sockets() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    return ours, theirs
+
+
+@pytest.fixture
+def pair():
+    """Makes two ends that have not started; arguments go to the first."""
+    made: list[End] = []
+
+    def make(**settings) -> tuple[End, End]:
+        ours, theirs = sockets()
+        made.extend([End(ours, (b"a", b"b"), **settings), End(theirs, (b"b", b"a"))])
+        return made[-2], made[-1]
+
+    yield make
+    for end in made:
+        end.wire.close()
+
+
+def test_last_words_are_read_although_the_connection_has_ended_meanwhile(pair) -> None:
+    """The reader's own sending fails first: it must not hide what waits in its receive buffer."""
+    ours, theirs = pair()
+    ours.start()
+    ours.channel.send(b"one")
+    ours.channel.send_last(b"the reason")
+    ours.channel.send(b"too late")
+    assert theirs.wire.receive() == b"one"
+    while not theirs.connection.recv(100, socket.MSG_PEEK).endswith(b"the reason"):
+        pass
+    ours.wire.close()
+    with pytest.raises(ConnectionError):  # the first one provokes a reset, which a later one meets
+        while True:
+            theirs.wire.send(bytes(1000))
+    theirs.start()
+    theirs.channel.send(b"into the void")
+    assert theirs.messages.get(timeout=30) == b"the reason"
+    assert theirs.ends.get(timeout=30) == "has ended, or the connection to it is broken"
+    assert theirs.messages.empty()
+
+
+def test_closed_means_that_the_other_process_has_read_to_the_end_even_if_it_was_not_understood(pair) -> None:
+    def refuse(body: bytes) -> None:
+        raise ValueError("nonsense")
+
+    ours, theirs = (end.start() for end in pair(take=refuse))
+    theirs.channel.send(b"?")
+    assert ours.ends.get(timeout=30) == "sent a message that cannot be taken (ValueError: nonsense)"
+    ours.channel.send_last(b"the reason")
+    assert theirs.messages.get(timeout=30) == b"the reason"
+    assert not ours.channel.closed
+    theirs.channel.send(b"unread at the end, it would reset the connection")
+    theirs.channel.send_last(b"")
+    assert ours.channel.wait_closed(30) and theirs.channel.wait_closed(30)
+    assert ours.ends.empty()
+
+
+def test_a_message_that_no_frame_holds_is_refused_where_it_is_made(pair) -> None:
+    ours, theirs = (end.start() for end in pair())
+    with pytest.raises(ChannelError, match=f"message of {MAX_FRAME_BYTES + 1} bytes: at most {MAX_FRAME_BYTES}"):
+        ours.channel.send(bytes(MAX_FRAME_BYTES + 1))
+    ours.channel.send(b"the next one goes")
+    assert theirs.messages.get(timeout=30) == b"the next one goes"
+
+
+def test_an_error_of_the_sending_thread_is_told(pair, monkeypatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+
+    def fail() -> bytes:
+        raise RuntimeError("no pulse")
+
+    ours, theirs = pair(heartbeat=fail)
+    theirs.start()
+    theirs.channel.send(b"heard before")
+    ours.start()
+    assert ours.ends.get(timeout=30) == "cannot be sent to any more (RuntimeError: no pulse)"
+    assert ours.channel.closed
+
+
+def test_a_last_message_that_no_frame_holds_is_told(pair) -> None:
+    ours, _ = (end.start() for end in pair())
+    ours.channel.send_last(bytes(MAX_FRAME_BYTES + 1))
+    assert "WireError" in ours.ends.get(timeout=30)
+
+
+def test_heartbeats_break_the_silence(pair, monkeypatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+    _, theirs = (end.start() for end in pair())
+    assert theirs.messages.get(timeout=30) == b"beat"

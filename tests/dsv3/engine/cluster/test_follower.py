@@ -1,0 +1,97 @@
+"""The ends that a follower can come to, told to a leader that the test plays."""
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dsv3.engine.cluster import follower, messages
+from dsv3.engine.cluster.messages import Failed, Stop
+from dsv3.engine.cluster.wire import Wire
+from tests.dsv3.engine.cluster import local
+
+# A played end of the process leaves its thread by SystemExit, which pytest reports.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+class Played:
+    """A follower in this process, whose end is noted, and the leader's wire to it."""
+
+    def __init__(self, cluster, ours: Wire, theirs: Wire) -> None:
+        self.leader = ours
+        self.ends: list[tuple[int, str]] = []
+        self.ended = threading.Event()
+        self.follower = follower._Follower(cluster, theirs)
+
+    def end(self, status: int, text: str) -> None:
+        """Stands for the end of the process: this thread does nothing more."""
+        self.ends.append((status, text))
+        self.ended.set()
+        sys.exit()
+
+    def give_up(self, error: Exception) -> None:
+        """Lets the main thread of the follower fail."""
+        threading.Thread(target=self.follower.give_up, args=(error,)).start()
+
+    def heard(self) -> messages.ToLeader:
+        """The next message, heartbeats left out."""
+        while True:
+            message = messages.decode_for_leader(self.leader.receive())
+            if not isinstance(message, messages.Heartbeat):
+                return message
+
+
+@pytest.fixture
+def played(tmp_path, monkeypatch) -> Iterator[Played]:
+    monkeypatch.setattr(follower, "_EXPLANATION_S", 0.0)
+    before = set(threading.enumerate())
+    ours, theirs = socket.socketpair()
+    cluster = local.options(tmp_path, 2, 1, cluster_silence_timeout=1e9)
+    made = Played(cluster, Wire(ours, b"a", b"b"), Wire(theirs, b"b", b"a"))
+    monkeypatch.setattr(follower, "_end", made.end)
+    yield made
+    made.leader.close()
+    for thread in set(threading.enumerate()) - before:
+        if thread.name != "watch":
+            thread.join(30)  # a thread that ended the process later would end that of the tests
+
+
+def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(follower, "_FAREWELL_S", 0.5)
+    played.give_up(ValueError("no such file"))
+    assert played.heard() == Failed("ValueError", "ValueError: no such file")
+    played.leader.send(messages.encode(Stop("process 1 has failed (ValueError)")))
+    assert played.ended.wait(30)
+    assert played.ends[0] == (1, "the leader ends the instance: process 1 has failed (ValueError)")
+    assert "ValueError: no such file" in caplog.text
+
+
+def test_a_leader_that_does_not_answer_is_not_waited_for_without_bound(played, monkeypatch) -> None:
+    monkeypatch.setattr(follower, "_FAREWELL_S", 0.1)
+    played.give_up(ValueError("x"))
+    assert played.ended.wait(30)
+    assert played.ends == [(1, "the leader (process 0) does not seem to have heard of that")]
+
+
+def test_the_leaders_reason_comes_first_although_the_leader_is_gone(played) -> None:
+    played.leader.send(messages.encode(Stop("process 2 has ended")))
+    played.leader.close()
+    assert played.ended.wait(30)
+    assert played.ends == [(1, "the leader ends the instance: process 2 has ended")]
+
+
+def test_a_leader_that_is_gone_ends_it(played) -> None:
+    played.leader.close()
+    assert played.ended.wait(30)
+    assert played.ends == [(1, "the leader (process 0) has ended, or the connection to it is broken")]
+
+
+def test_what_is_no_message_is_told_to_the_leader(played) -> None:
+    played.leader.send(b"\xc1")
+    message = played.heard()
+    assert isinstance(message, Failed) and "cannot be taken" in message.text
+    played.leader.end()
+    assert played.ended.wait(30)
+    assert played.ends == [(1, "the leader (process 0) has heard of that")]

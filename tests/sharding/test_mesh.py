@@ -1,0 +1,49 @@
+"""The table from logical to mesh axes: what it gives, what it refuses, and how one line of it changes a layout."""
+
+import dataclasses
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from configs.deepseek_v3 import DEEPSEEK_V3
+from dsv3.model.params import ParamSpec, declare
+from sharding.mesh import AXES, DEVICES, AxisTable, Machine, is_split, partition, partitions, rank_mesh
+
+STACK = ("layers", "experts", None, None)
+
+
+def test_every_declared_parameter_has_a_partition() -> None:
+    specs = partitions(declare(DEEPSEEK_V3))
+    assert specs.moe.moe.gate_up == PartitionSpec(None, DEVICES, None, None)
+    assert specs.moe.attention.o == PartitionSpec(None, None, "tensor")
+    assert specs.moe.moe.shared.gate_up == PartitionSpec(None, "tensor", None)
+    assert specs.embed == PartitionSpec(None, None)
+
+
+def test_a_changed_line_changes_the_layout() -> None:
+    table = dataclasses.replace(AXES, experts=("node", "gpu"), vocab=("tensor",))
+    assert partition(STACK, table=table) == PartitionSpec(None, ("node", "gpu"), None, None)
+    assert partition(("vocab", None), table=table) == PartitionSpec("tensor", None)
+    assert is_split("vocab", table) and not is_split("vocab")
+    mesh = rank_mesh(jax.devices()[:8], num_nodes=2, tensor_parallel_size=2)
+    assert Machine.from_mesh(mesh) == Machine(2, 4, DEVICES)
+    assert Machine.from_mesh(mesh, table) == Machine(2, 2, ("node", "gpu"))
+
+
+def test_two_logical_axes_on_one_mesh_axis_are_refused_by_name() -> None:
+    declared = {"moe": {"gate_up": ParamSpec((2, 4, 8), ("layers", "experts", "mlp"))}}
+    with pytest.raises(ValueError, match=r"moe\.gate_up: its axes 'experts' and 'mlp' both lie on mesh axis 'tensor'"):
+        partitions(declared)
+    assert partitions(declared, AxisTable(experts=("node", "gpu")))["moe"]["gate_up"] == PartitionSpec(
+        None, ("node", "gpu"), "tensor"
+    )
+
+
+def test_unknown_axes_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"a parameter has the unknown logical axis 'head'; known are layers, experts"):
+        partition(("layers", "head"))
+    with pytest.raises(ValueError, match="logical axis 'mlp' lies on 'gpus'; mesh axes are node, gpu, tensor"):
+        AxisTable(mlp=("gpus",))
+    with pytest.raises(ValueError, match="their first mesh axis must be 'node'"):
+        Machine.from_mesh(rank_mesh(jax.devices()[:2]), AxisTable(experts=("gpu",)))

@@ -189,8 +189,6 @@ class Generation:
                     self._take_output(choice, item)
         if first < len(items):
             self._continue(choice, items[first:] if first else items)  # type: ignore[arg-type]
-        if not self._choices:
-            self._finish(None)
 
     def _continue(self, choice: "_ChoiceSink", token_ids: list[int]) -> None:
         """Tells tokens after which the choice goes on; its fields and the metrics are touched once for all of them."""
@@ -230,6 +228,8 @@ class Generation:
             update.finish_reason, update.stop_reason = delta.finish_reason, delta.stop_reason
             self._end(choice, delta.finish_reason, engine_goes_on)
         self._on_update(update)
+        if not self._choices:
+            self._finish(None)
 
     def _failed(self, output: EngineOutput) -> ApiError:
         if self._service.engine.state == "failed":

@@ -196,7 +196,8 @@ def _numbers(stats: Any) -> messages.Stats:
     """Returns the numbers and histograms among the fields; those of a job kind's record as `kind_name`."""
     fields = msgspec.to_builtins(stats)
     by_job = {f"{kind}_{name}": v for kind, record in fields.get("jobs", {}).items() for name, v in record.items()}
-    return {name: value for name, value in (fields | by_job).items() if isinstance(value, int | float | list)}
+    numbers = {name: value for name, value in (fields | by_job).items() if isinstance(value, int | float)}
+    return numbers | {name: list(value) for name, value in (fields | by_job).items() if isinstance(value, tuple | list)}
 
 
 def _report(error: Exception) -> None:

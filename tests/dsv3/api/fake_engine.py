@@ -78,7 +78,7 @@ class FakeEngine:
             "pages_in_use": pages,
             "cache_usage": pages / 1000,
             "steps": self._steps,
-            "host_time_counts": (1, 2),
+            "host_time_counts": (1,) * 10,
         }
 
     def _advance(self, sequence: _Sequence) -> EngineOutput:

@@ -1,10 +1,14 @@
 """What the engine says becomes Prometheus's text."""
 
 import dataclasses
+import os
 
-from dsv3.api.answers.metrics import Metrics
+import pytest
+
+from dsv3.api.answers.metrics import NUM_NUMBERS, Metrics
+from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.engine.process import _numbers
-from dsv3.engine.stats import EngineStats, ExpertStats
+from dsv3.engine.stats import HOST_TIME_BOUNDS, EngineStats, ExpertStats
 
 STATS = EngineStats(3, 1, 7, 0.5, 0, 0, 0, 0, 10, 20, 30, 0.1, (1, 2))
 EXPERTS = ExpertStats(0.75, 0.5, 2, 40, 1, 6, 1000, 200)
@@ -40,3 +44,52 @@ def test_spread_experts_have_metrics_of_their_own() -> None:
         "dsv3:dispatch_cross_node_bytes_total": 200,
     }.items():
         assert sample(metrics, name) == value
+
+
+def test_the_histogram_of_host_times_is_exported() -> None:
+    """Its buckets are cumulated, as Prometheus has them; a histogram of another length would be none."""
+    metrics = Metrics("m")
+    metrics.update(_numbers(STATS))
+    assert b"dsv3:engine_step_host_seconds" not in metrics.text()
+    counts = tuple(range(len(HOST_TIME_BOUNDS) + 1))
+    metrics.update(_numbers(dataclasses.replace(STATS, host_time_counts=counts)))
+    for i, bound in enumerate(map(str, HOST_TIME_BOUNDS)):
+        labels = {"model_name": "m", "le": bound}
+        assert metrics.registry.get_sample_value("dsv3:engine_step_host_seconds_bucket", labels) == sum(counts[: i + 1])
+    assert sample(metrics, "dsv3:engine_step_host_seconds_count") == sum(counts)
+    assert sample(metrics, "dsv3:engine_step_host_seconds_sum") == STATS.host_time_sum
+
+
+def test_fronts_count_together() -> None:
+    """Each sees the sum; one that has ended leaves its counts behind, and its successor goes on with them."""
+    numbers = SharedNumbers(NUM_NUMBERS, 2)
+    first = Metrics("m", numbers)
+    for _ in range(2):
+        other = Metrics("m", SharedNumbers(NUM_NUMBERS, 2, 1, os.dup(numbers.descriptor)))
+        other.finished("stop")
+        other.observe("e2e", 0.003)
+        other.tokens(3, 0.006)
+        other.flush()
+        first.tokens(1, 0.002)
+    for metrics in (first, other):
+        metrics.flush()
+        assert (
+            metrics.registry.get_sample_value(
+                "vllm:request_success_total", {"model_name": "m", "finished_reason": "stop"}
+            )
+            == 2
+        )
+        assert sample(metrics, "vllm:generation_tokens_total") == 8
+        assert sample(metrics, "vllm:inter_token_latency_seconds_count") == 8
+        assert sample(metrics, "vllm:inter_token_latency_seconds_sum") == pytest.approx(8 * 0.002)
+        labels = {"model_name": "m", "le": "0.005"}
+        assert metrics.registry.get_sample_value("vllm:e2e_request_latency_seconds_bucket", labels) == 2
+
+
+def test_counts_that_nobody_asks_for_take_no_memory() -> None:
+    metrics = Metrics("m")
+    for _ in range(100_000):
+        metrics.observe("ttft", 1.0)
+        metrics.tokens(1, 1.0)
+    assert all(len(pending) < 5000 for pending in metrics._seconds.values())
+    assert sample(metrics, "vllm:generation_tokens_total") == 100_000

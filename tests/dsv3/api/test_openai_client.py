@@ -217,6 +217,7 @@ def test_metrics(server):
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
         assert server.metric(f"vllm:{name}_count") > 0
     assert server.metric("vllm:request_success_total") > 0
+    assert server.metric("dsv3:engine_step_host_seconds_count") == 10
     server.wait_for(server.is_idle)
 
 

@@ -1,7 +1,8 @@
 """What sending a step to the followers costs the leader's engine thread.
 
 Followers are played by threads of another process. The decode command is the published EP144 deployment's: each rank
-decodes 128 requests. Sender threads work meanwhile; processor time is that of the engine's thread alone.
+decodes 128 requests. Sender threads work meanwhile; processor time is that of the engine's thread alone. The bytes of a
+prefill command of 16 chunks of 4,096 tokens are printed too, for the follower that gets most of them.
 
   python -m benchmarks.cluster_send [--ranks 144] [--rows 128] [--followers 17] [--steps 300]
 """
@@ -23,8 +24,10 @@ from dsv3.engine.cluster.membership import read_key
 from dsv3.engine.cluster.messages import Begin, Heartbeat, Hello, Stop
 from dsv3.engine.cluster.wire import connect
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
+from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.options import ClusterOptions
 
 
@@ -54,6 +57,12 @@ def _follow_one(cluster: ClusterOptions, process_id: int) -> None:
 
 def _command(number: int, rows: np.ndarray) -> StepCommand:
     return StepCommand(number, (Job("decode", DecodeCommand(rows, 1)),))
+
+
+def _prefill(ranks: int) -> PrefillCommand:
+    """Chunks of 4,096 tokens with their 64 pages, spread over the ranks as evenly as the scheduler does."""
+    header = np.array([[i * ranks // 16, 64, 0, 4096, 0, 1, *[0] * NUM_FIELDS] for i in range(16)], np.int32)
+    return PrefillCommand(4096, header, np.full(16 * 4096, 10**5, np.int32), np.zeros(16 * 64, np.int32), True)
 
 
 def main() -> None:
@@ -90,6 +99,10 @@ def main() -> None:
     leader.end()
     followers.join()
     size = len(messages.encode(messages.step_of(_command(0, rows).part(limits.ranks_of(1)))))
+    prefill = _prefill(arguments.ranks)
+    parts = [prefill.part(limits.ranks_of(process)) for process in range(1, arguments.followers + 1)]
+    largest = max(len(messages.encode(messages.step_of(StepCommand(0, (Job("prefill", p),))))) for p in parts)
+    print(f"{largest} bytes at most to a follower for a prefill of 16 chunks of 4,096 tokens")
     print(
         f"{size} bytes to each of {arguments.followers} followers: "
         f"{statistics.median(times) * 1e6:.0f} us a step on the engine's thread, "

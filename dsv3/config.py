@@ -1,4 +1,4 @@
-"""What a model of the DeepSeek-V3 family is: the hyper-parameters, as plain frozen dataclasses.
+"""The hyper-parameters of a model of the DeepSeek-V3 family, as plain frozen dataclasses.
 
 Field names follow the Hugging Face `config.json` of the family, so that a reader who knows one knows the other.
 `dsv3.hf_config` builds a `ModelConfig` from such a file and refuses what it does not understand.
@@ -23,7 +23,7 @@ class YarnConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Config:
-    """Block-scaled FP8 weights: e4m3 values, one float32 scale a 128 x 128 block, multiplied on dequantisation.
+    """Block-scaled FP8 weights: e4m3 values, one float32 scale per 128 x 128 block, by which values are multiplied.
 
     `scale_fmt` "ue8m0" rounds scales, of weights and activations, up to powers of two (DeepSeek-V3.1).
     """

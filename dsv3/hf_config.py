@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _REQUIRED = object()
 _V2_ROUTERS = (("softmax", "greedy"), ("softmax", "group_limited_greedy"))
 _V3_ROUTERS = (("sigmoid", "noaux_tc"),)
-# model_type -> router spellings it may have (the first is its default), and whether weights are renormalised when the
+# model_type -> router spellings it may have (the first is its default), and whether weights are renormalized when the
 # file does not say. kimi_k2 is DeepSeek-V3's code under another name.
 _MODEL_TYPES = {
     "deepseek_v2": (_V2_ROUTERS, False),
@@ -179,10 +179,10 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 def _router(fields: _Fields) -> dict[str, Any]:
     model_type = fields.one_of("model_type", tuple(_MODEL_TYPES))
-    routers, renormalise = _MODEL_TYPES[model_type]
+    routers, renormalize = _MODEL_TYPES[model_type]
     scoring = fields.one_of("scoring_func", tuple({scoring for scoring, _ in routers}), routers[0][0])
     method = fields.one_of("topk_method", tuple(method for _, method in routers), routers[0][1])
-    norm = fields.boolean("norm_topk_prob", renormalise)
+    norm = fields.boolean("norm_topk_prob", renormalize)
     if model_type == "deepseek_v2" and norm:
         raise fields.fail("norm_topk_prob", "false for deepseek_v2, whose implementations disagree on true")
     return {"scoring_func": scoring, "topk_method": method, "norm_topk_prob": norm}
@@ -292,6 +292,19 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
         _log.info("the checkpoint holds no multi-token prediction module, although config.json names one")
         cfg = dataclasses.replace(cfg, num_nextn_predict_layers=0)
     return cfg
+
+
+def stored_dtype(directory: str | pathlib.Path) -> str | None:
+    """Returns what config.json calls the type of the weights, such as "float16"; None where it says nothing.
+
+    Transformers 5 writes it as `dtype`, older versions as `torch_dtype`.
+
+    Raises:
+      ConfigError: config.json is missing or is no JSON object.
+    """
+    config = _read_object(pathlib.Path(directory) / "config.json")
+    name = config.get("dtype") or config.get("torch_dtype")
+    return name.removeprefix("torch.") if isinstance(name, str) else None
 
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:

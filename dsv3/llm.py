@@ -19,7 +19,7 @@ from dsv3.prepare import PreparedRequest, prepare_all
 from dsv3.request import EngineOutput, FinishReason, QueueFull, TokenLogprobs, fan_out
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.chat_template import ChatTemplate
-from dsv3.text.output import TextStream
+from dsv3.text.output import OutputStream
 from dsv3.text.tokenizer import Tokenizer, TokenizerNotFound
 
 Prompt = str | Sequence[int]
@@ -55,7 +55,7 @@ class _Answer:
 
     parent: RequestOutput
     completion: Completion
-    stream: TextStream
+    stream: OutputStream
 
 
 class LLM:
@@ -139,7 +139,7 @@ class LLM:
             requests = prepare_all(fan_out(self._next_id, output.prompt_token_ids, params), rules)
             self._next_id += len(requests)
             for request, completion in zip(requests, output.outputs, strict=True):
-                stream = TextStream(self.tokenizer, params)
+                stream = OutputStream(self.tokenizer, params)
                 waiting.append((request, _Answer(output, completion, stream)))
         live: dict[int, _Answer] = {}
         with self._bar(len(waiting)) as update:

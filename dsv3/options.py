@@ -1,8 +1,8 @@
 """Every option of a server, a batch, a notebook and an instance, each declared once; imports neither jax nor absl.
 
 All else is derived from the fields below: command-line flags and their help (`launch.cli`), `LLM`'s parameters
-(`dsv3.llm`), the message that starts an engine (`dsv3.api.frames`), what the processes of an instance must agree on and
-the key of stored executables (`dsv3.engine.cluster.fingerprint`). A new option is one field here.
+(`dsv3.llm`), the message that starts an engine (`dsv3.api.engine.messages`), what the processes of an instance must
+agree on and the key of stored executables (`dsv3.engine.cluster.fingerprint`). A new option is one field here.
 """
 
 import dataclasses
@@ -16,13 +16,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from dsv3.text.reasoning import Parser
 
-DType = Literal["auto", "float32", "bfloat16"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+CacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 Transport = Literal["auto", "ring", "all_to_all", "hierarchical", "ragged"]
 
 LEADER = 0
 """Process id of the one that owns the scheduler."""
 
 _MAX_PROCESSES = 4096
+_MAX_FRONTS = 256
 _KINDS: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (numbers.Integral, "an integer"),
@@ -148,7 +150,16 @@ class EngineOptions:
     Raises ValueError for values that cannot be.
     """
 
-    dtype: DType = option("auto", "Compute and store weights in this type; auto is float32 on a CPU, else bfloat16.")
+    dtype: DType = option(
+        "auto",
+        "Compute and store weights in this type; auto is float32 on a CPU, elsewhere float16 for a checkpoint of that "
+        "type and bfloat16 for others.",
+    )
+    kv_cache_dtype: CacheDType = option(
+        "auto",
+        "Store the latent cache in this type; auto is that of --dtype, fp8 holds 1.76 times the tokens of bfloat16 in "
+        "the same memory for DeepSeek-V3, and rounds them.",
+    )
     fp8: Literal["keep", "dequantize"] = option(
         "keep", "Keep FP8 weights in memory as FP8, or turn them into --dtype while they load."
     )
@@ -310,6 +321,9 @@ class ServerOptions(ServiceOptions):
         None, "Ask for this key on every route but /health. Process listings show it: see --api_key_file."
     )
     api_key_file: str | None = option(None, "Read the API key from the first line of this file.")
+    api_server_count: int = option(
+        1, "Answer HTTP with this many processes, which share the port and the engine.", low=1, high=_MAX_FRONTS
+    )
     shutdown_timeout: float = option(30.0, "Give requests in flight this many seconds to finish after SIGTERM.", low=0)
 
     def __post_init__(self) -> None:

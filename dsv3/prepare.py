@@ -12,6 +12,25 @@ from dsv3.request import EngineRequest, InvalidRequest
 from dsv3.sampling_params import SamplingParams
 
 
+class PromptTooLong(InvalidRequest):
+    """A prompt that leaves no room for an answer: `length` tokens, of `limit` for both together."""
+
+    def __init__(self, length: int, limit: int):
+        super().__init__(
+            f"the prompt has {length} tokens, but max_model_len is {limit} for prompt and answer together; shorten the "
+            f"prompt to {limit - 1} tokens or fewer"
+        )
+        self.length, self.limit = length, limit
+
+
+class NotInVocabulary(InvalidRequest):
+    """A prompt with a token id that the model does not have."""
+
+    def __init__(self, what: str, vocab_size: int):
+        super().__init__(f"{what} is not in the vocabulary of {vocab_size} tokens")
+        self.vocab_size = vocab_size
+
+
 class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine takes, and what its pages' keys start from: all that its fronts must know of it.
 
@@ -100,17 +119,12 @@ def _checked_tokens(prompt: list[int], rules: RequestRules) -> np.ndarray:
     if not prompt:
         raise InvalidRequest("the prompt is empty; give at least one token")
     if len(prompt) >= rules.max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {len(prompt)} tokens, but max_model_len is {rules.max_model_len} for prompt and answer "
-            f"together; shorten the prompt to {rules.max_model_len - 1} tokens or fewer"
-        )
+        raise PromptTooLong(len(prompt), rules.max_model_len)
     try:
         tokens = np.array(prompt, np.int64)
     except OverflowError:
-        raise InvalidRequest(f"a prompt token id is not in the vocabulary of {rules.vocab_size} tokens") from None
+        raise NotInVocabulary("a prompt token id", rules.vocab_size) from None
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= rules.vocab_size:
-        raise InvalidRequest(
-            f"prompt token id {low if low < 0 else high} is not in the vocabulary of {rules.vocab_size} tokens"
-        )
+        raise NotInVocabulary(f"prompt token id {low if low < 0 else high}", rules.vocab_size)
     return tokens.astype("<i4")

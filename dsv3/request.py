@@ -22,8 +22,8 @@ def first_id(sender: int) -> int:
     return sender << _SENDER_SHIFT
 
 
-def senders(request_ids: np.ndarray) -> np.ndarray:
-    """Returns the sender of each request id ([n] int64)."""
+def senders[Ids: (int, np.ndarray)](request_ids: Ids) -> Ids:
+    """Returns the sender of a request id, or of each one of [n] int64."""
     return request_ids >> _SENDER_SHIFT
 
 

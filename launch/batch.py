@@ -18,11 +18,11 @@ import sys
 import uvloop
 from rich.console import Console
 
-from dsv3.api.server import ServerConfig
+from dsv3.api.config import ServerConfig
 from dsv3.batch.completer import server_completer
 from dsv3.batch.journal import BatchError, InputSummary, Journal, summarize_input
 from dsv3.batch.progress import ProgressDisplay
-from dsv3.batch.run import Progress, run
+from dsv3.batch.run import BatchProgress, run
 from dsv3.options import EngineOptions, ServerOptions, ServiceOptions
 from launch import cli, flags
 from launch.model import model_dir, model_names
@@ -97,7 +97,7 @@ def _run(source: pathlib.Path, summary: InputSummary, journal: Journal, config: 
 
 async def _serve(
     source: pathlib.Path, summary: InputSummary, journal: Journal, config: ServerConfig
-) -> tuple[Progress, signal.Signals | None]:
+) -> tuple[BatchProgress, signal.Signals | None]:
     """Runs the batch until it is done or a signal comes; a second signal ends the process at once."""
     received: list[signal.Signals] = []
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -111,7 +111,7 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
-    progress = Progress(total=summary.lines, resumed=journal.answered)
+    progress = BatchProgress(total=summary.lines, resumed=journal.answered)
     try:
         async with server_completer(config) as completer:
             with ProgressDisplay(Console(stderr=True)) as display:

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import uvloop
 
-from dsv3.api.engine_process import configure_logging
-from dsv3.api.server import ServerConfig, bind, serve
-from dsv3.api.service import Service
+from dsv3.api.answers.service import Service
+from dsv3.api.config import ServerConfig
+from dsv3.api.engine.process import configure_logging
+from dsv3.api.http.server import bind, serve
 from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
 from launch import cli, flags
 from launch.cluster import cluster_options

@@ -118,11 +118,11 @@ H200 = GpuTarget(
 
 @dataclasses.dataclass(frozen=True)
 class KernelResources:
-    """What ptxas and Mosaic report about one kernel of a program."""
+    """Resources of one kernel of a program, as ptxas and Mosaic report them."""
 
     name: str
     registers: int
-    """Registers of a thread at launch; `set_max_registers` moves them between warpgroups afterwards."""
+    """Registers per thread at launch; `set_max_registers` moves them between warpgroups afterwards."""
     spill_store_bytes: int
     spill_load_bytes: int
     stack_bytes: int
@@ -208,7 +208,7 @@ def kernel_resources(
 def compile_with_resources(
     fn: Callable, *args, mesh: Mesh | None = None, donate_argnums: tuple[int, ...] = (), **kwargs
 ) -> tuple[jax.stages.Compiled, tuple[KernelResources, ...]]:
-    """What `compile_for` and `kernel_resources` give, of one compilation.
+    """Returns what `compile_for` and `kernel_resources` return, from one compilation.
 
     Arguments and errors as in `compile_for`, but that an `fn` already jitted does not donate: use `donate_argnums`.
     """

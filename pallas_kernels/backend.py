@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: decided once, by what the device is."""
+"""The choice of an operation's implementation, made once by what the device is."""
 
 import enum
 import functools

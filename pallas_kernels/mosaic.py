@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels share: shared-memory layouts, interpreter settings, differences between JAX releases."""
+"""The common ground of the Mosaic GPU kernels: shared-memory layouts, the interpreter, differences of JAX releases."""
 
 import dataclasses
 import functools

@@ -6,6 +6,7 @@ import pathlib
 import statistics
 
 import pytest
+from importlinter.cli import lint_imports
 
 ROOT = pathlib.Path(__file__).parent.parent
 MAY_IMPORT = {
@@ -15,6 +16,7 @@ MAY_IMPORT = {
     "dsv3": {"sharding", "pallas_kernels"},
     "launch": {"dsv3", "sharding", "pallas_kernels", "configs"},
 }
+PREPOSITIONS = {"Of", "By", "As", "From", "With", "For", "In", "To", "At", "On"}
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_MEDIAN_FUNCTION_LINES = 12
@@ -56,6 +58,23 @@ def test_imports_point_one_way(package: str) -> None:
         for path in (ROOT / package).rglob("*.py")
         for module in sorted(imported_modules(parse(path)))
         if not is_allowed(package, module) and module != "dsv3"
+    ]
+    assert not wrong
+
+
+def test_imports_inside_the_packages_keep_their_contracts() -> None:
+    """The contracts are in pyproject.toml: layers of dsv3 and of the engine, and a front without jax."""
+    assert lint_imports(str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    """A leading preposition hides what a function gives (docs/glossary.md and CONTRIBUTING.md have the rules)."""
+    wrong = [
+        f"{path.relative_to(ROOT)}: {doc.splitlines()[0]}"
+        for path in sources()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if (doc := ast.get_docstring(node)) and doc.split()[0] in PREPOSITIONS
     ]
     assert not wrong
 

@@ -14,17 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backend import Backend
+from pallas_kernels.dense import head_gemm, layer_gemm
 from pallas_kernels.fp8 import dequantize_128x128, fp8_gemm, quantize_1x128, quantize_128x128, swiglu_quantize
-from pallas_kernels.gemm import launch, shapes
-from pallas_kernels.gemm.plan import Plan
-from pallas_kernels.grouped import (
-    fp8_grouped_gemm_contiguous,
-    fp8_grouped_gemm_masked,
-    grouped_gemm_contiguous,
-    grouped_gemm_masked,
-    head_gemm,
-    stacked_gemm,
-)
+from pallas_kernels.gemm import dispatch, shapes
+from pallas_kernels.gemm.plan import TilePlan
+from pallas_kernels.grouped import align_groups, choose_tile_m, fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
 
 _STACK_BYTES = 256 << 20
 """Weights of a case together: five times the L2 cache of an H200."""
@@ -37,9 +31,9 @@ class Case:
     """One product.
 
     Attributes:
-      table: dense, contiguous, masked, quantise, heads or router.
+      table: dense, contiguous, decode, quantize, heads or router.
       label: what the table's first column says.
-      key: for looking up published figures and tuned plans.
+      key: for looking up published figures.
       operands: makes the random operands, from a key.
       call: (operands, i) -> result, with weight number i of the stack.
       valid_rows: (operands, i) -> (results, expected), both float32; rows that do not count are zero in both.
@@ -67,25 +61,25 @@ def all_cases(backend: Backend) -> Iterator[Case]:
     for m in (4096, 64, 128, 1):
         for n, k in shapes.DENSE_NK:
             yield dense_case(m, n, k, backend)
-    for groups, rows in shapes.MASKED_GROUPS:
+    for groups, rows in shapes.DECODE_GROUPS:
         for n, k in shapes.EXPERT_NK:
-            yield masked_case(groups, rows, n, k, fp8, backend)
+            yield decode_case(groups, rows, n, k, fp8, backend)
     for groups, rows in shapes.CONTIGUOUS_GROUPS:
         for n, k in shapes.EXPERT_NK:
             yield contiguous_case(groups, rows, n, k, fp8, backend)
     for m in (128, 4096):
-        yield quantise_case(m, 7168, False, backend)
-        yield quantise_case(m, 2048, True, backend)
+        yield quantize_case(m, 7168, False, backend)
+        yield quantize_case(m, 2048, True, backend)
     yield from layer_cases(backend)
     for n, k in shapes.EXPERT_NK:
-        yield masked_case(32, 20, n, k, bf16, backend)
-        yield masked_case(6, 1024, n, k, bf16, backend)
+        yield decode_case(32, 20, n, k, bf16, backend)
+        yield decode_case(6, 1024, n, k, bf16, backend)
         yield contiguous_case(8, 4096, n, k, bf16, backend)
     for n, k in shapes.OTHER_NK:
         for groups, rows in shapes.CONTIGUOUS_GROUPS:
             yield contiguous_case(groups, rows, n, k, fp8, backend)
         for groups, rows in ((6, 1024), (32, 192), (32, 20), (6, 20)):
-            yield masked_case(groups, rows, n, k, fp8, backend)
+            yield decode_case(groups, rows, n, k, fp8, backend)
 
 
 def layer_cases(backend: Backend) -> Iterator[Case]:
@@ -97,7 +91,7 @@ def layer_cases(backend: Backend) -> Iterator[Case]:
         yield router_case(m, *shapes.ROUTER_NK, backend)
 
 
-def dense_case(m: int, n: int, k: int, backend: Backend, plan: Plan | None = None) -> Case:
+def dense_case(m: int, n: int, k: int, backend: Backend, plan: TilePlan | None = None) -> Case:
     layers = _stack(n * k)
 
     def operands(key):
@@ -107,7 +101,7 @@ def dense_case(m: int, n: int, k: int, backend: Backend, plan: Plan | None = Non
     def call(operands, i):
         (a, a_scale), (b, b_scale) = operands["a"], operands["b"]
         if plan is not None:
-            return launch.dense(a, a_scale, b, b_scale, i % layers, jnp.bfloat16, plan=plan)
+            return dispatch.dense(a, a_scale, b, b_scale, i % layers, jnp.bfloat16, plan=plan)
         return fp8_gemm(a, a_scale, b, b_scale, layer=i % layers, backend=backend)
 
     def valid_rows(operands, i):
@@ -119,7 +113,9 @@ def dense_case(m: int, n: int, k: int, backend: Backend, plan: Plan | None = Non
     return Case("dense", f"{m} x {n} x {k}", (m, n, k), operands, call, valid_rows, 2 * m * n * k, size, 1e-3)
 
 
-def contiguous_case(groups: int, rows: int, n: int, k: int, dtype, backend: Backend, plan: Plan | None = None) -> Case:
+def contiguous_case(
+    groups: int, rows: int, n: int, k: int, dtype, backend: Backend, plan: TilePlan | None = None
+) -> Case:
     """Rows per group are 0.7 to 1.3 times `rows`, in whole tiles of 128, as in DeepGEMM's test."""
     fp8, tile_m = dtype == jnp.float8_e4m3fn, 128
     layers = _stack(groups * n * k * jnp.dtype(dtype).itemsize)
@@ -136,7 +132,7 @@ def contiguous_case(groups: int, rows: int, n: int, k: int, dtype, backend: Back
         place = {"tile_m": tile_m, "group_offset": i % layers * groups, "backend": backend}
         if plan is not None:
             x, w = (v if fp8 else (*v, None) for v in (operands["x"], operands["w"]))
-            return launch.contiguous(*x, *w, tile_group, place["group_offset"], tile_m, jnp.bfloat16, plan=plan)
+            return dispatch.contiguous(*x, *w, tile_group, place["group_offset"], tile_m, jnp.bfloat16, plan=plan)
         product = fp8_grouped_gemm_contiguous if fp8 else grouped_gemm_contiguous
         return product(*operands["x"], *operands["w"], tile_group, **place)
 
@@ -158,59 +154,61 @@ def contiguous_case(groups: int, rows: int, n: int, k: int, dtype, backend: Back
     return Case("contiguous", label, key, operands, call, valid_rows, 2 * m * n * k, size, tolerance)
 
 
-def masked_case(groups: int, rows: int, n: int, k: int, dtype, backend: Backend, plan: Plan | None = None) -> Case:
-    """Counts are 0.7 to 1.3 times `rows`; a buffer holds 1.5 times `rows`. Rows past the count are NaN."""
-    fp8, buffer = dtype == jnp.float8_e4m3fn, math.ceil(rows * 1.5 / 16) * 16
+def decode_case(groups: int, rows: int, n: int, k: int, dtype, backend: Backend) -> Case:
+    """What a decode step computes: rows sorted by expert, counts 0.7 to 1.3 times `rows`, room for twice as many.
+
+    Aligned rows that hold no row are NaN where tiles have them, and not looked at elsewhere.
+    """
+    fp8 = dtype == jnp.float8_e4m3fn
     layers = _stack(groups * n * k * jnp.dtype(dtype).itemsize)
     counts = (np.random.default_rng(0).uniform(0.7, 1.3, groups) * rows).astype(np.int32)
-    if groups == 1:
-        counts[:] = rows
-    past = np.arange(buffer) >= counts[:, None]
+    ids = np.full(2 * groups * rows, -1, np.int32)  # buffers of a dispatch are about half empty
+    ids[: counts.sum()] = np.repeat(np.arange(groups), counts)
+    tile_m = choose_tile_m(groups * rows, groups, backend=backend)
+    aligned = align_groups(jnp.asarray(ids), groups, tile_m)
+    held = (aligned.source_row < ids.size)[:, None]
 
     def operands(key):
         x_key, w_key = jax.random.split(key)
-        x = jnp.where(past[..., None], jnp.nan, _normal(x_key, groups, buffer, k))
+        x = jnp.where(held, _normal(x_key, held.size, k), jnp.nan)
         if fp8:
             return {"x": quantize_1x128(x, backend=Backend.REFERENCE), "w": _weight(w_key, layers * groups, n, k)}
         return {"x": (x,), "w": (_normal(w_key, layers * groups, n, k),)}
 
     def call(operands, i):
-        offset = i % layers * groups
-        if plan is not None:
-            x, w = (v if fp8 else (*v, None) for v in (operands["x"], operands["w"]))
-            return launch.masked(*x, *w, jnp.asarray(counts), offset, jnp.bfloat16, expected_rows=rows, plan=plan)
-        product = fp8_grouped_gemm_masked if fp8 else grouped_gemm_masked
-        place = {"group_offset": offset, "expected_rows": rows, "backend": backend}
-        return product(*operands["x"], *operands["w"], jnp.asarray(counts), **place)
+        product = fp8_grouped_gemm_contiguous if fp8 else grouped_gemm_contiguous
+        place = {"tile_m": tile_m, "group_offset": i % layers * groups, "backend": backend}
+        return product(*operands["x"], *operands["w"], aligned.tile_group, **place)
 
     def valid_rows(operands, i):
-        def group_product(x_and_group):
-            *x, group = x_and_group
-            x = _dequantize_rows(*x) if fp8 else x[0].astype(jnp.float32)
-            return _exact(x, _weight_at(operands["w"], i % layers * groups + group))
+        x = _dequantize_rows(*operands["x"]) if fp8 else operands["x"][0].astype(jnp.float32)
 
-        expected = jax.lax.map(group_product, (*operands["x"], jnp.arange(groups)))
+        def tile(x_and_group):
+            x, group = x_and_group
+            return _exact(x, _weight_at(operands["w"], i % layers * groups + jnp.maximum(group, 0)))
+
+        expected = jax.lax.map(tile, (x.reshape(-1, tile_m, k), aligned.tile_group)).reshape(-1, n)
         out = call(operands, i).astype(jnp.float32)
-        return tuple(jnp.where(past[..., None], 0, v) for v in (out, expected))
+        return tuple(jnp.where(held, v, 0) for v in (out, expected))
 
     itemsize, total = jnp.dtype(dtype).itemsize, int(counts.sum())
     size = (total * k + groups * n * k) * itemsize + 2 * total * n
-    label, key = f"{groups} groups, about {rows} rows, {n} x {k}", (jnp.dtype(dtype).name, groups, rows, n, k)
+    label, key = f"{groups} experts, about {rows} rows, {n} x {k}", (jnp.dtype(dtype).name, groups, rows, n, k)
     tolerance = 1e-3 if fp8 else 1e-5
-    return Case("masked", label, key, operands, call, valid_rows, 2 * total * n * k, size, tolerance)
+    return Case("decode", label, key, operands, call, valid_rows, 2 * total * n * k, size, tolerance)
 
 
-def quantise_case(m: int, channels: int, gated: bool, backend: Backend) -> Case:
+def quantize_case(m: int, channels: int, gated: bool, backend: Backend) -> Case:
     """The input is one buffer: where it fits the L2 cache (58 MB and 34 MB at 4096 rows) the rate is the cache's."""
     width = 2 * channels if gated else channels
-    quantise = swiglu_quantize if gated else quantize_1x128
+    quantize = swiglu_quantize if gated else quantize_1x128
 
     def operands(key):
         return {"x": _normal(key, m, width)}
 
     def call(operands, i):
         x, _ = jax.lax.optimization_barrier((operands["x"], i))  # or a loop of calls would compute it once
-        return quantise(x, backend=backend)
+        return quantize(x, backend=backend)
 
     def valid_rows(operands, i):
         x = operands["x"].astype(jnp.float32)
@@ -219,7 +217,7 @@ def quantise_case(m: int, channels: int, gated: bool, backend: Backend) -> Case:
 
     label = f"{'SwiGLU and ' if gated else ''}1x128, {m} x {channels}"
     size = 2 * m * width + m * channels + 4 * m * channels // 128
-    return Case("quantise", label, (gated, m, channels), operands, call, valid_rows, 0, size, 1e-3)
+    return Case("quantize", label, (gated, m, channels), operands, call, valid_rows, 0, size, 1e-3)
 
 
 def head_case(m: int, heads: int, width: int, latent: int, transposed: bool, backend: Backend) -> Case:
@@ -242,7 +240,7 @@ def router_case(m: int, n: int, k: int, backend: Backend) -> Case:
         f"{m} x {n} x {k}",
         "mk,nk->mn",
         ((m, k), (n, k), jax.ShapeDtypeStruct((m, n), jnp.float32)),
-        functools.partial(stacked_gemm, out_dtype=jnp.float32, backend=backend),
+        functools.partial(layer_gemm, out_dtype=jnp.float32, backend=backend),
         1e-8,
     )
 

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.fp8_gemm --out DIR                       on a Hopper GPU; under nine minutes
     JAX_PLATFORMS=cpu python -m benchmarks.gpu.fp8_gemm --compile     without one: registers and spills
 
-Writes DIR/fp8_gemm.md (the tables), DIR/fp8_gemm.json and DIR/tuned.py (measured plans, for pallas_kernels/gemm/).
+Writes DIR/fp8_gemm.md (the tables) and DIR/fp8_gemm.json. The last table holds the fastest plan of each product beside
+the one that `pallas_kernels/gemm/plan.py` chooses, so that its constants can be mended.
 A figure is the best of three loops of calls, each call with another weight of a stack that the L2 cache cannot hold.
 Every rate stands next to what the same run measured for a copy and for cuBLAS products through XLA. Products with one
 layer of a bfloat16 stack (k_up, v_up, the router) also stand next to XLA's product with a slice of the same stack.
@@ -12,9 +13,9 @@ layer of a bfloat16 stack (k_up, v_up, the router) also stand next to XLA's prod
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import math
-import pprint
 import shlex
 import sys
 import time
@@ -31,7 +32,7 @@ from pallas_kernels import aot
 from pallas_kernels.backend import Backend, is_hopper
 from pallas_kernels.gemm import plan as planning
 from pallas_kernels.gemm import shapes
-from pallas_kernels.gemm.plan import Plan
+from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
 
 PUBLISHED = {
     (64, 2112, 7168): 206, (64, 24576, 1536): 289, (64, 32768, 512): 219, (64, 7168, 16384): 336,
@@ -68,14 +69,14 @@ def main() -> int:
     run.roofs()
     run.check_and_measure(list(fp8_cases.all_cases(Backend.MOSAIC)))
     run.write()
-    run.tune()
+    run.compare_plans()
     run.write()
     return 1 if run.failures else 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/fp8_gemm"), help="folder for tables and tuned plans")
+    parser.add_argument("--out", type=Path, default=Path("runs/fp8_gemm"), help="folder for the tables")
     parser.add_argument("--minutes", type=float, default=8.5, help="time limit; later parts are left out, and said so")
     parser.add_argument("--compile", action="store_true", help="compile every shape for an H200 and gate its resources")
     return parser.parse_args()
@@ -90,7 +91,7 @@ class Run:
         self.rows: list[dict] = []
         self.failures: list[str] = []
         self.left_out: list[str] = []
-        self.tuned: dict[tuple, tuple] = dict(planning.TUNED)
+        self.plans: list[dict] = []
 
     def time_left(self) -> float:
         return self.deadline - time.monotonic()
@@ -159,31 +160,31 @@ class Run:
         rate = self.bf16_rate if "bfloat16" in case.key else self.fp8_rate
         return max(case.flops / rate, case.bytes / self.copy_rate)
 
-    def tune(self) -> None:
-        """Measures the likeliest plans of dense and grouped products, while there is time."""
-        for key, untuned, candidates in tunable_products():
-            best, operands = None, None
-            for plan in candidates:
+    def compare_plans(self) -> None:
+        """Measures the likeliest plans of dense and grouped products beside the chosen one, while there is time."""
+        for name, chosen, case_of, candidates in planned_products():
+            times: dict[TilePlan, float] = {}
+            operands = None
+            for plan in dict.fromkeys((chosen, *candidates)):
                 if self.time_left() < 15:
-                    self.left_out.append(f"tuning from {key} on")
+                    self.left_out.append(f"plans from {name} on")
                     return
-                case = untuned(plan)
+                case = case_of(plan)
                 operands = case.operands(jax.random.key(0)) if operands is None else operands
-                best = min(
-                    filter(None, (best, self.time_plan(case, plan, operands))), default=None, key=lambda found: found[0]
-                )
-            if best is not None:
-                self.tuned[key] = best[1]
-                print(f"tuned {key}: {best[1]} {best[0] * 1e6:.1f} us", flush=True)
+                seconds = self.time_plan(case, plan, operands)
+                if seconds is not None:
+                    times[plan] = seconds
+            if times:
+                self.plans.append(plan_row(name, chosen, times))
+                print(plan_line(self.plans[-1]), flush=True)
 
-    def time_plan(self, case: Case, plan: Plan, operands) -> tuple[float, tuple] | None:
-        """(seconds, plan's fields), or None where the plan does not compile or gives a wrong answer."""
+    def time_plan(self, case: Case, plan: TilePlan, operands) -> float | None:
+        """Seconds, or None where the plan does not compile or gives a wrong answer."""
         try:
             if not difference(case, operands) < case.tolerance:
                 self.failures.append(f"{case.label} with {plan}: wrong answer")
                 return None
-            fields = (plan.wide, plan.tile_m, plan.tile_n, plan.splits, plan.cluster, plan.stages)
-            return time_case(case, operands, self.roof_seconds(case)), fields
+            return time_case(case, operands, self.roof_seconds(case))
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             print(f"{case.label} with {plan}: {str(error)[:200]}", flush=True)
             return None
@@ -195,12 +196,13 @@ class Run:
             lines += [f"## {table}", "", *TABLE_HEAD]
             lines += [table_line(row) for row in self.rows if row["table"] == table] + [""]
         lines += sliced_table(self.rows)
+        lines += plan_table(self.plans)
         lines += ["Failed: " + failure for failure in self.failures]
         lines += ["Left out for lack of time: " + what for what in self.left_out]
         (self.out / "fp8_gemm.md").write_text("\n".join(lines) + "\n")
-        record = {"header": self.header(), "rows": self.rows, "failures": self.failures, "left_out": self.left_out}
+        record = {"header": self.header(), "rows": self.rows, "plans": self.plans}
+        record |= {"failures": self.failures, "left_out": self.left_out}
         (self.out / "fp8_gemm.json").write_text(json.dumps(record, indent=1))
-        (self.out / "tuned.py").write_text(tuned_module(self.header(), self.tuned))
 
 
 TABLE_HEAD = (
@@ -237,14 +239,34 @@ def sliced_line(row: dict) -> str:
     return f"| {row['table']}: {row['label']} | {ours:.1f} | {xla:.1f} | {xla / ours:.2f} |"
 
 
-def tuned_module(header: str, tuned: dict) -> str:
-    measured = "\n".join(line for line in header.splitlines() if line)
-    return (
-        '"""Measured plans; written by `python -m benchmarks.gpu.fp8_gemm` on a GPU, so do not edit by hand.\n\n'
-        f'{measured}\n"""\n\n'
-        f"TUNED: dict[tuple, tuple] = {pprint.pformat(tuned, width=116)}\n"
-        '"""Key of the product -> fields of a `Plan`."""\n'
-    )
+def plan_row(name: str, chosen: TilePlan, times: dict[TilePlan, float]) -> dict:
+    """The measured plans of a product, with the fastest and the chosen one, in microseconds."""
+    best = min(times, key=times.__getitem__)
+    measured = {str(dataclasses.astuple(plan)): seconds * 1e6 for plan, seconds in times.items()}
+    chosen_us = measured.get(str(dataclasses.astuple(chosen)))
+    return {
+        "product": name,
+        "best": best_name(best),
+        "best_us": times[best] * 1e6,
+        "chosen_us": chosen_us,
+        "all": measured,
+    }
+
+
+def best_name(plan: TilePlan) -> str:
+    kind = f"{'wide' if plan.wide else 'narrow'} {plan.tile_m} x {plan.tile_n}"
+    return kind + (f", K in {plan.splits}" if plan.splits > 1 else "") + (", multicast" if plan.cluster > 1 else "")
+
+
+def plan_line(row: dict) -> str:
+    chosen = "wrong" if row["chosen_us"] is None else f"{row['chosen_us']:.1f}"
+    return f"| {row['product']} | {row['best']} | {row['best_us']:.1f} | {chosen} |"
+
+
+def plan_table(rows: list[dict]) -> list[str]:
+    """Lines of the table of plans; empty where none was measured."""
+    head = ["## plans", "", "| product | fastest plan | us | chosen plan, us |", "|---|---|---|---|"]
+    return [*head, *map(plan_line, rows), ""] if rows else []
 
 
 def difference(case: Case, operands) -> float:
@@ -270,28 +292,25 @@ def seconds_per_call(step: Callable, init, calls: int, *operands) -> float:
     return best / calls
 
 
-def tunable_products():
-    """(key in `tuned.py`, plan -> case, plans to try), the products of a decode and a prefill step first."""
+def planned_products():
+    """(name, chosen plan, plan -> case, plans to try), the products of a decode and a prefill step first."""
     for m in (4096, 64, 128, 1):
         for n, k in shapes.DENSE_NK:
             plans = sorted(planning.dense_plans(m, 1), key=lambda plan: planning.estimated_cycles(plan, m, n, k, 1))[:4]
             wide = [plan for plan in plans if plan.wide]
-            multicast = [Plan(True, plan.tile_m, plan.tile_n, cluster=2) for plan in wide[:2]]
-            yield (
-                planning.dense_key(m, n, k, 1),
-                lambda plan, m=m, n=n, k=k: fp8_cases.dense_case(m, n, k, Backend.MOSAIC, plan),
-                plans + multicast,
-            )
+            multicast = [TilePlan(True, plan.tile_m, plan.tile_n, cluster=2) for plan in wide[:2]]
+            case_of = functools.partial(fp8_cases.dense_case, m, n, k, Backend.MOSAIC)
+            yield f"dense {m} x {n} x {k}", plan_dense(m, n, k, 1), case_of, plans + multicast
+    groups, rows = 8, 4096
     for dtype in (jnp.float8_e4m3fn, jnp.bfloat16):
         itemsize = jnp.dtype(dtype).itemsize
         for n, k in shapes.EXPERT_NK:
             wide = list(planning.wide_plans(itemsize))[-4:]
             yield (
-                ("contiguous", planning.WIDE_TILE_M, n, k, itemsize),
-                lambda plan, n=n, k=k, dtype=dtype: fp8_cases.contiguous_case(
-                    8, 4096, n, k, dtype, Backend.MOSAIC, plan
-                ),
-                wide + [Plan(True, plan.tile_m, plan.tile_n, cluster=2) for plan in wide[-2:]],
+                f"contiguous {groups} x about {rows}, {n} x {k} {jnp.dtype(dtype).name}",
+                plan_contiguous(groups * rows, planning.WIDE_TILE_M, n, k, itemsize),
+                functools.partial(fp8_cases.contiguous_case, groups, rows, n, k, dtype, Backend.MOSAIC),
+                wide + [TilePlan(True, plan.tile_m, plan.tile_n, cluster=2) for plan in wide[-2:]],
             )
 
 

@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend
+from pallas_kernels.experimental.write_latents import cache_rows, write_new_latents
 from pallas_kernels.mla import mosaic_ops
 from pallas_kernels.mla.schedule import REQUEST_OVERHEAD
 from pallas_kernels.mosaic import NUM_SMS
@@ -192,7 +193,7 @@ class Prefill:
         return 2.0 * self.heads * self.tokens * self.context * (WIDTH + LATENT)
 
     def expanded_context_flops(self) -> tuple[float, float]:
-        """Of expanding the cached tokens to keys and values, and of attending to them."""
+        """Returns the operations of expanding the cached tokens to keys and values, and of attending to them."""
         expand = 2.0 * self.heads * self.segments * self.context * LATENT * (128 + 128)
         return expand, 2.0 * self.heads * self.tokens * self.context * (192 + 128)
 
@@ -228,14 +229,14 @@ class Write:
 
     def calls(self, backend: Backend) -> dict[str, Callable[..., jax.Array]]:
         """What can be used, by name; the last is XLA's alone."""
-        where = {"pages_per_layer": self.pages}
 
         def two_steps(backend, pages, raw, weight, cos, sin, page_ids, offsets):
-            rows = mla.write.cache_rows(raw, weight, cos, sin, epsilon=1e-6, value_width=LATENT)
-            return mla.write_pages(pages, rows, page_ids, offsets, backend=backend, **where)
+            rows = cache_rows(raw, weight, cos, sin, epsilon=1e-6, value_width=LATENT)
+            return mla.write_pages(pages, rows, page_ids, offsets, pages_per_layer=self.pages, backend=backend)
 
+        kernel = {"one kernel": functools.partial(write_new_latents, epsilon=1e-6)}
         return {
-            "one kernel": functools.partial(mla.write_new_latents, epsilon=1e-6, backend=backend, **where),
+            **(kernel if backend is Backend.MOSAIC else {}),
             "XLA's norm, then a kernel": functools.partial(two_steps, backend),
             "XLA": functools.partial(two_steps, Backend.REFERENCE),
         }

@@ -91,7 +91,7 @@ def all_cases(backend: Backend) -> Iterator[Case]:
 
 def _case(name: str, parts: tuple[str, ...], flops: float, size: float, backend: Backend) -> Case:
     def call(operands: dict, i: Any, backend: Backend = backend) -> tuple[jax.Array, ...]:
-        return tuple(_COMPUTE[part](operands, i % LAYERS, Numerics(backend)) for part in parts)
+        return tuple(_COMPUTE[part](operands, i % LAYERS, Numerics(backend, expert_pairs=PAIRS)) for part in parts)
 
     def valid_rows(operands: dict, i: Any) -> tuple[jax.Array, jax.Array]:
         return tuple(

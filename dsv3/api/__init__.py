@@ -1,1 +1,1 @@
-
+"""OpenAI's API: `http` talks to clients, `answers` makes answers, `engine` is the process that computes them."""

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from dsv3.batch.run import Progress
+from dsv3.batch.run import BatchProgress
 
 LOG_SECONDS = 60.0
 
@@ -37,7 +37,7 @@ class ProgressDisplay:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: BatchProgress) -> None:
         """Shows the newest counts; tokens/s is the mean since the start of this run."""
         now, rate = time.monotonic(), progress.tokens_per_s
         if not self._bar.disable:

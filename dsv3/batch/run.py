@@ -16,7 +16,7 @@ from dsv3.batch.lines import BadLine, LineParser, RequestLine, answer_line, bad_
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Reply:
     """What became of a request: `body` is JSON-encodable, or a `msgspec.Raw` that is JSON already."""
 
     status: int
@@ -28,7 +28,7 @@ class Answer:
 class Completer(Protocol):
     """Whatever answers requests; called many times at once."""
 
-    async def complete(self, url: str, body: bytes) -> Answer:
+    async def complete(self, url: str, body: bytes) -> Reply:
         """Answers the JSON `body` as a server would at `url`, refusals included.
 
         Raises only what must end the batch with the request unanswered, such as the engine's death. A cancelled call
@@ -37,7 +37,7 @@ class Completer(Protocol):
 
 
 @dataclasses.dataclass
-class Progress:
+class BatchProgress:
     """Counts of a run: `resumed` lines were answered by earlier runs, the others by this one, in `seconds`."""
 
     total: int
@@ -50,12 +50,12 @@ class Progress:
 
     @property
     def answered(self) -> int:
-        """Lines with an answer in the output file."""
+        """Lines that have their line in the output file."""
         return self.resumed + self.succeeded + self.failed
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second, the mean over this run."""
+        """Output tokens per second, the mean over this run."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
 
@@ -66,15 +66,15 @@ async def run(
     *,
     concurrency: int,
     total: int,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
-) -> Progress:
+    on_progress: Callable[[BatchProgress], None] = lambda progress: None,
+) -> BatchProgress:
     """Answers every line of `source` that the journal does not hold, `concurrency` at a time.
 
     A cancelled run gives up the requests it is at, which stay unanswered for the next run, and returns. Raises what the
     completer raises, and BatchError when the input changes meanwhile or the output cannot be written; what is written
     stays.
     """
-    progress, began_s = Progress(total=total, resumed=journal.answered), time.monotonic()
+    progress, began_s = BatchProgress(total=total, resumed=journal.answered), time.monotonic()
     lines = _unanswered(source, journal)
 
     async def worker() -> None:
@@ -96,7 +96,7 @@ async def run(
     return progress
 
 
-async def _answer(line: RequestLine | BadLine, journal: Journal, completer: Completer, progress: Progress) -> None:
+async def _answer(line: RequestLine | BadLine, journal: Journal, completer: Completer, progress: BatchProgress) -> None:
     if isinstance(line, BadLine):
         journal.append(line.number, bad_line(line))
         progress.failed += 1

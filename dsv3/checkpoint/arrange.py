@@ -11,12 +11,12 @@ import numpy as np
 
 from dsv3.checkpoint import layout
 from dsv3.checkpoint.boxes import full_box, moved
-from dsv3.checkpoint.fill import E4M3
-from dsv3.checkpoint.layout import BLOCK, Piece
+from dsv3.checkpoint.layout import Piece
 from dsv3.checkpoint.load_plan import Array, LoadPlan
 from dsv3.checkpoint.reader import sharding_of, shares
 from dsv3.config import ModelConfig
 from dsv3.model.tensor_parallel import check_shards, row_order
+from pallas_kernels.float8 import BLOCK, E4M3
 
 
 def with_replicas(plan: LoadPlan, cfg: ModelConfig, phy2log: np.ndarray, shardings: Mapping[str, Any]) -> LoadPlan:

@@ -14,7 +14,7 @@ import numpy as np
 from dsv3.checkpoint import fill
 from dsv3.checkpoint.boxes import Box, block_axis, blocks, extents, full_box, grid, moved
 from dsv3.checkpoint.checksum import checksum
-from dsv3.checkpoint.fill import E4M3, Files, aligned_empty
+from dsv3.checkpoint.fill import Files, aligned_empty
 from dsv3.checkpoint.load import plan_directory
 from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
 from dsv3.checkpoint.publish import check_free, partial_path, publish, replace_file
@@ -24,6 +24,7 @@ from dsv3.checkpoint.stacked import FOLDER, FORMAT, MANIFEST, VERSION, manifest_
 from dsv3.checkpoint.writer import F32, write_hf
 from dsv3.config import ModelConfig
 from dsv3.hf_config import to_hf
+from pallas_kernels.float8 import E4M3
 
 WINDOW_BYTES = 256 << 20
 JOURNAL = "journal.json"

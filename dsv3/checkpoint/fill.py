@@ -13,19 +13,18 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
 from dsv3.checkpoint.boxes import Box, blocks, extents, full_box, intersection, moved
 from dsv3.checkpoint.checksum import checksum
 from dsv3.checkpoint.errors import CheckpointError
-from dsv3.checkpoint.layout import BLOCK, Piece, whole_piece
+from dsv3.checkpoint.layout import Piece, whole_piece
 from dsv3.checkpoint.load_plan import Array
 from dsv3.checkpoint.safetensors_file import Tensor
+from pallas_kernels.float8 import BLOCK, E4M3
 
 # Large enough that a read costs more than its bookkeeping, small enough that scratch does not count.
 BLOCK_BYTES = 4 << 20
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 

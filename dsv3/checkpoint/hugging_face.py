@@ -14,12 +14,12 @@ import numpy as np
 
 from dsv3.checkpoint import layout
 from dsv3.checkpoint.errors import raise_findings
-from dsv3.checkpoint.fill import E4M3
-from dsv3.checkpoint.layout import BLOCK, Piece, scale_name, scale_piece, scale_shape
+from dsv3.checkpoint.layout import Piece, scale_name, scale_piece, scale_shape
 from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
 from dsv3.checkpoint.safetensors_file import NAMES, Tensor
 from dsv3.config import ModelConfig
 from dsv3.model.params import ParamSpec
+from pallas_kernels.float8 import BLOCK, E4M3
 
 Findings = defaultdict[str, list[str]]
 

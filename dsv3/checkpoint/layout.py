@@ -15,8 +15,7 @@ import jax
 from dsv3.checkpoint.boxes import Box, full_box
 from dsv3.config import ModelConfig
 from dsv3.model.params import ParamSpec, declare
-
-BLOCK = 128  # rows and columns that share one scale of an FP8 weight
+from pallas_kernels.float8 import BLOCK
 
 # Buffers that older exporters stored. They follow from the configuration, so they are never read.
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")

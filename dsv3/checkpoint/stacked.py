@@ -19,13 +19,13 @@ from dsv3.checkpoint import layout
 from dsv3.checkpoint.boxes import blocks, full_box
 from dsv3.checkpoint.directory import plain_file_name, read_json
 from dsv3.checkpoint.errors import CheckpointError, raise_findings
-from dsv3.checkpoint.fill import E4M3
 from dsv3.checkpoint.hugging_face import F32, PLAIN, Findings, names
 from dsv3.checkpoint.layout import scale_shape, whole_piece
 from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
 from dsv3.checkpoint.safetensors_file import NAMES, Tensor, read_header
 from dsv3.config import ModelConfig
 from dsv3.model.params import ParamSpec
+from pallas_kernels.float8 import E4M3
 
 FORMAT = "dsv3-stacked"
 VERSION = 2

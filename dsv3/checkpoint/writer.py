@@ -17,7 +17,6 @@ import numpy as np
 from dsv3.checkpoint import layout
 from dsv3.checkpoint.boxes import full_box
 from dsv3.checkpoint.directory import INDEX, SINGLE
-from dsv3.checkpoint.fill import E4M3
 from dsv3.checkpoint.layout import Piece
 from dsv3.checkpoint.publish import atomic_directory
 from dsv3.checkpoint.reader import Advance, reporter
@@ -25,6 +24,7 @@ from dsv3.checkpoint.safetensors_file import header_bytes
 from dsv3.config import ModelConfig
 from dsv3.hf_config import to_hf
 from dsv3.model.params import Fp8Weight, Params
+from pallas_kernels.float8 import E4M3
 
 F32 = np.dtype(np.float32)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)

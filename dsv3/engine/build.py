@@ -1,4 +1,4 @@
-"""From a model directory to an engine: what the notebook face, the server and the batch tool share."""
+"""Builds an engine from a model directory, for the notebook face, the server and the batch tool alike."""
 
 import dataclasses
 import hashlib
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import dsv3
@@ -18,14 +17,15 @@ from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.device.programs import Progress
+from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs.experts import layer_bytes
 from dsv3.engine.limits import DeviceMemory, Layout, engine_config
 from dsv3.engine.parts import Parts
-from dsv3.hf_config import load_config
+from dsv3.hf_config import load_config, stored_dtype
 from dsv3.model.tensor_parallel import check_shards
-from dsv3.options import DType, EngineOptions
+from dsv3.options import EngineOptions
 from sharding.experts.rebalance import LAYERS_HELD
 from sharding.mesh import rank_mesh
 
@@ -62,15 +62,15 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
     check_shards(model_cfg, shards, fp8=model_cfg.fp8 is not None and options.fp8 == "keep")
     devices = _devices(options.data_parallel_size, shards)
     mine = next(device for device in devices if device.process_index == jax.process_index())
-    dtype = _dtype(options.dtype, mine)
+    dtypes = resolve_dtypes(model_cfg, options, mine, stored_dtype(Path(model_dir)))
     mesh = rank_mesh(devices, jax.process_count(), shards)
-    functions, served = _functions(model_dir, model_cfg, options, mesh, dtype, progress)
+    functions, served = _functions(model_dir, model_cfg, options, mesh, dtypes.compute, progress)
     moving = _move_bytes(functions, served) if options.enable_eplb else 0
     cfg = engine_config(
         model_cfg,
         options,
         _layout(devices, mine, shards),
-        dtype,
+        dtypes,
         model_id=_model_id(Path(model_dir)),
         tokenizer_id=_tokenizer_id(Path(model_dir)),
         move_bytes=moving,
@@ -132,12 +132,6 @@ def _devices(ranks: int | None, shards: int) -> list[jax.Device]:
             f"tensor_parallel_size {shards} that makes {len(devices) // shards} ranks"
         )
     return devices
-
-
-def _dtype(name: DType, device: jax.Device) -> Any:
-    if name == "auto":
-        return jnp.float32 if device.platform == "cpu" else jnp.bfloat16
-    return jnp.dtype(name)
 
 
 def _layout(devices: list[jax.Device], mine: jax.Device, shards: int) -> Layout:

@@ -39,7 +39,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = _carries("enable_prefix_caching", True)
     model_id: str = option("", "Name the weights; paths differ between hosts.", agree=False, programs=False)
-    cache_dtype: str = option("float32", "Store latents in this type.")
+    cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.cache.layout`.")
     tokenizer_id: str = option("", "Name the tokenizer.", agree=False, programs=False)
     seed: int = _carries("seed", 0)
     eplb_interval: int = option(0, "Let this many steps pass between moves; 0: never move.", low=0, programs=False)

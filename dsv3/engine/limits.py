@@ -9,6 +9,7 @@ from dsv3.cache.layout import page_bytes, pages_within
 from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.dtypes import EngineDtypes
 from dsv3.options import EngineOptions
 
 _CPU_CACHE_BYTES = 2**30
@@ -36,7 +37,7 @@ def engine_config(
     model: ModelConfig,
     options: EngineOptions,
     layout: Layout,
-    dtype: Any,
+    dtypes: EngineDtypes,
     *,
     model_id: str = "",
     tokenizer_id: str = "",
@@ -44,18 +45,18 @@ def engine_config(
 ) -> EngineConfig:
     """Returns the limits of an engine whose weights are on its devices already.
 
-    `dtype` is that of the cache and of activations. Moving experts takes `move_bytes` between steps. Raises ValueError
+    Moving experts takes `move_bytes` between steps. Raises ValueError
     where no page fits, or no request of `options.max_model_len`.
     """
     max_num_seqs = options.max_num_seqs or (64 if layout.is_cpu else 256)
     batched = options.max_num_batched_tokens or (1024 if layout.is_cpu else 8192)
     wanted = options.max_model_len or model.max_position_embeddings
-    working = max(step_bytes(model, dtype, batched, max_num_seqs, options.tensor_parallel_size), move_bytes)
+    working = max(step_bytes(model, dtypes.compute, batched, max_num_seqs, options.tensor_parallel_size), move_bytes)
     budget = cache_budget(layout.memory, options.gpu_memory_utilization, working)
-    num_pages = min(pages_within(model, dtype, budget), max_num_seqs * pages_for(wanted))
+    num_pages = min(pages_within(model, dtypes.cache, budget), max_num_seqs * pages_for(wanted))
     if num_pages < 1:
         raise ValueError(
-            f"{max(0, budget)} bytes are left for the cache, but one page takes {page_bytes(model, dtype)}; "
+            f"{max(0, budget)} bytes are left for the cache, but one page takes {page_bytes(model, dtypes.cache)}; "
             "raise gpu_memory_utilization or use more devices"
         )
     return EngineConfig(
@@ -69,7 +70,7 @@ def engine_config(
         tensor_parallel_size=options.tensor_parallel_size,
         enable_prefix_caching=options.enable_prefix_caching,
         model_id=model_id,
-        cache_dtype=jnp.dtype(dtype).name,
+        cache_dtype=dtypes.cache,
         tokenizer_id=tokenizer_id,
         seed=options.seed,
         eplb_interval=options.eplb_interval if options.enable_eplb else 0,

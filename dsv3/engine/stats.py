@@ -10,7 +10,7 @@ HOST_TIME_BOUNDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
 
 @dataclasses.dataclass(frozen=True)
 class ExpertStats:
-    """Of routed experts on several devices; counts and bytes are totals since the start, as far as they are read out.
+    """Numbers of routed experts on several devices; counts and bytes are totals since the start, as far as read out.
 
     `balancedness` is the mean over the layers of mean over maximum of the devices' loads, for the load of the last
     steps on the experts' present places, and `balancedness_min` that of the most uneven layer. `rebalances` counts

@@ -114,7 +114,7 @@ def _prefill_context(
         rotation=rotation(cfg, batch.positions),
         attend=prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
         valid=rows < batch.cu_lengths[-1],
-        numerics=Numerics.from_config(cfg, backend),
+        numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
     )
 
@@ -130,7 +130,7 @@ def _decode_context(
         rotation=rotation(cfg, positions),
         attend=decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, heads=heads),
         valid=positions >= 0,
-        numerics=Numerics.from_config(cfg, backend),
+        numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
     )
 

@@ -15,10 +15,8 @@ import numpy as np
 
 from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
+from pallas_kernels.float8 import BLOCK
 from sharding.mesh import TENSOR, is_split
-
-BLOCK = 128
-"""Rows and columns that share a scale in an FP8 weight."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+CACHE_DTYPES = ("bfloat16", "fp8")
+"""Types of pages that the kernels read with bfloat16 queries."""
+
 
 class DeploymentError(ValueError):
     """A deployment that cannot be, or a file that does not describe one; the text names the field."""
@@ -46,7 +49,7 @@ class Deployment:
     tokens that a request has in the cache (of a prompt, in prefill); `prefix_hit_rate` is the share of prompt tokens
     found there. `max_model_len` None: what the model was made for. `expert_parallel` spreads the routed experts over
     all devices, with `redundant_experts` replicas more than there are experts; `expert_transport` is as in
-    `launch.serve`.
+    `launch.serve`. `kv_cache_dtype` is the type of the pages: bfloat16, as activations are, or fp8.
     `memory_utilization` is the share of a device's memory that weights, cache and working memory may take; the rest is
     for CUDA, NCCL's buffers and fragmentation.
 
@@ -67,6 +70,7 @@ class Deployment:
     expert_transport: str = "auto"
     tensor_parallel: int = 1
     memory_utilization: float = 0.9
+    kv_cache_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         _check_positive(self, "nodes", "gpus_per_node", "context_length", "tensor_parallel")
@@ -83,6 +87,10 @@ class Deployment:
         if self.redundant_experts < 0 or (self.redundant_experts and not self.expert_parallel):
             raise DeploymentError(
                 f"{self.name}: redundant_experts {self.redundant_experts} must be at least 0, and needs expert_parallel"
+            )
+        if self.kv_cache_dtype not in CACHE_DTYPES:
+            raise DeploymentError(
+                f"{self.name}: kv_cache_dtype {self.kv_cache_dtype!r} is not one of {', '.join(CACHE_DTYPES)}"
             )
         if self.gpus_per_node % self.tensor_parallel or (self.tensor_parallel > 1 and not self.expert_parallel):
             raise DeploymentError(

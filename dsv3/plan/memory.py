@@ -10,7 +10,7 @@ import jax
 from dsv3.cache.layout import token_bytes
 from dsv3.checkpoint.layout import leaf_path
 from dsv3.engine.jobs.sample import adjust_shapes
-from dsv3.plan.programs import CACHE_DTYPE, Compiled, Planned, cache_tokens
+from dsv3.plan.programs import Compiled, Planned, cache_tokens
 
 _GROUPS = {
     "routed experts": ("moe.moe.gate_up", "moe.moe.down"),
@@ -69,7 +69,7 @@ def memory_of(planned: Planned, steps: Sequence[Compiled] = ()) -> Memory:
     layout = planned.layout
     return Memory(
         weights=weight_groups(planned.params),
-        token=token_bytes(planned.model, CACHE_DTYPE),
+        token=token_bytes(planned.model, planned.deployment.kv_cache_dtype),
         cache_tokens=cache_tokens(planned.deployment),
         state=local_bytes((layout.state, adjust_shapes(layout))),
         working=max((step.temporaries + step.results for step in steps), default=None),

@@ -108,6 +108,7 @@ def stages_of(planned: Planned, compiled: Compiled, rates: roofline.Rates, micro
         keys=hits * context + (1 - hits) * context / 2 if is_prefill else context,
         experts=experts_per_device(planned),
         split=deployment.tensor_parallel,
+        cache_dtype=deployment.kv_cache_dtype,
     )
     stages = roofline.prefill_stages if is_prefill else roofline.decode_stages
     return stages(model, rates, batch)
@@ -125,5 +126,10 @@ def _floor(planned: Planned, compiled: Compiled) -> roofline.DecodeFloor | None:
     if compiled.phase == "prefill" or deployment.tensor_parallel > 1:
         return None
     return roofline.floor_decode(
-        planned.model, deployment.device, compiled.tokens, deployment.context_length, experts_per_device(planned)
+        planned.model,
+        deployment.device,
+        compiled.tokens,
+        deployment.context_length,
+        experts_per_device(planned),
+        deployment.kv_cache_dtype,
     )

@@ -31,7 +31,6 @@ from pallas_kernels.backend import Backend
 from sharding.experts.placement import Placement
 from sharding.mesh import rank_mesh
 
-CACHE_DTYPE = jnp.bfloat16
 _PREFILL_SLOTS = 64  # requests that a prefill instance holds at once
 Phase = Literal["prefill", "decode"]
 
@@ -134,7 +133,7 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
         num_ranks=deployment.ranks,
         num_nodes=deployment.nodes,
         tensor_parallel_size=deployment.tensor_parallel,
-        cache_dtype=jnp.dtype(CACHE_DTYPE).name,
+        cache_dtype=deployment.kv_cache_dtype,
     )
 
 

@@ -11,6 +11,7 @@ is the core, the output projection and what stands between them.
 
 import dataclasses
 
+from dsv3.cache.layout import row_bytes
 from dsv3.config import ModelConfig
 from dsv3.plan.deployment import Device
 
@@ -130,7 +131,12 @@ class DecodeFloor:
 
 
 def floor_decode(
-    model: ModelConfig, device: Device, requests: int, context: int, experts_per_device: int
+    model: ModelConfig,
+    device: Device,
+    requests: int,
+    context: int,
+    experts_per_device: int,
+    cache_dtype: str = "bfloat16",
 ) -> DecodeFloor:
     """The bare roofline of one device that decodes `requests` with `context` tokens each.
 
@@ -145,16 +151,11 @@ def floor_decode(
     row = sum(wire_rows(model))
     return DecodeFloor(
         weights=read / device.hbm_bytes_per_second,
-        cache=requests * context * cache_row(model) * L / device.hbm_bytes_per_second,
+        cache=requests * context * row_bytes(model, cache_dtype) * L / device.hbm_bytes_per_second,
         core=L * requests * context * core_operations(model) / device.bf16_flops,
         products=done / (device.fp8_flops if model.fp8 else device.bf16_flops) + head / device.bf16_flops,
         wire=moe * model.num_experts_per_tok * requests * row / device.cross_link,
     )
-
-
-def cache_row(model: ModelConfig) -> int:
-    """Bytes of a token's latent in one layer, bf16: 1,152 for DeepSeek-V3."""
-    return 2 * model.latent_dim
 
 
 def core_operations(model: ModelConfig) -> int:
@@ -179,6 +180,7 @@ class MicroBatch:
     keys: float
     experts: int
     split: int = 1
+    cache_dtype: str = "bfloat16"
 
 
 def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[str, float]:
@@ -191,7 +193,7 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[s
         return max(elements * itemsize / rates.dense_bandwidth, work) / split + _KERNEL_S
 
     core = b * batch.keys * core_operations(model) / n / rates.decode_core_flops
-    cache = b * batch.keys * cache_row(model) / rates.hbm
+    cache = b * batch.keys * row_bytes(model, batch.cache_dtype) / rates.hbm
     rows = b * model.num_experts_per_tok / n  # even load: what leaves a device also arrives
     routed = batch.experts * sizes.expert * item / rates.grouped_bandwidth
     work = 2 * rows * sizes.expert / rates.grouped_flops

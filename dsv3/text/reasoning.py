@@ -6,6 +6,7 @@ DeepSeek-R1 and V3.1 write `reasoning</think>answer`. Newer chat templates put `
 
 from typing import Literal
 
+from dsv3.text.pieces import Piece, Reasoning, Text
 from dsv3.text.stop import StopMatcher
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -17,8 +18,14 @@ _MAX_OPENING = 64
 State = Literal["undecided", "reasoning", "answer"]
 
 
+def parser_after(prompt: str, parser: str) -> "ReasoningParser | None":
+    """Returns the parser of an answer to `prompt`; None where the answer can hold no reasoning."""
+    state = start_state(prompt, parser)
+    return None if state == "answer" else ReasoningParser(state)
+
+
 def start_state(prompt: str, parser: str) -> State:
-    """Where the model stands after `prompt`.
+    """Returns where the model stands after `prompt`.
 
     A prompt that ends with a marker decides. Otherwise the text is reasoning until `</think>` with the parser
     "deepseek_r1" (a model that always thinks), and with "auto" only if it begins with `<think>`.
@@ -32,34 +39,46 @@ def start_state(prompt: str, parser: str) -> State:
 
 
 def writes_reasoning(chat_template: str | None) -> bool:
-    """Whether a template knows the markers."""
+    """Returns whether a template knows the markers."""
     return chat_template is not None and CLOSE in chat_template
 
 
-class ReasoningSplitter:
-    """Takes text piece by piece; the markers are dropped, all other characters are kept as they are.
+class ReasoningParser:
+    """Splits text into reasoning and answer; the markers are dropped, all other characters are kept as they are.
 
-    Only the first `</think>` ends the reasoning; markers in the answer are text.
+    Only the first `</think>` ends the reasoning; markers in the answer are text. See `dsv3.text.parsers.OutputParser`.
     """
 
     def __init__(self, state: State):
         self._state: State = state
-        self._at_start = True
+        self._at_start = state != "answer"
         self._held = ""
         self._close = StopMatcher([CLOSE])
 
-    def push(self, text: str) -> tuple[str, str]:
-        """The new reasoning and the new answer; text that may be part of a marker is held back."""
-        if self._at_start and self._state != "answer":
-            text = self._read_opening(text)
-        if self._state == "reasoning" and not self._at_start:
-            return self._read_reasoning(text)
-        return ("", text) if self._state == "answer" else ("", "")
+    @property
+    def is_done(self) -> bool:
+        """Whether the answer has begun."""
+        return self._state == "answer" and not self._at_start
 
-    def finish(self) -> tuple[str, str]:
-        """What was held back, now that no more text will come."""
+    def push(self, piece: Piece) -> list[Piece]:
+        """Returns the new reasoning and the new answer."""
+        if not isinstance(piece, Text):
+            return [piece]
+        text = piece.text
+        if self._at_start:
+            text = self._read_opening(text)
+        if self._at_start:
+            return []
+        if self._state == "reasoning":
+            return self._read_reasoning(text)
+        return [Text(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        """Returns what was held back."""
         held, self._held = self._held, ""
-        return (held, "") if self._state == "reasoning" else ("", held)
+        if not held:
+            return []
+        return [Reasoning(held) if self._state == "reasoning" else Text(held)]
 
     def _read_opening(self, text: str) -> str:
         """Decides by the first characters that are not white space; returns the text after an opening marker."""
@@ -77,13 +96,14 @@ class ReasoningSplitter:
             self._state = "answer"
         return text
 
-    def _read_reasoning(self, text: str) -> tuple[str, str]:
+    def _read_reasoning(self, text: str) -> list[Piece]:
         match = self._close.find(text)
         text = self._held + text
-        if match is not None:
-            reasoning_end = len(self._held) + match[0]
-            self._state, self._held = "answer", ""
-            return text[: reasoning_end - len(CLOSE)], text[reasoning_end:]
-        cut = len(text) - self._close.held
-        self._held = text[cut:]
-        return text[:cut], ""
+        if match is None:
+            cut = len(text) - self._close.held
+            self._held = text[cut:]
+            return [Reasoning(text[:cut])] if cut else []
+        end = len(self._held) + match[0]
+        self._state, self._held = "answer", ""
+        reasoning, answer = text[: end - len(CLOSE)], text[end:]
+        return [piece(part) for piece, part in ((Reasoning, reasoning), (Text, answer)) if part]

@@ -1,6 +1,8 @@
-"""Finds strings in text that arrives piece by piece, in linear time."""
+"""Stop strings: finds strings in text that arrives piece by piece, in linear time, and ends the text there."""
 
 from collections.abc import Sequence
+
+from dsv3.text.pieces import Piece, Text
 
 
 class StopMatcher:
@@ -19,7 +21,7 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """Trailing characters of the text so far that may belong to a match to come."""
+        """The number of trailing characters so far that may belong to a match to come."""
         return max(self._states, default=0)
 
     def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
@@ -52,8 +54,51 @@ class StopMatcher:
         return match
 
 
+class StopStrings:
+    """Ends an answer at the first end of a stop string; the string is left out unless `include`.
+
+    A stop string that ends while `is_armed` is false is text like any other. See `dsv3.text.parsers.OutputParser`.
+    """
+
+    is_done = False
+
+    def __init__(self, strings: Sequence[str], include: bool):
+        self._matcher = StopMatcher(strings)
+        self._include = include
+        self._held = ""
+        self.is_armed = True
+        self.found: str | None = None
+        """The stop string that has ended the answer."""
+
+    def push(self, piece: Piece) -> list[Piece]:
+        """Returns the text that may be shown."""
+        if not isinstance(piece, Text):
+            return [piece]
+        position = 0
+        while (match := self._matcher.find(piece.text, position)) is not None:
+            position, found = match
+            if self.is_armed:
+                self.found = found
+                shown = self._held + piece.text[:position]
+                self._held = ""
+                return _text(shown if self._include else shown[: -len(found)])
+        text = self._held + piece.text
+        cut = len(text) - self._matcher.held
+        self._held = text[cut:]
+        return _text(text[:cut])
+
+    def finish(self) -> list[Piece]:
+        """Returns the text that was held back."""
+        held, self._held = self._held, ""
+        return _text(held)
+
+
+def _text(text: str) -> list[Piece]:
+    return [Text(text)] if text else []
+
+
 def _failures(pattern: str) -> list[int]:
-    """For each prefix the length of its longest proper suffix that is a prefix too."""
+    """Returns for each prefix the length of its longest proper suffix that is a prefix too."""
     table = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):

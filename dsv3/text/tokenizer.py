@@ -45,6 +45,7 @@ class Tokenizer:
         self.max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._add_bos: bool | None = config.get("add_bos_token")
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Self:
@@ -92,6 +93,18 @@ class Tokenizer:
         if known is None:
             known = self._bytes[token_id] = _to_bytes(self._backend.id_to_token(token_id) or "")
         return known
+
+    def token_text(self, token_id: int) -> str | None:
+        """The text a token stands for by itself; None where its bytes are a part of a character, or no UTF-8."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text: str | None = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._texts[token_id] = text
+            return text
 
     def id_of(self, token: str) -> int | None:
         """Id of a token given as it is written in the vocabulary, None if there is none."""

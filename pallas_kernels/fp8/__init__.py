@@ -1,4 +1,4 @@
-"""FP8 (e4m3) with block scales: quantisation and the dense product."""
+"""FP8 (e4m3) with block scales: quantization and the dense product."""
 
 from pallas_kernels.fp8.gemm import fp8_gemm
 from pallas_kernels.fp8.quantize import dequantize_128x128, quantize_1x128, quantize_128x128, swiglu_quantize

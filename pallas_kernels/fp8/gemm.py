@@ -6,8 +6,8 @@ from jax import lax
 
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.fp8 import reference
-from pallas_kernels.fp8.quantize import BLOCK, E4M3
-from pallas_kernels.gemm import launch
+from pallas_kernels.gemm import dispatch
+from pallas_kernels.gemm.checks import check_operands
 
 
 def fp8_gemm(
@@ -41,7 +41,7 @@ def fp8_gemm(
     _validate(a, a_scale, b, b_scale, layer, out_dtype)
     if resolve_backend(requested=backend) is Backend.MOSAIC:
         stack = (b[None], b_scale[None], 0) if layer is None else (b, b_scale, layer)
-        return launch.dense(a, a_scale, *stack, out_dtype)
+        return dispatch.dense(a, a_scale, *stack, out_dtype)
     if layer is not None:
         b = lax.dynamic_index_in_dim(b, layer, 0, keepdims=False)
         b_scale = lax.dynamic_index_in_dim(b_scale, layer, 0, keepdims=False)
@@ -57,21 +57,3 @@ def _validate(a, a_scale, b, b_scale, layer, out_dtype) -> None:
     check_operands("fp8_gemm", a, a_scale, b, b_scale)
     if jnp.dtype(out_dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
         raise ValueError(f"fp8_gemm: out_dtype must be bfloat16 or float32, got {jnp.dtype(out_dtype)}")
-
-
-def check_operands(name: str, a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> None:
-    """Raises ValueError unless a [..., M, K] and b [..., N, K] are e4m3 and the scales float32 of matching shapes."""
-    (m, k), n = a.shape[-2:], b.shape[-2]
-    k_blocks = -(-k // BLOCK)
-    a_scale_shape = (*a.shape[:-2], k_blocks, m)
-    b_scale_shape = (*b.shape[:-2], -(-n // BLOCK), k_blocks)
-    if a_scale.shape != a_scale_shape or b_scale.shape != b_scale_shape:
-        raise ValueError(
-            f"{name}: operands {a.shape} and {b.shape} need scales {a_scale_shape} and {b_scale_shape}, "
-            f"got {a_scale.shape} and {b_scale.shape}"
-        )
-    if a.dtype != E4M3 or b.dtype != E4M3 or a_scale.dtype != jnp.float32 or b_scale.dtype != jnp.float32:
-        raise ValueError(
-            f"{name}: needs float8_e4m3fn operands and float32 scales, "
-            f"got {a.dtype}, {b.dtype} and {a_scale.dtype}, {b_scale.dtype}"
-        )

@@ -1,4 +1,4 @@
-"""Block quantisation to e4m3: 1x128 for activations, 128x128 for weights, and SwiGLU fused with the former.
+"""Block quantization to e4m3: 1x128 for activations, 128x128 for weights, and SwiGLU fused with the former.
 
 Follows section 3.3.2 of the DeepSeek-V3 report (arXiv:2412.19437) and DeepGEMM's test utilities: the scale of a block
 is its largest magnitude over 448, with the magnitude clamped at 1e-4; a value is recovered by *multiplying* with it.
@@ -8,23 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
 from pallas_kernels.fp8 import quantize_kernel
 
-BLOCK = 128
-E4M3 = jnp.float8_e4m3fn
-E4M3_MAX = 448.0
-_AMAX_FLOOR = 1e-4
 
-
-def quantize_1x128(
-    x: jax.Array, *, ue8m0: bool = False, counts: jax.Array | None = None, backend: Backend | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Quantises activations per row and 128 channels.
+def quantize_1x128(x: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None) -> tuple[jax.Array, jax.Array]:
+    """Quantizes activations per row and 128 channels.
 
     Args:
       x: [..., M, K] floating point. A last block of fewer than 128 channels has a scale of its own.
       ue8m0: round scales up to powers of two (DeepSeek-V3.1's `scale_fmt`).
-      counts: for x [G, M, K], [G] integers: only the first counts[g] rows matter, and the kernel skips the rest.
       backend: implementation; None chooses by device. The kernel needs bfloat16 or float32 and K in multiples of 16;
         other inputs take the reference on every device.
 
@@ -34,16 +27,16 @@ def quantize_1x128(
       `scale[..., rows]`.
 
     Raises:
-      ValueError: x is no floating-point array of two or more axes, or `counts` does not belong to it.
+      ValueError: x is no floating-point array of two or more axes.
     """
     _require_float("quantize_1x128", x, 2)
-    return _quantize_rows(x, counts, gated=False, ue8m0=ue8m0, backend=backend)
+    return _quantize_rows(x, None, gated=False, ue8m0=ue8m0, backend=backend)
 
 
 def quantize_128x128(
     w: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantises weights in blocks of 128 rows by 128 columns, counted from the first row and column.
+    """Quantizes weights in blocks of 128 rows by 128 columns, counted from the first row and column.
 
     Args:
       w: [..., N, K] floating point; blocks at the lower and right edges may be partial.
@@ -82,33 +75,34 @@ def dequantize_128x128(
 
 
 def swiglu_quantize(
-    gate_up: jax.Array, *, ue8m0: bool = False, counts: jax.Array | None = None, backend: Backend | None = None
+    gate_up: jax.Array, *, ue8m0: bool = False, used_rows: jax.Array | None = None, backend: Backend | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`silu(gate) * up` in float32, quantised per row and 128 channels: the input of an expert's second product.
+    """Computes `silu(gate) * up` in float32 and quantizes it per row and 128 channels, for an expert's second product.
 
     Args:
       gate_up: [..., M, 2I]; the first I channels are the gate.
-      ue8m0, counts, backend: as `quantize_1x128`.
+      ue8m0, backend: as `quantize_1x128`.
+      used_rows: int32 scalar on the device, or None for M. Rows from there on do not matter; the kernel skips them.
 
     Returns:
       values [..., M, I] e4m3 and scales [..., ceil(I/128), M] float32, as `quantize_1x128`.
 
     Raises:
-      ValueError: as `quantize_1x128`, or an odd number of channels.
+      ValueError: as `quantize_1x128`, an odd number of channels, or `used_rows` that is no scalar.
     """
     _require_float("swiglu_quantize", gate_up, 2)
     if gate_up.shape[-1] % 2:
         raise ValueError(f"swiglu_quantize: the last axis holds gate and up halves, got odd shape {gate_up.shape}")
-    return _quantize_rows(gate_up, counts, gated=True, ue8m0=ue8m0, backend=backend)
+    if used_rows is not None and jnp.ndim(used_rows):
+        raise ValueError(f"swiglu_quantize: used_rows must be a scalar, got shape {jnp.shape(used_rows)}")
+    return _quantize_rows(gate_up, used_rows, gated=True, ue8m0=ue8m0, backend=backend)
 
 
-def _quantize_rows(x, counts, *, gated: bool, ue8m0: bool, backend: Backend | None) -> tuple[jax.Array, jax.Array]:
-    if counts is not None and (x.ndim != 3 or counts.shape != x.shape[:1]):
-        raise ValueError(f"quantisation: counts {counts.shape} need an input [{counts.shape}, M, K], got {x.shape}")
+def _quantize_rows(x, used_rows, *, gated: bool, ue8m0: bool, backend: Backend | None) -> tuple[jax.Array, jax.Array]:
     scale_of = _power_of_two_block_scale if ue8m0 else _block_scale
     if resolve_backend(requested=backend) is Backend.MOSAIC and quantize_kernel.supports(x, 2 if gated else 1):
         grouped = x.reshape(-1, *x.shape[-2:])
-        q, scale = quantize_kernel.quantize_rows(grouped, counts, gated=gated, scale_of=scale_of, finish=_to_e4m3)
+        q, scale = quantize_kernel.quantize_rows(grouped, used_rows, gated=gated, scale_of=scale_of, finish=_to_e4m3)
         return q.reshape(*x.shape[:-1], q.shape[-1]), scale.reshape(*x.shape[:-2], *scale.shape[1:])
     x = x.astype(jnp.float32)
     if gated:
@@ -121,7 +115,7 @@ def _quantize_rows(x, counts, *, gated: bool, ue8m0: bool, backend: Backend | No
 
 
 def _block_scale(amax: jax.Array) -> jax.Array:
-    return jnp.maximum(amax, _AMAX_FLOOR) / E4M3_MAX
+    return jnp.maximum(amax, AMAX_FLOOR) / E4M3_MAX
 
 
 def _power_of_two_block_scale(amax: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Quantisation as one Mosaic GPU kernel: values read once, written once.
+"""Quantization as one Mosaic GPU kernel: values read once, written once.
 
 XLA compiles the jnp form to three kernels that read the input twice, and for SwiGLU writes and reads back a float32
 product besides: 109 bytes where 42 would do (read off the program compiled for an H200, 4096 rows of 2 x 2048).
@@ -12,11 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.mosaic import pad_to_tiles, swizzle_transforms
 
 _ROWS = 64
-_BLOCK = 128
-_E4M3 = jnp.float8_e4m3fn
 
 
 def supports(x: jax.Array, halves: int) -> bool:
@@ -26,13 +25,13 @@ def supports(x: jax.Array, halves: int) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("gated", "scale_of", "finish"))  # equal calls share a lowering
 def quantize_rows(
-    x: jax.Array, counts: jax.Array | None, *, gated: bool, scale_of, finish
+    x: jax.Array, used_rows: jax.Array | None, *, gated: bool, scale_of, finish
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantises per row and 128 channels, after SwiGLU when `gated`.
+    """Quantizes per row and 128 channels, after SwiGLU when `gated`.
 
     Args:
       x: [G, M, C], or [G, M, 2C] when gated.
-      counts: [G] rows to read of each group, or None for all; tiles of 64 rows past it are left unwritten.
+      used_rows: int32, or None for M; tiles of 64 rows that begin past it are not read and not written.
       gated: the channels are gate and up halves.
       scale_of: from the largest magnitudes of rows to their scales.
       finish: from scaled float32 values to e4m3.
@@ -46,16 +45,16 @@ def quantize_rows(
     halves = 2 if gated else 1
     channels = width // halves
     padded_rows = pl.cdiv(rows, 4) * 4  # TMA strides are multiples of 16 bytes
-    blocks = pl.cdiv(channels, _BLOCK)
-    counts = jnp.full(groups, wanted_rows, jnp.int32) if counts is None else counts.astype(jnp.int32)
+    blocks = pl.cdiv(channels, BLOCK)
+    used_rows = jnp.asarray(wanted_rows if used_rows is None else used_rows, jnp.int32).reshape(1)
 
-    def body(x_ref, counts_ref, q_ref, scale_ref, x_s, q_s, scale_s, loaded):
+    def body(x_ref, used_ref, q_ref, scale_ref, x_s, q_s, scale_s, loaded):
         group, block = lax.axis_index("group"), lax.axis_index("block")
         first = lax.axis_index("row") * _ROWS
         at = pl.ds(first, _ROWS)
-        channel = pl.ds(block * _BLOCK, _BLOCK)
+        channel = pl.ds(block * BLOCK, BLOCK)
 
-        @pl.when(first < counts_ref[group])
+        @pl.when(first < used_ref[0])
         def _quantize():
             for half in range(halves):
                 plgpu.copy_gmem_to_smem(x_ref.at[group, at, half, channel], x_s.at[half], loaded)
@@ -76,7 +75,7 @@ def quantize_rows(
     q, scale = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((groups, rows, channels), _E4M3),
+            jax.ShapeDtypeStruct((groups, rows, channels), E4M3),
             jax.ShapeDtypeStruct((groups, blocks, padded_rows), jnp.float32),
         ),
         grid=(groups, pl.cdiv(rows, _ROWS), blocks),
@@ -84,13 +83,13 @@ def quantize_rows(
         num_threads=1,
         thread_name="wg",
         scratch_types={
-            "x_s": plgpu.SMEM((halves, _ROWS, _BLOCK), x.dtype, transforms=swizzle_transforms(x.dtype, _BLOCK)),
-            "q_s": plgpu.SMEM((_ROWS, _BLOCK), _E4M3, transforms=swizzle_transforms(_E4M3, _BLOCK)),
+            "x_s": plgpu.SMEM((halves, _ROWS, BLOCK), x.dtype, transforms=swizzle_transforms(x.dtype, BLOCK)),
+            "q_s": plgpu.SMEM((_ROWS, BLOCK), E4M3, transforms=swizzle_transforms(E4M3, BLOCK)),
             "scale_s": plgpu.SMEM((_ROWS,), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=halves),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(x.reshape(groups, rows, halves, channels), counts)
+    )(x.reshape(groups, rows, halves, channels), used_rows)
     return q[:, :wanted_rows], scale[..., :wanted_rows]
 
 

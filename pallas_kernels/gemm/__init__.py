@@ -1,4 +1,4 @@
-"""Matrix products on Hopper: three Mosaic GPU kernels, four walks over tiles, and the choice of tiles.
+"""Matrix products on Hopper: three Mosaic GPU kernels, three walks over tiles, and the choice of tiles.
 
-`fp8` and `grouped` hold the public operations; this package is what they run on sm_90.
+`fp8`, `dense` and `grouped` hold the public operations; this package is what they run on sm_90.
 """

@@ -1,4 +1,4 @@
-"""The kernel for products of one weight a head: tokens stay the outer axis, as attention has them on both sides.
+"""The kernel for products of one weight per head: tokens stay the outer axis, as attention has them on both sides.
 
 With few tokens reading the weights is the limit: 128 heads of DeepSeek-V3 are 17 MB, of which every multiprocessor
 streams a like share through its ring. So no tile has fewer than 64 rows, whatever the tensor core does on padding.
@@ -55,8 +55,8 @@ class HeadKernel(GemmKernel):
             return super().w_block(refs, tile, k)
         return refs.w.at[tile.w_group, k, pl.ds(self.column(tile), self.tile_n)]
 
-    def operands(self, refs: Refs, slot, warpgroup) -> tuple:
-        x_s, w_s = refs.x_s.at[slot], refs.w_s.at[slot]
+    def operands(self, refs: Refs, stage, warpgroup) -> tuple:
+        x_s, w_s = refs.x_s.at[stage], refs.w_s.at[stage]
         part = pl.ds(warpgroup * WG_ROWS, WG_ROWS)
         if self.by_rows:
             x_s = x_s.at[part]
@@ -64,7 +64,7 @@ class HeadKernel(GemmKernel):
             w_s = w_s.at[:, part] if self.transposed else w_s.at[part]
         return x_s, w_s if self.transposed else w_s.T
 
-    def load_x_scale(self, refs: Refs, slot, warpgroup) -> tuple[jax.Array, int]:
+    def load_x_scale(self, refs: Refs, stage, warpgroup) -> tuple[jax.Array, int]:
         raise NotImplementedError("products of heads have no scales")
 
     def out_buffer(self):

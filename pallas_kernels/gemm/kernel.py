@@ -1,8 +1,9 @@
-"""What the wide and the narrow kernel share: a ring of shared-memory stages, its producer, and the sums over K.
+"""The base of the kernels: a ring of shared-memory stages, its producer, and the sums over K.
 
 A block has two consumer warpgroups and one producer that keeps the ring full by TMA. FP8 partial sums of 128 of K are
 scaled and added in float32 registers, because the tensor core's own accumulator keeps only some 14 bits (section 3.3.2
-of the DeepSeek-V3 report); while one warpgroup does that the other multiplies. bfloat16 accumulates over all of K.
+of the DeepSeek-V3 report). While one warpgroup does that the other multiplies. Operands without scales accumulate over
+all of K in the tensor core.
 """
 
 import abc
@@ -17,10 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.gemm.schedule import Schedule, Tile
 from pallas_kernels.mosaic import NUM_SMS, SMEM_BYTES, swizzle_transforms
 
-SCALE_BLOCK = 128
 WG_ROWS = 64
 """Rows of a warpgroup's matrix product."""
 TMA_ALIGNMENT = 128
@@ -30,6 +31,7 @@ _STAGE_BYTES_K = 128
 _MAX_STAGES = 12
 _MISC_BYTES = 4096
 """Shared memory left for barriers and alignment."""
+_SHORT_NAMES = {E4M3: "fp8", jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,6 @@ class Refs:
     full: Any
     empty: Any
     x_scale_s: Any = None
-    tail_s: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +60,10 @@ class GemmKernel(abc.ABC):
       tile_m: rows of x in a tile.
       tile_n: rows of w in a tile.
       stages: depth of the ring; None fills the shared memory.
-      cluster: blocks of a cluster, 1 or 2. Two neighbours along N then fetch the activations once, by multicast.
+      cluster: blocks of a cluster, 1 or 2. Two neighbors along N then fetch the activations once, by multicast.
       schedule: the walk over the tiles.
-      dtype: of the operands: e4m3 with scales, or bfloat16 without.
-      out_type: of the result.
+      dtype: of the operands: e4m3 with scales, bfloat16 or float16 without.
+      out_type: shape and dtype of the result.
       shape_n, shape_k: N and K.
     """
 
@@ -77,7 +78,7 @@ class GemmKernel(abc.ABC):
     shape_k: int
 
     def __post_init__(self):
-        if self.scaled and self.tile_n > SCALE_BLOCK + self.piece:
+        if self.scaled and self.tile_n > BLOCK + self.piece:
             raise ValueError(f"tile_n {self.tile_n} would meet three weight scales; at most 128 + gcd(tile_n, 128)")
         if not 2 <= self.depth <= self.max_depth():
             raise ValueError(f"{self.depth} stages for {self}; shared memory takes 2 to {self.max_depth()}")
@@ -85,7 +86,7 @@ class GemmKernel(abc.ABC):
     @property
     def name(self) -> str:
         kind, schedule = type(self).__name__.removesuffix("Kernel"), type(self.schedule).__name__
-        return f"{'fp8' if self.scaled else 'bf16'}_{schedule}_{kind}_{self.tile_m}x{self.tile_n}".lower()
+        return f"{_SHORT_NAMES[self.dtype]}_{schedule}_{kind}_{self.tile_m}x{self.tile_n}".lower()
 
     @property
     def scaled(self) -> bool:
@@ -107,7 +108,7 @@ class GemmKernel(abc.ABC):
     @property
     def piece(self) -> int:
         """Columns that share a weight scale wherever the tile begins."""
-        return math.gcd(self.tile_n, SCALE_BLOCK) if self.scaled else self.tile_n
+        return math.gcd(self.tile_n, BLOCK) if self.scaled else self.tile_n
 
     @property
     def depth(self) -> int:
@@ -197,9 +198,11 @@ class GemmKernel(abc.ABC):
     def walk(self, refs: Refs, body) -> jax.Array:
         return self.schedule.walk(refs.schedule, self.columns, self.k_steps, body)
 
-    def slot(self, step: jax.Array) -> jax.Array:
-        """Stage of a step, counted over all of the block's tiles. A traced slot also keeps registers free: with
-        static ones LLVM hoists some 70 descriptors out of the loop."""
+    def stage(self, step: jax.Array) -> jax.Array:
+        """Returns the stage of a step, which is counted over all of the block's tiles.
+
+        A traced stage also keeps registers free: with static ones LLVM hoists some 70 descriptors out of the loop.
+        """
         return lax.rem(step, jnp.int32(self.depth))
 
     def produce(self, refs: Refs) -> None:
@@ -207,26 +210,26 @@ class GemmKernel(abc.ABC):
 
         def load(tile: Tile, done):
             def step(i, _):
-                slot = self.slot(done + i)
+                stage = self.stage(done + i)
 
                 @pl.when(done + i >= self.depth)
                 def _wait_until_free():
-                    plgpu.barrier_wait(refs.empty.at[slot])
+                    plgpu.barrier_wait(refs.empty.at[stage])
 
-                k, full = pl.ds((tile.k_begin + i) * self.tile_k, self.tile_k), refs.full.at[slot]
-                plgpu.copy_gmem_to_smem(self.w_block(refs, tile, k), refs.w_s.at[slot], full)
+                k, full = pl.ds((tile.k_begin + i) * self.tile_k, self.tile_k), refs.full.at[stage]
+                plgpu.copy_gmem_to_smem(self.w_block(refs, tile, k), refs.w_s.at[stage], full)
                 x_block = self.x_block(refs, tile, k)
-                plgpu.copy_gmem_to_smem(x_block, refs.x_s.at[slot], full, collective_axes=shared)
+                plgpu.copy_gmem_to_smem(x_block, refs.x_s.at[stage], full, collective_axes=shared)
                 if self.scaled:
                     scale = refs.x_scale.at[tile.x_group, tile.k_begin + i, pl.ds(tile.row, self.tile_m)]
-                    to = refs.x_scale_s.at[slot, pl.ds(0, self.tile_m)]
+                    to = refs.x_scale_s.at[stage, pl.ds(0, self.tile_m)]
                     plgpu.copy_gmem_to_smem(scale, to, full, collective_axes=shared)
 
             lax.fori_loop(0, tile.k_steps, step, None)
             return done + tile.k_steps
 
-        def drain(slot, _):  # a barrier must not go with arrivals that nobody waited for
-            plgpu.barrier_wait(refs.empty.at[slot])
+        def drain(stage, _):  # a barrier must not go with arrivals that nobody waited for
+            plgpu.barrier_wait(refs.empty.at[stage])
 
         total = self.walk(refs, load)
         lax.fori_loop(0, jnp.minimum(total, self.depth), drain, None)
@@ -247,9 +250,9 @@ class GemmKernel(abc.ABC):
         rows, columns = self.product_shape
         pieces = self.tile_n // self.piece
         column, last_block = self.column(tile), refs.w_scale.shape[1] - 1
-        first = lax.div(column, jnp.int32(SCALE_BLOCK))
+        first = lax.div(column, jnp.int32(BLOCK))
         blocks = [jnp.minimum(first + i, last_block) for i in range(min(2, pieces))]
-        in_first = [lax.div(column + j * self.piece, jnp.int32(SCALE_BLOCK)) == first for j in range(pieces)]
+        in_first = [lax.div(column + j * self.piece, jnp.int32(BLOCK)) == first for j in range(pieces)]
 
         def scales_of(i):
             k = jnp.minimum(tile.k_begin + i, self.k_steps - 1)
@@ -258,17 +261,17 @@ class GemmKernel(abc.ABC):
         def step(i, carry):
             sums, w_scales = carry
             following = scales_of(i + 1)  # a read from global memory takes about as long as a step: one step ahead
-            slot = self.slot(done + i)
-            plgpu.barrier_wait(refs.full.at[slot])
-            x_scale, axis = self.load_x_scale(refs, slot, warpgroup)
+            stage = self.stage(done + i)
+            plgpu.barrier_wait(refs.full.at[stage])
+            x_scale, axis = self.load_x_scale(refs, stage, warpgroup)
             plgpu.commit_smem()
 
             def multiply(acc):
-                plgpu.wgmma(acc, *self.operands(refs, slot, warpgroup))
+                plgpu.wgmma(acc, *self.operands(refs, stage, warpgroup))
                 return acc[...]
 
             product = pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32))
-            plgpu.barrier_arrive(refs.empty.at[slot])
+            plgpu.barrier_arrive(refs.empty.at[stage])
             updated = []
             for j, total in enumerate(sums):
                 w_scale = w_scales[0] if pieces == 1 else jnp.where(in_first[j], w_scales[0], w_scales[1])
@@ -286,18 +289,18 @@ class GemmKernel(abc.ABC):
 
         def accumulate(acc):
             def step(i, _):
-                slot = self.slot(done + i)
-                plgpu.barrier_wait(refs.full.at[slot])
-                plgpu.wgmma(acc, *self.operands(refs, slot, warpgroup))
+                stage = self.stage(done + i)
+                plgpu.barrier_wait(refs.full.at[stage])
+                plgpu.wgmma(acc, *self.operands(refs, stage, warpgroup))
                 plgpu.wgmma_wait(1)
 
                 @pl.when(i > 0)
                 def _release():
-                    plgpu.barrier_arrive(refs.empty.at[self.slot(done + i - 1)])
+                    plgpu.barrier_arrive(refs.empty.at[self.stage(done + i - 1)])
 
             lax.fori_loop(0, tile.k_steps, step, None)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(refs.empty.at[self.slot(done + tile.k_steps - 1)])
+            plgpu.barrier_arrive(refs.empty.at[self.stage(done + tile.k_steps - 1)])
             return acc[...]
 
         return [pl.run_scoped(accumulate, plgpu.ACC(self.product_shape, jnp.float32))]
@@ -308,11 +311,11 @@ class GemmKernel(abc.ABC):
         """Shape of one warpgroup's sums."""
 
     @abc.abstractmethod
-    def operands(self, refs: Refs, slot, warpgroup) -> tuple:
+    def operands(self, refs: Refs, stage, warpgroup) -> tuple:
         """Left and right operand of a warpgroup's product in a stage."""
 
     @abc.abstractmethod
-    def load_x_scale(self, refs: Refs, slot, warpgroup) -> tuple[jax.Array, int]:
+    def load_x_scale(self, refs: Refs, stage, warpgroup) -> tuple[jax.Array, int]:
         """The activations' scales in registers, and the axis of the product that they run along."""
 
     @abc.abstractmethod
@@ -322,28 +325,6 @@ class GemmKernel(abc.ABC):
     @abc.abstractmethod
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
         """Writes the sums of a tile to global memory."""
-
-
-def store_rows(source, target, row, count) -> None:
-    """Copies the first `count` rows of `source` in shared memory to `target` from `row` on, and nothing else.
-
-    A dynamic number of rows is a sum of powers of two, each of which is one TMA store of fixed size.
-    """
-    height = source.shape[0]
-
-    @pl.when(count >= height)
-    def _store_all():
-        plgpu.copy_smem_to_gmem(source, target.at[pl.ds(row, height)])
-
-    size = height // 2
-    while size:
-
-        @pl.when((count > 0) & (count < height) & (lax.rem(lax.div(count, jnp.int32(size)), jnp.int32(2)) == 1))
-        def _store_part(size=size):
-            start = lax.div(count, jnp.int32(2 * size)) * (2 * size)
-            plgpu.copy_smem_to_gmem(source.at[pl.ds(start, size)], target.at[pl.ds(row + start, size)])
-
-        size //= 2
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -6,39 +6,34 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.kernel import TMA_ALIGNMENT, WG_ROWS, GemmKernel, Refs, store_rows
+from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs
 from pallas_kernels.gemm.schedule import Tile
 from pallas_kernels.mosaic import swizzle_transforms
 
 
 @dataclasses.dataclass(frozen=True)
 class WideKernel(GemmKernel):
-    """[Gx, M, K] x [Gw, N, K] -> [Gx, M, N]: 128 rows by tile_n columns a block, 64 rows a warpgroup."""
+    """[Gx, M, K] x [Gw, N, K] -> [Gx, M, N]: 128 rows by tile_n columns per block, 64 rows per warpgroup."""
 
     def __post_init__(self):
         if self.tile_m != 2 * WG_ROWS:
             raise ValueError(f"a wide tile has {2 * WG_ROWS} rows, got {self.tile_m}")
-        row_bytes = self.tile_n * self.out_type.dtype.itemsize
-        if self.schedule.exact_rows and (row_bytes % TMA_ALIGNMENT or self.tile_n >= 256):
-            raise ValueError(f"rows of tile_n {self.tile_n} ({row_bytes} bytes) cannot be stored one by one")
         super().__post_init__()
 
     @property
     def product_shape(self) -> tuple[int, int]:
         return WG_ROWS, self.tile_n
 
-    def operands(self, refs: Refs, slot, warpgroup) -> tuple:
-        return refs.x_s.at[slot, pl.ds(warpgroup * WG_ROWS, WG_ROWS)], refs.w_s.at[slot].T
+    def operands(self, refs: Refs, stage, warpgroup) -> tuple:
+        return refs.x_s.at[stage, pl.ds(warpgroup * WG_ROWS, WG_ROWS)], refs.w_s.at[stage].T
 
-    def load_x_scale(self, refs: Refs, slot, warpgroup) -> tuple[jax.Array, int]:
-        rows = refs.x_scale_s.at[slot, pl.ds(warpgroup * WG_ROWS, WG_ROWS)]
+    def load_x_scale(self, refs: Refs, stage, warpgroup) -> tuple[jax.Array, int]:
+        rows = refs.x_scale_s.at[stage, pl.ds(warpgroup * WG_ROWS, WG_ROWS)]
         return plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1)), 0
 
     def out_buffer(self):
-        # Rows of an unswizzled tile can be stored one by one, which exact rows need.
         dtype = self.out_type.dtype
-        transforms = () if self.schedule.exact_rows else swizzle_transforms(dtype, self.tile_n)
-        return plgpu.SMEM((2, WG_ROWS, self.tile_n), dtype, transforms=transforms)
+        return plgpu.SMEM((2, WG_ROWS, self.tile_n), dtype, transforms=swizzle_transforms(dtype, self.tile_n))
 
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
         out_s, width = refs.o_s.at[warpgroup], self.tile_n // len(sums)
@@ -46,7 +41,4 @@ class WideKernel(GemmKernel):
             out_s[:, pl.ds(j * width, width)] = part.astype(self.out_type.dtype)
         plgpu.commit_smem()
         row, columns = tile.row + warpgroup * WG_ROWS, pl.ds(self.column(tile), self.tile_n)
-        if self.schedule.exact_rows:
-            store_rows(out_s, refs.out.at[tile.x_group, :, columns], row, tile.rows - warpgroup * WG_ROWS)
-        else:
-            plgpu.copy_smem_to_gmem(out_s, refs.out.at[tile.x_group, pl.ds(row, WG_ROWS), columns])
+        plgpu.copy_smem_to_gmem(out_s, refs.out.at[tile.x_group, pl.ds(row, WG_ROWS), columns])

@@ -1,4 +1,4 @@
-"""Grouped products of rows sorted by expert, segments aligned to tiles: prefill, training, small decode batches."""
+"""Grouped products of rows sorted by expert, each expert's rows padded to whole tiles."""
 
 import functools
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.fp8.gemm import check_operands
-from pallas_kernels.gemm import launch
+from pallas_kernels.gemm import dispatch
+from pallas_kernels.gemm.checks import check_fp8, check_plain, plain_backend
 from pallas_kernels.grouped import reference
 
 
@@ -25,19 +25,19 @@ def grouped_gemm_contiguous(
     The gradients are computed by the reference on every backend.
 
     Args:
-      x: [M, K] bfloat16 or float32, rows laid out by `align_groups`.
+      x: [A, K] bfloat16, float16 or float32, rows laid out by `align_groups`.
       w: [G, N, K] of the same dtype; a stack of layers is [layers * experts, N, K].
-      tile_group: [M/tile_m] int32, the group of each tile; -1 skips a tile, whose weight is not read and whose
-        output rows are undefined (zero in the reference).
+      tile_group: [A/tile_m] int32, the group of each tile. -1 skips a tile: its weight is not read, and its output
+        rows are not written on Hopper (zero in the reference).
       tile_m: rows of a tile; on Hopper 8, 16, 32, 64 or 128 (see `choose_tile_m`).
-      group_offset: added to every group id, Python or traced integer: `layer * experts` for a stack.
+      group_offset: Python or traced integer that is added to every group: `layer * experts` for a stack.
       backend: implementation; None chooses by device.
 
     Returns:
-      [M, N] in x's dtype; sums are float32.
+      [A, N] in x's dtype; sums are float32.
 
     Raises:
-      ValueError: shapes or dtypes that do not belong together.
+      ValueError: shapes or dtypes that do not belong together; on Hopper also a `tile_m` that no kernel has.
     """
     check_plain("grouped_gemm_contiguous", x, w, 2)
     _check_tiles("grouped_gemm_contiguous", x.shape[0], tile_group, tile_m)
@@ -60,54 +60,29 @@ def fp8_grouped_gemm_contiguous(
     """`grouped_gemm_contiguous` of block-scaled e4m3 (DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`).
 
     Args:
-      x: [M, K] e4m3, and x_scale: [ceil(K/128), M] float32, both from `quantize_1x128`.
+      x: [A, K] e4m3, and x_scale: [ceil(K/128), A] float32, both from `quantize_1x128`.
       w: [G, N, K] e4m3, and w_scale: [G, ceil(N/128), ceil(K/128)] float32.
       tile_group, tile_m, group_offset, backend: as `grouped_gemm_contiguous`.
       out_dtype: bfloat16 or float32; on Hopper float32 needs tiles of 128 rows.
 
     Returns:
-      [M, N] in `out_dtype`.
+      [A, N] in `out_dtype`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together.
     """
     name = "fp8_grouped_gemm_contiguous"
     check_fp8(name, x, x_scale, w, w_scale, 2)
     _check_tiles(name, x.shape[0], tile_group, tile_m)
     if resolve_backend(requested=backend) is Backend.MOSAIC:
-        return launch.contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
+        return dispatch.contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
     return reference.fp8_contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
-
-
-def grouped_weight_gradient(
-    dy: jax.Array,
-    x: jax.Array,
-    tile_group: jax.Array,
-    num_groups: int,
-    *,
-    tile_m: int,
-    group_offset: jax.Array | int = 0,
-    backend: Backend | None = None,
-) -> jax.Array:
-    """The k-grouped product: `sum over rows of group g of dy[row] x[row]^T`, as a jax.numpy reference only.
-
-    Args:
-      dy: [M, N] and x: [M, K], both laid out by `align_groups`; padding rows of dy must be zero.
-      tile_group, tile_m, group_offset: as `grouped_gemm_contiguous`.
-      num_groups: length of the result; groups without rows are zero.
-
-    Returns:
-      [num_groups, N, K] float32.
-    """
-    name = "grouped_weight_gradient"
-    if dy.ndim != 2 or x.ndim != 2 or dy.shape[0] != x.shape[0] or num_groups < 1:
-        raise ValueError(f"{name}: needs dy [M, N], x [M, K], num_groups > 0; got {dy.shape}, {x.shape}, {num_groups}")
-    _check_tiles(name, x.shape[0], tile_group, tile_m)
-    resolve_backend(requested=backend)
-    return reference.weight_gradient(dy, x, tile_group, group_offset, tile_m, num_groups)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _contiguous(x, w, tile_group, group_offset, tile_m, backend):
     if backend is Backend.MOSAIC:
-        return launch.contiguous(x, None, w, None, tile_group, group_offset, tile_m, x.dtype)
+        return dispatch.contiguous(x, None, w, None, tile_group, group_offset, tile_m, x.dtype)
     return reference.contiguous(x, w, tile_group, group_offset, tile_m)
 
 
@@ -124,30 +99,6 @@ def _contiguous_backward(tile_m, backend, saved, dy):
 
 
 _contiguous.defvjp(_contiguous_forward, _contiguous_backward)
-
-
-def plain_backend(name: str, dtype, requested: Backend | None) -> Backend:
-    """The backend of a product without scales: the kernels take bfloat16, float32 goes to the reference."""
-    if dtype == jnp.bfloat16:
-        return resolve_backend(requested=requested)
-    if requested is Backend.MOSAIC:
-        raise ValueError(f"{name}: the Mosaic kernel takes bfloat16, got {dtype}; use Backend.REFERENCE")
-    return Backend.REFERENCE
-
-
-def check_plain(name: str, x: jax.Array, w: jax.Array, x_ndim: int) -> None:
-    """Raises ValueError unless x (of `x_ndim` axes) and w [G, N, K] share K and a dtype, bfloat16 or float32."""
-    if x.ndim != x_ndim or w.ndim != 3 or x.shape[-1] != w.shape[-1]:
-        raise ValueError(f"{name}: needs x of {x_ndim} axes and w [G, N, K] with one K, got {x.shape} and {w.shape}")
-    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"{name}: x and w must both be bfloat16 or both float32, got {x.dtype} and {w.dtype}")
-
-
-def check_fp8(name: str, x: jax.Array, x_scale: jax.Array, w: jax.Array, w_scale: jax.Array, x_ndim: int) -> None:
-    """Raises ValueError unless the four arrays are a block-scaled x (of `x_ndim` axes) and w [G, N, K]."""
-    if x.ndim != x_ndim or w.ndim != 3 or x.shape[-1] != w.shape[-1]:
-        raise ValueError(f"{name}: needs x of {x_ndim} axes and w [G, N, K] with one K, got {x.shape} and {w.shape}")
-    check_operands(name, x, x_scale, w, w_scale)
 
 
 def _check_tiles(name: str, rows: int, tile_group: jax.Array, tile_m: int) -> None:

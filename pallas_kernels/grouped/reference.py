@@ -62,13 +62,6 @@ def weight_gradient(
     return _for_each_tile(add, tile_group, jnp.zeros((num_groups, dy.shape[1], x.shape[1]), jnp.float32))
 
 
-def tiles_of_counts(counts: jax.Array, tiles_per_group: int, tile_m: int) -> jax.Array:
-    """[G * tiles_per_group] tile groups of a masked layout: tile i of a group holds rows when i * tile_m < count."""
-    first_row = jnp.arange(tiles_per_group, dtype=jnp.int32) * tile_m
-    group = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None]
-    return jnp.where(first_row[None, :] < counts[:, None], group, -1).reshape(-1)
-
-
 def _fill_tiles(product: Callable, tile_group: jax.Array, tile_m: int, out: jax.Array) -> jax.Array:
     """`out` with `product(tile, group)` written over the rows of every tile that has a group."""
 

@@ -1,11 +1,12 @@
 """Multi-head latent attention over a paged cache: decode, prefill, cache write."""
 
-from pallas_kernels.mla.layout import PAGE_SIZE, fp8_pages_of_rows, fp8_row_bytes, pack_fp8, unpack_fp8
+from pallas_kernels.mla.layout import FP8_PAGES_DTYPE, PAGE_SIZE, fp8_pages_of_rows, fp8_row_bytes, pack_fp8, unpack_fp8
 from pallas_kernels.mla.merge import merge_attention
 from pallas_kernels.mla.mosaic_ops import decode_schedule
-from pallas_kernels.mla.ops import mla_decode, mla_prefill, mla_prefill_context, write_new_latents, write_pages
+from pallas_kernels.mla.ops import mla_decode, mla_prefill, mla_prefill_context, write_pages
 
 __all__ = [
+    "FP8_PAGES_DTYPE",
     "PAGE_SIZE",
     "decode_schedule",
     "fp8_pages_of_rows",
@@ -16,6 +17,5 @@ __all__ = [
     "mla_prefill_context",
     "pack_fp8",
     "unpack_fp8",
-    "write_new_latents",
     "write_pages",
 ]

@@ -62,20 +62,10 @@ def check_write(
     _check_ints("offsets", offsets, "T", latents.shape[0])
 
 
-def check_new_latents(raw: jax.Array, weight: jax.Array, cos: jax.Array, sin: jax.Array, value_width: int) -> None:
-    """Checks what `check_write` does not see: the norm's weight and the angles of rows `raw` [T, R + P]."""
-    if weight.shape != (value_width,) or weight.dtype != raw.dtype:
-        raise ValueError(f"weight must be {raw.dtype}[{value_width}], but is {weight.dtype}{list(weight.shape)}")
-    pairs = (raw.shape[0], (raw.shape[1] - value_width) // 2)
-    for name, x in (("cos", cos), ("sin", sin)):
-        if x.shape != pairs or x.dtype != jnp.float32:
-            raise ValueError(f"{name} must be float32{list(pairs)}, [T, P / 2], but is {x.dtype}{list(x.shape)}")
-
-
 def check_pool(
     pages: jax.Array, pages_per_layer: int, width: int, value_width: int, other_name: str, other: jax.Array
 ) -> None:
-    """Checks the page pool against the row width and dtype of the array it is used with."""
+    """Checks the page pool against the row width of the array it is used with."""
     if pages.ndim != 3 or pages.shape[1] != PAGE_SIZE:
         raise ValueError(f"pages must be [layers * pages_per_layer, {PAGE_SIZE}, row width], but is {pages.shape}")
     if pages_per_layer < 1 or pages.shape[0] % pages_per_layer:
@@ -96,8 +86,6 @@ def check_pool(
         raise ValueError(f"pages must be float32, bfloat16, float16 or uint8 (FP8 rows), but are {pages.dtype}")
     if pages.shape[2] != width:
         raise ValueError(f"pages {pages.shape} and {other_name} {other.shape} must have the same last axis")
-    if pages.dtype != other.dtype:
-        raise ValueError(f"{other_name} must have the dtype of pages, {pages.dtype}, but is {other.dtype}")
 
 
 def check_merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> None:

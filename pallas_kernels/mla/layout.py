@@ -1,4 +1,4 @@
-"""The paged latent cache: page size, row layouts, and FP8 pages of 656 bytes a token.
+"""The paged latent cache: page size, row layouts, and FP8 pages of 656 bytes per token.
 
 A page holds 64 tokens of one layer. A row is `R` values of the normed latent followed by `P` values of the rotated key
 (RoPE pairs interleaved), in float32, bfloat16 or float16. The FP8 row is bytes (uint8), as FlashMLA lays it out for
@@ -16,16 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
+
 PAGE_SIZE = 64
 """Tokens in a page."""
 
-FP8_TILE = 128
+FP8_TILE = BLOCK
 """Latent values that share one scale in the FP8 row."""
 
 FLOAT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 FP8_PAGES_DTYPE = jnp.dtype(jnp.uint8)
-_E4M3_MAX = 448.0
-_SCALE_FLOOR = 1e-4 / _E4M3_MAX  # an all-zero tile gets this scale, not 0 / 0
+_SCALE_FLOOR = AMAX_FLOOR / E4M3_MAX  # a tile of zeros gets this scale, not 0 / 0
 
 
 def fp8_tiles(value_width: int) -> int:
@@ -44,7 +45,7 @@ def is_fp8(pages: jax.Array) -> bool:
 
 
 def pack_fp8(latents: jax.Array, value_width: int) -> jax.Array:
-    """Quantises rows `[..., R + P]` of a float type to FP8 rows `[..., fp8_row_bytes(R, P)]` uint8.
+    """Quantizes rows `[..., R + P]` of a float type to FP8 rows `[..., fp8_row_bytes(R, P)]` uint8.
 
     Each tile of 128 latent values is divided by a power of two, the smallest that brings its largest magnitude to
     448 or below (FlashMLA's rule: the product with the scale is then exact). e4m3 keeps 3 mantissa bits, so a value
@@ -54,16 +55,16 @@ def pack_fp8(latents: jax.Array, value_width: int) -> jax.Array:
     values = latents[..., :value_width].astype(jnp.float32)
     padded = jnp.pad(values, [(0, 0)] * len(lead) + [(0, tiles * FP8_TILE - value_width)])
     tiled = padded.reshape(*lead, tiles, FP8_TILE)
-    scale = _power_of_two_at_least(jnp.maximum(jnp.abs(tiled).max(-1) / _E4M3_MAX, _SCALE_FLOOR))
-    quantised = (tiled / scale[..., None]).astype(jnp.float8_e4m3fn).reshape(*lead, -1)[..., :value_width]
+    scale = _power_of_two_at_least(jnp.maximum(jnp.abs(tiled).max(-1) / E4M3_MAX, _SCALE_FLOOR))
+    quantized = (tiled / scale[..., None]).astype(E4M3).reshape(*lead, -1)[..., :value_width]
     rope = latents[..., value_width:].astype(jnp.bfloat16)
-    return jnp.concatenate([_bytes(quantised), _bytes(scale), _bytes(rope)], axis=-1)
+    return jnp.concatenate([_bytes(quantized), _bytes(scale), _bytes(rope)], axis=-1)
 
 
 def unpack_fp8(rows: jax.Array, value_width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Rows `[..., fp8_row_bytes(R, P)]` uint8 back to `[..., R + P]` of `dtype`."""
     lead, tiles = rows.shape[:-1], fp8_tiles(value_width)
-    values = lax.bitcast_convert_type(rows[..., :value_width], jnp.float8_e4m3fn).astype(jnp.float32)
+    values = lax.bitcast_convert_type(rows[..., :value_width], E4M3).astype(jnp.float32)
     scale = _from_bytes(rows[..., value_width : value_width + 4 * tiles], jnp.float32)
     rope = _from_bytes(rows[..., value_width + 4 * tiles :], jnp.bfloat16)
     scales = jnp.broadcast_to(scale[..., None], (*lead, tiles, FP8_TILE)).reshape(*lead, -1)[..., :value_width]
@@ -92,7 +93,7 @@ def fp8_pages_of_rows(rows: jax.Array, value_width: int) -> jax.Array:
 
 @functools.cache
 def fp8_page_bytes(value_width: int, row_bytes: int) -> np.ndarray:
-    """Where in its page each byte of a row lies, `[64, row_bytes]`."""
+    """Returns where in its page each byte of a row lies, `[64, row_bytes]`."""
     places = np.arange(PAGE_SIZE * row_bytes, dtype=np.int32).reshape(PAGE_SIZE, row_bytes)
     with jax.ensure_compile_time_eval():
         return np.asarray(fp8_rows_of_pages(jnp.asarray(places), value_width))

@@ -12,7 +12,7 @@ def merge_attention(
     """Attention over the union of two disjoint sets of keys, from the attention over each.
 
     Args:
-      out_a, out_b: `[..., V]`, normalised outputs of the same queries.
+      out_a, out_b: `[..., V]`, normalized outputs of the same queries.
       lse_a, lse_b: `[...]` float32, natural log of the sum of exponentials; +inf marks a query that saw no key.
 
     Returns:

@@ -57,10 +57,10 @@ def _body(width, partial_out, partial_lse, cuts, last_part, out, lse):
     split = begins_here & (cuts[2 * first + 3] > 0)
 
     def log_weight(part):
-        """Slot and log-sum-exp of a part's piece; a part without pages wrote none."""
-        slot = 2 * part + jnp.where(cuts[2 * part] == group, 0, 1)
+        """Returns the index and log-sum-exp of a part's piece; a part without pages wrote none."""
+        partial = 2 * part + jnp.where(cuts[2 * part] == group, 0, 1)
         wrote = (cuts[2 * part] != cuts[2 * part + 2]) | (cuts[2 * part + 1] != cuts[2 * part + 3])
-        return slot, jnp.where(wrote, partial_lse[slot, row], -jnp.inf)
+        return partial, jnp.where(wrote, partial_lse[partial, row], -jnp.inf)
 
     @pl.when(split)
     def _():
@@ -70,11 +70,11 @@ def _body(width, partial_out, partial_lse, cuts, last_part, out, lse):
         layout = plgpu.Layout.WG_STRIDED((width,), vec_size=4)
 
         def add(part, carry):
-            slot, log_sum = log_weight(part)
+            partial, log_sum = log_weight(part)
 
             def written():
                 weight = jnp.exp2(log_sum - top)
-                return carry[0] + weight, carry[1] + plgpu.load(partial_out.at[slot, row], layout=layout) * weight
+                return carry[0] + weight, carry[1] + plgpu.load(partial_out.at[partial, row], layout=layout) * weight
 
             return lax.cond(log_sum > -jnp.inf, written, lambda: carry)
 

@@ -45,10 +45,10 @@ _MASKED = -1e30  # a score nobody may see
 _START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
 _NO_KEYS = -1e30  # log-sum-exp of a split without keys
 _TOP, _TOTAL, _LSE = 0, 2, 6  # rows of `vectors`: 2 maxima, 2 x 2 totals, the log-sum-exp
-_A, _B = 0, 1  # the slots of a pair of pages, and the warpgroups that own them
+_A, _B = 0, 1  # the stages of a pair of pages, and the warpgroups that own them
 # Barriers by their number of arrivals, `once` and `twice`: an array takes fewer registers than barriers by themselves.
-_WEIGHTS_READY, _QUERY_FULL = 0, 2  # in `once`; one for each slot, one
-_RIGHT_FREE, _QUERY_FREE, _TOTALS_READY = 0, 2, 3  # in `twice`; one for each slot, one, one
+_WEIGHTS_READY, _QUERY_FULL = 0, 2  # in `once`; one for each stage, one
+_RIGHT_FREE, _QUERY_FREE, _TOTALS_READY = 0, 2, 3  # in `twice`; one for each stage, one, one
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -110,17 +110,17 @@ def attend_pages(
 
     Returns:
       out `[B, rows, 512]` and lse `[B, rows]` float32 of the groups that are not split; and of the splits, float32,
-      unnormalised log base 2: partial out `[2 * parts, rows, 512]` and lse `[2 * parts, rows]`. A part writes its first
+      unnormalized log base 2: partial out `[2 * parts, rows, 512]` and lse `[2 * parts, rows]`. A part writes its first
       piece, if split, at 2p and its last at 2p + 1.
     """
-    groups, slots = q.shape[0], 2 * shape.parts
+    groups, partials = q.shape[0], 2 * shape.parts
     kernel = plgpu.kernel(
         functools.partial(_body, shape),
         out_type=(
             jax.ShapeDtypeStruct((groups, shape.rows, VALUE_WIDTH), shape.dtype),
             jax.ShapeDtypeStruct((groups, shape.rows), jnp.float32),
-            jax.ShapeDtypeStruct((slots, shape.rows, VALUE_WIDTH), jnp.float32),
-            jax.ShapeDtypeStruct((slots, shape.rows), jnp.float32),
+            jax.ShapeDtypeStruct((partials, shape.rows, VALUE_WIDTH), jnp.float32),
+            jax.ShapeDtypeStruct((partials, shape.rows), jnp.float32),
         ),
         grid=(shape.parts, shape.tiles),
         grid_names=("part", "tile"),
@@ -152,7 +152,7 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
             plgpu.SMEM((2, ROWS, _HALF), dtype, transforms=wide),
             plgpu.SMEM((2, ROWS, _HALF // 2), jnp.float32, transforms=narrow),
         ),
-        **{f"{name}_{slot}": array for name, array in pages.items() for slot in "ab"},
+        **{f"{name}_{stage}": array for name, array in pages.items() for stage in "ab"},
         "vectors": plgpu.SMEM((7, ROWS), jnp.float32),  # one array: each is rounded up to 1,024 bytes
         **halves,
         "once": plgpu.Barrier(num_barriers=3),
@@ -169,7 +169,7 @@ class _Piece:
     begin: Any
     end: Any
     whole: Any
-    slot: Any
+    partial: Any
     length: Any
 
     @property
@@ -211,15 +211,15 @@ class _Memory:
             begin = jnp.where(group == group0, self.cuts[2 * part + 1], 0)
             end = jnp.where(group == group1, page1, pages)
             whole = (begin == 0) & (end == pages)
-            slot = 2 * part + jnp.where(group == group0, 0, 1)
-            return visit(_Piece(group, begin, end, whole, slot, length), group - group0, carry)
+            partial = 2 * part + jnp.where(group == group0, 0, 1)
+            return visit(_Piece(group, begin, end, whole, partial, length), group - group0, carry)
 
         return lax.fori_loop(group0, group1 + jnp.where(page1 > 0, 1, 0), step, init)
 
 
 def _body(shape: TileShape, *arrays: Any, **smem: Any):
     names = [field.name for field in dataclasses.fields(_Memory)][1:-1]
-    memory = _Memory(shape, **dict(zip(names, arrays, strict=True)), smem=_pair_slots(smem))
+    memory = _Memory(shape, **dict(zip(names, arrays, strict=True)), smem=_pair_stages(smem))
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 2)
@@ -236,8 +236,8 @@ def _body(shape: TileShape, *arrays: Any, **smem: Any):
             plgpu.wait_smem_to_gmem(0)
 
 
-def _pair_slots(smem: dict[str, Any]) -> types.SimpleNamespace:
-    """Scratch by name, with `x_a` and `x_b` as the pair `x`. Slots are apart so that each has its own aliases."""
+def _pair_stages(smem: dict[str, Any]) -> types.SimpleNamespace:
+    """Scratch by name, with `x_a` and `x_b` as the pair `x`. Stages are apart so that each has its own aliases."""
     pairs = {name[:-2]: (ref, smem[name[:-1] + "b"]) for name, ref in smem.items() if name.endswith("_a")}
     if "right_or_raw" in pairs:
         pairs["right"], pairs["raw"] = zip(*pairs["right_or_raw"], strict=True)
@@ -250,8 +250,8 @@ def _produce(memory: _Memory):
 
     def visit(piece, number, pairs_before):
         def pair(i, _):
-            for slot in (_A, _B):
-                _load_page(memory, piece, piece.begin + 2 * i + slot, slot, pairs_before + i > 0)
+            for stage in (_A, _B):
+                _load_page(memory, piece, piece.begin + 2 * i + stage, stage, pairs_before + i > 0)
             pl.when(i == 0)(lambda: _load_query(memory, piece, number))
 
         lax.fori_loop(0, piece.pairs, pair, None)
@@ -266,10 +266,10 @@ def _produce(memory: _Memory):
 
     @pl.when(pairs > 0)
     def _():
-        for slot in (_A, _B):
+        for stage in (_A, _B):
             if not memory.shape.fp8:
-                plgpu.barrier_wait(smem.left_free.at[slot])
-            plgpu.barrier_wait(smem.twice.at[_RIGHT_FREE + slot])
+                plgpu.barrier_wait(smem.left_free.at[stage])
+            plgpu.barrier_wait(smem.twice.at[_RIGHT_FREE + stage])
 
 
 def _load_query(memory: _Memory, piece: _Piece, number):
@@ -289,23 +289,23 @@ def _load_query(memory: _Memory, piece: _Piece, number):
         plgpu.barrier_arrive(smem.once.at[_QUERY_FULL])
 
 
-def _load_page(memory: _Memory, piece: _Piece, index, slot: int, reused):
-    """Fetches a page into a slot, once whoever reads it there is done. Past the piece's end: the last page again."""
+def _load_page(memory: _Memory, piece: _Piece, index, stage: int, reused):
+    """Fetches a page into a stage, once whoever reads it there is done. Past the piece's end: the last page again."""
     smem = memory.smem
     row = memory.table_rows[piece.group]
     page = memory.first_page[0] + memory.page_table[row, jnp.minimum(index, piece.end - 1)]
-    right_free = smem.twice.at[_RIGHT_FREE + slot]
+    right_free = smem.twice.at[_RIGHT_FREE + stage]
     if memory.shape.fp8:
         pl.when(reused)(lambda: plgpu.barrier_wait(right_free))
-        fp8_cache.load_page(memory.pages, page, smem, slot)
+        fp8_cache.load_page(memory.pages, page, smem, stage)
         return
     for free, full, parts in (
-        (smem.left_free.at[slot], smem.left_full, ((_LEFT, smem.left),)),
+        (smem.left_free.at[stage], smem.left_full, ((_LEFT, smem.left),)),
         (right_free, smem.right_full, ((_RIGHT, smem.right), (_ROPE, smem.rope))),
     ):
         pl.when(reused)(functools.partial(plgpu.barrier_wait, free))
         for columns, target in parts:
-            plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], target[slot].at[0], full.at[slot])
+            plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], target[stage].at[0], full.at[stage])
 
 
 def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
@@ -387,11 +387,11 @@ def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
     return output, top_b, total
 
 
-def _release_left(memory: _Memory, slot: int):
+def _release_left(memory: _Memory, stage: int):
     """Warpgroup 0 has no more use for a page. FP8 pages are refilled whole, so they have one barrier."""
     if not memory.shape.fp8:
-        plgpu.barrier_arrive(memory.smem.left_free.at[slot])
-    plgpu.barrier_arrive(memory.smem.twice.at[_RIGHT_FREE + slot])
+        plgpu.barrier_arrive(memory.smem.left_free.at[stage])
+    plgpu.barrier_arrive(memory.smem.twice.at[_RIGHT_FREE + stage])
 
 
 def _softmax(scores, top):
@@ -400,23 +400,23 @@ def _softmax(scores, top):
     return jnp.exp2(scores - _columns(new_top, PAGE_SIZE)), new_top, jnp.exp2(top - new_top)
 
 
-def _scores(memory: _Memory, piece: _Piece, page, slot, zero):
+def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
     """Scaled scores [64, 64] of a page in log base 2, masked. A page past the end of the piece is masked whole."""
     smem, shape = memory.smem, memory.shape
 
     if shape.fp8:
-        plgpu.barrier_wait(smem.right_full.at[slot + zero])
-        fp8_cache.dequantise(smem, slot, zero)
+        plgpu.barrier_wait(smem.right_full.at[stage + zero])
+        fp8_cache.dequantize(smem, stage, zero)
 
     def products(accumulator):
         query = smem.query[0].at[zero]
         if not shape.fp8:
-            plgpu.barrier_wait(smem.left_full.at[slot])
-        plgpu.wgmma(accumulator, query.at[:, _LEFT], smem.left[slot].at[zero].T)
+            plgpu.barrier_wait(smem.left_full.at[stage])
+        plgpu.wgmma(accumulator, query.at[:, _LEFT], smem.left[stage].at[zero].T)
         if not shape.fp8:
-            plgpu.barrier_wait(smem.right_full.at[slot])
-        plgpu.wgmma(accumulator, query.at[:, _RIGHT], smem.right[slot].at[zero].T)
-        plgpu.wgmma(accumulator, query.at[:, _ROPE], smem.rope[slot].at[zero].T)
+            plgpu.barrier_wait(smem.right_full.at[stage])
+        plgpu.wgmma(accumulator, query.at[:, _RIGHT], smem.right[stage].at[zero].T)
+        plgpu.wgmma(accumulator, query.at[:, _ROPE], smem.rope[stage].at[zero].T)
         return accumulator[...]
 
     scores = pl.run_scoped(products, plgpu.ACC((ROWS, PAGE_SIZE), jnp.float32)) * (shape.scale * _LOG2E)
@@ -434,7 +434,7 @@ def _scores(memory: _Memory, piece: _Piece, page, slot, zero):
     return lax.cond((page + 1) * PAGE_SIZE > length - (shape.queries - 1), masked, lambda: scores)
 
 
-def _publish(memory: _Memory, piece: _Piece, page, slot: int, zero, weights, top):
+def _publish(memory: _Memory, piece: _Piece, page, stage: int, zero, weights, top):
     """Shows a page's weights and maximum to the other warpgroup, with the page's unwritten values set to 0.
 
     Those may hold NaN, and 0 * NaN is NaN.
@@ -447,24 +447,24 @@ def _publish(memory: _Memory, piece: _Piece, page, slot: int, zero, weights, top
         def clear(chunk, _):
             columns = pl.ds(pl.multiple_of(chunk * 64, 64), 64)
             row = plgpu.broadcasted_iota(jnp.int32, (PAGE_SIZE, 64), 0, layout=_LAYOUT)
-            for half in (smem.left[slot], smem.right[slot]):
+            for half in (smem.left[stage], smem.right[stage]):
                 values = plgpu.load(half.at[zero, :, columns], layout=_LAYOUT)
                 half[zero, :, columns] = jnp.where(row < written, values, jnp.zeros((), values.dtype))
 
         lax.fori_loop(0, _HALF // 64, clear, None)
 
-    smem.rope[slot][zero] = weights.astype(memory.shape.dtype)
-    smem.vectors[_TOP + slot] = top
+    smem.rope[stage][zero] = weights.astype(memory.shape.dtype)
+    smem.vectors[_TOP + stage] = top
     plgpu.commit_smem()
-    plgpu.barrier_arrive(smem.once.at[_WEIGHTS_READY + slot + zero])
+    plgpu.barrier_arrive(smem.once.at[_WEIGHTS_READY + stage + zero])
 
 
-def _accumulate(memory: _Memory, output, shrink, slot: int, zero, values):
+def _accumulate(memory: _Memory, output, shrink, stage: int, zero, values):
     """output * shrink + a page's weights @ its half of the values, [64, 256]."""
     output = output * _columns(shrink, _HALF)
 
     def multiply(accumulator):
-        plgpu.wgmma(accumulator, memory.smem.rope[slot].at[zero], values[slot].at[zero])
+        plgpu.wgmma(accumulator, memory.smem.rope[stage].at[zero], values[stage].at[zero])
 
     if memory.shape.carried_accumulator:
         return pl.run_state(multiply)(plgpu.ACC.init(output))
@@ -498,7 +498,7 @@ def _store_whole(memory: _Memory, half: int, piece: _Piece, output, lse):
 
 
 def _store_partial(memory: _Memory, half: int, piece: _Piece, output, lse):
-    """In float32, so in two steps: the queries' shared memory holds a quarter of a tile at a time and warpgroup."""
+    """Stores float32, in two steps: the queries' shared memory holds a quarter of a tile per step and warpgroup."""
     staging, quarter = memory.smem.query[2].at[half], _HALF // 2
     rows = pl.ds(0, memory.shape.tile_rows)
     if half == 0:
@@ -507,9 +507,9 @@ def _store_partial(memory: _Memory, half: int, piece: _Piece, output, lse):
         staging[...] = output[:, step * quarter : (step + 1) * quarter]
         plgpu.commit_smem()
         columns = pl.ds(half * _HALF + step * quarter, quarter)
-        plgpu.copy_smem_to_gmem(staging.at[rows], memory.partial_out.at[piece.slot, memory.tile_rows, columns])
+        plgpu.copy_smem_to_gmem(staging.at[rows], memory.partial_out.at[piece.partial, memory.tile_rows, columns])
         if half == 0 and step == 0:
             plgpu.copy_smem_to_gmem(
-                memory.smem.vectors.at[_LSE, rows], memory.partial_lse.at[piece.slot, memory.tile_rows]
+                memory.smem.vectors.at[_LSE, rows], memory.partial_lse.at[piece.partial, memory.tile_rows]
             )
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,4 +1,4 @@
-"""FP8 pages in the decode kernel: fetched as they are, dequantised in shared memory by the page's owner.
+"""FP8 pages in the decode kernel: fetched as they are, dequantized in shared memory by the page's owner.
 
 The raw bytes of a page (64 x 512 e4m3) arrive where the right half of its values will be, which is just as large:
 shared memory has no room for more. What becomes the right half waits in registers until all of the page is read.
@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.float8 import E4M3
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE
 from pallas_kernels.mosaic import swizzle_transforms
 
@@ -29,13 +30,13 @@ def views(pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     def as_type(dtype):
         return lax.bitcast_convert_type(pages.reshape(count, -1, jnp.dtype(dtype).itemsize), dtype)
 
-    values = lax.bitcast_convert_type(pages, jnp.float8_e4m3fn).reshape(count, page_bytes // FP8_TILE, FP8_TILE)
+    values = lax.bitcast_convert_type(pages, E4M3).reshape(count, page_bytes // FP8_TILE, FP8_TILE)
     return values, as_type(jnp.float32), as_type(jnp.bfloat16).reshape(count, -1, _ROPE)
 
 
 def scratch(right: Any) -> dict[str, Any]:
     """Shared memory: the right halves, raw pages in the same place, and scales."""
-    raw_type = jnp.float8_e4m3fn
+    raw_type = E4M3
     tiled = swizzle_transforms(raw_type, FP8_TILE)
     raw = plgpu.SMEM((1, _TILES * PAGE_SIZE, FP8_TILE), raw_type, transforms=tiled)
     scale = plgpu.SMEM((1, _TILES * PAGE_SIZE), jnp.float32)
@@ -46,42 +47,42 @@ COPIES = 3
 """Arrivals of a page at its barrier."""
 
 
-def load_page(pool: Any, page: Any, smem: Any, slot: int) -> None:
+def load_page(pool: Any, page: Any, smem: Any, stage: int) -> None:
     """Fetches raw values, scales and rotated keys, which arrive at `right_full`."""
     values, floats, halves = pool
-    full = smem.right_full.at[slot]
-    plgpu.copy_gmem_to_smem(values.at[page, pl.ds(0, _TILES * PAGE_SIZE)], smem.raw[slot].at[0], full)
+    full = smem.right_full.at[stage]
+    plgpu.copy_gmem_to_smem(values.at[page, pl.ds(0, _TILES * PAGE_SIZE)], smem.raw[stage].at[0], full)
     first_scale = PAGE_SIZE * _VALUES // 4
     scales = pl.ds(first_scale, _TILES * PAGE_SIZE)
-    plgpu.copy_gmem_to_smem(floats.at[page, scales], smem.scale[slot].at[0], full)
+    plgpu.copy_gmem_to_smem(floats.at[page, scales], smem.scale[stage].at[0], full)
     first_rope = (PAGE_SIZE * _VALUES + 4 * _TILES * PAGE_SIZE) // (2 * _ROPE)
-    plgpu.copy_gmem_to_smem(halves.at[page, pl.ds(first_rope, PAGE_SIZE)], smem.rope[slot].at[0], full)
+    plgpu.copy_gmem_to_smem(halves.at[page, pl.ds(first_rope, PAGE_SIZE)], smem.rope[stage].at[0], full)
 
 
-def dequantise(smem: Any, slot: int, zero: Any) -> None:
-    """Turns the raw page of `slot` into both halves of its values. `zero` is 0, see `mosaic_decode`."""
-    left, right = smem.left[slot], smem.right[slot]
+def dequantize(smem: Any, stage: int, zero: Any) -> None:
+    """Turns the raw page of `stage` into both halves of its values. `zero` is 0, see `mosaic_decode`."""
+    left, right = smem.left[stage], smem.right[stage]
     for tile in range(2):
-        _store(left, zero, tile, _raw_tile(smem, slot, zero, tile), _scale(smem, slot, zero, tile))
-    raw = [_raw_tile(smem, slot, zero, tile) for tile in (2, 3)]
-    scales = [_scale(smem, slot, zero, tile) for tile in (2, 3)]
+        _store(left, zero, tile, _raw_tile(smem, stage, zero, tile), _scale(smem, stage, zero, tile))
+    raw = [_raw_tile(smem, stage, zero, tile) for tile in (2, 3)]
+    scales = [_scale(smem, stage, zero, tile) for tile in (2, 3)]
     plgpu.commit_smem()  # every warp has read all of the raw page, whose place the next stores take
     for tile in range(2):
         _store(right, zero, tile, raw[tile], scales[tile])
     plgpu.commit_smem()
 
 
-def _raw_tile(smem: Any, slot: int, zero: Any, tile: int):
+def _raw_tile(smem: Any, stage: int, zero: Any, tile: int):
     rows = pl.ds(tile * PAGE_SIZE, PAGE_SIZE)
-    return plgpu.load(smem.raw[slot].at[zero, rows], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    return plgpu.load(smem.raw[stage].at[zero, rows], layout=plgpu.Layout.WGMMA_UPCAST_2X)
 
 
-def _scale(smem: Any, slot: int, zero: Any, tile: int):
-    return plgpu.load(smem.scale[slot].at[zero, pl.ds(tile * PAGE_SIZE, PAGE_SIZE)], layout=_LAYOUT.reduce(1))
+def _scale(smem: Any, stage: int, zero: Any, tile: int):
+    return plgpu.load(smem.scale[stage].at[zero, pl.ds(tile * PAGE_SIZE, PAGE_SIZE)], layout=_LAYOUT.reduce(1))
 
 
 def _store(half: Any, zero: Any, tile: int, raw: Any, scale: Any) -> None:
-    """Dequantises 128 columns, 64 at a time: the output takes most of the registers."""
+    """Dequantizes 128 columns, 64 at a time: the output takes most of the registers."""
     for first in range(0, FP8_TILE, 64):
         # sm_90 converts e4m3 to float16 only.
         values = plgpu.layout_cast(raw[:, first : first + 64].astype(jnp.float16), _LAYOUT).astype(jnp.float32)

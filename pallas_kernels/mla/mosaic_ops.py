@@ -185,6 +185,8 @@ def decode_unsupported(q: jax.Array, pages: jax.Array, value_width: int) -> str 
         return f"queries on an FP8 cache are {q.dtype}, not bfloat16"
     if q.dtype not in _HALF_TYPES:
         return f"{q.dtype} is neither bfloat16 nor float16"
+    if not is_fp8(pages) and pages.dtype != q.dtype:
+        return f"pages of {pages.dtype} are not of the queries' type, {q.dtype}"
     return None
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.mla import checks, mosaic_ops, mosaic_write, mosaic_write_fused, reference, write
+from pallas_kernels.mla import checks, mosaic_ops, mosaic_write, reference, write
 from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8, pack_fp8
 from pallas_kernels.mla.schedule import DecodeSchedule
 from pallas_kernels.mla.write import DROPPED
@@ -30,8 +30,9 @@ def mla_decode(
 
     Args:
       q: `[B, S, H, R + P]` float32, bfloat16 or float16; the key up-projection is folded into the first R values.
-      pages: `[layers * pages_per_layer, 64, R + P]` of the dtype of `q`, or FP8 pages, uint8
-        `[layers * pages_per_layer, 64, fp8_row_bytes(R, P)]` (see `layout.py`). Unwritten rows may hold anything.
+      pages: `[layers * pages_per_layer, 64, R + P]` float32, bfloat16 or float16, or FP8 pages, uint8
+        `[layers * pages_per_layer, 64, fp8_row_bytes(R, P)]` (see `layout.py`). The kernel reads pages of the dtype of
+        `q`, and FP8 pages with bfloat16 queries. Unwritten rows may hold anything.
       page_table: `[B, MP]` int32, page ids within a layer. Entries past a request's length are never followed.
       lengths: `[B]` int32, cached tokens of each request, the S query tokens included; at most `64 * MP`.
       scale: factor on the scores before the softmax.
@@ -145,8 +146,8 @@ def write_pages(
 
     Args:
       pages: the page pool, as in `mla_decode`.
-      latents: `[T, R + P]`, normed latent and rotated key (interleaved pairs), of the dtype of `pages`; for FP8 rows
-        of any float type, and quantised here.
+      latents: `[T, R + P]` float32, bfloat16 or float16, normed latent and rotated key (interleaved pairs), which are
+        rounded to the dtype of `pages` or quantized to FP8 rows.
       page_ids: `[T]` int32, page within the layer. Rows whose page is negative, or not below `pages_per_layer`, are
         dropped. No two kept rows may name the same place.
       offsets: `[T]` int32, row within the page, 0..63; others are dropped.
@@ -162,58 +163,10 @@ def write_pages(
     targets = _targets(page_ids, offsets, layer, pages_per_layer)
     if is_fp8(pages):  # one scatter on every platform: a row's scales are too small for TMA
         return write.write_fp8_rows(pages, pack_fp8(latents, value_width), targets, offsets, value_width)
+    latents = latents.astype(pages.dtype)
     if _on_kernels("write_pages", backend, mosaic_write.unsupported(pages)):
         return mosaic_write.write_rows(pages, latents, targets, offsets)
     return write.write_rows(pages, latents, targets, offsets)
-
-
-def write_new_latents(
-    pages: jax.Array,
-    raw: jax.Array,
-    weight: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    page_ids: jax.Array,
-    offsets: jax.Array,
-    *,
-    epsilon: float,
-    layer: jax.Array | int = 0,
-    pages_per_layer: int,
-    value_width: int = 512,
-    backend: Backend | None = None,
-) -> jax.Array:
-    """`write_pages` of what the key-value down-projection gives: RMSNorm of the latent and RoPE of the key on the way.
-
-    Args:
-      raw: `[T, R + P]`, latent before its norm and key before its rotation (interleaved pairs), of the dtype of
-        `pages`; of any float type for FP8 rows.
-      weight: `[R]` of the norm, dtype of `raw`.
-      cos, sin: `[T, P / 2]` float32, of each token's angles.
-      epsilon: added to the mean square.
-      pages, page_ids, offsets, layer, pages_per_layer, value_width, backend: as in `write_pages`.
-
-    Returns:
-      The pool, of the shape and dtype of `pages`.
-
-    Raises:
-      ValueError: a shape, dtype or page size does not fit.
-    """
-    checks.check_write(pages, raw, page_ids, offsets, pages_per_layer, value_width)
-    checks.check_new_latents(raw, weight, cos, sin, value_width)
-    if _on_kernels("write_new_latents", backend, mosaic_write_fused.unsupported(pages, value_width)):
-        targets = _targets(page_ids, offsets, layer, pages_per_layer)
-        return mosaic_write_fused.write_new_latents(pages, raw, weight, cos, sin, targets, offsets, epsilon=epsilon)
-    rows = write.cache_rows(raw, weight, cos, sin, epsilon=epsilon, value_width=value_width)
-    return write_pages(
-        pages,
-        rows,
-        page_ids,
-        offsets,
-        layer=layer,
-        pages_per_layer=pages_per_layer,
-        value_width=value_width,
-        backend=backend,
-    )
 
 
 def _targets(page_ids: jax.Array, offsets: jax.Array, layer: jax.Array | int, pages_per_layer: int) -> jax.Array:

@@ -1,9 +1,7 @@
 """Attention in plain jax.numpy: the path of a CPU, and the oracle of the kernels.
 
 All three are flash attention with an online softmax: loops run over blocks of keys and stop at the longest length
-present, so neither the width of a page table nor a padded batch costs anything. With 16 requests of about 300 tokens in
-tables of 2,048 (H 8, R 128, P 32, two CPU cores) that took a ninth of the time of gathering the table's whole width in
-float32, half in bfloat16; 128 keys a step was the best or near it.
+present, so neither the width of a page table nor a padded batch costs anything.
 """
 
 from typing import NamedTuple
@@ -21,7 +19,7 @@ _CONTEXT_BLOCK = 64
 
 
 class _Softmax(NamedTuple):
-    """Running maximum [..., M], sum [..., M] and unnormalised output [..., M, V], all float32."""
+    """Running maximum [..., M], sum [..., M] and unnormalized output [..., M, V], all float32."""
 
     top: jax.Array
     total: jax.Array
@@ -149,14 +147,17 @@ def _latents(
     value_width: int,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Cached rows [B, span, D] of one step. Rows past a length are 0: table entries there are not to be followed."""
-    slots = index * _PAGES_PER_STEP + jnp.arange(_PAGES_PER_STEP)
+    """Returns the cached rows [B, span, D] of one step in `dtype`.
+
+    Rows past a length are 0: table entries there are not to be followed.
+    """
+    columns = index * _PAGES_PER_STEP + jnp.arange(_PAGES_PER_STEP)
     ids = lax.dynamic_slice_in_dim(table, index * _PAGES_PER_STEP, _PAGES_PER_STEP, axis=1)
-    ids = jnp.where(slots * PAGE_SIZE < lengths[:, None], first_page + ids, 0)
+    ids = jnp.where(columns * PAGE_SIZE < lengths[:, None], first_page + ids, 0)
     rows = pages.at[ids].get(mode="clip")
     if is_fp8(pages):
         rows = unpack_fp8(fp8_rows_of_pages(rows, value_width), value_width, dtype)
-    rows = rows.reshape(table.shape[0], _SPAN, -1)
+    rows = rows.reshape(table.shape[0], _SPAN, -1).astype(dtype)
     return jnp.where((index * _SPAN + jnp.arange(_SPAN) < lengths[:, None])[..., None], rows, 0)
 
 

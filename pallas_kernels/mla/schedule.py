@@ -1,4 +1,4 @@
-"""How a decode step's pages are shared out over the streaming multiprocessors, computed on the device.
+"""The shares of a decode step's pages that the streaming multiprocessors get, computed on the device.
 
 FlashMLA's metadata in closed form: the pages of all requests are laid end to end, each request preceded by a fixed
 overhead, and the line is cut into equal parts, one for each persistent thread block (or group of blocks, when a request

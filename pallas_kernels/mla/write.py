@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.mla.layout import fp8_page_bytes
 
@@ -26,20 +25,6 @@ def write_fp8_rows(
     places = jnp.asarray(fp8_page_bytes(value_width, row_bytes))[jnp.clip(offsets, 0, tokens - 1)]  # [T, W]
     flat = pages.reshape(count, tokens * row_bytes)
     return flat.at[_droppable(pages, targets)[:, None], places].set(rows, mode="drop").reshape(pages.shape)
-
-
-def cache_rows(
-    raw: jax.Array, weight: jax.Array, cos: jax.Array, sin: jax.Array, *, epsilon: float, value_width: int
-) -> jax.Array:
-    """The rows `[T, R + P]` to cache of raw projections `[T, R + P]`: RMSNorm of the latent, RoPE of the key's pairs.
-
-    Both in float32, rounded to the dtype of `raw`.
-    """
-    latent, pairs = (x.astype(jnp.float32) for x in (raw[:, :value_width], raw[:, value_width:]))
-    normed = latent * lax.rsqrt(jnp.mean(latent * latent, axis=-1, keepdims=True) + epsilon)
-    even, odd = pairs[:, ::2], pairs[:, 1::2]
-    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(pairs.shape)
-    return jnp.concatenate([weight * normed.astype(raw.dtype), turned.astype(raw.dtype)], axis=-1)
 
 
 def _droppable(pages: jax.Array, targets: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from absl import flags as absl_flags
 
 from dsv3 import LLM
 from dsv3.api import frames
+from dsv3.api.engine import messages
 from dsv3.engine.cluster.fingerprint import agreed, fields_of, shaping
 from dsv3.engine.config import EngineConfig
 from dsv3.options import (
@@ -74,7 +75,8 @@ def test_every_engine_option_is_a_parameter_of_a_notebook() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("max_model_length", "did you mean max_model_len?"), ("zzzz", "there are dtype, fp8, ")]
+    ("name", "hint"),
+    [("max_model_length", "did you mean max_model_len?"), ("zzzz", "there are dtype, kv_")],
 )
 def test_a_notebook_names_the_nearest_option(name: str, hint: str) -> None:
     with pytest.raises(TypeError) as error:
@@ -124,8 +126,8 @@ def test_a_new_field_appears_everywhere() -> None:
 
 
 def test_options_reach_the_engine_process_as_they_are() -> None:
-    start = frames.Start("m:f", "/model", EngineOptions(max_num_seqs=3, gpu_memory_utilization=1), CLUSTER, {"a": 1})
-    assert frames.to_engine.decode(frames.encode(start)[4:]) == start
+    start = messages.Start("m:f", "/model", EngineOptions(max_num_seqs=3, gpu_memory_utilization=1), CLUSTER, {"a": 1})
+    assert messages.to_engine.decode(frames.encode(start)[4:]) == start
 
 
 @pytest.mark.parametrize(

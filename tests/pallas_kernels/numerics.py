@@ -15,14 +15,14 @@ def calc_diff(x, y) -> float:
 
 
 def activation(key, *shape):
-    """Normal values of `shape` [..., M, K] quantised 1x128: (q, scale, what they stand for in float64)."""
+    """Normal values of `shape` [..., M, K] quantized 1x128: (q, scale, what they stand for in float64)."""
     q, scale = quantize_1x128(jax.random.normal(jax.random.key(key), shape))
     per_value = np.repeat(np.swapaxes(np.asarray(scale, np.float64), -1, -2), 128, axis=-1)[..., : shape[-1]]
     return q, scale, np.asarray(q.astype(jnp.float32), np.float64) * per_value
 
 
 def weight(key, *shape):
-    """Normal values of `shape` [..., N, K] quantised 128x128: (q, scale, what they stand for in float64)."""
+    """Normal values of `shape` [..., N, K] quantized 128x128: (q, scale, what they stand for in float64)."""
     q, scale = quantize_128x128(jax.random.normal(jax.random.key(key), shape))
     per_value = np.repeat(np.repeat(np.asarray(scale, np.float64), 128, axis=-2), 128, axis=-1)
     per_value = per_value[..., : shape[-2], : shape[-1]]

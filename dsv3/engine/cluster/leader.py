@@ -115,7 +115,7 @@ class Leader:
     def send(self, command: StepCommand) -> None:
         """Sends each follower the part of a command that its ranks need, without waiting.
 
-        Raises ClusterError once the instance has failed.
+        Raises ClusterError once the instance has failed, and fails it where no frame holds a part.
         """
         self._check()
         for process_id, ranks in self._ranks.items():

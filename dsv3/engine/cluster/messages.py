@@ -49,7 +49,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """Execute these jobs: each a kind, and its command as the kind's own type encodes it."""
+    """The next step: its jobs, each a kind and the kind's command as the kind's own type encodes it."""
 
     number: int
     jobs: list[tuple[str, msgspec.Raw]]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from dsv3.cache.layout import pool_shape
+from dsv3.cache.layout import pool
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import StepResult
@@ -33,8 +33,8 @@ class Layout:
         self.watches = watches
         self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
         self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts.params)
-        shape = pool_shape(self.model_cfg, self.cfg.num_pages)
-        self.pages = self.array(*shape, dtype=jnp.dtype(self.cfg.cache_dtype))
+        one = pool(self.model_cfg, self.cfg.cache_dtype, self.cfg.num_pages)
+        self.pages = self.array(*one.shape, dtype=one.dtype)
         sizes = {name: watch.size for name, watch in watches.items()}
         self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
 

@@ -112,7 +112,7 @@ def _make_planner(host: Host) -> "Balancer":
 
 
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
-    """Of a layer's experts on one device."""
+    """Returns the bytes of a layer's experts on one device."""
     stacks, _ = experts.take(params)
     return sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers // experts.machine.devices
 

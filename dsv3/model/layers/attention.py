@@ -18,7 +18,7 @@ from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear
 from dsv3.model.layers.norm import rms_norm
 from dsv3.model.layers.rope import Rotation, rotate
 from dsv3.model.params import AttentionParams
-from pallas_kernels import grouped, mla
+from pallas_kernels import dense, mla
 from pallas_kernels.backend import Backend, resolve_backend
 
 
@@ -95,7 +95,7 @@ def expand(
 
     def up(stack: jax.Array) -> jax.Array:
         L, H, width, _ = stack.shape
-        flat = grouped.stacked_gemm(latent[:, :R], stack.reshape(L, H * width, R), layer, backend=backend)
+        flat = dense.layer_gemm(latent[:, :R], stack.reshape(L, H * width, R), layer, backend=backend)
         return flat.reshape(-1, H, width)
 
     k_nope = up(params.k_up)
@@ -105,13 +105,13 @@ def expand(
 
 def absorb(tokens: Projected, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
     """Queries `[T, H, R + P]` that score cached latents directly."""
-    q_latent = grouped.head_gemm(tokens.q_nope, params.k_up, layer, transposed=True, backend=backend)
+    q_latent = dense.head_gemm(tokens.q_nope, params.k_up, layer, transposed=True, backend=backend)
     return jnp.concatenate([q_latent, tokens.q_rope], axis=-1)
 
 
 def values_of(out: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
     """Per-head values `[T, H, V]` of attention outputs `[T, H, R]` on latents."""
-    return grouped.head_gemm(out, params.v_up, layer, backend=backend)
+    return dense.head_gemm(out, params.v_up, layer, backend=backend)
 
 
 class Attend(Protocol):

@@ -107,9 +107,10 @@ def gate_up(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> G
     """The first half of `moe`: the order of rows, the gate and up projections, and SwiGLU."""
     params, numerics = layer.params, layer.numerics
     K, E = routing.ids.shape[1], _num_experts(params)
-    tile_m = grouped.choose_tile_m(routing.ids.size, E, backend=numerics.backend)
+    pairs = min(routing.ids.size, numerics.expert_pairs or routing.ids.size)
+    tile_m = grouped.choose_tile_m(pairs, E, backend=numerics.backend)
     order = grouped.align_groups(routing.ids.reshape(-1), E, tile_m)
-    token = order.row_of_slot // K  # [A], T where the aligned row is padding
+    token = order.source_row // K  # [A], T where the aligned row is padding
     tiles = _tiles(order, layer)
     if not isinstance(params.gate_up, Fp8Weight):
         assert isinstance(x, jax.Array), "rows are quantized only for FP8 experts"
@@ -123,7 +124,9 @@ def gate_up(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> G
     values = values.at[token].get(mode="fill", fill_value=0)
     scale = scale.at[:, token].get(mode="fill", fill_value=0)
     product = _fp8_product(values, scale, params.gate_up, x.dtype, tiles)
-    values, scale = fp8.swiglu_quantize(product, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    values, scale = fp8.swiglu_quantize(
+        product, ue8m0=numerics.ue8m0, used_rows=order.used_rows(), backend=numerics.backend
+    )
     return Gated(values, scale, order, routing.weights, x.dtype)
 
 
@@ -136,14 +139,14 @@ def down(gated: Gated, layer: ExpertLayer) -> jax.Array:
         out = _fp8_product(gated.inner, gated.scale, params.down, gated.dtype, tiles)
     else:
         out = grouped.grouped_gemm_contiguous(gated.inner, _merge(params.down), **tiles)
-    picked = out.at[gated.order.slot_of_row].get(mode="fill", fill_value=0).reshape(*gated.weights.shape, -1)
+    picked = out.at[gated.order.aligned_row].get(mode="fill", fill_value=0).reshape(*gated.weights.shape, -1)
     return jnp.einsum("tk,tkd->td", gated.weights, picked.astype(jnp.float32)).astype(gated.dtype)
 
 
 def _tiles(order: grouped.GroupAlignment, layer: ExpertLayer) -> dict[str, Any]:
     return {
         "tile_group": order.tile_group,
-        "tile_m": order.row_of_slot.shape[0] // order.tile_group.shape[0],
+        "tile_m": order.tile_m,
         "group_offset": layer.index * _num_experts(layer.params),
         "backend": layer.numerics.backend,
     }

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, MlpParams
-from pallas_kernels import fp8, grouped
+from pallas_kernels import dense, fp8
 from pallas_kernels.backend import Backend
 
 Index = jax.Array | int
@@ -16,15 +16,25 @@ Index = jax.Array | int
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """How products are computed: the kernels' implementation, and whether activation scales are powers of two."""
+    """How products are computed.
+
+    `backend` is the kernels' implementation. `ue8m0` says whether activation scales are powers of two. `expert_pairs`
+    is the number of (token, expert) pairs that a device is likely to compute per layer, None where nobody knows: the
+    buffers in which they arrive have room for several times as many.
+    """
 
     backend: Backend | None = None
     ue8m0: bool = False
+    expert_pairs: int | None = None
 
     @classmethod
-    def from_config(cls, cfg: ModelConfig, backend: Backend | None) -> "Numerics":
-        """The numerics that a checkpoint of `cfg` was trained with, on `backend`."""
-        return cls(backend, cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0")
+    def from_config(cls, cfg: ModelConfig, backend: Backend | None, tokens: int | None = None) -> "Numerics":
+        """The numerics that a checkpoint of `cfg` was trained with, on `backend`, for `tokens` per device.
+
+        With even routing a device computes as many (token, expert) pairs as it sends.
+        """
+        pairs = None if tokens is None else max(1, tokens * cfg.num_experts_per_tok)
+        return cls(backend, cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0", pairs)
 
 
 def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:
@@ -36,7 +46,7 @@ def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: 
     if isinstance(weight, Fp8Weight):
         values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
         return _fp8_linear(values, scale, weight, layer, x.dtype, numerics)
-    return grouped.stacked_gemm(x, weight, layer, backend=numerics.backend)
+    return dense.layer_gemm(x, weight, layer, backend=numerics.backend)
 
 
 def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 from dsv3.model.layers.linear import Index, layer_slice
-from pallas_kernels import grouped
+from pallas_kernels import dense
 from pallas_kernels.backend import Backend, resolve_backend
 
 
@@ -21,8 +21,8 @@ class Routing(NamedTuple):
 def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backend | None) -> jax.Array:
     """Logits `[T, E]` float32 for the score function: `x` `[T, D]` times layer `layer` of the router.
 
-    The product of two bfloat16 values is exact in float32, so the kernel for them gives the logits of the float32
-    product but for the order of the sums. It addresses the layer in the stack, where XLA would write a slice out.
+    The product of two bfloat16 or float16 values is exact in float32, so the kernel for them gives the logits of the
+    float32 product but for the order of the sums. It addresses the layer in the stack; XLA would write a slice out.
 
     Args:
       x: `[T, D]`; the product is made in float32 whatever its dtype.
@@ -31,10 +31,11 @@ def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backen
       backend: implementation; None chooses by device.
 
     Raises:
-      ValueError: bfloat16 operands on Hopper whose E or D is no multiple of 8.
+      ValueError: 16-bit operands on Hopper whose E or D is no multiple of 8.
     """
-    if x.dtype == weight.dtype == jnp.bfloat16 and resolve_backend(requested=backend) is Backend.MOSAIC:
-        return grouped.stacked_gemm(x, weight, layer, out_dtype=jnp.float32, backend=backend)
+    has_kernel = x.dtype == weight.dtype != jnp.float32
+    if has_kernel and resolve_backend(requested=backend) is Backend.MOSAIC:
+        return dense.layer_gemm(x, weight, layer, out_dtype=jnp.float32, backend=backend)
     x32, weight32 = x.astype(jnp.float32), layer_slice(weight, layer).astype(jnp.float32)
     return jnp.einsum("td,ed->te", x32, weight32, precision="highest")
 

@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from dsv3.api.frames import EngineInfo
+from dsv3.api.engine.messages import EngineInfo
 from dsv3.prepare import PreparedRequest, RequestRules
 from dsv3.request import EngineOutput, InvalidRequest, QueueFull, StepOutputs, TokenLogprobs, Tokens
 

@@ -53,7 +53,9 @@ class Server:
         return all(self.metric(name) == 0 for name in names)
 
     def engine_process(self) -> psutil.Process:
-        [engine] = [p for p in psutil.Process(self.process.pid).children() if "engine_process" in " ".join(p.cmdline())]
+        [engine] = [
+            p for p in psutil.Process(self.process.pid).children() if "dsv3.api.engine.process" in " ".join(p.cmdline())
+        ]
         return engine
 
     def stop(self, seconds: float = 30) -> int:
@@ -95,7 +97,8 @@ def main() -> int:
     """Serves until a signal; prints the port, what the server tells its user, and at the end whether jax came in."""
     import uvloop
 
-    from dsv3.api.server import ServerConfig, bind, serve
+    from dsv3.api.config import ServerConfig
+    from dsv3.api.http.server import bind, serve
     from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
 
     settings = json.loads(sys.argv[1])

@@ -3,10 +3,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsv3.api.defaults import sampling_defaults
-from dsv3.api.frames import EngineInfo
-from dsv3.api.prepare import Prompt, sampling_params
-from dsv3.api.schema import CompletionRequest
+from dsv3.api.answers.defaults import sampling_defaults
+from dsv3.api.answers.prompts import EncodedPrompt
+from dsv3.api.answers.sampling import sampling_params
+from dsv3.api.answers.schema import CompletionRequest
+from dsv3.api.engine.messages import EngineInfo
 from dsv3.prepare import RequestRules
 
 
@@ -37,5 +38,5 @@ def test_defaults_hold_where_a_request_is_silent():
     config = SimpleNamespace(sampling_defaults={"temperature": 0.6, "top_p": 0.95})
     service = SimpleNamespace(require_ready=lambda: info, config=config)
     request = CompletionRequest(prompt=[5], temperature=0.0)
-    sampling = sampling_params(service, request, [Prompt([5])], max_tokens=None, logprobs=None)
+    sampling = sampling_params(service, request, [EncodedPrompt([5])], max_tokens=None, logprobs=None)
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.0, 0.95, 16)

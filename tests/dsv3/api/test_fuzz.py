@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsv3.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from dsv3.api.answers.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 ROUTES = {
     "/v1/completions": (CompletionRequest, {"prompt": [5, 6], "max_tokens": 3}),

@@ -364,7 +364,7 @@ GUARDED = [
 
 
 def test_the_list_of_guarded_routes_is_complete():
-    from dsv3.api.app import make_app
+    from dsv3.api.http.app import make_app
 
     routes = {(method, route.path) for route in make_app(None, None).routes for method in route.methods - {"HEAD"}}
     assert routes == {*GUARDED, ("GET", "/health")}
@@ -418,9 +418,9 @@ def test_only_health_is_open(locked_server):
 
 def test_no_pickle_anywhere():
     """Sockets carry msgpack of declared types only."""
-    modules = "dsv3.api.server, dsv3.api.engine_process, dsv3.api.template_worker"
+    modules = "dsv3.api.http.server, dsv3.api.http.front, dsv3.api.engine.process, dsv3.api.templates.worker"
     code = f"import sys, {modules}; print([m for m in ('cloudpickle', 'dill', 'jax') if m in sys.modules])"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=serving.ROOT, check=True)
     assert output.stdout.strip() == "[]"
-    sources = (serving.ROOT / "dsv3" / "api").glob("*.py")
+    sources = (serving.ROOT / "dsv3" / "api").rglob("*.py")
     assert not [path.name for path in sources if "import pickle" in path.read_text()]

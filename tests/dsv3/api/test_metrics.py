@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from dsv3.api.engine_process import _numbers
-from dsv3.api.metrics import Metrics
+from dsv3.api.answers.metrics import Metrics
+from dsv3.api.engine.process import _numbers
 from dsv3.engine.stats import EngineStats, ExpertStats
 
 STATS = EngineStats(3, 1, 7, 0.5, 0, 0, 0, 0, 10, 20, 30, 0.1, (1, 2))
@@ -28,7 +28,7 @@ def test_spread_experts_have_metrics_of_their_own() -> None:
     assert b"expert" not in metrics.text()
     for moved in (40, 55):
         experts = dataclasses.replace(EXPERTS, moved=moved)
-        metrics.update(_numbers(dataclasses.replace(STATS, experts=experts)))
+        metrics.update(_numbers(dataclasses.replace(STATS, jobs={"experts": experts})))
     assert sample(metrics, "dsv3:expert_balancedness") == 0.75
     assert sample(metrics, "dsv3:expert_balancedness_min") == 0.5
     assert sample(metrics, "dsv3:experts_moved_total") == 55

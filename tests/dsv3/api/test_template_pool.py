@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from dsv3.api.frames import Render
-from dsv3.api.template_pool import TemplatePool, TemplateTooSlow
+from dsv3.api.templates.messages import Render
+from dsv3.api.templates.pool import TemplatePool, TemplateTooSlow
 from dsv3.text.chat_template import TemplateError
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -6,7 +6,7 @@ import pathlib
 import sys
 
 from dsv3.batch.journal import Journal, summarize_input
-from dsv3.batch.run import Answer, Progress, run
+from dsv3.batch.run import BatchProgress, Reply, run
 
 
 class FakeCompleter:
@@ -29,17 +29,17 @@ class FakeCompleter:
 
     async def _complete(self, prompt):
         if not isinstance(prompt, str):
-            return Answer(400, "", {"error": {"message": "prompt: text expected"}})
+            return Reply(400, "", {"error": {"message": "prompt: text expected"}})
         await asyncio.sleep(self._char_s * len(prompt))
         if self.completed == self._die_after:
             raise RuntimeError("the engine died")
         self.completed += 1
         if prompt == "explodes":
-            return Answer(500, "r", {"error": {"message": "engine error"}})
-        return Answer(200, "r", {"text": prompt[::-1]}, output_tokens=len(prompt))
+            return Reply(500, "r", {"error": {"message": "engine error"}})
+        return Reply(200, "r", {"text": prompt[::-1]}, output_tokens=len(prompt))
 
 
-def run_batch(source, output, completer=None, *, concurrency=4, model="fake", stop_when=None) -> Progress:
+def run_batch(source, output, completer=None, *, concurrency=4, model="fake", stop_when=None) -> BatchProgress:
     """Runs a batch to its end, or until `stop_when(progress)` holds."""
     source, output = pathlib.Path(source), pathlib.Path(output)
     summary = summarize_input(source)

@@ -1,12 +1,12 @@
-"""Batch lines through the server's application, with an engine process that has no model."""
+"""Batch lines through the server's answers, with an engine process that has no model."""
 
 import asyncio
 import json
 
 import pytest
 
-from dsv3.api.server import ServerConfig
-from dsv3.batch.completer import call, server_completer
+from dsv3.api.config import ServerConfig
+from dsv3.batch.completer import server_completer
 from dsv3.batch.journal import BatchError
 from dsv3.options import EngineOptions
 from tests.dsv3.api.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
@@ -130,14 +130,3 @@ def test_a_cancelled_line_leaves_nothing_in_the_engine(model_dir):
         return service.engine.num_live
 
     assert serve(model_dir, use) == 0
-
-
-def test_call_speaks_asgi():
-    async def app(scope, receive, send):
-        message = await receive()
-        assert scope["path"] == "/v1/x" and dict(scope["headers"])[b"content-length"] == b"2"
-        await send({"type": "http.response.start", "status": 418, "headers": []})
-        await send({"type": "http.response.body", "body": message["body"], "more_body": True})
-        await send({"type": "http.response.body", "body": b"!"})
-
-    assert asyncio.run(call(app, "/v1/x", b"{}")) == (418, b"{}!")

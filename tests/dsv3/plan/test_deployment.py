@@ -44,6 +44,7 @@ GOOD = {"device": "H800", "nodes": 1, "decode_requests": 8}
         ({"nodes": True}, "nodes is True"),
         ({"nodes": 0}, "nodes 0 must be above 0"),
         ({"decode_requests": 0}, "at least one must be above 0"),
+        ({"kv_cache_dtype": "int4"}, "'int4' is not one of bfloat16, fp8"),
         ({"decode_request": 8}, "decode_request is not a field"),
         ({"memory_utilization": 1.5}, "memory_utilization 1.5"),
         ({"prefix_hit_rate": 1.0}, "prefix_hit_rate 1.0"),

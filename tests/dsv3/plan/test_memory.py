@@ -59,6 +59,13 @@ def test_one_node_of_80_gb_is_refused_with_numbers() -> None:
 
 
 @pytest.mark.aot
+def test_fp8_pages_leave_room_for_more_tokens() -> None:
+    half, eight = memory(DECODE_EP144), memory(dataclasses.replace(DECODE_EP144, kv_cache_dtype="fp8"))
+    assert (half.token, eight.token) == (61 * 1152, 61 * 656)
+    assert eight.tokens_left > 1.7 * half.tokens_left
+
+
+@pytest.mark.aot
 def test_what_is_advised_fits() -> None:
     advised = dataclasses.replace(NODE_8XH800, nodes=16)
     assert memory(advised).fits

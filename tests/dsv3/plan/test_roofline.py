@@ -4,6 +4,7 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import H200, H800
+from dsv3.cache.layout import row_bytes
 from dsv3.config import ModelConfig
 from dsv3.plan import roofline
 from dsv3.plan.roofline import HOOK_S, HOST_S, TRANSFER_S, MicroBatch, Rates
@@ -17,7 +18,7 @@ def test_sizes_of_deepseek_v3() -> None:
     assert sizes.dense == pytest.approx(396.4e6, rel=1e-3)
     assert sizes.expert == sizes.shared == 44_040_192
     assert roofline.wire_rows(DEEPSEEK_V3) == (7392, 14336)
-    assert 61 * roofline.cache_row(DEEPSEEK_V3) == 70_272
+    assert 61 * row_bytes(DEEPSEEK_V3, "bfloat16") == 70_272
 
 
 def test_terms_at_peak_rates() -> None:
@@ -94,5 +95,5 @@ def test_split_devices_share_attention_and_not_the_cache() -> None:
         roofline.decode_stages(DEEPSEEK_V3, RATES, MicroBatch(64, 4096, experts=2, split=split)) for split in (1, 4)
     )
     assert split["project"] < alone["project"]
-    core = 64 * 4096 * roofline.cache_row(DEEPSEEK_V3) / RATES.hbm
+    core = 64 * 4096 * row_bytes(DEEPSEEK_V3, "bfloat16") / RATES.hbm
     assert split["attention"] > core

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.sampling_params import SamplingParams
-from dsv3.text.output import TextStream
+from dsv3.text.output import OutputStream
 from dsv3.text.stop import StopMatcher
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
@@ -19,7 +19,7 @@ def byte_ids(text: str) -> list[int]:
 
 def run(ids, sampling, finish="length", stop_token_id=None):
     """Pushes the tokens one by one; returns the text, the tokens used and the last delta."""
-    stream = TextStream(TOKENIZER, sampling)
+    stream = OutputStream(TOKENIZER, sampling)
     text, used = "", 0
     for i, token in enumerate(ids):
         last = i == len(ids) - 1
@@ -57,14 +57,14 @@ def test_stop_strings_end_at_their_first_end(text, stops, include):
 
 
 def test_incomplete_character_is_held_back():
-    stream = TextStream(TOKENIZER, SamplingParams())
+    stream = OutputStream(TOKENIZER, SamplingParams())
     pieces = [stream.push([i]).text for i in byte_ids("a🙂b")]
     assert pieces == ["a", "", "", "", "🙂", "b"]
     assert stream.push(byte_ids("é")[:1], "length").text == "\ufffd"
 
 
 def test_possible_stop_string_is_held_back_and_released():
-    stream = TextStream(TOKENIZER, SamplingParams(stop=("END.",)))
+    stream = OutputStream(TOKENIZER, SamplingParams(stop=("END.",)))
     assert [stream.push([i]).text for i in byte_ids("xENENDa")] == ["x", "", "", "EN", "", "", "ENDa"]
 
 
@@ -74,7 +74,7 @@ def test_held_text_comes_out_at_the_end():
 
 
 def test_stop_string_inside_a_push_of_several_tokens():
-    delta = TextStream(TOKENIZER, SamplingParams(stop=("b",))).push(byte_ids("abcd"))
+    delta = OutputStream(TOKENIZER, SamplingParams(stop=("b",))).push(byte_ids("abcd"))
     assert (delta.text, delta.num_tokens, delta.finish_reason) == ("a", 2, "stop")
 
 
@@ -96,10 +96,10 @@ def test_stop_token_is_hidden_unless_included():
 
 
 def test_without_a_tokenizer():
-    stream = TextStream(None, SamplingParams())
+    stream = OutputStream(None, SamplingParams())
     assert stream.push([1, 2], "length").text == ""
     with pytest.raises(ValueError, match="stop_token_ids"):
-        TextStream(None, SamplingParams(stop=("x",)))
+        OutputStream(None, SamplingParams(stop=("x",)))
 
 
 def test_matcher_work_is_linear_on_repetitive_text():

@@ -2,15 +2,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.text.reasoning import ReasoningSplitter, start_state, writes_reasoning
+from dsv3.text.pieces import Reasoning, Text
+from dsv3.text.reasoning import ReasoningParser, start_state, writes_reasoning
 from tests.dsv3.text import tiny
 
 
-def split(pieces, state):
-    splitter = ReasoningSplitter(state)
-    parts = [splitter.push(piece) for piece in pieces]
-    parts.append(splitter.finish())
-    return "".join(r for r, _ in parts), "".join(a for _, a in parts)
+def split(texts, state):
+    parser = ReasoningParser(state)
+    pieces = [piece for text in texts for piece in parser.push(Text(text))] + parser.finish()
+    return text_of(pieces, Reasoning), text_of(pieces, Text)
+
+
+def text_of(pieces, kind):
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
 
 @pytest.mark.parametrize(
@@ -74,10 +78,10 @@ def test_any_pieces_give_what_the_whole_text_gives(text, state, size):
 
 
 def test_floods_of_white_space_and_markers_are_not_hoarded():
-    splitter = ReasoningSplitter("undecided")
-    assert "".join(splitter.push(" ")[1] for _ in range(100)) == " " * 100
-    splitter = ReasoningSplitter("reasoning")
-    shown = "".join("".join(splitter.push("</think")) for _ in range(10_000))
+    parser = ReasoningParser("undecided")
+    assert "".join(text_of(parser.push(Text(" ")), Text) for _ in range(100)) == " " * 100
+    parser = ReasoningParser("reasoning")
+    shown = "".join(text_of(parser.push(Text("</think")), (Text, Reasoning)) for _ in range(10_000))
     assert len(shown) >= 7 * 10_000 - 7
 
 

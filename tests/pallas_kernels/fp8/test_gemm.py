@@ -20,7 +20,7 @@ def test_against_float64(m, n, k):
     np.testing.assert_allclose(exact, a_true @ b_true.T, rtol=1e-4, atol=1e-3)
 
 
-def test_error_of_quantisation_itself():
+def test_error_of_quantization_itself():
     x = jax.random.normal(jax.random.key(2), (32, 512))
     w = jax.random.normal(jax.random.key(3), (256, 512))
     a, a_scale, _ = activation(2, 32, 512)

@@ -1,4 +1,4 @@
-"""Block quantisation: scales, error bounds, partial blocks, powers of two, SwiGLU."""
+"""Block quantization: scales, error bounds, partial blocks, powers of two, SwiGLU."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def test_partial_last_channels():
     np.testing.assert_allclose(scale[1], jnp.abs(x[:, 128:]).max(1) / 448, rtol=1e-6)
 
 
-def test_stacks_quantise_like_their_members():
+def test_stacks_quantize_like_their_members():
     w = jax.random.normal(jax.random.key(2), (3, 130, 140))
     q, scale = quantize_128x128(w, ue8m0=True)
     for i in range(3):

@@ -1,4 +1,4 @@
-"""The quantisation kernel in the interpreter against the reference: edges, SwiGLU, powers of two, skipped rows."""
+"""The quantization kernel in the interpreter against the reference: edges, SwiGLU, powers of two, skipped rows."""
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,14 @@ def test_equals_reference(quantize, ue8m0):
     assert jnp.mean(q != q_expected) < 1e-2  # exp may round differently
 
 
-def test_counts_skip_tiles_of_rows():
-    x = jax.random.normal(jax.random.key(1), (3, 72, 128), jnp.bfloat16)
-    q, scale = interpret(lambda x, c: quantize_1x128(x, counts=c, backend=Backend.MOSAIC), x, jnp.array([72, 0, 9]))
-    q_expected, scale_expected = quantize_1x128(x, backend=Backend.REFERENCE)
-    for group, count in enumerate([72, 0, 9]):
-        np.testing.assert_array_equal(scale[group, :, :count], scale_expected[group, :, :count])
-        assert jnp.array_equal(q[group, :count], q_expected[group, :count])
-    assert untouched(scale[1]) and untouched(scale[2, :, 64:])
+@pytest.mark.parametrize("used", [0, 9, 64, 65])
+def test_tiles_past_the_used_rows_are_skipped(used):
+    x = jax.random.normal(jax.random.key(1), (136, 256), jnp.bfloat16)
+    q, scale = interpret(lambda x, n: swiglu_quantize(x, used_rows=n, backend=Backend.MOSAIC), x, jnp.int32(used))
+    q_expected, scale_expected = swiglu_quantize(x, used_rows=jnp.int32(used), backend=Backend.REFERENCE)
+    np.testing.assert_allclose(scale[:, :used], scale_expected[:, :used], rtol=1e-6)
+    assert used == 0 or jnp.mean(q[:used] != q_expected[:used]) < 1e-2
+    assert untouched(scale[:, -(-used // 64) * 64 :])
 
 
 def test_other_inputs_take_the_reference_on_every_device():
@@ -37,6 +37,6 @@ def test_other_inputs_take_the_reference_on_every_device():
     assert jnp.array_equal(q, quantize_1x128(x, backend=Backend.REFERENCE)[0])
 
 
-def test_counts_must_fit():
-    with pytest.raises(ValueError, match="counts"):
-        quantize_1x128(jnp.zeros((2, 4, 128)), counts=jnp.zeros(3, jnp.int32))
+def test_used_rows_are_one_number():
+    with pytest.raises(ValueError, match="scalar"):
+        swiglu_quantize(jnp.zeros((4, 256)), used_rows=jnp.zeros(3, jnp.int32))

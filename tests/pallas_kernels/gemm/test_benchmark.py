@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu import fp8_cases, fp8_gemm
 from pallas_kernels.backend import Backend
-from pallas_kernels.gemm.plan import Plan
+from pallas_kernels.gemm.plan import TilePlan
 
 REFERENCE = Backend.REFERENCE
 
@@ -28,8 +28,8 @@ def small_cases():
     return [
         fp8_cases.dense_case(3, 136, 128, REFERENCE),
         fp8_cases.contiguous_case(2, 128, 64, 128, jnp.bfloat16, REFERENCE),
-        fp8_cases.masked_case(2, 6, 64, 128, jnp.float8_e4m3fn, REFERENCE),
-        fp8_cases.quantise_case(4, 128, True, REFERENCE),
+        fp8_cases.decode_case(2, 6, 64, 128, jnp.float8_e4m3fn, REFERENCE),
+        fp8_cases.quantize_case(4, 128, True, REFERENCE),
         fp8_cases.head_case(3, 2, 8, 16, False, REFERENCE),
         *compared_cases(),
     ]
@@ -46,7 +46,7 @@ def test_cases_pass_and_tables_are_written(run, tmp_path):
     assert not run.failures and not run.left_out and len(run.rows) == 7
     assert len(json.loads((tmp_path / "fp8_gemm.json").read_text())["rows"]) == 7
     text = (tmp_path / "fp8_gemm.md").read_text()
-    assert "| 3 x 136 x 128 |" in text and "## masked" in text
+    assert "| 3 x 136 x 128 |" in text and "## decode" in text
     compared = [line.split(" | ")[0] for line in text[text.index("XLA slices it") :].splitlines() if ": " in line]
     assert compared == ["| heads: k_up, 2 heads, 64 x 16 x 8", "| router: 64 x 16 x 128"]
 
@@ -116,11 +116,23 @@ def test_without_time_cases_are_named_as_left_out(run):
     assert len(run.left_out) == 2 and not run.rows
 
 
-def test_tuned_plans_are_written_as_a_module():
-    key, fields = ("dense", 64, 4096, 7168, 1), (False, 64, 128, 4, 1, None)
-    module: dict = {}
-    exec(fp8_gemm.tuned_module("device, date", {key: fields}), module)
-    assert Plan(*module["TUNED"][key]).splits == 4
+def test_the_fastest_plan_stands_beside_the_chosen_one():
+    slow, fast = TilePlan(False, 64, 128), TilePlan(False, 64, 128, splits=4)
+    row = fp8_gemm.plan_row("dense 64 x 4096 x 7168", slow, {slow: 3e-5, fast: 2e-5})
+    assert fp8_gemm.plan_line(row) == "| dense 64 x 4096 x 7168 | narrow 64 x 128, K in 4 | 20.0 | 30.0 |"
+    assert fp8_gemm.plan_line(fp8_gemm.plan_row("dense", slow, {fast: 2e-5})).endswith("| wrong |")
+
+
+def test_plans_are_measured_while_there_is_time(run, monkeypatch):
+    chosen, other = TilePlan(False, 8, 128), TilePlan(False, 8, 128, splits=2)
+    case = fp8_cases.dense_case(3, 136, 128, REFERENCE)
+    products = [("small", chosen, lambda plan: case, [chosen, other])] * 2
+    monkeypatch.setattr(fp8_gemm, "planned_products", lambda: products)
+    run.compare_plans()
+    assert [len(row["all"]) for row in run.plans] == [2, 2]
+    run.deadline = time.monotonic()
+    run.compare_plans()
+    assert len(run.plans) == 2 and run.left_out == ["plans from small on"]
 
 
 def test_without_a_gpu_it_says_so(capsys, monkeypatch):

@@ -14,17 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
+from pallas_kernels.dense import head_gemm, layer_gemm
 from pallas_kernels.fp8 import fp8_gemm, quantize_1x128, swiglu_quantize
-from pallas_kernels.gemm import launch
-from pallas_kernels.gemm.plan import Plan
-from pallas_kernels.grouped import (
-    fp8_grouped_gemm_contiguous,
-    fp8_grouped_gemm_masked,
-    grouped_gemm_contiguous,
-    grouped_gemm_masked,
-    head_gemm,
-    stacked_gemm,
-)
+from pallas_kernels.gemm import dispatch
+from pallas_kernels.gemm.plan import TilePlan
+from pallas_kernels.grouped import align_groups, fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
 
 pytestmark = pytest.mark.aot
 MOSAIC = Backend.MOSAIC
@@ -65,14 +59,25 @@ def test_dense(m, n, k):
 @pytest.mark.parametrize("m", [16, 4096])
 def test_plain_stack(m):
     args = spec(BF16, m, 7168), spec(BF16, 4, 2112, 7168), spec(I32)
-    assert_in_registers(lambda x, w, layer: stacked_gemm(x, w, layer, backend=MOSAIC), *args)
+    assert_in_registers(lambda x, w, layer: layer_gemm(x, w, layer, backend=MOSAIC), *args)
+
+
+def test_float16():
+    """The narrow, the wide and the head kernel."""
+    F16, layer = jnp.float16, spec(I32)
+    for m in (16, 4096):
+        assert_in_registers(
+            lambda x, w, i: layer_gemm(x, w, i, backend=MOSAIC), spec(F16, m, 7168), spec(F16, 4, 2112, 7168), layer
+        )
+    heads = spec(F16, 64, 16, 512), spec(F16, 4, 16, 128, 512), layer
+    assert_in_registers(lambda x, w, i: head_gemm(x, w, i, backend=MOSAIC), *heads)
 
 
 @pytest.mark.parametrize("m", [1, 64, 130, 16384])
 def test_plain_stack_with_a_float32_result(m):
     """DeepSeek-V3's router."""
     args = spec(BF16, m, 7168), spec(BF16, 4, 256, 7168), spec(I32)
-    assert_in_registers(lambda x, w, layer: stacked_gemm(x, w, layer, out_dtype=F32, backend=MOSAIC), *args)
+    assert_in_registers(lambda x, w, layer: layer_gemm(x, w, layer, out_dtype=F32, backend=MOSAIC), *args)
 
 
 @pytest.mark.parametrize(("n", "k"), [(2112, 7168), (24576, 1536)])
@@ -89,9 +94,9 @@ def test_rows_that_fill_no_tile(m, n, k):
 
 
 def test_dense_multicast():
-    plan = Plan(True, 128, 192, cluster=2)
+    plan = TilePlan(True, 128, 192, cluster=2)
     args = (*scaled_x(4096, 7168), *scaled_w(4, 4096, 7168), spec(I32))
-    assert_in_registers(lambda *args: launch.dense(*args, jnp.bfloat16, plan=plan), *args)
+    assert_in_registers(lambda *args: dispatch.dense(*args, jnp.bfloat16, plan=plan), *args)
 
 
 @pytest.mark.parametrize("tile_m", [32, 128])
@@ -109,19 +114,6 @@ def test_contiguous(tile_m):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("groups", "expected"), [(32, 20), (2, 512)])
-def test_masked(groups, expected):
-    counts = spec(I32, groups)
-    assert_in_registers(
-        lambda x, xs, w, ws, c: fp8_grouped_gemm_masked(x, xs, w, ws, c, expected_rows=expected, backend=MOSAIC),
-        *scaled_x(groups, 1024, 7168), *scaled_w(groups, 4096, 7168), counts,
-    )  # fmt: skip
-    assert_in_registers(
-        lambda x, w, c: grouped_gemm_masked(x, w, c, expected_rows=expected, backend=MOSAIC),
-        spec(BF16, groups, 1024, 2048), spec(BF16, groups, 7168, 2048), counts,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("m", "heads"), [(16, 128), (64, 16), (128, 128), (1024, 128)])
 def test_heads(m, heads, transposed):
@@ -130,7 +122,7 @@ def test_heads(m, heads, transposed):
     assert_in_registers(lambda x, w, layer: head_gemm(x, w, layer, transposed=transposed, backend=MOSAIC), *args)
 
 
-def test_quantisation():
+def test_quantization():
     assert_in_registers(lambda x: quantize_1x128(x, backend=MOSAIC), spec(BF16, 4096, 7168))
     assert_in_registers(lambda x: swiglu_quantize(x, ue8m0=True, backend=MOSAIC), spec(BF16, 4096, 4096))
 
@@ -138,21 +130,23 @@ def test_quantisation():
 LAYERS, EXPERTS, D, INNER = 5, 4, 2048, 512
 
 
-def layers_in_place(x, dense, experts, counts, plain):
+def layers_in_place(x, dense, experts, ids, plain):
     """A scan over layers whose products address the stacks themselves."""
+    aligned = align_groups(ids, EXPERTS, 8)
 
     def layer(x, i):
         q, scale = quantize_1x128(x, backend=MOSAIC)
         x = fp8_gemm(q, scale, *dense, layer=i, backend=MOSAIC)
-        grouped = jnp.broadcast_to(x, (EXPERTS, *x.shape))
-        q, scale = quantize_1x128(grouped, backend=MOSAIC)
-        y = fp8_grouped_gemm_masked(q, scale, *experts, counts, group_offset=i * EXPERTS, backend=MOSAIC)
-        return stacked_gemm(x + y.sum(0), plain, i, backend=MOSAIC), None
+        q, scale = quantize_1x128(x.at[aligned.source_row].get(mode="fill", fill_value=0), backend=MOSAIC)
+        place = {"tile_m": 8, "group_offset": i * EXPERTS, "backend": MOSAIC}
+        y = fp8_grouped_gemm_contiguous(q, scale, *experts, aligned.tile_group, **place)
+        y = y.at[aligned.aligned_row].get(mode="fill", fill_value=0)
+        return layer_gemm(x + y, plain, i, backend=MOSAIC), None
 
     return lax.scan(layer, x, jnp.arange(LAYERS))[0]
 
 
-def layers_sliced(x, dense, experts, counts, plain):
+def layers_sliced(x, dense, experts, ids, plain):
     """The same with the dense weight sliced by the scan counter."""
 
     def layer(x, i):
@@ -160,7 +154,7 @@ def layers_sliced(x, dense, experts, counts, plain):
         b, b_scale = (lax.dynamic_index_in_dim(v, i, 0, keepdims=False) for v in dense)
         return fp8_gemm(q, scale, b, b_scale, backend=MOSAIC), None
 
-    del experts, counts, plain
+    del experts, ids, plain
     return lax.scan(layer, x, jnp.arange(LAYERS))[0]
 
 
@@ -173,34 +167,34 @@ def weights_written(compiled_text):
 
 @pytest.mark.parametrize(("layers", "copies"), [(layers_in_place, False), (layers_sliced, True)])
 def test_a_scan_over_layers_copies_no_weight(layers, copies):
-    x, counts = spec(BF16, 16, D), spec(I32, EXPERTS)
+    x, ids = spec(BF16, 16, D), spec(I32, 16)
     stacks = scaled_w(LAYERS, D, D), scaled_w(LAYERS * EXPERTS, D, D)
-    compiled = aot.compile_for(layers, x, *stacks, counts, spec(BF16, LAYERS, D, D))
+    compiled = aot.compile_for(layers, x, *stacks, ids, spec(BF16, LAYERS, D, D))
     assert bool(weights_written(compiled.as_text())) == copies
     if not copies:  # nor in any other shape: all temporaries together are smaller than one weight
         assert compiled.memory_analysis().temp_size_in_bytes < D * D
 
 
 def test_experts_on_eight_gpus():
-    mesh = aot.gpu_mesh({"expert": 8})
-    rows = 32
+    """Rows that arrive from eight peers, sorted by expert into aligned tiles, as a decode step has them."""
+    mesh, rows, local = aot.gpu_mesh({"expert": 8}), 32, 8
 
     @jax.shard_map(mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
-    def experts(x, up, up_scale, down, down_scale, counts):
-        q, scale = quantize_1x128(x, backend=MOSAIC)  # [8 * local experts, rows, D] by destination
-        q, scale = (lax.all_to_all(v, "expert", 0, 0, tiled=True) for v in (q, scale))
-        gate_up = fp8_grouped_gemm_masked(q, scale, up, up_scale, counts, backend=MOSAIC)
-        q, scale = swiglu_quantize(gate_up, counts=counts, backend=MOSAIC)
-        y = fp8_grouped_gemm_masked(q, scale, down, down_scale, counts, backend=MOSAIC)
-        return lax.all_to_all(y, "expert", 0, 0, tiled=True)
+    def experts(x, ids, up, up_scale, down, down_scale):
+        x, ids = (lax.all_to_all(v, "expert", 0, 0, tiled=True) for v in (x, ids))
+        aligned = align_groups(ids, local, 32)
+        q, scale = quantize_1x128(x.at[aligned.source_row].get(mode="fill", fill_value=0), backend=MOSAIC)
+        place = {"tile_m": aligned.tile_m, "backend": MOSAIC}
+        gate_up = fp8_grouped_gemm_contiguous(q, scale, up, up_scale, aligned.tile_group, **place)
+        q, scale = swiglu_quantize(gate_up, used_rows=aligned.used_rows(), backend=MOSAIC)
+        y = fp8_grouped_gemm_contiguous(q, scale, down, down_scale, aligned.tile_group, **place)
+        return lax.all_to_all(y.at[aligned.aligned_row].get(mode="fill", fill_value=0), "expert", 0, 0, tiled=True)
 
     def sharded(*specs):
         return [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, P("expert"))) for s in specs]
 
-    groups = 8 * 8
-    args = sharded(
-        spec(BF16, groups, rows, D), *scaled_w(groups, 2 * INNER, D), *scaled_w(groups, D, INNER), spec(I32, groups)
-    )
+    weights = (*scaled_w(8 * local, 2 * INNER, D), *scaled_w(8 * local, D, INNER))
+    args = sharded(spec(BF16, 64 * rows, D), spec(I32, 64 * rows), *weights)
     assert_in_registers(experts, *args, mesh=mesh, kernels=4)
     text = aot.compile_for(experts, *args, mesh=mesh).as_text()
     assert "all-to-all" in text and text.count("mosaic_gpu") >= 4

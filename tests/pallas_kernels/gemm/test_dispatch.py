@@ -6,17 +6,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backend import Backend
+from pallas_kernels.dense import head_gemm, layer_gemm
 from pallas_kernels.fp8 import fp8_gemm, swiglu_quantize
 from pallas_kernels.gemm.plan import plan_dense
-from pallas_kernels.grouped import (
-    align_groups,
-    fp8_grouped_gemm_contiguous,
-    fp8_grouped_gemm_masked,
-    grouped_gemm_contiguous,
-    grouped_gemm_masked,
-    head_gemm,
-    stacked_gemm,
-)
+from pallas_kernels.grouped import align_groups, fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
 from tests.pallas_kernels.gemm.interpreted import bfloat16, interpret
 from tests.pallas_kernels.numerics import activation, calc_diff, weight
 
@@ -42,14 +35,14 @@ def test_experts_from_routing_to_combined_rows():
         def run(offset):
             aligned = align_groups(ids, 2, 8)
             q, scale = (
-                x.at[aligned.row_of_slot].get(mode="fill", fill_value=0),
-                x_scale.at[:, aligned.row_of_slot].get(mode="fill", fill_value=0),
+                x.at[aligned.source_row].get(mode="fill", fill_value=0),
+                x_scale.at[:, aligned.source_row].get(mode="fill", fill_value=0),
             )
             place = {"tile_m": 8, "group_offset": offset, "backend": backend}
             gate_up = fp8_grouped_gemm_contiguous(q, scale, *up[:2], aligned.tile_group, **place)
-            q, scale = swiglu_quantize(gate_up, backend=backend)
+            q, scale = swiglu_quantize(gate_up, used_rows=aligned.used_rows(), backend=backend)
             y = fp8_grouped_gemm_contiguous(q, scale, *down[:2], aligned.tile_group, **place)
-            return y.at[aligned.slot_of_row].get(mode="fill", fill_value=0)
+            return y.at[aligned.aligned_row].get(mode="fill", fill_value=0)
 
         return run
 
@@ -61,20 +54,20 @@ def test_experts_from_routing_to_combined_rows():
 @pytest.mark.parametrize("rows", [5, 130])
 def test_a_plain_stack(rows):
     (x, x_true), (w, w_true) = bfloat16(0, rows, 80), bfloat16(1, 3, 136, 80)
-    out = interpret(lambda layer: stacked_gemm(x, w, layer, backend=MOSAIC), 2)
+    out = interpret(lambda layer: layer_gemm(x, w, layer, backend=MOSAIC), 2)
     assert out.dtype == jnp.bfloat16
     assert calc_diff(out, x_true @ w_true[2].T) < 1e-5
-    assert calc_diff(stacked_gemm(x, w, 2), x_true @ w_true[2].T) < 1e-5
+    assert calc_diff(layer_gemm(x, w, 2), x_true @ w_true[2].T) < 1e-5
 
 
 def test_a_plain_stack_with_a_float32_result():
     """A router's product: K in parts, and nothing of the result rounded to bfloat16."""
     (x, x_true), (w, w_true) = bfloat16(0, 33, 592), bfloat16(1, 3, 136, 592)
     assert plan_dense(33, 136, 592, 2, float32=True).splits > 1
-    out = interpret(lambda layer: stacked_gemm(x, w, layer, out_dtype=F32, backend=MOSAIC), 2)
+    out = interpret(lambda layer: layer_gemm(x, w, layer, out_dtype=F32, backend=MOSAIC), 2)
     assert out.dtype == F32
     assert calc_diff(out, x_true @ w_true[2].T) < 1e-12
-    assert calc_diff(stacked_gemm(x, w, 2, out_dtype=F32), x_true @ w_true[2].T) < 1e-12
+    assert calc_diff(layer_gemm(x, w, 2, out_dtype=F32), x_true @ w_true[2].T) < 1e-12
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -90,7 +83,7 @@ def test_heads_of_a_stack(transposed):
 
 def test_gradients_of_a_plain_stack():
     x, w = jax.random.normal(jax.random.key(0), (3, 16)), jax.random.normal(jax.random.key(1), (2, 8, 16))
-    dx, dw = jax.grad(lambda x, w: jnp.sum(stacked_gemm(x, w, jnp.int32(1)) ** 2), (0, 1))(x, w)
+    dx, dw = jax.grad(lambda x, w: jnp.sum(layer_gemm(x, w, jnp.int32(1)) ** 2), (0, 1))(x, w)
     dx_dense, dw_dense = jax.grad(lambda x, w: jnp.sum((x @ w[1].T) ** 2), (0, 1))(x, w)
     np.testing.assert_allclose(dx, dx_dense, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(dw, dw_dense, rtol=1e-4, atol=1e-5)
@@ -98,7 +91,7 @@ def test_gradients_of_a_plain_stack():
     (x, _), (w, _) = bfloat16(0, 8, 64), bfloat16(1, 2, 64, 64)
 
     def gradients(backend):
-        return jax.grad(lambda x, w: jnp.sum(stacked_gemm(x, w, 1, out_dtype=F32, backend=backend)), (0, 1))(x, w)
+        return jax.grad(lambda x, w: jnp.sum(layer_gemm(x, w, 1, out_dtype=F32, backend=backend)), (0, 1))(x, w)
 
     for ours, theirs in zip(interpret(lambda: gradients(MOSAIC)), gradients(REFERENCE), strict=True):
         assert calc_diff(ours, theirs) < 1e-5
@@ -133,22 +126,23 @@ def zeros(dtype, *shape):
             "tile_m=4",
         ),
         (
-            lambda: grouped_gemm_masked(
-                zeros(F32, 2, 8, 64), zeros(F32, 2, 64, 64), jnp.zeros(2, jnp.int32), backend=MOSAIC
+            lambda: grouped_gemm_contiguous(
+                zeros(F32, 16, 64), zeros(F32, 2, 64, 64), jnp.zeros(2, jnp.int32), tile_m=8, backend=MOSAIC
             ),
             "float32",
         ),
-        (lambda: stacked_gemm(zeros(BF16, 8, 64), zeros(BF16, 3, 64, 64), 0, out_dtype=E4M3), "float8"),
+        (lambda: layer_gemm(zeros(BF16, 8, 64), zeros(BF16, 3, 64, 64), 0, out_dtype=E4M3), "float8"),
         (lambda: head_gemm(zeros(BF16, 8, 2, 64), zeros(BF16, 3, 2, 64, 128), 0), "needs x"),
-        (lambda: head_gemm(zeros(BF16, 8, 2, 64), zeros(F32, 3, 2, 64, 64), 0), "both be bfloat16"),
+        (lambda: head_gemm(zeros(BF16, 8, 2, 64), zeros(F32, 3, 2, 64, 64), 0), "of one dtype"),
         (lambda: head_gemm(zeros(BF16, 8, 2, 64), zeros(BF16, 3, 2, 60, 64), 0, backend=MOSAIC), "N=60"),
         (
-            lambda: fp8_grouped_gemm_masked(
-                zeros(E4M3, 2, 8, 128),
-                zeros(F32, 2, 1, 8),
+            lambda: fp8_grouped_gemm_contiguous(
+                zeros(E4M3, 16, 128),
+                zeros(F32, 1, 16),
                 zeros(E4M3, 2, 128, 128),
                 zeros(F32, 2, 1, 1),
                 jnp.zeros(2, jnp.int32),
+                tile_m=8,
                 out_dtype=F32,
                 backend=MOSAIC,
             ),

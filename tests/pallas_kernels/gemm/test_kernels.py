@@ -1,25 +1,27 @@
 """The Mosaic kernels in the interpreter, with race detection: every kind of tile, edge and layout.
 
-`calc_diff` against float64 of the same quantised values; 1e-5 leaves room for the bfloat16 of the result only.
+`calc_diff` against float64 of the same quantized values; 1e-5 leaves room for the bfloat16 of the result only.
 """
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels.gemm import launch
-from pallas_kernels.gemm.plan import Plan
+from pallas_kernels.gemm import dispatch
+from pallas_kernels.gemm.plan import TilePlan
 from tests.pallas_kernels.gemm.interpreted import NUM_BLOCKS, bfloat16, interpret, untouched
 from tests.pallas_kernels.numerics import activation, calc_diff, weight
 
 # M, N, K, plan: no dimension is a multiple of the tile, weight scales change inside of tiles, the ring wraps around.
 DENSE = {
-    "wide 128": (200, 264, 256, Plan(True, 128, 128, stages=3)),
-    "wide 112 meets two scales": (130, 264, 400, Plan(True, 128, 112, stages=2)),
-    "wide 192": (130, 392, 272, Plan(True, 128, 192, stages=3)),
-    "wide 128 multicast": (130, 392, 256, Plan(True, 128, 128, cluster=2, stages=3)),
-    "narrow 8": (5, 264, 400, Plan(False, 8, 128, stages=3)),
-    "narrow 32, two row tiles": (40, 136, 256, Plan(False, 32, 128, stages=2)),
-    "narrow 16 split": (11, 264, 912, Plan(False, 16, 128, splits=3, stages=3)),
+    "wide 128": (200, 264, 256, TilePlan(True, 128, 128, stages=3)),
+    "wide 112 meets two scales": (130, 264, 400, TilePlan(True, 128, 112, stages=2)),
+    "wide 192": (130, 392, 272, TilePlan(True, 128, 192, stages=3)),
+    "wide 128 multicast": (130, 392, 256, TilePlan(True, 128, 128, cluster=2, stages=3)),
+    "narrow 8": (5, 264, 400, TilePlan(False, 8, 128, stages=3)),
+    "narrow 32, two row tiles": (40, 136, 256, TilePlan(False, 32, 128, stages=2)),
+    "narrow 16 split": (11, 264, 912, TilePlan(False, 16, 128, splits=3, stages=3)),
 }
 
 
@@ -28,7 +30,7 @@ def test_dense_fp8(m, n, k, plan):
     a, a_scale, a_true = activation(0, m, k)
     b, b_scale, b_true = weight(1, 3, n, k)
     out = interpret(
-        lambda a, a_scale, b, b_scale, layer: launch.dense(
+        lambda a, a_scale, b, b_scale, layer: dispatch.dense(
             a, a_scale, b, b_scale, layer, jnp.bfloat16, plan=plan, num_sms=NUM_BLOCKS * plan.cluster
         ),
         a, a_scale, b, b_scale, 1,
@@ -37,22 +39,22 @@ def test_dense_fp8(m, n, k, plan):
     assert calc_diff(out, a_true @ b_true[1].T) < 1e-5
 
 
-@pytest.mark.parametrize("plan", [Plan(True, 128, 128), Plan(False, 16, 128)], ids=["wide", "narrow"])
+@pytest.mark.parametrize("plan", [TilePlan(True, 128, 128), TilePlan(False, 16, 128)], ids=["wide", "narrow"])
 def test_dense_float32_output(plan):
     a, a_scale, a_true = activation(0, 9, 256)
     b, b_scale, b_true = weight(1, 1, 136, 256)
     out = interpret(
-        lambda *args: launch.dense(*args, 0, jnp.float32, plan=plan, num_sms=NUM_BLOCKS), a, a_scale, b, b_scale
+        lambda *args: dispatch.dense(*args, 0, jnp.float32, plan=plan, num_sms=NUM_BLOCKS), a, a_scale, b, b_scale
     )
     assert calc_diff(out, a_true @ b_true[0].T) < 1e-12
 
 
 FLOAT32 = {
-    "one row": (1, 136, 400, Plan(False, 8, 128, splits=7, stages=2)),
-    "rows of a part are padded": (33, 264, 208, Plan(False, 64, 128, splits=2, stages=3)),
-    "whole tile": (64, 256, 256, Plan(False, 64, 128, splits=4)),
-    "two row tiles": (130, 136, 336, Plan(False, 128, 128, splits=3, stages=2)),
-    "wide": (130, 136, 208, Plan(True, 128, 192, stages=3)),
+    "one row": (1, 136, 400, TilePlan(False, 8, 128, splits=7, stages=2)),
+    "rows of a part are padded": (33, 264, 208, TilePlan(False, 64, 128, splits=2, stages=3)),
+    "whole tile": (64, 256, 256, TilePlan(False, 64, 128, splits=4)),
+    "two row tiles": (130, 136, 336, TilePlan(False, 128, 128, splits=3, stages=2)),
+    "wide": (130, 136, 208, TilePlan(True, 128, 192, stages=3)),
 }
 
 
@@ -60,7 +62,7 @@ FLOAT32 = {
 def test_dense_bfloat16_with_a_float32_result(m, n, k, plan):
     (x, x_true), (w, w_true) = bfloat16(0, m, k), bfloat16(1, 3, n, k)
     out = interpret(
-        lambda x, w, layer: launch.dense(x, None, w, None, layer, jnp.float32, plan=plan, num_sms=NUM_BLOCKS), x, w, 2
+        lambda x, w, layer: dispatch.dense(x, None, w, None, layer, jnp.float32, plan=plan, num_sms=NUM_BLOCKS), x, w, 2
     )
     assert out.shape == (m, n) and out.dtype == jnp.float32
     assert calc_diff(out, x_true @ w_true[2].T) < 1e-12
@@ -68,7 +70,7 @@ def test_dense_bfloat16_with_a_float32_result(m, n, k, plan):
 
 def contiguous(x, x_scale, w, w_scale, tile_group, tile_m, plan):
     def fn(x, x_scale, w, w_scale, tile_group, offset):
-        return launch.contiguous(
+        return dispatch.contiguous(
             x, x_scale, w, w_scale, tile_group, offset, tile_m, jnp.bfloat16, plan=plan, num_sms=NUM_BLOCKS
         )
 
@@ -76,10 +78,10 @@ def contiguous(x, x_scale, w, w_scale, tile_group, tile_m, plan):
 
 
 CONTIGUOUS = {
-    "wide": ([0, -1, 2], 128, Plan(True, 128, 128, stages=3)),
-    "wide, one group": ([1, 1], 128, Plan(True, 128, 192, stages=2)),
-    "narrow": ([2, 0, 0, -1, 1, -1], 16, Plan(False, 16, 128, stages=3)),
-    "nothing to do": ([-1, -1], 8, Plan(False, 8, 128, stages=3)),
+    "wide": ([0, -1, 2], 128, TilePlan(True, 128, 128, stages=3)),
+    "wide, one group": ([1, 1], 128, TilePlan(True, 128, 192, stages=2)),
+    "narrow": ([2, 0, 0, -1, 1, -1], 16, TilePlan(False, 16, 128, stages=3)),
+    "nothing to do": ([-1, -1], 8, TilePlan(False, 8, 128, stages=3)),
 }
 
 
@@ -100,36 +102,6 @@ def test_contiguous(tile_group, tile_m, plan, fp8):
             assert calc_diff(out[at], x_true[at] @ w_true[2 + group].T) < 1e-5
 
 
-MASKED = {
-    "narrow": ([0, 5, 16, 1, 20], 20, Plan(False, 16, 128, stages=3)),
-    "narrow 64": ([37, 0, 50], 50, Plan(False, 64, 128, stages=2)),
-    "wide": ([0, 131, 7], 140, Plan(True, 128, 128, stages=2)),
-    "all empty": ([0, 0], 8, Plan(False, 8, 128, stages=3)),
-}
-
-
-@pytest.mark.parametrize(("counts", "rows", "plan"), MASKED.values(), ids=MASKED)
-@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bfloat16"])
-def test_masked_writes_every_valid_row_and_nothing_else(counts, rows, plan, fp8):
-    groups, n, k = len(counts), 136, 208
-    if fp8:
-        (x, x_scale, x_true), (w, w_scale, w_true) = activation(0, groups, rows, k), weight(1, groups + 1, n, k)
-    else:
-        (x, x_true), (w, w_true) = bfloat16(0, groups, rows, k), bfloat16(1, groups + 1, n, k)
-        x_scale, w_scale = None, None
-    out = interpret(
-        lambda x, x_scale, w, w_scale, counts, offset: launch.masked(
-            x, x_scale, w, w_scale, counts, offset, jnp.bfloat16, expected_rows=1, plan=plan, num_sms=NUM_BLOCKS
-        ),
-        x, x_scale, w, w_scale, jnp.array(counts), 1,
-    )  # fmt: skip
-    for group, count in enumerate(counts):
-        expected = x_true[group, :count] @ w_true[1 + group].T
-        assert calc_diff(out[group, :count], expected) < 1e-5
-        assert not jnp.any(jnp.isnan(out[group, :count].astype(jnp.float32)))
-        assert untouched(out[group, count:])
-
-
 HEADS = {
     "columns shared": (5, 3, 136, 80),
     "columns shared, whole tiles": (64, 2, 256, 128),
@@ -142,7 +114,7 @@ HEADS = {
 def test_heads(m, heads, n, k, transposed):
     (x, x_true), (w, w_true) = bfloat16(0, m, heads, k), bfloat16(1, 3 * heads, *((k, n) if transposed else (n, k)))
     out = interpret(
-        lambda x, w, first: launch.heads(x, w, first, transposed, num_sms=NUM_BLOCKS), x, w, jnp.int32(heads)
+        lambda x, w, first: dispatch.heads(x, w, first, transposed, num_sms=NUM_BLOCKS), x, w, jnp.int32(heads)
     )
     assert out.shape == (m, heads, n) and out.dtype == jnp.bfloat16
     for head in range(heads):
@@ -150,12 +122,22 @@ def test_heads(m, heads, n, k, transposed):
         assert calc_diff(out[:, head], x_true[:, head] @ (weight_true if transposed else weight_true.T)) < 1e-5
 
 
-def test_empty_groups_never_read_their_weights():
-    x, x_scale, _ = activation(0, 2, 8, 128)
-    w, w_scale, _ = weight(1, 2, 128, 128)
-    poisoned, plan = w_scale.at[1].set(jnp.nan), Plan(False, 8, 128, stages=2)
-    out = interpret(
-        lambda *args: launch.masked(*args, 0, jnp.bfloat16, expected_rows=8, plan=plan, num_sms=1),
-        x, x_scale, w, poisoned, jnp.array([8, 0]),
-    )  # fmt: skip
-    assert not jnp.any(jnp.isnan(out[0].astype(jnp.float32))) and untouched(out[1])
+def test_groups_without_tiles_never_read_their_weights():
+    x, x_scale, _ = activation(0, 16, 128)
+    w, w_scale, _ = weight(1, 5, 128, 128)
+    poisoned = w_scale.at[jnp.array([0, 1, 3, 4])].set(jnp.nan)
+    out = contiguous(x, x_scale, w, poisoned, [0, -1], 8, TilePlan(False, 8, 128, stages=2))
+    assert not jnp.any(jnp.isnan(out[:8].astype(jnp.float32))) and untouched(out[8:])
+
+
+@pytest.mark.parametrize(
+    ("m", "plan"), [(130, TilePlan(True, 128, 128, stages=3)), (9, TilePlan(False, 16, 128))], ids=["wide", "narrow"]
+)
+def test_float16(m, plan):
+    """A result that was rounded to bfloat16 on its way would differ by 1e-6."""
+    x = jax.random.normal(jax.random.key(0), (m, 208), jnp.float16)
+    w = jax.random.normal(jax.random.key(1), (2, 136, 208), jnp.float16)
+    out = interpret(lambda x, w: dispatch.dense(x, None, w, None, 1, jnp.float16, plan=plan, num_sms=NUM_BLOCKS), x, w)
+    assert out.dtype == jnp.float16
+    x_true, w_true = (np.asarray(v, np.float64) for v in (x, w))
+    assert calc_diff(out, x_true @ w_true[1].T) < 1e-7

@@ -4,15 +4,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm import plan as planning
-from pallas_kernels.gemm.launch import _kernel
+from pallas_kernels.gemm.dispatch import _kernel
 from pallas_kernels.gemm.narrow import SplitKernel
-from pallas_kernels.gemm.plan import Plan, plan_contiguous, plan_dense, plan_masked
-from pallas_kernels.gemm.schedule import Dense, Masked
+from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
+from pallas_kernels.gemm.schedule import Contiguous, Dense
 from pallas_kernels.gemm.shapes import DENSE_M, DENSE_NK
 from pallas_kernels.mosaic import NUM_SMS
 
@@ -34,28 +36,19 @@ def test_every_dense_product_has_a_kernel(m, n, k):
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
 def test_every_candidate_is_a_kernel(dtype):
     itemsize = jnp.dtype(dtype).itemsize
-    for plan in [*planning.wide_plans(itemsize), *(Plan(False, tile, 128) for tile in planning.NARROW_TILES_M)]:
+    for plan in [*planning.wide_plans(itemsize), *(TilePlan(False, tile, 128) for tile in planning.NARROW_TILES_M)]:
         assert kernel_of(plan, 4096, 7168, dtype).depth >= 2, plan
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
 def test_shared_memory_slices_keep_the_alignment_of_tma(dtype):
     """128 bytes between stages and warpgroups; 1,024 where rows are swizzled. The interpreter does not check it."""
-    for plan in [*planning.wide_plans(jnp.dtype(dtype).itemsize), *(Plan(False, t, 128) for t in (8, 16, 32, 64, 128))]:
+    narrow = (TilePlan(False, tile, 128) for tile in planning.NARROW_TILES_M)
+    for plan in [*planning.wide_plans(jnp.dtype(dtype).itemsize), *narrow]:
         for name, buffer in kernel_of(plan, 4096, 7168, dtype).scratch().items():
             if name not in ("full", "empty"):
                 slice_bytes = math.prod(buffer.shape[1:]) * jnp.dtype(buffer.dtype).itemsize
                 assert slice_bytes % (1024 if name in ("x_s", "w_s", "o_s") else 128) == 0, (plan, name)
-
-
-def test_single_rows_need_aligned_widths():
-    out = ((1, 8, 4096), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((1, 4096, 7168), jnp.float8_e4m3fn)
-    with pytest.raises(ValueError, match="tile_n 112"):
-        _kernel(Plan(True, 128, 112), Masked(1, 8, 128), w, w, out)
-    for rows in (65, 100, 300, 1024):
-        for itemsize in (1, 2):
-            assert plan_masked(3, rows, 2112, 7168, itemsize).tile_n in planning.EXACT_TILES_N
 
 
 def waves(plan, m, n):
@@ -97,27 +90,27 @@ def test_a_float32_result_leaves_a_ring_of_stages(m, n, k, itemsize):
 def test_an_unaligned_width_wins_where_it_saves_a_wave():
     plan = plan_dense(256, 7168, 16384, 1)
     assert plan.tile_n == 112 and waves(plan, 256, 7168) == 1
-    aligned = Plan(True, 128, 64)
+    aligned = TilePlan(True, 128, 64)
     assert waves(aligned, 256, 7168) == 2
 
 
-def test_measured_plans_come_first(monkeypatch):
-    monkeypatch.setitem(planning.TUNED, planning.dense_key(65, 4096, 7168, 1), (True, 128, 96, 1, 2, 5))
-    planning.plan_dense.cache_clear()
-    try:
-        assert plan_dense(100, 4096, 7168, 1) == Plan(True, 128, 96, cluster=2, stages=5)
-    finally:
-        planning.plan_dense.cache_clear()
-
-
 def test_grouped_plans_follow_the_layout():
-    assert plan_contiguous(8192, 32, 4096, 7168, 1) == Plan(False, 32, 128)
+    assert plan_contiguous(8192, 32, 4096, 7168, 1) == TilePlan(False, 32, 128)
     assert plan_contiguous(8192, 128, 4096, 7168, 2).wide
     with pytest.raises(ValueError, match="tile_m=48"):
         plan_contiguous(96, 48, 4096, 7168, 1)
-    assert plan_masked(32, 5, 4096, 7168, 1) == Plan(False, 8, 128)
-    assert plan_masked(2, 512, 4096, 7168, 1).wide
 
 
 def test_deepseek_shapes_have_plans():
     assert all(plan_dense(m, n, k, 1) for m in DENSE_M for n, k in DENSE_NK)
+
+
+@pytest.mark.parametrize(("rows", "tile_m", "used"), [(1792, 128, 5), (1792, 128, 3), (3168, 16, 35)])
+def test_empty_tiles_leave_no_multiprocessor_idle(rows, tile_m, used):
+    """Decode over 144 and over 8 devices: of the room for all arrived rows the first `used` tiles hold some."""
+    columns, schedule = 26, Contiguous(rows, tile_m)
+    positions = jnp.arange(schedule.most_tiles(columns), dtype=jnp.int32)
+    row, _ = jax.vmap(lambda p: plgpu.planar_snake(p, (rows // tile_m, columns), 0, schedule.panel))(positions)
+    tiles = np.bincount(np.asarray(positions) % NUM_SMS, weights=np.asarray(row) < used, minlength=NUM_SMS)
+    assert tiles.max() == math.ceil(used * columns / NUM_SMS)
+    assert Contiguous(1 << 16, 128).panel > 1

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.backend import Backend
-from pallas_kernels.grouped import align_groups, choose_tile_m, padded_rows
+from pallas_kernels.grouped import align_groups, aligned_rows, choose_tile_m
 
 
 @settings(max_examples=60, deadline=None)
@@ -16,23 +16,24 @@ from pallas_kernels.grouped import align_groups, choose_tile_m, padded_rows
     num_groups=st.sampled_from([1, 3, 6]),
     tile_m=st.sampled_from([1, 4, 8]),
 )
-def test_every_row_has_one_slot_in_a_tile_of_its_group(ids, num_groups, tile_m):
+def test_every_row_has_one_place_in_a_tile_of_its_group(ids, num_groups, tile_m):
     ids = np.array(ids)
     aligned = align_groups(jnp.asarray(ids), num_groups, tile_m)
-    slots = padded_rows(len(ids), num_groups, tile_m)
-    row_of_slot, slot_of_row, tile_group = (np.asarray(v) for v in aligned[:3])
-    assert row_of_slot.shape == (slots,) and tile_group.shape == (slots // tile_m,)
+    A = aligned_rows(len(ids), num_groups, tile_m)
+    source_row, aligned_row, tile_group = (np.asarray(v) for v in aligned[:3])
+    assert source_row.shape == (A,) and tile_group.shape == (A // tile_m,)
     kept = (ids >= 0) & (ids < num_groups)
     np.testing.assert_array_equal(aligned.counts, np.bincount(ids[kept], minlength=num_groups))
-    assert (slot_of_row[~kept] == slots).all()
-    np.testing.assert_array_equal(row_of_slot[slot_of_row[kept]], np.flatnonzero(kept))
-    np.testing.assert_array_equal(tile_group[slot_of_row[kept] // tile_m], ids[kept])
-    assert (row_of_slot < len(ids)).sum() == kept.sum()
+    assert (aligned_row[~kept] == A).all()
+    np.testing.assert_array_equal(source_row[aligned_row[kept]], np.flatnonzero(kept))
+    np.testing.assert_array_equal(tile_group[aligned_row[kept] // tile_m], ids[kept])
+    assert (source_row < len(ids)).sum() == kept.sum()
     used = tile_group >= 0
+    assert aligned.tile_m == tile_m and int(aligned.used_rows()) == used.sum() * tile_m
     assert used[: used.sum()].all() and (np.diff(tile_group[used]) >= 0).all()
     assert used.sum() == sum(-(-c // tile_m) for c in np.asarray(aligned.counts))
     for group in range(num_groups):  # stable: rows of a group keep their order, without gaps
-        at = slot_of_row[ids == group]
+        at = aligned_row[ids == group]
         assert (np.diff(at) == 1).all() and (len(at) == 0 or at[0] % tile_m == 0)
 
 
@@ -40,8 +41,8 @@ def test_scatter_and_back():
     ids = jnp.array([2, 0, -1, 2, 1])
     x = jnp.arange(10.0).reshape(5, 2)
     aligned = align_groups(ids, 3, 4)
-    padded = x.at[aligned.row_of_slot].get(mode="fill", fill_value=0)
-    back = padded.at[aligned.slot_of_row].get(mode="fill", fill_value=0)
+    padded = x.at[aligned.source_row].get(mode="fill", fill_value=0)
+    back = padded.at[aligned.aligned_row].get(mode="fill", fill_value=0)
     np.testing.assert_array_equal(back, x * (ids >= 0)[:, None])
 
 

@@ -5,14 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped import (
-    align_groups,
-    fp8_grouped_gemm_contiguous,
-    fp8_grouped_gemm_masked,
-    grouped_gemm_contiguous,
-    grouped_gemm_masked,
-    grouped_weight_gradient,
-)
+from pallas_kernels.grouped import align_groups, fp8_grouped_gemm_contiguous, grouped_gemm_contiguous, reference
 from tests.pallas_kernels.numerics import activation, calc_diff, weight
 
 ROUTINGS = {
@@ -23,7 +16,7 @@ ROUTINGS = {
 
 
 def routed(x, aligned):
-    return x.at[aligned.row_of_slot].get(mode="fill", fill_value=0)
+    return x.at[aligned.source_row].get(mode="fill", fill_value=0)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
@@ -38,7 +31,7 @@ def test_contiguous_and_gradients_against_dense(routing, tile_m):
     def grouped(x, w, offset):
         aligned = align_groups(ids, 4, tile_m)
         y = grouped_gemm_contiguous(routed(x, aligned), w, aligned.tile_group, tile_m=tile_m, group_offset=offset)
-        return y.at[aligned.slot_of_row].get(mode="fill", fill_value=0)
+        return y.at[aligned.aligned_row].get(mode="fill", fill_value=0)
 
     def dense(x, w, offset):
         return jnp.einsum("mk,mnk->mn", x, w[offset + ids]) * (ids >= 0)[:, None]
@@ -77,33 +70,10 @@ def test_fp8_contiguous():
     assert calc_diff(y[8:], x_true[8:] @ w_true[2].T) < 1e-5
 
 
-@pytest.mark.parametrize("counts", [[5, 0, 9], [0, 0, 0], [9, 9, 9]])
-def test_masked(counts):
-    counts_device = jnp.array(counts)
-    x, x_scale, x_true = activation(0, 3, 9, 256)
-    w, w_scale, w_true = weight(1, 6, 128, 256)
-    y = jax.jit(lambda c, o: fp8_grouped_gemm_masked(x, x_scale, w, w_scale, c, group_offset=o))(counts_device, 3)
-    plain_x, plain_w = jnp.asarray(x_true, jnp.bfloat16), jnp.asarray(w_true, jnp.bfloat16)
-    plain = jax.jit(lambda c, o: grouped_gemm_masked(plain_x, plain_w, c, group_offset=o))(counts_device, 3)
-    assert y.shape == plain.shape == (3, 9, 128)
-    for g, count in enumerate(counts):
-        assert calc_diff(y[g, :count], x_true[g, :count] @ w_true[3 + g].T) < 1e-5
-        assert calc_diff(plain[g, :count], x_true[g, :count] @ w_true[3 + g].T) < 1e-4  # bfloat16 rounds the inputs
-        assert not jnp.any(y[g, count:]) and not jnp.any(plain[g, count:])
-
-
-def test_masked_ignores_rows_past_the_count_in_gradients():
-    x = jnp.ones((2, 3, 8)).at[0, 1:].set(jnp.nan)
-    w = jnp.ones((2, 4, 8))
-    dx, dw = jax.grad(lambda x, w: jnp.sum(grouped_gemm_masked(x, w, jnp.array([1, 3]))), (0, 1))(x, w)
-    np.testing.assert_array_equal(dx[..., 0], [[4, 0, 0], [4, 4, 4]])
-    np.testing.assert_array_equal(dw[:, 0, 0], [1, 3])
-
-
 def test_weight_gradient_with_an_empty_group():
     dy = jax.random.normal(jax.random.key(0), (8, 5))
     x = jax.random.normal(jax.random.key(1), (8, 6))
-    dw = grouped_weight_gradient(dy, x, jnp.array([0, 2, -1, 2]), 3, tile_m=2)
+    dw = reference.weight_gradient(dy, x, jnp.array([0, 2, -1, 2]), 0, 2, 3)
     np.testing.assert_allclose(dw[0], dy[:2].T @ x[:2], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(dw[2], dy[2:4].T @ x[2:4] + dy[6:].T @ x[6:], rtol=1e-5, atol=1e-6)
     assert not jnp.any(dw[1])
@@ -119,9 +89,6 @@ X, W, TILES = jnp.zeros((8, 16)), jnp.zeros((2, 4, 16)), jnp.zeros(2, jnp.int32)
         (lambda: grouped_gemm_contiguous(X, W[..., :8], TILES, tile_m=4), r"\(2, 4, 8\)"),
         (lambda: grouped_gemm_contiguous(X, W.astype(jnp.bfloat16), TILES, tile_m=4), "bfloat16"),
         (lambda: grouped_gemm_contiguous(X, W, TILES.astype(jnp.float32), tile_m=4), "integers"),
-        (lambda: grouped_gemm_masked(X[None], W, jnp.zeros(2, jnp.int32)), r"\[1\]"),
-        (lambda: grouped_gemm_masked(jnp.zeros((3, 8, 16)), W, jnp.zeros(3, jnp.int32)), "only 2 weights"),
-        (lambda: grouped_weight_gradient(X, X[:4], TILES, 2, tile_m=4), r"\(4, 16\)"),
     ],
 )
 def test_bad_input(call, message):

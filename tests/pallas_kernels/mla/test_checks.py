@@ -9,7 +9,6 @@ from pallas_kernels.mla import (
     mla_decode,
     mla_prefill,
     mla_prefill_context,
-    write_new_latents,
     write_pages,
 )
 
@@ -91,20 +90,6 @@ def test_write():
     ):
         with pytest.raises(ValueError, match=named):
             write_pages(*args, **WIDTHS)
-
-
-def test_write_of_new_latents():
-    pages, raw, ids = array((8, 64, 48)), array((5, 48)), array((5,), jnp.int32)
-    weight, angles = array((32,)), array((5, 8), jnp.float32)
-    for args, named in (
-        ((pages, raw, array((48,)), angles, angles, ids, ids), r"weight.*\[48\]"),
-        ((pages, raw, array((32,), jnp.float32), angles, angles, ids, ids), "weight.*float32"),
-        ((pages, raw, weight, array((5, 16), jnp.float32), angles, ids, ids), r"cos.*\[5, 16\]"),
-        ((pages, raw, weight, angles, array((5, 8)), ids, ids), "sin.*bfloat16"),
-        ((pages, raw, weight, angles, angles, ids, array((4,), jnp.int32)), "offsets"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            write_new_latents(*args, epsilon=1e-6, **WIDTHS)
 
 
 def test_merge():

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
-from pallas_kernels.mla import mla_decode, mla_prefill, mosaic_ops, write_new_latents, write_pages
+from pallas_kernels.mla import mla_decode, mla_prefill, mosaic_ops, write_pages
 
 KERNEL = "mosaic_gpu"
 
@@ -35,16 +35,6 @@ def test_kernels_run_where_asked_for_and_only_there():
     assert KERNEL in decode_program(576, 512, Backend.MOSAIC)
     assert KERNEL not in decode_program(576, 512, Backend.REFERENCE)
     assert KERNEL not in decode_program(576, 512, None)  # this process computes on a CPU
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize(("dtype", "kernel"), [(jnp.bfloat16, "mla_write_fused"), (jnp.float16, "mla_write")])
-def test_what_the_fused_write_cannot_take_is_normed_by_xla_and_written_by_the_other_kernel(dtype, kernel):
-    run = functools.partial(write_new_latents, epsilon=1e-6, pages_per_layer=8, backend=Backend.MOSAIC)
-    places, angles = array((3,), jnp.int32), array((3, 32), jnp.float32)
-    rows = (array((8, 64, 576), dtype), array((3, 576), dtype), array((512,), dtype))
-    (resources,) = aot.kernel_resources(run, *rows, angles, angles, places, places)
-    assert resources.name == kernel
 
 
 @pytest.mark.aot

@@ -16,7 +16,6 @@ from pallas_kernels.mla import (
     mla_decode,
     mla_prefill,
     mla_prefill_context,
-    write_new_latents,
     write_pages,
 )
 
@@ -98,17 +97,6 @@ def test_prefill_and_context():
         array((), i32),
     )
     assert_clean(kernels, "mla_prefill", "mla_decode", "mla_combine")
-
-
-def test_write_with_norm_and_rotation_is_in_place():
-    step = functools.partial(write_new_latents, epsilon=1e-6, pages_per_layer=PAGES_PER_LAYER, backend=Backend.MOSAIC)
-    rows, angles, places = array((BATCH, 576)), array((BATCH, 32), jnp.float32), array((BATCH,), i32)
-    arguments = (array(POOL_SHAPE), rows, array((512,)), angles, angles, places, places)
-    compiled, kernels = aot.compile_with_resources(step, *arguments, donate_argnums=0)
-    assert_clean(kernels, "mla_write_fused")
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == 2 * PAGES_PER_LAYER * LAYERS * 64 * 576
-    assert memory.temp_size_in_bytes < 1 << 20
 
 
 def layers_step(pages, q, latents, page_ids, offsets, table, lengths):

@@ -91,7 +91,7 @@ def test_float16():
 
 @pytest.mark.parametrize(("S", "lengths"), [(1, (0, 1, 64, 200)), (2, (450, 65, 1))])
 def test_fp8_cache(S, lengths):
-    """Like the reference on the same pages, and as near to the unquantised cache as e4m3 allows."""
+    """Like the reference on the same pages, and as near to the unquantized cache as e4m3 allows."""
     case = cases.decode_case(lengths, S=S, H=16)
     eight = dataclasses.replace(case, pages=fp8_pages_of_rows(pack_fp8(case.pages, 512), 512))
     out, lse = decode(eight)

@@ -17,7 +17,6 @@ from pallas_kernels.mla import (
     mla_prefill_context,
     pack_fp8,
     unpack_fp8,
-    write_new_latents,
     write_pages,
 )
 from tests.pallas_kernels.mla import cases
@@ -127,30 +126,6 @@ def test_write_drops_what_has_no_place_and_donates():
     )
 
 
-def test_new_latents_are_normed_and_rotated_before_the_write():
-    rng = np.random.default_rng(0)
-    raw, weight = rng.standard_normal((3, 48)), rng.standard_normal(32)
-    angles = rng.uniform(0, 6, (3, 8))
-    f32 = functools.partial(jnp.asarray, dtype=jnp.float32)
-    pages = write_new_latents(
-        jnp.zeros((4, 64, 48)),
-        *map(f32, (raw, weight, np.cos(angles), np.sin(angles))),
-        jnp.asarray([1, -1, 0], jnp.int32),
-        jnp.asarray([5, 0, 63], jnp.int32),
-        epsilon=1e-3,
-        layer=1,
-        pages_per_layer=2,
-        value_width=32,
-        backend=REFERENCE,
-    )
-    normed = raw[:, :32] / np.sqrt((raw[:, :32] ** 2).mean(1, keepdims=True) + 1e-3) * weight
-    turned = (raw[:, 32::2] + 1j * raw[:, 33::2]) * np.exp(1j * angles)
-    rows = np.concatenate([normed, np.stack([turned.real, turned.imag], -1).reshape(3, 16)], 1)
-    expected = np.zeros((4, 64, 48))
-    expected[3, 5], expected[2, 63] = rows[0], rows[2]
-    np.testing.assert_allclose(pages, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_fp8_rows_hold_what_the_format_can():
     assert fp8_row_bytes(512, 64) == 656
     rng = np.random.default_rng(0)
@@ -167,7 +142,7 @@ def test_fp8_rows_hold_what_the_format_can():
     np.testing.assert_array_equal(back[:, 512:], np.asarray(jnp.asarray(latents[:, 512:], jnp.bfloat16), np.float32))
 
 
-def test_fp8_cache_decodes_like_its_own_dequantised_rows():
+def test_fp8_cache_decodes_like_its_own_dequantized_rows():
     case = cases.decode_case(EDGE_LENGTHS, S=2, H=4, R=256, P=16, dtype=jnp.float32)
     rows = pack_fp8(case.pages, 256)
     packed = fp8_pages_of_rows(rows, 256)

@@ -15,8 +15,8 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 import jax
 import numpy as np
 
-from dsv3.api.engine_factory import describe
-from dsv3.api.frames import Start
+from dsv3.api.engine.factory import describe
+from dsv3.api.engine.messages import Start
 from dsv3.engine.cluster import follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache

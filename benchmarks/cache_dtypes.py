@@ -1,0 +1,122 @@
+"""What rounding the latent cache costs: log-probabilities of real text, read from pages of each type.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.cache_dtypes [--model DIR] [--tokens 512]
+
+Eight modules of the standard library are decoded token by token, each token given (teacher forcing), so that attention
+reads everything from pages. The yardstick is float32 with float32 pages. A row of the table compares, at every
+position, the log-probability of the token that follows and the most likely token.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsv3.cache.layout import FP8, pool, row_bytes
+from dsv3.cache.page import pages_for
+from dsv3.checkpoint import load_params
+from dsv3.config import ModelConfig
+from dsv3.engine.build import bundled_model
+from dsv3.hf_config import load_config
+from dsv3.model import DecodeBatch, decode, logits
+from dsv3.model.params import Params
+from dsv3.text.tokenizer import Tokenizer
+
+MODULES = ("argparse", "bisect", "calendar", "configparser", "fractions", "heapq", "statistics", "textwrap")
+SETTINGS = (
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("float32", FP8),
+    ("float16", "float16"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", FP8),
+)
+"""Types of activations and of pages."""
+
+
+class Reading(NamedTuple):
+    """What a model says of a text: log-probability of each next token [B, S - 1], and the most likely one."""
+
+    logprobs: np.ndarray
+    best: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Two readings compared: mean and largest difference of log-probabilities, share of equal best tokens."""
+
+    mean: float
+    largest: float
+    same_best: float
+
+    @classmethod
+    def between(cls, got: Reading, expected: Reading) -> "Difference":
+        distance = np.abs(got.logprobs - expected.logprobs)
+        return cls(float(distance.mean()), float(distance.max()), float((got.best == expected.best).mean()))
+
+
+def read(params: Params, cfg: ModelConfig, tokens: np.ndarray, cache_dtype: str) -> Reading:
+    """Decodes `tokens` [B, S] int32 one by one from pages of `cache_dtype`, in the type of `params`."""
+    logprobs, best = _read(params, jnp.asarray(tokens), cfg=cfg, cache_dtype=cache_dtype)
+    return Reading(np.asarray(logprobs), np.asarray(best))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "cache_dtype"))
+def _read(params: Params, tokens: jax.Array, *, cfg: ModelConfig, cache_dtype: str) -> tuple[jax.Array, jax.Array]:
+    B, S = tokens.shape
+    table = jnp.arange(B * pages_for(S), dtype=jnp.int32).reshape(B, -1)
+    empty = pool(cfg, cache_dtype, table.size)
+
+    def step(pages: jax.Array, position: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        now, following = (lax.dynamic_slice_in_dim(tokens, position + i, 1, axis=1) for i in (0, 1))
+        out = decode(params, cfg, DecodeBatch(now, jnp.full(B, position + 1, jnp.int32), table), pages)
+        scores = logits(params, cfg, out.hidden[:, 0])
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(scores), following, axis=1)[:, 0]
+        return out.pages, (logprobs, scores.argmax(axis=1))
+
+    _, (logprobs, best) = lax.scan(step, jnp.zeros(empty.shape, empty.dtype), jnp.arange(S - 1, dtype=jnp.int32))
+    return logprobs.T, best.T
+
+
+def texts(tokenizer: Tokenizer, count: int) -> np.ndarray:
+    """The first `count` tokens of each of `MODULES`, [8, count] int32."""
+    library = Path(sysconfig.get_path("stdlib"))
+    rows = [tokenizer.encode((library / f"{name}.py").read_text("utf-8"))[:count] for name in MODULES]
+    return np.array(rows, np.int32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, default=bundled_model())
+    parser.add_argument("--tokens", type=int, default=512, help="of each text")
+    args = parser.parse_args()
+    cfg = dataclasses.replace(load_config(args.model), num_nextn_predict_layers=0)
+    tokens = texts(Tokenizer.from_directory(args.model), args.tokens)
+
+    @functools.cache
+    def params(dtype: str) -> Params:
+        return load_params(args.model, cfg, dtype=jnp.dtype(dtype), fp8="dequantize", progress=False)
+
+    expected = read(params("float32"), cfg, tokens, "float32")
+    rows, length = tokens.shape
+    print(f"{rows} texts of {length} tokens; mean log-probability of a token {expected.logprobs.mean():.3f}")
+    print("| activations | pages | bytes per token and layer | mean difference | largest | best token the same |")
+    print("|---|---|---|---|---|---|")
+    for activations, pages in SETTINGS:
+        seen = Difference.between(read(params(activations), cfg, tokens, pages), expected)
+        print(
+            f"| {activations} | {pages} | {row_bytes(cfg, pages)} | {seen.mean:.4f} | {seen.largest:.2f} | "
+            f"{seen.same_best:.1%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""One request on its way to its answer: what chat and text completions have in common."""
+
+import abc
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import msgspec
+
+from dsv3.api.answers.errors import ApiError
+from dsv3.api.answers.generation import Generation, Update, prepare_requests
+from dsv3.api.answers.prompts import EncodedPrompt
+from dsv3.api.answers.responses import Usage
+from dsv3.api.answers.sampling import sampling_params
+from dsv3.api.answers.schema import SampledRequest, parse
+from dsv3.api.answers.service import Service
+from dsv3.text.parsers import OutputParser
+
+encode: Callable[[object], bytes] = msgspec.json.Encoder().encode
+
+
+class Answer[Request: SampledRequest](abc.ABC):
+    """The answer to the JSON of one request: `prepare` it, then ask for the `whole`, or `start` its events.
+
+    Raises ApiError, here and in `prepare`, for a request that is refused. Whoever has called `start` calls `close`.
+    """
+
+    request_type: ClassVar[type[SampledRequest]]
+    id_prefix: ClassVar[str]
+
+    def __init__(self, service: Service, body: bytes):
+        self.service = service
+        self.request: Request = parse(self.request_type, body)  # type: ignore[assignment]
+        self.model = service.require_model(self.request.model)
+        self.created = int(time.time())
+        self.check()
+
+    @property
+    def id(self) -> str:
+        """The answer's id; there is one once it is prepared."""
+        return f"{self.id_prefix}-{self.generation.id}"
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return self.generation.usage
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client wants events."""
+        return bool(self.request.stream)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether events carry a field for the usage, null but for the last."""
+        options = self.request.stream_options
+        return options is not None and bool(options.include_usage)
+
+    async def prepare(self) -> None:
+        """Reads the prompts; nothing is generated yet."""
+        self.service.require_ready()
+        prompts = await self.read_prompts()
+        sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())
+        requests = await prepare_requests(self.service, prompts, sampling, self.request.cache_salt)
+        self.generation = Generation(self.service, prompts, sampling, requests, self.parsers)
+
+    async def whole(self) -> bytes:
+        """Returns the JSON of the complete answer; raises ApiError. A cancelled call leaves nothing in the engine."""
+        return encode(self.response(await self.generation.whole()))
+
+    def start(self, on_event: Callable[[bytes], None], on_end: Callable[[ApiError | None], None]) -> None:
+        """Begins to generate; raises ApiError. `on_event` gets each event's JSON, `on_end` is called last, once."""
+
+        def tell(update: Update) -> None:
+            for event in self.events(update):
+                on_event(event)
+
+        def end(error: ApiError | None) -> None:
+            if error is None and self.tells_usage:
+                on_event(encode(self.chunk([], usage=self.usage)))
+            on_end(error)
+
+        self.generation.start(tell, end)
+
+    def hold(self) -> None:
+        """Makes no events until `release`; what comes meanwhile is told together."""
+        self.generation.hold()
+
+    def release(self) -> None:
+        """Goes on making events."""
+        self.generation.release()
+
+    def close(self) -> None:
+        """Frees what is still running."""
+        self.generation.close()
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises ApiError for fields that exclude each other."""
+
+    @abc.abstractmethod
+    async def read_prompts(self) -> list[EncodedPrompt]:
+        """Returns the prompts, encoded."""
+
+    @abc.abstractmethod
+    def max_tokens(self) -> int | None:
+        """Returns the bound on each choice's tokens, None if the request has none."""
+
+    @abc.abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Returns how many alternatives are told per token, None for no log-probabilities."""
+
+    @abc.abstractmethod
+    def parsers(self, prompt: EncodedPrompt) -> Sequence[OutputParser]:
+        """Returns new parsers for one choice."""
+
+    @abc.abstractmethod
+    def response(self, updates: list[Update]) -> msgspec.Struct:
+        """Returns the complete answer, of one update per choice."""
+
+    @abc.abstractmethod
+    def events(self, update: Update) -> list[bytes]:
+        """Returns the JSON of the events that one update makes."""
+
+    @abc.abstractmethod
+    def chunk(self, choices: list, usage: object = None) -> msgspec.Struct:
+        """Returns one event."""
+
+
+class ChunkTemplate:
+    """The JSON of events that differ in one text alone; `make` returns the event with a given text."""
+
+    __slots__ = ("_head", "_tail")
+
+    _MARK = "\x01text\x01"
+
+    def __init__(self, make: Callable[[str], msgspec.Struct]):
+        self._head, self._tail = encode(make(self._MARK)).split(encode(self._MARK))
+
+    def fill(self, text: str) -> bytes:
+        """Returns the event with this text."""
+        return self._head + encode(text) + self._tail

@@ -1,0 +1,336 @@
+"""Runs the sequences of one request in the engine and turns their tokens into pieces of text as they come."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from dsv3.api.answers.errors import ApiError, internal, invalid, unavailable
+from dsv3.api.answers.prompts import EncodedPrompt, not_in_vocabulary
+from dsv3.api.answers.responses import FinishReason, PromptTokensDetails, Usage
+from dsv3.api.answers.sampling import does_not_fit
+from dsv3.api.answers.service import Service
+from dsv3.api.engine.client import Busy, EngineUnavailable, Refused
+from dsv3.prepare import NotInVocabulary, PreparedRequest, PromptTooLong, prepare_all
+from dsv3.request import EngineOutput, InvalidRequest, TokenLogprobs, fan_out
+from dsv3.sampling_params import SamplingParams
+from dsv3.text.output import Delta, OutputStream
+from dsv3.text.parsers import OutputParser
+from dsv3.text.pieces import Piece
+
+# Prompts longer than this together are prepared in a thread: 0.6 ms of hashing for 8k tokens, 16 ms for 128k.
+_INLINE_TOKENS = 8192
+_log = logging.getLogger("dsv3.server")
+
+ParserMaker = Callable[[EncodedPrompt], Sequence[OutputParser]]
+
+
+class Update(msgspec.Struct, gc=False):
+    """What came for one choice: pieces, the tokens they were read from, and at the end why it ended."""
+
+    choice: int
+    pieces: list[Piece]
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class Generation:
+    """`n` choices for each of `prompts`, prompt by prompt, choices numbered throughout.
+
+    Nothing is sent to the engine before `start`, and whoever has started it closes it, early or late: that frees what
+    the engine still holds. While it is on `hold` nothing is told; tokens gather, and are told together after `release`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        prompts: list[EncodedPrompt],
+        sampling: SamplingParams,
+        requests: list[PreparedRequest],
+        parsers: ParserMaker,
+    ):
+        self.id = secrets.token_hex(16)
+        self.prompts = prompts
+        self.n = sampling.n
+        self._service = service
+        self._requests = requests
+        self._parsers = parsers
+        self._started_at = time.monotonic()
+        self._choices: dict[int, _ChoiceSink] = {}
+        self._on_update: Callable[[Update], None] = lambda _: None
+        self._on_end: Callable[[ApiError | None], None] = lambda _: None
+        self._is_open = self._is_held = False
+        self._completion_tokens = 0
+        self._cached_tokens: dict[int, int] = {}
+
+    def prompt_of(self, choice: int) -> EncodedPrompt:
+        """Returns the prompt that a choice continues."""
+        return self.prompts[choice // self.n]
+
+    @property
+    def num_choices(self) -> int:
+        """How many choices the answer has."""
+        return len(self._requests)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far; each prompt is counted once."""
+        prompt = sum(len(p.token_ids) for p in self.prompts)
+        cached = PromptTokensDetails(sum(self._cached_tokens.values()))
+        return Usage(prompt, self._completion_tokens, prompt + self._completion_tokens, cached)
+
+    def start(self, on_update: Callable[[Update], None], on_end: Callable[[ApiError | None], None]) -> None:
+        """Sends the requests; raises ApiError where they cannot be taken.
+
+        From then on `on_update` is called with what comes, and `on_end` once after it: with an error if not all choices
+        have ended as they should.
+        """
+        self._on_update, self._on_end = on_update, on_end
+        self._service.enter()
+        self._is_open = True
+        try:
+            self._submit()
+        except BaseException:
+            self.close()
+            raise
+
+    async def whole(self) -> list[Update]:
+        """Returns one update per choice, in order, with all that came for it; raises ApiError."""
+        updates: dict[int, Update] = {}
+        ended: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
+        try:
+            self.start(lambda update: _merge(updates, update), ended.set_result)
+            if (error := await ended) is not None:
+                raise error
+        finally:
+            self.close()
+        return [updates[choice] for choice in sorted(updates)]
+
+    def hold(self) -> None:
+        """Tells nothing until `release`."""
+        self._is_held = True
+
+    def release(self) -> None:
+        """Tells what has come meanwhile, and goes on."""
+        self._is_held = False
+        for choice in list(self._choices.values()):
+            if choice.pending:
+                self.take(choice)
+
+    def close(self) -> None:
+        """Frees what is still running."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._on_update, self._on_end = lambda _: None, lambda _: None
+        if self._choices:
+            self._service.engine.abort(list(self._choices))
+            for _ in self._choices:
+                self._service.metrics.finished("abort")
+            self._choices.clear()
+        self._service.leave()
+
+    def _submit(self) -> None:
+        self._service.require_ready()
+        for index, request in enumerate(self._requests):
+            parsers = self._parsers(self.prompt_of(index))
+            stream = OutputStream(self._service.tokenizer, request.sampling, parsers)
+            self._choices[request.request_id] = _ChoiceSink(self, index, request.request_id, stream)
+        try:
+            self._service.engine.submit(self._requests, list(self._choices.values()))
+        except (Busy, EngineUnavailable) as error:
+            self._choices.clear()
+            raise _api_error(self._service, error) from None
+
+    def take(self, choice: "_ChoiceSink") -> None:
+        """Tells what has come for a choice, unless it is on hold."""
+        if self._is_held or not self._is_open:
+            return
+        try:
+            self._take(choice)
+        except ApiError as error:
+            self._finish(error)
+        except Exception:
+            _log.exception("an answer failed")
+            self._finish(internal())
+
+    def fail(self, choice: "_ChoiceSink", error: Exception) -> None:
+        """Ends everything: the engine holds none of the sequences any more."""
+        if not self._is_open or not self._choices:
+            return
+        if isinstance(error, EngineUnavailable):
+            for _ in self._choices:
+                self._service.metrics.finished("error")
+        self._choices.clear()
+        self._finish(_api_error(self._service, error))
+
+    def _finish(self, error: ApiError | None) -> None:
+        on_end = self._on_end
+        self.close()
+        on_end(error)
+
+    def _take(self, choice: "_ChoiceSink") -> None:
+        items, choice.pending = choice.pending, []
+        if len(items) == 1 and isinstance(items[0], int):  # nearly always
+            self._continue(choice, items)  # type: ignore[arg-type]
+            return
+        first = 0
+        for i, item in enumerate(items):
+            if not isinstance(item, int):
+                if first < i:
+                    self._continue(choice, items[first:i])  # type: ignore[arg-type]
+                first = i + 1
+                if not choice.has_ended:
+                    self._take_output(choice, item)
+        if first < len(items):
+            self._continue(choice, items[first:] if first else items)  # type: ignore[arg-type]
+        if not self._choices:
+            self._finish(None)
+
+    def _continue(self, choice: "_ChoiceSink", token_ids: list[int]) -> None:
+        """Tells tokens after which the choice goes on; its fields and the metrics are touched once for all of them."""
+        if choice.has_ended:
+            return  # by a stop string
+        delta, now = choice.stream.push(token_ids), time.monotonic()
+        self._service.metrics.tokens(delta.num_tokens, now - choice.last_token_at)
+        choice.last_token_at = now
+        self._tell(choice, delta, token_ids, None, engine_goes_on=True)
+
+    def _take_output(self, choice: "_ChoiceSink", output: EngineOutput) -> None:
+        if output.finish_reason == "error":
+            choice.has_ended = True
+            del self._choices[output.request_id]
+            self._service.metrics.finished("error")
+            raise self._failed(output)
+        delta = choice.stream.push(output.token_ids, output.finish_reason, output.stop_token_id)
+        self._observe(choice, output, delta.num_tokens)
+        self._tell(choice, delta, output.token_ids, output.logprobs, engine_goes_on=output.finish_reason is None)
+
+    def _tell(
+        self,
+        choice: "_ChoiceSink",
+        delta: Delta,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        engine_goes_on: bool,
+    ) -> None:
+        count = delta.num_tokens
+        self._completion_tokens += count
+        if count < len(token_ids):
+            token_ids = token_ids[:count]
+        if logprobs is not None:
+            logprobs = logprobs[:count]
+        update = Update(choice.index, delta.pieces, token_ids, logprobs)
+        if delta.finish_reason is not None:
+            update.finish_reason, update.stop_reason = delta.finish_reason, delta.stop_reason
+            self._end(choice, delta.finish_reason, engine_goes_on)
+        self._on_update(update)
+
+    def _failed(self, output: EngineOutput) -> ApiError:
+        if self._service.engine.state == "failed":
+            return unavailable(self._service.engine.reason, "engine_unavailable", retry_after=5)
+        return ApiError(500, output.error or "the request failed", kind="server_error", code="engine_error")
+
+    def _observe(self, choice: "_ChoiceSink", output: EngineOutput, num_tokens: int) -> None:
+        metrics, now = self._service.metrics, time.monotonic()
+        if not choice.has_tokens and output.token_ids:
+            metrics.observe("ttft", now - self._started_at)
+            if output.queue_seconds is not None:
+                metrics.observe("queue", output.queue_seconds)
+            prompt = choice.index // self.n
+            metrics.add("prompt_tokens", len(self.prompts[prompt].token_ids))
+            self._cached_tokens[prompt] = max(self._cached_tokens.get(prompt, 0), output.num_cached_tokens)
+            choice.has_tokens = True
+            metrics.add("generation_tokens", num_tokens)
+        elif output.token_ids:
+            metrics.tokens(num_tokens, now - choice.last_token_at)
+        choice.last_token_at = now
+
+    def _end(self, choice: "_ChoiceSink", reason: str, engine_goes_on: bool) -> None:
+        choice.has_ended = True
+        del self._choices[choice.request_id]
+        if engine_goes_on:
+            self._service.engine.abort([choice.request_id])
+        self._service.metrics.finished(reason)
+        self._service.metrics.observe("e2e", time.monotonic() - self._started_at)
+
+
+class _ChoiceSink:
+    """Where the engine's outputs of one choice arrive; see `dsv3.api.engine.client.Sink`."""
+
+    __slots__ = (
+        *("generation", "index", "request_id", "stream", "pending"),
+        *("has_ended", "has_tokens", "is_queued", "last_token_at"),
+    )
+
+    def __init__(self, generation: Generation, index: int, request_id: int, stream: OutputStream):
+        self.generation, self.index, self.request_id, self.stream = generation, index, request_id, stream
+        self.pending: list[int | EngineOutput] = []
+        self.is_queued = self.has_tokens = self.has_ended = False
+        self.last_token_at = time.monotonic()
+
+    def arrived(self) -> None:
+        """Takes what has come."""
+        self.generation.take(self)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the whole answer."""
+        self.generation.fail(self, error)
+
+
+async def prepare_requests(
+    service: Service, prompts: list[EncodedPrompt], sampling: SamplingParams, cache_salt: str | None
+) -> list[PreparedRequest]:
+    """Returns the engine's requests for all choices; long prompts are hashed off the event loop. Raises ApiError."""
+    if sampling.stop and service.tokenizer is None:
+        raise invalid("stop: this model has no tokenizer; use stop_token_ids", "stop", "no_tokenizer")
+    rules, capacity = service.require_ready().rules, service.engine.capacity
+    if (count := sampling.n * len(prompts)) > capacity:
+        raise invalid(f"{count} sequences in one request; this server holds {capacity}", "n")
+    try:
+        service.engine.require_room(count)
+    except Busy as error:
+        raise _api_error(service, error) from None
+    first, salt = service.engine.new_ids(count), cache_salt or ""
+
+    def prepare() -> list[PreparedRequest]:
+        return [
+            request
+            for i, prompt in enumerate(prompts)
+            for request in prepare_all(fan_out(first + i * sampling.n, prompt.token_ids, sampling, salt), rules)
+        ]
+
+    try:
+        return await service.run(sum(len(p.token_ids) for p in prompts) > _INLINE_TOKENS, prepare)
+    except PromptTooLong as error:
+        raise does_not_fit(error.length, sampling.max_tokens or 1, error.limit) from None
+    except NotInVocabulary as error:
+        raise not_in_vocabulary(error.vocab_size) from None
+    except InvalidRequest as error:
+        raise invalid(str(error)) from None
+
+
+def _api_error(service: Service, error: Exception) -> ApiError:
+    if isinstance(error, Busy):
+        service.metrics.rejected("queue_full")
+        return unavailable(str(error), "queue_full")
+    if isinstance(error, EngineUnavailable):
+        return unavailable(str(error), "engine_unavailable", retry_after=5)
+    return invalid(str(error)) if isinstance(error, Refused) and error.invalid else internal()
+
+
+def _merge(so_far: dict[int, Update], update: Update) -> None:
+    """Adds an update to those of its choice."""
+    known = so_far.setdefault(update.choice, update)
+    if known is update:
+        return
+    known.pieces += update.pieces
+    known.token_ids += update.token_ids
+    if update.logprobs is not None:
+        known.logprobs = (known.logprobs or []) + update.logprobs
+    known.finish_reason, known.stop_reason = update.finish_reason, update.stop_reason

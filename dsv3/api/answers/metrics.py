@@ -1,0 +1,191 @@
+"""Prometheus metrics, under vLLM's names where the meaning is vLLM's, so that its dashboards work.
+
+The engine's numbers come with its frames, to every front alike. Latencies and requests are counted by the fronts, where
+clients feel them, and summed over all fronts when somebody asks.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
+
+from dsv3.api.answers.numbers import SharedNumbers
+from dsv3.api.engine.messages import Stats
+from dsv3.engine.stats import HOST_TIME_BOUNDS
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
+
+# field of the engine's stats -> (name of the metric, help)
+_GAUGES = {
+    "running": ("vllm:num_requests_running", "Requests with a slot in the engine."),
+    "waiting": ("vllm:num_requests_waiting", "Requests in the queue."),
+    "cache_usage": ("vllm:kv_cache_usage_perc", "Pages of the latent cache in use by requests; 1 is all."),
+    "pages_in_use": ("dsv3:pages_in_use", "Pages of the latent cache held by requests."),
+}
+_COUNTERS = {
+    "prefix_queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_hits": ("vllm:prefix_cache_hits", "Of these, tokens found."),
+    "preemptions": ("vllm:num_preemptions", "Requests put back into the queue for want of pages."),
+    "recompilations": ("dsv3:recompilations", "Programs compiled after warm-up; stays 0."),
+    "steps": ("dsv3:engine_steps", "Steps the engine has run."),
+    "host_time_sum": ("dsv3:engine_host_seconds", "The host's time in steps, its waits for the device left out."),
+}
+_HOST_TIME = ("dsv3:engine_step_host_seconds", "The host's time per step, its wait for the device left out.")
+# The same for experts spread over devices, which not every server has.
+_EXPERT_GAUGES = {
+    "experts_balancedness": ("dsv3:expert_balancedness", "Mean over maximum of the devices' expert load; 1 is even."),
+    "experts_balancedness_min": ("dsv3:expert_balancedness_min", "The same of the most uneven layer."),
+}
+_EXPERT_COUNTERS = {
+    "experts_rebalances": ("dsv3:expert_rebalances", "Times that experts were moved to even the load."),
+    "experts_moved": ("dsv3:experts_moved", "Replicas that hold another expert since."),
+    "experts_checksum_failures": ("dsv3:expert_checksum_failures", "Layers not moved: they were damaged on the way."),
+    "experts_extra_rounds": ("dsv3:dispatch_extra_rounds", "Rounds of dispatch beyond the first, of all layers."),
+    "experts_in_node_bytes": ("dsv3:dispatch_in_node_bytes", "Sent within nodes by dispatch and combine."),
+    "experts_cross_node_bytes": ("dsv3:dispatch_cross_node_bytes", "Sent between nodes by dispatch and combine."),
+}
+_HISTOGRAMS = {
+    "ttft": ("vllm:time_to_first_token_seconds", "From the request's arrival to its first token."),
+    "itl": ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence, per token."),
+    "e2e": ("vllm:e2e_request_latency_seconds", "From the request's arrival to its last token."),
+    "queue": ("vllm:request_queue_time_seconds", "From the engine's taking the request to its first slot."),
+}
+_TOTALS = {
+    "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests that were taken."),
+    "generation_tokens": ("vllm:generation_tokens", "Tokens sampled for clients."),
+}
+# (name, help, label) -> the label's values
+_LABELLED = {
+    ("vllm:request_success", "Finished sequences.", "finished_reason"): ("stop", "length", "abort", "error"),
+    ("vllm:admission_rejections", "Requests refused with 503.", "reason"): (
+        *("queue_full", "starting", "draining", "failed"),
+    ),
+}
+_BUCKETS = len(_SECONDS) + 1
+_PLACES = {
+    key: i
+    for i, key in enumerate([*_TOTALS, *((name, value) for (name, *_), all_ in _LABELLED.items() for value in all_)])
+}
+_HISTOGRAM_PLACES = {key: len(_PLACES) + i * (_BUCKETS + 1) for i, key in enumerate(_HISTOGRAMS)}
+NUM_NUMBERS = len(_PLACES) + len(_HISTOGRAMS) * (_BUCKETS + 1)
+"""How many numbers a front counts."""
+
+_MAX_PENDING = 4096
+
+
+class Metrics:
+    """All metrics of one server, labelled with the model's name; `numbers` are those that its fronts share.
+
+    What is counted reaches the other fronts with `flush`.
+    """
+
+    def __init__(self, model_name: str, numbers: SharedNumbers | None = None):
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._model_name = model_name
+        self._numbers = numbers or SharedNumbers(NUM_NUMBERS)
+        self._stats: Stats = {}
+        self._counts = dict.fromkeys(_PLACES, 0)
+        self._seconds: dict[str, list[float]] = {key: [] for key in _HISTOGRAMS}
+        self._gaps = self._seconds["itl"]
+
+    def update(self, stats: Stats) -> None:
+        """Takes the engine's numbers; those without a metric are ignored."""
+        self._stats = stats
+
+    def observe(self, what: str, seconds: float) -> None:
+        """Adds a latency; `what` is "ttft", "e2e" or "queue"."""
+        pending = self._seconds[what]
+        pending.append(seconds)
+        if len(pending) >= _MAX_PENDING:
+            self.flush()
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """Adds tokens of a sequence that came together, `seconds` after those before."""
+        self._counts["generation_tokens"] += count
+        if count > 1:
+            self._gaps.extend([seconds / count] * count)
+        else:
+            self._gaps.append(seconds)
+        if len(self._gaps) >= _MAX_PENDING:
+            self.flush()
+
+    def add(self, what: str, count: int) -> None:
+        """Adds to "prompt_tokens" or "generation_tokens"."""
+        self._counts[what] += count
+
+    def finished(self, reason: str) -> None:
+        """Counts a sequence that has ended by "stop", "length", "abort" or "error"."""
+        self._counts["vllm:request_success", reason] += 1
+
+    def rejected(self, reason: str) -> None:
+        """Counts a request refused with 503."""
+        self._counts["vllm:admission_rejections", reason] += 1
+
+    def flush(self) -> None:
+        """Writes what was counted to where all fronts read it."""
+        mine = self._numbers.mine
+        for key, place in _PLACES.items():
+            if count := self._counts[key]:
+                mine[place] += count
+                self._counts[key] = 0
+        for key, start in _HISTOGRAM_PLACES.items():
+            if seconds := self._seconds[key]:
+                mine[start : start + _BUCKETS] += np.bincount(np.searchsorted(_SECONDS, seconds), minlength=_BUCKETS)
+                mine[start + _BUCKETS] += sum(seconds)
+                seconds.clear()
+
+    def text(self) -> bytes:
+        """Returns the exposition in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every metric; what prometheus_client asks of a collector."""
+        stats = self._stats
+        spread = "experts_balancedness" in stats
+        for key, (name, text) in (_GAUGES | (_EXPERT_GAUGES if spread else {})).items():
+            yield self._family(GaugeMetricFamily, name, text, {(): _number(stats, key)})
+        for key, (name, text) in (_COUNTERS | (_EXPERT_COUNTERS if spread else {})).items():
+            yield self._family(CounterMetricFamily, name, text, {(): _number(stats, key)})
+        counts = stats.get("host_time_counts")
+        if isinstance(counts, list) and len(counts) == len(HOST_TIME_BOUNDS) + 1:
+            yield self._histogram(*_HOST_TIME, HOST_TIME_BOUNDS, counts, _number(stats, "host_time_sum"))
+        yield from self._counted()
+
+    def _counted(self) -> Iterator[Metric]:
+        """Yields what all fronts have counted."""
+        self.flush()
+        numbers = self._numbers.sum().tolist()
+        for key, (name, text) in _TOTALS.items():
+            yield self._family(CounterMetricFamily, name, text, {(): numbers[_PLACES[key]]})
+        for (name, text, label), values in _LABELLED.items():
+            found: dict[tuple[str, ...], float] = {(value,): numbers[_PLACES[name, value]] for value in values}
+            yield self._family(CounterMetricFamily, name, text, found, [label])
+        for key, (name, text) in _HISTOGRAMS.items():
+            start = _HISTOGRAM_PLACES[key]
+            end = start + _BUCKETS
+            yield self._histogram(name, text, _SECONDS, numbers[start:end], numbers[end])
+
+    def _family(
+        self, kind, name: str, text: str, values: Mapping[tuple[str, ...], float], labels: Iterable[str] = ()
+    ) -> Metric:
+        family = kind(name, text, labels=["model_name", *labels])
+        for label_values, value in values.items():
+            family.add_metric([self._model_name, *label_values], value)
+        return family
+
+    def _histogram(
+        self, name: str, text: str, bounds: Iterable[float], counts: Iterable[float], total: float
+    ) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        ends = [*map(floatToGoString, bounds), "+Inf"]
+        cumulated = np.cumsum(list(counts)).tolist()
+        family.add_metric([self._model_name], list(zip(ends, cumulated, strict=True)), total)
+        return family
+
+
+def _number(stats: Stats, key: str) -> float:
+    value = stats.get(key, 0)
+    return value if isinstance(value, int | float) else 0

@@ -1,0 +1,131 @@
+"""Makes the prompts of token ids of a validated request."""
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from dsv3.api.answers.errors import ApiError, invalid
+from dsv3.api.answers.schema import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from dsv3.api.answers.service import Service
+from dsv3.api.templates.messages import Render
+from dsv3.text.chat_template import TemplateError
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the engine takes it; `text` is what `echo` repeats, and the end of it where reasoning starts."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+async def completion_prompts(service: Service, request: CompletionRequest) -> list[EncodedPrompt]:
+    """Returns the prompts of a text completion: text, token ids, or a list of either."""
+    found = request.prompt
+    if isinstance(found, str) or (isinstance(found, list) and found and isinstance(found[0], int)):
+        found = [found]
+    if not isinstance(found, list) or not found:
+        raise invalid("prompt: expected text, token ids, or a list of either, and not an empty one", "prompt")
+    if len(found) > MAX_PROMPTS:
+        raise invalid(f"prompt: {len(found)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
+    add_special = request.add_special_tokens is not False
+    return [await _prompt(service, one, add_special) for one in found]
+
+
+async def chat_prompt(service: Service, request: ChatRequest) -> EncodedPrompt:
+    """Returns the prompt of a conversation."""
+    text = await _rendered(service, request, _tools(request), request.reasoning_effort)
+    ids = await service.encode(text, add_special_tokens=False, param="messages")
+    return EncodedPrompt(ids, text)
+
+
+async def tokenize_prompt(service: Service, request: TokenizeRequest) -> EncodedPrompt:
+    """Returns the prompt of a `/tokenize` request, which may be a text or a conversation."""
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("exactly one of prompt and messages is needed", "prompt")
+    if request.prompt is not None:
+        ids = await service.encode(request.prompt, request.add_special_tokens is not False, "prompt")
+        return EncodedPrompt(ids, request.prompt)
+    text = await _rendered(service, request, None, None)
+    return EncodedPrompt(await service.encode(text, bool(request.add_special_tokens), "messages"), text)
+
+
+async def _prompt(service: Service, found: Any, add_special: bool) -> EncodedPrompt:
+    if isinstance(found, str):
+        if not found or "\0" in found:
+            raise invalid("prompt: a text must not be empty and must not contain NUL characters", "prompt")
+        return EncodedPrompt(await service.encode(found, add_special, "prompt"), found)
+    if isinstance(found, list) and found:
+        return EncodedPrompt(_token_ids(found, service))
+    raise invalid("prompt: expected text, token ids, or a list of either, and not an empty one", "prompt")
+
+
+def _token_ids(found: list[Any], service: Service) -> list[int]:
+    """Checks that JSON values are integers; which integers, `dsv3.prepare` knows."""
+    try:
+        return msgspec.convert(found, list[int])
+    except msgspec.ValidationError:
+        raise not_in_vocabulary(service.require_ready().rules.vocab_size) from None
+
+
+def not_in_vocabulary(vocab_size: int) -> ApiError:
+    """400 for a prompt with something else than token ids in it."""
+    return invalid(f"prompt: a token id is an integer from 0 to {vocab_size - 1}", "prompt")
+
+
+def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    """Returns the tools to show to the model.
+
+    Raises ApiError unless the client asks for no parsing of calls, which this server lacks.
+    """
+    if not request.tools:
+        if request.tool_choice not in (None, "none", "auto"):
+            raise invalid("tool_choice needs tools", "tool_choice")
+        return None
+    if request.tool_choice != "none":
+        text = 'tool calls are not parsed by this server; with tool_choice "none" the tools are only shown to the model'
+        raise invalid(text, "tools", "unsupported_parameter")
+    return request.tools
+
+
+async def _rendered(
+    service: Service,
+    request: ChatRequest | TokenizeRequest,
+    tools: list[dict[str, Any]] | None,
+    reasoning_effort: str | None,
+) -> str:
+    if service.tokenizer is None or service.templates is None:
+        what = "no tokenizer" if service.tokenizer is None else "no chat template"
+        raise invalid(f"this model has {what}: use /v1/completions", "messages", "no_chat_template")
+    continued = bool(request.continue_final_message)
+    prompted = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
+    kwargs: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", reasoning_effort)
+    assert request.messages is not None
+    messages = [_template_message(message) for message in request.messages]
+    try:
+        return await service.templates.render(Render(messages, tools, prompted, continued, kwargs))
+    except TemplateError as error:
+        raise invalid(str(error), "messages") from None
+
+
+def _template_message(message: ChatMessage) -> dict[str, object]:
+    """Returns a message as templates expect it: plain text content, no role they do not know."""
+    fields = message.model_dump(exclude_unset=True)
+    fields["role"] = "system" if message.role == "developer" else message.role
+    if isinstance(message.content, list):
+        fields["content"] = "\n".join(part.text for part in message.content)
+    if message.content is None and not message.tool_calls:
+        raise invalid("messages: a message without tool calls needs content", "messages")
+    return fields
+
+
+def detokenize(service: Service, tokens: list[int]) -> str:
+    """Returns the text of token ids; ApiError without a tokenizer."""
+    if service.tokenizer is None:
+        raise invalid("this model has no tokenizer", "tokens", "no_tokenizer")
+    if any(token >= service.tokenizer.vocab_size for token in tokens):
+        raise invalid(f"tokens: a token id is an integer from 0 to {service.tokenizer.vocab_size - 1}", "tokens")
+    return service.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -1,0 +1,108 @@
+"""What clients get: OpenAI's response objects with vLLM's additions."""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """`token_ids` (and a completion's `prompt_token_ids`) appear only when the request asks for them."""
+
+    index: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionChoice(_Choice, frozen=True, kw_only=True):
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: str = "assistant"
+    content: str | None
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    refusal: None = None
+
+
+class ChatChoice(_Choice, frozen=True, kw_only=True):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChunkChoice(_Choice, frozen=True, kw_only=True):
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+
+
+class _Response(msgspec.Struct, frozen=True, kw_only=True):
+    """`usage` is null in the chunks of a stream that reports it, and absent in the others."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class CompletionResponse(_Response, frozen=True, kw_only=True):
+    object: str = "text_completion"
+    choices: list[CompletionChoice]
+
+
+class ChatResponse(_Response, frozen=True, kw_only=True):
+    object: str = "chat.completion"
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunk(_Response, frozen=True, kw_only=True):
+    object: str = "chat.completion.chunk"
+    choices: list[ChunkChoice]
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -1,0 +1,34 @@
+"""What a server is told when it starts."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from dsv3.api.engine.client import WATCHDOG_S
+from dsv3.api.templates.pool import DEADLINE_S
+from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
+
+# Time for load balancers to read the reason from /health before the process ends with status 1.
+FAILURE_LINGER_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """Everything a server needs.
+
+    `options.api_key` is the key itself, wherever it was read. `engine_factory` ("module:function") is called in the
+    engine's process with `messages.Start`, which carries `engine`, `cluster` and `factory_options`; the latter are for
+    factories that need more than the real one. `notify` gets lines for the person who started the server.
+    """
+
+    model_dir: Path
+    model_names: tuple[str, ...]
+    options: ServerOptions = dataclasses.field(default_factory=ServerOptions)
+    engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
+    cluster: ClusterOptions | None = None
+    failure_linger_s: float = FAILURE_LINGER_S
+    watchdog_s: float = WATCHDOG_S
+    template_deadline_s: float = DEADLINE_S
+    engine_factory: str = "dsv3.api.engine.factory:start_engine"
+    factory_options: dict[str, object] = dataclasses.field(default_factory=dict)
+    notify: Callable[[str], None] = print

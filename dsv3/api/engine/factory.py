@@ -1,0 +1,32 @@
+"""Builds the real engine inside of the engine process; jax is imported here and nowhere else in the server."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from dsv3.api.engine.messages import EngineInfo, Start
+from dsv3.api.engine.process import EngineLike, Host
+
+
+def start_engine(start: Start, host: Host) -> tuple[EngineLike, EngineInfo]:
+    """Loads and warms up, together with the followers if this process leads an instance of several."""
+    from dsv3.engine.build import build_engine
+    from dsv3.engine.cluster.lead import start_leader
+
+    model_dir = Path(start.model_dir)
+    if start.cluster is not None:
+        return describe(start_leader(start.cluster, model_dir, start.engine, host))
+    host.progress("loading the weights")
+    engine = build_engine(model_dir, start.engine, progress=os.isatty(sys.stderr.fileno()))
+    engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total))
+    return describe(engine)
+
+
+def describe(engine: Any) -> tuple[EngineLike, EngineInfo]:
+    """Returns a warm engine, and what a front needs to know about it."""
+    return engine, EngineInfo(
+        rules=engine.rules,
+        max_num_seqs=engine.cfg.max_num_seqs * engine.cfg.num_ranks,
+        num_pages=engine.cfg.num_pages * engine.cfg.num_ranks,
+    )

@@ -1,0 +1,48 @@
+"""Starts the engine's process, hands connections to it, and ends it."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+
+
+class EngineProcess:
+    """The engine's process, for the front that starts it. Raises OSError where the system has no room for it."""
+
+    def __init__(self) -> None:
+        self._num_connections = 0
+        self._usher, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dsv3.api.engine.process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's ^C is the first front's to handle
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def connect(self) -> tuple[int, socket.socket]:
+        """Returns a new connection to the engine, for one front, with its sender; the first is the first front's."""
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(OSError):  # the process has ended: whoever reads `ours` sees that
+            socket.send_fds(self._usher, [b"."], [theirs.fileno()])
+        self._num_connections += 1
+        return self._num_connections - 1, ours
+
+    def kill(self) -> None:
+        """Ends the process by force."""
+        self._process.kill()
+
+    async def wait(self, timeout_s: float | None = None) -> int:
+        """Waits for the end, which is forced after `timeout_s` seconds; returns the exit status."""
+        try:
+            return await asyncio.to_thread(self._process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return await asyncio.to_thread(self._process.wait)
+        finally:
+            self._usher.close()

@@ -1,0 +1,212 @@
+"""The process that owns the engine: steps it on the main thread, while other threads carry frames in and out.
+
+Started by `dsv3.api.engine.launcher` as `python -m dsv3.api.engine.process FD`. FD is one end of a Unix socket pair,
+through which the first front hands over a connection for each front. When the first front goes away, this process ends
+at once, whatever it is doing. When another one goes away, its requests are aborted.
+"""
+
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+import msgspec
+
+from dsv3.api.engine import messages
+from dsv3.api.engine.fronts import Front, Fronts
+from dsv3.engine.errors import public_text
+from dsv3.prepare import PreparedRequest
+from dsv3.request import InvalidRequest, QueueFull, StepOutputs
+
+_STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
+_log = logging.getLogger("dsv3.engine")
+
+
+class EngineLike(Protocol):
+    """What this process needs of an engine; `dsv3.engine.engine.Engine` is one."""
+
+    failure: BaseException | None
+
+    @property
+    def has_work(self) -> bool: ...
+    def submit(self, request: PreparedRequest) -> None: ...
+    def abort(self, request_id: int) -> None: ...
+    def step(self) -> StepOutputs: ...
+    def stats(self) -> Any: ...
+
+
+class EngineFailed(Exception):
+    """The engine has ended every request after an exception; it takes no more."""
+
+
+class Host:
+    """This process, as an engine's factory sees it: whom to tell, and how the process ends."""
+
+    def __init__(self, usher: socket.socket):
+        self.fronts = Fronts(usher, self._stop, self._first_front_gone)
+        self._at_end: list[Callable[[str | None], None]] = []
+        self._failing = threading.Lock()
+
+    def progress(self, text: str, done: int = 0, total: int = 0) -> None:
+        """Tells what the engine does while it starts."""
+        self.fronts.tell_first(messages.StartProgress(text, done, total))
+
+    def drain(self, reason: str) -> None:
+        """Asks the first front to have all fronts drain, and to stop."""
+        self.fronts.tell_first(messages.Drain(reason))
+
+    def at_end(self, callback: Callable[[str | None], None]) -> None:
+        """Has `callback` called before the process ends: with the reason of a failure, None for an orderly end."""
+        self._at_end.append(callback)
+
+    def end(self, status: int, failure: str | None) -> NoReturn:
+        """Ends the process at once: the main thread may be compiling or inside of a step."""
+        for callback in self._at_end:
+            callback(failure)
+        os._exit(status)
+
+    def fail(self, reason: str) -> NoReturn:
+        """Tells every front why, and ends the process. Any thread may call it; only the first reason counts."""
+        self._failing.acquire()  # for good
+        for callback in self._at_end:
+            callback(reason)
+        self.fronts.tell(messages.Failed(reason))
+        self.fronts.close()
+        os._exit(1)
+
+    def _stop(self) -> NoReturn:
+        self.end(0, None)
+
+    def _first_front_gone(self) -> NoReturn:
+        self.end(0, "the HTTP process of the leader has gone")
+
+
+def main(fd: int) -> NoReturn:
+    """Runs an engine for the fronts whose connections come through the socket `fd`."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
+    configure_logging()
+    host = Host(socket.socket(fileno=fd))
+    try:
+        engine, info = _build(host.fronts.start(), host)
+        host.fronts.announce(info)
+        serve(engine, host.fronts)
+    except Exception as error:
+        _report(error)
+        kind = str(error) if isinstance(error, EngineFailed) else public_text(error)
+        host.fail(f"the engine stopped after an error ({kind})")
+
+
+def configure_logging() -> None:
+    """jax warns only, through its own handler, and says in a line why a GPU plugin does not start.
+
+    Told to use the CPU it does not say that at all.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    logging.getLogger("jax").propagate = False
+    plugins = logging.getLogger("jax._src.xla_bridge")
+    plugins.addFilter(_without_traceback)
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        plugins.setLevel(logging.CRITICAL)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    if record.exc_info and record.exc_info[1] is not None:
+        record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]}", ()
+        record.exc_info = record.exc_text = None
+    return True
+
+
+def serve(engine: EngineLike, fronts: Fronts) -> NoReturn:
+    """Steps the engine for ever; raises EngineFailed, or what `engine.step` raises, when it cannot go on.
+
+    Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle.
+    """
+    told = 0.0
+    while True:
+        changed = False
+        for front, message in fronts.take():
+            _handle(engine, front, message)
+            if message is None:
+                fronts.remove(front)
+            changed = True
+        outputs = engine.step() if engine.has_work else StepOutputs()
+        idle = not engine.has_work
+        due = idle or time.monotonic() - told > _STATS_S
+        if outputs or changed or idle:
+            fronts.deliver(outputs, _numbers(engine.stats()) if due else None)
+            told = time.monotonic() if due else told
+        if engine.failure is not None:
+            raise EngineFailed(public_text(engine.failure))
+        if idle:
+            fronts.wait()
+
+
+def _build(start: messages.Start, host: Host) -> tuple[EngineLike, messages.EngineInfo]:
+    module, _, name = start.factory.partition(":")
+    factory = getattr(importlib.import_module(module), name)
+    engine, info = factory(start, host)
+    return engine, info
+
+
+def _handle(engine: EngineLike, front: Front, message: messages.Add | messages.Abort | None) -> None:
+    """Does what a front asks; for one that has gone, aborts its requests."""
+    if isinstance(message, messages.Add):
+        rejection = _add(engine, message.requests)
+        if rejection is None:
+            front.live.update(request.request_id for request in message.requests)
+        else:
+            front.send(rejection)
+        return
+    ended = list(front.live) if message is None else message.request_ids
+    front.live.difference_update(ended)
+    for request_id in ended:
+        engine.abort(request_id)
+
+
+def _add(engine: EngineLike, requests: list[PreparedRequest]) -> messages.Rejected | None:
+    """Adds all of `requests` or, after the first that is refused, none."""
+    ids = [request.request_id for request in requests]
+    for i, request in enumerate(requests):
+        try:
+            engine.submit(request)
+            continue
+        except QueueFull as error:
+            kind, text = "queue_full", str(error)
+        except InvalidRequest as error:
+            kind, text = "invalid", str(error)
+        except Exception:  # one request may fail only itself
+            _log.error("request %d was not taken:\n%s", request.request_id, traceback.format_exc())
+            kind, text = "internal", "the engine could not take the request"
+        for taken in ids[:i]:
+            engine.abort(taken)
+        return messages.Rejected(ids, kind, text)
+    return None
+
+
+def _numbers(stats: Any) -> messages.Stats:
+    """Returns the numbers and histograms among the fields; those of a job kind's record as `kind_name`."""
+    fields = msgspec.to_builtins(stats)
+    by_job = {f"{kind}_{name}": v for kind, record in fields.get("jobs", {}).items() for name, v in record.items()}
+    return {name: value for name, value in (fields | by_job).items() if isinstance(value, int | float | list)}
+
+
+def _report(error: Exception) -> None:
+    """The log has everything; clients only hear the kind, since a text may carry a path or a part of a prompt."""
+    if isinstance(error, ValueError | OSError | EngineFailed):  # bad files and settings: their text says what to change
+        _log.error("%s: %s", type(error).__name__, error)
+        _log.debug("%s", traceback.format_exc())
+    else:
+        _log.error("the engine stopped:\n%s", traceback.format_exc())
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

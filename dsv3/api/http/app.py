@@ -1,0 +1,130 @@
+"""The ASGI application: which path is answered by what."""
+
+import functools
+from collections.abc import Awaitable, Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from dsv3.api.answers import prompts
+from dsv3.api.answers.answer import Answer
+from dsv3.api.answers.errors import ApiError
+from dsv3.api.answers.kinds import KINDS
+from dsv3.api.answers.schema import DetokenizeRequest, TokenizeRequest, parse
+from dsv3.api.answers.service import Service
+from dsv3.api.http.auth import RequireKey
+from dsv3.api.http.bodies import Handler, endpoint, read_json_body, unless_disconnected
+from dsv3.api.http.errors import response_of
+from dsv3.api.http.events import EventStream
+
+_Route = Callable[[Service, Request], Awaitable[Response]]
+
+
+def make_app(service: Service, api_key: str | None) -> ASGIApp:
+    """Returns the application for `service`; with `api_key` every route but `GET /health` needs it."""
+    posts: dict[str, _Route] = {path: functools.partial(_answer, kind) for path, kind in KINDS.items()}
+    posts |= {"/tokenize": _tokenize, "/detokenize": _detokenize}
+    gets = {
+        "/v1/models": _models,
+        "/health": _health,
+        "/ready": _ready,
+        "/version": _version,
+        "/metrics": _metrics,
+    }
+    routes = [Route(path, _bind(service, handler), methods=["POST"]) for path, handler in posts.items()]
+    routes += [Route(path, _bind(service, handler), methods=["GET"]) for path, handler in gets.items()]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False
+    return app if api_key is None else RequireKey(app, api_key)
+
+
+def _bind(service: Service, handler: _Route) -> Handler:
+    async def bound(request: Request) -> Response:
+        return await handler(service, request)
+
+    return endpoint(bound)
+
+
+def _http_error(_: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    text = {404: "no such route", 405: "this route has other methods"}.get(status, "the request cannot be answered")
+    return response_of(ApiError(status, text, code="not_found" if status == 404 else None))
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _answer(kind: type[Answer], service: Service, http: Request) -> Response:
+    """Answers a completion, streamed or whole."""
+    answer = kind(service, await read_json_body(http))
+    await unless_disconnected(http.receive, answer.prepare())
+    if answer.streams:
+        return EventStream(answer)
+    return Response(await unless_disconnected(http.receive, answer.whole()), media_type="application/json")
+
+
+async def _models(service: Service, _: Request) -> Response:
+    info = service.engine.info
+    entries = [
+        {
+            "id": name,
+            "object": "model",
+            "created": service.config.created,
+            "owned_by": "dsv3",
+            "root": service.config.model_names[0],
+            "parent": None,
+            "max_model_len": None if info is None else info.rules.max_model_len,
+        }
+        for name in service.config.model_names
+    ]
+    return _json({"object": "list", "data": entries})
+
+
+async def _health(service: Service, _: Request) -> Response:
+    """Answers whether requests are served: what a liveness probe and a load balancer ask."""
+    if service.status == "ok":
+        return _json({"status": "ok"})
+    return _json({"status": service.status, "reason": service.reason}, 503)
+
+
+async def _ready(service: Service, _: Request) -> Response:
+    """Answers whether a request would be taken right now: as `/health`, and the queue has room."""
+    if service.status == "ok" and not service.engine.has_room:
+        return _json({"status": "busy", "reason": "the queue is full"}, 503)
+    return await _health(service, _)
+
+
+async def _version(service: Service, _: Request) -> Response:
+    try:
+        return _json({"version": version("dsv3")})
+    except PackageNotFoundError:
+        return _json({"version": "unknown"})
+
+
+async def _metrics(service: Service, _: Request) -> Response:
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def _tokenize(service: Service, http: Request) -> Response:
+    request = parse(TokenizeRequest, await read_json_body(http))
+    service.require_model(request.model)
+    info = service.require_ready()
+    prompt = await unless_disconnected(http.receive, prompts.tokenize_prompt(service, request))
+    ids = prompt.token_ids
+    answer = {"count": len(ids), "max_model_len": info.rules.max_model_len, "tokens": ids}
+    if request.return_token_strs and service.tokenizer is not None:
+        answer["token_strs"] = [service.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    return _json(answer)
+
+
+async def _detokenize(service: Service, http: Request) -> Response:
+    request = parse(DetokenizeRequest, await read_json_body(http))
+    service.require_model(request.model)
+    return _json({"prompt": prompts.detokenize(service, request.tokens)})

@@ -1,0 +1,41 @@
+"""The API key: every route but the liveness probe needs it."""
+
+import hashlib
+import hmac
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dsv3.api.answers.errors import ApiError
+from dsv3.api.http.errors import response_of
+
+OPEN_PATHS = frozenset({"/health"})
+
+
+class RequireKey:
+    """ASGI middleware around the whole application, so that no route can be forgotten.
+
+    It decides by `scope["path"]`, the string the router matches exactly, so no spelling of a path reaches a route
+    without passing here. Keys are compared as digests, in constant time.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str):
+        self._app = app
+        self._digest = _digest(api_key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and self._allows(scope)):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            error = ApiError(401, "missing or wrong API key", kind="authentication_error", code="invalid_api_key")
+            await response_of(error)(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+            return True
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(_digest(key.strip()), self._digest)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

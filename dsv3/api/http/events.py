@@ -1,0 +1,75 @@
+"""Server-sent events: the events of an answer, written to its connection as they come."""
+
+import asyncio
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dsv3.api.answers.answer import Answer
+from dsv3.api.answers.errors import ApiError
+from dsv3.api.http.bodies import ClientGone, unless_disconnected
+from dsv3.api.http.errors import response_of
+from dsv3.api.http.protocol import EXTENSION, Wire
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """The events that `answer` makes.
+
+    The first event is awaited before the status is sent, so that a refused request gets a proper status; a later error
+    becomes an event. The answer is closed as soon as the client has gone. While the client does not read, the answer is
+    on hold, so that tokens gather in it and not in the connection's buffer.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer):
+        self.status_code = 200
+        self.background = None
+        self._answer = answer
+        self._waiting: list[bytes] = []
+        self._wire: Wire | None = None
+        self._has_begun = asyncio.Event()
+        self._ended: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wire: Wire = scope["extensions"][EXTENSION]
+        try:
+            await unless_disconnected(receive, self._stream(wire, scope, receive, send))
+        except ClientGone:
+            return
+        finally:
+            self._answer.close()
+            wire.free()
+
+    async def _stream(self, wire: Wire, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._answer.start(self._on_event, self._on_end)
+        except ApiError as error:
+            await response_of(error)(scope, receive, send)
+            return
+        await self._has_begun.wait()
+        if not self._waiting and (refusal := self._ended.result()) is not None:
+            await response_of(refusal)(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        wire.claim(scope["http_version"], self._answer.hold, self._answer.release)
+        for event in self._waiting:
+            wire.write_event(event)
+        self._waiting, self._wire = [], wire
+        if (failure := await self._ended) is not None:
+            wire.write_event(failure.envelope())
+        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+
+    def _on_event(self, event: bytes) -> None:
+        if self._wire is not None:
+            self._wire.write_event(event)
+        else:
+            self._waiting.append(event)
+            self._has_begun.set()
+
+    def _on_end(self, error: ApiError | None) -> None:
+        self._ended.set_result(error)
+        self._has_begun.set()

@@ -1,0 +1,104 @@
+"""A front that another one has started: `python -m dsv3.api.http.front LISTENER ENGINE NUMBERS`, three descriptors.
+
+It does what the first front says on its standard input, and ends at once when the first front has gone.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from dsv3.api import frames
+from dsv3.api.answers.metrics import NUM_NUMBERS
+from dsv3.api.answers.numbers import SharedNumbers
+from dsv3.api.answers.service import make_service
+from dsv3.api.config import FAILURE_LINGER_S, ServerConfig
+from dsv3.api.engine.client import EngineClient
+from dsv3.api.http import messages
+from dsv3.api.http.serving import drain, serving, wait_for_any
+
+_log = logging.getLogger("dsv3.server")
+
+
+def main(listener: int, connection: int, numbers: int) -> int:
+    """Serves until the first front has it end; returns the exit status."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)  # the first front has all fronts drain
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    return uvloop.run(_run(socket.socket(fileno=listener), socket.socket(fileno=connection), numbers))
+
+
+class _Orders:
+    """What the first front says, as events. The process ends when the first front has gone."""
+
+    def __init__(self) -> None:
+        self.drain, self.abort = asyncio.Event(), asyncio.Event()
+        self.on_failure: Callable[[str], None] = lambda _: None
+        self.engine_failed = asyncio.Event()
+        self.start: asyncio.Future[messages.FrontStart] = asyncio.get_running_loop().create_future()
+
+    async def listen(self) -> None:
+        """Begins to take messages."""
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: frames.FrameProtocol(self._take, lambda _: os._exit(1)), sys.stdin.buffer
+        )
+
+    def _take(self, body: memoryview) -> None:
+        match messages.to_front.decode(body):
+            case messages.FrontStart() as start:
+                self.start.set_result(start)
+            case messages.FrontDrain():
+                self.drain.set()
+            case messages.FrontAbort():
+                self.drain.set()
+                self.abort.set()
+            case messages.EngineFailed(reason):
+                self.engine_failed.set()
+                self.on_failure(reason)
+
+
+async def _run(listener: socket.socket, connection: socket.socket, descriptor: int) -> int:
+    orders = _Orders()
+    await orders.listen()
+    start = await orders.start
+    numbers = SharedNumbers(NUM_NUMBERS, start.options.api_server_count, start.front, descriptor)
+    config = ServerConfig(
+        model_dir=Path(start.model_dir),
+        model_names=start.model_names,
+        options=start.options,
+        template_deadline_s=start.template_deadline_s,
+        notify=lambda line: None,  # the first front has said it
+    )
+    engine = EngineClient(max_num_queued_reqs=start.engine.max_num_queued_reqs, watchdog_s=start.watchdog_s)
+    orders.on_failure = engine.fail
+    engine.on_silence = lambda reason: _tell(messages.EngineSilent(reason))
+    service = await make_service(config, engine, numbers, start.created)
+    async with serving(service, listener, start.options.api_key):
+        await engine.connect(connection)
+        _tell(messages.FrontReady())
+        await wait_for_any(orders.drain, engine.ended)
+        if engine.ended.is_set():
+            # Everybody's engine has failed, or only this front's connection: then another front takes this one's place.
+            await wait_for_any(orders.engine_failed, orders.drain, timeout_s=FAILURE_LINGER_S)
+            if orders.engine_failed.is_set():
+                await orders.drain.wait()
+            return 1
+        await drain(service, orders.abort, start.options.shutdown_timeout, _log.info)
+        engine.close()
+        return 0
+
+
+def _tell(message: msgspec.Struct) -> None:
+    sys.stdout.buffer.write(frames.encode(message))
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

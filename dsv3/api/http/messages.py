@@ -1,0 +1,49 @@
+"""Messages between the first front and the others, on their standard streams; see `dsv3.api.frames`."""
+
+import msgspec
+
+from dsv3.options import EngineOptions, ServerOptions
+
+
+class FrontStart(msgspec.Struct, frozen=True, tag=True):
+    """First message to a front: its number, and what `dsv3.api.config.ServerConfig` says of all fronts."""
+
+    front: int
+    created: int
+    model_dir: str
+    model_names: tuple[str, ...]
+    options: ServerOptions
+    engine: EngineOptions
+    watchdog_s: float
+    template_deadline_s: float
+
+
+class FrontDrain(msgspec.Struct, frozen=True, tag=True):
+    """Take no more requests, finish those in flight, and end."""
+
+
+class FrontAbort(msgspec.Struct, frozen=True, tag=True):
+    """Abort the requests in flight, and end."""
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot be used any more, and the instance is about to end."""
+
+    reason: str
+
+
+class FrontReady(msgspec.Struct, frozen=True, tag=True):
+    """The front answers HTTP."""
+
+
+class EngineSilent(msgspec.Struct, frozen=True, tag=True):
+    """The engine does not answer this front's requests."""
+
+    reason: str
+
+
+ToFront = FrontStart | FrontDrain | FrontAbort | EngineFailed
+FromFront = FrontReady | EngineSilent
+
+to_front = msgspec.msgpack.Decoder(ToFront)
+from_front = msgspec.msgpack.Decoder(FromFront)

@@ -1,0 +1,135 @@
+"""The first front from its first line to its exit status: bind, start the engine and the other fronts, serve, drain."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+
+from dsv3.api.answers.metrics import NUM_NUMBERS
+from dsv3.api.answers.numbers import SharedNumbers
+from dsv3.api.answers.service import Service, make_service
+from dsv3.api.answers.start import end_engine, start_engine
+from dsv3.api.config import ServerConfig
+from dsv3.api.engine.client import EngineClient
+from dsv3.api.engine.launcher import EngineProcess
+from dsv3.api.engine.messages import StartProgress
+from dsv3.api.http.fronts import Fronts
+from dsv3.api.http.serving import drain, serving, wait_for_any
+
+_CLOSE_S = 10.0  # a front that has drained closes its connections
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; raises OSError if the address is taken. Port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except BaseException:
+        listener.close()
+        raise
+    listener.set_inheritable(False)
+    return listener
+
+
+async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callable[[Service], None]) -> int:
+    """Serves until a signal or the engine's end; returns the exit status: 0 after a signal, 1 after a failure.
+
+    The first SIGTERM or SIGINT drains: no new requests are taken, and those in flight have `shutdown_timeout` seconds
+    to finish before they are aborted. The second aborts them at once. When the engine fails every client hears of it
+    at once, and the process ends a few seconds later (at once if it had not been ready) for a supervisor to start it
+    anew.
+    """
+    numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
+    engine = EngineClient(max_num_queued_reqs=config.engine.max_num_queued_reqs, watchdog_s=config.watchdog_s)
+    engine.on_progress = _ProgressLines(config.notify)
+    service = await make_service(config, engine, numbers)
+    signals = _StopSignals()
+    try:
+        async with serving(service, listener, config.options.api_key):
+            process = await start_engine(config, service)
+            fronts = Fronts(config, listener, numbers, process, engine.fail)
+            engine.on_dropped = fronts.drop
+            engine.on_failure = lambda reason: _pass_on_failure(reason, process, fronts)
+            try:
+                return await _serve(config, service, signals, fronts, on_ready)
+            finally:
+                await fronts.close()
+                await end_engine(service, process)
+    finally:
+        signals.close()
+
+
+async def _serve(
+    config: ServerConfig, service: Service, signals: "_StopSignals", fronts: Fronts, on_ready: Callable[[Service], None]
+) -> int:
+    engine = service.engine
+    announcing = asyncio.create_task(_announce(service, fronts, on_ready))
+    await wait_for_any(engine.ended, signals.first, engine.asks_to_drain)
+    announcing.cancel()
+    if signals.first.is_set() or engine.asks_to_drain.is_set():
+        await _drain(config, service, signals, fronts)
+        return 0
+    if engine.info is not None:
+        await wait_for_any(signals.first, timeout_s=config.failure_linger_s)
+    return 1
+
+
+async def _drain(config: ServerConfig, service: Service, signals: "_StopSignals", fronts: Fronts) -> None:
+    """Drains all fronts together."""
+    fronts.drain()
+    passing_on = asyncio.create_task(_pass_on_second(signals, fronts))
+    await asyncio.gather(
+        drain(service, signals.second, config.options.shutdown_timeout, config.notify),
+        fronts.wait(config.options.shutdown_timeout + _CLOSE_S),
+    )
+    passing_on.cancel()
+
+
+async def _pass_on_second(signals: "_StopSignals", fronts: Fronts) -> None:
+    await signals.second.wait()
+    fronts.abort()
+
+
+def _pass_on_failure(reason: str, process: EngineProcess, fronts: Fronts) -> None:
+    fronts.fail(reason)
+    process.kill()
+
+
+async def _announce(service: Service, fronts: Fronts, on_ready: Callable[[Service], None]) -> None:
+    await service.engine.settled.wait()
+    await fronts.ready()
+    if service.engine.state == "ready":
+        on_ready(service)
+
+
+class _ProgressLines:
+    """Tells what the engine does while it starts; a tenth of the lines where it counts."""
+
+    def __init__(self, notify: Callable[[str], None]):
+        self._notify = notify
+
+    def __call__(self, progress: StartProgress) -> None:
+        if not progress.total:
+            self._notify(progress.text)
+        elif progress.done == progress.total or progress.done % max(1, progress.total // 10) == 0:
+            self._notify(f"[{progress.done}/{progress.total}] {progress.text}")
+
+
+class _StopSignals:
+    """SIGTERM and SIGINT as events on the running loop."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._received)
+
+    def _received(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)

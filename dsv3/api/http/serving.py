@@ -1,0 +1,56 @@
+"""What every front does, the first and the others: serve a service on a listener, and drain."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+
+from dsv3.api.answers.service import Service
+from dsv3.api.engine.client import EngineUnavailable
+from dsv3.api.http.app import make_app
+from dsv3.api.http.protocol import HttpServer
+
+_FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
+_FAREWELL_S = 2.0
+
+
+@contextlib.asynccontextmanager
+async def serving(service: Service, listener: socket.socket, api_key: str | None) -> AsyncIterator[None]:
+    """Answers HTTP on `listener` for the time of the `async with`; closes the service at its end."""
+    server = HttpServer(make_app(service, api_key))
+    tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(_flush(service))]
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await service.close()
+
+
+async def drain(service: Service, abort: asyncio.Event, timeout_s: float, notify: Callable[[str], None]) -> None:
+    """Takes no more requests; aborts those in flight after `timeout_s` seconds, or when `abort` is set."""
+    service.draining = True
+    if service.active:
+        notify(f"draining {service.active} requests, for {timeout_s:g} s at most")
+    await wait_for_any(service.idle, abort, timeout_s=timeout_s)
+    if service.active:
+        notify(f"aborting {service.active} requests")
+        service.engine.abort_all(EngineUnavailable("the server is shutting down"))
+        await wait_for_any(service.idle, timeout_s=_FAREWELL_S)  # the clients' error events
+
+
+async def wait_for_any(*events: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Waits until one of the events is set, for at most `timeout_s` seconds."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waits:
+            task.cancel()
+
+
+async def _flush(service: Service) -> None:
+    while True:
+        await asyncio.sleep(_FLUSH_S)
+        service.metrics.flush()

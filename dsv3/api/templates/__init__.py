@@ -1,0 +1,1 @@
+"""Renders a model's chat template in processes of its own, which can be killed."""

@@ -1,0 +1,61 @@
+"""Which types an engine computes in and stores its cache in, from the options, the model and the device."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.cache.layout import FP8
+from dsv3.config import ModelConfig
+from dsv3.options import EngineOptions
+from pallas_kernels.backend import is_hopper
+from pallas_kernels.float8 import BLOCK
+
+_KERNEL_PAGES: Mapping[str, tuple[str, ...]] = {"bfloat16": ("bfloat16", FP8), "float16": ("float16",)}
+"""Pages that the attention kernels read, by the type of the queries; float32 queries have no kernel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineDtypes:
+    """`compute` is the type of weights without scales and of activations, `cache` names the type of the pages."""
+
+    compute: jnp.dtype
+    cache: str
+
+
+def resolve_dtypes(
+    model: ModelConfig, options: EngineOptions, device: jax.Device, stored: str | None = None
+) -> EngineDtypes:
+    """Returns the types for a model whose checkpoint says it is of the type `stored`, or says nothing.
+
+    Raises ValueError where no product or no attention exists for the combination.
+    """
+    compute = _compute_name(options.dtype, device, stored)
+    cache = compute if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    if compute == "float16" and model.fp8 is not None and options.fp8 == "keep":
+        raise ValueError(
+            "dtype: 'float16' does not go with FP8 weights, whose products are bfloat16 or float32; "
+            "set dtype to bfloat16, or fp8 to dequantize"
+        )
+    if cache == FP8 and model.kv_lora_rank > BLOCK and model.kv_lora_rank % BLOCK:
+        raise ValueError(
+            f"kv_cache_dtype: 'fp8' needs latents of whole blocks of {BLOCK} values, but kv_lora_rank is "
+            f"{model.kv_lora_rank}; set kv_cache_dtype to auto"
+        )
+    readable = _KERNEL_PAGES.get(compute)
+    if is_hopper(device) and readable is not None and cache not in readable:
+        raise ValueError(
+            f"kv_cache_dtype: {cache!r} has no attention kernel for dtype {compute}; "
+            f"set kv_cache_dtype to auto or {' or '.join(readable)}"
+        )
+    return EngineDtypes(jnp.dtype(compute), cache)
+
+
+def _compute_name(dtype: str, device: jax.Device, stored: str | None) -> str:
+    """Resolves "auto": float32 on a CPU; else float16 for a checkpoint of that type, and bfloat16 for all others."""
+    if dtype != "auto":
+        return dtype
+    if device.platform == "cpu":
+        return "float32"
+    return "float16" if stored == "float16" else "bfloat16"

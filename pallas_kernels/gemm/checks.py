@@ -1,0 +1,64 @@
+"""Argument checks of the products: a ValueError with the offending shapes and types, before anything is traced."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.float8 import BLOCK, E4M3
+
+KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+"""Types without scales that the kernels multiply."""
+
+PLAIN_DTYPES = (*KERNEL_DTYPES, jnp.dtype(jnp.float32))
+"""Types without scales that the references multiply."""
+
+
+def plain_backend(name: str, dtype: jax.typing.DTypeLike, requested: Backend | None) -> Backend:
+    """The backend of a product without scales: float32 has no kernel and takes the reference.
+
+    Raises ValueError where MOSAIC is requested for a type that has no kernel.
+    """
+    if jnp.dtype(dtype) in KERNEL_DTYPES:
+        return resolve_backend(requested=requested)
+    if requested is Backend.MOSAIC:
+        raise ValueError(f"{name}: the Mosaic kernel takes bfloat16 or float16, got {dtype}; use Backend.REFERENCE")
+    return Backend.REFERENCE
+
+
+def check_plain_dtypes(name: str, x: jax.Array, w: jax.Array) -> None:
+    """Raises ValueError unless x and w have one dtype of `PLAIN_DTYPES`."""
+    if x.dtype != w.dtype or x.dtype not in PLAIN_DTYPES:
+        raise ValueError(f"{name}: x and w must be of one dtype, bfloat16, float16 or float32, "
+                         f"got {x.dtype} and {w.dtype}")  # fmt: skip
+
+
+def check_plain(name: str, x: jax.Array, w: jax.Array, x_ndim: int) -> None:
+    """Raises ValueError unless x (of `x_ndim` axes) and w [G, N, K] share K and a dtype of `PLAIN_DTYPES`."""
+    if x.ndim != x_ndim or w.ndim != 3 or x.shape[-1] != w.shape[-1]:
+        raise ValueError(f"{name}: needs x of {x_ndim} axes and w [G, N, K] with one K, got {x.shape} and {w.shape}")
+    check_plain_dtypes(name, x, w)
+
+
+def check_fp8(name: str, x: jax.Array, x_scale: jax.Array, w: jax.Array, w_scale: jax.Array, x_ndim: int) -> None:
+    """Raises ValueError unless the four arrays are a block-scaled x (of `x_ndim` axes) and w [G, N, K]."""
+    if x.ndim != x_ndim or w.ndim != 3 or x.shape[-1] != w.shape[-1]:
+        raise ValueError(f"{name}: needs x of {x_ndim} axes and w [G, N, K] with one K, got {x.shape} and {w.shape}")
+    check_operands(name, x, x_scale, w, w_scale)
+
+
+def check_operands(name: str, a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> None:
+    """Raises ValueError unless a [..., M, K] and b [..., N, K] are e4m3 and the scales float32 of matching shapes."""
+    (m, k), n = a.shape[-2:], b.shape[-2]
+    k_blocks = -(-k // BLOCK)
+    a_scale_shape = (*a.shape[:-2], k_blocks, m)
+    b_scale_shape = (*b.shape[:-2], -(-n // BLOCK), k_blocks)
+    if a_scale.shape != a_scale_shape or b_scale.shape != b_scale_shape:
+        raise ValueError(
+            f"{name}: operands {a.shape} and {b.shape} need scales {a_scale_shape} and {b_scale_shape}, "
+            f"got {a_scale.shape} and {b_scale.shape}"
+        )
+    if a.dtype != E4M3 or b.dtype != E4M3 or a_scale.dtype != jnp.float32 or b_scale.dtype != jnp.float32:
+        raise ValueError(
+            f"{name}: needs float8_e4m3fn operands and float32 scales, "
+            f"got {a.dtype}, {b.dtype} and {a_scale.dtype}, {b_scale.dtype}"
+        )

@@ -1,0 +1,123 @@
+"""Starts a kernel: checks what TMA needs, picks the plan, and brings operands into the kernels' common form."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gemm.heads import HeadKernel
+from pallas_kernels.gemm.kernel import GemmKernel
+from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
+from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
+from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, Schedule
+from pallas_kernels.gemm.wide import WideKernel
+from pallas_kernels.mosaic import NUM_SMS, TILE_ROWS, pad_to_tiles
+
+_SCALES_PER_LOAD = 4
+"""TMA wants strides in multiples of 16 bytes: the scales' rows are padded to four float32."""
+_SPLIT_TILE_COLUMNS = 32
+"""Tokens of a swizzled tile of a split product, which is float32 and transposed."""
+
+
+def dense(
+    a, a_scale, b, b_scale, layer, out_dtype, *, plan: TilePlan | None = None, num_sms: int = NUM_SMS
+) -> jax.Array:
+    """Multiplies a [M, K] with b[layer] of [L, N, K] on Hopper. Operands are checked; scales are None for 16 bits."""
+    (m, k), n = a.shape, b.shape[1]
+    _check_strides("dense gemm", n, k, a.dtype)
+    float32 = jnp.dtype(out_dtype) == jnp.float32
+    wanted = plan or plan_dense(m, n, k, a.dtype.itemsize, float32=float32)
+    # A narrow tile leaves as float32 only untransposed, which is the form of a split product.
+    split = not wanted.wide and (wanted.splits > 1 or float32)
+    padded_m = _padded_rows(m, split)
+    out = ((wanted.splits, n, padded_m), jnp.float32) if split else ((1, padded_m, n), out_dtype)
+    kernel_type: type[GemmKernel] = SplitKernel if split else NarrowKernel
+    schedule = Dense(m, wanted.tile_m, wanted.splits)
+    kernel = _kernel(wanted, schedule, a, b, out, kernel_type)
+    result = kernel(pad_to_tiles(a[None]), b, _scales(a_scale, b_scale, lambda s: s[None]), (_offset(layer),), num_sms)
+    return jnp.sum(result, axis=0).T[:m].astype(out_dtype) if split else result[0, :m]
+
+
+def contiguous(
+    x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype, *, plan: TilePlan | None = None,
+    num_sms: int = NUM_SMS,
+) -> jax.Array:  # fmt: skip
+    """Multiplies aligned rows x [A, K] with their tiles' weights on Hopper; operands are checked as in `dense`."""
+    (m, k), n = x.shape, w.shape[1]
+    _check_strides("grouped gemm, contiguous", n, k, x.dtype)
+    wanted = plan or plan_contiguous(m, tile_m, n, k, x.dtype.itemsize)
+    _check_narrow_output("grouped gemm, contiguous", wanted, out_dtype)
+    kernel = _kernel(wanted, Contiguous(m, tile_m), x, w, ((1, m, n), out_dtype))
+    operands = (tile_group.astype(jnp.int32), _offset(group_offset))
+    return kernel(x[None], w, _scales(x_scale, w_scale, lambda s: s[None]), operands, num_sms)[0]
+
+
+def heads(x, w, first_group, transposed: bool, *, num_sms: int = NUM_SMS) -> jax.Array:
+    """Multiplies each head of x [M, H, K] with its w [G, N, K], or transposed [G, K, N], on Hopper."""
+    (m, h, k), n = x.shape, w.shape[2 if transposed else 1]
+    _check_strides("head gemm", n, k, x.dtype)
+    x = pad_to_tiles(x.reshape(1, m, h * k)).reshape(-1, h, k)
+    tile_m = 64 if m <= 64 else 128
+    kernel = HeadKernel(
+        tile_m=tile_m,
+        tile_n=128,
+        stages=None,
+        cluster=1,
+        schedule=Heads(h, m, tile_m),
+        dtype=jnp.dtype(x.dtype),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], h, n), x.dtype),
+        shape_n=n,
+        shape_k=k,
+        transposed=transposed,
+    )
+    return kernel(x, w, (), (_offset(first_group),), num_sms)[:m]
+
+
+def _kernel(plan: TilePlan, schedule: Schedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel) -> GemmKernel:
+    return (WideKernel if plan.wide else narrow)(
+        tile_m=plan.tile_m,
+        tile_n=plan.tile_n,
+        stages=plan.stages,
+        cluster=plan.cluster,
+        schedule=schedule,
+        dtype=jnp.dtype(x.dtype),
+        out_type=jax.ShapeDtypeStruct(*out),
+        shape_n=w.shape[1],
+        shape_k=w.shape[2],
+    )
+
+
+def _scales(x_scale, w_scale, lead) -> tuple:
+    return () if x_scale is None else (lead(_pad_scale(x_scale)), w_scale)
+
+
+def _pad_scale(scale: jax.Array) -> jax.Array:
+    pad = -scale.shape[-1] % _SCALES_PER_LOAD
+    return jnp.pad(scale, [(0, 0)] * (scale.ndim - 1) + [(0, pad)]) if pad else scale
+
+
+def _offset(group_offset) -> jax.Array:
+    return jnp.asarray(group_offset, jnp.int32).reshape(1)
+
+
+def _padded_rows(m: int, split: bool) -> int:
+    """Rounds rows of a result up: TMA stores to whole swizzled tiles, or to less than one."""
+    tile = _SPLIT_TILE_COLUMNS if split else TILE_ROWS
+    return _round_up(m, _SCALES_PER_LOAD if m < tile else tile)
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def _check_strides(name: str, n: int, k: int, dtype) -> None:
+    if k * dtype.itemsize % 16 or n % 8:
+        raise ValueError(
+            f"{name}: TMA needs K in multiples of {16 // dtype.itemsize} ({dtype}) and N in multiples of 8, "
+            f"got N={n}, K={k}; pad the weights or use Backend.REFERENCE"
+        )
+
+
+def _check_narrow_output(name: str, plan: TilePlan, out_dtype) -> None:
+    if not plan.wide and jnp.dtype(out_dtype).itemsize != 2:
+        raise ValueError(
+            f"{name}: tiles of {plan.tile_m} rows give 16-bit results, got out_dtype {jnp.dtype(out_dtype)}"
+        )

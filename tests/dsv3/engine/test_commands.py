@@ -1,0 +1,83 @@
+"""A follower's part of a command is what the whole command says of its ranks; it costs only what these use."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv3.engine.cluster import messages
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.state import NUM_FIELDS
+from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.jobs.decode import DecodeCommand
+from dsv3.engine.jobs.prefill import PrefillCommand
+from dsv3.engine.jobs.sample import Adjustment, SampleCommand
+
+CFG = EngineConfig(max_model_len=256, num_pages=4, max_num_seqs=4, max_num_batched_tokens=64, num_ranks=6, num_nodes=3)
+
+
+@st.composite
+def prefills(draw: st.DrawFn) -> PrefillCommand:
+    """Chunks of at most 64 tokens per rank, four at most, in the order of the ranks."""
+    header, tokens, pages = [], [], []
+    for rank in range(CFG.num_ranks):
+        for slot in range(draw(st.integers(0, 4))):
+            count, num_pages = draw(st.integers(1, 16)), draw(st.integers(1, CFG.pages_per_seq))
+            header.append([rank, num_pages, slot, count, draw(st.integers(0, 100)), 1, *range(NUM_FIELDS)])
+            tokens += draw(st.lists(st.integers(0, 99), min_size=count, max_size=count))
+            pages += draw(st.lists(st.integers(0, 3), min_size=num_pages, max_size=num_pages))
+    columns = np.array(header, np.int32).reshape(len(header), 6 + NUM_FIELDS)
+    return PrefillCommand(64, columns, np.array(tokens, np.int32), np.array(pages, np.int32), True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(prefills())
+def test_a_part_of_a_prefill_makes_the_arrays_of_its_ranks(command: PrefillCommand) -> None:
+    whole = command.arrays(CFG.num_ranks, CFG)
+    for process in range(CFG.num_nodes):
+        ranks = CFG.ranks_of(process)
+        for mine, every in zip(command.part(ranks).arrays(len(ranks), CFG), whole, strict=True):
+            np.testing.assert_array_equal(mine, every[ranks.start : ranks.stop])
+
+
+def test_a_part_of_a_decode_holds_the_rows_of_its_ranks() -> None:
+    rows = np.arange(6 * 4 * 3, dtype=np.int32).reshape(6, 4, 3)
+    np.testing.assert_array_equal(DecodeCommand(rows, 1).part(range(2, 4)).rows, rows[2:4])
+
+
+def test_adjustments_go_to_their_rank_alone_and_every_process_launches_as_often() -> None:
+    arrays = dict.fromkeys(("tokens", "bias_ids", "forbidden_ids"), np.array([1, 2], np.int32))
+    adjustments = [
+        Adjustment(rank=rank, slot=slot, prompt_length=1, bias=np.ones(2, np.float32), **arrays)
+        for rank, slot in ((0, 1), (3, 0), (3, 2))
+    ]
+    command = SampleCommand("prefill", 2, False, adjustments, 2)
+    parts = [command.part(CFG.ranks_of(process)) for process in range(3)]
+    assert [[(a.rank, a.slot) for a in part.adjustments] for part in parts] == [[(0, 1)], [(1, 0), (1, 2)], []]
+    assert {part.adjust_launches for part in parts} == {2}
+
+
+@pytest.mark.parametrize("ranks", [32, 144])
+def test_a_request_that_changes_its_logits_costs_its_own_tokens(ranks: int) -> None:
+    """Once such a request took ranks x max_model_len x 5 bytes, 118 MB at 144 ranks: more than a frame holds."""
+    tokens = np.zeros(163_840, np.int32)
+    few = np.zeros(3, np.int32)
+    one = Adjustment(0, 0, 1, tokens, few, few.astype(np.float32), few)
+    command = StepCommand(1, (Job("sample", SampleCommand("prefill", 2, False, [one], 1)),))
+    sizes = [len(messages.encode(messages.step_of(command.part(range(r, r + 8))))) for r in range(0, ranks, 8)]
+    assert tokens.nbytes < sizes[0] < tokens.nbytes + 500
+    assert max(sizes[1:]) < 200
+
+
+def test_a_long_context_costs_only_the_pages_in_use() -> None:
+    """16 chunks of 4,096 tokens on 144 ranks of 18 hosts, with room for 163,840 tokens per request."""
+    header = np.array([[9 * i, 64, 0, 4096, 0, 1, *range(NUM_FIELDS)] for i in range(16)], np.int32)
+    tokens, pages = np.full(16 * 4096, 100_000, np.int32), np.zeros(16 * 64, np.int32)
+    command = PrefillCommand(4096, header, tokens, pages, True)
+    sizes = [len(msgspec.msgpack.encode(messages.step_of(_step(command, host)))) for host in range(18)]
+    assert max(sizes) < 100_000
+
+
+def _step(command: PrefillCommand, host: int) -> StepCommand:
+    return StepCommand(1, (Job("prefill", command.part(range(8 * host, 8 * host + 8))),))

@@ -1,0 +1,103 @@
+"""Types of activations and pages: how names are resolved, what is refused, and a float16 engine over FP8 pages."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from configs.deepseek_v3 import DEEPSEEK_V3
+from dsv3.cache.layout import FP8, page_bytes, pool
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.engine.build import build_engine, bundled_model
+from dsv3.engine.dtypes import resolve_dtypes
+from dsv3.engine.limits import DeviceMemory, Layout, engine_config
+from dsv3.hf_config import load_config, stored_dtype
+from dsv3.options import EngineOptions
+from pallas_kernels.mla import PAGE_SIZE as KERNEL_PAGE_SIZE
+from tests.dsv3.engine.driving import request, run
+
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+PLAIN = dataclasses.replace(DEEPSEEK_V3, fp8=None)
+
+
+def resolved(device: SimpleNamespace, stored: str | None = None, **options) -> tuple[str, str]:
+    dtypes = resolve_dtypes(PLAIN, EngineOptions(**options), device, stored)
+    return dtypes.compute.name, dtypes.cache
+
+
+def test_the_device_and_the_checkpoint_decide_what_auto_is() -> None:
+    assert resolved(CPU, "float16") == ("float32", "float32")
+    assert resolved(H200) == resolved(H200, "float32") == ("bfloat16", "bfloat16")
+    assert resolved(H200, "float16") == ("float16", "float16")
+    assert resolved(H200, "bfloat16", dtype="float16") == ("float16", "float16")
+
+
+def test_pages_may_have_a_type_of_their_own() -> None:
+    for pages in ("float32", "bfloat16", "float16", FP8):
+        assert resolved(CPU, dtype="float16", kv_cache_dtype=pages) == ("float16", pages)
+    assert resolved(H200, kv_cache_dtype=FP8) == ("bfloat16", FP8)
+    assert resolved(H200, dtype="float32", kv_cache_dtype="bfloat16") == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16", "kv_cache_dtype": FP8}, "'fp8' has no attention kernel .* set .* to auto or float16"),
+        ({"kv_cache_dtype": "float16"}, "'float16' has no attention kernel for dtype bfloat16"),
+    ],
+)
+def test_pages_that_no_kernel_reads_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"kv_cache_dtype: {message}"):
+        resolve_dtypes(PLAIN, EngineOptions(**options), H200)
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    half = EngineOptions(dtype="float16")
+    with pytest.raises(ValueError, match="'float16' does not go with FP8 weights"):
+        resolve_dtypes(DEEPSEEK_V3, half, CPU)
+    multiplied_out = dataclasses.replace(half, fp8="dequantize")
+    assert resolve_dtypes(DEEPSEEK_V3, multiplied_out, CPU).compute == jnp.float16
+    odd = dataclasses.replace(PLAIN, kv_lora_rank=200)
+    with pytest.raises(ValueError, match="kv_lora_rank is 200"):
+        resolve_dtypes(odd, EngineOptions(kv_cache_dtype=FP8), CPU)
+
+
+def test_a_checkpoint_says_its_type(tmp_path: Path) -> None:
+    config = json.loads((bundled_model() / "config.json").read_text()) | {"torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert (stored_dtype(bundled_model()), stored_dtype(tmp_path)) == ("bfloat16", "float16")
+    assert load_config(tmp_path) == dataclasses.replace(load_config(bundled_model()), num_nextn_predict_layers=1)
+
+
+def test_fp8_pages_hold_more_of_them() -> None:
+    memory = DeviceMemory(limit=100 * 2**30, in_use=0)
+    layout = Layout(is_cpu=False, memory=memory)
+    pages = {}
+    for name in ("bfloat16", FP8):
+        options = EngineOptions(kv_cache_dtype=name, max_num_seqs=64, max_num_batched_tokens=64)
+        pages[name] = engine_config(PLAIN, options, layout, resolve_dtypes(PLAIN, options, H200)).num_pages
+    assert pages[FP8] / pages["bfloat16"] == pytest.approx(1152 / 656, rel=1e-3)
+
+
+def test_kernels_and_engine_count_the_same_tokens_per_page() -> None:
+    assert KERNEL_PAGE_SIZE == PAGE_SIZE
+
+
+def test_a_float16_engine_over_fp8_pages_serves() -> None:
+    """From the options to tokens: a prompt of two chunks, then the same again from cached pages."""
+    limits = {"max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64}
+    engine = build_engine(bundled_model(), EngineOptions(dtype="float16", kv_cache_dtype=FP8, **limits), progress=False)
+    pages = engine.executor.device.pages
+    one = pool(engine.model_cfg, FP8, engine.cfg.num_pages)
+    assert engine.cfg.cache_dtype == FP8 and (pages.shape, pages.dtype) == ((1, *one.shape), jnp.uint8)
+    assert pages.size == engine.cfg.num_pages * page_bytes(engine.model_cfg, FP8)
+    prompt = [100 + i % 90 for i in range(2 * PAGE_SIZE + 7)]
+    first, second = (
+        run(engine, request(name, prompt, max_tokens=4, ignore_eos=True))[name] for name in ("first", "second")
+    )
+    assert len(first.tokens) == 4 and first.tokens == second.tokens
+    assert engine.stats().prefix_hits == 2 * PAGE_SIZE

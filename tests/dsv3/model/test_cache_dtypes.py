@@ -1,0 +1,84 @@
+"""Pages of other types, and float16 models, against float32: bounds that a wrong scale would break."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import cache_dtypes
+from benchmarks.cache_dtypes import Difference, read, texts
+from dsv3.cache.layout import FP8, pool
+from dsv3.checkpoint import load_params
+from dsv3.engine.build import bundled_model
+from dsv3.hf_config import load_config
+from dsv3.text.tokenizer import Tokenizer
+from pallas_kernels.mla import reference
+from tests.dsv3.model import test_steps
+from tests.dsv3.model.golden import data, model, run
+
+TOKENS = 40
+LIMIT = Difference(mean=0.03, largest=0.7, same_best=0.95)
+"""Twice what FP8 pages measure here."""
+
+
+@functools.cache
+def bundled(dtype: str) -> tuple:
+    cfg = dataclasses.replace(load_config(bundled_model()), num_nextn_predict_layers=0)
+    return load_params(bundled_model(), cfg, dtype=jnp.dtype(dtype), progress=False), cfg
+
+
+@functools.cache
+def tokens() -> np.ndarray:
+    return texts(Tokenizer.from_directory(bundled_model()), TOKENS)[:3]
+
+
+@functools.cache
+def expected() -> cache_dtypes.Reading:
+    return read(*bundled("float32"), tokens(), "float32")
+
+
+def differs(seen: Difference) -> bool:
+    return seen.mean > LIMIT.mean or seen.largest > LIMIT.largest or seen.same_best < LIMIT.same_best
+
+
+@pytest.mark.parametrize(("dtype", "pages"), [("float32", FP8), ("float32", "bfloat16"), ("float16", "float16")])
+def test_log_probabilities_stay_close(dtype: str, pages: str) -> None:
+    seen = Difference.between(read(*bundled(dtype), tokens(), pages), expected())
+    assert seen.mean > 0 and not differs(seen), seen
+
+
+def test_the_bound_notices_a_wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale that is read as twice what was written: no error of types or shapes would tell."""
+    unpack = reference.unpack_fp8
+
+    def doubled(rows: jax.Array, value_width: int, dtype: jnp.dtype) -> jax.Array:
+        return unpack(rows, value_width, dtype).at[..., :value_width].multiply(2)
+
+    monkeypatch.setattr(reference, "unpack_fp8", doubled)
+    cache_dtypes._read.clear_cache()
+    try:
+        assert differs(Difference.between(read(*bundled("float32"), tokens(), FP8), expected()))
+    finally:
+        cache_dtypes._read.clear_cache()
+
+
+@pytest.mark.parametrize(("dtype", "pages", "limit"), [("float32", FP8, 0.02), ("float16", "float16", 0.004)])
+def test_chunks_and_decode_follow_the_training_form(dtype: str, pages: str, limit: float) -> None:
+    """A prompt in two chunks, the second of which reads pages, and decode: the logits of the golden model."""
+    params, cfg = model("moonlight")
+    prompt = data("moonlight")["input_ids"][0]
+    full = np.asarray(run(params, cfg, prompt[None]).logits[0])
+    cache = test_steps.Cache("moonlight", [[3, 1]])
+    kept = (params.moe.moe.router, params.moe.moe.router_bias)
+    cache.params = jax.tree.map(lambda a: a if any(a is r for r in kept) else a.astype(dtype), params)
+    empty = pool(cfg, pages, test_steps.POOL)
+    cache.pages = jnp.full(empty.shape, 0xFF if pages == FP8 else jnp.nan, empty.dtype)
+    cut, end = len(prompt) // 2, len(prompt) - 2
+    chunks = [cache.prefill([(0, prompt[:cut])])[0], cache.prefill([(0, prompt[cut:end])])[0]]
+    decoded = [cache.decode({0: prompt[i : i + 1]})[0] for i in range(end, len(prompt))]
+    logits = np.concatenate([*chunks, *decoded])
+    assert cache.pages.dtype == empty.dtype and np.isfinite(logits).all()
+    assert 0 < np.abs(logits - full).mean() < limit * np.abs(full).mean()

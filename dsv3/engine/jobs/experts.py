@@ -46,7 +46,7 @@ MIN_GAIN = 0.02  # of a layer's balancedness; less is not worth moving its weigh
 
 
 class MoveCommand(Command, frozen=True):
-    """`sharding.rebalance.LayerMove` as host arrays."""
+    """`sharding.experts.rebalance.LayerMove` as host arrays."""
 
     layer: np.ndarray  # [] int32
     source: np.ndarray  # [Er] int32

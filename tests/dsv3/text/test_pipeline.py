@@ -83,8 +83,8 @@ def test_only_markers_are_lost(ids, prompt, name):
 
 
 def _without_markers(text):
-    """The text without its first opening marker, its first closing one, or both."""
-    opened = text.replace("<think>", "", 1)
+    """The text without an opening marker (and white space) at its start, its first closing one, or both."""
+    opened = text.lstrip().removeprefix("<think>") if text.lstrip().startswith("<think>") else text
     return {opened, text.replace("</think>", "", 1), opened.replace("</think>", "", 1)}
 
 

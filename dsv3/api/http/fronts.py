@@ -111,7 +111,11 @@ class _OtherFront:
         """Keeps a process running until it is told to end."""
         while not self._last_words:
             self.is_ready.clear()
-            self._process = await self._launch()
+            try:
+                self._process = await self._launch()
+            except OSError as error:
+                self._on_failure(f"an HTTP process could not start ({error.strerror})")
+                return
             status = await self._listen(self._process)
             if self._last_words:
                 return

@@ -20,7 +20,7 @@ _CLOSE_S = 10.0  # a front that has drained closes its connections
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; raises OSError if the address is taken. Port 0 takes a free one."""
+    """Returns a listening socket; raises OSError if the address is taken. Port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.api import fake_engine, serving
 
 COMPLETIONS = "/v1/completions"
@@ -137,6 +138,30 @@ def test_readers_that_never_read_delay_nobody(server):
         answer = server.http.post(COMPLETIONS, json={"prompt": [5, 6], "max_tokens": 5})
         assert answer.status_code == 200
     server.wait_for(server.is_idle)
+
+
+def test_a_slow_reader_gets_everything(server, model_dir):
+    """It reads nothing while its tokens are made, more of them than the connection buffers."""
+    n, max_tokens = 24, 1900
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", server.port))
+        data = json.dumps(ENDLESS | {"n": n, "max_tokens": max_tokens, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.0\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(data) + data)
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == n)
+        server.wait_for(server.is_idle)
+        received = b"".join(iter(lambda: connection.recv(2**20), b""))
+    *events, done, _ = received.partition(b"\r\n\r\n")[2].decode().split("\n\n")
+    assert done == "data: [DONE]"
+    texts = [""] * n
+    for event in events:
+        [choice] = json.loads(event.removeprefix("data: "))["choices"]
+        texts[choice["index"]] += choice["text"]
+    ids = [ENDLESS["prompt"][i % 3] for i in range(max_tokens)]
+    assert texts == [Tokenizer.from_directory(model_dir).decode(ids)] * n
+    assert len(events) < n * max_tokens  # tokens that had to wait came together
 
 
 @pytest.mark.parametrize("trouble", ["kill", fake_engine.CRASH_STEP, fake_engine.FAIL_STEP, fake_engine.HANG])

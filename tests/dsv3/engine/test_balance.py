@@ -92,7 +92,7 @@ def test_tokens_stay_the_same_while_experts_move_and_the_load_gets_even(served: 
     engine = served.engine()
     before = engine.planners["experts"].expert_map
     served.serve(engine)
-    stats, after = engine.stats().experts, engine.planners["experts"].expert_map
+    stats, after = engine.stats().jobs["experts"], engine.planners["experts"].expert_map
     load = engine.planners["experts"].load
     assert stats.rebalances >= 1 and stats.checksum_failures == 0
     assert stats.moved >= (before.phy2log != after.phy2log).sum() > 0
@@ -124,7 +124,7 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
     before = engine.planners["experts"].expert_map
     served.serve(engine)
     served.programs._compiled[MOVE], served.programs._specs[MOVE] = sound, spec
-    stats = engine.stats().experts
+    stats = engine.stats().jobs["experts"]
     assert stats.checksum_failures > 0 and stats.moved == 0
     np.testing.assert_array_equal(engine.planners["experts"].expert_map.phy2log, before.phy2log)
     placement = engine.executor.device.params.placement
@@ -139,7 +139,7 @@ def test_an_error_in_the_judge_leaves_the_experts_where_they_are(served: Served,
     monkeypatch.setattr(experts, "rebalance_experts", fail)
     engine = served.engine()
     served.serve(engine)
-    assert engine.stats().experts.moved == 0
+    assert engine.stats().jobs["experts"].moved == 0
     assert "could not be judged" in caplog.text and "a bug" in caplog.text
 
 
@@ -147,7 +147,7 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
     monkeypatch.setattr(experts, "READ_STEPS", 8)
     engine = served.engine(eplb_interval=0)
     served.serve(engine)
-    stats = engine.stats().experts
+    stats = engine.stats().jobs["experts"]
     assert 0 < stats.balancedness_min <= stats.balancedness < 0.95 and stats.rebalances == 0
     assert stats.in_node_bytes > 0 and stats.cross_node_bytes > 0 and stats.extra_rounds >= 0
     prompts_and_answers = sum(len(p) + LENGTH - 1 for p in served.prompts)
@@ -158,7 +158,7 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
 
 def test_a_model_without_spread_experts_has_no_statistics() -> None:
     engine = Engine(Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(64, 1, max_num_seqs=1)))
-    assert engine.stats().experts is None
+    assert "experts" not in engine.stats().jobs
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ def load_params(
     (or an `Fp8Weight` of two, for data and scales). Each process reads only what its devices hold. None means the
     default device.
 
-    `phy2log` [L, Er] int (`sharding.eplb.ExpertMap`) names the expert of each replica. The decoder's routed experts
-    then come out as `[L, Er, ...]` instead of `[L, E, ...]`. MTP modules keep their E experts.
+    `phy2log` [L, Er] int (`sharding.experts.eplb.ExpertMap`) names the expert of each replica. The decoder's
+    routed experts then come out as `[L, Er, ...]` instead of `[L, E, ...]`. MTP modules keep their E experts.
     `tensor_parallel_size` puts fused rows in the order of `tensor_parallel.row_order`, of which each device of a rank
     takes an equal part.
 

@@ -21,7 +21,7 @@ from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs.experts import layer_bytes
-from dsv3.engine.limits import DeviceMemory, Layout, engine_config
+from dsv3.engine.limits import DeviceMemory, Hardware, engine_config
 from dsv3.engine.parts import Parts
 from dsv3.hf_config import load_config, stored_dtype
 from dsv3.model.tensor_parallel import check_shards
@@ -69,7 +69,7 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
     cfg = engine_config(
         model_cfg,
         options,
-        _layout(devices, mine, shards),
+        _hardware(devices, mine, shards),
         dtypes,
         model_id=_model_id(Path(model_dir)),
         tokenizer_id=_tokenizer_id(Path(model_dir)),
@@ -134,11 +134,11 @@ def _devices(ranks: int | None, shards: int) -> list[jax.Device]:
     return devices
 
 
-def _layout(devices: list[jax.Device], mine: jax.Device, shards: int) -> Layout:
-    """Returns the layout of ranks, with the memory of the device `mine`; a CPU bounds none."""
+def _hardware(devices: list[jax.Device], mine: jax.Device, shards: int) -> Hardware:
+    """Returns the ranks and the memory of the device `mine`; a CPU bounds none."""
     stats = mine.memory_stats() if mine.platform != "cpu" else None
     memory = DeviceMemory(stats["bytes_limit"], stats["bytes_in_use"]) if stats else None
-    return Layout(len(devices) // shards, jax.process_count(), mine.platform == "cpu", memory)
+    return Hardware(len(devices) // shards, jax.process_count(), mine.platform == "cpu", memory)
 
 
 def _move_bytes(functions: StepFunctions, params: Any) -> int:

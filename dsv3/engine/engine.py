@@ -19,7 +19,7 @@ from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.device.executor import Executor, LocalExecutor
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
-from dsv3.engine.job import Host, Job, JobKind, Planned, StepCommand
+from dsv3.engine.job import EngineView, Job, JobKind, Planned, StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.scheduler import Scheduler
@@ -54,8 +54,8 @@ class Engine:
         self.failure: BaseException | None = None
         self.executor = executor or LocalExecutor(parts, kinds)
         self.scheduler = Scheduler(self.cfg, self.model_cfg.vocab_size)
-        host = Host(self.scheduler, parts)
-        self.planners = {kind.name: kind.planner(host) for kind in kinds if kind.applies(parts)}
+        view = EngineView(self.scheduler, parts)
+        self.planners = {kind.name: kind.planner(view) for kind in kinds if kind.applies(parts)}
         self._commands: deque[Sequence | int] = deque()  # a new request, or the id of one to abort
         self._handed_in: set[int] = set()  # ids among the commands; the scheduler knows the others
         self._in_flight: _Launched | None = None

@@ -24,7 +24,7 @@ from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.request import StepOutputs
 
 if TYPE_CHECKING:
-    from dsv3.engine.device.device import Device
+    from dsv3.engine.device.device import Devices
     from dsv3.engine.device.layout import Layout
     from dsv3.engine.device.programs import ProgramSpec
     from dsv3.engine.parts import Parts
@@ -67,7 +67,7 @@ class Planned:
 
 
 @dataclasses.dataclass(frozen=True)
-class Host:
+class EngineView:
     """What planners see of the engine: the scheduler, which they change, and its parts, which they do not."""
 
     scheduler: Scheduler
@@ -134,9 +134,9 @@ class JobKind:
 
     name: str
     command: type[Command]
-    planner: Callable[[Host], Planner]
+    planner: Callable[[EngineView], Planner]
     programs: Callable[["Layout"], Iterable["ProgramSpec"]]
-    worker: Callable[["Device"], Worker]
+    worker: Callable[["Devices"], Worker]
     applies: Callable[[Parts], bool] = _always
     watch: Callable[[Parts], Watch | None] = _no_watch
     results_agree: bool = False

@@ -24,7 +24,7 @@ class DeviceMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Hardware:
     """The devices of an engine: `num_ranks` ranks over `num_nodes` hosts; `memory` is None where nothing bounds it."""
 
     num_ranks: int = 1
@@ -36,7 +36,7 @@ class Layout:
 def engine_config(
     model: ModelConfig,
     options: EngineOptions,
-    layout: Layout,
+    hardware: Hardware,
     dtypes: EngineDtypes,
     *,
     model_id: str = "",
@@ -48,11 +48,11 @@ def engine_config(
     Moving experts takes `move_bytes` between steps. Raises ValueError
     where no page fits, or no request of `options.max_model_len`.
     """
-    max_num_seqs = options.max_num_seqs or (64 if layout.is_cpu else 256)
-    batched = options.max_num_batched_tokens or (1024 if layout.is_cpu else 8192)
+    max_num_seqs = options.max_num_seqs or (64 if hardware.is_cpu else 256)
+    batched = options.max_num_batched_tokens or (1024 if hardware.is_cpu else 8192)
     wanted = options.max_model_len or model.max_position_embeddings
     working = max(step_bytes(model, dtypes.compute, batched, max_num_seqs, options.tensor_parallel_size), move_bytes)
-    budget = cache_budget(layout.memory, options.gpu_memory_utilization, working)
+    budget = cache_budget(hardware.memory, options.gpu_memory_utilization, working)
     num_pages = min(pages_within(model, dtypes.cache, budget), max_num_seqs * pages_for(wanted))
     if num_pages < 1:
         raise ValueError(
@@ -65,8 +65,8 @@ def engine_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         max_num_queued_reqs=options.max_num_queued_reqs,
-        num_ranks=layout.num_ranks,
-        num_nodes=layout.num_nodes,
+        num_ranks=hardware.num_ranks,
+        num_nodes=hardware.num_nodes,
         tensor_parallel_size=options.tensor_parallel_size,
         enable_prefix_caching=options.enable_prefix_caching,
         model_id=model_id,

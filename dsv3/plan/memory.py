@@ -10,7 +10,7 @@ import jax
 from dsv3.cache.layout import token_bytes
 from dsv3.checkpoint.layout import leaf_path
 from dsv3.engine.jobs.sample import adjust_shapes
-from dsv3.plan.programs import Compiled, Planned, cache_tokens
+from dsv3.plan.programs import Compiled, LaidOut, cache_tokens
 
 _GROUPS = {
     "routed experts": ("moe.moe.gate_up", "moe.moe.down"),
@@ -64,7 +64,7 @@ class Memory:
         return self.needed <= self.budget
 
 
-def memory_of(planned: Planned, steps: Sequence[Compiled] = ()) -> Memory:
+def memory_of(planned: LaidOut, steps: Sequence[Compiled] = ()) -> Memory:
     """The memory of one device; of the compiled `steps` one runs at a time."""
     layout = planned.layout
     return Memory(

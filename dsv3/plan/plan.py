@@ -8,7 +8,7 @@ from dsv3.plan import hlo, roofline
 from dsv3.plan.collectives import Collective, collectives
 from dsv3.plan.deployment import Deployment
 from dsv3.plan.memory import Memory, memory_of
-from dsv3.plan.programs import Compiled, Phase, Planned, compile_step, lay_out
+from dsv3.plan.programs import Compiled, LaidOut, Phase, compile_step, lay_out
 from dsv3.plan.timeline import Player, Timeline
 from dsv3.plan.verdict import Verdict, judge
 
@@ -72,7 +72,7 @@ def phases(deployment: Deployment) -> Sequence[Phase]:
     return [phase for phase, size in sizes.items() if size]
 
 
-def step_plan(planned: Planned, compiled: Compiled) -> StepPlan:
+def step_plan(planned: LaidOut, compiled: Compiled) -> StepPlan:
     """What a compiled step's text says, and how long it could take."""
     deployment = planned.deployment
     module = hlo.parse(compiled.text)
@@ -98,7 +98,7 @@ def step_plan(planned: Planned, compiled: Compiled) -> StepPlan:
     )
 
 
-def stages_of(planned: Planned, compiled: Compiled, rates: roofline.Rates, micro_batches: int) -> dict[str, float]:
+def stages_of(planned: LaidOut, compiled: Compiled, rates: roofline.Rates, micro_batches: int) -> dict[str, float]:
     """Seconds of each stage of a layer for one of `micro_batches`."""
     deployment, model = planned.deployment, planned.model
     context, hits = deployment.context_length, deployment.prefix_hit_rate
@@ -114,14 +114,14 @@ def stages_of(planned: Planned, compiled: Compiled, rates: roofline.Rates, micro
     return stages(model, rates, batch)
 
 
-def experts_per_device(planned: Planned) -> int:
+def experts_per_device(planned: LaidOut) -> int:
     """Copies of experts in each layer on one device."""
     deployment, experts = planned.deployment, planned.model.n_routed_experts
     spread = deployment.devices if deployment.expert_parallel else 1
     return (experts + deployment.redundant_experts) // spread
 
 
-def _floor(planned: Planned, compiled: Compiled) -> roofline.DecodeFloor | None:
+def _floor(planned: LaidOut, compiled: Compiled) -> roofline.DecodeFloor | None:
     deployment = planned.deployment
     if compiled.phase == "prefill" or deployment.tensor_parallel > 1:
         return None

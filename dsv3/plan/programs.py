@@ -53,7 +53,7 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class LaidOut:
     """A model laid out over a described machine: `params` are shapes with their shardings."""
 
     model: ModelConfig
@@ -79,7 +79,7 @@ class Planned:
         return lay_out_engine(parts, JOB_KINDS)
 
 
-def lay_out(model: ModelConfig, deployment: Deployment) -> Planned:
+def lay_out(model: ModelConfig, deployment: Deployment) -> LaidOut:
     """Shapes and places of everything, with a page pool that just holds the requests of `deployment`.
 
     MTP modules are left out: they are not served. Raises DeploymentError where the model does not divide over the
@@ -97,12 +97,12 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> Planned:
         else:
             functions = model_functions(Backend.MOSAIC)
         params = _placed(abstract_params(model, deployment), functions.param_specs, mesh)
-        return Planned(model, deployment, engine_config(model, deployment), mesh, functions, params)
+        return LaidOut(model, deployment, engine_config(model, deployment), mesh, functions, params)
     except ValueError as error:
         raise DeploymentError(f"{deployment.name}: {error}") from error
 
 
-def compile_step(planned: Planned, phase: Phase) -> Compiled:
+def compile_step(planned: LaidOut, phase: Phase) -> Compiled:
     """Compiles the largest bucket of a phase. Raises `AotUnavailableError` without ptxas."""
     deployment = planned.deployment
     tokens = deployment.prefill_tokens if phase == "prefill" else deployment.decode_requests

@@ -10,7 +10,7 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs
 
 
-class Device:
+class Devices:
     """Parameters, page pools and decode state of all ranks, and the programs over them.
 
     `handed` holds what a job leaves for a later one of the same step.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dsv3.engine.device.device import Device
+from dsv3.engine.device.device import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, Progress, Store
 from dsv3.engine.job import JobKind, StepCommand
@@ -60,7 +60,7 @@ class LocalExecutor:
         params = place(parts.params, shardings(parts.functions.param_specs, parts.mesh))
         parts = dataclasses.replace(parts, params=params)
         layout, programs = lay_out(parts, kinds)
-        self.device = Device(layout, params, programs)
+        self.device = Devices(layout, params, programs)
         self._workers = {kind.name: kind.worker(self.device) for kind in kinds if kind.applies(parts)}
         self._agreeing = {kind.name for kind in kinds if kind.results_agree}
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import bucket
-from dsv3.engine.device.device import Device
+from dsv3.engine.device.device import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
-from dsv3.engine.job import Command, Host, JobKind, Planned
+from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.model.batch import DecodeBatch
@@ -41,8 +41,8 @@ class DecodeCommand(Command, frozen=True):
 class DecodePlanner:
     """Launches all requests that can have another token; keeps the batch while its rows stay the same."""
 
-    def __init__(self, host: Host) -> None:
-        self._scheduler, self._cfg = host.scheduler, host.scheduler.cfg
+    def __init__(self, view: EngineView) -> None:
+        self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
         self._width = self._cfg.tokens_per_row
         self._rows: BatchRows | None = None
         self._needs = Needs(0, False)
@@ -56,22 +56,27 @@ class DecodePlanner:
             return []
         slots = self._scheduler.slots
         short = slots.planned[rows.slots] + (self._width - 1) > slots.capacity[rows.slots]
+        if short.any():
+            return self._plan_with_pages(rows, short)
+        return self._planned(rows, self._template)  # which nobody writes to: a change makes another one
+
+    def _plan_with_pages(self, rows: BatchRows, short: np.ndarray) -> list[Planned]:
+        """Plans a step in which some rows need a page; those that get none sit it out."""
+        slots = self._scheduler.slots
         extended, pages, stalled = self._scheduler.extend(rows.slots[short])
-        if self._version != slots.version:  # pre-emption has removed some
-            rows = self._live_rows()
-        if rows is None:
+        left = rows if self._version == slots.version else self._live_rows()  # pre-emption may remove some
+        if left is None:
             return []
         batch = self._template.copy()
-        self._enter_pages(batch, rows, extended, pages)
+        self._enter_pages(batch, left, extended, pages)
         if stalled:
-            rows = self._without(rows, stalled, batch)
-            if not len(rows.slots):
-                return []
-        slots.planned[rows.slots] += self._width
-        return [
-            Planned(NAME, DecodeCommand(batch, self._width)),
-            plan_sample(self._scheduler, NAME, rows, self._needs, []),
-        ]
+            left = self._without(left, stalled, batch)
+        return self._planned(left, batch) if len(left.slots) else []
+
+    def _planned(self, rows: BatchRows, batch: np.ndarray) -> list[Planned]:
+        self._scheduler.slots.planned[rows.slots] += self._width
+        decode = Planned(NAME, DecodeCommand(batch, self._width))
+        return [decode, plan_sample(self._scheduler, NAME, rows, self._needs, [])]
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
         """Has nothing to note: what was sampled says all."""
@@ -80,11 +85,14 @@ class DecodePlanner:
         """Has no numbers beyond the scheduler's."""
 
     def _enter_pages(self, batch: np.ndarray, rows: BatchRows, extended: np.ndarray, pages: np.ndarray) -> None:
-        kept = self._scheduler.slots.decoding[extended]
-        extended, pages = extended[kept], pages[kept]
+        slots = self._scheduler.slots
+        kept = slots.decoding[extended]
+        if not kept.all():  # pre-empted after all
+            extended, pages = extended[kept], pages[kept]
         at = rows.slots.searchsorted(extended)
-        batch[rows.rank[at], rows.position[at], 1] = pages
-        batch[rows.rank[at], rows.position[at], 2] = self._scheduler.slots.capacity[extended] // PAGE_SIZE - 1
+        rank, position = rows.rank[at], rows.position[at]
+        batch[rank, position, 1] = pages
+        batch[rank, position, 2] = slots.capacity[extended] // PAGE_SIZE - 1
 
     def _live_rows(self) -> BatchRows | None:
         """Returns rows of all requests that decode and have not planned their last token."""
@@ -135,7 +143,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 class DecodeWorker:
     """Launches the decode program, by bucket."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Devices) -> None:
         self._device = device
 
     def launch(self, command: DecodeCommand) -> tuple[jax.Array, ...]:

@@ -21,11 +21,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.device.device import Device
+from dsv3.engine.device.device import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import SpreadExperts, StepResult
-from dsv3.engine.job import Command, Host, JobKind, Planned, Watch
+from dsv3.engine.job import Command, EngineView, JobKind, Planned, Watch
 from dsv3.engine.parts import Parts
 from dsv3.engine.stats import ExpertStats
 from dsv3.request import StepOutputs
@@ -46,7 +46,7 @@ MIN_GAIN = 0.02  # of a layer's balancedness; less is not worth moving its weigh
 
 
 class MoveCommand(Command, frozen=True):
-    """`sharding.rebalance.LayerMove` as host arrays."""
+    """`sharding.experts.rebalance.LayerMove` as host arrays."""
 
     layer: np.ndarray  # [] int32
     source: np.ndarray  # [Er] int32
@@ -101,14 +101,14 @@ class TrafficCounter:
             self.extra_rounds += sum(step.overflow_rounds(rounds, steps))
 
 
-def _make_planner(host: Host) -> "Balancer":
+def _make_planner(view: EngineView) -> "Balancer":
     """Returns a balancer of the experts as they stand in the parameters."""
-    functions, cfg = host.parts.functions, host.parts.cfg
+    functions, cfg = view.parts.functions, view.parts.cfg
     experts, traffic = functions.experts, functions.traffic
     assert experts is not None and traffic is not None  # `_applies`
-    placement = Placement(*map(np.asarray, experts.take(host.parts.params)[1]))
+    placement = Placement(*map(np.asarray, experts.take(view.parts.params)[1]))
     sent = TrafficCounter([traffic(size, kind == "prefill") for kind, size in cfg.forward_programs])
-    return Balancer(experts, placement, layer_bytes(experts, host.parts.params), sent, cfg)
+    return Balancer(experts, placement, layer_bytes(experts, view.parts.params), sent, cfg)
 
 
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
@@ -267,7 +267,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 class ExpertsWorker:
     """Reads the devices' counters and moves experts between devices."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Devices) -> None:
         assert device.layout.functions.experts is not None  # `_applies`
         self._device, self._experts = device, device.layout.functions.experts
 

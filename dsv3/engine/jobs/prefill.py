@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.device.device import Device
+from dsv3.engine.device.device import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import NUM_FIELDS, DecodeState, control_row
-from dsv3.engine.job import Command, Host, JobKind, Planned
+from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.sequence import Sequence
@@ -98,8 +98,8 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 class PrefillPlanner:
     """Admits waiting requests and computes prompts chunk by chunk, on each rank in order of admission."""
 
-    def __init__(self, host: Host) -> None:
-        self._scheduler, self._cfg = host.scheduler, host.scheduler.cfg
+    def __init__(self, view: EngineView) -> None:
+        self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans one batch of chunks, and sampling where one of them is a prompt's last."""
@@ -189,7 +189,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 class PrefillWorker:
     """Launches the prefill program, by bucket."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Devices) -> None:
         self._device = device
 
     def launch(self, command: PrefillCommand) -> tuple[jax.Array, ...]:

@@ -17,11 +17,11 @@ import numpy as np
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device import sampling
 from dsv3.engine.device import state as device_state
-from dsv3.engine.device.device import Device
+from dsv3.engine.device.device import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import AdjustState, DecodeState, adjustments_at, controls_at
-from dsv3.engine.job import Command, Host, JobKind, Planned
+from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.requests.accept import accept
 from dsv3.engine.requests.rows import NOT_FINITE, NOTHING, BatchRows, Sampled
 from dsv3.engine.requests.scheduler import Scheduler
@@ -106,8 +106,8 @@ def _adjustment(sequence: Sequence, cfg: EngineConfig) -> Adjustment:
 class SamplePlanner:
     """Hands what was sampled to the requests; forward jobs plan their own sampling (`plan_sample`)."""
 
-    def __init__(self, host: Host) -> None:
-        self._scheduler = host.scheduler
+    def __init__(self, view: EngineView) -> None:
+        self._scheduler = view.scheduler
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Adds nothing by itself."""
@@ -192,7 +192,7 @@ def _zeros(shapes: AdjustState, _: jax.Array) -> AdjustState:
 class SampleWorker:
     """Launches samplers, and owns the state of requests that change their logits, made for the first of them."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Devices) -> None:
         self._device = device
         self._adjust: Any = None
 

@@ -111,12 +111,12 @@ class Scheduler:
         rank = short // self.cfg.max_num_seqs
         wanted = np.bincount(rank, minlength=self.cfg.num_ranks)
         scarce = [r for r in wanted.nonzero()[0].tolist() if wanted[r] > self.caches[r].available]
-        stalled: list[int] = []
+        if not scarce:
+            return short, np.array([self._give_page(slot) for slot in short.tolist()], np.int64), []
         contested = np.isin(rank, scarce)
         pages = {slot: self._give_page(slot) for slot in short[~contested].tolist()}
-        if scarce:
-            found, stalled = self._extend_oldest(short[contested])
-            pages |= found
+        found, stalled = self._extend_oldest(short[contested])
+        pages |= found
         return np.fromiter(pages, np.int64, len(pages)), np.fromiter(pages.values(), np.int64, len(pages)), stalled
 
     def _give_page(self, slot: int) -> int:

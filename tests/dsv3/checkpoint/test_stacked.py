@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.checkpoint import CheckpointError, convert, fill, load_params
+from dsv3.checkpoint.boxes import blocks, full_box
 from dsv3.checkpoint.convert import convert_to_hf, convert_to_stacked
-from dsv3.checkpoint.fill import blocks
-from dsv3.checkpoint.layout import full_box
 from dsv3.checkpoint.safetensors_file import read_header
 from dsv3.hf_config import load_config
 from tests.dsv3.checkpoint import hf

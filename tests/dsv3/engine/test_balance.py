@@ -18,7 +18,7 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.jobs import experts
 from dsv3.engine.jobs.experts import MOVE, READ_LOAD, Balancer, ExpertsCommand, TrafficCounter, load_size
-from dsv3.engine.limits import Layout, engine_config
+from dsv3.engine.limits import Hardware, engine_config
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import EngineOptions
@@ -175,10 +175,10 @@ def test_options_that_cannot_balance_are_refused(options: dict, words: str) -> N
 
 def test_options_reach_the_engine() -> None:
     options = EngineOptions(enable_expert_parallel=True, enable_eplb=True, eplb_interval=70, eplb_threshold=0.5)
-    cfg = engine_config(toy.toy_config(), options, Layout(), jnp.float32)
+    cfg = engine_config(toy.toy_config(), options, Hardware(), jnp.float32)
     assert (cfg.eplb_interval, cfg.eplb_threshold) == (70, 0.5)
     off = dataclasses.replace(options, enable_eplb=False)
-    assert engine_config(toy.toy_config(), off, Layout(), jnp.float32).eplb_interval == 0
+    assert engine_config(toy.toy_config(), off, Hardware(), jnp.float32).eplb_interval == 0
 
 
 # The host's part alone: eight devices of three slots each, no programs.

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.device.device import Device
+from dsv3.engine.device.device import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
 from dsv3.engine.engine import Engine
-from dsv3.engine.job import Command, Host, JobKind, Planned
+from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.parts import Parts
 from dsv3.request import StepOutputs
@@ -41,7 +41,7 @@ class DraftCommand(Command, frozen=True):
 class DraftPlanner:
     """Adds drafts to every step that samples."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, view: EngineView) -> None:
         self._planned, self._collected = 0, 0
 
     def plan(self, step: list[Planned]) -> list[Planned]:
@@ -67,7 +67,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 
 
 class DraftWorker:
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Devices) -> None:
         self._device = device
 
     def launch(self, command: DraftCommand) -> tuple[jax.Array, ...]:

@@ -1,11 +1,11 @@
-"""Limits from options, layout and memory, without a device."""
+"""Limits from options, hardware and memory, without a device."""
 
 import jax.numpy as jnp
 import pytest
 
 from dsv3.cache.layout import page_bytes
 from dsv3.engine.dtypes import EngineDtypes
-from dsv3.engine.limits import DeviceMemory, Layout, engine_config, step_bytes, with_pages
+from dsv3.engine.limits import DeviceMemory, Hardware, engine_config, step_bytes, with_pages
 from dsv3.options import EngineOptions
 from tests.dsv3.engine import toy
 
@@ -14,15 +14,15 @@ FLOAT32 = EngineDtypes(jnp.dtype(jnp.float32), "float32")
 SMALL = EngineOptions(max_num_seqs=4, max_num_batched_tokens=64)
 
 
-def on_gpu(pages: float, **changes) -> Layout:
+def on_gpu(pages: float, **changes) -> Hardware:
     """A GPU whose memory holds the weights, the working memory of `SMALL` and so many pages."""
     needed = step_bytes(MODEL, jnp.float32, 64, 4, 1) + int(pages * page_bytes(MODEL, "float32"))
-    return Layout(is_cpu=False, memory=DeviceMemory(limit=int((5000 + needed) / 0.9) + 1, in_use=5000), **changes)
+    return Hardware(is_cpu=False, memory=DeviceMemory(limit=int((5000 + needed) / 0.9) + 1, in_use=5000), **changes)
 
 
 def test_the_device_decides_what_nobody_set() -> None:
-    cpu = engine_config(MODEL, EngineOptions(), Layout(), FLOAT32)
-    gpu = engine_config(MODEL, EngineOptions(), Layout(is_cpu=False), FLOAT32)
+    cpu = engine_config(MODEL, EngineOptions(), Hardware(), FLOAT32)
+    gpu = engine_config(MODEL, EngineOptions(), Hardware(is_cpu=False), FLOAT32)
     assert (cpu.max_num_seqs, cpu.max_num_batched_tokens) == (64, 1024)
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 8192)
     assert (cpu.max_model_len, cpu.num_pages) == (1000, 64 * 16)

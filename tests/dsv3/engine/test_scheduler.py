@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dsv3.engine.config import EngineConfig, bucket
-from dsv3.engine.job import Host, Planned
+from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner
 from dsv3.engine.jobs.sample import SamplePlanner
@@ -57,9 +57,9 @@ class Driver:
         self.cfg = EngineConfig(**(defaults | limits))
         self.accepted = accepted
         self.scheduler = Scheduler(self.cfg, VOCAB)
-        host = Host(self.scheduler, None)
+        view = EngineView(self.scheduler, None)
         planners = {"decode": DecodePlanner, "prefill": PrefillPlanner, "sample": SamplePlanner}
-        self.planners = {name: make(host) for name, make in planners.items()}
+        self.planners = {name: make(view) for name, make in planners.items()}
         self.in_flight = None
 
     def add(self, name: str, length: int, max_tokens: int = 100, token: int = 2) -> Sequence:

@@ -22,12 +22,15 @@ class FrameError(Exception):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: msgspec.Struct) -> bytes:
+def encode(message: msgspec.Struct) -> bytearray:
     """Returns the frame of a message; raises FrameError for one that is too large."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise FrameError(f"a message of {len(body)} bytes, at most {MAX_FRAME_BYTES} fit a frame")
-    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+    frame = bytearray(_LENGTH_BYTES)
+    _encoder.encode_into(message, frame, _LENGTH_BYTES)
+    length = len(frame) - _LENGTH_BYTES
+    if length > MAX_FRAME_BYTES:
+        raise FrameError(f"a message of {length} bytes, at most {MAX_FRAME_BYTES} fit a frame")
+    frame[:_LENGTH_BYTES] = length.to_bytes(_LENGTH_BYTES, "little")
+    return frame
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:

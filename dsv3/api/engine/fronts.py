@@ -46,7 +46,7 @@ class Front:
         self.live: set[int] = set()
         self._connection = connection
         self._on_message, self._on_end, self._on_full = on_message, on_end, on_full
-        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         self._buffered = 0
         self._lock = threading.Lock()
         self._writer = threading.Thread(target=self._write, name=f"outbox {sender}", daemon=True)
@@ -232,17 +232,16 @@ def split(outputs: StepOutputs) -> dict[int, StepOutputs]:
 
 
 def _split_rows(rows: Tokens) -> Iterator[tuple[int, Tokens]]:
+    """Yields each sender with its rows, in one pass over the rows however many senders there are."""
     if not len(rows):
         return
-    found, which = np.unique(senders(rows.ids), return_inverse=True)
-    if len(found) == 1:
-        yield int(found[0]), rows
-        return
-    order = np.argsort(which.astype(np.uint16), kind="stable")  # 16 bits: numpy sorts them by radix, in linear time
-    ids, counts, tokens = rows.ids[order], rows.counts[order], _tokens_in(order, rows)
-    starts = np.searchsorted(which[order], np.arange(len(found) + 1))
-    places = np.concatenate([[0], np.cumsum(counts)])[starts]
-    for i, sender in enumerate(found.tolist()):
+    owners = senders(rows.ids)
+    order = np.argsort((owners & 0xFFFF).astype(np.uint16), kind="stable")  # by radix: numpy has that for 16 bits
+    owners, ids, tokens = owners[order], rows.ids[order], _tokens_in(order, rows)
+    counts = np.ones(len(ids), np.int64) if len(rows.tokens) == len(rows) else rows.counts[order]
+    starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist(), len(ids)]
+    places = starts if len(rows.tokens) == len(rows) else np.concatenate([[0], np.cumsum(counts)])[starts].tolist()
+    for i, sender in enumerate(owners[starts[:-1]].tolist()):
         mine, own = slice(starts[i], starts[i + 1]), slice(places[i], places[i + 1])
         yield sender, Tokens(ids[mine], counts[mine], tokens[own])
 

@@ -66,7 +66,8 @@ Stats = dict[str, float | list[int]]
 class Step(msgspec.Struct, frozen=True, tag=True):
     """Outputs of one step: `StepOutputs` with its columns joined, little endian.
 
-    `ids` are int64, `counts` int64, `tokens` int32. `stats`, the engine's counters, come ten times per second.
+    `ids` are int64, `counts` int64, `tokens` int32; without `counts` each request has one token. `stats`, the engine's
+    counters, come ten times per second.
     """
 
     ids: bytes
@@ -77,21 +78,29 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def from_outputs(cls, outputs: StepOutputs, stats: Stats | None) -> "Step":
-        """Returns the message for the outputs of one step."""
-        ids, counts, tokens = (
-            b"".join(np.ascontiguousarray(getattr(rows, name), dtype).tobytes() for rows in outputs.columns)
-            for name, dtype in (("ids", "<i8"), ("counts", "<i8"), ("tokens", "<i4"))
-        )
+        """Returns the message for the outputs of one step; it looks into the outputs' arrays."""
+        columns = outputs.columns
+        ids, tokens = _joined([rows.ids for rows in columns], "<i8"), _joined([rows.tokens for rows in columns], "<i4")
+        counts: bytes = b""
+        if any(len(rows.tokens) != len(rows) for rows in columns):
+            counts = _joined([rows.counts for rows in columns], "<i8")
         return cls(ids, counts, tokens, outputs.details, stats)
 
     def columns(self) -> Tokens:
         """Returns the requests that simply go on; ValueError for columns that do not fit together."""
-        rows = Tokens(
-            *(np.frombuffer(raw, t) for raw, t in ((self.ids, "<i8"), (self.counts, "<i8"), (self.tokens, "<i4")))
-        )
-        if len(rows.ids) != len(rows.counts) or int(rows.counts.sum()) != len(rows.tokens):
+        ids, tokens = np.frombuffer(self.ids, "<i8"), np.frombuffer(self.tokens, "<i4")
+        counts = np.frombuffer(self.counts, "<i8") if self.counts else np.ones(len(ids), np.int64)
+        if len(ids) != len(counts) or int(counts.sum()) != len(tokens):
             raise ValueError("the columns of a step do not fit together")
-        return rows
+        return Tokens(ids, counts, tokens)
+
+
+def _joined(arrays: list[np.ndarray], dtype: str) -> bytes:
+    """Returns the arrays' bytes one after the other, without copying those of a single array."""
+    arrays = [np.ascontiguousarray(array, dtype) for array in arrays if len(array)]
+    if len(arrays) == 1:
+        return memoryview(arrays[0]).cast("B")  # type: ignore[return-value]  # msgspec encodes it as bytes
+    return b"".join(arrays)
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):

@@ -49,7 +49,7 @@ class TemplatePool:
 class _Worker:
     """One process, one question at a time; replaced when it is late or has died."""
 
-    def __init__(self, setup: bytes, deadline_s: float):
+    def __init__(self, setup: bytearray, deadline_s: float):
         self._setup = setup
         self._deadline_s = deadline_s
         self._lock = asyncio.Lock()
@@ -59,7 +59,7 @@ class _Worker:
         async with self._lock:
             await self._running()
 
-    async def ask(self, frame: bytes) -> messages.Rendered:
+    async def ask(self, frame: bytearray) -> messages.Rendered:
         """The answer; the deadline counts the wait for earlier questions, a new process's start does not."""
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
@@ -89,7 +89,9 @@ class _Worker:
                 raise TemplateError(answer.error)
         return self._process
 
-    async def _exchange(self, process: asyncio.subprocess.Process, frame: bytes, seconds: float) -> messages.Rendered:
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, frame: bytearray, seconds: float
+    ) -> messages.Rendered:
         assert process.stdin is not None and process.stdout is not None
         finished = False
         try:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.programs import Key, Programs
+from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.jobs import experts
@@ -173,12 +174,15 @@ def test_options_that_cannot_balance_are_refused(options: dict, words: str) -> N
         EngineOptions(**options)
 
 
+DTYPES = EngineDtypes(jnp.dtype(jnp.float32), "float32")
+
+
 def test_options_reach_the_engine() -> None:
     options = EngineOptions(enable_expert_parallel=True, enable_eplb=True, eplb_interval=70, eplb_threshold=0.5)
-    cfg = engine_config(toy.toy_config(), options, Hardware(), jnp.float32)
+    cfg = engine_config(toy.toy_config(), options, Hardware(), DTYPES)
     assert (cfg.eplb_interval, cfg.eplb_threshold) == (70, 0.5)
     off = dataclasses.replace(options, enable_eplb=False)
-    assert engine_config(toy.toy_config(), off, Hardware(), jnp.float32).eplb_interval == 0
+    assert engine_config(toy.toy_config(), off, Hardware(), DTYPES).eplb_interval == 0
 
 
 # The host's part alone: eight devices of three slots each, no programs.

@@ -8,7 +8,8 @@ import pytest
 from dsv3.api.answers.metrics import NUM_NUMBERS, Metrics
 from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.engine.process import _numbers
-from dsv3.engine.stats import HOST_TIME_BOUNDS, EngineStats, ExpertStats
+from dsv3.engine.jobs.experts import ExpertStats
+from dsv3.engine.stats import HOST_TIME_BOUNDS, EngineStats
 
 STATS = EngineStats(3, 1, 7, 0.5, 0, 0, 0, 0, 10, 20, 30, 0.1, (1, 2))
 EXPERTS = ExpertStats(0.75, 0.5, 2, 40, 1, 6, 1000, 200)

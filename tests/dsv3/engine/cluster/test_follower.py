@@ -58,14 +58,16 @@ def played(tmp_path, monkeypatch) -> Iterator[Played]:
             thread.join(30)  # a thread that ended the process later would end that of the tests
 
 
-def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch, caplog) -> None:
+def test_its_error_is_told_and_the_answer_ends_it(played, monkeypatch) -> None:
+    logged: list[tuple] = []
+    monkeypatch.setattr(follower._log, "error", lambda *args: logged.append(args))
     monkeypatch.setattr(follower, "_FAREWELL_S", 0.5)
     played.give_up(ValueError("no such file"))
     assert played.heard() == Failed("ValueError", "ValueError: no such file")
     played.leader.send(messages.encode(Stop("process 1 has failed (ValueError)")))
     assert played.ended.wait(30)
     assert played.ends[0] == (1, "the leader ends the instance: process 1 has failed (ValueError)")
-    assert "ValueError: no such file" in caplog.text
+    assert ("%s", "ValueError: no such file") in logged
 
 
 def test_a_leader_that_does_not_answer_is_not_waited_for_without_bound(played, monkeypatch) -> None:

@@ -62,7 +62,7 @@ def measure(engine: Engine) -> tuple[Any, Any]:
         if not engine.stats().waiting:
             engine.add(next(requests))
         engine.step()
-        experts = engine.stats().experts
+        experts = engine.stats().jobs["experts"]
         if experts is not None and experts.moved == 0:
             before = balancer.load, balancer.expert_map
         elif not moved_at:

@@ -9,27 +9,6 @@ HOST_TIME_BOUNDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1)
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertStats:
-    """Numbers of routed experts on several devices; counts and bytes are totals since the start, as far as read out.
-
-    `balancedness` is the mean over the layers of mean over maximum of the devices' loads, for the load of the last
-    steps on the experts' present places, and `balancedness_min` that of the most uneven layer. `rebalances` counts
-    decisions carried out, `moved` slots that got another expert, `checksum_failures` layers that stayed because a
-    checksum differed. `extra_rounds` of dispatch were needed beyond those that no step can do without. `in_node_bytes`
-    have gone from device to device of a node for dispatch and combine, `cross_node_bytes` to another node, in all.
-    """
-
-    balancedness: float
-    balancedness_min: float
-    rebalances: int
-    moved: int
-    checksum_failures: int
-    extra_rounds: int
-    in_node_bytes: int
-    cross_node_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class EngineStats:
     """A snapshot; token and event counts are totals since the start.
 
@@ -53,11 +32,6 @@ class EngineStats:
     host_time_sum: float
     host_time_counts: tuple[int, ...]
     jobs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def experts(self) -> ExpertStats | None:
-        """Numbers of experts on several devices, None where each device has all of them."""
-        return self.jobs.get("experts")
 
 
 class HostTime:

@@ -27,7 +27,6 @@ from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import SpreadExperts, StepResult
 from dsv3.engine.job import Command, EngineView, JobKind, Planned, Watch
 from dsv3.engine.parts import Parts
-from dsv3.engine.stats import ExpertStats
 from dsv3.request import StepOutputs
 from sharding.experts.eplb import ExpertMap, balancedness, keep_in_place, map_of, rebalance_experts, sources
 from sharding.experts.placement import Placement, expert_map_of, placement_of
@@ -59,6 +58,27 @@ class ExpertsCommand(Command, frozen=True):
 
     read_load: bool
     moves: list[MoveCommand]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertStats:
+    """Numbers of routed experts on several devices; counts and bytes are totals since the start, as far as read out.
+
+    `balancedness` is the mean over the layers of mean over maximum of the devices' loads, for the load of the last
+    steps on the experts' present places, and `balancedness_min` that of the most uneven layer. `rebalances` counts
+    decisions carried out, `moved` slots that got another expert, `checksum_failures` layers that stayed because a
+    checksum differed. `extra_rounds` of dispatch were needed beyond those that no step can do without. `in_node_bytes`
+    have gone from device to device of a node for dispatch and combine, `cross_node_bytes` to another node, in all.
+    """
+
+    balancedness: float
+    balancedness_min: float
+    rebalances: int
+    moved: int
+    checksum_failures: int
+    extra_rounds: int
+    in_node_bytes: int
+    cross_node_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)

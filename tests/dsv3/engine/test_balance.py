@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.programs import Key, Programs
+from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import SpreadExperts
 from dsv3.engine.jobs import experts
@@ -92,7 +93,7 @@ def test_tokens_stay_the_same_while_experts_move_and_the_load_gets_even(served: 
     engine = served.engine()
     before = engine.planners["experts"].expert_map
     served.serve(engine)
-    stats, after = engine.stats().experts, engine.planners["experts"].expert_map
+    stats, after = engine.stats().jobs["experts"], engine.planners["experts"].expert_map
     load = engine.planners["experts"].load
     assert stats.rebalances >= 1 and stats.checksum_failures == 0
     assert stats.moved >= (before.phy2log != after.phy2log).sum() > 0
@@ -124,7 +125,7 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
     before = engine.planners["experts"].expert_map
     served.serve(engine)
     served.programs._compiled[MOVE], served.programs._specs[MOVE] = sound, spec
-    stats = engine.stats().experts
+    stats = engine.stats().jobs["experts"]
     assert stats.checksum_failures > 0 and stats.moved == 0
     np.testing.assert_array_equal(engine.planners["experts"].expert_map.phy2log, before.phy2log)
     placement = engine.executor.device.params.placement
@@ -139,7 +140,7 @@ def test_an_error_in_the_judge_leaves_the_experts_where_they_are(served: Served,
     monkeypatch.setattr(experts, "rebalance_experts", fail)
     engine = served.engine()
     served.serve(engine)
-    assert engine.stats().experts.moved == 0
+    assert engine.stats().jobs["experts"].moved == 0
     assert "could not be judged" in caplog.text and "a bug" in caplog.text
 
 
@@ -147,7 +148,7 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
     monkeypatch.setattr(experts, "READ_STEPS", 8)
     engine = served.engine(eplb_interval=0)
     served.serve(engine)
-    stats = engine.stats().experts
+    stats = engine.stats().jobs["experts"]
     assert 0 < stats.balancedness_min <= stats.balancedness < 0.95 and stats.rebalances == 0
     assert stats.in_node_bytes > 0 and stats.cross_node_bytes > 0 and stats.extra_rounds >= 0
     prompts_and_answers = sum(len(p) + LENGTH - 1 for p in served.prompts)
@@ -158,7 +159,7 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
 
 def test_a_model_without_spread_experts_has_no_statistics() -> None:
     engine = Engine(Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(64, 1, max_num_seqs=1)))
-    assert engine.stats().experts is None
+    assert "experts" not in engine.stats().jobs
 
 
 @pytest.mark.parametrize(
@@ -173,12 +174,15 @@ def test_options_that_cannot_balance_are_refused(options: dict, words: str) -> N
         EngineOptions(**options)
 
 
+DTYPES = EngineDtypes(jnp.dtype(jnp.float32), "float32")
+
+
 def test_options_reach_the_engine() -> None:
     options = EngineOptions(enable_expert_parallel=True, enable_eplb=True, eplb_interval=70, eplb_threshold=0.5)
-    cfg = engine_config(toy.toy_config(), options, Hardware(), jnp.float32)
+    cfg = engine_config(toy.toy_config(), options, Hardware(), DTYPES)
     assert (cfg.eplb_interval, cfg.eplb_threshold) == (70, 0.5)
     off = dataclasses.replace(options, enable_eplb=False)
-    assert engine_config(toy.toy_config(), off, Hardware(), jnp.float32).eplb_interval == 0
+    assert engine_config(toy.toy_config(), off, Hardware(), DTYPES).eplb_interval == 0
 
 
 # The host's part alone: eight devices of three slots each, no programs.

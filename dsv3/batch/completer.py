@@ -93,7 +93,6 @@ async def server_completer(config: ServerConfig) -> AsyncIterator[ServerComplete
     Raises BatchError when the model's files cannot be used or the engine cannot start.
     """
     engine = EngineClient(max_num_queued_reqs=config.engine.max_num_queued_reqs, watchdog_s=config.watchdog_s)
-    engine.on_progress = lambda progress: config.notify(progress.text)
     try:
         service = await make_service(config, engine)
     except ValueError as error:

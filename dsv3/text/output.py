@@ -18,7 +18,7 @@ from dsv3.text.tokenizer import Tokenizer
 EndReason = Literal["stop", "length", "abort", "error"]
 
 
-class Delta(msgspec.Struct, frozen=True, gc=False):
+class OutputDelta(msgspec.Struct, frozen=True, gc=False):
     """New pieces, and the number of the pushed tokens that count (those after a stop string do not).
 
     No two pieces of one kind follow each other. `finish_reason` is set on the last delta: what the caller gave, or
@@ -58,12 +58,12 @@ class OutputStream:
 
     def push(
         self, token_ids: Sequence[int], finish_reason: EndReason | None = None, stop_token_id: int | None = None
-    ) -> Delta:
+    ) -> OutputDelta:
         """Takes the engine's next tokens; `stop_token_id`, if any, is the last of them."""
         if not self._parsers and finish_reason is None and len(token_ids) == 1:  # nearly always
             self._count += 1
             text = self._detokenizer.push(token_ids[0])
-            return Delta([Text(text)] if text else [], 1)
+            return OutputDelta([Text(text)] if text else [], 1)
         hidden = stop_token_id is not None and not self._shows_stop
         shown = token_ids[:-1] if hidden else token_ids
         if self._stop is None:
@@ -76,7 +76,7 @@ class OutputStream:
                     return self._stopped(pieces, i + 1)
         self._count += len(token_ids)
         if finish_reason is None:
-            return Delta(_joined(pieces), len(token_ids))
+            return OutputDelta(_joined(pieces), len(token_ids))
         if self._stop is None:
             pieces += self._through(self._detokenizer.finish())
         else:
@@ -85,7 +85,7 @@ class OutputStream:
                 return self._stopped(pieces, len(token_ids))
         pieces += self._finish()
         stop_reason = None if stop_token_id == self._eos else stop_token_id
-        return Delta(_joined(pieces), len(token_ids), finish_reason, stop_reason)
+        return OutputDelta(_joined(pieces), len(token_ids), finish_reason, stop_reason)
 
     def _until_stop(self, text: str, count: int) -> list[Piece]:
         """Passes on the text of token number `count`; a stop string counts from `min_tokens` on."""
@@ -93,9 +93,9 @@ class OutputStream:
         self._stop.is_armed = count >= self._min_tokens
         return self._through(text)
 
-    def _stopped(self, pieces: list[Piece], num_tokens: int) -> Delta:
+    def _stopped(self, pieces: list[Piece], num_tokens: int) -> OutputDelta:
         assert self._stop is not None
-        return Delta(_joined(pieces + self._finish()), num_tokens, "stop", self._stop.found)
+        return OutputDelta(_joined(pieces + self._finish()), num_tokens, "stop", self._stop.found)
 
     def _through(self, text: str) -> list[Piece]:
         """Passes text through all parsers."""

@@ -16,7 +16,7 @@ from dsv3.api.answers.schema import SampledRequest, parse
 from dsv3.api.answers.service import Service
 from dsv3.text.parsers import OutputParser
 
-encode: Callable[[object], bytes] = msgspec.json.Encoder().encode
+to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
 
 
 class Answer[Request: SampledRequest](abc.ABC):
@@ -66,7 +66,7 @@ class Answer[Request: SampledRequest](abc.ABC):
 
     async def whole(self) -> bytes:
         """Returns the JSON of the complete answer; raises ApiError. A cancelled call leaves nothing in the engine."""
-        return encode(self.response(await self.generation.whole()))
+        return to_json(self.response(await self.generation.whole()))
 
     def start(self, on_event: Callable[[bytes], None], on_end: Callable[[ApiError | None], None]) -> None:
         """Begins to generate; raises ApiError. `on_event` gets each event's JSON, `on_end` is called last, once."""
@@ -77,7 +77,7 @@ class Answer[Request: SampledRequest](abc.ABC):
 
         def end(error: ApiError | None) -> None:
             if error is None and self.tells_usage:
-                on_event(encode(self.chunk([], usage=self.usage)))
+                on_event(to_json(self.chunk([], usage=self.usage)))
             on_end(error)
 
         self.generation.start(tell, end)
@@ -135,8 +135,8 @@ class ChunkTemplate:
     _MARK = "\x01text\x01"
 
     def __init__(self, make: Callable[[str], msgspec.Struct]):
-        self._head, self._tail = encode(make(self._MARK)).split(encode(self._MARK))
+        self._head, self._tail = to_json(make(self._MARK)).split(to_json(self._MARK))
 
     def fill(self, text: str) -> bytes:
         """Returns the event with this text."""
-        return self._head + encode(text) + self._tail
+        return self._head + to_json(text) + self._tail

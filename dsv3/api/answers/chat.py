@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dsv3.api.answers.answer import Answer, ChunkTemplate, encode
+from dsv3.api.answers.answer import Answer, ChunkTemplate, to_json
 from dsv3.api.answers.errors import invalid
 from dsv3.api.answers.generation import Update
 from dsv3.api.answers.logprobs import chat_logprobs
@@ -72,7 +72,7 @@ class ChatAnswer(Answer[ChatRequest]):
             self._greeted.add(update.choice)
             greeting = ChunkChoice(index=update.choice, delta=Delta(role="assistant", content=""))
             chunks.insert(0, self.chunk([greeting], tells_prompt=bool(self.request.return_token_ids)))
-        return [encode(chunk) for chunk in chunks]
+        return [to_json(chunk) for chunk in chunks]
 
     def chunk(self, choices: list[ChunkChoice], usage: object = None, tells_prompt: bool = False) -> ChatChunk:
         return ChatChunk(

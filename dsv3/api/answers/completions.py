@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dsv3.api.answers.answer import Answer, ChunkTemplate, encode
+from dsv3.api.answers.answer import Answer, ChunkTemplate, to_json
 from dsv3.api.answers.errors import invalid
 from dsv3.api.answers.generation import Update
 from dsv3.api.answers.logprobs import completion_logprobs
@@ -55,7 +55,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         choice = self._choice(update, seen, is_first)
         self._seen[update.choice] = seen + sum(map(len, choice.logprobs.tokens if choice.logprobs else ()))
         if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or is_first:
-            return [encode(self.chunk([choice]))]
+            return [to_json(self.chunk([choice]))]
         return []
 
     def chunk(self, choices: list[CompletionChoice], usage: object = None) -> CompletionResponse:

@@ -17,7 +17,7 @@ from dsv3.api.engine.client import Busy, EngineUnavailable, Refused
 from dsv3.prepare import NotInVocabulary, PreparedRequest, PromptTooLong, prepare_all
 from dsv3.request import EngineOutput, InvalidRequest, TokenLogprobs, fan_out
 from dsv3.sampling_params import SamplingParams
-from dsv3.text.output import Delta, OutputStream
+from dsv3.text.output import OutputDelta, OutputStream
 from dsv3.text.parsers import OutputParser
 from dsv3.text.pieces import Piece
 
@@ -212,7 +212,7 @@ class Generation:
     def _tell(
         self,
         choice: "_ChoiceSink",
-        delta: Delta,
+        delta: OutputDelta,
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
         engine_goes_on: bool,

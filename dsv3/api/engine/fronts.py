@@ -25,7 +25,7 @@ FIRST = 0
 _log = logging.getLogger("dsv3.engine")
 
 
-class Front:
+class FrontConnection:
     """One front: a thread reads its messages, another writes its frames; `send` never waits for it.
 
     `live` holds the ids of its requests that the engine has not finished. `on_message` and `on_end` are called on the
@@ -38,9 +38,9 @@ class Front:
         sender: int,
         connection: socket.socket,
         *,
-        on_message: Callable[["Front", messages.ToEngine], None],
-        on_end: Callable[["Front"], None],
-        on_full: Callable[["Front"], None],
+        on_message: Callable[["FrontConnection", messages.ToEngine], None],
+        on_end: Callable[["FrontConnection"], None],
+        on_full: Callable[["FrontConnection"], None],
     ):
         self.sender = sender
         self.live: set[int] = set()
@@ -97,7 +97,7 @@ class Front:
         self._on_end(self)
 
 
-class Fronts:
+class FrontConnections:
     """All fronts of this engine. Their connections come through `usher`, a Unix socket of the first front.
 
     `on_stop` is called when the first front asks for the end, `on_first_gone` when it has gone or does not read.
@@ -107,10 +107,10 @@ class Fronts:
         self._usher = usher
         self._on_stop, self._on_first_gone = on_stop, on_first_gone
         self._starts: queue.SimpleQueue[messages.Start] = queue.SimpleQueue()
-        self._received: deque[tuple[Front, messages.Add | messages.Abort | None]] = deque()
+        self._received: deque[tuple[FrontConnection, messages.Add | messages.Abort | None]] = deque()
         self._arrived = threading.Event()
         self._lock = threading.Lock()
-        self._fronts: dict[int, Front] = {}
+        self._fronts: dict[int, FrontConnection] = {}
         self._info: messages.EngineInfo | None = None
         threading.Thread(target=self._accept, name="usher", daemon=True).start()
 
@@ -118,7 +118,7 @@ class Fronts:
         """Waits for the first front's first message."""
         return self._starts.get()
 
-    def take(self) -> Iterator[tuple[Front, messages.Add | messages.Abort | None]]:
+    def take(self) -> Iterator[tuple[FrontConnection, messages.Add | messages.Abort | None]]:
         """Yields every message that has arrived with its front; None says that the front has gone."""
         self._arrived.clear()
         while self._received:
@@ -161,7 +161,7 @@ class Fronts:
             if (part := parts.get(sender)) is not None or stats is not None:
                 front.send(messages.Step.from_outputs(part or StepOutputs(), stats))
 
-    def remove(self, front: Front) -> None:
+    def remove(self, front: FrontConnection) -> None:
         """Forgets a front that has gone."""
         with self._lock:
             self._fronts = {sender: other for sender, other in self._fronts.items() if other is not front}
@@ -184,7 +184,9 @@ class Fronts:
         self._on_first_gone()
 
     def _add(self, sender: int, connection: socket.socket) -> None:
-        front = Front(sender, connection, on_message=self._take_in, on_end=self._note_end, on_full=self._give_up)
+        front = FrontConnection(
+            sender, connection, on_message=self._take_in, on_end=self._note_end, on_full=self._give_up
+        )
         with self._lock:
             self._fronts = {**self._fronts, sender: front}
             info = self._info
@@ -192,7 +194,7 @@ class Fronts:
             front.send(info)
         front.start_reading()
 
-    def _take_in(self, front: Front, message: messages.ToEngine) -> None:
+    def _take_in(self, front: FrontConnection, message: messages.ToEngine) -> None:
         match message:
             case messages.Add() | messages.Abort():
                 self._put(front, message)
@@ -201,17 +203,17 @@ class Fronts:
             case messages.Start() if front.sender == FIRST:
                 self._starts.put(message)
 
-    def _put(self, front: Front, message: messages.Add | messages.Abort | None) -> None:
+    def _put(self, front: FrontConnection, message: messages.Add | messages.Abort | None) -> None:
         self._received.append((front, message))
         self._arrived.set()
 
-    def _note_end(self, front: Front) -> None:
+    def _note_end(self, front: FrontConnection) -> None:
         if front.sender == FIRST:
             self._on_first_gone()
         else:
             self._put(front, None)
 
-    def _give_up(self, front: Front) -> None:
+    def _give_up(self, front: FrontConnection) -> None:
         """Drops a front that does not read; with the first, everything ends."""
         if front.sender == FIRST:
             self._on_first_gone()

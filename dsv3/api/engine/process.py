@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from dsv3.api.engine import messages
-from dsv3.api.engine.fronts import Front, Fronts
+from dsv3.api.engine.fronts import FrontConnection, FrontConnections
 from dsv3.engine.errors import public_text
 from dsv3.prepare import PreparedRequest
 from dsv3.request import InvalidRequest, QueueFull, StepOutputs
@@ -50,7 +50,7 @@ class Host:
     """This process, as an engine's factory sees it: whom to tell, and how the process ends."""
 
     def __init__(self, usher: socket.socket):
-        self.fronts = Fronts(usher, self._stop, self._first_front_gone)
+        self.fronts = FrontConnections(usher, self._stop, self._first_front_gone)
         self._at_end: list[Callable[[str | None], None]] = []
         self._failing = threading.Lock()
 
@@ -125,7 +125,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def serve(engine: EngineLike, fronts: Fronts) -> NoReturn:
+def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
     """Steps the engine for ever; raises EngineFailed, or what `engine.step` raises, when it cannot go on.
 
     Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle.
@@ -157,7 +157,7 @@ def _build(start: messages.Start, host: Host) -> tuple[EngineLike, messages.Engi
     return engine, info
 
 
-def _handle(engine: EngineLike, front: Front, message: messages.Add | messages.Abort | None) -> None:
+def _handle(engine: EngineLike, front: FrontConnection, message: messages.Add | messages.Abort | None) -> None:
     """Does what a front asks; for one that has gone, aborts its requests."""
     if isinstance(message, messages.Add):
         rejection = _add(engine, message.requests)

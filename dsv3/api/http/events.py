@@ -9,7 +9,7 @@ from dsv3.api.answers.answer import Answer
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.http.bodies import ClientGone, unless_disconnected
 from dsv3.api.http.errors import response_of
-from dsv3.api.http.protocol import EXTENSION, Wire
+from dsv3.api.http.protocol import EXTENSION, EventWriter
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -29,22 +29,22 @@ class EventStream(Response):
         self.background = None
         self._answer = answer
         self._waiting: list[bytes] = []
-        self._wire: Wire | None = None
+        self._writer: EventWriter | None = None
         self._has_begun = asyncio.Event()
         self._ended: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wire: Wire = scope["extensions"][EXTENSION]
+        writer: EventWriter = scope["extensions"][EXTENSION]
         try:
-            await unless_disconnected(receive, self._stream(wire, scope, receive, send))
+            await unless_disconnected(receive, self._stream(writer, scope, receive, send))
         except ClientGone:
             return
         finally:
             self._answer.close()
-            wire.free()
+            writer.free()
 
-    async def _stream(self, wire: Wire, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, writer: EventWriter, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._answer.start(self._on_event, self._on_end)
         except ApiError as error:
@@ -55,17 +55,17 @@ class EventStream(Response):
             await response_of(refusal)(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        wire.claim(scope["http_version"], self._answer.hold, self._answer.release)
+        writer.claim(scope["http_version"], self._answer.hold, self._answer.release)
         for event in self._waiting:
-            wire.write_event(event)
-        self._waiting, self._wire = [], wire
+            writer.write(event)
+        self._waiting, self._writer = [], writer
         if (failure := await self._ended) is not None:
-            wire.write_event(failure.envelope())
+            writer.write(failure.envelope())
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
     def _on_event(self, event: bytes) -> None:
-        if self._wire is not None:
-            self._wire.write_event(event)
+        if self._writer is not None:
+            self._writer.write(event)
         else:
             self._waiting.append(event)
             self._has_begun.set()

@@ -24,7 +24,7 @@ _END_S = 10.0  # closing connections takes a front a few seconds
 _log = logging.getLogger("dsv3.server")
 
 
-class Fronts:
+class OtherFronts:
     """All fronts of an instance but the first; there are none where `api_server_count` is 1.
 
     `on_failure` is called with a reason when the instance cannot go on.

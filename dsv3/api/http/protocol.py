@@ -13,15 +13,15 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-EXTENSION = "dsv3.wire"
-"""Key of the connection's `Wire` in an ASGI scope's extensions."""
+EXTENSION = "dsv3.event_writer"
+"""Key of the connection's `EventWriter` in an ASGI scope's extensions."""
 
 _MAX_HEADER_BYTES = 64 * 1024
 _CLOSE_CONNECTIONS_S = 3
 _WRITE_DEADLINE_S = 120.0
 
 
-class Wire:
+class EventWriter:
     """A connection, for the response that streams on it.
 
     A client that does not read for `_WRITE_DEADLINE_S` seconds is cut off, whatever is sent to it.
@@ -43,7 +43,7 @@ class Wire:
         """Ends what `claim` began."""
         self._on_pause = self._on_resume = None
 
-    def write_event(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Writes one server-sent event as a chunk of the body."""
         if self._transport.is_closing():
             return
@@ -72,7 +72,7 @@ class Wire:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol, with the connection's `Wire` in each scope."""
+    """uvicorn's protocol, with the connection's `EventWriter` in each scope."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -81,23 +81,23 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wire = Wire(transport)
+        self._writer = EventWriter(transport)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["extensions"] = {EXTENSION: self._wire}
+        scope["extensions"] = {EXTENSION: self._writer}
         await self._app(scope, receive, send)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._wire.pause()
+        self._writer.pause()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._wire.resume()
+        self._writer.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wire.free()
-        self._wire.stop_clock()
+        self._writer.free()
+        self._writer.stop_clock()
         super().connection_lost(exc)
 
 

@@ -12,8 +12,7 @@ from dsv3.api.answers.start import end_engine, start_engine
 from dsv3.api.config import ServerConfig
 from dsv3.api.engine.client import EngineClient
 from dsv3.api.engine.launcher import EngineProcess
-from dsv3.api.engine.messages import StartProgress
-from dsv3.api.http.fronts import Fronts
+from dsv3.api.http.fronts import OtherFronts
 from dsv3.api.http.serving import drain, serving, wait_for_any
 
 _CLOSE_S = 10.0  # a front that has drained closes its connections
@@ -44,13 +43,12 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     """
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
     engine = EngineClient(max_num_queued_reqs=config.engine.max_num_queued_reqs, watchdog_s=config.watchdog_s)
-    engine.on_progress = _ProgressLines(config.notify)
     service = await make_service(config, engine, numbers)
     signals = _StopSignals()
     try:
         async with serving(service, listener, config.options.api_key):
             process = await start_engine(config, service)
-            fronts = Fronts(config, listener, numbers, process, engine.fail)
+            fronts = OtherFronts(config, listener, numbers, process, engine.fail)
             engine.on_dropped = fronts.drop
             engine.on_failure = lambda reason: _pass_on_failure(reason, process, fronts)
             try:
@@ -63,7 +61,11 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
 
 
 async def _serve(
-    config: ServerConfig, service: Service, signals: "_StopSignals", fronts: Fronts, on_ready: Callable[[Service], None]
+    config: ServerConfig,
+    service: Service,
+    signals: "_StopSignals",
+    fronts: OtherFronts,
+    on_ready: Callable[[Service], None],
 ) -> int:
     engine = service.engine
     announcing = asyncio.create_task(_announce(service, fronts, on_ready))
@@ -77,7 +79,7 @@ async def _serve(
     return 1
 
 
-async def _drain(config: ServerConfig, service: Service, signals: "_StopSignals", fronts: Fronts) -> None:
+async def _drain(config: ServerConfig, service: Service, signals: "_StopSignals", fronts: OtherFronts) -> None:
     """Drains all fronts together."""
     fronts.drain()
     passing_on = asyncio.create_task(_pass_on_second(signals, fronts))
@@ -88,34 +90,21 @@ async def _drain(config: ServerConfig, service: Service, signals: "_StopSignals"
     passing_on.cancel()
 
 
-async def _pass_on_second(signals: "_StopSignals", fronts: Fronts) -> None:
+async def _pass_on_second(signals: "_StopSignals", fronts: OtherFronts) -> None:
     await signals.second.wait()
     fronts.abort()
 
 
-def _pass_on_failure(reason: str, process: EngineProcess, fronts: Fronts) -> None:
+def _pass_on_failure(reason: str, process: EngineProcess, fronts: OtherFronts) -> None:
     fronts.fail(reason)
     process.kill()
 
 
-async def _announce(service: Service, fronts: Fronts, on_ready: Callable[[Service], None]) -> None:
+async def _announce(service: Service, fronts: OtherFronts, on_ready: Callable[[Service], None]) -> None:
     await service.engine.settled.wait()
     await fronts.ready()
     if service.engine.state == "ready":
         on_ready(service)
-
-
-class _ProgressLines:
-    """Tells what the engine does while it starts; a tenth of the lines where it counts."""
-
-    def __init__(self, notify: Callable[[str], None]):
-        self._notify = notify
-
-    def __call__(self, progress: StartProgress) -> None:
-        if not progress.total:
-            self._notify(progress.text)
-        elif progress.done == progress.total or progress.done % max(1, progress.total // 10) == 0:
-            self._notify(f"[{progress.done}/{progress.total}] {progress.text}")
 
 
 class _StopSignals:

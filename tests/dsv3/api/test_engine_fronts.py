@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dsv3.api import frames
 from dsv3.api.engine import fronts as fronts_module
 from dsv3.api.engine import messages
-from dsv3.api.engine.fronts import Fronts, split
+from dsv3.api.engine.fronts import FrontConnections, split
 from dsv3.api.engine.messages import EngineInfo
 from dsv3.prepare import RequestRules
 from dsv3.request import EngineOutput, StepOutputs, Tokens, first_id, senders
@@ -45,7 +45,7 @@ class Ends:
     def __init__(self, count):
         self.stopped, self.first_gone = threading.Event(), threading.Event()
         self.usher, theirs = socket.socketpair()
-        self.fronts = Fronts(theirs, self.stopped.set, self.first_gone.set)
+        self.fronts = FrontConnections(theirs, self.stopped.set, self.first_gone.set)
         self.streams, self.connections = [], []
         for sender in range(count):
             ours, theirs = socket.socketpair()

@@ -3,11 +3,11 @@
 import asyncio
 
 from dsv3.api.http import protocol
-from dsv3.api.http.protocol import Wire
+from dsv3.api.http.protocol import EventWriter
 
 
 class Transport:
-    """What a wire needs of one."""
+    """What a writer needs of one."""
 
     def __init__(self):
         self.written, self.aborted = b"", asyncio.Event()
@@ -22,54 +22,54 @@ class Transport:
         self.aborted.set()
 
 
-def with_wire(work, version="1.1"):
-    """Runs `work(wire, transport, told)` on a loop; `told` is what the response heard."""
+def with_writer(work, version="1.1"):
+    """Runs `work(writer, transport, told)` on a loop; `told` is what the response heard."""
 
     async def run():
         transport, told = Transport(), []
-        wire = Wire(transport)
-        wire.claim(version, lambda: told.append("pause"), lambda: told.append("resume"))
-        await work(wire, transport, told)
+        writer = EventWriter(transport)
+        writer.claim(version, lambda: told.append("pause"), lambda: told.append("resume"))
+        await work(writer, transport, told)
 
     asyncio.run(run())
 
 
 def test_events_are_chunks_unless_the_client_is_older():
-    async def write(wire, transport, told):
-        wire.write_event(b'{"a": 1}')
+    async def write(writer, transport, told):
+        writer.write(b'{"a": 1}')
         expected[0] = transport.written
 
     expected = [b""]
-    with_wire(write)
+    with_writer(write)
     assert expected == [b'10\r\ndata: {"a": 1}\n\n\r\n']
-    with_wire(write, "1.0")
+    with_writer(write, "1.0")
     assert expected == [b'data: {"a": 1}\n\n']
 
 
 def test_a_client_that_reads_again_is_kept(monkeypatch):
     monkeypatch.setattr(protocol, "_WRITE_DEADLINE_S", 0.01)
 
-    async def work(wire, transport, told):
-        wire.pause()
-        wire.resume()
-        wire.free()
-        wire.pause()
-        wire.resume()
+    async def work(writer, transport, told):
+        writer.pause()
+        writer.resume()
+        writer.free()
+        writer.pause()
+        writer.resume()
         await asyncio.sleep(0.05)
         assert told == ["pause", "resume"] and not transport.aborted.is_set()
 
-    with_wire(work)
+    with_writer(work)
 
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
     """Whether a stream or a whole answer waits for it."""
     monkeypatch.setattr(protocol, "_WRITE_DEADLINE_S", 0.01)
 
-    async def work(wire, transport, told):
-        wire.free()
-        wire.pause()
+    async def work(writer, transport, told):
+        writer.free()
+        writer.pause()
         await asyncio.wait_for(transport.aborted.wait(), 60)
-        wire.write_event(b"late")
+        writer.write(b"late")
         assert transport.written == b""
 
-    with_wire(work)
+    with_writer(work)

@@ -7,7 +7,6 @@ reads, stops, streams and plans. One thread calls `step`; `add` and `abort` may 
 import dataclasses
 import itertools
 import logging
-import threading
 from collections import deque
 from collections.abc import Sequence as Series
 from time import perf_counter
@@ -61,7 +60,6 @@ class Engine:
         self._in_flight: _Launched | None = None
         self._compilations = CompilationCounter()
         self._warm = False
-        self._wake = threading.Event()
         self._seeds = np.random.SeedSequence(self.cfg.seed)
         self._seed_counter = itertools.count()
         self.host_time = HostTime()
@@ -115,19 +113,10 @@ class Engine:
             sequence.seed = self._next_seed()
         self._handed_in.add(request.request_id)
         self._commands.append(sequence)
-        self._wake.set()
 
     def abort(self, request_id: int) -> None:
         """Ends a request wherever it is; its last output has finish_reason "abort". Unknown ids are ignored."""
         self._commands.append(request_id)
-        self._wake.set()
-
-    def wait_for_work(self, timeout: float) -> bool:
-        """Blocks until there is work or `timeout` seconds have passed; says whether there is."""
-        if not self.has_work:
-            self._wake.wait(timeout)
-            self._wake.clear()
-        return self.has_work
 
     def step(self) -> StepOutputs:
         """Launches one step and returns the outputs of the one before it, and of requests that ended otherwise.

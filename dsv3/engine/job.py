@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dsv3.engine.device.device import Devices
     from dsv3.engine.device.layout import Layout
     from dsv3.engine.device.programs import ProgramSpec
-    from dsv3.engine.parts import Parts
 
 
 class Command(msgspec.Struct, frozen=True):

@@ -73,11 +73,6 @@ class Generation:
         return self.prompts[choice // self.n]
 
     @property
-    def num_choices(self) -> int:
-        """How many choices the answer has."""
-        return len(self._requests)
-
-    @property
     def usage(self) -> Usage:
         """Tokens so far; each prompt is counted once."""
         prompt = sum(len(p.token_ids) for p in self.prompts)

@@ -184,10 +184,7 @@ def parse[T: _Model](model: type[T], body: bytes) -> T:
     return request
 
 
-class _Unsupported(msgspec.Struct):
-    """Just the fields of `_UNSUPPORTED`; everything else in the body is skipped without being built."""
-
-
+# Just the fields of `_UNSUPPORTED`; everything else in the body is skipped without being built.
 _unsupported_decoder = msgspec.json.Decoder(
     msgspec.defstruct("Unsupported", [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in _UNSUPPORTED])
 )

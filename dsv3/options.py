@@ -272,7 +272,7 @@ class ClusterOptions:
         300.0, "Wait this many seconds for all processes to come.", above=0, agree=False, programs=False
     )
     cluster_silence_timeout: float = option(
-        10.0, "Take a process for hanging after this many seconds of silence.", above=0, agree=False, programs=False
+        10.0, "Take a process for hanging after this many seconds of silence.", above=0, programs=False
     )
 
     def __post_init__(self) -> None:
@@ -280,6 +280,11 @@ class ClusterOptions:
         if self.process_id >= self.num_processes:
             raise ValueError(f"process_id: {self.process_id} is not from 0 to {self.num_processes - 1}")
         split_address(self.coordinator)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds without a message after which a process sends a heartbeat: several fit the silence allowed."""
+        return min(1.0, self.cluster_silence_timeout / 5)
 
     @property
     def is_leader(self) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from dsv3.engine.cluster.wire import MAX_FRAME_BYTES, Wire, WireError
 
-HEARTBEAT_S = 1.0
 _MAX_BUFFERED_BYTES = 256 * 2**20
 _log = logging.getLogger("dsv3.cluster")
 
@@ -24,7 +23,7 @@ class ChannelError(Exception):
 class Channel:
     """The connection to one other process, over a wire.
 
-    `heartbeat` returns the body that is sent when nothing was for `HEARTBEAT_S` seconds. `on_message` is called with
+    `heartbeat` returns the body that is sent when nothing was for `heartbeat_s` seconds. `on_message` is called with
     each body that comes, `on_end` once with what has become of the other process ("has ended ..."); both on the
     receiving thread, from `start` on. What has come before the end is handed to `on_message` first. `last_heard_s` is
     when the other process was last heard, on the monotonic clock.
@@ -36,8 +35,9 @@ class Channel:
         heartbeat: Callable[[], bytes],
         on_message: Callable[[bytes], None],
         on_end: Callable[[str], None],
+        heartbeat_s: float,
     ) -> None:
-        self._wire, self._heartbeat = wire, heartbeat
+        self._wire, self._heartbeat, self._heartbeat_s = wire, heartbeat, heartbeat_s
         self._on_message, self._on_end = on_message, on_end
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Channel:
     def _next(self) -> bytes | None:
         """Returns the next body to send, a heartbeat if there is none for long, None after the last one."""
         try:
-            body = self._queue.get(timeout=HEARTBEAT_S)
+            body = self._queue.get(timeout=self._heartbeat_s)
         except queue.Empty:
             return self._heartbeat()
         if body is not None:

@@ -78,7 +78,7 @@ class _Follower:
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
-        self._channel = Channel(wire, self._heartbeat, self._take, self._lost)
+        self._channel = Channel(wire, self._heartbeat, self._take, self._lost, cluster.heartbeat_s)
         self._channel.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 

@@ -195,7 +195,11 @@ class Leader:
         Raises WireError where another process has the same id.
         """
         channel = Channel(
-            wire, _heartbeat, lambda body: self._take(process_id, body), lambda end: self._lost(process_id, end)
+            wire,
+            _heartbeat,
+            lambda body: self._take(process_id, body),
+            lambda end: self._lost(process_id, end),
+            self._options.heartbeat_s,
         )
         with self._changed:
             last_word = self._last_word

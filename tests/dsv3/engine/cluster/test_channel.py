@@ -5,7 +5,6 @@ import socket
 
 import pytest
 
-from dsv3.engine.cluster import channel as module
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.wire import MAX_FRAME_BYTES, Wire
 
@@ -17,7 +16,7 @@ class End:
         self.connection, self.wire = connection, Wire(connection, *keys)
         self.messages: queue.Queue[bytes] = queue.Queue()
         self.ends: queue.Queue[str] = queue.Queue()
-        self.channel = Channel(self.wire, heartbeat, take or self.messages.put, self.ends.put)
+        self.channel = Channel(self.wire, heartbeat, take or self.messages.put, self.ends.put, 0.01)
 
     def start(self) -> "End":
         self.channel.start()
@@ -92,8 +91,7 @@ def test_a_message_that_no_frame_holds_is_refused_where_it_is_made(pair) -> None
     assert theirs.messages.get(timeout=30) == b"the next one goes"
 
 
-def test_an_error_of_the_sending_thread_is_told(pair, monkeypatch) -> None:
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+def test_an_error_of_the_sending_thread_is_told(pair) -> None:
 
     def fail() -> bytes:
         raise RuntimeError("no pulse")
@@ -112,7 +110,6 @@ def test_a_last_message_that_no_frame_holds_is_told(pair) -> None:
     assert "WireError" in ours.ends.get(timeout=30)
 
 
-def test_heartbeats_break_the_silence(pair, monkeypatch) -> None:
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+def test_heartbeats_break_the_silence(pair) -> None:
     _, theirs = (end.start() for end in pair())
     assert theirs.messages.get(timeout=30) == b"beat"

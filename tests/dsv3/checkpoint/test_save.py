@@ -83,7 +83,7 @@ def test_the_safetensors_package_reads_what_is_written(tmp_path):
 
 
 def test_trained_parameters_survive(tmp_path):
-    """From a fresh tree: a float32 router that bfloat16 cannot hold stays float32, and config.json describes it all."""
+    """A float32 router that bfloat16 cannot hold stays float32 in a fresh tree, and config.json describes it all."""
     cfg = hf.config()
     params = random_params(cfg, jnp.bfloat16)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -58,7 +58,7 @@ def test_it_loads_as_the_original_does(tmp_path, name):
 
 
 def test_one_with_a_float32_router_still_loads_and_converts_back(tmp_path):
-    """As conversions were written that made every router float32; its values still fit the original's type."""
+    """Conversions once made every router float32; the values of such a one still fit the original's type."""
     cfg = hf.config()
     tensors = hf.random_tensors(cfg)
     widened = {name: t.astype(np.float32) if name.endswith("mlp.gate.weight") else t for name, t in tensors.items()}

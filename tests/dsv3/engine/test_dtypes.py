@@ -88,7 +88,7 @@ def test_kernels_and_engine_count_the_same_tokens_per_page() -> None:
 
 
 def test_a_float16_engine_over_fp8_pages_serves() -> None:
-    """From the options to tokens: a prompt of two chunks, then the same again from cached pages."""
+    """Options to tokens: a prompt of two chunks, then the same again from cached pages."""
     limits = {"max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64}
     engine = build_engine(bundled_model(), EngineOptions(dtype="float16", kv_cache_dtype=FP8, **limits), progress=False)
     pages = engine.executor.device.pages

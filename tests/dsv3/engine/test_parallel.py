@@ -56,7 +56,7 @@ def test_ranks_must_divide_the_slots() -> None:
 
 
 def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
-    """From the directory on: the bundled model over two ranks of two devices, with redundant copies, against one."""
+    """Starts at the directory: the bundled model over two ranks of two devices, with redundant copies, against one."""
     requests = [request(str(i), list(range(100 + i, 130 + i)), max_tokens=12, ignore_eos=True) for i in range(5)]
     limits = dict(max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64)
     spread = dict(data_parallel_size=2, tensor_parallel_size=2, num_redundant_experts=4)

@@ -104,7 +104,7 @@ print(json.dumps([load(directory) for directory in directories]))
 
 
 def two_processes(*directories: Path) -> list[list[dict]]:
-    """For each process what it says of each directory."""
+    """Returns what each process says of each directory."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

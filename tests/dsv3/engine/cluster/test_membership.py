@@ -47,7 +47,7 @@ def test_slurm_ports_leave_room_for_the_control_port(job: str) -> None:
 
 @pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"])
 def test_outside_of_a_step_slurm_tells_nothing(missing: str) -> None:
-    """In a batch script without srun there is one process, whatever the job has reserved."""
+    """A batch script without srun is one process, whatever the job has reserved."""
     assert slurm_membership({k: v for k, v in SLURM.items() if k != missing}) == NOTHING
 
 

@@ -124,7 +124,7 @@ class UnitExecutor:
 
     def __init__(self, cfg: EngineConfig) -> None:
         self._parts = [cfg.ranks_of(process) for process in range(1, cfg.num_nodes)]
-        self._tokens: dict[int, np.ndarray] = {}
+        self._tokens = np.ones((cfg.num_ranks, max(cfg.decode_buckets), 1), np.int32)
         self.sent = 0
 
     def compile_all(self, progress: Any = None, store: Any = None) -> None:
@@ -135,11 +135,7 @@ class UnitExecutor:
         return command
 
     def fetch(self, command: StepCommand) -> list[list[np.ndarray]]:
-        return [[self._sampled(command)] if kind == "sample" else [] for kind, _ in command.jobs]
-
-    def _sampled(self, command: StepCommand) -> np.ndarray:
-        ranks = self._parts[-1].stop
-        return self._tokens.setdefault(ranks, np.ones((ranks, 128, 1), np.int32))
+        return [[self._tokens] if kind == "sample" else [] for kind, _ in command.jobs]
 
 
 def measure_unit(steps: int, churn: int, ranks: int = 144, rows: int = 128, nodes: int = 18) -> dict[str, float]:

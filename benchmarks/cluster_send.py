@@ -105,7 +105,7 @@ def main() -> None:
     print(f"{largest} bytes at most to a follower for a prefill of 16 chunks of 4,096 tokens")
     print(
         f"{size} bytes to each of {arguments.followers} followers: "
-        f"{statistics.median(times) * 1e6:.0f} us a step on the engine's thread, "
+        f"{statistics.median(times) * 1e6:.0f} us per step on the engine's thread, "
         f"{statistics.median(processor) * 1e6:.0f} us of them processor time (medians of {arguments.steps})"
     )
 

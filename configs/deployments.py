@@ -1,7 +1,7 @@
 """Devices and deployments by name: the two that DeepSeek published, and single nodes.
 
 Peak rates are data sheets'. Link rates are what DeepEP's authors give as limits of an H800 (160 GB/s NVLink one way,
-50 GB/s a NIC, one NIC a GPU); an H200's NVLink is taken as wider by the ratio of the data sheets (900 to 400 GB/s).
+50 GB/s per NIC, one NIC per GPU); an H200's NVLink is taken as wider by the ratio of the data sheets (900 to 400 GB/s).
 """
 
 from dsv3.plan.deployment import Deployment, Device

@@ -129,7 +129,7 @@ class _Fields:
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The `ModelConfig` of a parsed config.json of DeepSeek-V2, V2-Lite, V3, R1, V3.1, Moonlight or Kimi-K2.
+    """Returns the `ModelConfig` of a parsed config.json of DeepSeek-V2, V2-Lite, V3, R1, V3.1, Moonlight or Kimi-K2.
 
     Rotary settings may be spelled as `rope_theta` and `rope_scaling`, or as transformers 5's `rope_parameters`.
 
@@ -273,7 +273,7 @@ def _check_consistent(fields: _Fields, cfg: ModelConfig) -> None:
 
 
 def load_config(directory: str | pathlib.Path) -> ModelConfig:
-    """The `ModelConfig` of a checkpoint directory in Hugging Face layout.
+    """Reads the `ModelConfig` of a checkpoint directory in Hugging Face layout.
 
     Two things beyond config.json count: end tokens that only generation_config.json names (Kimi-K2's chats end on one)
     are added, and MTP modules that config.json promises but the safetensors files do not hold (transformers writes
@@ -326,7 +326,7 @@ def _add_generation_eos(cfg: ModelConfig, path: pathlib.Path) -> ModelConfig:
 
 
 def _holds_layer(directory: pathlib.Path, layer: int) -> bool:
-    """False only if the directory's safetensors files are there and none has a tensor of `layer`."""
+    """Returns False only if the directory's safetensors files are there and none has a tensor of `layer`."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = set(_read_object(index).get("weight_map", {}))
@@ -349,7 +349,7 @@ def _tensor_names(path: pathlib.Path) -> set[str]:
 
 
 def to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    """The config.json of `cfg`: `from_hf(to_hf(cfg)) == cfg`, and transformers reads it.
+    """Returns the config.json of `cfg`: `from_hf(to_hf(cfg)) == cfg`, and transformers reads it.
 
     Raises:
       ConfigError: `cfg` has settings that the Hugging Face format cannot say.

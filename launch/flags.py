@@ -56,7 +56,7 @@ def parse(argv: Sequence[str], positional: str, values: flags.FlagValues) -> lis
 
 
 def normalise(arguments: Sequence[str], values: flags.FlagValues) -> list[str]:
-    """`arguments` with underscores for dashes in flag names; values, positionals and what follows "--" stay."""
+    """Returns `arguments` with underscores for dashes in flag names; values, positionals and what follows "--" stay."""
     result: list[str] = []
     is_value = False
     for i, argument in enumerate(arguments):
@@ -74,7 +74,7 @@ def normalise(arguments: Sequence[str], values: flags.FlagValues) -> list[str]:
 
 
 def wants_help(arguments: Sequence[str], values: flags.FlagValues) -> bool:
-    """Whether `--help` or `-h` stands in the place of a flag."""
+    """Returns whether `--help` or `-h` stands in the place of a flag."""
     normal = normalise(arguments, values)
     end = normal.index("--") if "--" in normal else len(normal)
     taken = {i + 1 for i, a in enumerate(normal[:end]) if a.startswith("--") and _takes_value(a[2:], values)}
@@ -82,13 +82,13 @@ def wants_help(arguments: Sequence[str], values: flags.FlagValues) -> bool:
 
 
 def own_flags(module: object, values: flags.FlagValues) -> list[flags.Flag]:
-    """Flags that `module` defines or adopts (`flags.adopt_module_key_flags`), in the order of their definition."""
+    """Lists the flags that `module` defines or adopts (`flags.adopt_module_key_flags`), in order of definition."""
     adopted = {flag.name: flag for flag in values.get_key_flags_for_module(module)}
     return [flag for flag in adopted.values() if flag.help]
 
 
 def help_text(program: str, positional: str, doc: str, own: Sequence[flags.Flag]) -> str:
-    """What `--help` prints: usage, the command's docstring, each flag with its meaning and default."""
+    """Returns what `--help` prints: usage, the command's docstring, each flag with its meaning and default."""
     width = min(100, shutil.get_terminal_size().columns)
     usage = " ".join(filter(None, [f"usage: {program}", positional, "[flags]"]))
     lines = [usage, "", textwrap.dedent(doc).strip(), "", "flags (dashes may stand for underscores):"]
@@ -112,7 +112,7 @@ def _choices(flag: flags.Flag) -> Sequence[str]:
 
 
 def _is_flag(argument: str) -> bool:
-    """A negative number is not a flag."""
+    """Returns whether an argument is a flag; a negative number is none."""
     return len(argument) > 1 and argument[0] == "-" and not argument[1].isdigit() and argument[1] != "."
 
 
@@ -126,7 +126,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _program(module: object) -> str:
-    """`python -m launch.serve` when started so, else the name of the script."""
+    """Returns `python -m launch.serve` when started so, else the name of the script."""
     spec = getattr(module, "__spec__", None)
     return f"python -m {spec.name}" if spec is not None else sys.argv[0]
 

@@ -57,7 +57,7 @@ class GpuTarget:
     cudnn_version: tuple[int, int]
 
     def text_proto(self) -> str:
-        """The text form of XLA's GpuTargetConfigProto. Per-multiprocessor limits are those of sm_90."""
+        """Writes the text form of XLA's GpuTargetConfigProto. Per-multiprocessor limits are those of sm_90."""
         major, minor = self.compute_capability
         cuda, cudnn = (".".join(map(str, (*version, 0))) for version in (self.cuda_version, self.cudnn_version))
         return f"""
@@ -133,7 +133,7 @@ class KernelResources:
 
 
 def gpu_devices(count: int = 1, *, per_host: int = 8, target: GpuTarget = H200) -> list[jax.Device]:
-    """Compile-only devices: `count` GPUs in hosts of `per_host`.
+    """Returns the compile-only devices: `count` GPUs in hosts of `per_host`.
 
     Raises:
       ValueError: `count` is no multiple of `per_host` and above it.
@@ -151,7 +151,7 @@ def gpu_devices(count: int = 1, *, per_host: int = 8, target: GpuTarget = H200) 
 
 
 def gpu_mesh(axes: Mapping[str, int], *, per_host: int = 8, target: GpuTarget = H200) -> Mesh:
-    """A mesh of compile-only GPUs with the named axis sizes, outermost first. Raises as `gpu_devices`."""
+    """Returns a mesh of compile-only GPUs with the named axis sizes, outermost first. Raises as `gpu_devices`."""
     shape = tuple(axes.values())
     devices = gpu_devices(int(np.prod(shape)), per_host=per_host, target=target)
     return Mesh(np.array(devices).reshape(shape), tuple(axes))
@@ -198,7 +198,7 @@ def compile_for(
 def kernel_resources(
     fn: Callable, *args, mesh: Mesh | None = None, donate_argnums: tuple[int, ...] = (), **kwargs
 ) -> tuple[KernelResources, ...]:
-    """Registers, spills and stack of every Mosaic GPU kernel in the program, sorted by name.
+    """Reports registers, spills and stack of every Mosaic GPU kernel in the program, sorted by name.
 
     Arguments and errors as in `compile_for`.
     """

@@ -24,7 +24,7 @@ class BackendUnavailableError(RuntimeError):
 
 
 def resolve_backend(device: jax.Device | None = None, requested: Backend | None = None) -> Backend:
-    """The backend for `device`: MOSAIC on Hopper, REFERENCE elsewhere.
+    """Returns the backend for `device`: MOSAIC on Hopper, REFERENCE elsewhere.
 
     Args:
       device: the device that will run the operation; None means the default device of this process.
@@ -52,7 +52,7 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
 
 
 def is_hopper(device: jax.Device) -> bool:
-    """True for a GPU of compute capability 9.0, attached or described by a compile-only topology."""
+    """Returns True for a GPU of compute capability 9.0, attached or described by a compile-only topology."""
     if device.platform not in ("gpu", "cuda"):
         return False
     capability = getattr(device, "compute_capability", None)  # absent from compile-only devices

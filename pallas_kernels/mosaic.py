@@ -19,14 +19,14 @@ TILE_ROWS = 8
 
 
 def pad_to_tiles(x: jax.Array) -> jax.Array:
-    """`x` `[G, M, C]` with rows of zeros added where TMA could not address it: M above 8 and no multiple of it."""
+    """Adds rows of zeros to `x` `[G, M, C]` where TMA could not address it: M above 8 and no multiple of it."""
     rows = x.shape[1]
     extra = -rows % TILE_ROWS if rows > TILE_ROWS else 0
     return jnp.pad(x, ((0, 0), (0, extra), (0, 0))) if extra else x
 
 
 def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> tuple[plgpu.Transform, ...]:
-    """Tiling and swizzle that TMA and wgmma agree on for a shared-memory array.
+    """Returns the tiling and swizzle that TMA and wgmma agree on for a shared-memory array.
 
     Args:
       dtype: element type.
@@ -44,7 +44,7 @@ def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> tuple[plgpu.T
 
 
 def interpret_params(*, detect_races: bool = True, **options) -> plgpu.InterpretGPUParams:
-    """Settings for running Mosaic GPU kernels in the CPU interpreter; a data race raises.
+    """Returns the settings for running Mosaic GPU kernels in the CPU interpreter; a data race raises.
 
     Use with `plgpu.force_gpu_interpret_mode(interpret_params())` around a public operation, or as a kernel's
     `interpret` argument. After an exception inside a kernel call `reset_interpreter` before the next one.

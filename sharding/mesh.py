@@ -51,7 +51,10 @@ class AxisTable:
                 )
 
     def mesh_axes(self, logical: str | None, parameter: str = "a parameter") -> MeshAxes:
-        """Mesh axes of one logical axis, none for None. Raises ValueError for a logical axis that the table lacks."""
+        """Returns the mesh axes of one logical axis, none for None.
+
+        Raises ValueError for a logical axis that the table lacks.
+        """
         if logical is None:
             return ()
         known = [field.name for field in dataclasses.fields(self)]
@@ -72,7 +75,7 @@ class HasAxes(Protocol):
 
 
 def partition(axes: Sequence[str | None], parameter: str = "a parameter", table: AxisTable = AXES) -> PartitionSpec:
-    """The partition of a parameter with these logical axes; `parameter` names it in errors.
+    """Returns the partition of a parameter with these logical axes; `parameter` names it in errors.
 
     Raises ValueError for an unknown logical axis, and where two of them would lie on the same mesh axis.
     """
@@ -90,12 +93,15 @@ def partition(axes: Sequence[str | None], parameter: str = "a parameter", table:
 
 
 def _entry(axes: MeshAxes) -> Any:
-    """Entry of a `PartitionSpec`: None, the one axis, or several."""
+    """Returns the entry of a `PartitionSpec`: None, the one axis, or several."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def partitions(declared: Any, table: AxisTable = AXES) -> Any:
-    """A tree of partitions for a tree of declared parameters (`HasAxes`). Raises ValueError as `partition` does."""
+    """Returns a tree of partitions for a tree of declared parameters (`HasAxes`).
+
+    Raises ValueError as `partition` does.
+    """
 
     def leaf(path: Any, spec: HasAxes) -> PartitionSpec:
         return partition(spec.axes, jax.tree_util.keystr(path, simple=True, separator="."), table)
@@ -104,7 +110,7 @@ def partitions(declared: Any, table: AxisTable = AXES) -> Any:
 
 
 def is_split(logical: str | None, table: AxisTable = AXES) -> bool:
-    """Whether the devices of a rank, and they alone, split this logical axis among them."""
+    """Returns whether the devices of a rank, and they alone, split this logical axis among them."""
     return table.mesh_axes(logical) == (TENSOR,)
 
 
@@ -118,7 +124,7 @@ class Machine:
 
     @classmethod
     def from_mesh(cls, mesh: Mesh, table: AxisTable = AXES) -> "Machine":
-        """The devices of `mesh` that `table` spreads the experts over.
+        """Returns the devices of `mesh` that `table` spreads the experts over.
 
         Raises ValueError where the experts do not lie along the node axis first: transports count nodes by it.
         """
@@ -134,7 +140,7 @@ class Machine:
 
 
 def rank_mesh(devices: Sequence[jax.Device], num_nodes: int = 1, tensor_parallel_size: int = 1) -> Mesh:
-    """A mesh over the devices in the order given: nodes of equally many ranks of `tensor_parallel_size` devices each.
+    """Makes a mesh over devices in the order given: nodes of equally many ranks of `tensor_parallel_size` devices.
 
     Raises ValueError when nodes and ranks do not divide the devices; a rank never spans nodes.
     """
@@ -150,15 +156,15 @@ def rank_mesh(devices: Sequence[jax.Device], num_nodes: int = 1, tensor_parallel
 
 
 def rank_size(mesh: Mesh) -> int:
-    """Devices per rank: the tensor-parallel size."""
+    """Returns the devices per rank: the tensor-parallel size."""
     return mesh.shape[TENSOR]
 
 
 def rank_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of an array whose leading axis is the rank."""
+    """Returns the sharding of an array whose leading axis is the rank."""
     return NamedSharding(mesh, RANK_SPEC)
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
-    """A tree of shardings for a tree of partitions."""
+    """Returns a tree of shardings for a tree of partitions."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

@@ -11,12 +11,12 @@ from sharding.mesh import RANKS
 
 
 def spans_processes(mesh: Mesh) -> bool:
-    """Whether some devices of the mesh belong to other processes."""
+    """Returns whether some devices of the mesh belong to other processes."""
     return mesh.is_multi_process
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """A tree of arrays with the given `shardings` (a tree, or a prefix of one).
+    """Returns a tree of arrays with the given `shardings` (a tree, or a prefix of one).
 
     Over several processes an array that has its sharding already stays as it is. Any other is a host array that every
     process has; each process takes its part.
@@ -40,5 +40,5 @@ def on_every_rank(tree: Any) -> Any:
 
 
 def local_part(array: jax.Array) -> jax.Array:
-    """A part of the array that this process can read, to wait for."""
+    """Returns a part of the array that this process can read, to wait for."""
     return array if array.is_fully_addressable else array.addressable_data(0)

@@ -91,7 +91,7 @@ class Journal:
         return journal
 
     def is_answered(self, number: int) -> bool:
-        """Whether input line `number` has its answer in the file."""
+        """Returns whether input line `number` has its answer in the file."""
         return bool(self._is_answered[number])
 
     def append(self, number: int, line: bytes) -> None:

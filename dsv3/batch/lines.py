@@ -1,4 +1,4 @@
-"""OpenAI's batch format: one JSON object a line, requests in, answers out.
+"""OpenAI's batch format: one JSON object per line, requests in, answers out.
 
 A line that is no request (not JSON, no custom_id, an unknown url ...) is answered by a line with an `error`; a request
 that the model's side refuses is answered by a `response` with a status of 400 or above.
@@ -40,7 +40,10 @@ class BadLine:
 
 
 def numbered_lines(file: BinaryIO, limit: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes | None]]:
-    """Number and bytes of each line that is not blank; None for one longer than `limit`, which is never held whole."""
+    """Returns number and bytes of each line that is not blank.
+
+    None for one longer than `limit`, which is never held whole.
+    """
     number = 0
     while piece := file.readline(limit + 1):
         number += 1
@@ -59,7 +62,7 @@ class LineParser:
         self._seen: set[bytes] = set()
 
     def parse(self, number: int, line: bytes | None) -> RequestLine | BadLine:
-        """The request on a line. The first line with a custom_id has it; any later one is bad."""
+        """Parses the request on a line. The first line with a custom_id has it; any later one is bad."""
         if line is None:
             return BadLine(number, None, "line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
         try:
@@ -100,13 +103,13 @@ def _text(fields: dict[str, msgspec.Raw], name: str) -> str | None:
 
 
 def bad_line(bad: BadLine) -> bytes:
-    """The output line for a line that is no request."""
+    """Returns the output line for a line that is no request."""
     error = {"code": bad.code, "message": bad.message, "line": bad.number}
     return _output(bad.number, bad.custom_id, None, error)
 
 
 def answer_line(request: RequestLine, status: int, request_id: str, body: Any) -> bytes:
-    """The output line for an answered request."""
+    """Returns the output line for an answered request."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return _output(request.number, request.custom_id, response, None)
 
@@ -124,7 +127,7 @@ _output_decoder = msgspec.json.Decoder(_OutputHead)
 
 
 def answered_number(line: bytes) -> int:
-    """The input line that an output line answers; raises ValueError for bytes that are no output line."""
+    """Returns the input line that an output line answers; raises ValueError for bytes that are no output line."""
     number = _output_decoder.decode(line).id.removeprefix(ID_PREFIX)
     if not (number.isascii() and number.isdigit()):
         raise ValueError(f"its id does not end in a line number: {number[:40]!r}")

@@ -111,7 +111,7 @@ async def _answer(line: RequestLine | BadLine, journal: Journal, completer: Comp
 
 
 def _unanswered(source: pathlib.Path, journal: Journal) -> Iterator[RequestLine | BadLine]:
-    """The lines still to be answered; the answered ones are parsed too, because their custom_ids are taken."""
+    """Returns the lines still to be answered; the answered ones are parsed too, because their custom_ids are taken."""
     parser, number = LineParser(), 0
     with source.open("rb") as file:
         before = os.fstat(file.fileno())

@@ -112,7 +112,7 @@ def request_rows(records: Iterable[Record], began_s: float) -> list[dict[str, An
 
 
 def _duration_s(records: Sequence[Record]) -> float:
-    """Seconds from the first request's due time to the last one's end."""
+    """Returns the seconds from the first request's due time to the last one's end."""
     if not records:
         return 0.0
     return max(record.finished_s for record in records) - min(record.scheduled_s for record in records)

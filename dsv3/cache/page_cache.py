@@ -26,7 +26,7 @@ class PageCache:
         return self.pool.num_pages - self.available
 
     def allocate(self) -> int | None:
-        """A page for one owner, whose content means nothing; None when every page is owned."""
+        """Returns a page for one owner, whose content means nothing; None when every page is owned."""
         page = self.pool.take()
         if page is not None:
             return page
@@ -36,17 +36,17 @@ class PageCache:
         return page
 
     def match(self, keys: Iterable[Key]) -> list[int]:
-        """Pages of the longest cached prefix of `keys`; the caller owns none of them yet (see `retain`)."""
+        """Returns the pages of the longest cached prefix of `keys`; the caller owns none of them yet (see `retain`)."""
         return self.index.longest_match(keys) if self._sharing else []
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more owner for each of `pages`, which `match` has just returned."""
+        """Adds an owner to each of `pages`, which `match` has just returned."""
         for page in pages:
             self.pool.retain(page)
             self.index.unpark(page)
 
     def num_parked(self, pages: Iterable[int]) -> int:
-        """How many of `pages` nobody owns: so many fewer are available once they are retained."""
+        """Returns how many of `pages` nobody owns: so many fewer are available once they are retained."""
         return sum(self.index.is_parked(page) for page in pages)
 
     def publish(self, key: Key, page: int) -> None:
@@ -55,7 +55,7 @@ class PageCache:
             self.index.insert(key, page)
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner fewer for each of `pages`; the deepest are parked first, so that they are evicted first."""
+        """Takes an owner from each of `pages`; the deepest are parked first, so that they are evicted first."""
         for page in reversed(list(pages)):
             if not self.pool.release(page):
                 continue

@@ -20,11 +20,11 @@ class PagePool:
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """Owners of `page`."""
+        """Returns the owners of `page`."""
         return self._count[page]
 
     def take(self) -> int | None:
-        """A free page with one owner, or None."""
+        """Returns a free page with one owner, or None."""
         if not self._free:
             return None
         page = self._free.pop()
@@ -32,11 +32,11 @@ class PagePool:
         return page
 
     def retain(self, page: int) -> None:
-        """One more owner for a held or parked page."""
+        """Adds an owner to a held or parked page."""
         self._count[page] += 1
 
     def release(self, page: int) -> bool:
-        """One owner fewer; True when that was the last one, and the caller must now park or free the page."""
+        """Drops one owner; returns True when that was the last, and the caller must now park or free the page."""
         count = self._count[page]
         if count < 1:
             raise ValueError(f"page {page} is released more often than it was taken")

@@ -23,7 +23,7 @@ class PrefixIndex:
         return len(self._parked)
 
     def longest_match(self, keys: Iterable[Key]) -> list[int]:
-        """Pages of the longest known prefix of `keys`."""
+        """Returns the pages of the longest known prefix of `keys`."""
         pages = []
         for key in keys:
             page = self._page_of.get(key)
@@ -46,11 +46,11 @@ class PrefixIndex:
         return page in self._parked
 
     def park(self, page: int) -> None:
-        """The last owner of a known page has left: it becomes the most recently used of the evictable ones."""
+        """Notes that a known page has no owner any more: it becomes the most recently used of the evictable ones."""
         self._parked[page] = None
 
     def unpark(self, page: int) -> None:
-        """The page has an owner again."""
+        """Notes that a page has an owner again."""
         self._parked.pop(page, None)
 
     def evict(self) -> int | None:
@@ -62,7 +62,7 @@ class PrefixIndex:
         return page
 
     def forget(self, page: int) -> None:
-        """The page is not findable any more."""
+        """Makes a page unfindable."""
         key = self._key_of.pop(page, None)
         if key is not None:
             del self._page_of[key]

@@ -61,7 +61,7 @@ def gather(array: Array, index: np.ndarray) -> Array:
 
 
 def _shifted(array: Array, layer: int, rows: slice, by: int) -> Iterator[Piece]:
-    """The pieces that fill `array[layer, rows]`, cut to that box and shifted on the second axis."""
+    """Returns the pieces that fill `array[layer, rows]`, cut to that box and shifted on the second axis."""
     for piece, part in array.pieces_in((slice(layer, layer + 1), rows, *full_box(array.shape[2:]))):
         to_view = tuple(t.start - p.start for t, p in zip(piece.take, piece.put, strict=True))
         put = (part[0], slice(part[1].start + by, part[1].stop + by), *part[2:])
@@ -82,7 +82,7 @@ def _in_order(array: Array, order: np.ndarray) -> Array:
 
 
 def _runs(index: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Start, value and length of each run of consecutive values. A pre-stacked file gives a run in one piece."""
+    """Returns start, value and length of each run of consecutive values: a pre-stacked file gives a run in one go."""
     starts = np.flatnonzero((np.diff(index, prepend=-2) != 1) | (index <= 0))
     for start, end in zip(starts, [*starts[1:], len(index)], strict=True):
         if index[start] >= 0:

@@ -9,23 +9,23 @@ Box = tuple[slice, ...]
 
 
 def full_box(shape: tuple[int, ...]) -> Box:
-    """Box that covers all of `shape`."""
+    """Returns the box that covers all of `shape`."""
     return tuple(slice(0, n) for n in shape)
 
 
 def extents(box: Box) -> tuple[int, ...]:
-    """Shape of a box."""
+    """Returns the shape of a box."""
     return tuple(s.stop - s.start for s in box)
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Box that two boxes share; None if they share nothing."""
+    """Returns the box that two boxes share; None if they share nothing."""
     box = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
     return box if all(s.start < s.stop for s in box) else None
 
 
 def moved(box: Box, by: tuple[int, ...]) -> Box:
-    """The box, shifted on each axis."""
+    """Returns the box shifted on each axis."""
     return tuple(slice(s.start + d, s.stop + d) for s, d in zip(box, by, strict=True))
 
 
@@ -43,12 +43,15 @@ def block_axis(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, 
 
 
 def blocks(shape: tuple[int, ...], itemsize: int, inside: Box, limit: int) -> Iterator[tuple[int, Box]]:
-    """Number and box of each block that meets `inside`; all blocks of at most `limit` bytes tile the array."""
+    """Returns number and box of each block that meets `inside`; all blocks of at most `limit` bytes tile the array."""
     yield from grid(shape, *block_axis(shape, itemsize, limit), inside)
 
 
 def grid(shape: tuple[int, ...], axis: int, count: int, inside: Box) -> Iterator[tuple[int, Box]]:
-    """Number and box of each block that meets `inside`; a block is `count` indices of `axis`, all before it fixed."""
+    """Returns number and box of each block that meets `inside`.
+
+    A block is `count` indices of `axis`, all before it fixed.
+    """
     per_prefix = -(-shape[axis] // count)
     for prefix in itertools.product(*(range(s.start, s.stop) for s in inside[:axis])):
         before = sum(i * math.prod(shape[a + 1 : axis]) for a, i in enumerate(prefix)) * per_prefix

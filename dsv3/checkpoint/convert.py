@@ -110,11 +110,11 @@ class PlannedStacks:
     files: Files
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
-        """Dtypes of a leaf's arrays."""
+        """Returns the dtypes of a leaf's arrays."""
         return tuple(array.dtype for array in self.plan.leaves[path])
 
     def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
-        """Indices `rows` of the first axis of one array."""
+        """Returns the indices `rows` of the first axis of one array."""
         array = self.plan.leaves[path][part]
         box = (slice(*rows.indices(array.shape[0])[:2]), *full_box(array.shape[1:]))
         out = aligned_empty(extents(box), array.dtype)
@@ -123,7 +123,10 @@ class PlannedStacks:
 
 
 def windows(array: Array) -> Iterator[Box]:
-    """Boxes of at most `WINDOW_BYTES` that follow each other in the array's bytes; each consists of whole blocks."""
+    """Returns the boxes of at most `WINDOW_BYTES` that follow each other in the array's bytes.
+
+    Each consists of whole blocks.
+    """
     itemsize = array.dtype.itemsize
     axis, count = block_axis(array.shape, itemsize, WINDOW_BYTES)
     finer_axis, finer_count = block_axis(array.shape, itemsize, fill.BLOCK_BYTES)
@@ -156,14 +159,14 @@ def _write_leaf(files: Files, leaf: tuple[Array, ...], path: Path, advance: Adva
 
 
 def _checksums(array: Array, window: Box, host: np.ndarray) -> Iterator[int]:
-    """Checksum of each block of a window, whose values are `host`."""
+    """Returns the checksum of each block of a window, whose values are `host`."""
     for _, block in blocks(array.shape, array.dtype.itemsize, window, fill.BLOCK_BYTES):
         inside = host[moved(block, tuple(-s.start for s in window))]
         yield checksum(inside.reshape(-1).view(np.uint8))
 
 
 def _fingerprint(plan: LoadPlan, cfg: ModelConfig) -> str:
-    """Digest of all that shapes the output: the source files as they are now, the options, the configuration."""
+    """Digests all that shapes the output: the source files as they are now, the options, the configuration."""
     files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in plan.files]
     arrays = [(a.name, a.shape, str(a.dtype)) for leaf in plan.leaves.values() for a in leaf]
     facts = [VERSION, fill.BLOCK_BYTES, dataclasses.asdict(cfg), sorted(files), arrays]

@@ -13,7 +13,7 @@ SINGLE = "model.safetensors"
 
 
 def read_directory(directory: Path) -> dict[str, Tensor]:
-    """Tensors by name, from the index and its shards, or from the single file if there is no index.
+    """Reads the tensors by name, from the index and its shards, or from the single file if there is no index.
 
     Raises `CheckpointError` if there is neither, if a shard is absent or damaged, if index and shards disagree, or if
     the index names a file outside the directory.
@@ -28,7 +28,7 @@ def read_directory(directory: Path) -> dict[str, Tensor]:
 
 
 def plain_file_name(name: Any) -> TypeGuard[str]:
-    """Whether `name` is a file name without a path."""
+    """Returns whether `name` is a file name without a path."""
     return isinstance(name, str) and bool(name) and not set(name) & set("/\\\0") and name not in (".", "..")
 
 

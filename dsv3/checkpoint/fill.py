@@ -59,7 +59,7 @@ class Read:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Uninitialized array at an address divisible by 64, which JAX's CPU backend adopts without a copy.
+    """Returns an uninitialized array at an address divisible by 64, which JAX's CPU backend adopts without a copy.
 
     The memory comes from numpy, which asks the kernel for huge pages: a load's processor time is mostly the kernel's
     first touch of new pages, and 4 KiB pages have 512 times as many.
@@ -71,7 +71,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def reads(array: Array, box: Box, out: np.ndarray) -> Iterator[Read]:
-    """The reads that fill `out` with `array[box]`. A block that goes to several destinations is read once."""
+    """Returns the reads that fill `out` with `array[box]`. A block that goes to several destinations is read once."""
     found: dict[tuple[str, int], tuple[Piece, Box, list[tuple[Box, np.ndarray]]]] = {}
     for piece, wanted in array.pieces_in(box):
         tensor = array.tensors[piece.name]
@@ -144,7 +144,7 @@ class Files:
         self._scales.clear()
 
     def same_bytes(self, a: Tensor, b: Tensor, advance: Callable[[int], None]) -> bool:
-        """Whether two tensors have the same dtype, shape and bytes."""
+        """Returns whether two tensors have the same dtype, shape and bytes."""
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
         equal: list[bool] = []
@@ -170,7 +170,7 @@ class Files:
                 future.cancel()
 
     def _own_scratch(self, nbytes: int) -> np.ndarray:
-        """The thread's scratch. It is reused, because the kernel must zero new memory and the allocator keeps it."""
+        """Returns the thread's scratch, reused because the kernel must zero new memory and the allocator keeps it."""
         if getattr(self._scratch, "buffer", np.empty(0)).nbytes < nbytes:
             self._scratch.buffer = np.empty(nbytes, np.uint8)
         return self._scratch.buffer[:nbytes]
@@ -199,7 +199,7 @@ class Files:
         return dequantize(raw.reshape(-1, K), self._scale(read.array, scale), read.first // K, rows)
 
     def _scale(self, array: Array, name: str) -> np.ndarray:
-        """All of tensor `name`, scales, kept until the current fill ends (one byte per 4,096 of FP8)."""
+        """Returns all scales of tensor `name`, kept until the current fill ends (one byte per 4,096 of FP8)."""
         if name not in self._scales:
             shape = array.tensors[name].shape
             out = np.empty(shape, np.float32)

@@ -65,7 +65,10 @@ class Duplicate:
 
 
 def _table(cfg: ModelConfig) -> dict[str, tuple[Part, ...]]:
-    """Checkpoint tensors of one layer, by leaf path below `LayerParams`; `{e}` stands for the expert's number."""
+    """Returns the checkpoint tensors of one layer, by leaf path below `LayerParams`.
+
+    `{e}` stands for the expert's number.
+    """
     H, N, V = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.v_head_dim
     queries = (
         Part("self_attn.q_a_proj.weight", cfg.q_lora_rank)
@@ -108,24 +111,24 @@ _MTP = {
 
 
 def leaves(cfg: ModelConfig) -> dict[str, ParamSpec]:
-    """Declared parameters by dotted path ("moe.attention.qkv_a"), in the order of the flattened tree."""
+    """Returns the declared parameters by dotted path ("moe.attention.qkv_a"), in the order of the flattened tree."""
     flat, _ = jax.tree_util.tree_flatten_with_path(declare(cfg))
     return {leaf_path(keys): spec for keys, spec in flat}
 
 
 def leaf_path(keys: tuple[Any, ...]) -> str:
-    """Dotted path of a leaf from its key path in a tree."""
+    """Returns the dotted path of a leaf from its key path in a tree."""
     return jax.tree_util.keystr(keys, simple=True, separator=".")
 
 
 def pieces(cfg: ModelConfig) -> dict[str, tuple[Piece, ...]]:
-    """Pieces that tile each leaf, by leaf path, in the order of the stack."""
+    """Returns the pieces that tile each leaf, by leaf path, in the order of the stack."""
     table = _table(cfg)
     return {path: tuple(_leaf_pieces(cfg, table, path, spec)) for path, spec in leaves(cfg).items()}
 
 
 def duplicates(cfg: ModelConfig) -> tuple[Duplicate, ...]:
-    """Tensors that repeat another one: embedding and head of each MTP module, and a tied head."""
+    """Returns the tensors that repeat another one: embedding and head of each MTP module, and a tied head."""
     embed = _TOP["embed"]
     head = embed if cfg.tie_word_embeddings else _TOP["head"]
     result = [Duplicate(_TOP["head"], embed, required=False)] if cfg.tie_word_embeddings else []
@@ -136,37 +139,37 @@ def duplicates(cfg: ModelConfig) -> tuple[Duplicate, ...]:
 
 
 def scale_name(name: str) -> str:
-    """Name of the block scales of FP8 tensor `name`."""
+    """Returns the name of the block scales of FP8 tensor `name`."""
     return f"{name}_scale_inv"
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the block scales of an FP8 tensor `[..., N, K]`; blocks at the edges may be partial."""
+    """Returns the shape of the block scales of an FP8 tensor `[..., N, K]`; blocks at the edges may be partial."""
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
 
 def scale_piece(piece: Piece) -> Piece:
-    """Piece of the stack of scales that belongs to `piece`, whose first row must be a multiple of 128."""
+    """Returns the piece of the stack of scales that belongs to `piece`, whose first row must be a multiple of 128."""
     put = (*piece.put[:-2], *(slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in piece.put[-2:]))
     view = scale_shape(piece.view)
     return Piece(scale_name(piece.name), scale_shape(piece.shape), view, full_box(view), put)
 
 
 def whole_piece(name: str, shape: tuple[int, ...]) -> Piece:
-    """Piece of a stack that is one tensor."""
+    """Returns the piece of a stack that is one tensor."""
     box = full_box(shape)
     return Piece(name, shape, shape, box, box)
 
 
 def mtp_layers_beyond(cfg: ModelConfig, names: Iterable[str]) -> set[int]:
-    """Layer numbers of a checkpoint's MTP modules that `cfg` does not ask for."""
+    """Returns the layer numbers of a checkpoint's MTP modules that `cfg` does not ask for."""
     mark = re.compile(r"model\.layers\.(\d+)\." + re.escape(MTP_MARK))
     found = {int(match[1]) for match in map(mark.fullmatch, names) if match}
     return {layer for layer in found if layer >= cfg.num_cache_layers}
 
 
 def layer_of(name: str) -> int | None:
-    """Layer number in a tensor's name."""
+    """Returns the layer number in a tensor's name."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return int(match[1]) if match else None
 
@@ -197,7 +200,7 @@ def _leaf_pieces(cfg: ModelConfig, table: dict[str, tuple[Part, ...]], path: str
 
 
 def _piece(name: str, part: Part, index: tuple[int, ...], row: int, stack: tuple[int, ...]) -> Piece:
-    """Piece that fills `stack[*index, ..., row : row + part.rows, :]`."""
+    """Returns the piece that fills `stack[*index, ..., row : row + part.rows, :]`."""
     inner = list(stack[len(index) :])
     put = [*(slice(i, i + 1) for i in index), *full_box(stack[len(index) :])]
     if part.rows is not None:

@@ -39,25 +39,25 @@ class Array:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bytes_to_read(self, box: Box) -> int:
-        """Bytes in files that fill a box, not counting scales that are multiplied in."""
+        """Returns the bytes in files that fill a box, not counting scales that are multiplied in."""
         found = self.pieces_in(box)
         return sum(self.tensors[piece.name].dtype.itemsize * math.prod(extents(part)) for piece, part in found)
 
     def files(self, box: Box) -> Iterator[Path]:
-        """Files that fill a box; most of them come many times."""
+        """Returns the files that fill a box; most of them come many times."""
         for piece, _ in self.pieces_in(box):
             yield self.tensors[piece.name].path
             if piece.scale is not None:
                 yield self.tensors[piece.scale].path
 
     def pieces_in(self, box: Box) -> Iterator[tuple[Piece, Box]]:
-        """Pieces that meet a box, each with the part of the box that it fills, in the array's coordinates."""
+        """Finds the pieces that meet a box, each with the part of it that it fills, in the array's coordinates."""
         for piece in self._near(box):
             if (part := intersection(piece.put, box)) is not None:
                 yield piece, part
 
     def _near(self, box: Box) -> Iterator[Piece]:
-        """Pieces that meet the box on the first two axes, found without looking at the thousands that do not."""
+        """Finds the pieces that meet the box on the first two axes, without looking at the thousands that do not."""
         if len(self.pieces) == 1:
             yield self.pieces[0]
             return

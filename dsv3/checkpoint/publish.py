@@ -26,7 +26,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def partial_path(target: Path) -> Path:
-    """The directory beside `target` that holds its files until all are written."""
+    """Returns the directory beside `target` that holds its files until all are written."""
     return target.absolute().parent / f".{target.absolute().name}.partial"
 
 

@@ -63,14 +63,14 @@ def reporter(total: int, verb: str, *, shown: bool) -> Iterator[Advance]:
 
 
 def sharding_of(array: Array, shardings: Any) -> Sharding | None:
-    """Sharding of one array of a leaf; an `Fp8Weight` of shardings has one for data and one for scales."""
+    """Returns the sharding of one array of a leaf; an `Fp8Weight` of shardings has one for data and one for scales."""
     if isinstance(shardings, Fp8Weight):
         return shardings.scale if array.positive else shardings.data
     return shardings
 
 
 def shares(shape: tuple[int, ...], sharding: Sharding | None) -> dict[Box, list[jax.Device]]:
-    """Boxes of an array that this process needs, each with the devices that hold it.
+    """Returns the boxes of an array that this process needs, each with the devices that hold it.
 
     Without a sharding the one box is the whole array, and its list is empty: it goes to the default device.
     """

@@ -65,7 +65,7 @@ class Tensor:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file by name.
+    """Reads the tensors of a safetensors file by name.
 
     Raises `CheckpointError` if the file is absent, truncated or longer than its header says, and if the header's
     offsets overlap, leave holes, or do not fit shape and dtype.
@@ -90,7 +90,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 def header_bytes(
     tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str], align: int = 8
 ) -> bytes:
-    """Start of a safetensors file that holds `tensors` (name, dtype, shape) in this order.
+    """Returns the start of a safetensors file that holds `tensors` (name, dtype, shape) in this order.
 
     The result is padded to a multiple of `align` bytes, so the data begin there.
     """

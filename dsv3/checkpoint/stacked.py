@@ -34,12 +34,12 @@ MANIFEST = "manifest.json"
 
 
 def is_stacked(directory: Path) -> bool:
-    """Whether a directory holds the pre-stacked form."""
+    """Returns whether a directory holds the pre-stacked form."""
     return (directory / FOLDER / MANIFEST).is_file()
 
 
 def manifest_bytes(arrays: dict[str, Any], block_bytes: int) -> bytes:
-    """Content of the manifest; `arrays` maps names to `{"file": ..., "checksums": [...]}`."""
+    """Returns the content of the manifest; `arrays` maps names to `{"file": ..., "checksums": [...]}`."""
     content = {"format": FORMAT, "version": VERSION, "block_bytes": block_bytes, "arrays": arrays}
     return json.dumps(content, separators=(",", ":")).encode() + b"\n"
 
@@ -65,7 +65,7 @@ def plan_stacked(directory: Path, cfg: ModelConfig, dtype: np.dtype | None, fp8:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The stored arrays by name, with their checksums."""
+    """Reads the stored arrays by name, with their checksums."""
     path = folder / MANIFEST
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:

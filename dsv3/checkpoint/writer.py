@@ -34,10 +34,10 @@ class Stacks(Protocol):
     """Stacked parameters that can be fetched by rows."""
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
-        """Dtypes of a leaf's arrays: one, or E4M3 for data and float32 for scales."""
+        """Returns the dtypes of a leaf's arrays: one, or E4M3 for data and float32 for scales."""
 
     def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
-        """Indices `rows` of the first axis of array `part` of a leaf, on the host."""
+        """Returns the indices `rows` of the first axis of array `part` of a leaf, on the host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +101,11 @@ class TreeStacks:
             raise ValueError(f"{len(wrong)} parameter(s) do not fit the configuration: {shown}")
 
     def dtypes(self, path: str) -> tuple[np.dtype, ...]:
-        """Dtypes of a leaf's arrays."""
+        """Returns the dtypes of a leaf's arrays."""
         return tuple(np.dtype(array.dtype) for array in self._arrays(path))
 
     def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
-        """Indices `rows` of the first axis of one array."""
+        """Returns the indices `rows` of the first axis of one array."""
         array = self._arrays(path)[part]
         whole = (rows.start, rows.stop) == (0, array.shape[0])
         return np.asarray(array if whole else array[rows])
@@ -147,7 +147,10 @@ def write_hf(
 
 
 def out_tensors(cfg: ModelConfig, stacks: Stacks, scale_dtype: np.dtype) -> Iterator[OutTensor]:
-    """Tensors of the checkpoint. Those of one leaf follow each other layer by layer, so few rows are held at once."""
+    """Returns the tensors of the checkpoint.
+
+    Those of one leaf follow each other layer by layer, so few rows are held at once.
+    """
     copies: dict[str, list[str]] = {}
     for duplicate in layout.duplicates(cfg):
         if duplicate.required:
@@ -177,7 +180,7 @@ def _written_dtype(path: str, stacks: Stacks) -> np.dtype:
 
 
 def _settings(cfg: ModelConfig, tensors: Sequence[OutTensor]) -> dict[str, Any]:
-    """Content of config.json, with a quantization that matches the tensors."""
+    """Returns the content of config.json, with a quantization that matches the tensors."""
     quantized = any(t.dtype == E4M3 for t in tensors)
     if quantized and cfg.fp8 is None:
         raise ValueError("the parameters hold FP8 weights but the configuration's fp8 is None")

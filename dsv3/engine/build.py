@@ -33,25 +33,25 @@ _log = logging.getLogger(__name__)
 
 
 def bundled_model() -> Path:
-    """Directory of the small model that ships with the package."""
+    """Returns the directory of the small model that ships with the package."""
     return Path(dsv3.__file__).parent / "bundled"
 
 
 def build_engine(
     model_dir: str | os.PathLike[str], options: EngineOptions | None = None, *, progress: bool = True
 ) -> Engine:
-    """An engine with the weights of a Hugging Face model directory; call `warm_up` before the first request.
+    """Builds an engine with the weights of a Hugging Face model directory; call `warm_up` before the first request.
 
     `progress` shows a bar while weights load. Raises `ConfigError` or `CheckpointError` for a directory that cannot
     be served, ValueError where the limits do not fit the device.
     """
     parts = load_parts(model_dir, options or EngineOptions(), progress=progress)
-    _log.info("cache: %d pages of 64 tokens, up to %d tokens a request", parts.cfg.num_pages, parts.cfg.max_model_len)
+    _log.info("cache: %d pages of 64 tokens, up to %d tokens per request", parts.cfg.num_pages, parts.cfg.max_model_len)
     return Engine(parts)
 
 
 def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, progress: bool = True) -> Parts:
-    """The parts of an engine, as `build_engine` puts them together; raises as it does.
+    """Loads the parts of an engine, as `build_engine` puts them together; raises as it does.
 
     Called in each process of an instance, it reads what this one's devices hold. Limits suit this process's devices.
     """
@@ -81,7 +81,7 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
 def _functions(
     model_dir: str | os.PathLike[str], cfg: ModelConfig, options: EngineOptions, mesh: Mesh, dtype: Any, progress: bool
 ) -> tuple[StepFunctions, Any]:
-    """The step functions, and the parameters as they take them, each device's share read to it."""
+    """Returns the step functions, and the parameters as they take them, each device's share read to it."""
     read = Reading(dtype, options.fp8, progress)
     if not options.spreads_experts:
         functions = model_functions()
@@ -95,7 +95,7 @@ def _functions(
 
 
 def rich_progress(description: str = "compiling") -> tuple[Any, Progress]:
-    """A progress bar on the terminal (a context manager) and the callback that drives it."""
+    """Returns a progress bar on the terminal (a context manager) and the callback that drives it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -113,7 +113,7 @@ def rich_progress(description: str = "compiling") -> tuple[Any, Progress]:
 
 
 def _devices(ranks: int | None, shards: int) -> list[jax.Device]:
-    """The devices of `ranks` ranks of `shards` each, those of a process next to each other, equally many of each."""
+    """Returns devices of `ranks` ranks of `shards` each, those of a process side by side, equally many of each."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if jax.process_count() == 1:
         needed = (ranks or 1) * shards
@@ -142,7 +142,7 @@ def _hardware(devices: list[jax.Device], mine: jax.Device, shards: int) -> Hardw
 
 
 def _move_bytes(functions: StepFunctions, params: Any) -> int:
-    """Working memory of a program that moves a layer's experts."""
+    """Returns the working memory of a program that moves a layer's experts."""
     return 0 if functions.experts is None else LAYERS_HELD * layer_bytes(functions.experts, params)
 
 

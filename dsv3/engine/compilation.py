@@ -22,7 +22,7 @@ class CompilationCounter:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Compilations of this thread count from here to the end of the block, and are logged as a warning."""
+        """Counts this thread's compilations until the end of the block, and logs them as a warning."""
         before = getattr(_watched, "counter", None)
         _watched.counter = self
         try:
@@ -44,7 +44,7 @@ jax.monitoring.register_event_duration_secs_listener(_on_event)  # jax offers no
 
 
 def default_cache_directory() -> Path:
-    """Where compiled programs are kept between runs: `dsv3/xla` in the user's cache directory."""
+    """Returns where compiled programs are kept between runs: `dsv3/xla` in the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "dsv3" / "xla"
 

@@ -85,7 +85,10 @@ class EngineConfig:
         return (*prefill, *(("decode", size) for size in self.decode_buckets))
 
     def prefill_rows(self, tokens: int) -> int:
-        """Requests that share a prefill batch of the bucket `tokens`; one of the decode buckets, for the sampler."""
+        """Returns how many requests share a prefill batch of the bucket `tokens`.
+
+        One of the decode buckets, for the sampler.
+        """
         return self._prefill_rows[tokens]
 
     @functools.cached_property

@@ -218,6 +218,9 @@ class Engine:
         )
 
     def _next_seed(self) -> int:
-        """A 64-bit seed for a request that brings none; another one each time, the same series for the same engine."""
+        """Returns a 64-bit seed for a request that brings none.
+
+        Another one each time, the same series for the same engine.
+        """
         state = np.random.SeedSequence(entropy=self._seeds.entropy, spawn_key=(next(self._seed_counter),))
         return int(state.generate_state(1, np.uint64).view(np.int64)[0])

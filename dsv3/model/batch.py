@@ -42,7 +42,7 @@ class DecodeBatch:
 
 
 def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:
-    """The first and the second half of the rows; a chunk cut in two finds its first part in the cache as context."""
+    """Splits a batch by rows; a chunk cut in two finds its first part in the cache as context."""
     T = batch.tokens.shape[0]
     middle = T // 2
     first = jnp.minimum(batch.cu_lengths, middle)
@@ -60,6 +60,6 @@ def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:
 
 
 def split_decode(batch: DecodeBatch) -> tuple[DecodeBatch, DecodeBatch]:
-    """The first and the second half of the requests."""
+    """Splits a batch by requests, in equal halves."""
     middle = batch.lengths.shape[0] // 2
     return jax.tree.map(lambda a: a[:middle], batch), jax.tree.map(lambda a: a[middle:], batch)

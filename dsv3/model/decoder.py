@@ -57,7 +57,7 @@ class Stack:
         return self.layers.moe
 
     def experts(self, layer: Index, numerics: Numerics) -> ExpertLayer:
-        """The experts of one layer."""
+        """Returns the experts of one layer."""
         return ExpertLayer(self.moe, layer, numerics, self.placement)
 
 
@@ -101,13 +101,13 @@ def run_layer(
 def attention_block(
     stack: Stack, layer: Index, context: LayerContext, x: jax.Array, state: Any
 ) -> tuple[jax.Array, Any]:
-    """`x` `[T, D]` after attention and its residual, and the attention state."""
+    """Runs attention and its residual on `x` `[T, D]`; returns that and the attention state."""
     heads, state = core(stack, layer, context, queries(stack, layer, context, x), state)
     return output(stack, layer, context, x, heads), state
 
 
 def queries(stack: Stack, layer: Index, context: LayerContext, x: jax.Array) -> Projected:
-    """The part of attention before its core: norm and projections of `x` `[T, D]`."""
+    """Computes the part of attention before its core: norm and projections of `x` `[T, D]`."""
     layers, cfg = stack.layers, context.cfg
     with jax.named_scope("attention"):
         normed = rms_norm(x, layer_slice(layers.input_norm, layer), cfg.rms_norm_eps)
@@ -116,13 +116,13 @@ def queries(stack: Stack, layer: Index, context: LayerContext, x: jax.Array) -> 
 
 @jax.named_scope("attention")
 def core(stack: Stack, layer: Index, context: LayerContext, tokens: Projected, state: Any) -> tuple[jax.Array, Any]:
-    """Cache write and attention core: `[T, H, V]` of the heads of this device, and the attention state."""
+    """Writes the cache and attends: `[T, H, V]` of the heads of this device, and the attention state."""
     return context.attend(tokens, stack.layers.attention, layer, stack.first_cache_layer + layer, state)
 
 
 @jax.named_scope("attention")
 def output(stack: Stack, layer: Index, context: LayerContext, x: jax.Array, heads: jax.Array) -> jax.Array:
-    """`x` `[T, D]` after the output projection of `heads` `[T, H, V]` and the residual."""
+    """Returns `x` `[T, D]` after the output projection of `heads` `[T, H, V]` and the residual."""
     out = linear(heads.reshape(heads.shape[0], -1), stack.layers.attention.o, layer, context.numerics)
     return x + context.routed.shards.sum(out)
 
@@ -138,13 +138,13 @@ def choose_experts(stack: Stack, layer: Index, context: LayerContext, normed: ja
 
 @jax.named_scope("shared_expert")
 def shared_expert(stack: Stack, layer: Index, context: LayerContext, normed: jax.Array) -> jax.Array | None:
-    """The shared expert's part `[T, D]`, added unscaled; None in a model without one."""
+    """Returns the shared expert's part `[T, D]`, added unscaled; None in a model without one."""
     shared = stack.moe.shared
     return None if shared is None else context.routed.shards.sum(mlp(normed, shared, layer, context.numerics))
 
 
 def add_experts(x: jax.Array, y: jax.Array, shared: jax.Array | None) -> jax.Array:
-    """The residual stream `x` with the routed experts' sums `y` and the shared expert's part, `[T, D]` each."""
+    """Returns the residual stream `x` plus the routed experts' sums `y` and the shared expert's part, `[T, D]` each."""
     return x + y if shared is None else x + y + shared
 
 
@@ -173,17 +173,20 @@ def run_decoder(
 
 
 def final_norm(params: Params, cfg: ModelConfig, x: jax.Array) -> jax.Array:
-    """Hidden states `[T, D]` after the main model's final norm."""
+    """Returns the hidden states `[T, D]` after the main model's final norm."""
     return rms_norm(x, params.norm, cfg.rms_norm_eps)
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
-    """Embeddings `[..., D]` of `tokens` `[...]`; ids out of range give the last row, never undefined memory."""
+    """Returns the embeddings `[..., D]` of `tokens` `[...]`.
+
+    Ids out of range give the last row, never undefined memory.
+    """
     return params.embed.at[tokens].get(mode="clip")
 
 
 @jax.named_scope("head")
 def logits(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """Logits float32 `[..., W]` of hidden states `[..., D]` taken after the final norm."""
+    """Returns the logits float32 `[..., W]` of hidden states `[..., D]` taken after the final norm."""
     head = params.embed if cfg.tie_word_embeddings else params.head
     return jnp.einsum("...d,wd->...w", hidden, head, preferred_element_type=jnp.float32)

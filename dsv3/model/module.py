@@ -28,25 +28,25 @@ class DeepseekV3(nnx.Module):
     """
 
     def __init__(self, cfg: ModelConfig, params: Params):
-        """A module around existing parameters; shares their arrays."""
+        """Wraps existing parameters; shares their arrays."""
         self.cfg = cfg
         _set_fields(self, params)
 
     @classmethod
     def create(cls, cfg: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, std: float = 0.02) -> "DeepseekV3":
-        """Random parameters in `dtype` (router float32), normal with standard deviation `std`."""
+        """Returns random parameters in `dtype` (router float32), normal with standard deviation `std`."""
         return cls(cfg, initialize(cfg, rngs.params(), dtype, std=std))
 
     def params(self) -> Params:
-        """The plain tree that the served steps and `forward` take; shares the module's arrays."""
+        """Returns the plain tree that the served steps and `forward` take; shares the module's arrays."""
         return _collect(declare(self.cfg), self)
 
     def __call__(self, tokens: jax.Array, *, with_mtp: bool = False) -> ForwardOutput:
-        """`forward` on `tokens` `[B, S]` int32."""
+        """Runs `forward` on `tokens` `[B, S]` int32."""
         return forward(self.params(), self.cfg, tokens, with_mtp=with_mtp)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits float32 `[..., W]` of hidden states `[..., D]`."""
+        """Returns the logits float32 `[..., W]` of hidden states `[..., D]`."""
         return logits(self.params(), self.cfg, hidden)
 
 

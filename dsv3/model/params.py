@@ -40,7 +40,10 @@ class ParamSpec:
     as_stored: bool = False
 
     def dtype_in(self, model: Any, checkpoint: Iterable[Any] = ()) -> np.dtype:
-        """Dtype of this parameter in a model of dtype `model`; `checkpoint` are the dtypes of its tensors, if any."""
+        """Returns the dtype of this parameter in a model of dtype `model`.
+
+        `checkpoint` are the dtypes of its tensors, if any.
+        """
         model = jnp.dtype(model)
         follows = self.dtype is None or (self.as_stored and {jnp.dtype(t) for t in checkpoint} == {model})
         return model if follows else jnp.dtype(self.dtype)
@@ -133,7 +136,7 @@ class Params:
 
 
 def declare(cfg: ModelConfig) -> Params:
-    """Parameter tree of `cfg` with a `ParamSpec` at every leaf."""
+    """Returns the parameter tree of `cfg` with a `ParamSpec` at every leaf."""
     D, W, M = cfg.hidden_size, cfg.vocab_size, cfg.num_nextn_predict_layers
     return Params(
         embed=ParamSpec((W, D), ("vocab", None)),
@@ -207,12 +210,12 @@ def _norm(L: int, width: int) -> ParamSpec:
 
 
 def abstract(cfg: ModelConfig, dtype: Any) -> Params:
-    """Shapes and dtypes of the parameters as `initialize` makes them in `dtype` (leaves are `jax.ShapeDtypeStruct`)."""
+    """Returns what `initialize` makes in `dtype`, with `jax.ShapeDtypeStruct` for arrays."""
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype_in(dtype)), declare(cfg))
 
 
 def initialize(cfg: ModelConfig, key: jax.Array, dtype: Any, *, std: float = 0.02) -> Params:
-    """Random parameters: normal with standard deviation `std`, ones for norms, zeros for the router's bias."""
+    """Returns random parameters: normal with standard deviation `std`, ones for norms, zeros for the router's bias."""
     specs, tree = jax.tree.flatten(declare(cfg))
     keys = jax.random.split(key, len(specs))
     return jax.tree.unflatten(tree, [_draw(s, k, dtype, std) for s, k in zip(specs, keys, strict=True)])

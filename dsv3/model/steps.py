@@ -36,7 +36,7 @@ class StepOutput:
 
     @classmethod
     def from_tally(cls, hidden: jax.Array, pages: jax.Array, tally: Tally | None) -> "StepOutput":
-        """The output of a step whose experts gave `tally` by layer."""
+        """Returns the output of a step whose experts gave `tally` by layer."""
         if tally is None:
             return cls(hidden, pages, None, None)
         rounds = None if tally.rounds is None else tally.rounds.sum(axis=0)
@@ -107,7 +107,7 @@ def decode(
 def _prefill_context(
     cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, backend: Backend | None, routed: RoutedExperts
 ) -> LayerContext:
-    """What the layers of a prefill step, or of one micro-batch of it, have in common."""
+    """Returns what the layers of a prefill step, or of one micro-batch of it, have in common."""
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     return LayerContext(
         cfg=cfg,
@@ -122,7 +122,7 @@ def _prefill_context(
 def _decode_context(
     cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, backend: Backend | None, routed: RoutedExperts
 ) -> LayerContext:
-    """What the layers of a decode step, or of one micro-batch of it, have in common."""
+    """Returns what the layers of a decode step, or of one micro-batch of it, have in common."""
     positions = decode_positions(batch).reshape(-1)
     heads = cfg.num_attention_heads // routed.shards.size
     return LayerContext(

@@ -26,11 +26,14 @@ class Shards:
     size: int
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """The sum of the devices' partial results `x`."""
+        """Sums the devices' partial results `x`."""
         return x if self.size == 1 else jax.lax.psum(x, TENSOR)
 
     def part(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """This device's `ceil(T / size)` of the rows of `x` `[T, ...]`; the last ones may be padding, of `fill`."""
+        """Returns this device's `ceil(T / size)` of the rows of `x` `[T, ...]`.
+
+        The last ones may be padding, of `fill`.
+        """
         if self.size == 1:
             return x
         rows = -(-x.shape[0] // self.size)
@@ -39,7 +42,7 @@ class Shards:
         return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(TENSOR) * rows, rows)
 
     def join(self, x: jax.Array, rows: int) -> jax.Array:
-        """The parts of all devices, in order: `[rows, ...]`."""
+        """Joins the parts of all devices, in order: `[rows, ...]`."""
         return x if self.size == 1 else jax.lax.all_gather(x, TENSOR, axis=0, tiled=True)[:rows]
 
 
@@ -77,7 +80,7 @@ def _check_blocks(path: str, spec: ParamSpec, cfg: ModelConfig, shards: int) -> 
 
 
 def _runs(axis: str | None, size: int, cfg: ModelConfig, shards: int) -> tuple[int, ...]:
-    """Lengths of the runs of rows that a device holds of a split axis."""
+    """Returns the lengths of the runs of rows that a device holds of a split axis."""
     if axis == "heads_latent":
         return (size - cfg.latent_dim) // shards, cfg.latent_dim
     if axis == "gate_up":
@@ -86,7 +89,9 @@ def _runs(axis: str | None, size: int, cfg: ModelConfig, shards: int) -> tuple[i
 
 
 def row_order(spec: ParamSpec, cfg: ModelConfig, shards: int) -> np.ndarray | None:
-    """Which row of a declared stack `[L, rows, ...]` each row of the arranged one is; None where it stays as it is.
+    """Returns which row of a declared stack `[L, rows, ...]` each row of the arranged one is.
+
+    None where it stays as it is.
 
     Arranged, the i-th of `shards` equal parts is what device i needs. "gate_up": its gate rows, then its up rows.
     "heads_latent": the rows of its heads, then all latent rows, which are thus there `shards` times.
@@ -103,7 +108,7 @@ def row_order(spec: ParamSpec, cfg: ModelConfig, shards: int) -> np.ndarray | No
 
 
 def arrange(params: Params, cfg: ModelConfig, shards: int) -> Params:
-    """The parameters with fused rows in an order that contiguous shards are right for (`row_order`).
+    """Returns the parameters with fused rows in an order that contiguous shards are right for (`row_order`).
 
     Works on arrays of any kind, and under `jax.eval_shape` on their shapes. Raises ValueError as `check_shards`.
     """

@@ -59,7 +59,7 @@ class Collective:
 
 
 def collectives(module: hlo.Module, devices_per_node: int) -> tuple[Collective, ...]:
-    """Every collective of a program, in the order it runs; devices are numbered node after node."""
+    """Returns every collective of a program, in the order it runs; devices are numbered node after node."""
     return tuple(_walk(module, module[module.entry], 1, False, devices_per_node))
 
 
@@ -77,7 +77,7 @@ def _walk(
 
 
 def core_of(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction | None:
-    """The collective that an instruction is or starts, bare or wrapped in a fusion; None for any other one."""
+    """Returns the collective that an instruction is or starts, bare or wrapped in a fusion; None for any other one."""
     if instruction.opcode.removesuffix("-start") in _KINDS:
         return instruction
     if instruction.opcode not in ("fusion-start", "async-start", "fusion"):
@@ -141,7 +141,7 @@ def _sent_bytes(kind: str, operand: int, group: int) -> int:
 
 
 def done_of(computation: hlo.Computation, index: int) -> int:
-    """Index of the instruction that waits for the one at `index`; itself where it is synchronous."""
+    """Returns the index of the instruction that waits for the one at `index`; itself where it is synchronous."""
     instruction = computation.instructions[index]
     if not instruction.opcode.endswith("-start"):
         return index
@@ -159,7 +159,7 @@ def _between(module: hlo.Module, computation: hlo.Computation, started: int, don
 
 
 def is_matrix_work(module: hlo.Module, instruction: hlo.Instruction) -> bool:
-    """Whether an instruction is a matrix product or an attention kernel, or a loop that runs one."""
+    """Returns whether an instruction is a matrix product or an attention kernel, or a loop that runs one."""
     if instruction.opcode == "custom-call":
         is_kernel = any(target in instruction.attributes for target in ('"mosaic_gpu', '"__cublas', '"__triton'))
         return is_kernel and not any(word in instruction.op_name for word in _ELEMENTWISE_KERNELS)
@@ -171,18 +171,18 @@ def is_matrix_work(module: hlo.Module, instruction: hlo.Instruction) -> bool:
 
 
 def role_of(instruction: hlo.Instruction) -> str:
-    """Purpose of a collective: dispatch, combine, or the stage whose sum it completes."""
+    """Returns the purpose of a collective: dispatch, combine, or the stage whose sum it completes."""
     roles = (scope for scope in reversed(instruction.scopes) if scope in _ROLES)
     return next(roles, label_of(instruction) or "other")
 
 
 def label_of(instruction: hlo.Instruction) -> str | None:
-    """The stage of a layer that an instruction belongs to: the innermost of `LABELS` around it."""
+    """Returns the stage of a layer that an instruction belongs to: the innermost of `LABELS` around it."""
     return next((scope for scope in reversed(instruction.scopes) if scope in LABELS), None)
 
 
 def first_group(instruction: hlo.Instruction, num_partitions: int) -> tuple[int, ...]:
-    """Devices of the group that device 0 is in."""
+    """Returns the devices of the group that device 0 is in."""
     text = instruction.attributes
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
         return _mesh_group(match[1], match[2])
@@ -218,6 +218,6 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _result(shape: str) -> str:
-    """The result in the shape of a start, `((operands), results, ...)`."""
+    """Returns the result in the shape of a start, `((operands), results, ...)`."""
     arrays = re.findall(r"[a-z]\w*\[[\d,]*\]", shape)
     return arrays[-1] if arrays else shape

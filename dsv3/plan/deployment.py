@@ -115,7 +115,7 @@ class Deployment:
 
 
 def read_deployment(path: Path, devices: Mapping[str, Device]) -> Deployment:
-    """The deployment in a JSON or TOML file (by suffix) with the fields of `Deployment`.
+    """Reads the deployment in a JSON or TOML file (by suffix) with the fields of `Deployment`.
 
     `device` is a name from `devices`, or an object with the fields of `Device`. Raises DeploymentError naming file and
     field.
@@ -148,7 +148,10 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
-    """A dataclass from untyped values; every field must be known, present unless it has a default, and of its type."""
+    """Builds a dataclass from untyped values.
+
+    Every field must be known, present unless it has a default, and of its type.
+    """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(values.keys() - fields.keys()):
         raise DeploymentError(f"{where}{unknown[0]} is not a field; fields are {', '.join(fields)}")

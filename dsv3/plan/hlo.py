@@ -78,7 +78,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The module in `text`. Raises HloError where it is not scheduled or a line is in an unknown form."""
+    """Reads the module in `text`. Raises HloError where it is not scheduled or a line is in an unknown form."""
     header, _, body = text.partition("\n")
     if not header.startswith("HloModule") or "is_scheduled=true" not in header:
         raise HloError(f"not a scheduled HLO module: {header[:100]!r}")
@@ -139,7 +139,7 @@ def _end_of_shape(line: str, start: int) -> int:
 
 
 def _closing(line: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
+    """Returns the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(line, start):
         depth += 1 if match[0] == "(" else -1
@@ -149,7 +149,7 @@ def _closing(line: str, start: int) -> int:
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of an array, or of all arrays of a tuple."""
+    """Returns the bytes of an array, or of all arrays of a tuple."""
     return sum(_array_bytes(dtype, dims) for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape))
 
 
@@ -159,7 +159,7 @@ def _array_bytes(dtype: str, dims: str) -> int:
 
 
 def item_bits(dtype: str) -> int:
-    """Bits of one element: "bf16" has 16, "f8e4m3fn" 8."""
+    """Returns the bits of one element: "bf16" has 16, "f8e4m3fn" 8."""
     if dtype in ITEM_BITS:
         return ITEM_BITS[dtype]
     match = re.match(r"[a-z]+(\d+)", dtype)

@@ -65,7 +65,7 @@ class Memory:
 
 
 def memory_of(planned: LaidOut, steps: Sequence[Compiled] = ()) -> Memory:
-    """The memory of one device; of the compiled `steps` one runs at a time."""
+    """Returns the memory of one device; of the compiled `steps` one runs at a time."""
     layout = planned.layout
     return Memory(
         weights=weight_groups(planned.params),
@@ -78,7 +78,7 @@ def memory_of(planned: LaidOut, steps: Sequence[Compiled] = ()) -> Memory:
 
 
 def weight_groups(params: Any) -> dict[str, int]:
-    """Bytes of parameters on one device, by group; the scales of FP8 weights belong to their group."""
+    """Returns the bytes of parameters on one device, by group; the scales of FP8 weights belong to their group."""
     groups = dict.fromkeys((*_GROUPS, _REST), 0)
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     for keys, leaf in flat:
@@ -89,6 +89,6 @@ def weight_groups(params: Any) -> dict[str, int]:
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes that one device holds of a tree of `ShapeDtypeStruct`s with shardings."""
+    """Returns the bytes that one device holds of a tree of `ShapeDtypeStruct`s with shardings."""
     shapes = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree))
     return sum(math.prod(shape) * itemsize for shape, itemsize in shapes)

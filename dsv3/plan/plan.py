@@ -67,13 +67,13 @@ def make_plan(
 
 
 def phases(deployment: Deployment) -> Sequence[Phase]:
-    """The kinds of steps that the deployment runs."""
+    """Returns the kinds of steps that the deployment runs."""
     sizes: dict[Phase, int] = {"prefill": deployment.prefill_tokens, "decode": deployment.decode_requests}
     return [phase for phase, size in sizes.items() if size]
 
 
 def step_plan(planned: LaidOut, compiled: Compiled) -> StepPlan:
-    """What a compiled step's text says, and how long it could take."""
+    """Reads what a compiled step's text says, and estimates how long it could take."""
     deployment = planned.deployment
     module = hlo.parse(compiled.text)
     found = collectives(module, deployment.gpus_per_node)
@@ -99,7 +99,7 @@ def step_plan(planned: LaidOut, compiled: Compiled) -> StepPlan:
 
 
 def stages_of(planned: LaidOut, compiled: Compiled, rates: roofline.Rates, micro_batches: int) -> dict[str, float]:
-    """Seconds of each stage of a layer for one of `micro_batches`."""
+    """Returns the seconds of each stage of a layer for one of `micro_batches`."""
     deployment, model = planned.deployment, planned.model
     context, hits = deployment.context_length, deployment.prefix_hit_rate
     is_prefill = compiled.phase == "prefill"
@@ -115,7 +115,7 @@ def stages_of(planned: LaidOut, compiled: Compiled, rates: roofline.Rates, micro
 
 
 def experts_per_device(planned: LaidOut) -> int:
-    """Copies of experts in each layer on one device."""
+    """Returns the copies of experts in each layer on one device."""
     deployment, experts = planned.deployment, planned.model.n_routed_experts
     spread = deployment.devices if deployment.expert_parallel else 1
     return (experts + deployment.redundant_experts) // spread

@@ -80,7 +80,7 @@ class LaidOut:
 
 
 def lay_out(model: ModelConfig, deployment: Deployment) -> LaidOut:
-    """Shapes and places of everything, with a page pool that just holds the requests of `deployment`.
+    """Returns the shapes and places of everything, with a page pool that just holds the requests of `deployment`.
 
     MTP modules are left out: they are not served. Raises DeploymentError where the model does not divide over the
     devices, `AotUnavailableError` without the CUDA plugin.
@@ -122,7 +122,7 @@ def compile_step(planned: LaidOut, phase: Phase) -> Compiled:
 
 
 def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
-    """The engine's limits: a pool for the tokens of `cache_tokens`, and as long a request as fits it."""
+    """Returns the engine's limits: a pool for the tokens of `cache_tokens`, and as long a request as fits it."""
     num_pages = pages_for(cache_tokens(deployment))
     wanted = deployment.max_model_len or model.max_position_embeddings
     return EngineConfig(
@@ -138,7 +138,7 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
 
 
 def cache_tokens(deployment: Deployment) -> int:
-    """Tokens that a rank's cache must hold, in whole pages per request.
+    """Returns the tokens that a rank's cache must hold, in whole pages per request.
 
     Decode needs all requests at their mean length, prefill the prompts of one step and the part of them found cached.
     """
@@ -149,7 +149,7 @@ def cache_tokens(deployment: Deployment) -> int:
 
 
 def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
-    """Shapes of the parameters as the step functions take them: FP8 where the checkpoint is, else bfloat16."""
+    """Returns shapes of the parameters as the step functions take them: FP8 as in the checkpoint, else bfloat16."""
     redundant = deployment.redundant_experts
 
     def leaf(spec: ParamSpec) -> Any:
@@ -173,7 +173,10 @@ def _integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _placed(params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Shapes with their shardings; one partition may stand for a whole subtree (an FP8 weight and its scales)."""
+    """Returns the shapes with their shardings.
+
+    One partition may stand for a whole subtree (an FP8 weight and its scales).
+    """
 
     def place(spec: PartitionSpec, part: Any) -> Any:
         sharding = NamedSharding(mesh, spec)

@@ -18,7 +18,7 @@ GB = 1e9
 
 
 def render(plan: Plan) -> Group:
-    """The tables: memory, then collectives and estimate of each step, then the verdict."""
+    """Renders the tables: memory, then collectives and estimate of each step, then the verdict."""
     deployment = plan.deployment
     title = (
         f"{plan.model_name}, {deployment.name}: {deployment.nodes} x {deployment.gpus_per_node} "
@@ -31,7 +31,7 @@ def render(plan: Plan) -> Group:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything in the plan under plain names; bytes, seconds, tokens."""
+    """Returns everything in the plan under plain names; bytes, seconds, tokens."""
     memory = plan.memory
     return {
         "model": plan.model_name,

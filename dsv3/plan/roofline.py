@@ -61,7 +61,7 @@ class Rates:
 
 
 def rates_of(device: Device, model: ModelConfig) -> Rates:
-    """What published kernels would reach on `device`; products are bf16 where the model is not FP8."""
+    """Returns what published kernels would reach on `device`; products are bf16 where the model is not FP8."""
     product = device.fp8_flops if model.fp8 else device.bf16_flops
     hbm = device.hbm_bytes_per_second
     return Rates(
@@ -98,7 +98,7 @@ class Sizes:
 
 
 def sizes_of(model: ModelConfig) -> Sizes:
-    """187.1M attention weights per layer and 44.04M per expert for DeepSeek-V3."""
+    """Returns the sizes of a model: 187.1M attention weights per layer and 44.04M per expert for DeepSeek-V3."""
     D, H, Q = model.hidden_size, model.num_attention_heads, model.q_lora_rank
     queries = H * model.qk_head_dim
     expert = 3 * D * model.moe_intermediate_size
@@ -138,7 +138,7 @@ def floor_decode(
     experts_per_device: int,
     cache_dtype: str = "bfloat16",
 ) -> DecodeFloor:
-    """The bare roofline of one device that decodes `requests` with `context` tokens each.
+    """Returns the bare roofline of one device that decodes `requests` with `context` tokens each.
 
     The wire carries each chosen expert's copy of a token over the slower link, as DeepEP's low-latency kernels do.
     """
@@ -159,12 +159,12 @@ def floor_decode(
 
 
 def core_operations(model: ModelConfig) -> int:
-    """Operations of absorbed attention for one query token and one cached token."""
+    """Returns the operations of absorbed attention for one query token and one cached token."""
     return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
 
 
 def wire_rows(model: ModelConfig) -> tuple[int, int]:
-    """Bytes of a row on dispatch (FP8 and scales, or bf16) and on combine (bf16)."""
+    """Returns the bytes of a row on dispatch (FP8 and scales, or bf16) and on combine (bf16)."""
     D = model.hidden_size
     return (D + 4 * -(-D // 128) if model.fp8 else 2 * D), 2 * D
 
@@ -184,7 +184,7 @@ class MicroBatch:
 
 
 def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[str, float]:
-    """Seconds of each stage of one layer for a decode micro-batch."""
+    """Returns the seconds of each stage of one layer for a decode micro-batch."""
     sizes, b, n = sizes_of(model), batch.tokens, batch.split
     item = 1 if model.fp8 else 2
 
@@ -209,7 +209,10 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[s
 
 
 def prefill_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[str, float]:
-    """Seconds of each stage of one layer for a prefill micro-batch; compute-bound, so proportional to the tokens."""
+    """Returns the seconds of each stage of one layer for a prefill micro-batch.
+
+    Compute-bound, so proportional to the tokens.
+    """
     sizes, n = sizes_of(model), batch.split
 
     def seconds(elements: float) -> float:

@@ -28,7 +28,7 @@ class Block:
 
 
 def name_of(block: Block) -> str:
-    """Stage and micro-batch: "experts 1"."""
+    """Names stage and micro-batch: "experts 1"."""
     return block.label if block.micro_batch is None else f"{block.label} {block.micro_batch}"
 
 
@@ -87,7 +87,7 @@ class Player:
         self._layer_clock = _Clock()
 
     def play(self) -> Timeline:
-        """The whole step."""
+        """Plays the whole step."""
         clock = self._run(self._module[self._module.entry])
         layer = self._layer_clock
         layers = (self._layer.trips or 1) if self._layer else 0
@@ -150,7 +150,7 @@ class Player:
 
 
 def layer_loop(module: hlo.Module) -> hlo.Instruction | None:
-    """The loop over the MoE layers: of those in the entry whose trips are known, the one with the most experts."""
+    """Finds the loop over the MoE layers: of those in the entry with known trips, the one with the most experts."""
     loops = [i for i in module[module.entry].instructions if i.opcode == "while" and i.trips is not None]
     weighed = [(_products(module, module[loop.called[0]]).get("experts", 0), n) for n, loop in enumerate(loops)]
     experts, number = max(weighed, default=(0, 0))
@@ -158,7 +158,10 @@ def layer_loop(module: hlo.Module) -> hlo.Instruction | None:
 
 
 def is_worth_playing(module: hlo.Module, name: str) -> bool:
-    """Whether a computation has matrix work or collectives; searches and sorts are part of the stages around them."""
+    """Returns whether a computation has matrix work or collectives.
+
+    Searches and sorts are part of the stages around them.
+    """
     return any(is_matrix_work(module, i) or core_of(module, i) for i in module[name].instructions)
 
 
@@ -172,7 +175,7 @@ def _products(module: hlo.Module, computation: hlo.Computation) -> dict[str, int
 
 
 def _products_elsewhere(module: hlo.Module) -> dict[str, float]:
-    """Products of a stage outside of the MoE layers: in one pass of a loop over dense layers, or in the entry."""
+    """Counts a stage's products outside of the MoE layers: in one pass over dense layers, or in the entry."""
     entry = module[module.entry]
     loops = [i for i in entry.instructions if i.opcode == "while" and i.trips is not None]
     counts: dict[str, float] = dict(_products(module, entry))
@@ -182,7 +185,7 @@ def _products_elsewhere(module: hlo.Module) -> dict[str, float]:
 
 
 def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """Blocks in the order they start; neighbours of one lane, label and micro-batch are one."""
+    """Returns the blocks in the order they start; neighbours of one lane, label and micro-batch are one."""
     result: list[Block] = []
     last: dict[str, int] = {}
     for block in blocks:

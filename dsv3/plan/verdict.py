@@ -21,7 +21,7 @@ class Verdict:
 
 
 def judge(memory: Memory, deployment: Deployment, num_experts: int) -> Verdict:
-    """The verdict on a plan's memory; `num_experts` is the model's number of routed experts."""
+    """Judges a plan's memory; `num_experts` is the model's number of routed experts."""
     device = deployment.device
     limit = f"{memory.budget / GB:.1f} GB ({deployment.memory_utilization:g} of {device.memory_bytes / GB:g} GB)"
     parts = f"weights {sum(memory.weights.values()) / GB:.1f}, cache {memory.cache / GB:.1f}"
@@ -52,7 +52,7 @@ def _changes(memory: Memory, deployment: Deployment, num_experts: int) -> list[s
 
 
 def _smaller_batch(memory: Memory, deployment: Deployment) -> str | None:
-    """Fewer or shorter requests, where the weights leave room for at least one."""
+    """Advises fewer or shorter requests, where the weights leave room for at least one."""
     request = memory.cache_tokens // max(1, deployment.decode_requests)
     if not deployment.decode_requests or memory.tokens_left < request:
         return None
@@ -62,7 +62,7 @@ def _smaller_batch(memory: Memory, deployment: Deployment) -> str | None:
 
 
 def nodes_that_fit(memory: Memory, deployment: Deployment, num_experts: int) -> tuple[int, int] | None:
-    """The fewest nodes, and the fewest redundant experts that divide over them, with which everything would fit."""
+    """Finds the fewest nodes, with the fewest redundant experts that divide over them, that hold everything."""
     routed = memory.weights["routed experts"]
     replica = routed * deployment.devices // (num_experts + deployment.redundant_experts)
     rest = memory.needed - routed

@@ -46,7 +46,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for `messages`; special tokens are in it, so it is encoded without adding any.
+        """Returns the prompt for `messages`; special tokens are in it, so it is encoded without adding any.
 
         `continue_final_message` ends the prompt inside of the last message, for the model to go on with it.
         `kwargs` are the template's own switches; names outside of `ALLOWED_KWARGS` are refused.
@@ -79,7 +79,7 @@ class ChatTemplate:
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The environment Hugging Face templates are written for."""
+    """Returns the environment Hugging Face templates are written for."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -90,7 +90,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Plain JSON: jinja2's own filter escapes characters for HTML."""
+    """Returns plain JSON: jinja2's own filter escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -103,7 +103,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _marked(messages: Sequence[Message], mark: str) -> list[Message]:
-    """`messages` with a unique mark after the last one's text, where the prompt is to end."""
+    """Returns `messages` with a unique mark after the last one's text, where the prompt is to end."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
         raise TemplateError("continue_final_message needs a last message of the assistant with text")

@@ -8,7 +8,7 @@ from dsv3.text.pieces import Piece, Text
 class StopMatcher:
     """Watches a text for the first end of any of `patterns`, which may stretch over pieces.
 
-    One Knuth-Morris-Pratt automaton a pattern: each character costs amortised constant time whatever the text, and
+    One Knuth-Morris-Pratt automaton per pattern: each character costs amortised constant time whatever the text, and
     the automaton's state is the number of characters that may yet turn out to be part of a match.
     """
 

@@ -65,7 +65,9 @@ class Tokenizer:
         return cls(backend, config, _chat_template(directory, config))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` the beginning-of-sequence token comes first, never twice.
+        """Returns the token ids of `text`.
+
+        With `add_special_tokens` the beginning-of-sequence token comes first, never twice.
 
         Releases the interpreter lock, so that a thread may encode a huge text. Raises TokenizerError for text that is
         not Unicode (a lone surrogate).
@@ -83,19 +85,19 @@ class Tokenizer:
         return ids[1:] if ids[:2] == [self.bos_token_id] * 2 else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of whole token ids; bytes that are no UTF-8 become U+FFFD, unknown ids are nothing."""
+        """Returns the text of whole token ids; bytes that are no UTF-8 become U+FFFD, unknown ids are nothing."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return b"".join(self.token_bytes(i) for i in token_ids if i not in skipped).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; empty for an id without a token."""
+        """Returns the bytes a token stands for; empty for an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = _to_bytes(self._backend.id_to_token(token_id) or "")
         return known
 
     def token_text(self, token_id: int) -> str | None:
-        """The text a token stands for by itself; None where its bytes are a part of a character, or no UTF-8."""
+        """Returns the text a token stands for by itself; None where its bytes are no whole characters of UTF-8."""
         try:
             return self._texts[token_id]
         except KeyError:
@@ -107,7 +109,7 @@ class Tokenizer:
             return text
 
     def id_of(self, token: str) -> int | None:
-        """Id of a token given as it is written in the vocabulary, None if there is none."""
+        """Returns the id of a token given as it is written in the vocabulary, None if there is none."""
         return self._backend.token_to_id(token)
 
     def _id_of(self, role: str) -> int | None:
@@ -116,7 +118,7 @@ class Tokenizer:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for U+0100 onwards."""
+    """Returns GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for U+0100 onwards."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -126,7 +128,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _to_bytes(token: str) -> bytes:
-    """A token outside the alphabet (DeepSeek's markers) is its own UTF-8, as the library's ByteLevel decoder has it."""
+    """Returns a token's bytes; one outside the alphabet (DeepSeek's markers) is its own UTF-8, as in the library."""
     try:
         return bytes(_BYTE_OF_CHAR[c] for c in token)
     except KeyError:
@@ -156,7 +158,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` ...: written as a string or as an object with a `content` field."""
+    """Returns `bos_token`, `eos_token` ..., written as a string or as an object with a `content` field."""
     found = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -166,7 +168,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """`chat_template.jinja` wins over `tokenizer_config.json`; of several named templates the "default" is used."""
+    """Reads the chat template: `chat_template.jinja` wins over `tokenizer_config.json`, "default" among several."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text("utf-8")

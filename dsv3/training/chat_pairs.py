@@ -60,7 +60,7 @@ HAND_MADE_COPIES = 12
 
 
 def chat_pairs(docs: list[Document]) -> list[Pair]:
-    """All pairs in a fixed order: about `docs` (source files), about extension modules, then those made by hand."""
+    """Lists all pairs in a fixed order: about `docs` (source files), about extension modules, made by hand."""
     pairs: list[Pair] = []
     for doc in docs:
         if doc.name.endswith(".py") and _is_public_module(doc.name):
@@ -126,7 +126,10 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def _extension_pairs(module: str) -> Iterator[Pair]:
-    """Pairs about a module written in C, from its docstrings and those of its types' methods; it has no source file."""
+    """Returns the pairs about a module written in C, from its docstrings and those of its types' methods.
+
+    It has no source file.
+    """
     members = {f"{module}.{n}": value for n, value in vars(importlib.import_module(module)).items()}
     for name, value in list(members.items()):
         if isinstance(value, type) and not issubclass(value, BaseException):

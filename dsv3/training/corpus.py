@@ -26,18 +26,18 @@ class Document:
 
 
 def standard_library() -> Path:
-    """Directory of this interpreter's standard library."""
+    """Returns the directory of this interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def is_held_out(name: str) -> bool:
-    """Whether document `name` is held out for validation, as 2.5 % of all names are."""
+    """Returns whether document `name` is held out for validation, as 2.5 % of all names are."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_PART
 
 
 def source_files(root: Path) -> list[Path]:
-    """Python files below `root` in a fixed order, without installed packages, tests and generated tables."""
+    """Lists Python files below `root` in a fixed order, without installed packages, tests and generated tables."""
     files = []
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         relative = path.relative_to(root)
@@ -47,7 +47,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def documents(root: Path) -> list[Document]:
-    """All documents below `root` in a fixed order, without empty files."""
+    """Returns all documents below `root` in a fixed order, without empty files."""
     found: list[Document] = []
     for path in source_files(root):
         name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8", errors="replace")
@@ -66,7 +66,7 @@ def split_documents(docs: list[Document]) -> tuple[list[Document], list[Document
 
 
 def _topics(source: str) -> list[Document]:
-    """Sections of the language reference, from the dictionary that `pydoc_data.topics` assigns."""
+    """Returns the sections of the language reference, from the dictionary that `pydoc_data.topics` assigns."""
     assignment = next(node for node in ast.parse(source).body if isinstance(node, ast.Assign))
     topics = ast.literal_eval(assignment.value)
     return [Document(f"topics/{name}", text) for name, text in sorted(topics.items())]

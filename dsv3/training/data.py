@@ -75,7 +75,7 @@ def encode_documents(tokenizer: Tokenizer, docs: list[corpus.Document], rng: np.
 
 
 def encode_document(tokenizer: Tokenizer, text: str, rng: np.random.Generator | None) -> list[int]:
-    """Ids of `text`. With `rng` it is encoded in pieces that end after a blank, as users' prompts often do.
+    """Returns the ids of `text`. With `rng` it is encoded in pieces that end after a blank, as users' prompts often do.
 
     The tokenizer joins a blank to the word after it. So without the cuts the model would never see a blank as a token
     of its own, and could not continue a prompt such as "def ".
@@ -103,7 +103,7 @@ def pack(conversations: list[list[int]], length: int, rng: np.random.Generator) 
 
 
 def batch(data: Data, config: TrainingConfig, step: int) -> np.ndarray:
-    """Rows of training step `step`, int32 [batch_size, sequence_length]; every row begins with bos."""
+    """Returns the rows of training step `step`, int32 [batch_size, sequence_length]; every row begins with bos."""
     chat_step = step - (config.steps - config.chat_steps)
     chat_rows = round(config.batch_size * config.chat_fraction) if chat_step >= 0 else 0
     first = step * config.batch_size - max(chat_step, 0) * chat_rows
@@ -113,7 +113,9 @@ def batch(data: Data, config: TrainingConfig, step: int) -> np.ndarray:
 
 
 def text_row(stream: np.ndarray, config: TrainingConfig, index: int) -> np.ndarray:
-    """Row `index` of an endless series of rows [sequence_length]; each epoch has a new order and another offset.
+    """Returns row `index` of an endless series of rows [sequence_length].
+
+    Each epoch has a new order and another offset.
 
     A row holds consecutive documents that only eos separates, as in the DeepSeek-V3 report (4.1). Raises ValueError if
     the stream is shorter than one row.
@@ -135,7 +137,7 @@ def _chat_row(chat: np.ndarray, config: TrainingConfig, index: int) -> np.ndarra
 
 
 def held_out_batches(data: Data, config: TrainingConfig, limit: int | None = None) -> list[np.ndarray]:
-    """Batches of full rows of the held-out stream: all of them, or `limit` batches spread evenly over it.
+    """Returns the batches of full rows of the held-out stream: all of them, or `limit` batches spread evenly over it.
 
     Raises ValueError if the stream does not fill one batch.
     """

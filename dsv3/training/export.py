@@ -29,7 +29,7 @@ def export(directory: Path, state: TrainState, config: TrainingConfig, data: Pat
 
 
 def final_figures(state: TrainState, data: Data, config: TrainingConfig) -> dict[str, Any]:
-    """Losses over all held-out text (nats per token, bits per byte), and the share of MTP drafts accepted there."""
+    """Measures the losses over all held-out text (nats per token, bits per byte) and the MTP drafts accepted."""
     metrics = mean_metrics(state, held_out_batches(data, config), config)
     tokens_per_byte = len(data.held_out) / data.held_out_bytes
     return metrics | {"bits_per_byte": metrics["loss"] * tokens_per_byte / math.log(2)}

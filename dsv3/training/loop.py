@@ -93,7 +93,7 @@ class _Run:
 
 
 def mean_metrics(state: TrainState, batches: list[np.ndarray], config: TrainingConfig) -> dict[str, float]:
-    """Means of `evaluate` over `batches`, which all have one shape."""
+    """Returns the means of `evaluate` over `batches`, which all have one shape."""
     results = [jax.device_get(evaluate(state.params, tokens, config=config)) for tokens in batches]
     return {name: float(np.mean([r[name] for r in results])) for name in results[0]}
 

@@ -8,7 +8,7 @@ from dsv3.training.tokenizer import PAD_ID
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean over all targets but padding, in nats per token, a float32 scalar; 0 if all are padding.
+    """Returns the mean over all targets but padding, in nats per token, a float32 scalar; 0 if all are padding.
 
     `logits` are [B, S, W] and computed on in float32, `targets` [B, S] int32.
     """
@@ -20,12 +20,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def main_loss(output: ForwardOutput, tokens: jax.Array) -> jax.Array:
-    """Cross-entropy of token i + 1 given tokens 0 to i, for all i; `tokens` is [B, S]."""
+    """Returns the cross-entropy of token i + 1 given tokens 0 to i, for all i; `tokens` is [B, S]."""
     return cross_entropy(output.logits[:, :-1], tokens[:, 1:])
 
 
 def mtp_loss(output: ForwardOutput, tokens: jax.Array) -> jax.Array:
-    """Mean of the MTP modules' cross-entropies (DeepSeek-V3 report, equations 24 and 25, without lambda).
+    """Returns the mean of the MTP modules' cross-entropies (DeepSeek-V3 report, equations 24 and 25, without lambda).
 
     Module d, counted from 0, predicts token i + 2 + d at position i, so its last position has no target.
     """

@@ -21,7 +21,7 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; none if there is no file."""
+    """Reads the lines of a log; none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -26,7 +26,7 @@ class TrainState:
 
 
 def learning_rate(config: TrainingConfig) -> optax.Schedule:
-    """Schedule of the learning rate: a linear warm-up, then a cosine that ends at the last step."""
+    """Returns the learning rate's schedule: a linear warm-up, then a cosine that ends at the last step."""
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
@@ -37,7 +37,7 @@ def learning_rate(config: TrainingConfig) -> optax.Schedule:
 
 
 def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
-    """The optimiser: clipping by the global norm, then AdamW; norms and the router's bias do not decay."""
+    """Returns the optimiser: clipping by the global norm, then AdamW; norms and the router's bias do not decay."""
     decays = jax.tree.map(lambda spec: spec.init == "normal", declare(config.model))
     adamw = optax.adamw(
         learning_rate(config), config.adam_b1, config.adam_b2, weight_decay=config.weight_decay, mask=decays
@@ -46,13 +46,13 @@ def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
 
 
 def initial_state(config: TrainingConfig) -> TrainState:
-    """Random parameters from the run's seed, and no step done."""
+    """Returns random parameters from the run's seed, and no step done."""
     params = initialize(config.model, jax.random.key(config.seed), jnp.float32, std=config.init_std)
     return TrainState(params, optimizer(config).init(params), jnp.zeros((), jnp.int32))
 
 
 def compute_copy(params: Params, cfg: ModelConfig, dtype: Any) -> Params:
-    """The parameters in `dtype`, which the model computes in; the router stays float32."""
+    """Returns the parameters in `dtype`, which the model computes in; the router stays float32."""
     return jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype_in(dtype)), declare(cfg), params)
 
 
@@ -100,7 +100,7 @@ def _shift_bias(layers: Any, change: jax.Array) -> Any:
 
 @functools.partial(jax.jit, static_argnames="config")
 def evaluate(params: Params, tokens: jax.Array, *, config: TrainingConfig) -> dict[str, jax.Array]:
-    """Main and MTP loss on `tokens`, int32 [B, S], and the share of MTP drafts that greedy decoding would accept.
+    """Measures main and MTP loss on `tokens`, int32 [B, S], and the share of MTP drafts that greedy decoding accepts.
 
     A draft is accepted if the MTP module and the main model have the same most likely token i + 2. The share is that
     of this text; a model that writes its own text may differ.

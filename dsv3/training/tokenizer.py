@@ -62,7 +62,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(model_max_length: int) -> dict[str, Any]:
-    """Content of `tokenizer_config.json`.
+    """Returns the content of `tokenizer_config.json`.
 
     `tokenizer.json` adds no token by itself, as in DeepSeek's checkpoints. A plain prompt gets its bos from
     `add_bos_token`, a conversation gets it from the template.
@@ -83,7 +83,7 @@ def tokenizer_config(model_max_length: int) -> dict[str, Any]:
 
 
 def encode_chat(tokenizer: Tokenizer, question: str, answer: str) -> list[int]:
-    """Ids of a conversation of one turn, as the template renders it."""
+    """Returns the ids of a conversation of one turn, as the template renders it."""
     return [
         BOS_ID,
         USER_ID,

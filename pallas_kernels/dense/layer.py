@@ -19,7 +19,7 @@ def layer_gemm(
     out_dtype: jax.typing.DTypeLike | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """`x @ w[layer].T` without a copy of `w[layer]`; differentiable in x and w.
+    """Returns `x @ w[layer].T` without a copy of `w[layer]`; differentiable in x and w.
 
     XLA copies a weight that a scan over layers slices by its counter, which doubles the traffic of a product of few
     rows. The kernel addresses the stack. The gradients are computed by the reference on every backend.

@@ -121,7 +121,7 @@ def _body(epsilon: float, latents, keys, weight, cos, sin, targets, offsets, poo
 
 
 def _unpack(words):
-    """The two bfloat16 values of each word, as float32: the upper half of a float32 is a bfloat16."""
+    """Unpacks the two bfloat16 values of each word, as float32: the upper half of a float32 is a bfloat16."""
     return _as_float(lax.shift_left(words, 16)), _as_float(words & _HIGH)
 
 

@@ -20,7 +20,7 @@ def fp8_gemm(
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """`(a * a_scale) @ (b * b_scale).T`, promoted to float32 accumulators every 128 of K.
+    """Returns `(a * a_scale) @ (b * b_scale).T`, promoted to float32 accumulators every 128 of K.
 
     Args:
       a: [M, K] e4m3 activations, and a_scale: [ceil(K/128), M] float32, both from `quantize_1x128`.

@@ -123,7 +123,7 @@ def _power_of_two_block_scale(amax: jax.Array) -> jax.Array:
 
 
 def _ceil_to_power_of_two(scale: jax.Array) -> jax.Array:
-    """Next power of two, exactly, for positive normal float32: carry any mantissa bit into the exponent."""
+    """Returns the next power of two, exactly, for positive normal float32: carry any mantissa bit into the exponent."""
     bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
     return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
 
@@ -133,7 +133,7 @@ def _to_e4m3(x: jax.Array) -> jax.Array:
 
 
 def _split_last(x: jax.Array) -> jax.Array:
-    """[..., K] -> [..., ceil(K/128), 128], zero-padded."""
+    """Splits [..., K] into [..., ceil(K/128), 128], zero-padded."""
     pad = -x.shape[-1] % BLOCK
     if pad:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
@@ -141,7 +141,7 @@ def _split_last(x: jax.Array) -> jax.Array:
 
 
 def _split_blocks(w: jax.Array) -> jax.Array:
-    """[..., N, K] -> [..., ceil(N/128), 128, ceil(K/128), 128], zero-padded."""
+    """Splits [..., N, K] into [..., ceil(N/128), 128, ceil(K/128), 128], zero-padded."""
     pad_n, pad_k = -w.shape[-2] % BLOCK, -w.shape[-1] % BLOCK
     if pad_n or pad_k:
         w = jnp.pad(w, [(0, 0)] * (w.ndim - 2) + [(0, pad_n), (0, pad_k)])

@@ -19,7 +19,7 @@ _ROWS = 64
 
 
 def supports(x: jax.Array, halves: int) -> bool:
-    """True where TMA can address the input and the result: rows in multiples of 16 values, and bfloat16 or float32."""
+    """Returns whether TMA can address input and result: rows in multiples of 16 values, of bfloat16 or float32."""
     return x.dtype in (jnp.bfloat16, jnp.float32) and x.shape[-1] % (16 * halves) == 0 and x.size > 0
 
 

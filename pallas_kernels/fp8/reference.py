@@ -11,7 +11,7 @@ _MIN_ROWS = 8
 
 
 def scaled_matmul(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> jax.Array:
-    """`(a * a_scale) @ (b * b_scale).T` as Hopper computes it: float32 sums of 128 exact products, scaled, then added.
+    """Computes `(a * a_scale) @ (b * b_scale).T` as Hopper does: float32 sums of 128 exact products, scaled, added.
 
     Args:
       a: [M, K] e4m3; a_scale: [ceil(K/128), M] float32.

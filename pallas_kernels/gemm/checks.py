@@ -14,7 +14,7 @@ PLAIN_DTYPES = (*KERNEL_DTYPES, jnp.dtype(jnp.float32))
 
 
 def plain_backend(name: str, dtype: jax.typing.DTypeLike, requested: Backend | None) -> Backend:
-    """The backend of a product without scales: float32 has no kernel and takes the reference.
+    """Returns the backend of a product without scales: float32 has no kernel and takes the reference.
 
     Raises ValueError where MOSAIC is requested for a type that has no kernel.
     """

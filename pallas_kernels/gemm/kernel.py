@@ -123,7 +123,7 @@ class GemmKernel(abc.ABC):
         return _traced_once(self, num_sms, x, w, *scales, *schedule_operands)
 
     def trace(self, num_sms: int, *operands: jax.Array) -> jax.Array:
-        """The kernel on x, w, their scales and the schedule's operands."""
+        """Traces the kernel on x, w, their scales and the schedule's operands."""
 
         def body(*args, **scratch) -> None:
             self.body(*args, **scratch)
@@ -177,7 +177,7 @@ class GemmKernel(abc.ABC):
             self.consume(refs, warpgroup)
 
     def column(self, tile: Tile) -> jax.Array:
-        """First row of w of this block's part of the cluster's tile."""
+        """Returns the first row of w of this block's part of the cluster's tile."""
         if self.cluster == 1:
             return tile.column * self.tile_n
         return (tile.column * self.cluster + lax.axis_index("cluster")) * self.tile_n
@@ -188,11 +188,11 @@ class GemmKernel(abc.ABC):
         return self.tile_n, self.tile_k
 
     def x_block(self, refs: Refs, tile: Tile, k):
-        """The activations of a stage in global memory."""
+        """Returns the activations of a stage in global memory."""
         return refs.x.at[tile.x_group, pl.ds(tile.row, self.tile_m), k]
 
     def w_block(self, refs: Refs, tile: Tile, k):
-        """The weights of a stage in global memory."""
+        """Returns the weights of a stage in global memory."""
         return refs.w.at[tile.w_group, pl.ds(self.column(tile), self.tile_n), k]
 
     def walk(self, refs: Refs, body) -> jax.Array:
@@ -246,7 +246,7 @@ class GemmKernel(abc.ABC):
         plgpu.wait_smem_to_gmem(0)
 
     def multiply_scaled(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
-        """Sums over K of scaled partial products, in pieces along N that share a weight scale."""
+        """Sums over K the scaled partial products, in pieces along N that share a weight scale."""
         rows, columns = self.product_shape
         pieces = self.tile_n // self.piece
         column, last_block = self.column(tile), refs.w_scale.shape[1] - 1
@@ -285,7 +285,7 @@ class GemmKernel(abc.ABC):
         return lax.fori_loop(0, tile.k_steps, step, (zeros, scales_of(0)))[0]
 
     def multiply_plain(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
-        """Sum over K in the tensor core's accumulator; a stage is released one product late."""
+        """Sums over K in the tensor core's accumulator; a stage is released one product late."""
 
         def accumulate(acc):
             def step(i, _):
@@ -312,15 +312,15 @@ class GemmKernel(abc.ABC):
 
     @abc.abstractmethod
     def operands(self, refs: Refs, stage, warpgroup) -> tuple:
-        """Left and right operand of a warpgroup's product in a stage."""
+        """Returns the left and right operand of a warpgroup's product in a stage."""
 
     @abc.abstractmethod
     def load_x_scale(self, refs: Refs, stage, warpgroup) -> tuple[jax.Array, int]:
-        """The activations' scales in registers, and the axis of the product that they run along."""
+        """Returns the activations' scales in registers, and the axis of the product that they run along."""
 
     @abc.abstractmethod
     def out_buffer(self):
-        """Shared memory that the sums leave through."""
+        """Returns the shared memory that the sums leave through."""
 
     @abc.abstractmethod
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
@@ -329,5 +329,5 @@ class GemmKernel(abc.ABC):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _traced_once(kernel: GemmKernel, num_sms: int, *operands: jax.Array) -> jax.Array:
-    """Equal products of a program share a trace and a lowering of 0.2 s: 50 of 130 kernels in an overlapped step."""
+    """Has equal products of a program share a trace and a lowering of 0.2 s: 50 of 130 in an overlapped step."""
     return kernel.trace(num_sms, *operands)

@@ -84,13 +84,13 @@ def dense_plans(m: int, itemsize: int) -> Iterator[TilePlan]:
 
 
 def wide_plans(itemsize: int) -> Iterator[TilePlan]:
-    """Wide plans worth considering, and measuring, for operands of that size."""
+    """Returns the wide plans worth considering, and measuring, for operands of that size."""
     for tile_n in FP8_TILES_N if itemsize == 1 else BF16_TILES_N:
         yield TilePlan(True, WIDE_TILE_M, tile_n)
 
 
 def narrow_tile_m(rows: int) -> int:
-    """The least narrow tile that holds `rows` rows, or the largest."""
+    """Returns the least narrow tile that holds `rows` rows, or the largest."""
     return next((tile for tile in NARROW_TILES_M if tile >= rows), NARROW_TILES_M[-1])
 
 

@@ -47,7 +47,7 @@ class Schedule(Protocol):
     """Walks the tiles of one cluster of thread blocks."""
 
     def most_tiles(self, columns: int) -> int:
-        """Tiles there can be: more clusters than that would have nothing to do."""
+        """Returns how many tiles there can be: more clusters than that would have nothing to do."""
         ...
 
     def walk(self, refs: tuple, columns: int, k_steps: int, body: TileBody) -> jax.Array:

@@ -20,7 +20,7 @@ def grouped_gemm_contiguous(
     group_offset: jax.Array | int = 0,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """`x[rows of tile] @ w[group_offset + tile_group[tile]].T` for every tile; differentiable in x and w.
+    """Returns `x[rows of tile] @ w[group_offset + tile_group[tile]].T` for every tile; differentiable in x and w.
 
     The gradients are computed by the reference on every backend.
 
@@ -57,7 +57,7 @@ def fp8_grouped_gemm_contiguous(
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """`grouped_gemm_contiguous` of block-scaled e4m3 (DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`).
+    """Does `grouped_gemm_contiguous` of block-scaled e4m3 (DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`).
 
     Args:
       x: [A, K] e4m3, and x_scale: [ceil(K/128), A] float32, both from `quantize_1x128`.

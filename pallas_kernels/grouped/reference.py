@@ -16,7 +16,10 @@ from pallas_kernels.fp8 import reference as fp8_reference
 def contiguous(
     x: jax.Array, w: jax.Array, tile_group: jax.Array, group_offset: jax.Array | int, tile_m: int, *, transposed=False
 ) -> jax.Array:
-    """[M, K] x [G, N, K] -> [M, N] in x's dtype, float32 sums; with `transposed`, w is [G, K, N]. -1 tiles are zero."""
+    """Multiplies [M, K] x [G, N, K] -> [M, N] in x's dtype, float32 sums; tiles of group -1 are zero.
+
+    With `transposed`, w is [G, K, N].
+    """
 
     def product(tile, group):
         w_g = lax.dynamic_index_in_dim(w, group_offset + group, 0, keepdims=False)
@@ -38,7 +41,7 @@ def fp8_contiguous(
     tile_m: int,
     out_dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Block-scaled e4m3 [M, K] x [G, N, K] -> [M, N] in `out_dtype`; -1 tiles are zero."""
+    """Multiplies block-scaled e4m3 [M, K] x [G, N, K] -> [M, N] in `out_dtype`; tiles of group -1 are zero."""
 
     def product(tile, group):
         w_g, w_scale_g = (lax.dynamic_index_in_dim(v, group_offset + group, 0, keepdims=False) for v in (w, w_scale))
@@ -52,7 +55,7 @@ def fp8_contiguous(
 def weight_gradient(
     dy: jax.Array, x: jax.Array, tile_group: jax.Array, group_offset: jax.Array | int, tile_m: int, num_groups: int
 ) -> jax.Array:
-    """Sum of dy^T x over each group's rows: [M, N], [M, K] -> [num_groups, N, K] float32 (k-grouped product)."""
+    """Sums dy^T x over each group's rows: [M, N], [M, K] -> [num_groups, N, K] float32 (k-grouped product)."""
 
     def add(tile, group, acc):
         dy_t, x_t = (lax.dynamic_slice_in_dim(v, tile * tile_m, tile_m, 0) for v in (dy, x))
@@ -63,7 +66,7 @@ def weight_gradient(
 
 
 def _fill_tiles(product: Callable, tile_group: jax.Array, tile_m: int, out: jax.Array) -> jax.Array:
-    """`out` with `product(tile, group)` written over the rows of every tile that has a group."""
+    """Returns `out` with `product(tile, group)` written over the rows of every tile that has a group."""
 
     def write(tile, group, acc):
         return lax.dynamic_update_slice_in_dim(acc, product(tile, group), tile * tile_m, 0)

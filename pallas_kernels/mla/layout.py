@@ -30,17 +30,17 @@ _SCALE_FLOOR = AMAX_FLOOR / E4M3_MAX  # a tile of zeros gets this scale, not 0 /
 
 
 def fp8_tiles(value_width: int) -> int:
-    """Scales in an FP8 row: one per 128 latent values, the last tile may be shorter."""
+    """Counts the scales in an FP8 row: one per 128 latent values, the last tile may be shorter."""
     return -(-value_width // FP8_TILE)
 
 
 def fp8_row_bytes(value_width: int, rope_width: int) -> int:
-    """Bytes of an FP8 row: 656 for `R` 512 and `P` 64."""
+    """Returns the bytes of an FP8 row: 656 for `R` 512 and `P` 64."""
     return value_width + 4 * fp8_tiles(value_width) + 2 * rope_width
 
 
 def is_fp8(pages: jax.Array) -> bool:
-    """True for a pool of FP8 rows (uint8)."""
+    """Returns True for a pool of FP8 rows (uint8)."""
     return pages.dtype == FP8_PAGES_DTYPE
 
 
@@ -62,7 +62,7 @@ def pack_fp8(latents: jax.Array, value_width: int) -> jax.Array:
 
 
 def unpack_fp8(rows: jax.Array, value_width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Rows `[..., fp8_row_bytes(R, P)]` uint8 back to `[..., R + P]` of `dtype`."""
+    """Turns rows `[..., fp8_row_bytes(R, P)]` uint8 back to `[..., R + P]` of `dtype`."""
     lead, tiles = rows.shape[:-1], fp8_tiles(value_width)
     values = lax.bitcast_convert_type(rows[..., :value_width], E4M3).astype(jnp.float32)
     scale = _from_bytes(rows[..., value_width : value_width + 4 * tiles], jnp.float32)
@@ -72,7 +72,7 @@ def unpack_fp8(rows: jax.Array, value_width: int, dtype: jax.typing.DTypeLike) -
 
 
 def fp8_rows_of_pages(pages: jax.Array, value_width: int) -> jax.Array:
-    """The rows `[..., 64, W]` of FP8 pages `[..., 64, W]`: every page's bytes in the order of its tokens."""
+    """Returns the rows `[..., 64, W]` of FP8 pages `[..., 64, W]`: every page's bytes in the order of its tokens."""
     lead, (tokens, row_bytes), tiles = pages.shape[:-2], pages.shape[-2:], fp8_tiles(value_width)
     flat = pages.reshape(*lead, tokens * row_bytes)
     values, scales = tokens * value_width, tokens * 4 * tiles
@@ -85,7 +85,7 @@ def fp8_rows_of_pages(pages: jax.Array, value_width: int) -> jax.Array:
 
 
 def fp8_pages_of_rows(rows: jax.Array, value_width: int) -> jax.Array:
-    """The inverse of `fp8_rows_of_pages`."""
+    """Undoes `fp8_rows_of_pages`."""
     order = fp8_page_bytes(value_width, rows.shape[-1]).reshape(-1)
     flat = rows.reshape(*rows.shape[:-2], -1)
     return jnp.zeros_like(flat).at[..., order].set(flat).reshape(rows.shape)

@@ -9,7 +9,7 @@ from pallas_kernels.mla.checks import check_merge
 def merge_attention(
     out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
+    """Computes the attention over the union of two disjoint sets of keys, from the attention over each.
 
     Args:
       out_a, out_b: `[..., V]`, normalized outputs of the same queries.

@@ -49,7 +49,7 @@ def combine_splits(
 
 
 def _body(width, partial_out, partial_lse, cuts, last_part, out, lse):
-    """A block takes the group whose first piece is the last of its part, if there is one."""
+    """Runs in a block: it takes the group whose first piece is the last of its part, if there is one."""
     first = lax.axis_index("part")
     row = lax.axis_index("block") * _ROWS_PER_BLOCK + lax.axis_index("row")
     group = cuts[2 * first + 2]

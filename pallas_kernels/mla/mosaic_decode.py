@@ -80,12 +80,12 @@ class TileShape:
 
 
 def padded_rows(rows: int) -> int:
-    """Rows of a group as the kernel takes them: TMA moves 8 of a swizzled tile at least, a wgmma takes 64."""
+    """Pads a group's rows as the kernel takes them: TMA moves 8 of a swizzled tile at least, a wgmma takes 64."""
     return -(-rows // 8) * 8 if rows < ROWS else -(-rows // ROWS) * ROWS
 
 
 def part_count(rows: int, multiprocessors: int) -> int:
-    """Parts of the schedule for groups of `rows` padded rows: one thread block per tile and part fills the GPU."""
+    """Counts the schedule's parts for groups of `rows` padded rows: a thread block per tile and part fills the GPU."""
     return max(1, multiprocessors // -(-rows // ROWS))
 
 
@@ -101,7 +101,7 @@ def attend_pages(
     *,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Attention of every group's rows over its pages.
+    """Computes the attention of every group's rows over its pages.
 
     Args:
       q: `[B, rows, 576]`, the rows of group b.
@@ -237,7 +237,10 @@ def _body(shape: TileShape, *arrays: Any, **smem: Any):
 
 
 def _pair_stages(smem: dict[str, Any]) -> types.SimpleNamespace:
-    """Scratch by name, with `x_a` and `x_b` as the pair `x`. Stages are apart so that each has its own aliases."""
+    """Returns the scratch by name, with `x_a` and `x_b` as the pair `x`.
+
+    Stages are apart so that each has its own aliases.
+    """
     pairs = {name[:-2]: (ref, smem[name[:-1] + "b"]) for name, ref in smem.items() if name.endswith("_a")}
     if "right_or_raw" in pairs:
         pairs["right"], pairs["raw"] = zip(*pairs["right_or_raw"], strict=True)
@@ -245,7 +248,7 @@ def _pair_stages(smem: dict[str, Any]) -> types.SimpleNamespace:
 
 
 def _produce(memory: _Memory):
-    """The TMA warpgroup: a piece's queries and, half by half, its pages."""
+    """Runs in the TMA warpgroup: fetches a piece's queries and, half by half, its pages."""
     smem = memory.smem
 
     def visit(piece, number, pairs_before):
@@ -309,7 +312,7 @@ def _load_page(memory: _Memory, piece: _Piece, index, stage: int, reused):
 
 
 def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
-    """One consumer's share of a piece: its half of the output, and of the pages' scores."""
+    """Computes one consumer's share of a piece: its half of the output, and of the pages' scores."""
     smem = memory.smem
     # Addresses must vary with the loop, as far as the compiler knows: it would keep constant ones, and the 70
     # descriptors made of them, in registers, and spill. A shifted counter is always 0.
@@ -346,7 +349,7 @@ def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
 
 
 def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
-    """Warpgroup 0: scores of page a, left half of the values of both."""
+    """Runs in warpgroup 0: scores of page a, left half of the values of both."""
     smem = memory.smem
     output, top_before, total = carry
     scores = _scores(memory, piece, page_a, _A, zero)
@@ -367,7 +370,7 @@ def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
 
 
 def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
-    """Warpgroup 1: scores of page b, right half of the values of both."""
+    """Runs in warpgroup 1: scores of page b, right half of the values of both."""
     smem = memory.smem
     output, top_before, total = carry
     scores = _scores(memory, piece, page_a + 1, _B, zero)
@@ -388,20 +391,23 @@ def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
 
 
 def _release_left(memory: _Memory, stage: int):
-    """Warpgroup 0 has no more use for a page. FP8 pages are refilled whole, so they have one barrier."""
+    """Releases a page that warpgroup 0 has no more use for. FP8 pages are refilled whole, so they have one barrier."""
     if not memory.shape.fp8:
         plgpu.barrier_arrive(memory.smem.left_free.at[stage])
     plgpu.barrier_arrive(memory.smem.twice.at[_RIGHT_FREE + stage])
 
 
 def _softmax(scores, top):
-    """Weights relative to the new running maximum, that maximum, and the factor for what was summed before."""
+    """Returns weights relative to the new running maximum, that maximum, and the factor for what was summed before."""
     new_top = jnp.maximum(top, scores.max(axis=1))
     return jnp.exp2(scores - _columns(new_top, PAGE_SIZE)), new_top, jnp.exp2(top - new_top)
 
 
 def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
-    """Scaled scores [64, 64] of a page in log base 2, masked. A page past the end of the piece is masked whole."""
+    """Returns scaled scores [64, 64] of a page in log base 2, masked.
+
+    A page past the end of the piece is masked whole.
+    """
     smem, shape = memory.smem, memory.shape
 
     if shape.fp8:
@@ -460,7 +466,7 @@ def _publish(memory: _Memory, piece: _Piece, page, stage: int, zero, weights, to
 
 
 def _accumulate(memory: _Memory, output, shrink, stage: int, zero, values):
-    """output * shrink + a page's weights @ its half of the values, [64, 256]."""
+    """Returns output * shrink + a page's weights @ its half of the values, [64, 256]."""
     output = output * _columns(shrink, _HALF)
 
     def multiply(accumulator):

@@ -21,7 +21,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 
 
 def views(pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The pool as e4m3 `[pages, 328, 128]`, float32 `[pages, 10496]` and bfloat16 `[pages, 328, 64]`.
+    """Views the pool as e4m3 `[pages, 328, 128]`, float32 `[pages, 10496]` and bfloat16 `[pages, 328, 64]`.
 
     The same memory: XLA copies nothing.
     """
@@ -35,7 +35,7 @@ def views(pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def scratch(right: Any) -> dict[str, Any]:
-    """Shared memory: the right halves, raw pages in the same place, and scales."""
+    """Lists the shared memory: the right halves, raw pages in the same place, and scales."""
     raw_type = E4M3
     tiled = swizzle_transforms(raw_type, FP8_TILE)
     raw = plgpu.SMEM((1, _TILES * PAGE_SIZE, FP8_TILE), raw_type, transforms=tiled)

@@ -26,7 +26,7 @@ def decode_schedule(
     multiprocessors: int = NUM_SMS,
     request_overhead: int = REQUEST_OVERHEAD,
 ) -> DecodeSchedule:
-    """The schedule of a decode step over `lengths` [B] int32: the same for all its layers, so compute it once.
+    """Returns the schedule of a decode step over `lengths` [B] int32: the same for all its layers, so compute it once.
 
     Args:
       queries, heads: S and H of the queries `[B, S, H, R + P]` of `mla_decode`.
@@ -177,7 +177,7 @@ def _attend(
 
 
 def decode_unsupported(q: jax.Array, pages: jax.Array, value_width: int) -> str | None:
-    """Why the decode kernel cannot take these arrays, or None where it can."""
+    """Returns why the decode kernel cannot take these arrays, or None where it can."""
     widths = (value_width, q.shape[-1] - value_width)
     if widths != (mosaic_decode.VALUE_WIDTH, mosaic_decode.ROPE_WIDTH):
         return f"latent and rope widths {widths} are not (512, 64)"
@@ -243,7 +243,7 @@ def _clear_tail(v: jax.Array, end: jax.Array) -> jax.Array:
 
 
 def prefill_unsupported(q: jax.Array, v: jax.Array) -> str | None:
-    """Why the prefill kernel cannot take these arrays, or None where it can."""
+    """Returns why the prefill kernel cannot take these arrays, or None where it can."""
     widths = (q.shape[-1], v.shape[-1])
     if widths != (192, 128):
         return f"key and value widths {widths} are not (192, 128)"

@@ -56,7 +56,7 @@ class PrefillShape:
 def attend_segments(
     shape: PrefillShape, q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, *, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of every token to those of its segment up to itself.
+    """Computes the attention of every token to those of its segment up to itself.
 
     Args:
       q, k: `[T, H, key_width]`, T a multiple of 128.
@@ -233,7 +233,7 @@ def _take_turn(smem):
 
 
 def _scores(work: _Work, warpgroup, i, stage, first_row, starts, last_start):
-    """Scaled scores [64, key_block] in log base 2, masked to each row's segment and past."""
+    """Returns scaled scores [64, key_block] in log base 2, masked to each row's segment and past."""
     smem, block = work.smem, work.shape.key_block
     # Always 0, but not as far as the compiler knows, which would keep the queries' descriptors in registers and spill.
     zero = lax.shift_right_logical(i, 30)
@@ -259,7 +259,7 @@ def _scores(work: _Work, warpgroup, i, stage, first_row, starts, last_start):
 
 
 def _accumulate(work: _Work, warpgroup, output, weights, values):
-    """output + weights @ values, [64, value_width]."""
+    """Returns output + weights @ values, [64, value_width]."""
     if not work.shape.interpreted:
         return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, weights, values))(plgpu.ACC.init(output))
     staging = work.smem.weights.at[warpgroup]

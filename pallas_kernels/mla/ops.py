@@ -23,7 +23,7 @@ def mla_decode(
     schedule: DecodeSchedule | None = None,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Absorbed latent attention of a decode step over paged, variable-length requests (DeepSeek-V2, section 2.1).
+    """Computes absorbed latent attention of a decode step over paged requests of any length (DeepSeek-V2, 2.1).
 
     Query `s` of a request of length n sees cached tokens `0 .. n - (S - 1 - s) - 1`: the S newest tokens are in the
     cache already and are causal among themselves.
@@ -70,7 +70,7 @@ def mla_prefill(
     scale: float,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of new tokens among themselves, in expanded form, several requests in one flat batch.
+    """Computes causal attention of new tokens among themselves, in expanded form, several requests in one flat batch.
 
     Args:
       q, k: `[T, H, N + P]` float32, bfloat16 or float16.
@@ -106,7 +106,7 @@ def mla_prefill_context(
     value_width: int = 512,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of new tokens to the earlier, cached tokens of their own request, in absorbed form.
+    """Computes the attention of new tokens to the earlier, cached tokens of their own request, in absorbed form.
 
     Costs next to nothing where no request has context.
 
@@ -170,13 +170,16 @@ def write_pages(
 
 
 def _targets(page_ids: jax.Array, offsets: jax.Array, layer: jax.Array | int, pages_per_layer: int) -> jax.Array:
-    """Pages of the pool [T], DROPPED for rows that have no place."""
+    """Returns the pages of the pool [T], DROPPED for rows that have no place."""
     kept = (page_ids >= 0) & (page_ids < pages_per_layer) & (offsets >= 0) & (offsets < PAGE_SIZE)
     return jnp.where(kept, layer * pages_per_layer + page_ids, DROPPED)
 
 
 def _on_kernels(operation: str, backend: Backend | None, obstacle: str | None) -> bool:
-    """Whether the Mosaic kernel runs. What it cannot take goes to the reference, which is said once in the log."""
+    """Returns whether the Mosaic kernel runs.
+
+    What it cannot take goes to the reference, which is said once in the log.
+    """
     if resolve_backend(requested=backend) is not Backend.MOSAIC:
         return False
     if obstacle is not None:

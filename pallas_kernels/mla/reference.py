@@ -180,12 +180,12 @@ def _finish(softmax: _Softmax, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, 
 
 
 def _segment_ids(cu_lengths: jax.Array, tokens: int) -> jax.Array:
-    """The segment [T] of each token; G for tokens past the last segment."""
+    """Returns the segment [T] of each token; G for tokens past the last segment."""
     return jnp.searchsorted(cu_lengths[1:], jnp.arange(tokens, dtype=jnp.int32), side="right").astype(jnp.int32)
 
 
 def _segment_starts(cu_lengths: jax.Array, tokens: int) -> jax.Array:
-    """The first token [T] of each token's segment."""
+    """Returns the first token [T] of each token's segment."""
     return cu_lengths[_segment_ids(cu_lengths, tokens)]
 
 

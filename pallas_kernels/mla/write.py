@@ -20,7 +20,7 @@ def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: j
 def write_fp8_rows(
     pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array, value_width: int
 ) -> jax.Array:
-    """`write_rows` for FP8 rows `[T, W]`, whose bytes lie apart in their page."""
+    """Does what `write_rows` does for FP8 rows `[T, W]`, whose bytes lie apart in their page."""
     count, tokens, row_bytes = pages.shape
     places = jnp.asarray(fp8_page_bytes(value_width, row_bytes))[jnp.clip(offsets, 0, tokens - 1)]  # [T, W]
     flat = pages.reshape(count, tokens * row_bytes)

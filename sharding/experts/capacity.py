@@ -11,7 +11,7 @@ OVERFLOW_CHANCE = 0.01
 
 @functools.cache
 def expected_capacity(tokens: int, peers: int, experts_per_token: int, pairs: int) -> int:
-    """Rows per pair of peers in the first round, `C`.
+    """Returns the rows per pair of peers in the first round, `C`.
 
     They hold the longest of the queues of all `pairs`, in 99 of 100 layers with even routing, or 2.5 times the payload
     if that is less. The longest queue of so many is far above the mean. At 144 peers and 128 tokens a queue has 7 rows
@@ -24,17 +24,17 @@ def expected_capacity(tokens: int, peers: int, experts_per_token: int, pairs: in
 
 
 def overflow_capacity(capacity: int) -> int:
-    """Rows per pair in an overflow round: a quarter of the first round's."""
+    """Returns the rows per pair in an overflow round: a quarter of the first round's."""
     return max(1, capacity // 4)
 
 
 def expected_rows(tokens: int, peers: int, experts_per_token: int) -> float:
-    """Mean number of rows per pair of peers when experts are chosen evenly and independently."""
+    """Returns the mean number of rows per pair of peers when experts are chosen evenly and independently."""
     return tokens * (1 - (1 - 1 / peers) ** experts_per_token)
 
 
 def _longest_queue(tokens: int, mean: float, pairs: int) -> int:
-    """The length that a binomial queue with this mean exceeds in `OVERFLOW_CHANCE` / `pairs` of the cases."""
+    """Returns the length that a binomial queue with this mean exceeds in `OVERFLOW_CHANCE` / `pairs` of the cases."""
     p = mean / tokens
     if p >= 1:
         return tokens

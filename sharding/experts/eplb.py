@@ -46,7 +46,7 @@ def rebalance_experts(
 
 
 def map_of(phy2log: np.ndarray, num_experts: int) -> ExpertMap:
-    """The map of `num_experts` experts that `phy2log` [L, Er] describes; copies are numbered in their order."""
+    """Returns the map of `num_experts` experts that `phy2log` [L, Er] describes; copies are numbered in their order."""
     order = np.argsort(phy2log, axis=1, kind="stable")
     held = np.take_along_axis(phy2log, order, axis=1)
     logcnt = (phy2log[:, :, None] == np.arange(num_experts)).sum(axis=1)
@@ -58,7 +58,7 @@ def map_of(phy2log: np.ndarray, num_experts: int) -> ExpertMap:
 
 
 def keep_in_place(new: ExpertMap, old: ExpertMap, num_groups: int, num_nodes: int, num_devices: int) -> ExpertMap:
-    """`new` with its devices renumbered, and the replicas within each, so that experts stay where `old` has them.
+    """Renumbers the devices of `new`, and the replicas within each, so that experts stay where `old` has them.
 
     The policies say which experts share a device and which devices a node, not which device or node that is. Devices
     (and nodes, where the policy is hierarchical) are matched by the experts they have in common, greedily from the best
@@ -78,20 +78,23 @@ def keep_in_place(new: ExpertMap, old: ExpertMap, num_groups: int, num_nodes: in
 
 
 def sources(new: ExpertMap, old: ExpertMap) -> np.ndarray:
-    """The replica of `old` that each replica of `new` takes its weights from [L, Er]: itself where the expert stays."""
+    """Returns the replica of `old` whose weights each replica of `new` takes [L, Er]: itself where the expert stays."""
     first = np.take_along_axis(old.log2phy[:, :, 0], new.phy2log, axis=1)
     return np.where(new.phy2log == old.phy2log, np.arange(new.phy2log.shape[1]), first)
 
 
 def balancedness(weight: np.ndarray, expert_map: ExpertMap, num_devices: int) -> np.ndarray:
-    """Mean over maximum of the devices' loads per layer [L], 1 when perfectly even; replicas share a load equally."""
+    """Returns the mean over maximum of the devices' loads per layer [L], 1 when perfectly even.
+
+    Replicas share a load equally.
+    """
     load = device_load(weight, expert_map, num_devices)
     peak = load.max(axis=1)
     return np.divide(load.mean(axis=1), peak, out=np.ones_like(peak), where=peak > 0)
 
 
 def device_load(weight: np.ndarray, expert_map: ExpertMap, num_devices: int) -> np.ndarray:
-    """Load of each device [L, Z], float64, when the replicas of an expert share its load equally."""
+    """Returns the load of each device [L, Z], float64, when the replicas of an expert share its load equally."""
     share = np.asarray(weight, np.float64) / expert_map.logcnt
     per_replica = np.take_along_axis(share, expert_map.phy2log, axis=1)
     return per_replica.reshape(len(per_replica), num_devices, -1).sum(axis=2)
@@ -162,14 +165,14 @@ def _replicate(load: np.ndarray, replicas: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def _complete(phy2log: np.ndarray, rank: np.ndarray, logcnt: np.ndarray) -> ExpertMap:
-    """The map in which replicas hold experts `phy2log` as their copies number `rank`."""
+    """Returns the map in which replicas hold experts `phy2log` as their copies number `rank`."""
     log2phy = np.full((*logcnt.shape, int(logcnt.max())), -1, np.int64)
     log2phy[np.arange(len(phy2log))[:, None], phy2log, rank] = np.arange(phy2log.shape[1])
     return ExpertMap(phy2log, log2phy, logcnt)
 
 
 def _match_units(new: np.ndarray, old: np.ndarray, E: int, units: int) -> np.ndarray:
-    """`new` [rows, n] with its `units` parts reordered so that many experts are in the part where `old` has them."""
+    """Reorders the `units` parts of `new` [rows, n] so that many experts are in the part where `old` has them."""
     rows, n = new.shape
     parts = new.reshape(rows, units, -1)
     # Without a matrix product: BLAS would wait for its threads on cores that serve.
@@ -185,7 +188,7 @@ def _match_units(new: np.ndarray, old: np.ndarray, E: int, units: int) -> np.nda
 
 
 def _holds(phy2log: np.ndarray, E: int, units: int) -> np.ndarray:
-    """Whether each unit has a copy of each expert, int16 [rows, units, E]."""
+    """Returns whether each unit has a copy of each expert, int16 [rows, units, E]."""
     rows = len(phy2log)
     holds = np.zeros((rows, units, E), np.int16)
     unit = np.repeat(np.arange(units), phy2log.shape[1] // units)
@@ -194,7 +197,7 @@ def _holds(phy2log: np.ndarray, E: int, units: int) -> np.ndarray:
 
 
 def _match_replicas(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """`new` [devices, Ed] reordered: what `old` has too stays in its place, the others fill the free ones in order."""
+    """Reorders `new` [devices, Ed]: what `old` has too stays in its place, the others fill the free ones in order."""
     left, placed = new.copy(), np.full_like(new, -1)
     for place in range(new.shape[1]):
         same = left == old[:, place : place + 1]

@@ -57,7 +57,7 @@ class Exchange:
 
     @classmethod
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Exchange":
-        """One hop over all devices, with buffers for `rows`; `replicas` live on each device."""
+        """Returns one hop over all devices, with buffers for `rows`; `replicas` live on each device."""
         T, K, devices = rows.tokens, rows.experts_per_token, machine.devices
         capacity = expected_capacity(T, devices, K, devices * devices)
         hop = Hop(machine.axes, devices, replicas, capacity, overflow_capacity(capacity), overlap)
@@ -65,7 +65,7 @@ class Exchange:
 
     @classmethod
     def from_layer_by_node(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Exchange":
-        """Two hops, nodes first, with buffers for `rows`. Raises ValueError on a machine of one node."""
+        """Returns two hops, nodes first, with buffers for `rows`. Raises ValueError on a machine of one node."""
         if machine.nodes == 1:
             raise ValueError("the hierarchical transport needs 2 nodes or more, here is 1: use all_to_all or auto")
         T, K, devices = rows.tokens, rows.experts_per_token, machine.devices
@@ -95,15 +95,15 @@ class Exchange:
         return finish_exchange(handle, self.hops, experts)[:2]
 
     def traffic(self, rows: LayerRows) -> Traffic:
-        """Bytes of one round of each hop."""
+        """Returns the bytes of one round of each hop."""
         return functools.reduce(operator.add, self._round(rows, [hop.capacity for hop in self.hops]))
 
     def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """Bytes of one overflow round, per hop."""
+        """Returns the bytes of one overflow round, per hop."""
         return self._round(rows, [hop.overflow_capacity for hop in self.hops])
 
     def _round(self, rows: LayerRows, capacities: Sequence[int]) -> tuple[Traffic, ...]:
-        """Traffic of one round of each hop; a row brings one word of `Queued.longest` per hop."""
+        """Returns the traffic of one round of each hop; a row brings one word of `Queued.longest` per hop."""
         K = rows.experts_per_token
         columns = [K, *(min(K, hop.replicas_per_peer) for hop in self.hops)]  # of ids, before each hop
         row_bytes = [rows.row_bytes(columns[h]) + WORD_BYTES * (h + 1) for h in range(len(self.hops))]
@@ -113,7 +113,7 @@ class Exchange:
         )
 
     def _outside(self, hop: Hop) -> int:
-        """Peers of a hop that are in other nodes."""
+        """Returns the peers of a hop that are in other nodes."""
         axes = self.machine.axes
         return {axes: hop.peers - self.machine.gpus, axes[:1]: hop.peers - 1}.get(hop.axes, 0)
 

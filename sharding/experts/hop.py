@@ -81,7 +81,7 @@ def enqueue(rows: TokenRows, hop: Hop, outer: jax.Array | None = None) -> Queued
 
 
 def queue(ids: jax.Array, hop: Hop) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`peer` and `position` as in `Queued`, and the length of the queue for each peer [J], int32."""
+    """Returns `peer` and `position` as in `Queued`, and the length of the queue for each peer [J], int32."""
     peer = jnp.where(ids >= 0, ids // hop.replicas_per_peer, hop.peers)  # [T, K]
     earlier = jnp.tril(jnp.ones((ids.shape[1],) * 2, bool), -1)
     repeated = ((peer[:, :, None] == peer[:, None, :]) & earlier).any(axis=2)
@@ -127,7 +127,7 @@ def receive_back(transfer: Transfer, queued: Queued, begin: jax.Array | int, hop
 
 @functools.partial(jax.jit, static_argnames="hop")
 def _fill(queued: Queued, begin: jax.Array | int, hop: Hop) -> jax.Array:
-    """The buffer of a round, `[J * C, U]`: rows as words, and `longest` at the end of each."""
+    """Returns the buffer of a round, `[J * C, U]`: rows as words, and `longest` at the end of each."""
     rows = fill_buffers(queued.rows, _place(queued, begin, hop), hop.peers * hop.capacity)
     longest = jnp.broadcast_to(queued.longest, (rows.ids.shape[0], *queued.longest.shape))
     return to_words((rows, longest))
@@ -135,12 +135,15 @@ def _fill(queued: Queued, begin: jax.Array | int, hop: Hop) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="hop")
 def _sum(returned: jax.Array, queued: Queued, begin: jax.Array | int, hop: Hop) -> jax.Array:
-    """The sum of each row's partial sums in a round."""
+    """Returns the sum of each row's partial sums in a round."""
     return sum_at(returned, _place(queued, begin, hop))
 
 
 def _place(queued: Queued, begin: jax.Array | int, hop: Hop) -> jax.Array:
-    """Line of each (row, k) in the buffer of a round, [T, K]; out of range where this round does not send it."""
+    """Returns the line of each (row, k) in the buffer of a round, [T, K].
+
+    Out of range where this round does not send it.
+    """
     column = queued.position - begin
     sent = (queued.peer < hop.peers) & (column >= 0) & (column < hop.capacity)
     return jnp.where(sent, queued.peer * hop.capacity + column, hop.peers * hop.capacity)

@@ -17,7 +17,7 @@ class Kind(enum.Enum):
 
     @classmethod
     def from_name(cls, name: str) -> "Kind | None":
-        """The kind that a user asked for, None for "auto". Raises ValueError for another name."""
+        """Returns the kind that a user asked for, None for "auto". Raises ValueError for another name."""
         names = ["auto", *(kind.value for kind in cls)]
         if name not in names:
             raise ValueError(f"expert_transport: {name!r} is not one of {', '.join(names)}")

@@ -25,7 +25,7 @@ class Placement(NamedTuple):
 
 
 def placement_of(expert_map: ExpertMap, max_copies: int) -> Placement:
-    """The placement that a map describes, as numpy arrays with `Ec` = `max_copies`.
+    """Returns the placement that a map describes, as numpy arrays with `Ec` = `max_copies`.
 
     Raises ValueError when an expert has more replicas than that.
     """
@@ -38,7 +38,10 @@ def placement_of(expert_map: ExpertMap, max_copies: int) -> Placement:
 
 
 def expert_map_of(placement: Placement, num_replicas: int) -> ExpertMap:
-    """The map that describes a placement (numpy arrays); copies are numbered in the order of their replica ids."""
+    """Returns the map that describes a placement (numpy arrays).
+
+    Copies are numbered in the order of their replica ids.
+    """
     L, E, Ec = placement.replicas.shape
     phy2log = np.empty((L, num_replicas), np.int64)
     np.put_along_axis(phy2log, placement.replicas.reshape(L, -1), np.repeat(np.arange(E), Ec)[None], axis=1)
@@ -46,10 +49,11 @@ def expert_map_of(placement: Placement, num_replicas: int) -> ExpertMap:
 
 
 def choose_replicas(ids: jax.Array, replicas: jax.Array, copies: jax.Array, device: jax.Array | int) -> jax.Array:
-    """Replica ids `[T, K]` for expert `ids` `[T, K]` (-1 stays -1) of one layer, `replicas` `[E, Ec]`, `copies` `[E]`.
+    """Chooses replicas `[T, K]` for expert `ids` `[T, K]`, where -1 stays -1, from one layer's placement.
 
-    The tokens of a device that want one expert take its replicas in turn, so no replica gets more than one token more
-    than another. Devices start at different replicas, so that the odd tokens spread too.
+    `replicas` `[E, Ec]` and `copies` `[E]` are the layer's. The tokens of a device that want one expert take its
+    replicas in turn, so no replica gets more than one token more than another. Devices start at different replicas, so
+    that the odd tokens spread too.
     """
     flat = ids.reshape(-1)
     expert = jnp.maximum(flat, 0)

@@ -63,7 +63,7 @@ class Ragged:
 
     @classmethod
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ragged":
-        """The ragged transport over `machine`, with `replicas` on each device.
+        """Returns the ragged transport over `machine`, with `replicas` on each device.
 
         Raises ValueError where buffers for `rows` would take more than `MAX_BUFFER_BYTES`.
         """
@@ -94,13 +94,13 @@ class Ragged:
         return jax.jit(sum_at)(*handle), None
 
     def traffic(self, rows: LayerRows) -> Traffic:
-        """Bytes that even routing is expected to send."""
+        """Returns the bytes that even routing is expected to send."""
         row = rows.row_bytes(rows.experts_per_token)
         expected = expected_rows(rows.tokens, self.machine.devices, rows.experts_per_token)
         return Traffic.to_all(self.machine, row * expected)
 
     def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """Nothing: exact sizes never overflow."""
+        """Returns no traffic: exact sizes never overflow."""
         return ()
 
     def _hop(self, tokens: int) -> Hop:
@@ -109,7 +109,7 @@ class Ragged:
 
 @functools.partial(jax.jit, static_argnames="hop")
 def _pack(rows: TokenRows, hop: Hop) -> tuple[jax.Array, jax.Array, Slices]:
-    """The rows as words with those for one peer together, where each row went [T, K], and the slices."""
+    """Returns the rows as words with those for one peer together, where each row went [T, K], and the slices."""
     T, K = rows.ids.shape
     size = T * min(K, hop.peers)
     peer, position, length = queue(rows.ids, hop)
@@ -120,7 +120,7 @@ def _pack(rows: TokenRows, hop: Hop) -> tuple[jax.Array, jax.Array, Slices]:
 
 
 def _unpack(words: jax.Array, received: jax.Array, shapes: TokenRows, hop: Hop) -> TokenRows:
-    """The rows that arrived, `received` [J] from each peer; the lines beyond them select nothing."""
+    """Returns the rows that arrived, `received` [J] from each peer; the lines beyond them select nothing."""
     rows = from_words(words, shapes)
     is_there = jnp.arange(words.shape[0]) < received.sum()
     rows = rows._replace(ids=jnp.where(is_there[:, None], rows.ids, -1))

@@ -77,7 +77,9 @@ def permute(words: jax.Array, source: jax.Array, machine: Machine) -> jax.Array:
 
 
 def checksums(words: jax.Array) -> jax.Array:
-    """A uint32 per row of `words` `[Ed, U]`; any change of a single word changes it, and nearly every other change.
+    """Returns a uint32 per row of `words` `[Ed, U]`.
+
+    Any change of a single word changes it, and nearly every other change.
 
     Words are weighed by odd numbers, so that exchanged words show too.
     """

@@ -31,7 +31,7 @@ class Ring:
 
     @classmethod
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ring":
-        """The ring over `machine`, with `replicas` on each device; it has no buffers that depend on `rows`."""
+        """Returns the ring over `machine`, with `replicas` on each device; it has no buffers that depend on `rows`."""
         return cls(machine, replicas, overlap)
 
     def start(self, rows: TokenRows, experts: Experts) -> Transfer:
@@ -49,9 +49,9 @@ class Ring:
         return handle.finish(), None
 
     def traffic(self, rows: LayerRows) -> Traffic:
-        """Bytes of an all-gather and a reduce-scatter."""
+        """Returns the bytes of an all-gather and a reduce-scatter."""
         return Traffic.to_all(self.machine, rows.tokens * rows.row_bytes(rows.experts_per_token))
 
     def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """Nothing: a ring has no rounds."""
+        """Returns no traffic: a ring has no rounds."""
         return ()

@@ -41,7 +41,10 @@ def localize(rows: TokenRows, axes: tuple[str, ...], replicas_per_peer: int) -> 
 
 
 def fill_buffers(rows: TokenRows, place: jax.Array, size: int) -> TokenRows:
-    """Buffers `[size, ...]` with row t at each of `place[t]` `[T, K]` below `size`; the other lines select nothing."""
+    """Returns the buffers `[size, ...]` with row t at each of `place[t]` `[T, K]` below `size`.
+
+    The other lines select nothing.
+    """
     T, K = rows.ids.shape
     source = jnp.full((size,), T, jnp.int32)
     source = source.at[place.ravel()].set(jnp.repeat(jnp.arange(T, dtype=jnp.int32), K), mode="drop")
@@ -53,7 +56,7 @@ def fill_buffers(rows: TokenRows, place: jax.Array, size: int) -> TokenRows:
 
 
 def sum_at(returned: jax.Array, place: jax.Array) -> jax.Array:
-    """`out[t]` = sum over k of `returned[place[t, k]]`, `[T, D]`; a place out of range counts as 0.
+    """Returns `out[t]` = sum over k of `returned[place[t, k]]`, `[T, D]`; a place out of range counts as 0.
 
     Sums in float32 and returns the dtype of `returned`. It gathers because the order of a scatter-add is not defined on
     a GPU.

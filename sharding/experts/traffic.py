@@ -39,7 +39,9 @@ class LayerRows:
     def from_widths(
         cls, tokens: int, experts_per_token: int, hidden_size: int, *, fp8_dispatch: bool, itemsize: int = 2
     ) -> "LayerRows":
-        """Rows as they travel: FP8 with a float32 scale per 128 channels, or activations; ids and weights; sums back.
+        """Returns the rows as they travel: FP8 with a float32 scale per 128 channels, or activations.
+
+        Ids and weights; sums back.
 
         Activations and sums take `itemsize` bytes per channel, 2 for bf16.
         """
@@ -48,7 +50,7 @@ class LayerRows:
         return cls(tokens, experts_per_token, dispatch, itemsize * hidden_size)
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row there and back, where `columns` of its K ids and weights are sent."""
+        """Returns the bytes of a row there and back, where `columns` of its K ids and weights are sent."""
         return self.dispatch_bytes + self.combine_bytes - _ID_AND_WEIGHT * (self.experts_per_token - columns)
 
 
@@ -65,12 +67,12 @@ class Traffic:
 
     @classmethod
     def from_peers(cls, peers: int, outside: int, bytes_per_peer: float) -> "Traffic":
-        """`bytes_per_peer` to each of `peers` others, `outside` of which are in other nodes, there and back."""
+        """Returns `bytes_per_peer` to each of `peers` others, `outside` of which are in other nodes, there and back."""
         return cls(round(peers * bytes_per_peer), round(outside * bytes_per_peer), 2 * peers)
 
     @classmethod
     def to_all(cls, machine: Machine, bytes_per_peer: float) -> "Traffic":
-        """`bytes_per_peer` to every other device of `machine`, there and back."""
+        """Returns `bytes_per_peer` to every other device of `machine`, there and back."""
         return cls.from_peers(machine.devices - 1, machine.devices - machine.gpus, bytes_per_peer)
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -80,7 +82,7 @@ class Traffic:
         return Traffic(*(times * value for value in dataclasses.astuple(self)))
 
     def seconds(self, network: Network) -> float:
-        """Time on the wire by the cost model; links inside and across nodes work at once."""
+        """Returns the time on the wire by the cost model; links inside and across nodes work at once."""
         inside = (self.device_bytes - self.node_bytes) / network.node_link
         return max(inside, self.node_bytes / network.cross_link) + self.messages * network.message
 
@@ -99,7 +101,9 @@ class StepTraffic:
 
     @classmethod
     def from_layer(cls, first: Traffic, overflow: Sequence[Traffic], layers: int) -> "StepTraffic":
-        """Traffic of `layers` passes through an MoE layer; `first` and `overflow` (by hop) are those of one pass.
+        """Returns the traffic of `layers` passes through an MoE layer.
+
+        `first` and `overflow` (by hop) are those of one pass.
 
         Each layer of the model counts once per micro-batch.
         """
@@ -108,10 +112,10 @@ class StepTraffic:
         return cls(first * layers, rounds, (*overflow, *[Traffic()] * padding))
 
     def total(self, rounds: Sequence[int], steps: int = 1) -> Traffic:
-        """Traffic of `steps` steps that took `rounds` [MAX_HOPS] together, as `StepOutput.rounds` counts them."""
+        """Adds up `steps` steps that took `rounds` [MAX_HOPS] together, as `StepOutput.rounds` counts them."""
         overflow = self.overflow_rounds(rounds, steps)
         return functools.reduce(operator.add, map(operator.mul, self.overflow, overflow), self.first * steps)
 
     def overflow_rounds(self, rounds: Sequence[int], steps: int = 1) -> list[int]:
-        """Overflow rounds by hop, [MAX_HOPS], among the `rounds` [MAX_HOPS] that `steps` steps took together."""
+        """Counts overflow rounds by hop, [MAX_HOPS], among the `rounds` [MAX_HOPS] that `steps` steps took together."""
         return [taken - steps * first for taken, first in zip(rounds, self.first_rounds, strict=True)]

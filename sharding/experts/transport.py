@@ -52,7 +52,7 @@ class Transport[Handle](Protocol):
         ...
 
     def finish(self, handle: Handle, experts: Experts) -> tuple[jax.Array, jax.Array | None]:
-        """Weighted sums [T, D] of this device's rows, and the rounds taken [hops], None without hops.
+        """Returns the weighted sums [T, D] of this device's rows, and the rounds taken [hops], None without hops.
 
         The rounds are no zeros where there are no hops: a constant made where program order is enforced crashes XLA
         (jax 0.12.0.1).
@@ -60,11 +60,11 @@ class Transport[Handle](Protocol):
         ...
 
     def traffic(self, rows: LayerRows) -> Traffic:
-        """What a device sends in a layer in which no hop overflows."""
+        """Returns what a device sends in a layer in which no hop overflows."""
         ...
 
     def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """What a device sends in one overflow round of each hop."""
+        """Returns what a device sends in one overflow round of each hop."""
         ...
 
 
@@ -79,7 +79,7 @@ _BUILDERS: Mapping[Kind, Callable[[Machine, int, LayerRows, Overlap], Transport[
 def build(
     kind: Kind, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE
 ) -> Transport[Any]:
-    """A transport of `kind` for `replicas` expert replicas on all devices together, with buffers for `rows`.
+    """Returns a transport of `kind` for `replicas` expert replicas on all devices together, with buffers for `rows`.
 
     Raises ValueError where the devices do not divide the replicas, for `HIERARCHICAL` on one node, and where the
     buffers of `RAGGED` would be too large.
@@ -95,14 +95,17 @@ def build(
 def choose(
     machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap = Overlap.NONE, network: Network | None = None
 ) -> Transport[Any]:
-    """The cheapest transport for `rows` by the cost model; never `RAGGED`, whose speed the model does not know."""
+    """Returns the cheapest transport for `rows` by the cost model.
+
+    Never `RAGGED`, whose speed the model does not know.
+    """
     kinds = [Kind.RING, Kind.ALL_TO_ALL, *([Kind.HIERARCHICAL] if machine.nodes > 1 else [])]
     candidates = [build(kind, machine, replicas, rows, overlap) for kind in kinds]
     return min(candidates, key=lambda t: t.traffic(rows).seconds(network or Network()))
 
 
 def pad_rounds(rounds: jax.Array | None, *leading: int) -> jax.Array:
-    """The rounds of a transport's hops [*leading, hops] as [*leading, MAX_HOPS], 0 for the hops that it lacks."""
+    """Pads the rounds of a transport's hops [*leading, hops] to [*leading, MAX_HOPS], 0 for hops that it lacks."""
     if rounds is None:
         return jnp.zeros((*leading, MAX_HOPS), jnp.int32)
     return jnp.pad(rounds, [(0, 0)] * (rounds.ndim - 1) + [(0, MAX_HOPS - rounds.shape[-1])])

@@ -32,7 +32,7 @@ class Overlap(enum.Enum):
 
 
 def resolve_overlap(platform: str) -> Overlap:
-    """What `platform` ("gpu", "cuda", "cpu") can do with the installed jax."""
+    """Returns what `platform` ("gpu", "cuda", "cpu") can do with the installed jax."""
     if platform not in ("gpu", "cuda"):
         return Overlap.NONE
     return Overlap.HOOKS if jax.__version_info__ >= (0, 12, 0) else Overlap.ORDER
@@ -48,12 +48,12 @@ def check_ragged(platform: str) -> None:
 
 
 def in_program_order(f: Callable, overlap: Overlap) -> Callable:
-    """`f` with its collectives and compute scheduled in the order it is written, where `overlap` says so."""
+    """Returns `f` with its collectives and compute scheduled in the order it is written, where `overlap` says so."""
     return f if overlap is Overlap.NONE else program_order(f, enforce=True)
 
 
 def compiler_options(platform: str) -> dict[str, int] | None:
-    """Options that XLA needs to compile a program with several collectives of two halves under way at once.
+    """Returns the options that XLA needs to compile a program with several collectives of two halves under way at once.
 
     By default it allows one, and refuses to schedule a program written with more ("kExceedsOverlapLimit").
     """

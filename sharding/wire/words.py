@@ -15,12 +15,15 @@ WORD_BYTES = 4
 
 
 def to_words(tree: Any) -> jax.Array:
-    """The bytes of a tree of `[T, ...]` arrays row by row, each array padded with zeros to words: `[T, U]` uint32."""
+    """Packs a tree of `[T, ...]` arrays row by row, each array padded with zeros to words: `[T, U]` uint32."""
     return jnp.concatenate([_leaf_to_words(leaf) for leaf in jax.tree.leaves(tree)], axis=1)
 
 
 def from_words(words: jax.Array, like: Any) -> Any:
-    """The tree whose `to_words` begins with `words` `[T, U]`; `like` has its dtypes, and its shapes but for T."""
+    """Returns the tree whose `to_words` begins with `words` `[T, U]`.
+
+    `like` has its dtypes, and its shapes but for T.
+    """
     leaves, tree = jax.tree.flatten(like)
     result, first = [], 0
     for leaf in leaves:
@@ -31,7 +34,7 @@ def from_words(words: jax.Array, like: Any) -> Any:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Shapes and dtypes of a tree, which is what `from_words` needs to know of it."""
+    """Returns the shapes and dtypes of a tree, which is what `from_words` needs to know of it."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 

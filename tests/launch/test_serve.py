@@ -80,7 +80,7 @@ def test_what_it_prints(server):
     assert "serving dsv3-tiny from" in text
     assert re.search(r"\[\d+/\d+\] compiling ", text)
     assert "ready at http://127.0.0.1:" in text
-    assert "256 tokens a request, 4 requests at once" in text
+    assert "256 tokens per request, 4 requests at once" in text
 
 
 def test_the_printed_curl_line(server, url):

@@ -68,7 +68,7 @@ def test_traffic_of_a_step_follows_the_rounds() -> None:
 
 
 def test_decode_at_144_ranks_stays_within_its_byte_bound() -> None:
-    """The issue's bound for decode at EP144 with 128 tokens a device: at most 2.5 times the payload on the wire."""
+    """The issue's bound for decode at EP144 with 128 tokens per device: at most 2.5 times the payload on the wire."""
     machine, load = Machine(18, 8), LayerRows.from_widths(128, 8, 7168, fp8_dispatch=True)
     payload = load.tokens * load.experts_per_token * (load.dispatch_bytes + load.combine_bytes)
     for kind in (Kind.ALL_TO_ALL, Kind.HIERARCHICAL):

@@ -10,7 +10,7 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(model_dir: Path) -> dict[str, Any]:
-    """What requests that do not say otherwise are sampled with; empty without the file.
+    """Returns what requests that do not say otherwise are sampled with; empty without the file.
 
     `do_sample` false means greedy. Raises ValueError, naming the file, for values that cannot be used.
     """

@@ -53,6 +53,6 @@ def internal() -> ApiError:
 
 
 def too_long(limit: int, requested: str) -> ApiError:
-    """400 in the words OpenAI's users search for."""
+    """400: the words OpenAI's users search for."""
     text = f"This model's maximum context length is {limit} tokens. However, you requested {requested}."
     return invalid(text, code="context_length_exceeded")

@@ -12,7 +12,7 @@ _LEAST = -9999.0
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """The chat shape: a record per token, with its bytes and its alternatives."""
+    """Returns the chat shape: a record per token, with its bytes and its alternatives."""
     content = []
     for token_id, entry in zip(ids, logprobs, strict=True):
         token, data = _token(tokenizer, token_id)
@@ -26,7 +26,7 @@ def chat_logprobs(tokenizer: Tokenizer | None, ids: Sequence[int], logprobs: Seq
 def completion_logprobs(
     tokenizer: Tokenizer | None, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
 ) -> CompletionLogprobs:
-    """The completion shape: parallel lists; `offset` is where in the text the first of these tokens stands."""
+    """Returns the completion shape: parallel lists; `offset` is where in the text the first of these tokens stands."""
     tokens = [_token(tokenizer, token_id)[0] for token_id in ids]
     top, offsets = [], []
     for token, entry in zip(tokens, logprobs, strict=True):

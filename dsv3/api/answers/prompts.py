@@ -70,7 +70,7 @@ def _token_ids(found: list[Any], service: Service) -> list[int]:
 
 
 def not_in_vocabulary(vocab_size: int) -> ApiError:
-    """400 for a prompt with something else than token ids in it."""
+    """400: a prompt with something else than token ids in it."""
     return invalid(f"prompt: a token id is an integer from 0 to {vocab_size - 1}", "prompt")
 
 

@@ -66,7 +66,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def does_not_fit(prompt: int, max_tokens: int, limit: int) -> ApiError:
-    """400 for a prompt that leaves no room for `max_tokens` tokens of answer."""
+    """400: a prompt that leaves no room for `max_tokens` tokens of answer."""
     total = prompt + max_tokens
     wanted = f"{total} tokens ({prompt} in the prompt, {max_tokens} in the completion)"
     return too_long(limit, f"{wanted}; please reduce either")

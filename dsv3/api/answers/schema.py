@@ -201,7 +201,7 @@ def _refuse_unsupported(body: bytes) -> None:
 
 
 def _first_error(error: pydantic.ValidationError) -> ApiError:
-    """The error that lies deepest: of a union's variants that is the one the client meant."""
+    """Returns the error that lies deepest: of a union's variants that is the one the client meant."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     worst = max(found, key=lambda e: len(e["loc"]))
     if worst["type"] == "json_invalid":

@@ -88,12 +88,12 @@ class Service:
         return name
 
     def enter(self) -> None:
-        """A request begins; draining waits until all have left."""
+        """Notes that a request begins; draining waits until all have left."""
         self.active += 1
         self.idle.clear()
 
     def leave(self) -> None:
-        """A request has ended."""
+        """Notes that a request has ended."""
         self.active -= 1
         if not self.active:
             self.idle.set()

@@ -105,7 +105,7 @@ def main(fd: int) -> NoReturn:
 
 
 def configure_logging() -> None:
-    """jax warns only, through its own handler, and says in a line why a GPU plugin does not start.
+    """Has jax warn only, through its own handler, and say in a line why a GPU plugin does not start.
 
     Told to use the CPU it does not say that at all.
     """
@@ -201,7 +201,7 @@ def _numbers(stats: Any) -> messages.Stats:
 
 
 def _report(error: Exception) -> None:
-    """The log has everything; clients only hear the kind, since a text may carry a path or a part of a prompt."""
+    """Logs everything; clients only hear the kind, since a text may carry a path or a part of a prompt."""
     if isinstance(error, ValueError | OSError | EngineFailed):  # bad files and settings: their text says what to change
         _log.error("%s: %s", type(error).__name__, error)
         _log.debug("%s", traceback.format_exc())

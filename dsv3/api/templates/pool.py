@@ -30,7 +30,7 @@ class TemplatePool:
         await self._small.start()
 
     async def render(self, request: messages.Render) -> str:
-        """The prompt; raises TemplateError, of which TemplateTooSlow is a case."""
+        """Returns the prompt; raises TemplateError, of which TemplateTooSlow is a case."""
         try:
             frame = frames.encode(request)
         except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
@@ -60,7 +60,7 @@ class _Worker:
             await self._running()
 
     async def ask(self, frame: bytearray) -> messages.Rendered:
-        """The answer; the deadline counts the wait for earlier questions, a new process's start does not."""
+        """Returns the answer; the deadline counts the wait for earlier questions, a new process's start does not."""
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
                 await self._lock.acquire()

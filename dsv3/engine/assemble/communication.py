@@ -46,7 +46,7 @@ class Communication:
         dtype: DTypeLike = jnp.bfloat16,
         fp8: bool | None = None,
     ) -> "Communication":
-        """The choices for the devices of `mesh`; `transport` as in `Kind.from_name`, `fp8` None: as `cfg` says.
+        """Returns the choices for the devices of `mesh`; `transport` as in `Kind.from_name`, `fp8` None: as `cfg` says.
 
         Raises ValueError for a transport that does not exist, or not on these devices, and where they do not divide the
         replicas. A bucket too large for a ragged transport is refused when its transport is asked for.
@@ -61,7 +61,7 @@ class Communication:
         return result
 
     def schedule(self, tokens: int, is_prefill: bool) -> Schedule:
-        """Which schedule (plain, hooked, overlapped) a step of this size takes."""
+        """Returns the schedule (plain, hooked, overlapped) a step of this size takes."""
         if self.overlap is Overlap.NONE:
             return PLAIN
         if tokens % 2 == 0 and worth_overlapping(self._sent(tokens), self.machine.devices, is_prefill):
@@ -69,22 +69,22 @@ class Communication:
         return HOOKED
 
     def transport(self, tokens: int, is_prefill: bool) -> Transport[Any]:
-        """The transport of a step, or of each of its two micro-batches."""
+        """Returns the transport of a step, or of each of its two micro-batches."""
         return self._transport(self._tokens_at_once(tokens, is_prefill))
 
     def traffic(self, tokens: int, is_prefill: bool) -> StepTraffic:
-        """What a device sends to experts and back in all MoE layers of a step."""
+        """Returns what a device sends to experts and back in all MoE layers of a step."""
         rows = self._rows(self._tokens_at_once(tokens, is_prefill))
         transport = self._transport(rows.tokens)
         passes = self.schedule(tokens, is_prefill).micro_batches * self.cfg.num_moe_layers
         return StepTraffic.from_layer(transport.traffic(rows), transport.overflow_traffic(rows), passes)
 
     def _tokens_at_once(self, tokens: int, is_prefill: bool) -> int:
-        """Tokens that one device sends in one pass through a layer."""
+        """Returns the tokens that one device sends in one pass through a layer."""
         return self._sent(tokens // self.schedule(tokens, is_prefill).micro_batches)
 
     def _sent(self, tokens: int) -> int:
-        """Tokens one device sends: the rank's tokens divided by its devices, rounded up."""
+        """Returns the tokens one device sends: the rank's tokens divided by its devices, rounded up."""
         return -(-tokens // self.shards)
 
     def _rows(self, tokens: int) -> LayerRows:

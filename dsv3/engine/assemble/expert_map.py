@@ -12,7 +12,7 @@ from sharding.mesh import Machine
 
 
 def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -> ExpertMap:
-    """The map of `n_routed_experts + num_redundant_experts` replicas for an even load, for lack of a measured one.
+    """Maps `n_routed_experts + num_redundant_experts` replicas for an even load, for lack of a measured one.
 
     The replicas of an expert are on different devices, so that they help before a load has been measured.
 

@@ -37,7 +37,7 @@ class SpreadParams:
 
 
 def spread_experts(params: Params, cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -> SpreadParams:
-    """Parameters as the step functions take them: experts copied into the replicas of `first_expert_map`.
+    """Returns the parameters as the step functions take them: experts copied into the replicas of `first_expert_map`.
 
     Rows that the devices of a rank split are arranged for it (`tensor_parallel.arrange`). The MTP modules are left out:
     they are not served. Raises ValueError where the model does not divide over the mesh.
@@ -63,7 +63,9 @@ def expert_parallel_functions(
     dtype: DTypeLike = jnp.bfloat16,
     fp8: bool | None = None,
 ) -> StepFunctions:
-    """Step functions on `SpreadParams`; transport and schedule are chosen per bucket while its step is traced.
+    """Returns the step functions on `SpreadParams`.
+
+    Transport and schedule are chosen per bucket while its step is traced.
 
     `transport` is "auto" or a name. `dtype` of activations and `fp8` (whether expert weights are FP8; None: as in the
     configuration) say what a row takes on the wire. Raises ValueError for a transport these devices do not have.
@@ -73,7 +75,7 @@ def expert_parallel_functions(
     shards = Shards(rank_size(mesh))
 
     def how(spread: SpreadParams, tokens: int, is_prefill: bool) -> dict[str, Any]:
-        """How a step of `tokens` tokens per rank runs, as arguments of `steps.prefill` or `decode`."""
+        """Returns how a step of `tokens` tokens per rank runs, as arguments of `steps.prefill` or `decode`."""
         return {
             "backend": backend,
             "routed": ExpertParallel(communication.transport(tokens, is_prefill), shards),
@@ -97,13 +99,13 @@ def expert_parallel_functions(
 
 
 def _take(spread: SpreadParams) -> tuple[Any, Placement]:
-    """The stacks of the routed experts, and their placement."""
+    """Returns the stacks of the routed experts, and their placement."""
     moe = _moe(spread.params)
     return (moe.gate_up, moe.down), spread.placement
 
 
 def _put(spread: SpreadParams, stacks: Any, placement: Placement) -> SpreadParams:
-    """`spread` with other stacks and another placement."""
+    """Returns `spread` with other stacks and another placement."""
     gate_up, down = stacks
     params, layers = spread.params, spread.params.moe
     assert layers is not None

@@ -63,5 +63,5 @@ def load_spread(
 
 
 def _on_devices(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    """`array`, which every process has, as one array of all processes."""
+    """Returns `array`, which every process has, as one array of all processes."""
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

@@ -46,7 +46,7 @@ class ProgramStore:
         return f"{self._hits} of {self._hits + self._misses} programs from the last start"
 
     def load(self, name: str) -> Callable[..., Any] | None:
-        """The program, None if there is none that this process can use."""
+        """Returns the program, None if there is none that this process can use."""
         try:
             content = (self._directory / name).read_bytes()
             mac, body = content[:_MAC_BYTES], content[_MAC_BYTES:]

@@ -31,7 +31,7 @@ class Phases:
         self._done: list[str] = []
 
     def end(self, name: str) -> None:
-        """The phase `name` is over."""
+        """Notes that the phase `name` is over."""
         now = time.monotonic()
         self._done.append(f"{name} {now - self._last:.1f} s")
         self._last = now

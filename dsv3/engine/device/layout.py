@@ -100,7 +100,7 @@ class Layout:
         return ProgramSpec(key, mapped, arguments, donated)
 
     def _shared(self, gathered: Gathered) -> tuple[Callable[[Any], Any], Any]:
-        """What a program does last, and where its results lie."""
+        """Returns what a program does last, and where its results lie."""
         if not self.spans_processes or gathered == "none":
             return lambda out: out, RANK_SPEC
         if gathered == "all":

@@ -54,7 +54,7 @@ class Adjustments:
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """The most likely token `[B]` int32, the first of equals; any token for a row with a NaN.
+    """Returns the most likely token `[B]` int32, the first of equals; any token for a row with a NaN.
 
     Maximum first, then its index: XLA:CPU does not vectorise argmax, which takes three to five times as long.
     """
@@ -69,7 +69,7 @@ def guard(logits: jax.Array, tokens: jax.Array, instead: int) -> jax.Array:
 
 
 def sample(logits: jax.Array, controls: Controls) -> jax.Array:
-    """One token `[B]` int32 for each row; rows of temperature 0 (below 1e-5) take the most likely one."""
+    """Returns one token `[B]` int32 for each row; rows of temperature 0 (below 1e-5) take the most likely one."""
     is_greedy = controls.temperature < _MIN_TEMPERATURE
     scaled = logits / jnp.where(is_greedy, 1.0, controls.temperature)[:, None]
     weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))  # the most likely token has 1
@@ -79,7 +79,7 @@ def sample(logits: jax.Array, controls: Controls) -> jax.Array:
 
 
 def filtered(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Unnormalised probabilities with those that min_p, top_k or top_p exclude set to 0.
+    """Returns the unnormalised probabilities with those that min_p, top_k or top_p exclude set to 0.
 
     top_p counts the probability that min_p and top_k have left. Every row keeps its most likely token.
     """
@@ -103,7 +103,7 @@ def _at_least(weights: jax.Array, enough: Any) -> jax.Array:
 
 
 def uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """Two numbers in [0, 1) a row, `[B, 2]`, from its seed and the position of its token."""
+    """Returns two numbers in [0, 1) per row, `[B, 2]`, from its seed and the position of its token."""
 
     def one(words: jax.Array, counter: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -113,7 +113,7 @@ def uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Token `[B]` int32 with a probability proportional to its weight, from two uniform numbers a row."""
+    """Returns the token `[B]` int32 with a probability proportional to its weight, from two uniform numbers per row."""
     B, W = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -W % _BLOCK))).reshape(B, -1, _BLOCK)
     block = _invert(jnp.sum(blocks, axis=-1), uniform[:, 0])
@@ -122,14 +122,17 @@ def draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """First index at which the cumulative weight passes `uniform` of the total, never one of weight 0."""
+    """Returns the first index at which the cumulative weight passes `uniform` of the total, never one of weight 0."""
     cumulative = jnp.cumsum(weights, axis=-1)
     passed = cumulative > (uniform * cumulative[:, -1])[:, None]
     return jnp.where(passed[:, -1], jnp.argmax(passed, axis=-1), jnp.argmax(weights, axis=-1)).astype(jnp.int32)
 
 
 def adjusted(logits: jax.Array, adjustments: Adjustments) -> jax.Array:
-    """Logits after bias, forbidden tokens and penalties (repetition: CTRL, arXiv:1909.05858; the others: OpenAI)."""
+    """Returns the logits after bias, forbidden tokens and penalties (repetition: CTRL, arXiv:1909.05858.
+
+    The others: OpenAI).
+    """
     a = adjustments
     rows = jnp.arange(logits.shape[0])[:, None]
     logits = logits.at[rows, a.bias_ids].add(a.bias, mode="drop")

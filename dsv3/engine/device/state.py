@@ -99,7 +99,7 @@ def adjust_state_shapes(cfg: EngineConfig, vocab_size: int) -> AdjustState:
 
 
 def control_row(sequence: Sequence) -> np.ndarray:
-    """A request's row of `DecodeState.controls`, `[NUM_FIELDS]` int32."""
+    """Returns a request's row of `DecodeState.controls`, `[NUM_FIELDS]` int32."""
     s = sequence.sampling
     row = np.zeros(NUM_FIELDS, np.int32)
     floats = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)

@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 
 NAME = "experts"
 READ_LOAD, MOVE = Key("read_load"), Key("move_experts")
-READ_STEPS = 128  # launching a read-out took 0.5 ms on eight devices of a busy CPU: 4 us a step
+READ_STEPS = 128  # launching a read-out took 0.5 ms on eight devices of a busy CPU: 4 us per step
 WINDOW_READS = 8
-MOVE_BYTES = 256 * 2**20  # a device and step, twice over the wire: 10 ms at 50 GB/s; at least one layer
+MOVE_BYTES = 256 * 2**20  # per device and step, twice over the wire: 10 ms at 50 GB/s; at least one layer
 MIN_GAIN = 0.02  # of a layer's balancedness; less is not worth moving its weights
 
 
@@ -213,7 +213,7 @@ class Balancer:
         self._stats = self._summed_up()
 
     def stats(self) -> ExpertStats:
-        """A snapshot; any thread may ask."""
+        """Returns a snapshot; any thread may ask."""
         return self._stats
 
     @property

@@ -228,7 +228,7 @@ class SampleWorker:
         self._adjust = program(self._adjust_state(), AdjustRow(*map(device.put, row)))
 
     def _adjust_state(self) -> Any:
-        """Made when first needed: it takes 5 bytes per slot and vocabulary entry."""
+        """Makes it when first needed: it takes 5 bytes per slot and vocabulary entry."""
         if self._adjust is None:
             device = self._device
             ranks = device.put(np.zeros(device.layout.num_local_ranks, np.int32))
@@ -290,7 +290,7 @@ def _sample_position(
 
 
 def logprobs_body(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities of `tokens` `[B, S]` and of the 20 best, of the model's own distribution."""
+    """Returns the log-probabilities of `tokens` `[B, S]` and of the 20 best, of the model's own distribution."""
     return sampling.log_probabilities(logits, tokens, MAX_LOGPROBS)
 
 

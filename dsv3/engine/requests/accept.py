@@ -68,7 +68,7 @@ def _as_columns(
 def _detailed(
     scheduler: Scheduler, sequence: Sequence, tokens: list[int], at_limit: bool, logprobs: list[TokenLogprobs] | None
 ) -> EngineOutput:
-    """The output of a row that is a request's first or last, or carries log-probabilities."""
+    """Returns the output of a row that is a request's first or last, or carries log-probabilities."""
     num_cached, queue_seconds = (0, None) if sequence.started else (sequence.num_cached, sequence.queue_seconds)
     sequence.started = scheduler.slots.started[sequence.slot] = True
     if NOT_FINITE in tokens:

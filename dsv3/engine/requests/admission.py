@@ -112,5 +112,5 @@ class Admission:
 
 
 def _useful_pages(sequence: Sequence) -> int:
-    """Cached pages that help: one token at least must be computed."""
+    """Returns the cached pages that help: one token at least must be computed."""
     return (len(sequence.tokens) - 1) // PAGE_SIZE

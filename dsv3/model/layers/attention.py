@@ -32,7 +32,7 @@ class Places:
 
 
 def prefill_places(batch: PrefillBatch) -> Places:
-    """The places `[T]` of a prefill batch; padding rows get none."""
+    """Returns the places `[T]` of a prefill batch; padding rows get none."""
     B, Mp = batch.page_table.shape
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right")
@@ -42,13 +42,13 @@ def prefill_places(batch: PrefillBatch) -> Places:
 
 
 def decode_positions(batch: DecodeBatch) -> jax.Array:
-    """Positions `[B, S]` int32 of the query tokens; negative in inactive rows."""
+    """Returns the positions `[B, S]` int32 of the query tokens; negative in inactive rows."""
     S = batch.tokens.shape[1]
     return batch.lengths[:, None] - S + jnp.arange(S, dtype=jnp.int32)
 
 
 def decode_places(batch: DecodeBatch) -> Places:
-    """The places `[B * S]` of a decode batch; inactive rows get none."""
+    """Returns the places `[B * S]` of a decode batch; inactive rows get none."""
     positions = decode_positions(batch)
     column = jnp.clip(positions // PAGE_SIZE, 0, batch.page_table.shape[1] - 1)
     page_ids = jnp.where(positions >= 0, jnp.take_along_axis(batch.page_table, column, axis=1), -1)
@@ -74,7 +74,7 @@ def project(
     rotation: Rotation,
     numerics: Numerics,
 ) -> Projected:
-    """Queries and latents of `x` `[T, D]`."""
+    """Returns the queries and latents of `x` `[T, D]`."""
     N = cfg.qk_nope_head_dim
     down = linear(x, params.qkv_a, layer, numerics)
     q, latent, k_rope = jnp.split(down, [down.shape[1] - cfg.latent_dim, down.shape[1] - cfg.qk_rope_head_dim], axis=1)
@@ -90,7 +90,7 @@ def project(
 def expand(
     latent: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys `[T, H, N + P]` and values `[T, H, V]` of every head, from latents `[T, R + P]`."""
+    """Returns the keys `[T, H, N + P]` and values `[T, H, V]` of every head, from latents `[T, R + P]`."""
     R = params.k_up.shape[-1]
 
     def up(stack: jax.Array) -> jax.Array:
@@ -104,13 +104,13 @@ def expand(
 
 
 def absorb(tokens: Projected, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
-    """Queries `[T, H, R + P]` that score cached latents directly."""
+    """Returns the queries `[T, H, R + P]` that score cached latents directly."""
     q_latent = dense.head_gemm(tokens.q_nope, params.k_up, layer, transposed=True, backend=backend)
     return jnp.concatenate([q_latent, tokens.q_rope], axis=-1)
 
 
 def values_of(out: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
-    """Per-head values `[T, H, V]` of attention outputs `[T, H, R]` on latents."""
+    """Returns the per-head values `[T, H, V]` of attention outputs `[T, H, R]` on latents."""
     return dense.head_gemm(out, params.v_up, layer, backend=backend)
 
 
@@ -126,7 +126,7 @@ class Attend(Protocol):
 
 
 def causal_attend(cfg: ModelConfig, batch: int, backend: Backend | None) -> Attend:
-    """Training: `batch` equally long sequences lie one after the other; there is no cache."""
+    """Attends in training: `batch` equally long sequences lie one after the other; there is no cache."""
 
     def attend(tokens, params, layer, cache_layer, state):
         k, v = expand(tokens.latent, params, layer, backend)
@@ -141,7 +141,10 @@ def causal_attend(cfg: ModelConfig, batch: int, backend: Backend | None) -> Atte
 
 
 def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
-    """Prefill: new tokens attend to each other expanded, to the cached ones absorbed. The state is the page pool."""
+    """Attends in prefill: new tokens to each other expanded, to the cached ones absorbed.
+
+    The state is the page pool.
+    """
     places = prefill_places(batch)
 
     def attend(tokens, params, layer, cache_layer, pages):
@@ -171,7 +174,9 @@ def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
 def decode_attend(
     cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
 ) -> Attend:
-    """Decode: S new tokens per request attend, absorbed, to all cached ones and themselves. The state is the page pool.
+    """Attends in decode: S new tokens per request, absorbed, to all cached ones and themselves.
+
+    The state is the page pool.
 
     `heads` is the number of heads on this device.
     """

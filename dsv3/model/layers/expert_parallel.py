@@ -55,7 +55,7 @@ class ExpertParallel:
         return y, Tally(count(routing.ids, placement_of(layer).copies.shape[1]), rounds)
 
     def address(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> TokenRows:
-        """The rows that this device sends, with a replica chosen for each of their experts."""
+        """Returns the rows that this device sends, with a replica chosen for each of their experts."""
         placement, part = placement_of(layer), self.shards.part
         x, ids, weights = part(x), part(routing.ids, -1), part(routing.weights)
         device = jax.lax.axis_index(self.transport.machine.axes)
@@ -64,7 +64,7 @@ class ExpertParallel:
 
 
 def placement_of(layer: ExpertLayer) -> Placement:
-    """The placement of the stack that `layer` is in. Raises ValueError where it has none."""
+    """Returns the placement of the stack that `layer` is in. Raises ValueError where it has none."""
     if layer.placement is None:
         raise ValueError(
             "these layers' experts have no placement, so no device is known to hold them: spread this stack's experts "
@@ -74,18 +74,18 @@ def placement_of(layer: ExpertLayer) -> Placement:
 
 
 def local_experts(layer: ExpertLayer) -> Experts:
-    """The replicas of this device as a transport calls them."""
+    """Returns the replicas of this device as a transport calls them."""
     return lambda rows: experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)[0]
 
 
 @functools.partial(jax.jit, static_argnames="num_experts")
 def count(ids: jax.Array, num_experts: int) -> jax.Array:
-    """How often `ids` [T, K] name each expert, `[E]` int32."""
+    """Returns how often `ids` [T, K] name each expert, `[E]` int32."""
     return (ids[..., None] == jnp.arange(num_experts)).sum(axis=(0, 1), dtype=jnp.int32)
 
 
 def pack(x: jax.Array, layer: ExpertLayer) -> jax.Array | experts.Quantized:
-    """Rows as they are sent: quantized where the experts are FP8."""
+    """Returns the rows as they are sent: quantized where the experts are FP8."""
     if not isinstance(layer.params.gate_up, Fp8Weight):
         return x
     numerics = layer.numerics

@@ -104,7 +104,7 @@ LOCAL_EXPERTS = LocalExperts()
 
 @jax.named_scope("experts")
 def gate_up(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> Gated:
-    """The first half of `moe`: the order of rows, the gate and up projections, and SwiGLU."""
+    """Runs the first half of `moe`: the order of rows, the gate and up projections, and SwiGLU."""
     params, numerics = layer.params, layer.numerics
     K, E = routing.ids.shape[1], _num_experts(params)
     pairs = min(routing.ids.size, numerics.expert_pairs or routing.ids.size)
@@ -132,7 +132,7 @@ def gate_up(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> G
 
 @jax.named_scope("experts")
 def down(gated: Gated, layer: ExpertLayer) -> jax.Array:
-    """The second half of `moe`: the down projections, and the sum of each token `[T, D]`."""
+    """Runs the second half of `moe`: the down projections, and the sum of each token `[T, D]`."""
     params, tiles = layer.params, _tiles(gated.order, layer)
     if isinstance(params.down, Fp8Weight):
         assert gated.scale is not None, "FP8 experts quantize what is between their products"
@@ -153,7 +153,7 @@ def _tiles(order: grouped.GroupAlignment, layer: ExpertLayer) -> dict[str, Any]:
 
 
 def _num_experts(params: MoeParams) -> int:
-    """Experts of the stack on this device: E, or `Ed` replicas where they are spread."""
+    """Returns the experts of the stack on this device: E, or `Ed` replicas where they are spread."""
     return jax.tree.leaves(params.gate_up)[0].shape[1]
 
 
@@ -165,5 +165,5 @@ def _fp8_product(
 
 
 def _merge(stack: jax.Array) -> jax.Array:
-    """`[L, E, ...]` as `[L * E, ...]`, which moves nothing."""
+    """Returns `[L, E, ...]` as `[L * E, ...]`, which moves nothing."""
     return stack.reshape(-1, *stack.shape[2:])

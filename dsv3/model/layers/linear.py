@@ -29,7 +29,7 @@ class Numerics:
 
     @classmethod
     def from_config(cls, cfg: ModelConfig, backend: Backend | None, tokens: int | None = None) -> "Numerics":
-        """The numerics that a checkpoint of `cfg` was trained with, on `backend`, for `tokens` per device.
+        """Returns the numerics that a checkpoint of `cfg` was trained with, on `backend`, for `tokens` per device.
 
         With even routing a device computes as many (token, expert) pairs as it sends.
         """
@@ -38,7 +38,7 @@ class Numerics:
 
 
 def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: Numerics) -> jax.Array:
-    """`x` `[T, in]` times layer `layer` of the stack `weight` `[L, out, in]`, in the dtype of x: `[T, out]`.
+    """Returns `x` `[T, in]` times layer `layer` of the stack `weight` `[L, out, in]`, in the dtype of x: `[T, out]`.
 
     With an `Fp8Weight` x is quantized per row and 128 channels. On a GPU the kernels address the layer in the stack: a
     slice by a traced index would be a copy. Sums are float32.
@@ -50,7 +50,7 @@ def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: 
 
 
 def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> jax.Array:
-    """SwiGLU of `x` `[T, D]`: the MLP of a dense layer, or the shared expert."""
+    """Returns SwiGLU of `x` `[T, D]`: the MLP of a dense layer, or the shared expert."""
     gate_up = linear(x, params.gate_up, layer, numerics)
     if isinstance(params.down, Fp8Weight):
         values, scale = fp8.swiglu_quantize(gate_up, ue8m0=numerics.ue8m0, backend=numerics.backend)
@@ -59,13 +59,13 @@ def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> ja
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """`silu(gate) * up` of `[T, 2 * F]`, gate columns first: `[T, F]`."""
+    """Returns `silu(gate) * up` of `[T, 2 * F]`, gate columns first: `[T, F]`."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
 def layer_slice(stack: jax.Array, layer: Index) -> jax.Array:
-    """Layer `layer` of a stack `[L, ...]`: `[...]`."""
+    """Returns layer `layer` of a stack `[L, ...]`: `[...]`."""
     return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
 

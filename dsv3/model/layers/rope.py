@@ -20,7 +20,7 @@ class Rotation:
 
 
 def inverse_frequencies(cfg: ModelConfig) -> np.ndarray:
-    """Radians per position of each of the P / 2 pairs, float32.
+    """Returns the radians per position of each of the P / 2 pairs, float32.
 
     Under YaRN pairs that turn often within the original context keep their frequency, pairs that never complete a turn
     are slowed by `factor`, and those between are mixed linearly (for DeepSeek-V3 pairs 10 to 23 of 32).
@@ -45,7 +45,7 @@ def _correction_range(yarn: YarnConfig, width: int, theta: float) -> tuple[float
 
 
 def amplitude(yarn: YarnConfig | None) -> float:
-    """Factor on cosines and sines: the ratio of YaRN's two temperatures, 1 in every published model."""
+    """Returns a factor on cosines and sines: the ratio of YaRN's two temperatures, 1 in every published model."""
     if yarn is None or yarn.factor <= 1:
         return 1.0
     return _temperature(yarn.factor, yarn.mscale) / _temperature(yarn.factor, yarn.mscale_all_dim)
@@ -56,7 +56,7 @@ def _temperature(factor: float, mscale: float) -> float:
 
 
 def rotation(cfg: ModelConfig, positions: jax.Array) -> Rotation:
-    """The rotation of tokens at `positions` [T] int32."""
+    """Returns the rotation of tokens at `positions` [T] int32."""
     angles = positions.astype(jnp.float32)[..., None] * inverse_frequencies(cfg)
     factor = amplitude(cfg.yarn)
     return Rotation(jnp.cos(angles) * factor, jnp.sin(angles) * factor)

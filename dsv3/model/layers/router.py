@@ -19,7 +19,7 @@ class Routing(NamedTuple):
 
 
 def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backend | None) -> jax.Array:
-    """Logits `[T, E]` float32 for the score function: `x` `[T, D]` times layer `layer` of the router.
+    """Returns the logits `[T, E]` float32 for the score function: `x` `[T, D]` times layer `layer` of the router.
 
     The product of two bfloat16 or float16 values is exact in float32, so the kernel for them gives the logits of the
     float32 product but for the order of the sums. It addresses the layer in the stack; XLA would write a slice out.

@@ -19,7 +19,7 @@ from sharding.wire.collectives import in_program_order
 def run(
     stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[jax.Array, ...], pages: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array, Tally]:
-    """`decoder.MoeLayers` of one batch over `ExpertParallel` experts."""
+    """Runs `decoder.MoeLayers` of one batch over `ExpertParallel` experts."""
     (context,), (stream,) = contexts, x
     batch = MicroBatch(stack, context)
     parallel = batch.parallel

@@ -44,14 +44,14 @@ Streams = tuple[jax.Array, ...]
 
 
 def worth_overlapping(tokens: int, devices: int, is_prefill: bool) -> bool:
-    """Whether a step in which each of `devices` sends `tokens` token rows runs as two micro-batches."""
+    """Returns whether a step in which each of `devices` sends `tokens` token rows runs as two micro-batches."""
     return devices > 1 and tokens >= (MIN_PREFILL_TOKENS if is_prefill else MIN_DECODE_TOKENS)
 
 
 def run_prefill(
     stack: Stack, contexts: tuple[LayerContext, ...], x: Streams, pages: jax.Array
 ) -> tuple[Streams, jax.Array, Tally]:
-    """`decoder.MoeLayers` of a prefill step, in the published order; micro-batch 1 holds the earlier tokens."""
+    """Runs `decoder.MoeLayers` of a prefill step, in the published order; micro-batch 1 holds the earlier tokens."""
     zero, one = _micro_batches(stack, contexts)
     overlap, L = zero.hops[0].overlap, stack.depth
 
@@ -96,7 +96,7 @@ def run_prefill(
 def run_decode(
     stack: Stack, contexts: tuple[LayerContext, ...], x: Streams, pages: jax.Array
 ) -> tuple[Streams, jax.Array, Tally]:
-    """`decoder.MoeLayers` of a decode step, as the five-stage pipeline."""
+    """Runs `decoder.MoeLayers` of a decode step, as the five-stage pipeline."""
     zero, one = _micro_batches(stack, contexts)
     overlap, L = zero.hops[0].overlap, stack.depth
 
@@ -143,7 +143,10 @@ def run_decode(
 
 
 def _micro_batches(stack: Stack, contexts: tuple[LayerContext, ...]) -> tuple[MicroBatch, MicroBatch]:
-    """The two micro-batches of a step. Raises ValueError for a transport without hops, which cannot be taken apart."""
+    """Returns the two micro-batches of a step.
+
+    Raises ValueError for a transport without hops, which cannot be taken apart.
+    """
     first, second = contexts
     zero, one = MicroBatch(stack, first, 0), MicroBatch(stack, second, 1)
     if not zero.hops:
@@ -152,7 +155,7 @@ def _micro_batches(stack: Stack, contexts: tuple[LayerContext, ...]) -> tuple[Mi
 
 
 def _nothing(batch: MicroBatch, x: jax.Array) -> tuple[Routed, Computed]:
-    """A micro-batch that has chosen no experts: combining it adds zero, and so does its shared expert."""
+    """Returns a micro-batch that has chosen no experts: combining it adds zero, and so does its shared expert."""
     context = dataclasses.replace(batch.context, valid=jnp.zeros_like(batch.context.valid))
     routed = dataclasses.replace(batch, context=context).route(0, jnp.zeros_like(x))
     hop = batch.hops[0]

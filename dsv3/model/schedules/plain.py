@@ -11,7 +11,7 @@ from dsv3.model.layers.experts import Tally
 def run(
     stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[jax.Array, ...], state: Any
 ) -> tuple[tuple[jax.Array, ...], Any, Tally]:
-    """`decoder.MoeLayers` of one batch."""
+    """Runs `decoder.MoeLayers` of one batch."""
     (context,), (stream,) = contexts, x
     stream, state, tally = run_layers(stack, context, stream, state)
     assert tally is not None  # MoE layers count their experts

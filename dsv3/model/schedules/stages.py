@@ -107,13 +107,13 @@ class MicroBatch:
 
     @unit
     def choose(self, layer: Index, x: jax.Array) -> tuple[jax.Array, Routing]:
-        """Norm and router: `x` normed [T, D], and the experts of its rows."""
+        """Runs norm and router: returns `x` normed [T, D], and the experts of its rows."""
         normed = rms_norm(x, layer_slice(self.stack.layers.post_norm, layer), self.context.cfg.rms_norm_eps)
         return normed, decoder.choose_experts(self.stack, layer, self.context, normed)
 
     @unit
     def route(self, layer: Index, x: jax.Array) -> Routed:
-        """Norm, router, and the queues of the rows to send."""
+        """Runs norm and router, and queues the rows to send."""
         normed, routing = self.choose(layer, x)
         rows = self.parallel.address(normed, routing, self.experts(layer))
         return Routed(normed, routing.ids, enqueue(rows, self.hops[0]))
@@ -143,7 +143,7 @@ class MicroBatch:
 
     @named
     def down(self, layer: Index, halfway: Halfway) -> tuple[Computed, Queued]:
-        """The second product: the sums of the rows that the last hop brought, and where those are queued."""
+        """Makes the second product: the sums of the rows that the last hop brought, and where those are queued."""
         return self._down(layer, halfway.gated, halfway.longest), halfway.queued
 
     @unit
@@ -157,7 +157,7 @@ class MicroBatch:
 
     @named
     def finish_reduce(self, layer: Index, reducing: Returning | Computed) -> Computed:
-        """Partial sums of the rows that the first hop brought."""
+        """Returns the partial sums of the rows that the first hop brought."""
         if isinstance(reducing, Computed):
             return reducing
         transfer, queued, once, longest = reducing
@@ -180,7 +180,7 @@ class MicroBatch:
     def finish_combine(
         self, layer: Index, x: jax.Array, routed: Routed, combining: Combining, shared: jax.Array | None
     ) -> tuple[jax.Array, Tally]:
-        """`x` after the MoE layer: what comes back, what did not fit the first round, and the shared expert."""
+        """Returns `x` after the MoE layer: what comes back, what did not fit the first round, and the shared expert."""
         first = receive_back(combining.transfer, routed.queued, 0, self.hops[0])
         _, rounds, longest = combining.computed
         return self._finish_combine(layer, x, first, rounds, longest, routed.queued, routed.ids, shared)
@@ -221,31 +221,31 @@ class MicroBatch:
 
     @unit
     def shared(self, layer: Index, normed: jax.Array) -> jax.Array | None:
-        """The shared expert's part [T, D]."""
+        """Returns the shared expert's part [T, D]."""
         return decoder.shared_expert(self.stack, layer, self.context, normed)
 
     @unit
     def add(self, layer: Index, x: jax.Array, y: jax.Array, shared: jax.Array | None) -> jax.Array:
-        """The residual stream after the experts [T, D]."""
+        """Returns the residual stream after the experts [T, D]."""
         return decoder.add_experts(x, y, shared)
 
     @unit
     def attention(self, layer: Index, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The whole attention block: the residual stream and the pages."""
+        """Runs the whole attention block: returns the residual stream and the pages."""
         return decoder.attention_block(self.stack, layer, self.context, x, pages)
 
     @unit
     def project(self, layer: Index, x: jax.Array) -> Projected:
-        """The part of attention before its core."""
+        """Runs the part of attention before its core."""
         return decoder.queries(self.stack, layer, self.context, x)
 
     @unit
     def core(self, layer: Index, tokens: Projected, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The attention core: outputs of all heads [T, H, V], and the pages."""
+        """Runs the attention core: returns outputs of all heads [T, H, V], and the pages."""
         return decoder.core(self.stack, layer, self.context, tokens, pages)
 
     @unit
     def output(self, layer: Index, x: jax.Array, heads: jax.Array) -> tuple[jax.Array, Routed]:
-        """The part of attention after its core, and the router."""
+        """Runs the part of attention after its core, and the router."""
         x = decoder.output(self.stack, layer, self.context, x, heads)
         return x, self.route(layer, x)

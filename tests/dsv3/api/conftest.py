@@ -23,7 +23,7 @@ def server(model_dir):
 
 @pytest.fixture(scope="session")
 def slow_server(model_dir):
-    """Two sequences run, three wait, 10 ms a step."""
+    """Two sequences run, three wait, 10 ms per step."""
     limits = {"max_num_seqs": 2, "max_num_queued_reqs": 3}
     with serving.running(model_dir, engine=limits, factory_options={"step_s": 0.01}) as server:
         yield server

@@ -73,7 +73,7 @@ def test_decode_throughput_of_the_profile() -> None:
 
 
 def test_prefill_profile_of_deepseek() -> None:
-    """4K prompts without hits: 113 us a token, 70.5k tokens/s a node, +12 % on the profile's 62.7k."""
+    """4K prompts without hits: 113 us per token, 70.5k tokens/s per node, +12 % on the profile's 62.7k."""
     stages = roofline.prefill_stages(DEEPSEEK_V3, RATES, MicroBatch(tokens=1, keys=2048, experts=9))
     step = 61 * (stages["project"] + stages["attention"]) + 58 * (stages["shared_expert"] + stages["experts"])
     step += 3 * stages["mlp"]

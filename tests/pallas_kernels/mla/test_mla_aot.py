@@ -22,7 +22,7 @@ from pallas_kernels.mla import (
 pytestmark = pytest.mark.aot
 
 SCALE = 0.1352338
-BATCH, TABLE, LAYERS = 128, 512, 4  # 32,768 tokens a request
+BATCH, TABLE, LAYERS = 128, 512, 4  # 32,768 tokens per request
 PAGES_PER_LAYER = BATCH * TABLE
 POOL_SHAPE = (LAYERS * PAGES_PER_LAYER, 64, 576)
 LAUNCH_REGISTERS = 168  # 65,536 over 384 threads, before the warpgroups trade among themselves

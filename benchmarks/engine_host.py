@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from dsv3.api import frames
-from dsv3.api.engine.messages import Step
+from dsv3.api.engine.messages import Outputs
 from dsv3.config import ModelConfig
 from dsv3.engine.cluster import messages
 from dsv3.engine.config import EngineConfig
@@ -167,7 +167,7 @@ def measure_unit(steps: int, churn: int, ranks: int = 144, rows: int = 128, node
             arrive()
         started, cpu_started = time.perf_counter(), time.thread_time()
         outputs = engine.step()
-        frames_bytes = len(frames.encode(Step.from_outputs(outputs, None)))
+        frames_bytes = len(frames.encode(Outputs.from_outputs(outputs, None)))
         times[i], processor[i] = time.perf_counter() - started, time.thread_time() - cpu_started
     result: dict[str, float] = {"running": running, "steps": steps, "churn": churn, "frame_bytes": frames_bytes}
     result["follower_bytes"] = executor.sent / (nodes - 1)

@@ -11,7 +11,7 @@ from absl import flags as absl_flags
 
 from dsv3.api import frames
 from dsv3.api.engine.fronts import split
-from dsv3.api.engine.messages import Step
+from dsv3.api.engine.messages import Outputs
 from dsv3.request import StepOutputs, Tokens, first_id
 from launch import flags
 
@@ -32,7 +32,7 @@ def _send(outputs: StepOutputs, fronts: int) -> float:
     """Encodes a step's frames as `Fronts.deliver` does; returns the thread's seconds."""
     started = time.thread_time()
     for part in split(outputs).values() if fronts > 1 else [outputs]:
-        frames.encode(Step.from_outputs(part, None))
+        frames.encode(Outputs.from_outputs(part, None))
     return time.thread_time() - started
 
 

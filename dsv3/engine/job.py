@@ -24,7 +24,7 @@ from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.request import StepOutputs
 
 if TYPE_CHECKING:
-    from dsv3.engine.device.device import Devices
+    from dsv3.engine.device.devices import Devices
     from dsv3.engine.device.layout import Layout
     from dsv3.engine.device.programs import ProgramSpec
 

@@ -136,7 +136,7 @@ def test_without_a_tokenizer_token_ids_still_work(llm, monkeypatch):
 
 def test_the_step_takes_few_arguments(llm):
     """A decode step's flat arguments (2,600 cost 34 ms per step elsewhere)."""
-    programs = llm.engine.executor.device.programs
+    programs = llm.engine.executor.devices.programs
     arrays = jax.tree.leaves(programs.spec(Key("decode", 1)).arguments)
     assert len(arrays) < 60
     assert all(a.dtype != jnp.float64 for a in arrays)

@@ -206,7 +206,7 @@ class EngineClient:
         self._last_frame = time.monotonic()
         message = messages.from_engine.decode(body)
         match message:
-            case messages.Step():
+            case messages.Outputs():
                 self._take(message)
             case messages.Rejected():
                 self._reject(message)
@@ -225,7 +225,7 @@ class EngineClient:
             case messages.Failed():
                 self._failure = message.reason
 
-    def _take(self, step: messages.Step) -> None:
+    def _take(self, step: messages.Outputs) -> None:
         """Puts the outputs of a step before their sinks, columns first."""
         rows, sinks, ready = step.columns(), self._sinks, self._ready
         was_idle = not ready

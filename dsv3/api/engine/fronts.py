@@ -154,12 +154,12 @@ class FrontConnections:
                 front.live.discard(output.request_id)
         if len(fronts) == 1:
             for front in fronts.values():
-                front.send(messages.Step.from_outputs(outputs, stats))
+                front.send(messages.Outputs.from_outputs(outputs, stats))
             return
         parts = split(outputs)
         for sender, front in list(fronts.items()):
             if (part := parts.get(sender)) is not None or stats is not None:
-                front.send(messages.Step.from_outputs(part or StepOutputs(), stats))
+                front.send(messages.Outputs.from_outputs(part or StepOutputs(), stats))
 
     def remove(self, front: FrontConnection) -> None:
         """Forgets a front that has gone."""

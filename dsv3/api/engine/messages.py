@@ -63,7 +63,7 @@ Stats = dict[str, float | list[int]]
 """The engine's numbers by the names of their fields; a list is a histogram's counts."""
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class Outputs(msgspec.Struct, frozen=True, tag=True):
     """Outputs of one step: `StepOutputs` with its columns joined, little endian.
 
     `ids` are int64, `counts` int64, `tokens` int32; without `counts` each request has one token. `stats`, the engine's
@@ -77,7 +77,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     stats: Stats | None
 
     @classmethod
-    def from_outputs(cls, outputs: StepOutputs, stats: Stats | None) -> "Step":
+    def from_outputs(cls, outputs: StepOutputs, stats: Stats | None) -> "Outputs":
         """Returns the message for the outputs of one step; it looks into the outputs' arrays."""
         columns = outputs.columns
         ids, tokens = _joined([rows.ids for rows in columns], "<i8"), _joined([rows.tokens for rows in columns], "<i4")
@@ -131,7 +131,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Start | Add | Abort | Stop
-FromEngine = Welcome | StartProgress | EngineInfo | Step | Rejected | Dropped | Drain | Failed
+FromEngine = Welcome | StartProgress | EngineInfo | Outputs | Rejected | Dropped | Drain | Failed
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

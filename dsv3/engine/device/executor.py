@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dsv3.engine.device.device import Devices
+from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, Progress, Store
 from dsv3.engine.job import JobKind, StepCommand
@@ -60,14 +60,14 @@ class LocalExecutor:
         params = place(parts.params, shardings(parts.functions.param_specs, parts.mesh))
         parts = dataclasses.replace(parts, params=params)
         layout, programs = lay_out(parts, kinds)
-        self.device = Devices(layout, params, programs)
-        self._workers = {kind.name: kind.worker(self.device) for kind in kinds if kind.applies(parts)}
+        self.devices = Devices(layout, params, programs)
+        self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(parts)}
         self._agreeing = {kind.name for kind in kinds if kind.results_agree}
 
     def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`."""
-        self.device.programs.store = store
-        self.device.programs.compile_all(progress)
+        self.devices.programs.store = store
+        self.devices.programs.compile_all(progress)
 
     def launch(self, command: StepCommand) -> InFlight:
         """Starts the jobs of a step, one after the other."""

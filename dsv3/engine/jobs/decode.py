@@ -10,7 +10,7 @@ import numpy as np
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import bucket
-from dsv3.engine.device.device import Devices
+from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
@@ -143,17 +143,17 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 class DecodeWorker:
     """Launches the decode program, by bucket."""
 
-    def __init__(self, device: Devices) -> None:
-        self._device = device
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
 
     def launch(self, command: DecodeCommand) -> tuple[jax.Array, ...]:
         """Starts the batch; leaves logits and slots for the sampler."""
-        device = self._device
-        program = device.programs.get(Key(NAME, command.rows.shape[1], width=command.width))
-        device.pages, device.state, logits, slots = program(
-            device.params, device.pages, device.state, device.put(command.rows)
+        devices = self._devices
+        program = devices.programs.get(Key(NAME, command.rows.shape[1], width=command.width))
+        devices.pages, devices.state, logits, slots = program(
+            devices.params, devices.pages, devices.state, devices.put(command.rows)
         )
-        device.handed[NAME] = logits, slots
+        devices.handed[NAME] = logits, slots
         return ()
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.device.device import Devices
+from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import SpreadExperts, StepResult
@@ -132,7 +132,7 @@ def _make_planner(view: EngineView) -> "Balancer":
 
 
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
-    """Returns the bytes of a layer's experts on one device."""
+    """Returns the bytes of a layer's experts on one devices."""
     stacks, _ = experts.take(params)
     return sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers // experts.machine.devices
 
@@ -143,7 +143,7 @@ class Balancer:
     Args:
       experts: what the engine knows of the experts.
       placement: where they stand, as numpy arrays.
-      layer_bytes: of a layer's experts on one device.
+      layer_bytes: of a layer's experts on one devices.
       sent: counts what one device sends.
       cfg: the engine's limits.
     """
@@ -287,9 +287,9 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 class ExpertsWorker:
     """Reads the devices' counters and moves experts between devices."""
 
-    def __init__(self, device: Devices) -> None:
-        assert device.layout.functions.experts is not None  # `_applies`
-        self._device, self._experts = device, device.layout.functions.experts
+    def __init__(self, devices: Devices) -> None:
+        assert devices.layout.functions.experts is not None  # `_applies`
+        self._devices, self._experts = devices, devices.layout.functions.experts
 
     def launch(self, command: ExpertsCommand) -> tuple[jax.Array, ...]:
         """Returns the load, if it is read, and for each move whether it was carried out."""
@@ -300,17 +300,17 @@ class ExpertsWorker:
         return results
 
     def _read(self) -> jax.Array:
-        device = self._device
-        load, total = device.programs.get(READ_LOAD)(device.state.counters[NAME])
-        device.state = dataclasses.replace(device.state, counters=device.state.counters | {NAME: load})
+        devices = self._devices
+        load, total = devices.programs.get(READ_LOAD)(devices.state.counters[NAME])
+        devices.state = dataclasses.replace(devices.state, counters=devices.state.counters | {NAME: load})
         return total
 
     def _move(self, command: MoveCommand) -> jax.Array:
-        device, experts = self._device, self._experts
+        devices, experts = self._devices, self._experts
         move = LayerMove(command.layer, command.source, command.replicas, command.copies)
-        stacks, placement = experts.take(device.params)
-        stacks, placement, intact = device.programs.get(MOVE)(stacks, placement, move)
-        device.params = experts.put(device.params, stacks, placement)
+        stacks, placement = experts.take(devices.params)
+        stacks, placement, intact = devices.programs.get(MOVE)(stacks, placement, move)
+        devices.params = experts.put(devices.params, stacks, placement)
         return intact
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.device.device import Devices
+from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import NUM_FIELDS, DecodeState, control_row
@@ -189,19 +189,19 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 class PrefillWorker:
     """Launches the prefill program, by bucket."""
 
-    def __init__(self, device: Devices) -> None:
-        self._device = device
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
 
     def launch(self, command: PrefillCommand) -> tuple[jax.Array, ...]:
         """Starts the batch; leaves logits and slots for the sampler."""
-        device = self._device
-        tokens, rows = command.arrays(device.layout.num_local_ranks, device.layout.cfg)
-        program = device.programs.get(Key(NAME, command.bucket))
-        device.pages, device.state, logits, slots = program(
-            device.params, device.pages, device.state, device.put(tokens), device.put(rows)
+        devices = self._devices
+        tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
+        program = devices.programs.get(Key(NAME, command.bucket))
+        devices.pages, devices.state, logits, slots = program(
+            devices.params, devices.pages, devices.state, devices.put(tokens), devices.put(rows)
         )
         if command.samples:
-            device.handed[NAME] = logits, slots
+            devices.handed[NAME] = logits, slots
             return ()
         # No token to read, but something to wait for: pages are shared once they are written.
         return (local_part(slots),)

@@ -17,7 +17,7 @@ import numpy as np
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device import sampling
 from dsv3.engine.device import state as device_state
-from dsv3.engine.device.device import Devices
+from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import AdjustState, DecodeState, adjustments_at, controls_at
@@ -192,47 +192,47 @@ def _zeros(shapes: AdjustState, _: jax.Array) -> AdjustState:
 class SampleWorker:
     """Launches samplers, and owns the state of requests that change their logits, made for the first of them."""
 
-    def __init__(self, device: Devices) -> None:
-        self._device = device
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
         self._adjust: Any = None
 
     def launch(self, command: SampleCommand) -> tuple[jax.Array, ...]:
         """Samples what the forward job has left."""
-        device = self._device
-        logits, slots = device.handed.pop(command.source)
+        devices = self._devices
+        logits, slots = devices.handed.pop(command.source)
         for i in range(command.adjust_launches):
             self._set_adjustments(command.adjustments, i)
         rows, width = logits.shape[1:3]
         adjust = self._adjust_state() if command.variant == FULL else None
-        program = device.programs.get(Key("sample", rows, command.variant, width))
-        device.state, adjust, tokens, *of_all = program(device.state, adjust, logits, slots)
+        program = devices.programs.get(Key("sample", rows, command.variant, width))
+        devices.state, adjust, tokens, *of_all = program(devices.state, adjust, logits, slots)
         if command.variant == FULL:
             self._adjust = adjust
         results = tuple(of_all) or (tokens,)
         if command.logprobs:
-            results += device.programs.get(Key("logprobs", rows, width=width))(logits, tokens)
+            results += devices.programs.get(Key("logprobs", rows, width=width))(logits, tokens)
         for array in results:
             array.copy_to_host_async()
         return results
 
     def _set_adjustments(self, adjustments: list[Adjustment], turn: int) -> None:
         """Makes the `turn`-th adjustment of each rank."""
-        device = self._device
+        devices = self._devices
         by_rank: dict[int, list[Adjustment]] = {}
         for adjustment in adjustments:
             by_rank.setdefault(adjustment.rank, []).append(adjustment)
         mine = [waiting[turn] for waiting in by_rank.values() if turn < len(waiting)]
-        layout = device.layout
+        layout = devices.layout
         row = _adjust_rows(mine, layout.num_local_ranks, layout.cfg, layout.model_cfg.vocab_size)
-        program = device.programs.get(Key("adjust"))
-        self._adjust = program(self._adjust_state(), AdjustRow(*map(device.put, row)))
+        program = devices.programs.get(Key("adjust"))
+        self._adjust = program(self._adjust_state(), AdjustRow(*map(devices.put, row)))
 
     def _adjust_state(self) -> Any:
         """Makes it when first needed: it takes 5 bytes per slot and vocabulary entry."""
         if self._adjust is None:
-            device = self._device
-            ranks = device.put(np.zeros(device.layout.num_local_ranks, np.int32))
-            self._adjust = device.programs.get(Key("new_adjust"))(ranks)
+            devices = self._devices
+            ranks = devices.put(np.zeros(devices.layout.num_local_ranks, np.int32))
+            self._adjust = devices.programs.get(Key("new_adjust"))(ranks)
         return self._adjust
 
 

@@ -23,7 +23,7 @@ def programs() -> Programs:
     """The compiled programs of `LIMITS`."""
     engine = Engine(parts())
     engine.warm_up()
-    return engine.executor.device.programs
+    return engine.executor.devices.programs
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def make_engine(programs: Programs) -> Callable[..., Engine]:
 
     def make(**changes) -> Engine:
         engine = Engine(parts(**changes))
-        engine.executor.device.programs = programs
+        engine.executor.devices.programs = programs
         engine.warm_up()
         return engine
 

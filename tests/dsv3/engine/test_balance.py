@@ -53,11 +53,11 @@ class Served:
         cfg = EngineConfig(**(LIMITS | dict(eplb_interval=4, eplb_threshold=1.0) | changes))
         engine = Engine(Parts.on_devices(self.functions, self.params, self.cfg, cfg))
         if self.programs is None:
-            self.programs = engine.executor.device.programs
+            self.programs = engine.executor.devices.programs
             assert set(BALANCING) <= set(self.programs.keys())
             needed = [Key("prefill", 64), Key("decode", 1), Key("sample", 1, GREEDY), *BALANCING]
             self.programs.keys = lambda: needed
-        engine.executor.device.programs = self.programs
+        engine.executor.devices.programs = self.programs
         engine.warm_up()
         return engine
 
@@ -100,7 +100,7 @@ def test_tokens_stay_the_same_while_experts_move_and_the_load_gets_even(served: 
     even = [balancedness(load, expert_map, 8) for expert_map in (before, after)]
     assert (even[1] > even[0] + 0.1).all()
     assert stats.balancedness > even[0].mean() + 0.1
-    params = engine.executor.device.params
+    params = engine.executor.devices.params
     assert (np.asarray(params.placement.copies) == after.logcnt).all()
     for slot, expert in enumerate(after.phy2log[1]):  # the weights stand where the map says
         own = np.asarray(served.params.params.moe.moe.down)[1, before.log2phy[1, expert, 0]]
@@ -118,7 +118,7 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
     sound, spec = served.programs._compiled.pop(MOVE), served.programs._specs[MOVE]
     body = functools.partial(rebalance.move_layer, machine=served.functions.experts.machine)
     specs = (*served.functions.experts.take(served.functions.param_specs), PartitionSpec())
-    served.programs._specs[MOVE] = engine.executor.device.layout.mapped(
+    served.programs._specs[MOVE] = engine.executor.devices.layout.mapped(
         MOVE, lambda *args: body(*args), spec.arguments, spec.donated, specs, specs
     )  # another function: jax does not trace the same one twice
     engine.warm_up()
@@ -128,7 +128,7 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
     stats = engine.stats().jobs["experts"]
     assert stats.checksum_failures > 0 and stats.moved == 0
     np.testing.assert_array_equal(engine.planners["experts"].expert_map.phy2log, before.phy2log)
-    placement = engine.executor.device.params.placement
+    placement = engine.executor.devices.params.placement
     np.testing.assert_array_equal(np.asarray(placement.replicas), served.params.placement.replicas)
     assert "damaged on their way" in caplog.text
 

@@ -91,7 +91,7 @@ def test_a_float16_engine_over_fp8_pages_serves() -> None:
     """Options to tokens: a prompt of two chunks, then the same again from cached pages."""
     limits = {"max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64}
     engine = build_engine(bundled_model(), EngineOptions(dtype="float16", kv_cache_dtype=FP8, **limits), progress=False)
-    pages = engine.executor.device.pages
+    pages = engine.executor.devices.pages
     one = pool(engine.model_cfg, FP8, engine.cfg.num_pages)
     assert engine.cfg.cache_dtype == FP8 and (pages.shape, pages.dtype) == ((1, *one.shape), jnp.uint8)
     assert pages.size == engine.cfg.num_pages * page_bytes(engine.model_cfg, FP8)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.device.device import Devices
+from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
@@ -67,13 +67,13 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 
 
 class DraftWorker:
-    def __init__(self, device: Devices) -> None:
-        self._device = device
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
 
     def launch(self, command: DraftCommand) -> tuple[jax.Array, ...]:
-        device = self._device
-        wrong = np.full(device.layout.num_local_ranks, command.wrong, np.int32)
-        device.state = device.programs.get(Key("draft"))(device.state, device.put(wrong))
+        devices = self._devices
+        wrong = np.full(devices.layout.num_local_ranks, command.wrong, np.int32)
+        devices.state = devices.programs.get(Key("draft"))(devices.state, devices.put(wrong))
         return ()
 
 

@@ -191,7 +191,10 @@ _unsupported_decoder = msgspec.json.Decoder(
 
 
 def _refuse_unsupported(body: bytes) -> None:
-    found = _unsupported_decoder.decode(body)
+    try:
+        found = _unsupported_decoder.decode(body)
+    except msgspec.MsgspecError:  # NaN, Infinity: pydantic reads them
+        raise invalid("the body is not valid JSON") from None
     for name, harmless in _UNSUPPORTED.items():
         raw = bytes(getattr(found, name))
         if raw == b"null":

@@ -219,6 +219,13 @@ def test_numbers_that_are_none(server, number):
     refusal(post(server, COMPLETIONS, b'{"prompt": "x", "temperature": ' + number + b"}"))
 
 
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity"])
+@pytest.mark.parametrize("field", [b"user", b"foo"])
+def test_what_json_does_not_have_is_refused_anywhere(server, field, number):
+    """Python's json.dumps writes NaN."""
+    refusal(post(server, COMPLETIONS, b'{"prompt": [5], "max_tokens": 1, "' + field + b'": ' + number + b"}"))
+
+
 @pytest.mark.parametrize("value", [True, 500, -1, HUGE, "x"])
 def test_token_ids_to_detokenize(server, value):
     refusal(post(server, "/detokenize", {"tokens": [value]}))

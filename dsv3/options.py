@@ -11,9 +11,10 @@ import inspect
 import numbers
 import textwrap
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
+from dsv3.speculative import SpeculativeConfig
 from dsv3.text.reasoning import Parser
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -31,6 +32,7 @@ _KINDS: dict[type, tuple[type, str]] = {
     float: (numbers.Real, "a number"),
     str: (str, "a text"),
     tuple: (tuple, "a tuple of texts"),
+    dict: (Mapping, "a JSON object"),
 }
 
 
@@ -68,7 +70,7 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A declared option: `kind` is bool, int, float, str or tuple, `choices` are the values of a `Literal`."""
+    """A declared option: `kind` is bool, int, float, str, tuple or dict, `choices` are the values of a `Literal`."""
 
     name: str
     annotation: Any
@@ -222,6 +224,11 @@ class EngineOptions:
         programs=False,
     )
     enable_prefix_caching: bool = option(True, "Reuse the cached pages of equal prompt beginnings.", programs=False)
+    speculative_config: dict[str, Any] | None = option(
+        None,
+        "Propose drafts and verify several tokens per step; a JSON object such as "
+        '\'{"method": "mtp", "num_speculative_tokens": 1}\' (docs/speculative.md).',
+    )
     seed: int = option(0, "Draw random numbers from this seed for requests that bring none.", programs=False)
     compilation_cache_dir: str | None = option(
         None,
@@ -235,6 +242,15 @@ class EngineOptions:
         for name, off in (("num_redundant_experts", 0), ("expert_transport", "auto"), ("enable_eplb", False)):
             if (value := getattr(self, name)) != off and not self.spreads_experts:
                 raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
+        try:
+            _ = self.speculative
+        except ValueError as error:
+            raise ValueError(f"speculative_config: {error}") from None
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """How drafts are made; None where none are."""
+        return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
 
     @property
     def spreads_experts(self) -> bool:

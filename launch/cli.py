@@ -1,5 +1,6 @@
 """Flags from the declarations of `dsv3.options`, and options read back from the flags."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,16 @@ def make[T](cls: type[T], options: dict[str, Any]) -> T:
 
 
 def _value(option: Option, value: Any) -> Any:
+    if option.kind is dict and value is not None:
+        return _json_object(option.name, value)
     return tuple(value) if option.kind is tuple else value
+
+
+def _json_object(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise flags.UsageError(f"--{name}: {text!r} is not JSON") from None
 
 
 def _define(option: Option, values: absl_flags.FlagValues) -> None:
@@ -51,5 +61,6 @@ def _define(option: Option, values: absl_flags.FlagValues) -> None:
             int: absl_flags.DEFINE_integer,
             float: absl_flags.DEFINE_float,
             str: absl_flags.DEFINE_string,
+            dict: absl_flags.DEFINE_string,
         }
         kinds[option.kind](name, default, meaning, flag_values=values)

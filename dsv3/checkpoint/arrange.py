@@ -20,18 +20,21 @@ from pallas_kernels.float8 import BLOCK, E4M3
 
 
 def with_replicas(plan: LoadPlan, cfg: ModelConfig, phy2log: np.ndarray, shardings: Mapping[str, Any]) -> LoadPlan:
-    """Returns the plan with replicas of the decoder's routed experts: `phy2log` [L, Er] names the expert of each.
+    """Returns the plan with replicas of the routed experts: `phy2log` [L, Er] names the expert of each.
 
-    Only replicas that this process's devices hold by `shardings` (as `reader.read_leaves` takes them) are planned,
-    because the 288 replicas of DeepSeek-V3 take 50,000 tensors. Raises ValueError if the map does not have the model's
-    layers and experts.
+    L are the decoder's MoE layers, or these and the MTP modules, which otherwise keep their E experts. Only replicas
+    that this process's devices hold by `shardings` (as `reader.read_leaves` takes them) are planned, because the 288
+    replicas of DeepSeek-V3 take 50,000 tensors. Raises ValueError if the map does not have the model's layers and
+    experts.
     """
-    phy2log = np.asarray(phy2log)
+    phy2log, layers = np.asarray(phy2log), cfg.num_moe_layers
     _check_map(cfg, phy2log)
+    by_stack = {"moe": phy2log[:layers], "mtp": phy2log[layers:]}
     leaves = dict(plan.leaves)
     for path, spec in layout.leaves(cfg).items():
-        if "experts" in spec.axes and path.startswith("moe."):
-            leaves[path] = tuple(_replicated(array, phy2log, shardings.get(path)) for array in plan.leaves[path])
+        mine = by_stack.get(path.split(".")[0])
+        if "experts" in spec.axes and mine is not None and len(mine):
+            leaves[path] = tuple(_replicated(array, mine, shardings.get(path)) for array in plan.leaves[path])
     return dataclasses.replace(plan, leaves=leaves)
 
 
@@ -91,7 +94,8 @@ def _runs(index: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 def _check_map(cfg: ModelConfig, phy2log: np.ndarray) -> None:
     layers, experts = cfg.num_moe_layers, cfg.n_routed_experts
-    if phy2log.ndim != 2 or len(phy2log) != layers or not phy2log.size or phy2log.dtype.kind not in "iu":
+    may_be = (layers, layers + cfg.num_nextn_predict_layers)
+    if phy2log.ndim != 2 or len(phy2log) not in may_be or not phy2log.size or phy2log.dtype.kind not in "iu":
         raise ValueError(
             f"phy2log is {phy2log.dtype}{list(phy2log.shape)}; it must be integers [{layers} MoE layers, replicas]"
         )

@@ -52,7 +52,8 @@ def load_params(
     default device.
 
     `phy2log` [L, Er] int (`sharding.experts.eplb.ExpertMap`) names the expert of each replica. The decoder's
-    routed experts then come out as `[L, Er, ...]` instead of `[L, E, ...]`. MTP modules keep their E experts.
+    routed experts then come out as `[L, Er, ...]` instead of `[L, E, ...]`, and so do those of the MTP modules where
+    the map has layers for them too.
     `tensor_parallel_size` puts fused rows in the order of `tensor_parallel.row_order`, of which each device of a rank
     takes an equal part.
 

@@ -56,8 +56,7 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
     Called in each process of an instance, it reads what this one's devices hold. Limits suit this process's devices.
     """
     use_compilation_cache(options.compilation_cache_dir)
-    # MTP modules are not served, so neither their weights nor their share of the cache is needed.
-    model_cfg = dataclasses.replace(load_config(Path(model_dir)), num_nextn_predict_layers=0)
+    model_cfg = _served(load_config(Path(model_dir)), options)
     shards = options.tensor_parallel_size
     check_shards(model_cfg, shards, fp8=model_cfg.fp8 is not None and options.fp8 == "keep")
     devices = _devices(options.data_parallel_size, shards)
@@ -78,13 +77,27 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
     return Parts(functions, served, model_cfg, cfg, mesh)
 
 
+def _served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
+    """Returns the model as it is served: with its first MTP module where that proposes drafts, else with none.
+
+    Weights that nothing uses are not loaded, and get no share of the cache. Raises ValueError for a model without.
+    """
+    wanted = options.speculative is not None and options.speculative.method == "mtp"
+    if wanted and not model_cfg.num_nextn_predict_layers:
+        raise ValueError(
+            "speculative_config: method 'mtp' needs a model with a multi-token prediction module, and this one has "
+            "none; choose 'ngram' or leave speculative_config away"
+        )
+    return dataclasses.replace(model_cfg, num_nextn_predict_layers=int(wanted))
+
+
 def _functions(
     model_dir: str | os.PathLike[str], cfg: ModelConfig, options: EngineOptions, mesh: Mesh, dtype: Any, progress: bool
 ) -> tuple[StepFunctions, Any]:
     """Returns the step functions, and the parameters as they take them, each device's share read to it."""
     read = Reading(dtype, options.fp8, progress)
     if not options.spreads_experts:
-        functions = model_functions()
+        functions = model_functions(draft_dtype=dtype if cfg.num_nextn_predict_layers else None)
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
     fp8 = cfg.fp8 is not None and options.fp8 == "keep"

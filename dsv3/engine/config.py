@@ -6,6 +6,7 @@ from typing import Any
 
 from dsv3.cache.page import pages_for
 from dsv3.options import EngineOptions, check, option, options_of
+from dsv3.speculative import SpeculativeConfig
 
 _MIN_PREFILL_TOKENS = 64
 _MAX_PREFILL_ROWS = 16
@@ -44,6 +45,7 @@ class EngineConfig:
     seed: int = _carries("seed", 0)
     eplb_interval: int = option(0, "Let this many steps pass between moves; 0: never move.", low=0, programs=False)
     eplb_threshold: float = _carries("eplb_threshold", 0.9)
+    speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -66,7 +68,20 @@ class EngineConfig:
     @property
     def pages_per_seq(self) -> int:
         """Width of a page table: a step may write drafts behind a request's last token."""
-        return pages_for(self.max_model_len + self.tokens_per_row - 1)
+        return pages_for(self.max_model_len + self.tokens_ahead)
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens behind a request's last one whose places a step may write.
+
+        Verifying k drafts writes k places. Proposing the next k, each from the one before, writes k - 1 more.
+        """
+        drafts = self.tokens_per_row - 1
+        return max(drafts, 2 * drafts - 1)
+
+    def width(self, size: int) -> int:
+        """Returns the tokens per row of a decode step of the bucket `size`."""
+        return self.tokens_per_row if self.speculative is None else 1 + self.speculative.drafts(size)
 
     @functools.cached_property
     def decode_buckets(self) -> tuple[int, ...]:

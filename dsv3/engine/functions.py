@@ -1,11 +1,13 @@
 """The model as the engine sees it: functions for one rank, and where experts are that devices share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from dsv3.config import ModelConfig
 from dsv3.model import decoder, steps
@@ -50,6 +52,21 @@ class SpreadExperts:
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftFunctions:
+    """A module that predicts the token after the next from a hidden state and the next token.
+
+    `prefill(params, cfg, PrefillBatch, pages, hidden)` and `decode(params, cfg, DecodeBatch, pages, hidden)` are those
+    of `StepFunctions` with two differences: the tokens of a batch are the next ones, and `hidden` (`[T, D]`, or
+    `[B, S, D]`) of type `dtype` stands beside them. The results' hidden states are of the same shape and type, and fit
+    `hidden` again.
+    """
+
+    dtype: Any
+    prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array, jax.Array], StepResult]
+    decode: Callable[[Any, ModelConfig, DecodeBatch, jax.Array, jax.Array], StepResult]
+
+
+@dataclasses.dataclass(frozen=True)
 class StepFunctions:
     """The model, as the engine sees it.
 
@@ -57,7 +74,7 @@ class StepFunctions:
     `[B, S, D]`, both with the new pages; `logits(params, cfg, hidden)` is float32 `[..., W]`. `param_specs` says how
     the parameters lie on the ranks: a tree of partitions, or one for all of them. With `experts` the results have
     `expert_counts` `[L, E]` and `rounds` `[2]` too, and `traffic(tokens, is_prefill)` tells what a device sends in the
-    MoE layers of a step with this many tokens on each rank.
+    MoE layers of a step with this many tokens on each rank. `draft` is there where the model brings a module for it.
     """
 
     prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array], StepResult]
@@ -66,10 +83,14 @@ class StepFunctions:
     param_specs: Any = dataclasses.field(default_factory=PartitionSpec)
     experts: SpreadExperts | None = None
     traffic: Callable[[int, bool], StepTraffic] | None = None
+    draft: DraftFunctions | None = None
 
 
-def model_functions(backend: Backend | None = None) -> StepFunctions:
-    """Returns the served model with kernels of `backend` (None: those that suit the device)."""
+def model_functions(backend: Backend | None = None, *, draft_dtype: DTypeLike | None = None) -> StepFunctions:
+    """Returns the served model with kernels of `backend` (None: those that suit the device).
+
+    With the type of its hidden states, `draft_dtype`, it has its MTP module too.
+    """
 
     def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> StepResult:
         return steps.prefill(params, cfg, batch, pages, backend=backend)
@@ -77,4 +98,6 @@ def model_functions(backend: Backend | None = None) -> StepFunctions:
     def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> StepResult:
         return steps.decode(params, cfg, batch, pages, backend=backend)
 
-    return StepFunctions(prefill, decode, decoder.logits)
+    modules = (functools.partial(each, backend=backend) for each in (steps.predict_prefill, steps.predict_decode))
+    draft = None if draft_dtype is None else DraftFunctions(draft_dtype, *modules)
+    return StepFunctions(prefill, decode, decoder.logits, draft=draft)

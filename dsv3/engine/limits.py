@@ -51,7 +51,8 @@ def engine_config(
     max_num_seqs = options.max_num_seqs or (64 if hardware.is_cpu else 256)
     batched = options.max_num_batched_tokens or (1024 if hardware.is_cpu else 8192)
     wanted = options.max_model_len or model.max_position_embeddings
-    working = max(step_bytes(model, dtypes.compute, batched, max_num_seqs, options.tensor_parallel_size), move_bytes)
+    rows = max_num_seqs * (1 + options.speculative.most_drafts if options.speculative else 1)
+    working = max(step_bytes(model, dtypes.compute, batched, rows, options.tensor_parallel_size), move_bytes)
     budget = cache_budget(hardware.memory, options.gpu_memory_utilization, working)
     num_pages = min(pages_within(model, dtypes.cache, budget), max_num_seqs * pages_for(wanted))
     if num_pages < 1:
@@ -75,6 +76,8 @@ def engine_config(
         seed=options.seed,
         eplb_interval=options.eplb_interval if options.enable_eplb else 0,
         eplb_threshold=options.eplb_threshold,
+        tokens_per_row=1 + options.speculative.most_drafts if options.speculative else 1,
+        speculative=options.speculative,
     )
 
 
@@ -92,15 +95,15 @@ def cache_budget(memory: DeviceMemory | None, utilization: float, working: int) 
     return int(memory.limit * utilization) - memory.in_use - working
 
 
-def step_bytes(cfg: ModelConfig, dtype: Any, batched: int, max_num_seqs: int, shards: int) -> int:
+def step_bytes(cfg: ModelConfig, dtype: Any, batched: int, rows: int, shards: int) -> int:
     """Estimates the working memory of the largest step, in bytes.
 
     A prompt token keeps about six hidden states. It also keeps its queries, keys and values of all heads and its
-    routed copies, which the `shards` devices of a rank share. Logits of a decode batch are float32, and the sampler
-    needs about four arrays of their size.
+    routed copies, which the `shards` devices of a rank share. Logits of a decode batch of `rows` tokens are float32,
+    and the sampler needs about four arrays of their size.
     """
     heads = cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim + cfg.kv_lora_rank)
     routed = cfg.num_experts_per_tok * (cfg.hidden_size + 3 * cfg.moe_intermediate_size)
     shared = -(-(heads + routed + 3 * cfg.intermediate_size) // shards)
     token = (6 * cfg.hidden_size + shared) * jnp.dtype(dtype).itemsize
-    return batched * token + 4 * max_num_seqs * cfg.vocab_size * 4
+    return batched * token + 4 * rows * cfg.vocab_size * 4

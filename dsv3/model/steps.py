@@ -1,4 +1,4 @@
-"""The two served steps, for one rank: prefill of a ragged batch and decode of a batch of requests."""
+"""The served steps, for one rank: prefill of a ragged batch, decode of a batch, and the MTP module on both."""
 
 import dataclasses
 from typing import Any
@@ -13,6 +13,7 @@ from dsv3.model.layers.attention import decode_attend, decode_positions, prefill
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, Tally
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
+from dsv3.model.mtp import predict
 from dsv3.model.params import Params
 from dsv3.model.schedules import PLAIN, Schedule
 from pallas_kernels.backend import Backend
@@ -102,6 +103,56 @@ def decode(
     x, pages, tally = run_decoder(params, contexts, x, pages, schedule.decode, placement)
     hidden = final_norm(params, cfg, jnp.concatenate(x))
     return StepOutput.from_tally(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
+
+
+def predict_prefill(
+    params: Params,
+    cfg: ModelConfig,
+    batch: PrefillBatch,
+    pages: jax.Array,
+    hidden: jax.Array,
+    *,
+    backend: Backend | None = None,
+    routed: RoutedExperts = LOCAL_EXPERTS,
+    placement: Placement | None = None,
+) -> StepOutput:
+    """Runs the first MTP module over the chunks of a prefill batch; arguments as in `prefill` but for two.
+
+    Args:
+      batch: its tokens are the next ones: row t has the token that follows the one of row t.
+      hidden: `[T, D]`, of `prefill`.
+      placement: where the replicas of the module's own experts stand.
+
+    Returns:
+      `StepOutput` with hidden `[T, D]`, whose logits predict the token after the next.
+    """
+    context = _prefill_context(cfg, batch, pages, backend, routed)
+    out, pages, tally = predict(params, context, 0, hidden, batch.tokens, pages, placement)
+    return StepOutput.from_tally(out, pages, jax.tree.map(lambda x: x[None], tally))
+
+
+def predict_decode(
+    params: Params,
+    cfg: ModelConfig,
+    batch: DecodeBatch,
+    pages: jax.Array,
+    hidden: jax.Array,
+    *,
+    backend: Backend | None = None,
+    routed: RoutedExperts = LOCAL_EXPERTS,
+    placement: Placement | None = None,
+) -> StepOutput:
+    """Runs the first MTP module on S tokens of each request of a decode batch; arguments as in `predict_prefill`.
+
+    `hidden` is `[B, S, D]`, of `decode` or of this function.
+
+    Returns:
+      `StepOutput` with hidden `[B, S, D]`, whose logits predict the token after the next.
+    """
+    context = _decode_context(cfg, batch, pages, backend, routed)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    out, pages, tally = predict(params, context, 0, flat, batch.tokens.reshape(-1), pages, placement)
+    return StepOutput.from_tally(out.reshape(hidden.shape), pages, jax.tree.map(lambda x: x[None], tally))
 
 
 def _prefill_context(

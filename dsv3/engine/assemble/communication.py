@@ -72,6 +72,10 @@ class Communication:
         """Returns the transport of a step, or of each of its two micro-batches."""
         return self._transport(self._tokens_at_once(tokens, is_prefill))
 
+    def draft_transport(self, tokens: int) -> Transport[Any]:
+        """Returns the transport of an MTP module's step, which is one batch whatever the main model's is."""
+        return self._transport(self._sent(tokens))
+
     def traffic(self, tokens: int, is_prefill: bool) -> StepTraffic:
         """Returns what a device sends to experts and back in all MoE layers of a step."""
         rows = self._rows(self._tokens_at_once(tokens, is_prefill))

@@ -14,7 +14,8 @@ from sharding.mesh import Machine
 def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -> ExpertMap:
     """Maps `n_routed_experts + num_redundant_experts` replicas for an even load, for lack of a measured one.
 
-    The replicas of an expert are on different devices, so that they help before a load has been measured.
+    Its layers are the decoder's MoE layers, then the MTP modules. The replicas of an expert are on different devices,
+    so that they help before a load has been measured.
 
     Raises ValueError where the devices do not divide the replicas, or the model has no routed experts.
     """
@@ -26,5 +27,6 @@ def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -
     # EPLB packs equal loads in order, which puts both replicas of an expert on one device. Loads that fall a little
     # make it fill devices in the opposite order the second time.
     falling = np.linspace(1.001, 1, cfg.n_routed_experts)
-    load = np.broadcast_to(falling, (cfg.num_moe_layers, cfg.n_routed_experts))
+    layers = cfg.num_moe_layers + cfg.num_nextn_predict_layers
+    load = np.broadcast_to(falling, (layers, cfg.n_routed_experts))
     return rebalance_experts(load, replicas, cfg.n_group, machine.nodes, machine.devices)

@@ -11,9 +11,8 @@ from jax.sharding import Mesh, Sharding
 from dsv3.checkpoint import load_params
 from dsv3.config import ModelConfig
 from dsv3.engine.assemble.expert_map import first_expert_map
-from dsv3.engine.assemble.functions import SpreadParams
+from dsv3.engine.assemble.functions import SpreadParams, first_placements
 from dsv3.model.params import Params
-from sharding.experts.placement import placement_of
 from sharding.mesh import rank_size, shardings
 
 
@@ -50,7 +49,8 @@ def load_spread(
     """
     expert_map = first_expert_map(cfg, mesh, num_redundant_experts)
     where = shardings(specs, mesh)
-    placement = jax.tree.map(_on_devices, placement_of(expert_map, num_redundant_experts + 1), where.placement)
+    placements = first_placements(cfg, mesh, num_redundant_experts)
+    placements = jax.tree.map(_on_devices, placements, (where.placement, where.mtp_placement))
     params = load_params(
         directory,
         cfg,
@@ -59,7 +59,7 @@ def load_spread(
         tensor_parallel_size=rank_size(mesh),
         **dataclasses.asdict(read),
     )
-    return SpreadParams(params, placement)
+    return SpreadParams(params, *placements)
 
 
 def _on_devices(array: np.ndarray, sharding: Sharding) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import bucket
-from dsv3.engine.device.devices import Devices
+from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
@@ -43,7 +43,7 @@ class DecodePlanner:
 
     def __init__(self, view: EngineView) -> None:
         self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
-        self._width = self._cfg.tokens_per_row
+        self._width = 1
         self._rows: BatchRows | None = None
         self._needs = Needs(0, False)
         self._version = -1
@@ -55,7 +55,7 @@ class DecodePlanner:
         if rows is None:
             return []
         slots = self._scheduler.slots
-        short = slots.planned[rows.slots] + (self._width - 1) > slots.capacity[rows.slots]
+        short = slots.planned[rows.slots] + self._cfg.tokens_ahead > slots.capacity[rows.slots]
         if short.any():
             return self._plan_with_pages(rows, short)
         return self._planned(rows, self._template)  # which nobody writes to: a change makes another one
@@ -116,6 +116,7 @@ class DecodePlanner:
         starts = np.searchsorted(mine, np.arange(cfg.num_ranks) * cfg.max_num_seqs)
         position = np.arange(len(mine)) - starts[rank]
         size = bucket(cfg.decode_buckets, int(position.max()) + 1)
+        self._width = cfg.width(size)
         batch = np.empty((cfg.num_ranks, size, 3), np.int32)
         batch[:] = cfg.max_num_seqs, -1, 0
         batch[rank, position, 0] = mine - rank * cfg.max_num_seqs
@@ -132,8 +133,9 @@ class DecodePlanner:
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket."""
-    cfg, width = layout.cfg, layout.cfg.tokens_per_row
+    cfg = layout.cfg
     for size in cfg.decode_buckets:
+        width = cfg.width(size)
         number = cfg.forward_programs.index((NAME, size))
         body = functools.partial(decode_body, layout, width=width, program=number)
         arguments = (layout.params, layout.pages, layout.state, layout.array(size, 3))
@@ -147,13 +149,13 @@ class DecodeWorker:
         self._devices = devices
 
     def launch(self, command: DecodeCommand) -> tuple[jax.Array, ...]:
-        """Starts the batch; leaves logits and slots for the sampler."""
+        """Starts the batch; leaves logits, hidden states and slots for the sampler and the drafter."""
         devices = self._devices
         program = devices.programs.get(Key(NAME, command.rows.shape[1], width=command.width))
-        devices.pages, devices.state, logits, slots = program(
+        devices.pages, devices.state, logits, hidden, slots = program(
             devices.params, devices.pages, devices.state, devices.put(command.rows)
         )
-        devices.handed[NAME] = logits, slots
+        devices.handed[NAME] = Forward(slots, logits, hidden)
         return ()
 
 
@@ -166,11 +168,11 @@ def decode_body(
     *,
     width: int,
     program: int,
-) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array]:
+) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array | None, jax.Array]:
     """Runs the last token and the drafts of the slots in `rows` `[B, 3]` (see `DecodeCommand`), for one rank.
 
-    Returns pages, state, logits `[B, S, W]` and the slots `[B]` that shall sample. `program` is the number under which
-    it counts.
+    Returns pages, state, logits `[B, S, W]`, hidden states `[B, S, D]` where something drafts from them, and the slots
+    `[B]` that shall sample. `program` is the number under which it counts.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, new_page, index = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -181,7 +183,8 @@ def decode_body(
     out = functions.decode(params, cfg, DecodeBatch(state.tokens[held, :width], lengths, page_table[held]), pages)
     logits = functions.logits(params, cfg, out.hidden)
     counters = layout.count(state.counters, out, program)
-    return out.pages, dataclasses.replace(state, page_table=page_table, counters=counters), logits, slots
+    state = dataclasses.replace(state, page_table=page_table, counters=counters)
+    return out.pages, state, logits, out.hidden if functions.draft else None, slots
 
 
 KIND = JobKind(NAME, DecodeCommand, DecodePlanner, programs, DecodeWorker)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.device.devices import Devices
+from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import NUM_FIELDS, DecodeState, control_row
@@ -22,8 +22,9 @@ from dsv3.request import StepOutputs
 from sharding.processes import local_part
 
 NAME = "prefill"
-_HEADER = 4 + NUM_FIELDS
-"""Columns of a chunk on the device before its page table: slot, its tokens, tokens before it, 1 if it samples."""
+HEADER = 4 + NUM_FIELDS
+"""Columns of a chunk on the device before its page table: slot, its tokens, tokens before it, the token that follows
+it in the prompt (-1: none, the chunk samples), and sampling parameters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,12 +45,12 @@ class Chunk:
 class PrefillCommand(Command, frozen=True):
     """Chunks of several ranks, in the order of the ranks; only what they use of tokens and page tables travels.
 
-    `bucket` is the size of the batch. Row i of `header` is a chunk: rank, pages, then slot, tokens, tokens before it,
-    whether it samples, and its sampling parameters. `tokens` and `pages` hold those of all chunks one after the other.
+    `bucket` is the size of the batch. Row i of `header` is a chunk: rank, pages, then `HEADER` columns. `tokens` and
+    `pages` hold those of all chunks one after the other.
     """
 
     bucket: int
-    header: np.ndarray  # [chunks, 2 + _HEADER] int32
+    header: np.ndarray  # [chunks, 2 + HEADER] int32
     tokens: np.ndarray  # int32
     pages: np.ndarray  # int32
     samples: bool
@@ -69,17 +70,17 @@ class PrefillCommand(Command, frozen=True):
         )
 
     def arrays(self, ranks: int, cfg: EngineConfig) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the batch of each of `ranks` ranks: tokens `[ranks, T]`, chunks `[ranks, B, _HEADER + Mp]`."""
+        """Returns the batch of each of `ranks` ranks: tokens `[ranks, T]`, chunks `[ranks, B, HEADER + Mp]`."""
         tokens = np.zeros((ranks, self.bucket), np.int32)
-        rows = np.zeros((ranks, cfg.prefill_rows(self.bucket), _HEADER + cfg.pages_per_seq), np.int32)
+        rows = np.zeros((ranks, cfg.prefill_rows(self.bucket), HEADER + cfg.pages_per_seq), np.int32)
         rows[..., 0] = cfg.max_num_seqs
         token_starts, page_starts = self._starts
         filled, at = [0] * ranks, [0] * ranks
         for i, chunk in enumerate(self.header):
             rank, num_pages, count = int(chunk[0]), int(chunk[1]), int(chunk[3])
             row = rows[rank, filled[rank]]
-            row[:_HEADER] = chunk[2:]
-            row[_HEADER : _HEADER + num_pages] = self.pages[page_starts[i] : page_starts[i + 1]]
+            row[:HEADER] = chunk[2:]
+            row[HEADER : HEADER + num_pages] = self.pages[page_starts[i] : page_starts[i + 1]]
             tokens[rank, at[rank] : at[rank] + count] = self.tokens[token_starts[i] : token_starts[i + 1]]
             filled[rank] += 1
             at[rank] += count
@@ -162,10 +163,11 @@ class PrefillPlanner:
 
 def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> PrefillCommand:
     flat = [(rank, c) for rank, mine in enumerate(chunks) for c in mine]
-    header = np.zeros((len(flat), 2 + _HEADER), np.int32)
+    header = np.zeros((len(flat), 2 + HEADER), np.int32)
     for row, (rank, chunk) in zip(header, flat, strict=True):
         sequence, slot = chunk.sequence, chunk.sequence.slot % cfg.max_num_seqs
-        row[:6] = rank, len(sequence.pages), slot, chunk.stop - chunk.start, chunk.start, chunk.is_last
+        follows = -1 if chunk.is_last else sequence.tokens[chunk.stop]
+        row[:6] = rank, len(sequence.pages), slot, chunk.stop - chunk.start, chunk.start, follows
         row[6:] = control_row(sequence)
     return PrefillCommand(
         bucket,
@@ -180,7 +182,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket."""
     cfg = layout.cfg
     for size in cfg.prefill_buckets:
-        batch = layout.array(size), layout.array(cfg.prefill_rows(size), _HEADER + cfg.pages_per_seq)
+        batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
         body = functools.partial(prefill_body, layout, program=cfg.forward_programs.index((NAME, size)))
         arguments = (layout.params, layout.pages, layout.state, *batch)
         yield layout.per_rank(Key(NAME, size), body, arguments, donated=(1, 2), takes_params=True)
@@ -193,15 +195,17 @@ class PrefillWorker:
         self._devices = devices
 
     def launch(self, command: PrefillCommand) -> tuple[jax.Array, ...]:
-        """Starts the batch; leaves logits and slots for the sampler."""
+        """Starts the batch; leaves logits, hidden states and slots for the sampler and the drafter."""
         devices = self._devices
         tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
         program = devices.programs.get(Key(NAME, command.bucket))
-        devices.pages, devices.state, logits, slots = program(
-            devices.params, devices.pages, devices.state, devices.put(tokens), devices.put(rows)
+        batch = devices.put(tokens), devices.put(rows)
+        devices.pages, devices.state, logits, hidden, slots = program(
+            devices.params, devices.pages, devices.state, *batch
         )
+        if command.samples or hidden is not None:
+            devices.handed[NAME] = Forward(slots, logits if command.samples else None, hidden, batch)
         if command.samples:
-            devices.handed[NAME] = logits, slots
             return ()
         # No token to read, but something to wait for: pages are shared once they are written.
         return (local_part(slots),)
@@ -216,30 +220,49 @@ def prefill_body(
     rows: jax.Array,
     *,
     program: int,
-) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array]:
-    """Runs the chunks `rows` `[B, _HEADER + Mp]` over `tokens` `[T]`, for one rank; enters them into the state.
+) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array | None, jax.Array]:
+    """Runs the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`, for one rank; enters them into the state.
 
-    Returns pages, state, logits `[B, 1, W]` after each chunk's last token, and the slots `[B]` that shall sample.
-    `program` is the number under which it counts.
+    Returns pages, state, logits `[B, 1, W]` after each chunk's last token, hidden states `[T, D]` where something
+    drafts from them, and the slots `[B]` that shall sample. `program` is the number under which it counts.
     """
     functions, cfg = layout.functions, layout.model_cfg
-    slots, count, context, samples = (rows[:, i] for i in range(4))
+    slots, count, context, follows = (rows[:, i] for i in range(4))
+    batch = ragged_batch(tokens, rows)
+    out = functions.prefill(params, cfg, batch, pages)
+    logits = functions.logits(params, cfg, out.hidden[last_rows(batch)])
+    state = DecodeState(
+        tokens=state.tokens,
+        lengths=state.lengths.at[slots].set(context + count, mode="drop"),
+        page_table=state.page_table.at[slots].set(batch.page_table, mode="drop"),
+        controls=state.controls.at[slots].set(rows[:, 4:HEADER], mode="drop"),
+        counters=layout.count(state.counters, out, program),
+    )
+    sampling = jnp.where(follows < 0, slots, state.lengths.shape[0])
+    return out.pages, state, logits[:, None], out.hidden if functions.draft else None, sampling
+
+
+def ragged_batch(tokens: jax.Array, rows: jax.Array) -> PrefillBatch:
+    """Returns the model's batch of the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`."""
+    count, context = rows[:, 1], rows[:, 2]
     ends = jnp.cumsum(count)
     cu_lengths = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     chunk = jnp.searchsorted(ends, jnp.arange(tokens.shape[0]), side="right")
     chunk = jnp.minimum(chunk, rows.shape[0] - 1)
     positions = jnp.maximum(context[chunk] + jnp.arange(tokens.shape[0]) - cu_lengths[chunk], 0)
-    table = rows[:, _HEADER:]
-    out = functions.prefill(params, cfg, PrefillBatch(tokens, positions, cu_lengths, context, table), pages)
-    logits = functions.logits(params, cfg, out.hidden[jnp.maximum(ends - 1, 0)])
-    state = DecodeState(
-        tokens=state.tokens,
-        lengths=state.lengths.at[slots].set(context + count, mode="drop"),
-        page_table=state.page_table.at[slots].set(table, mode="drop"),
-        controls=state.controls.at[slots].set(rows[:, 4:_HEADER], mode="drop"),
-        counters=layout.count(state.counters, out, program),
-    )
-    return out.pages, state, logits[:, None], jnp.where(samples > 0, slots, state.lengths.shape[0])
+    return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:])
+
+
+def last_rows(batch: PrefillBatch) -> jax.Array:
+    """Returns the row of each chunk's last token, `[B]`; 0 for padding."""
+    return jnp.maximum(batch.cu_lengths[1:] - 1, 0)
+
+
+def next_tokens(batch: PrefillBatch, rows: jax.Array, sampled: jax.Array) -> jax.Array:
+    """Returns the token that follows each token of the batch, `[T]`: in the prompt, or `sampled` `[B]` at its end."""
+    follows = rows[:, 3]
+    after = jnp.roll(batch.tokens, -1)
+    return after.at[last_rows(batch)].set(jnp.where(follows < 0, jnp.maximum(sampled, 0), follows))
 
 
 KIND = JobKind(NAME, PrefillCommand, PrefillPlanner, programs, PrefillWorker)

@@ -156,7 +156,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields samplers by rows and variant, log-probabilities, and the two programs of adjustments."""
     cfg = layout.cfg
     sizes = {(rows, 1) for rows in map(cfg.prefill_rows, cfg.prefill_buckets)}
-    sizes |= {(rows, cfg.tokens_per_row) for rows in cfg.decode_buckets}
+    sizes |= {(rows, cfg.width(rows)) for rows in cfg.decode_buckets}
     for rows, width in sorted(sizes):
         for variant in (GREEDY, SAMPLED, FULL):
             yield _sampler(layout, rows, width, variant)
@@ -199,13 +199,16 @@ class SampleWorker:
     def launch(self, command: SampleCommand) -> tuple[jax.Array, ...]:
         """Samples what the forward job has left."""
         devices = self._devices
-        logits, slots = devices.handed.pop(command.source)
+        forward = devices.handed.pop(command.source)
+        logits, slots = forward.logits, forward.slots
         for i in range(command.adjust_launches):
             self._set_adjustments(command.adjustments, i)
         rows, width = logits.shape[1:3]
         adjust = self._adjust_state() if command.variant == FULL else None
         program = devices.programs.get(Key("sample", rows, command.variant, width))
         devices.state, adjust, tokens, *of_all = program(devices.state, adjust, logits, slots)
+        if forward.hidden is not None:
+            devices.handed[command.source] = forward._replace(logits=None, tokens=tokens)
         if command.variant == FULL:
             self._adjust = adjust
         results = tuple(of_all) or (tokens,)

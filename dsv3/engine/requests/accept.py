@@ -24,6 +24,7 @@ def accept(scheduler: Scheduler, rows: BatchRows, sampled: Sampled, outputs: Ste
     if not len(mine):
         return
     tokens = sampled.tokens[rows.rank, rows.position]  # [n, S]
+    scheduler.drafts.add(tokens)
     before, limit = slots.known[mine], slots.limit[mine]
     counts = _counts(tokens, limit - before)
     for i in range(tokens.shape[1]):

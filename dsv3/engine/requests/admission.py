@@ -61,14 +61,14 @@ class Admission:
     def _cached_if_it_fits(self, sequence: Sequence, rank: int, useful: list[Key]) -> list[int] | None:
         """Returns the cached pages of a sequence on a rank, None where it does not fit there.
 
-        Pages: those of all known tokens, and half a page per running request, so that these do not pre-empt the
-        newcomer at once.
+        Pages: those of all known tokens and of the drafts behind them, and half a page per running request, so that
+        these do not pre-empt the newcomer at once.
         """
         if not self._slots.has_room(rank):
             return None
         cache = self._pages.caches[rank]
         cached = cache.match(useful)
-        missing = pages_for(len(sequence.tokens)) - len(cached)
+        missing = pages_for(len(sequence.tokens) + self._cfg.tokens_ahead) - len(cached)
         spare = cache.available - cache.num_parked(cached) - missing - self._slots.num_running(rank) // 2
         return cached if spare >= 0 else None
 
@@ -87,10 +87,11 @@ class Admission:
         return keys[low]
 
     def _start(self, sequence: Sequence, rank: int, cached: list[int]) -> None:
-        """Gives a request a slot and the pages of all its known tokens."""
+        """Gives a request a slot and the pages of all its known tokens, and of the drafts behind them."""
         cache = self._pages.caches[rank]
         cache.retain(cached)
-        fresh = [cache.allocate() for _ in range(pages_for(len(sequence.tokens)) - len(cached))]
+        needed = pages_for(len(sequence.tokens) + self._cfg.tokens_ahead)
+        fresh = [cache.allocate() for _ in range(needed - len(cached))]
         sequence.pages = [*cached, *(page for page in fresh if page is not None)]
         sequence.published = len(cached)
         sequence.prefilled = len(cached) * PAGE_SIZE

@@ -35,6 +35,24 @@ class BatchRows:
         return BatchRows(*(getattr(self, field.name)[keep] for field in dataclasses.fields(self)))
 
 
+@dataclasses.dataclass
+class DraftCounts:
+    """Totals since the start: rows that brought drafts, their drafts, and by place in the row those that were right."""
+
+    accepted: np.ndarray  # [S - 1] int64
+    rows: int = 0
+    tokens: int = 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Counts the rows of a step, whose results are `tokens` `[n, S]`."""
+        drafts = tokens.shape[1] - 1
+        if not drafts:
+            return
+        self.rows += len(tokens)
+        self.tokens += len(tokens) * drafts
+        self.accepted[:drafts] += (tokens[:, 1:] != NOTHING).sum(axis=0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampled:
     """Results of a sampler, for every row of a batch.

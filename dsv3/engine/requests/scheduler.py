@@ -16,6 +16,7 @@ from dsv3.engine.config import EngineConfig
 from dsv3.engine.requests.admission import Admission
 from dsv3.engine.requests.pages import RankPages
 from dsv3.engine.requests.queue import WaitingQueue
+from dsv3.engine.requests.rows import DraftCounts
 from dsv3.engine.requests.sequence import Sequence, State
 from dsv3.engine.requests.slots import SlotTable
 
@@ -34,6 +35,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prompt_tokens = 0  # computed, not found in the cache
         self.generated_tokens = 0
+        self.drafts = DraftCounts(np.zeros(cfg.tokens_per_row - 1, np.int64))
         self._arrivals = 0
 
     @property

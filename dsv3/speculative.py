@@ -1,0 +1,97 @@
+"""How drafts are made: `--speculative_config`, in the shape that vLLM's users know; imports no jax.
+
+{"method": "mtp", "num_speculative_tokens": 2}
+{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+{"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 64, 1]]}
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+Method = Literal["mtp", "ngram"]
+MAX_DRAFTS = 3
+"""Attention kernels take a row's last token and this many drafts."""
+
+_MAX_LOOKUP = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeConfig:
+    """What proposes drafts, and how many.
+
+    `drafts_by_size` has (first, last, drafts): how many drafts each request gets in a decode step of `first` to `last`
+    requests per rank; steps of other sizes take none. `lookup_min` and `lookup_max` bound the length of the text that
+    the method "ngram" looks up.
+    """
+
+    method: Method
+    drafts_by_size: tuple[tuple[int, int, int], ...]
+    lookup_min: int = 1
+    lookup_max: int = 3
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts per request of the step that takes most."""
+        return max(drafts for _, _, drafts in self.drafts_by_size)
+
+    def drafts(self, size: int) -> int:
+        """Returns how many drafts each request gets in a decode step of `size` requests per rank."""
+        return next((drafts for first, last, drafts in self.drafts_by_size if first <= size <= last), 0)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "SpeculativeConfig | None":
+        """Reads the fields that vLLM calls so; None where no step would take a draft.
+
+        Raises ValueError with the field, its value and what may be.
+        """
+        _refuse_unknown(given)
+        method: Any = given.get("method")
+        if method not in get_args(Method):
+            raise ValueError(f"method: {method!r} is not one of {', '.join(get_args(Method))}")
+        low, high = (given.get(name, default) for name, default in (("prompt_lookup_min", 1), ("prompt_lookup_max", 3)))
+        _check_int("prompt_lookup_min", low, 1, _MAX_LOOKUP)
+        _check_int("prompt_lookup_max", high, low, _MAX_LOOKUP)
+        config = cls(method, _drafts_by_size(given), low, high)
+        return config if config.most_drafts else None
+
+
+def _refuse_unknown(given: Mapping[str, Any]) -> None:
+    known = (
+        "method",
+        "num_speculative_tokens",
+        "num_speculative_tokens_per_batch_size",
+        "prompt_lookup_min",
+        "prompt_lookup_max",
+    )
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{name}: there is no such field; there are {', '.join(known)}")
+
+
+def _drafts_by_size(given: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
+    by_size = given.get("num_speculative_tokens_per_batch_size")
+    if by_size is None:
+        drafts = given.get("num_speculative_tokens", 1)
+        _check_int("num_speculative_tokens", drafts, 0, MAX_DRAFTS)
+        return ((1, 2**31 - 1, drafts),)
+    if "num_speculative_tokens" in given:
+        raise ValueError("num_speculative_tokens: num_speculative_tokens_per_batch_size says it already; give one")
+    name, last_before, ranges = "num_speculative_tokens_per_batch_size", 0, []
+    if not isinstance(by_size, list | tuple) or not by_size:
+        raise ValueError(f"{name}: {by_size!r} is not a list of [first, last, drafts]")
+    for entry in by_size:
+        if not isinstance(entry, list | tuple) or len(entry) != 3:
+            raise ValueError(f"{name}: {entry!r} is not [first, last, drafts]")
+        first, last, drafts = entry
+        _check_int(f"{name}: the first size of {list(entry)}", first, last_before + 1, 2**31 - 1)
+        _check_int(f"{name}: the last size of {list(entry)}", last, first, 2**31 - 1)
+        _check_int(f"{name}: the drafts of {list(entry)}", drafts, 0, MAX_DRAFTS)
+        ranges.append((first, last, drafts))
+        last_before = last
+    return tuple(ranges)
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name}: {value!r} is not an integer from {low} to {high}")

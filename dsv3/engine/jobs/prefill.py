@@ -254,15 +254,16 @@ def ragged_batch(tokens: jax.Array, rows: jax.Array) -> PrefillBatch:
 
 
 def last_rows(batch: PrefillBatch) -> jax.Array:
-    """Returns the row of each chunk's last token, `[B]`; 0 for padding."""
+    """Returns the row of each chunk's last token, `[B]`; some row for padding."""
     return jnp.maximum(batch.cu_lengths[1:] - 1, 0)
 
 
 def next_tokens(batch: PrefillBatch, rows: jax.Array, sampled: jax.Array) -> jax.Array:
     """Returns the token that follows each token of the batch, `[T]`: in the prompt, or `sampled` `[B]` at its end."""
-    follows = rows[:, 3]
-    after = jnp.roll(batch.tokens, -1)
-    return after.at[last_rows(batch)].set(jnp.where(follows < 0, jnp.maximum(sampled, 0), follows))
+    count, follows = rows[:, 1], rows[:, 3]
+    last = jnp.where(count > 0, last_rows(batch), batch.tokens.shape[0])
+    after = jnp.where(follows < 0, jnp.maximum(sampled, 0), follows)
+    return jnp.roll(batch.tokens, -1).at[last].set(after, mode="drop")
 
 
 KIND = JobKind(NAME, PrefillCommand, PrefillPlanner, programs, PrefillWorker)

@@ -48,7 +48,7 @@ class DraftPlanner:
         if not any(job.kind == "sample" for job in step):
             return []
         self._planned += 1
-        return [Planned("draft", DraftCommand(self._planned % 3 == 0))]
+        return [Planned("own_draft", DraftCommand(self._planned % 3 == 0))]
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
         self._collected += 1
@@ -63,7 +63,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         drafts = (drafts + wrong) % toy.POISON
         return dataclasses.replace(state, tokens=state.tokens.at[:, 1:].set(drafts))
 
-    yield layout.per_rank(Key("draft"), propose, (layout.state, layout.array()), donated=(0,))
+    yield layout.per_rank(Key("own_draft"), propose, (layout.state, layout.array()), donated=(0,))
 
 
 class DraftWorker:
@@ -73,28 +73,17 @@ class DraftWorker:
     def launch(self, command: DraftCommand) -> tuple[jax.Array, ...]:
         devices = self._devices
         wrong = np.full(devices.layout.num_local_ranks, command.wrong, np.int32)
-        devices.state = devices.programs.get(Key("draft"))(devices.state, devices.put(wrong))
+        devices.state = devices.programs.get(Key("own_draft"))(devices.state, devices.put(wrong))
         return ()
 
 
-DRAFT = JobKind("draft", DraftCommand, DraftPlanner, programs, DraftWorker)
-
-
-def decode(params, cfg, batch, pages):
-    """The toy's decode for rows of several tokens: each reads from the pages what stands before it."""
-    width, hidden = batch.tokens.shape[1], []
-    for i in range(width):
-        lengths = jnp.where(batch.lengths > 0, batch.lengths - (width - 1 - i), 0)
-        out = toy.decode(params, cfg, dataclasses.replace(batch, tokens=batch.tokens[:, i:], lengths=lengths), pages)
-        pages = out.pages
-        hidden.append(out.hidden[:, 0])
-    return toy.ToyOutput(jnp.stack(hidden, axis=1), pages)
+DRAFT = JobKind("own_draft", DraftCommand, DraftPlanner, programs, DraftWorker)
 
 
 @pytest.fixture(scope="module")
 def parts() -> Parts:
     cfg = EngineConfig(**(LIMITS | {"tokens_per_row": WIDTH, "num_ranks": 1}))
-    return Parts.on_devices(dataclasses.replace(toy.FUNCTIONS, decode=decode), toy.PARAMS, toy.toy_config(), cfg)
+    return Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +105,7 @@ def test_right_drafts_save_steps_and_change_no_token(engine: Engine) -> None:
     after = engine.stats()
     assert got.tokens == ANSWER[:150] and got.finish_reason == "length"
     assert after.steps - before.steps < 100, "rows of three tokens, of which a third is wrong"
-    assert after.jobs["draft"]["collected"] > before.jobs["draft"]["collected"]
+    assert after.jobs["own_draft"]["collected"] > before.jobs["own_draft"]["collected"]
     assert max(len(output.token_ids) for output in got.outputs) == WIDTH
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
-from dsv3.engine.functions import StepFunctions
+from dsv3.engine.functions import DraftFunctions, StepFunctions
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 
 VOCAB = 67
@@ -73,10 +73,18 @@ def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array
 
 
 def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> ToyOutput:
-    positions = jnp.maximum(batch.lengths - 1, 0)
-    pages = _write(pages, batch.page_table, batch.tokens[:, 0], positions, batch.lengths > 0)
-    hidden = jax.vmap(lambda t, n: _hash(pages, t, n))(batch.page_table, batch.lengths)
-    return ToyOutput((hidden + params)[:, None], pages)
+    """Each token of a row reads from the pages what stands before it."""
+    hidden = []
+    for i in range(batch.tokens.shape[1]):
+        lengths = _length_at(batch, i)
+        pages = _write(pages, batch.page_table, batch.tokens[:, i], jnp.maximum(lengths - 1, 0), lengths > 0)
+        hidden.append(jax.vmap(lambda t, n, p=pages: _hash(p, t, n))(batch.page_table, lengths))
+    return ToyOutput(jnp.stack(hidden, axis=1) + params, pages)
+
+
+def _length_at(batch: DecodeBatch, i: int) -> jax.Array:
+    """Tokens up to column i of a row, 0 for padding."""
+    return jnp.where(batch.lengths > 0, batch.lengths - (batch.tokens.shape[1] - 1 - i), 0)
 
 
 def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
@@ -89,6 +97,53 @@ def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
 
 
 FUNCTIONS = StepFunctions(prefill, decode, logits)
+
+
+def drafting(right: bool) -> StepFunctions:
+    """The toy with a module whose every draft is right, or whose every draft is wrong.
+
+    The module owns the second cache layer. Its latent of a position is that of the next token, so a lost or stray write
+    there makes right drafts wrong. A wrong draft is `POISON`, which no answer contains: NaN has it for its maximum.
+    """
+
+    def ahead(pages: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
+        """Hash of the first `length + 1` tokens, of which only the first is read from the main model's layer."""
+        half = pages.shape[0] // 2
+        first = pages[table[0], :1]
+        own = pages[jnp.clip(table, 0, half - 1) + half].reshape(-1, 2)
+        shifted = jnp.concatenate([first, own[:-1]]).reshape(-1, PAGE_SIZE, 2)
+        hidden = _hash(shifted, jnp.arange(len(table)), length + 1)
+        return hidden if right else jnp.full_like(hidden, jnp.nan)
+
+    def write(pages: jax.Array, table: jax.Array, tokens: jax.Array, at: jax.Array, valid: jax.Array) -> jax.Array:
+        half = pages.shape[0] // 2
+        page = jnp.take_along_axis(table, (at // PAGE_SIZE)[:, None], axis=1)[:, 0] + half
+        latents = jnp.stack([tokens, at + 1], -1).astype(pages.dtype)
+        return pages.at[jnp.where(valid, page, 2 * half), at % PAGE_SIZE].set(latents, mode="drop")
+
+    def draft_prefill(
+        params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, hidden: jax.Array
+    ) -> ToyOutput:
+        rows = jnp.arange(batch.tokens.shape[0])
+        chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right")
+        table = batch.page_table[jnp.minimum(chunk, batch.context_lengths.shape[0] - 1)]
+        pages = write(pages, table, batch.tokens, batch.positions, rows < batch.cu_lengths[-1])
+        return ToyOutput(jax.vmap(lambda t, p: ahead(pages, t, p + 1))(table, batch.positions), pages)
+
+    def draft_decode(
+        params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, hidden: jax.Array
+    ) -> ToyOutput:
+        out = []
+        for i in range(batch.tokens.shape[1]):
+            lengths = _length_at(batch, i)
+            pages = write(pages, batch.page_table, batch.tokens[:, i], jnp.maximum(lengths - 1, 0), lengths > 0)
+            out.append(jax.vmap(lambda t, n, p=pages: ahead(p, t, n))(batch.page_table, lengths))
+        return ToyOutput(jnp.stack(out, axis=1), pages)
+
+    draft = DraftFunctions(jnp.float32, draft_prefill, draft_decode)
+    return StepFunctions(prefill, decode, logits, draft=draft)
+
+
 PARAMS = jnp.zeros(())
 
 

@@ -1,0 +1,153 @@
+"""Drafts by a module, on the toy: whatever is proposed, each text is the one without drafts.
+
+One module is always right and one always wrong, so acceptance is known exactly. The right one reads its own cache
+layer, so it stays right only while that layer keeps step with the main model's.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.engine import Engine
+from dsv3.engine.parts import Parts
+from dsv3.speculative import SpeculativeConfig
+from tests.dsv3.engine import toy
+from tests.dsv3.engine.conftest import LIMITS
+from tests.dsv3.engine.driving import drain, request, run
+
+PROMPT = [(11 * i) % 60 + 1 for i in range(40)]
+ANSWER = toy.expected_tokens(PROMPT, 216, ())
+
+
+def make(right: bool, **config) -> Engine:
+    """An engine of the toy with a module, whose programs are compiled as they are needed."""
+    speculative = SpeculativeConfig.from_json({"method": "mtp", **config})
+    limits = LIMITS | {"num_ranks": 1, "speculative": speculative, "tokens_per_row": 1 + speculative.most_drafts}
+    cfg = EngineConfig(**limits)
+    return Engine(Parts.on_devices(toy.drafting(right), toy.PARAMS, toy.toy_config(num_nextn_predict_layers=1), cfg))
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def right(request) -> Engine:
+    return make(True, num_speculative_tokens=request.param)
+
+
+@pytest.fixture(scope="module")
+def wrong() -> Engine:
+    return make(False, num_speculative_tokens=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request) -> Iterator[None]:
+    yield
+    for name in {"right", "wrong"} & set(request.fixturenames):
+        engine = request.getfixturevalue(name)
+        assert engine.failure is None and engine.stats().pages_in_use == 0
+
+
+def test_right_drafts_are_all_accepted(right: Engine) -> None:
+    """A prompt of one chunk, then its answer: each step but the first gives as many tokens as a row has."""
+    before = right.stats()
+    got = run(right, request("a", PROMPT, max_tokens=121, ignore_eos=True))["a"]
+    after, width = right.stats(), right.cfg.tokens_per_row
+    assert got.tokens == ANSWER[:121]
+    drafts, earlier = after.jobs["draft"], before.jobs["draft"]
+    assert (
+        drafts.num_accepted_tokens - earlier.num_accepted_tokens == drafts.num_draft_tokens - earlier.num_draft_tokens
+    )
+    assert after.steps - before.steps == 1 + -(-120 // width)
+
+
+def test_wrong_drafts_are_never_accepted_and_change_nothing(wrong: Engine) -> None:
+    got = run(wrong, request("a", PROMPT, max_tokens=100, ignore_eos=True))["a"]
+    assert got.tokens == ANSWER[:100]
+    stats = wrong.stats().jobs["draft"]
+    assert (stats.num_accepted_tokens, stats.num_accepted_tokens_per_pos) == (0, (0, 0))
+    assert stats.num_draft_tokens == 2 * stats.num_drafts > 0
+
+
+def test_chunks_of_a_prompt_and_cached_prefixes_keep_the_module_in_step(right: Engine) -> None:
+    """The prompt has three chunks. Of its second use only the last page is computed."""
+    prompt = [(7 * i) % 60 + 1 for i in range(200)]
+    answer = toy.expected_tokens(prompt, 40, ())
+    for name in ("a", "b"):
+        got = run(right, request(name, prompt, max_tokens=40, ignore_eos=True))[name]
+        assert got.tokens == answer
+    assert got.outputs[0].num_cached_tokens == 192
+    stats = right.stats().jobs["draft"]
+    assert stats.num_accepted_tokens == stats.num_draft_tokens
+
+
+def test_an_answer_fills_the_model_length(right: Engine) -> None:
+    got = run(right, request("a", PROMPT, ignore_eos=True))["a"]
+    assert got.tokens == ANSWER and len(PROMPT) + len(ANSWER) == 256
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_limits_and_stop_tokens_inside_a_row(right: Engine, count: int) -> None:
+    got = run(right, request("a", PROMPT, max_tokens=count, ignore_eos=True))["a"]
+    assert got.tokens == ANSWER[:count]
+    stop = ANSWER[count + 2]
+    got = run(right, request("b", PROMPT, max_tokens=40, ignore_eos=True, stop_token_ids=(stop,)))["b"]
+    assert got.tokens == ANSWER[: ANSWER.index(stop) + 1] and got.last.stop_token_id == stop
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.05, "seed": 5},
+        {"frequency_penalty": 2.0, "presence_penalty": 0.5, "repetition_penalty": 1.3, "logit_bias": {7: 9.0}},
+        {"min_tokens": 9},
+        {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "seed": 3, "n": 2},
+    ],
+    ids=["sampled", "penalties", "min_tokens", "filters"],
+)
+def test_sampling_is_the_same_as_without_drafts(right: Engine, make_engine, sampling: dict) -> None:
+    wanted = {"max_tokens": 30, "ignore_eos": True, **{k: v for k, v in sampling.items() if k != "n"}}
+    alone = run(make_engine(), request("a", PROMPT, **wanted))["a"].tokens
+    assert run(right, request("a", PROMPT, **wanted))["a"].tokens == alone
+
+
+def test_each_token_has_its_log_probabilities(right: Engine) -> None:
+    got = run(right, request("a", PROMPT, max_tokens=12, logprobs=2, ignore_eos=True))["a"]
+    entries = [entry for output in got.outputs for entry in output.logprobs]
+    assert [entry.top_ids[0] for entry in entries] == got.tokens == ANSWER[:12]
+
+
+def test_many_requests_share_few_pages(right: Engine) -> None:
+    pages_run_out(right)
+
+
+def test_many_requests_share_few_pages_with_wrong_drafts(wrong: Engine) -> None:
+    pages_run_out(wrong)
+
+
+def pages_run_out(engine: Engine) -> None:
+    """Requests are pre-empted in the middle of it."""
+    before = engine.stats().preemptions
+    prompts = [PROMPT, [5] * 60, PROMPT[:20], [9] * 60, PROMPT, [3] * 61]
+    for i, prompt in enumerate(prompts):
+        engine.add(request(str(i), prompt, max_tokens=140, ignore_eos=True))
+    gathered = drain(engine)
+    assert engine.stats().preemptions > before
+    for i, prompt in enumerate(prompts):
+        assert gathered[str(i)].tokens == toy.expected_tokens(prompt, 140, ())
+
+
+def test_a_request_that_fails_leaves_the_others_alone(right: Engine) -> None:
+    got = run(right, request("a", [*PROMPT, toy.POISON]), request("b", PROMPT, max_tokens=20, ignore_eos=True))
+    assert got["a"].finish_reason == "error" and got["b"].tokens == ANSWER[:20]
+
+
+def test_large_steps_take_fewer_drafts_and_small_ones_go_on_with_theirs() -> None:
+    """Steps of one request have three drafts, larger ones none: what those leave behind is wrong, and harmless."""
+    engine = make(True, num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 4, 0]])
+    assert [engine.cfg.width(size) for size in engine.cfg.decode_buckets] == [4, 1]
+    engine.add(request("long", PROMPT, max_tokens=150, ignore_eos=True))
+    engine.add(request("short", PROMPT[:20], max_tokens=10, ignore_eos=True))
+    gathered = drain(engine)
+    assert gathered["long"].tokens == ANSWER[:150]
+    assert gathered["short"].tokens == toy.expected_tokens(PROMPT[:20], 10, ())
+    assert max(len(output.token_ids) for output in gathered["short"].outputs) == 1
+    assert engine.stats().jobs["draft"].num_drafts > 0

@@ -1,0 +1,100 @@
+"""Drafts by the bundled model's MTP module: the same texts as without, a known share of right drafts, a sound cache."""
+
+import numpy as np
+import pytest
+
+from dsv3.engine.build import build_engine, bundled_model
+from dsv3.engine.engine import Engine
+from dsv3.options import EngineOptions
+from dsv3.text.tokenizer import Tokenizer
+from tests.dsv3.engine.driving import drain, request, run
+
+LIMITS = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64}
+SOURCE = (
+    "import json\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n"
+)
+
+
+def engine(**options) -> Engine:
+    """The bundled model, whose programs are compiled as they are needed."""
+    return build_engine(bundled_model(), EngineOptions(**(LIMITS | options)), progress=False)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    return engine()
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Engine:
+    return engine(speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return Tokenizer.from_directory(bundled_model()).encode(SOURCE)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7, "top_p": 0.95, "seed": 11},
+        {"temperature": 0.9, "frequency_penalty": 1.0, "repetition_penalty": 1.2, "logit_bias": {30: 2.0}, "seed": 4},
+    ],
+    ids=["greedy", "sampled", "penalties"],
+)
+def test_texts_are_those_without_drafts(plain: Engine, drafting: Engine, prompt, sampling: dict) -> None:
+    wanted = {"max_tokens": 60, "ignore_eos": True, **sampling}
+    got = [run(e, request("a", prompt, **wanted), request("b", prompt[:9], **wanted)) for e in (plain, drafting)]
+    assert {name: entry.tokens for name, entry in got[0].items()} == {n: entry.tokens for n, entry in got[1].items()}
+
+
+def test_half_of_the_first_drafts_are_right(drafting: Engine, prompt) -> None:
+    """The module was right at 62 % of held-out positions when it was trained; a wrong state would be right at few."""
+    before = drafting.stats().jobs["draft"]
+    run(drafting, request("a", prompt, max_tokens=120, ignore_eos=True))
+    after = drafting.stats().jobs["draft"]
+    first, second = np.subtract(after.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos)
+    assert first > 0.5 * (after.num_drafts - before.num_drafts) and second > 0
+
+
+def test_the_cache_holds_what_a_fresh_prefill_writes(drafting: Engine, prompt) -> None:
+    """All layers, the module's too, after many rejected drafts; a hit would show it to other requests."""
+    before = drafting.stats().jobs["draft"]
+    drafting.add(request("a", prompt, max_tokens=90, temperature=1.5, seed=1, ignore_eos=True))
+    tokens, pages = list(prompt), []
+    while drafting.has_work:
+        for sequence in drafting.scheduler.sequences.values():
+            pages = list(sequence.pages)
+        tokens += [token for output in drafting.step() for token in output.token_ids]
+    after = drafting.stats().jobs["draft"]
+    wrong = [stats.num_draft_tokens - stats.num_accepted_tokens for stats in (before, after)]
+    assert wrong[1] - wrong[0] > 20
+    answered = latents(drafting, pages, len(tokens) - 1)
+
+    fresh = engine(speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+    fresh.add(request("b", tokens, max_tokens=1, ignore_eos=True))
+    fresh.step()
+    [sequence] = fresh.scheduler.sequences.values()
+    again = latents(fresh, list(sequence.pages), len(tokens) - 1)
+    drain(fresh)
+    layers = drafting.model_cfg.num_hidden_layers
+    np.testing.assert_allclose(answered[:layers], again[:layers], atol=1e-4)
+    np.testing.assert_allclose(answered[layers:, :-1], again[layers:, :-1], atol=1e-4)  # the last has no next token
+
+
+def latents(engine: Engine, pages: list[int], count: int) -> np.ndarray:
+    """The first `count` rows of a request in each cache layer, [layers, count, R + P]."""
+    pool = np.asarray(engine.executor.devices.pages)[0]
+    layers = pool.reshape(engine.model_cfg.num_cache_layers, -1, *pool.shape[1:])
+    return layers[:, pages].reshape(len(layers), -1, pool.shape[-1])[:, :count]
+
+
+def test_a_model_without_a_module_is_refused(tmp_path) -> None:
+    config = (bundled_model() / "config.json").read_text()
+    (tmp_path / "config.json").write_text(
+        config.replace('"num_nextn_predict_layers": 1', '"num_nextn_predict_layers": 0')
+    )
+    with pytest.raises(ValueError, match="speculative_config: method 'mtp' needs a model"):
+        build_engine(tmp_path, EngineOptions(speculative_config={"method": "mtp"}), progress=False)

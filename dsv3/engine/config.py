@@ -45,7 +45,7 @@ class EngineConfig:
     seed: int = _carries("seed", 0)
     eplb_interval: int = option(0, "Let this many steps pass between moves; 0: never move.", low=0, programs=False)
     eplb_threshold: float = _carries("eplb_threshold", 0.9)
-    speculative: SpeculativeConfig | None = None
+    speculative_config: dict[str, Any] | None = _carries("speculative_config", None)
 
     def __post_init__(self) -> None:
         check(self)
@@ -54,6 +54,11 @@ class EngineConfig:
                 f"num_pages: {self.num_pages} pages of 64 tokens cannot hold one request of max_model_len "
                 f"{self.max_model_len}; lower max_model_len or give the cache more memory"
             )
+
+    @functools.cached_property
+    def speculative(self) -> SpeculativeConfig | None:
+        """How drafts are made; None where none are."""
+        return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
 
     @property
     def num_devices(self) -> int:

@@ -77,7 +77,7 @@ def engine_config(
         eplb_interval=options.eplb_interval if options.enable_eplb else 0,
         eplb_threshold=options.eplb_threshold,
         tokens_per_row=1 + options.speculative.most_drafts if options.speculative else 1,
-        speculative=options.speculative,
+        speculative_config=options.speculative_config,
     )
 
 

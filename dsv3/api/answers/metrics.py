@@ -46,6 +46,13 @@ _EXPERT_COUNTERS = {
     "experts_in_node_bytes": ("dsv3:dispatch_in_node_bytes", "Sent within nodes by dispatch and combine."),
     "experts_cross_node_bytes": ("dsv3:dispatch_cross_node_bytes", "Sent between nodes by dispatch and combine."),
 }
+# The same for drafts, where the engine verifies some.
+_DRAFT_COUNTERS = {
+    "draft_num_drafts": ("vllm:spec_decode_num_drafts", "Rows of decode steps that brought drafts."),
+    "draft_num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Their drafts."),
+    "draft_num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Of these, tokens that were right."),
+}
+_DRAFT_PLACES = ("vllm:spec_decode_num_accepted_tokens_per_pos", "The same by their place in the row, from 0.")
 _HISTOGRAMS = {
     "ttft": ("vllm:time_to_first_token_seconds", "From the request's arrival to its first token."),
     "itl": ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence, per token."),
@@ -147,8 +154,13 @@ class Metrics:
         spread = "experts_balancedness" in stats
         for key, (name, text) in (_GAUGES | (_EXPERT_GAUGES if spread else {})).items():
             yield self._family(GaugeMetricFamily, name, text, {(): _number(stats, key)})
-        for key, (name, text) in (_COUNTERS | (_EXPERT_COUNTERS if spread else {})).items():
+        drafts = _DRAFT_COUNTERS if "draft_num_drafts" in stats else {}
+        for key, (name, text) in (_COUNTERS | (_EXPERT_COUNTERS if spread else {}) | drafts).items():
             yield self._family(CounterMetricFamily, name, text, {(): _number(stats, key)})
+        accepted = stats.get("draft_num_accepted_tokens_per_pos")
+        if isinstance(accepted, list):
+            places: dict[tuple[str, ...], float] = {(str(i),): float(n) for i, n in enumerate(accepted)}
+            yield self._family(CounterMetricFamily, *_DRAFT_PLACES, places, ["position"])
         counts = stats.get("host_time_counts")
         if isinstance(counts, list) and len(counts) == len(HOST_TIME_BOUNDS) + 1:
             yield self._histogram(*_HOST_TIME, HOST_TIME_BOUNDS, counts, _number(stats, "host_time_sum"))

@@ -8,6 +8,7 @@ import pytest
 from dsv3.api.answers.metrics import NUM_NUMBERS, Metrics
 from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.engine.process import _numbers
+from dsv3.engine.jobs.draft import DraftStats
 from dsv3.engine.jobs.experts import ExpertStats
 from dsv3.engine.stats import HOST_TIME_BOUNDS, EngineStats
 
@@ -45,6 +46,20 @@ def test_spread_experts_have_metrics_of_their_own() -> None:
         "dsv3:dispatch_cross_node_bytes_total": 200,
     }.items():
         assert sample(metrics, name) == value
+
+
+def test_drafts_have_the_metrics_of_vllm() -> None:
+    metrics = Metrics("m")
+    metrics.update(_numbers(STATS))
+    assert b"spec_decode" not in metrics.text()
+    metrics.update(_numbers(dataclasses.replace(STATS, jobs={"draft": DraftStats(10, 20, 12, (8, 4))})))
+    assert sample(metrics, "vllm:spec_decode_num_drafts_total") == 10
+    assert sample(metrics, "vllm:spec_decode_num_draft_tokens_total") == 20
+    assert sample(metrics, "vllm:spec_decode_num_accepted_tokens_total") == 12
+    for position, count in {"0": 8, "1": 4}.items():
+        labels = {"model_name": "m", "position": position}
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        assert metrics.registry.get_sample_value(name, labels) == count
 
 
 def test_the_histogram_of_host_times_is_exported() -> None:

@@ -22,9 +22,9 @@ ANSWER = toy.expected_tokens(PROMPT, 216, ())
 
 def make(right: bool, **config) -> Engine:
     """An engine of the toy with a module, whose programs are compiled as they are needed."""
-    speculative = SpeculativeConfig.from_json({"method": "mtp", **config})
-    limits = LIMITS | {"num_ranks": 1, "speculative": speculative, "tokens_per_row": 1 + speculative.most_drafts}
-    cfg = EngineConfig(**limits)
+    given = {"method": "mtp", **config}
+    width = 1 + SpeculativeConfig.from_json(given).most_drafts
+    cfg = EngineConfig(**(LIMITS | {"num_ranks": 1, "speculative_config": given, "tokens_per_row": width}))
     return Engine(Parts.on_devices(toy.drafting(right), toy.PARAMS, toy.toy_config(num_nextn_predict_layers=1), cfg))
 
 

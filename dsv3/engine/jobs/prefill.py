@@ -203,7 +203,7 @@ class PrefillWorker:
         devices.pages, devices.state, logits, hidden, slots = program(
             devices.params, devices.pages, devices.state, *batch
         )
-        if command.samples or hidden is not None:
+        if command.samples or devices.layout.cfg.speculative is not None:
             devices.handed[NAME] = Forward(slots, logits if command.samples else None, hidden, batch)
         if command.samples:
             return ()

@@ -207,7 +207,7 @@ class SampleWorker:
         adjust = self._adjust_state() if command.variant == FULL else None
         program = devices.programs.get(Key("sample", rows, command.variant, width))
         devices.state, adjust, tokens, *of_all = program(devices.state, adjust, logits, slots)
-        if forward.hidden is not None:
+        if devices.layout.cfg.speculative is not None:
             devices.handed[command.source] = forward._replace(logits=None, tokens=tokens)
         if command.variant == FULL:
             self._adjust = adjust

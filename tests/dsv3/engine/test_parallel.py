@@ -56,15 +56,21 @@ def test_ranks_must_divide_the_slots() -> None:
 
 
 def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
-    """Starts at the directory: the bundled model over two ranks of two devices, with redundant copies, against one."""
+    """Starts at the directory: the bundled model over two ranks of two devices, with redundant copies, against one.
+
+    The spread one verifies drafts, for which its MTP module is spread too.
+    """
     requests = [request(str(i), list(range(100 + i, 130 + i)), max_tokens=12, ignore_eos=True) for i in range(5)]
     limits = dict(max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64)
-    spread = dict(data_parallel_size=2, tensor_parallel_size=2, num_redundant_experts=4)
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    spread = dict(data_parallel_size=2, tensor_parallel_size=2, num_redundant_experts=4, speculative_config=drafts)
     texts = []
     for options in (EngineOptions(**limits), EngineOptions(**limits, **spread)):
-        gathered = run(build_engine(bundled_model(), options, progress=False), *requests)
+        engine = build_engine(bundled_model(), options, progress=False)
+        gathered = run(engine, *requests)
         texts.append([gathered[name_of(item.request_id)].tokens for item in requests])
     assert texts[0] == texts[1]
+    assert engine.stats().jobs["draft"].num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize(

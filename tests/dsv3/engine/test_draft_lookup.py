@@ -1,0 +1,74 @@
+"""Drafts looked up in the text: what they are, and that texts stay those without drafts."""
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.engine import Engine
+from dsv3.engine.jobs.draft_lookup import NONE, continuation
+from dsv3.engine.parts import Parts
+from tests.dsv3.engine import toy
+from tests.dsv3.engine.conftest import LIMITS
+from tests.dsv3.engine.driving import request, run
+
+WIDTH, DRAFTS, LOW, HIGH = 24, 3, 2, 3
+
+
+def expected(text: list[int]) -> list[int]:
+    """The same in plain Python."""
+    for size in range(HIGH, LOW - 1, -1):
+        ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
+        if ends:
+            end = max(ends, key=lambda end: (min(len(text) - end, DRAFTS), end))
+            found = text[end : end + DRAFTS]
+            return found + [NONE] * (DRAFTS - len(found))
+    return [NONE] * DRAFTS
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.lists(st.integers(0, 2), min_size=1, max_size=WIDTH), rest=st.integers(0, 2))
+def test_the_longest_and_latest_match_goes_on(text: list[int], rest: int) -> None:
+    padded = jnp.array(text + [rest] * (WIDTH - len(text)), jnp.int32)
+    got = continuation(padded, jnp.int32(len(text)), DRAFTS, LOW, HIGH)
+    assert got.tolist() == expected(text)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    given = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    cfg = EngineConfig(**(LIMITS | {"speculative_config": given, "tokens_per_row": 3}))
+    return Engine(Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg))
+
+
+def test_a_prompt_that_holds_its_answer_is_followed(engine: Engine) -> None:
+    """The prompt holds what greedy decoding will say, behind the token that it ends with; also from the cache."""
+    start = [(11 * i) % 60 + 1 for i in range(10)]
+    for _ in range(20):  # until the text repeats itself: a prompt whose continuation stands in it
+        start += toy.expected_tokens(start, 8, ())
+    prompt = start[:150]
+    answer = toy.expected_tokens(prompt, 40, ())
+    for name in ("a", "b"):
+        got = run(engine, request(name, prompt, max_tokens=40, ignore_eos=True))[name]
+        assert got.tokens == answer
+    assert got.outputs[0].num_cached_tokens == 128
+    assert engine.stats().jobs["draft"].num_drafts > 0 and engine.stats().pages_in_use == 0
+
+
+def test_repetition_is_found_and_saves_steps(engine: Engine) -> None:
+    """A bias makes one token win for ever: after two of them each draft is right."""
+    before = engine.stats()
+    got = run(engine, request("a", [5, 6, 7], max_tokens=60, ignore_eos=True, logit_bias={9: 100.0}))["a"]
+    after = engine.stats()
+    assert got.tokens == [9] * 60
+    assert after.steps - before.steps < 30
+    assert after.jobs["draft"].num_accepted_tokens - before.jobs["draft"].num_accepted_tokens >= 36
+
+
+def test_many_requests_keep_their_own_texts(engine: Engine) -> None:
+    prompts = [[(k * i) % 60 + 1 for i in range(20 + 9 * k)] for k in range(1, 9)]
+    got = run(engine, *(request(str(k), p, max_tokens=25, ignore_eos=True) for k, p in enumerate(prompts)))
+    for k, prompt in enumerate(prompts):
+        assert got[str(k)].tokens == toy.expected_tokens(prompt, 25, ())
+    assert engine.stats().pages_in_use == 0

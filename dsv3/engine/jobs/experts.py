@@ -132,7 +132,7 @@ def _make_planner(view: EngineView) -> "Balancer":
 
 
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
-    """Returns the bytes of a layer's experts on one devices."""
+    """Returns the bytes of a layer's experts on one device."""
     stacks, _ = experts.take(params)
     return sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers // experts.machine.devices
 
@@ -143,7 +143,7 @@ class Balancer:
     Args:
       experts: what the engine knows of the experts.
       placement: where they stand, as numpy arrays.
-      layer_bytes: of a layer's experts on one devices.
+      layer_bytes: of a layer's experts on one device.
       sent: counts what one device sends.
       cfg: the engine's limits.
     """

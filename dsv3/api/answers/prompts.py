@@ -5,10 +5,12 @@ from typing import Any
 
 import msgspec
 
-from dsv3.api.answers.errors import ApiError, invalid
+from dsv3.api.answers.errors import ApiError, invalid, unavailable
 from dsv3.api.answers.schema import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from dsv3.api.answers.service import Service
 from dsv3.api.templates.messages import Render
+from dsv3.api.templates.pool import WorkerDied
+from dsv3.api.workers import WorkersBusy
 from dsv3.text.chat_template import TemplateError
 
 
@@ -109,6 +111,11 @@ async def _rendered(
         return await service.templates.render(Render(messages, tools, prompted, continued, kwargs))
     except TemplateError as error:
         raise invalid(str(error), "messages") from None
+    except WorkerDied as error:
+        service.metrics.rejected("failed")
+        raise unavailable(str(error), "template_worker_died") from None
+    except WorkersBusy as error:
+        raise service.busy(error) from None
 
 
 def _template_message(message: ChatMessage) -> dict[str, object]:

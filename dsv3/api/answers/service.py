@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from dsv3.api.answers.defaults import sampling_defaults
-from dsv3.api.answers.errors import ApiError, invalid, too_long, unavailable
+from dsv3.api.answers.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
 from dsv3.api.answers.metrics import Metrics
 from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.config import ServerConfig
 from dsv3.api.engine.client import EngineClient
 from dsv3.api.engine.messages import EngineInfo
-from dsv3.api.templates.pool import TemplatePool
+from dsv3.api.templates.pool import TemplatePool, WorkerDied
+from dsv3.api.workers import WAIT_S, WorkersBusy
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.parsers import ParserOptions
 from dsv3.text.reasoning import writes_reasoning
@@ -87,6 +88,11 @@ class Service:
             )
         return name
 
+    def busy(self, error: WorkersBusy) -> ApiError:
+        """Counts and returns the 503 for work that workers have no room for."""
+        self.metrics.rejected(QUEUE_FULL)
+        return unavailable(str(error), QUEUE_FULL)
+
     def enter(self) -> None:
         """Notes that a request begins; draining waits until all have left."""
         self.active += 1
@@ -125,14 +131,19 @@ class Service:
 
 
 async def make_service(
-    config: ServerConfig, engine: EngineClient, numbers: SharedNumbers | None = None, created: int | None = None
+    config: ServerConfig,
+    engine: EngineClient,
+    numbers: SharedNumbers | None = None,
+    created: int | None = None,
+    wait_s: float | None = WAIT_S,
 ) -> Service:
     """Returns the service of a model directory; `created` is the time of the instance's start, now if not given.
 
+    Requests wait at most `wait_s` for workers that they share, without end if it is None.
     Raises TokenizerError for a tokenizer, ValueError for a generation_config.json that cannot be used.
     """
     tokenizer = _tokenizer(config)
-    templates = await _templates(config, tokenizer)
+    templates = await _templates(config, tokenizer, wait_s)
     parser = config.options.reasoning_parser
     if parser == "auto" and not (templates and tokenizer and writes_reasoning(tokenizer.chat_template)):
         parser = "none"
@@ -153,16 +164,16 @@ def _tokenizer(config: ServerConfig) -> Tokenizer | None:
         return None
 
 
-async def _templates(config: ServerConfig, tokenizer: Tokenizer | None) -> TemplatePool | None:
+async def _templates(config: ServerConfig, tokenizer: Tokenizer | None, wait_s: float | None) -> TemplatePool | None:
     if tokenizer is None:
         return None
     if tokenizer.chat_template is None:
         config.notify("the tokenizer has no chat template: /v1/chat/completions is off")
         return None
-    pool = TemplatePool(tokenizer.chat_template, tokenizer.special_tokens, config.template_deadline_s)
+    pool = TemplatePool(tokenizer.chat_template, tokenizer.special_tokens, config.template_deadline_s, wait_s)
     try:
         await pool.check()
-    except TemplateError as error:
+    except (TemplateError, WorkerDied) as error:
         config.notify(f"{error}: /v1/chat/completions is off")
         await pool.close()
         return None

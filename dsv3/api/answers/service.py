@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from dsv3.api.answers.defaults import sampling_defaults
+from dsv3.api.answers.encoder import Encoder
 from dsv3.api.answers.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
 from dsv3.api.answers.metrics import Metrics
 from dsv3.api.answers.numbers import SharedNumbers
@@ -15,14 +16,11 @@ from dsv3.api.config import ServerConfig
 from dsv3.api.engine.client import EngineClient
 from dsv3.api.engine.messages import EngineInfo
 from dsv3.api.templates.pool import TemplatePool, WorkerDied
-from dsv3.api.workers import WAIT_S, WorkersBusy
+from dsv3.api.workers import LARGE, WAIT_S, Workers, WorkersBusy
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.parsers import ParserOptions
 from dsv3.text.reasoning import writes_reasoning
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
-
-# Shorter texts are encoded on the event loop: the hand-over to a thread would cost more.
-_INLINE_CHARS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +46,7 @@ class Service:
         tokenizer: Tokenizer | None,
         templates: TemplatePool | None,
         numbers: SharedNumbers | None = None,
+        wait_s: float | None = WAIT_S,
     ):
         self.config = config
         self.engine = engine
@@ -58,7 +57,9 @@ class Service:
         self.idle = asyncio.Event()
         self.idle.set()
         self.active = 0
-        self._encoders = ThreadPoolExecutor(2, "encode")  # two huge prompts at most compete with the engine for cores
+        self._encoder = None if tokenizer is None else Encoder(tokenizer, wait_s)
+        self._thread = ThreadPoolExecutor(1, "prepare")
+        self._preparing = Workers([self._thread], dataclasses.replace(LARGE, wait_s=wait_s))
         engine.on_stats = self.metrics.update
 
     @property
@@ -106,28 +107,39 @@ class Service:
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         """Returns the token ids of a text; ApiError 400 if it cannot fit the context."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or self._encoder is None:
             raise invalid("this model has no tokenizer: send the prompt as token ids", param, "no_tokenizer")
-        limit = self.require_ready().rules.max_model_len
-        if len(text) > limit * self.tokenizer.max_token_chars:
-            raise too_long(limit, f"a text of {len(text)} characters, which is more tokens than that")
-        tokenizer = self.tokenizer
+        limit, ids = self.require_ready().rules.max_model_len, None
         try:
-            return await self.run(len(text) > _INLINE_CHARS, lambda: tokenizer.encode(text, add_special_tokens))
+            if len(text) <= limit * self.tokenizer.max_token_chars:
+                ids = await self._encoder.encode(text, add_special_tokens, limit)
         except TokenizerError as error:
             raise invalid(str(error), param) from None
+        except WorkersBusy as error:
+            raise self.busy(error) from None
+        if ids is None:
+            raise too_long(limit, f"a text of {len(text)} characters, which is more tokens than that")
+        return ids
 
     async def run[T](self, is_long: bool, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which is done in a thread if it would keep the event loop for long."""
+        """Returns the result of `work`, which is done in a thread if it would keep the event loop for long.
+
+        Raises ApiError 503 where too much waits for that thread.
+        """
         if not is_long:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
+        loop = asyncio.get_running_loop()
+        try:
+            return await self._preparing.run(0, lambda thread: loop.run_in_executor(thread, work))
+        except WorkersBusy as error:
+            raise self.busy(error) from None
 
     async def close(self) -> None:
-        """Ends the template workers."""
-        if self.templates is not None:
-            await self.templates.close()
-        self._encoders.shutdown(wait=False, cancel_futures=True)
+        """Ends the workers."""
+        for workers in (self.templates, self._encoder, self._preparing):
+            if workers is not None:
+                await workers.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def make_service(
@@ -153,7 +165,7 @@ async def make_service(
         sampling_defaults(config.model_dir),
         *([] if created is None else [created]),
     )
-    return Service(settings, engine, tokenizer, templates, numbers)
+    return Service(settings, engine, tokenizer, templates, numbers, wait_s)
 
 
 def _tokenizer(config: ServerConfig) -> Tokenizer | None:

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import tokenizers
 
-_MAX_CONFIG_BYTES = 64 * 2**20
+from dsv3.files import read_json
+
 _PIECE_CHARS = 64 * 1024
 
 
@@ -161,11 +162,9 @@ def _require_byte_level(backend: tokenizers.Tokenizer) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise TokenizerError(f"{path}: larger than {_MAX_CONFIG_BYTES} bytes")
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
         raise TokenizerError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: expected an object, found {type(value).__name__}")

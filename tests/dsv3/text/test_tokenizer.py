@@ -76,6 +76,9 @@ def test_from_directory(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
         Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 200_000)
+    with pytest.raises(TokenizerError, match="nested too deeply"):
+        Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)

@@ -28,9 +28,8 @@ class Bounds:
     wait_s: float | None = WAIT_S
 
 
-# A request holds its bytes again as parsed JSON, so these are a fraction of what waiting requests hold.
-SMALL = Bounds(requests=1024, nbytes=1024 * SMALL_BYTES)
-LARGE = Bounds(requests=1024, nbytes=128 * 2**20)
+# Two of the largest bodies. A waiting request holds its parsed JSON besides, up to 20 times as much.
+BOUNDS = Bounds(requests=1024, nbytes=64 * 2**20)
 
 
 @dataclasses.dataclass(eq=False)

@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from dsv3.api.workers import LARGE, SMALL, SMALL_BYTES, WAIT_S, Workers
+from dsv3.api.workers import BOUNDS, SMALL_BYTES, WAIT_S, Workers
 from dsv3.text.tokenizer import Tokenizer
 
 # Shorter texts are encoded on the event loop: the hand-over to a thread would cost more.
@@ -23,8 +23,8 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, wait_s: float | None = WAIT_S):
         self._tokenizer = tokenizer
         self._threads = [ThreadPoolExecutor(1, name) for name in ("encode-small", "encode-large")]
-        self._small = Workers(self._threads[:1], dataclasses.replace(SMALL, wait_s=wait_s))
-        self._large = Workers(self._threads[1:], dataclasses.replace(LARGE, wait_s=wait_s))
+        bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
+        self._small, self._large = Workers(self._threads[:1], bounds), Workers(self._threads[1:], bounds)
 
     async def encode(self, text: str, add_special_tokens: bool, limit: int) -> list[int] | None:
         """Returns the token ids of a text, None where they are surely more than `limit`.

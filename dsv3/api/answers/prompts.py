@@ -100,15 +100,8 @@ async def _rendered(
     if service.tokenizer is None or service.templates is None:
         what = "no tokenizer" if service.tokenizer is None else "no chat template"
         raise invalid(f"this model has {what}: use /v1/completions", "messages", "no_chat_template")
-    continued = bool(request.continue_final_message)
-    prompted = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
-    kwargs: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    if reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", reasoning_effort)
-    assert request.messages is not None
-    messages = [_template_message(message) for message in request.messages]
     try:
-        return await service.templates.render(Render(messages, tools, prompted, continued, kwargs))
+        return await service.templates.render(_render_request(request, tools, reasoning_effort))
     except TemplateError as error:
         raise invalid(str(error), "messages") from None
     except WorkerDied as error:
@@ -116,6 +109,18 @@ async def _rendered(
         raise unavailable(str(error), "template_worker_died") from None
     except WorkersBusy as error:
         raise service.busy(error) from None
+
+
+def _render_request(
+    request: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None, reasoning_effort: str | None
+) -> Render:
+    continued = bool(request.continue_final_message)
+    prompted = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
+    kwargs: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", reasoning_effort)
+    assert request.messages is not None
+    return Render([_template_message(message) for message in request.messages], tools, prompted, continued, kwargs)
 
 
 def _template_message(message: ChatMessage) -> dict[str, object]:

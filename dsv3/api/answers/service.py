@@ -16,7 +16,7 @@ from dsv3.api.config import ServerConfig
 from dsv3.api.engine.client import EngineClient
 from dsv3.api.engine.messages import EngineInfo
 from dsv3.api.templates.pool import TemplatePool, WorkerDied
-from dsv3.api.workers import LARGE, WAIT_S, Workers, WorkersBusy
+from dsv3.api.workers import BOUNDS, WAIT_S, Workers, WorkersBusy
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.parsers import ParserOptions
 from dsv3.text.reasoning import writes_reasoning
@@ -59,7 +59,7 @@ class Service:
         self.active = 0
         self._encoder = None if tokenizer is None else Encoder(tokenizer, wait_s)
         self._thread = ThreadPoolExecutor(1, "prepare")
-        self._preparing = Workers([self._thread], dataclasses.replace(LARGE, wait_s=wait_s))
+        self._preparing = Workers([self._thread], dataclasses.replace(BOUNDS, wait_s=wait_s))
         engine.on_stats = self.metrics.update
 
     @property

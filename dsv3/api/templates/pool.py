@@ -3,11 +3,12 @@
 import asyncio
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any
 
 from dsv3.api import frames
 from dsv3.api.templates import messages
-from dsv3.api.workers import LARGE, SMALL, SMALL_BYTES, WAIT_S, Workers
+from dsv3.api.workers import BOUNDS, SMALL_BYTES, WAIT_S, Workers
 from dsv3.text.chat_template import TemplateError
 
 # One rendering takes no longer; its wait for a worker and a process's start are not counted.
@@ -39,22 +40,27 @@ class TemplatePool:
     ):
         setup = frames.encode(messages.RenderSetup(source, dict(special_tokens)))
         self._workers = [_Worker(setup, deadline_s) for _ in range(2)]
-        self._small = Workers(self._workers[:1], dataclasses.replace(SMALL, wait_s=wait_s))
-        self._large = Workers(self._workers[1:], dataclasses.replace(LARGE, wait_s=wait_s))
+        bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
+        self._small = Workers(self._workers[:1], bounds)
+        self._large = Workers(self._workers[1:], bounds)
 
     async def check(self) -> None:
         """Starts a worker for small conversations; raises TemplateError if the template does not compile."""
         await self._small.run(0, lambda worker: worker.start())
 
-    async def render(self, request: messages.Render) -> str:
+    def render(self, request: messages.Render) -> Coroutine[Any, Any, str]:
         """Returns the prompt; raises TemplateError where template or messages are to blame.
 
-        WorkersBusy and WorkerDied say that the same messages may be rendered later.
+        WorkersBusy and WorkerDied say that the same messages may be rendered later. Who waits keeps a frame of bytes:
+        the messages as objects are many times larger.
         """
         try:
             frame = frames.encode(request)
         except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
             raise TemplateError("a tool or tool call holds a value that cannot be rendered") from None
+        return self._render(frame)
+
+    async def _render(self, frame: bytearray) -> str:
         workers = self._small if len(frame) <= SMALL_BYTES else self._large
         answer = await workers.run(len(frame), lambda worker: worker.ask(frame))
         if answer.error is not None:

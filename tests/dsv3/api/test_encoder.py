@@ -93,7 +93,7 @@ def test_too_many_texts_are_told_to_come_again():
         return len(refused), [error for error in results if isinstance(error, ApiError)]
 
     refused, errors = serve(use, tokenizer)
-    assert refused == len(errors) == 12 - 1 - 6  # one of 20 MiB is encoded, six fit into 128 MiB
+    assert refused == len(errors) == 12 - 1 - 3  # one of 20 MiB is encoded, three fit into 64 MiB
     assert {(e.status, e.body.code, e.retry_after) for e in errors} == {(503, "queue_full", 1)}
 
 

@@ -177,3 +177,23 @@ def test_what_never_passes_ends_the_batch(model_dir, monkeypatch):
             await with_troubles(completer, service, monkeypatch, *[WorkerDied("died")] * 50)
 
     serve(model_dir, use)
+
+
+def test_only_so_many_lines_are_prepared_at_a_time(model_dir, monkeypatch):
+    """The others wait as bytes; a line that is being answered makes room for the next."""
+    preparing, most = set(), []
+
+    async def render(request):
+        preparing.add(id(request))
+        most.append(len(preparing))
+        await asyncio.sleep(0.001)
+        preparing.discard(id(request))
+        return "def add"
+
+    async def use(completer, service):
+        monkeypatch.setattr(service.templates, "render", render)
+        return await asyncio.gather(*(completer.complete(CHAT, HELLO) for _ in range(60)))
+
+    answers = serve(model_dir, use)
+    assert [answer.status for answer in answers] == [200] * 60
+    assert 2 <= max(most) <= 16

@@ -6,15 +6,15 @@ names the field: a setting that is silently ignored is a model that silently com
 
 import dataclasses
 import difflib
-import json
 import logging
-import math
 import pathlib
+import reprlib
 import struct
 from collections.abc import Mapping
 from typing import Any
 
 from dsv3.config import Fp8Config, ModelConfig, YarnConfig
+from dsv3.files import MAX_JSON_BYTES, open_regular, parse_json, read_json
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +28,19 @@ _MODEL_TYPES = {
     "deepseek_v3": (_V3_ROUTERS, True),
     "kimi_k2": (_V3_ROUTERS, True),
 }
+
+# Sizes beyond these are no model's, and would take time and memory before anything could say so.
+_MOST = {
+    "vocab_size": 2**24,
+    "num_hidden_layers": 2**10,
+    "num_nextn_predict_layers": 2**10,
+    "n_routed_experts": 2**12,
+    "n_shared_experts": 2**12,
+    "max_position_embeddings": 2**30,
+    "original_max_position_embeddings": 2**30,
+}
+_MOST_WIDE = 2**20  # of any other integer: widths, heads, ranks
+_LARGEST_NUMBER = 1e12
 
 # Fields with one supported value. None also means "not set" where the Hugging Face default is that value.
 _FIXED: dict[str, Any] = {
@@ -69,8 +82,8 @@ class _Fields:
         self._values, self._where, self._read = values, where, set[str]()
 
     def fail(self, name: str, supported: str) -> ConfigError:
-        value = self._values.get(name, "absent")
-        return ConfigError(f"config.json: {self._where}{name} is {value!r}, but must be {supported}")
+        value = reprlib.repr(self._values.get(name, "absent"))
+        return ConfigError(f"config.json: {self._where}{name} is {value}, but must be {supported}")
 
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
@@ -81,15 +94,15 @@ class _Fields:
         return default if value is None else value
 
     def integer(self, name: str, default: Any = _REQUIRED, *, least: int = 1) -> int:
-        value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.fail(name, f"an integer of at least {least}")
+        value, most = self.get(name, default), _MOST.get(name, _MOST_WIDE)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.fail(name, f"an integer of at least {least} and at most {most}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, *, least: float = 0.0, above: bool = True) -> float:
         value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self.fail(name, "a finite number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _LARGEST_NUMBER:
+            raise self.fail(name, f"a number of at most {_LARGEST_NUMBER:g}")
         if value < least or (above and value == least):
             raise self.fail(name, f"a number {'above' if above else 'of at least'} {least}")
         return float(value)
@@ -309,7 +322,7 @@ def stored_dtype(directory: str | pathlib.Path) -> str | None:
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(path)!r} is no readable JSON: {error}") from error
     if not isinstance(value, dict):
@@ -329,7 +342,8 @@ def _holds_layer(directory: pathlib.Path, layer: int) -> bool:
     """Returns False only if the directory's safetensors files are there and none has a tensor of `layer`."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = set(_read_object(index).get("weight_map", {}))
+        weight_map = _read_object(index).get("weight_map")
+        names = set(weight_map) if isinstance(weight_map, dict) else set()
     else:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
@@ -341,11 +355,12 @@ def _holds_layer(directory: pathlib.Path, layer: int) -> bool:
 def _tensor_names(path: pathlib.Path) -> set[str]:
     """Names in a safetensors file's header; none if it cannot be read, which is for the loader to report."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            return set(json.loads(file.read(min(length, 100_000_000))))
+            header = parse_json(file.read(min(length, MAX_JSON_BYTES)))
     except (OSError, ValueError, struct.error):
         return set()
+    return set(header) if isinstance(header, dict) else set()
 
 
 def to_hf(cfg: ModelConfig) -> dict[str, Any]:

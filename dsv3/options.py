@@ -341,7 +341,9 @@ class ServerOptions(ServiceOptions):
     api_key: str | None = option(
         None, "Ask for this key on every route but /health. Process listings show it: see --api_key_file."
     )
-    api_key_file: str | None = option(None, "Read the API key from the first line of this file.")
+    api_key_file: str | None = option(
+        None, "Read the API key from the first line of this file, which nobody else may open."
+    )
     api_server_count: int = option(
         1, "Answer HTTP with this many processes, which share the port and the engine.", low=1, high=_MAX_FRONTS
     )

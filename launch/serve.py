@@ -18,7 +18,6 @@ lets those in flight finish; the second aborts them.
 
 import dataclasses
 import os
-from pathlib import Path
 
 import uvloop
 
@@ -26,6 +25,7 @@ from dsv3.api.answers.service import Service
 from dsv3.api.config import ServerConfig
 from dsv3.api.engine.process import configure_logging
 from dsv3.api.http.server import bind, serve
+from dsv3.files import read_secret
 from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
 from launch import cli, flags
 from launch.cluster import cluster_options
@@ -81,8 +81,8 @@ def _api_key(options: ServerOptions) -> str | None:
     key = options.api_key
     if options.api_key_file is not None:
         try:
-            key = Path(options.api_key_file).read_text("utf-8").partition("\n")[0].strip()
-        except (OSError, UnicodeDecodeError) as error:
+            key = read_secret(options.api_key_file).decode().partition("\n")[0].strip()
+        except (OSError, ValueError) as error:
             raise flags.UsageError(f"--api_key_file: {error}") from None
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise flags.UsageError("the API key must be printable ASCII without blanks, and not empty")

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dsv3.api.answers.errors import ApiError, internal, invalid
+from dsv3.api.answers.errors import QUEUE_FULL, ApiError, internal, invalid
 from dsv3.api.answers.kinds import KINDS
 from dsv3.api.answers.service import Service, make_service
 from dsv3.api.answers.start import end_engine, start_engine
@@ -21,7 +21,12 @@ from dsv3.api.engine.client import EngineClient
 from dsv3.batch.journal import BatchError
 from dsv3.batch.run import Reply
 
-_BUSY_SECONDS = 0.05
+# A line that finds no room asks again after the first, and each time after twice as long, up to the last.
+_BUSY_SECONDS = 0.05, 1.0
+# A 503 other than for want of room may be the line's own fault: it ends the batch when it comes so often.
+_MAX_FAILURES = 8
+# Lines that are parsed, rendered and tokenised at a time: more keeps the workers no busier, and holds more memory.
+_NUM_PREPARED = 16
 # When the engine dies, the failures of its requests arrive before the news of its death.
 _OBITUARY_SECONDS = 2.0
 
@@ -41,6 +46,7 @@ class ServerCompleter:
 
     def __init__(self, service: Service):
         self._service = service
+        self._preparing = asyncio.Semaphore(_NUM_PREPARED)
 
     @property
     def concurrency(self) -> int:
@@ -63,20 +69,30 @@ class ServerCompleter:
             return Reply(error.status, "", msgspec.Raw(error.envelope()))
 
     async def _answer(self, url: str, body: bytes) -> Reply:
-        """Asks until the engine has room."""
+        """Asks until the line is taken, for as long as the engine lives."""
+        (seconds, longest), failures = _BUSY_SECONDS, 0
         while True:
             try:
+                return await self._ask(url, body)
+            except ApiError as error:
+                failures += error.body.code != QUEUE_FULL
+                if error.status != 503 or self._service.status != "ok" or failures == _MAX_FAILURES:
+                    raise
+            await asyncio.sleep(seconds)
+            seconds = min(2 * seconds, longest)
+
+    async def _ask(self, url: str, body: bytes) -> Reply:
+        try:
+            async with self._preparing:
                 answer = KINDS[url](self._service, body)
                 await answer.prepare()
-                whole = await answer.whole()
-                return Reply(200, answer.id, msgspec.Raw(whole), answer.usage.completion_tokens)
-            except ApiError as error:
-                if error.body.code != "queue_full":
-                    raise
-                await asyncio.sleep(_BUSY_SECONDS)
-            except Exception:
-                _log.exception("a line failed")
-                raise internal() from None
+            whole = await answer.whole()
+            return Reply(200, answer.id, msgspec.Raw(whole), answer.usage.completion_tokens)
+        except ApiError:
+            raise
+        except Exception:
+            _log.exception("a line failed")
+            raise internal() from None
 
     async def _check_engine(self) -> None:
         """Raises BatchError where a failure was the whole engine's: its requests are then not answered."""
@@ -94,7 +110,7 @@ async def server_completer(config: ServerConfig) -> AsyncIterator[ServerComplete
     """
     engine = EngineClient(max_num_queued_reqs=config.engine.max_num_queued_reqs, watchdog_s=config.watchdog_s)
     try:
-        service = await make_service(config, engine)
+        service = await make_service(config, engine, wait_s=None)
     except ValueError as error:
         raise BatchError(str(error)) from error
     try:

@@ -2,13 +2,17 @@
 
 A killed process leaves at most one unfinished line at the end of the file, which the next run cuts off. The file
 `OUTPUT.state.json` beside it holds the digest of the input and the model's name, so that answers of two different
-batches never mix. Losing power may lose answers of the last seconds; they are made again.
+batches never mix. It is also what a run locks: an output that is deleted or replaced meanwhile lets no second run in.
+Losing power may lose answers of the last seconds; they are made again.
 """
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import pathlib
+import stat
 import time
 from typing import Self
 
@@ -18,6 +22,7 @@ from dsv3.batch.lines import answered_number, numbered_lines
 
 STATE_VERSION = 1
 SYNC_SECONDS = 10.0
+_MAX_STATE_BYTES = 2**16
 
 
 class BatchError(Exception):
@@ -62,9 +67,9 @@ class Journal:
     `answered` counts the lines that are answered, those of earlier runs included; `last_line` is the input's.
     """
 
-    def __init__(self, path: pathlib.Path, descriptor: int, last_line: int):
+    def __init__(self, path: pathlib.Path, descriptor: int, state: int, last_line: int):
         self._path = path
-        self._descriptor = descriptor
+        self._descriptor, self._state = descriptor, state
         self._is_answered = bytearray(last_line + 1)
         self.last_line = last_line
         self._synced_s = time.monotonic()
@@ -76,18 +81,17 @@ class Journal:
 
         Raises BatchError when the file belongs to something else, is damaged, or another process is writing it.
         """
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise BatchError(f"{path}: {error.strerror}") from error
-        journal = cls(path, descriptor, source.last_line)
-        try:
+        descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, descriptor)
+            state = _open_state(path, is_new=os.fstat(descriptor).st_size == 0)
+            opened.callback(os.close, state)
+            journal = cls(path, descriptor, state, source.last_line)
             journal._lock()
+            journal._require_place()
             journal._claim(_State(STATE_VERSION, source, model))
             journal._recover()
-        except BaseException:
-            os.close(descriptor)
-            raise
+            opened.pop_all()
         return journal
 
     def is_answered(self, number: int) -> bool:
@@ -95,7 +99,11 @@ class Journal:
         return bool(self._is_answered[number])
 
     def append(self, number: int, line: bytes) -> None:
-        """Writes one output line, whole or not at all, so that a kill right after keeps it."""
+        """Writes one output line, whole or not at all, so that a kill right after keeps it.
+
+        Raises BatchError where the line would be lost.
+        """
+        self._require_place()
         start = os.lseek(self._descriptor, 0, os.SEEK_END)
         rest = memoryview(line)
         try:
@@ -117,26 +125,37 @@ class Journal:
         """Syncs and lets the file go."""
         self.sync()
         os.close(self._descriptor)
+        os.close(self._state)
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._state, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BatchError(f"{self._path}: another process is writing this file") from error
 
+    def _require_place(self) -> None:
+        """Raises BatchError where the path names another file by now, or none: nobody would find what is written."""
+        try:
+            found = os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            found = None
+        if found is None or not os.path.samestat(found, os.fstat(self._descriptor)):
+            raise BatchError(
+                f"{self._path}: the file was deleted, moved or replaced while the batch was writing it; put it back to "
+                "go on from there, or start anew without it"
+            )
+
     def _claim(self, wanted: _State) -> None:
         """Notes which batch the file belongs to, or checks that it is this one."""
-        state_path = self._path.with_name(self._path.name + ".state.json")
         if os.fstat(self._descriptor).st_size == 0:
-            _write_whole(state_path, msgspec.json.encode(wanted))
+            os.ftruncate(self._state, 0)
+            os.pwrite(self._state, msgspec.json.encode(wanted), 0)
+            os.fsync(self._state)  # an answer is written after it
             return
         try:
-            found = msgspec.json.decode(state_path.read_bytes(), type=_State)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise BatchError(
-                f"{self._path} is not empty, and {state_path.name}, which says what batch it belongs to, cannot be "
-                f"read ({error}); move the file away or name another output"
-            ) from error
+            found = msgspec.json.decode(os.pread(self._state, _MAX_STATE_BYTES, 0), type=_State)
+        except msgspec.MsgspecError as error:
+            raise _unknown(self._path, error) from error
         if found.input.sha256 != wanted.input.sha256:
             raise BatchError(
                 f"{self._path} holds answers to another input (sha256 {found.input.sha256[:12]}..., not "
@@ -178,11 +197,36 @@ class Journal:
         self.answered += 1
 
 
-def _write_whole(path: pathlib.Path, data: bytes) -> None:
-    """Writes a small file so that a kill leaves the old one or the new one."""
-    scratch = path.with_name(path.name + ".tmp")
-    with scratch.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+def _state_path(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(path.name + ".state.json")
+
+
+def _open_state(path: pathlib.Path, is_new: bool) -> int:
+    """Opens the state of an output; makes it only for a new output."""
+    try:
+        return _open(_state_path(path), os.O_RDWR | (os.O_CREAT if is_new else 0))
+    except FileNotFoundError as error:
+        raise _unknown(path, error) from error
+
+
+def _open(path: pathlib.Path, flags: int) -> int:
+    """Opens a regular file that only its owner may read if it is new; a link is not followed, a pipe not waited for."""
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BatchError(f"{path} is a symbolic link; name the file itself") from error
+        if error.errno == errno.ENOENT and not flags & os.O_CREAT:
+            raise
+        raise BatchError(f"{path}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BatchError(f"{path} is not a regular file")
+    return descriptor
+
+
+def _unknown(path: pathlib.Path, error: Exception) -> BatchError:
+    return BatchError(
+        f"{path} is not empty, and {_state_path(path).name}, which says what batch it belongs to, cannot be read "
+        f"({error}); move the file away or name another output"
+    )

@@ -42,6 +42,14 @@ def block_axis(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, 
     raise ValueError(f"no block of {limit} bytes fits an array of shape {shape} with {itemsize}-byte elements")
 
 
+def num_blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
+    """Returns how many blocks of at most `limit` bytes tile an array; raises ValueError as `block_axis` does."""
+    if not math.prod(shape):
+        return 0
+    axis, count = block_axis(shape, itemsize, limit)
+    return math.prod(shape[:axis]) * -(-shape[axis] // count)
+
+
 def blocks(shape: tuple[int, ...], itemsize: int, inside: Box, limit: int) -> Iterator[tuple[int, Box]]:
     """Returns number and box of each block that meets `inside`; all blocks of at most `limit` bytes tile the array."""
     yield from grid(shape, *block_axis(shape, itemsize, limit), inside)

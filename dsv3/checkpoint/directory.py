@@ -1,9 +1,9 @@
 """A Hugging Face checkpoint directory: the tensors of all its safetensors files."""
 
-import json
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from dsv3 import files
 from dsv3.checkpoint.errors import CheckpointError, raise_findings
 from dsv3.checkpoint.layout import HARMLESS
 from dsv3.checkpoint.safetensors_file import Tensor, read_header
@@ -35,10 +35,10 @@ def plain_file_name(name: Any) -> TypeGuard[str]:
 def read_json(path: Path) -> Any:
     """Returns the content of a JSON file; raises `CheckpointError` if it cannot be read."""
     try:
-        return json.loads(path.read_bytes())
+        return files.read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
 
 
@@ -54,11 +54,11 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
-    files = sorted(set(weight_map.values()))
+    shards = sorted(set(weight_map.values()))
     raise_findings(
-        directory, {"shards named in the index but absent": [f for f in files if not (directory / f).exists()]}
+        directory, {"shards named in the index but absent": [f for f in shards if not (directory / f).exists()]}
     )
-    headers = {file: read_header(directory / file) for file in files}
+    headers = {file: read_header(directory / file) for file in shards}
     stray = [
         f"{name} in {file}"
         for file, header in headers.items()

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,8 +19,10 @@ import ml_dtypes
 import numpy as np
 
 from dsv3.checkpoint.errors import CheckpointError
+from dsv3.files import open_regular, parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
+MAX_DIMENSIONS = 8
 DATA_ALIGNMENT = 4096  # bytes; where the data of our own files begin
 
 DTYPES: dict[str, np.dtype] = {
@@ -71,7 +74,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     offsets overlap, leave holes, or do not fit shape and dtype.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
@@ -106,8 +109,8 @@ def header_bytes(
 
 def _parse(path: Path, text: bytes, data_start: int) -> list[Tensor]:
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text, object_pairs_hook=_unique)
+    except ValueError as error:
         raise CheckpointError(f"{path}: its header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is not a JSON object")
@@ -127,9 +130,12 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> Tensor:
         raise CheckpointError(f"{where}: its header entry is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{where}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise CheckpointError(f"{where}: dtype {reprlib.repr(dtype)} is not one of {', '.join(DTYPES)}")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{where}: shape {shape!r} and data_offsets {offsets!r} must list natural numbers")
+        shown = f"shape {reprlib.repr(shape)} and data_offsets {reprlib.repr(offsets)}"
+        raise CheckpointError(
+            f"{where}: {shown} must list natural numbers below 2**63, and at most {MAX_DIMENSIONS} of them"
+        )
     tensor = Tensor(name, path, DTYPES[dtype], tuple(shape), data_start + offsets[0])
     if offsets[1] - offsets[0] != tensor.nbytes:
         raise CheckpointError(
@@ -140,7 +146,9 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> Tensor:
 
 
 def _naturals(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        return False
+    return all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 def _check_extents(path: Path, tensors: Sequence[Tensor], data_start: int, size: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dsv3.checkpoint import layout
-from dsv3.checkpoint.boxes import blocks, full_box
+from dsv3.checkpoint.boxes import num_blocks
 from dsv3.checkpoint.directory import plain_file_name, read_json
 from dsv3.checkpoint.errors import CheckpointError, raise_findings
 from dsv3.checkpoint.hugging_face import F32, PLAIN, Findings, names
@@ -91,7 +91,10 @@ def _file(path: Path, name: str, entry: Any) -> str:
 
 
 def _with_checksums(path: Path, tensor: Tensor, checksums: Any, block_bytes: int) -> Tensor:
-    count = sum(1 for _ in blocks(tensor.shape, tensor.dtype.itemsize, full_box(tensor.shape), block_bytes))
+    try:
+        count = num_blocks(tensor.shape, tensor.dtype.itemsize, block_bytes)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: array {tensor.name}: {error}") from None
     if not isinstance(checksums, list) or len(checksums) != count or not all(type(value) is int for value in checksums):
         raise CheckpointError(f"{path}: array {tensor.name}: checksums must be {count} integers, one per block")
     return dataclasses.replace(tensor, checksums=tuple(checksums), block_bytes=block_bytes)

@@ -12,7 +12,9 @@ from typing import Any, Self
 
 import tokenizers
 
-_MAX_CONFIG_BYTES = 64 * 2**20
+from dsv3.files import read_json
+
+_PIECE_CHARS = 64 * 1024
 
 
 class TokenizerError(ValueError):
@@ -84,6 +86,20 @@ class Tokenizer:
             return [self.bos_token_id, *ids]
         return ids[1:] if ids[:2] == [self.bos_token_id] * 2 else ids
 
+    def surely_exceeds(self, text: str, limit: int) -> bool:
+        """Returns whether a text makes more than `limit` tokens for certain, after encoding little more than those.
+
+        The library needs 120 bytes of memory per byte of a text, so a hopeless one is better not encoded whole. Tokens
+        are counted piece by piece. A cut breaks one token, into its bytes at worst, and a piece has at least four times
+        as many tokens. So the pieces have less than twice the tokens of the whole.
+        """
+        count, piece = 0, max(_PIECE_CHARS, 4 * self.max_token_chars**2)
+        for start in range(0, len(text), piece):
+            count += len(self.encode(text[start : start + piece], add_special_tokens=False))
+            if count > 2 * limit:
+                return True
+        return False
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of whole token ids; bytes that are no UTF-8 become U+FFFD, unknown ids are nothing."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
@@ -146,11 +162,9 @@ def _require_byte_level(backend: tokenizers.Tokenizer) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise TokenizerError(f"{path}: larger than {_MAX_CONFIG_BYTES} bytes")
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
         raise TokenizerError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: expected an object, found {type(value).__name__}")

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -235,6 +236,12 @@ REFUSED = [
     ({"hidden_size": True}, "hidden_size"),
     ({"hidden_size": 0}, "hidden_size"),
     ({"hidden_size": None}, "hidden_size is None"),
+    ({"hidden_size": 2**20 + 1}, "hidden_size is 1048577, but must be an integer of at least 1 and at most 1048576"),
+    ({"vocab_size": 10**30}, "vocab_size is 1000000000000000000000000000000, but must be an integer"),
+    ({"num_hidden_layers": 10**4000}, "num_hidden_layers is 1000"),
+    ({"n_routed_experts": 2**13}, "n_routed_experts"),
+    ({"routed_scaling_factor": 10**400}, "but must be a number of at most 1e+12"),
+    ({"rope_theta": 1e300}, "rope_theta is 1e+300"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
     ({"routed_scaling_factor": -1}, "routed_scaling_factor"),
     ({"norm_topk_prob": 1}, "norm_topk_prob is 1, but must be true or false"),
@@ -324,9 +331,30 @@ def test_load_config_leaves_out_mtp_modules_that_are_not_there(tmp_path: pathlib
     assert load_config(tmp_path).num_nextn_predict_layers == 0
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '"x"', "\xff"])
+@pytest.mark.parametrize("content", [None, "{", "[]", '"x"', "\xff", "[" * 200_000, '{"a":' * 200_000])
 def test_load_config_refuses_what_is_no_object(tmp_path: pathlib.Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize("header", [b"[" * 200_000, b"[[1]]", b"5", None])
+def test_load_config_leaves_weights_that_are_none_to_the_loader(tmp_path: pathlib.Path, header: bytes | None) -> None:
+    """The header of a file that is no safetensors file, or a pipe, which nobody would ever write to."""
+    cfg, config = tiny(num_nextn_predict_layers=1)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "model.safetensors"
+    if header is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert load_config(tmp_path) == dataclasses.replace(cfg, num_nextn_predict_layers=0)
+
+
+@pytest.mark.parametrize("weight_map", [5, [[1]], [1]])
+def test_load_config_leaves_an_index_that_is_none_to_the_loader(tmp_path: pathlib.Path, weight_map: Any) -> None:
+    cfg, config = tiny(num_nextn_predict_layers=1)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert load_config(tmp_path) == dataclasses.replace(cfg, num_nextn_predict_layers=0)

@@ -210,6 +210,15 @@ def test_wrong_command_lines(arguments, words):
     assert "Traceback" not in done.stderr
 
 
+def test_a_key_that_others_can_read_is_refused(tmp_path):
+    path = tmp_path / "key"
+    path.write_text("secret-key\n")
+    path.chmod(0o640)
+    done = run("--port", "0", "--api_key_file", str(path))
+    assert done.returncode == 2
+    assert "--api_key_file: " in done.stderr and "chmod go-rwx" in done.stderr and "secret" not in done.stderr
+
+
 def test_a_broken_model_ends_it_with_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     process = subprocess.run(

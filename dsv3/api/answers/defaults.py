@@ -1,9 +1,9 @@
 """Sampling defaults a model brings along: the part of `generation_config.json` that vLLM honours too."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from dsv3.files import read_json
 from dsv3.sampling_params import SamplingParams
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -18,11 +18,11 @@ def sampling_defaults(model_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = read_json(path)
         defaults = {name: found[name] for name in _NAMES if found.get(name) is not None}
         if found.get("do_sample") is False:
             defaults = {"temperature": 0.0}
         SamplingParams(**defaults)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from None
     return defaults

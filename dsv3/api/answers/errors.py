@@ -2,6 +2,9 @@
 
 import msgspec
 
+# Says that the same request will be taken once others have ended: `launch.batch` asks until it is.
+QUEUE_FULL = "queue_full"
+
 
 class ErrorBody(msgspec.Struct, frozen=True):
     message: str

@@ -5,10 +5,12 @@ from typing import Any
 
 import msgspec
 
-from dsv3.api.answers.errors import ApiError, invalid
+from dsv3.api.answers.errors import ApiError, invalid, unavailable
 from dsv3.api.answers.schema import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from dsv3.api.answers.service import Service
 from dsv3.api.templates.messages import Render
+from dsv3.api.templates.pool import WorkerDied
+from dsv3.api.workers import WorkersBusy
 from dsv3.text.chat_template import TemplateError
 
 
@@ -98,17 +100,27 @@ async def _rendered(
     if service.tokenizer is None or service.templates is None:
         what = "no tokenizer" if service.tokenizer is None else "no chat template"
         raise invalid(f"this model has {what}: use /v1/completions", "messages", "no_chat_template")
+    try:
+        return await service.templates.render(_render_request(request, tools, reasoning_effort))
+    except TemplateError as error:
+        raise invalid(str(error), "messages") from None
+    except WorkerDied as error:
+        service.metrics.rejected("failed")
+        raise unavailable(str(error), "template_worker_died") from None
+    except WorkersBusy as error:
+        raise service.busy(error) from None
+
+
+def _render_request(
+    request: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None, reasoning_effort: str | None
+) -> Render:
     continued = bool(request.continue_final_message)
     prompted = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
     kwargs: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", reasoning_effort)
     assert request.messages is not None
-    messages = [_template_message(message) for message in request.messages]
-    try:
-        return await service.templates.render(Render(messages, tools, prompted, continued, kwargs))
-    except TemplateError as error:
-        raise invalid(str(error), "messages") from None
+    return Render([_template_message(message) for message in request.messages], tools, prompted, continued, kwargs)
 
 
 def _template_message(message: ChatMessage) -> dict[str, object]:

@@ -8,20 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from dsv3.api.answers.defaults import sampling_defaults
-from dsv3.api.answers.errors import ApiError, invalid, too_long, unavailable
+from dsv3.api.answers.encoder import Encoder
+from dsv3.api.answers.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
 from dsv3.api.answers.metrics import Metrics
 from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.config import ServerConfig
 from dsv3.api.engine.client import EngineClient
 from dsv3.api.engine.messages import EngineInfo
-from dsv3.api.templates.pool import TemplatePool
+from dsv3.api.templates.pool import TemplatePool, WorkerDied
+from dsv3.api.workers import BOUNDS, WAIT_S, Workers, WorkersBusy
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.parsers import ParserOptions
 from dsv3.text.reasoning import writes_reasoning
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
-
-# Shorter texts are encoded on the event loop: the hand-over to a thread would cost more.
-_INLINE_CHARS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +46,7 @@ class Service:
         tokenizer: Tokenizer | None,
         templates: TemplatePool | None,
         numbers: SharedNumbers | None = None,
+        wait_s: float | None = WAIT_S,
     ):
         self.config = config
         self.engine = engine
@@ -57,7 +57,9 @@ class Service:
         self.idle = asyncio.Event()
         self.idle.set()
         self.active = 0
-        self._encoders = ThreadPoolExecutor(2, "encode")  # two huge prompts at most compete with the engine for cores
+        self._encoder = None if tokenizer is None else Encoder(tokenizer, wait_s)
+        self._thread = ThreadPoolExecutor(1, "prepare")
+        self._preparing = Workers([self._thread], dataclasses.replace(BOUNDS, wait_s=wait_s))
         engine.on_stats = self.metrics.update
 
     @property
@@ -87,6 +89,11 @@ class Service:
             )
         return name
 
+    def busy(self, error: WorkersBusy) -> ApiError:
+        """Counts and returns the 503 for work that workers have no room for."""
+        self.metrics.rejected(QUEUE_FULL)
+        return unavailable(str(error), QUEUE_FULL)
+
     def enter(self) -> None:
         """Notes that a request begins; draining waits until all have left."""
         self.active += 1
@@ -100,39 +107,55 @@ class Service:
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         """Returns the token ids of a text; ApiError 400 if it cannot fit the context."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or self._encoder is None:
             raise invalid("this model has no tokenizer: send the prompt as token ids", param, "no_tokenizer")
-        limit = self.require_ready().rules.max_model_len
-        if len(text) > limit * self.tokenizer.max_token_chars:
-            raise too_long(limit, f"a text of {len(text)} characters, which is more tokens than that")
-        tokenizer = self.tokenizer
+        limit, ids = self.require_ready().rules.max_model_len, None
         try:
-            return await self.run(len(text) > _INLINE_CHARS, lambda: tokenizer.encode(text, add_special_tokens))
+            if len(text) <= limit * self.tokenizer.max_token_chars:
+                ids = await self._encoder.encode(text, add_special_tokens, limit)
         except TokenizerError as error:
             raise invalid(str(error), param) from None
+        except WorkersBusy as error:
+            raise self.busy(error) from None
+        if ids is None:
+            raise too_long(limit, f"a text of {len(text)} characters, which is more tokens than that")
+        return ids
 
     async def run[T](self, is_long: bool, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which is done in a thread if it would keep the event loop for long."""
+        """Returns the result of `work`, which is done in a thread if it would keep the event loop for long.
+
+        Raises ApiError 503 where too much waits for that thread.
+        """
         if not is_long:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
+        loop = asyncio.get_running_loop()
+        try:
+            return await self._preparing.run(0, lambda thread: loop.run_in_executor(thread, work))
+        except WorkersBusy as error:
+            raise self.busy(error) from None
 
     async def close(self) -> None:
-        """Ends the template workers."""
-        if self.templates is not None:
-            await self.templates.close()
-        self._encoders.shutdown(wait=False, cancel_futures=True)
+        """Ends the workers."""
+        for workers in (self.templates, self._encoder, self._preparing):
+            if workers is not None:
+                await workers.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def make_service(
-    config: ServerConfig, engine: EngineClient, numbers: SharedNumbers | None = None, created: int | None = None
+    config: ServerConfig,
+    engine: EngineClient,
+    numbers: SharedNumbers | None = None,
+    created: int | None = None,
+    wait_s: float | None = WAIT_S,
 ) -> Service:
     """Returns the service of a model directory; `created` is the time of the instance's start, now if not given.
 
+    Requests wait at most `wait_s` for workers that they share, without end if it is None.
     Raises TokenizerError for a tokenizer, ValueError for a generation_config.json that cannot be used.
     """
     tokenizer = _tokenizer(config)
-    templates = await _templates(config, tokenizer)
+    templates = await _templates(config, tokenizer, wait_s)
     parser = config.options.reasoning_parser
     if parser == "auto" and not (templates and tokenizer and writes_reasoning(tokenizer.chat_template)):
         parser = "none"
@@ -142,7 +165,7 @@ async def make_service(
         sampling_defaults(config.model_dir),
         *([] if created is None else [created]),
     )
-    return Service(settings, engine, tokenizer, templates, numbers)
+    return Service(settings, engine, tokenizer, templates, numbers, wait_s)
 
 
 def _tokenizer(config: ServerConfig) -> Tokenizer | None:
@@ -153,16 +176,16 @@ def _tokenizer(config: ServerConfig) -> Tokenizer | None:
         return None
 
 
-async def _templates(config: ServerConfig, tokenizer: Tokenizer | None) -> TemplatePool | None:
+async def _templates(config: ServerConfig, tokenizer: Tokenizer | None, wait_s: float | None) -> TemplatePool | None:
     if tokenizer is None:
         return None
     if tokenizer.chat_template is None:
         config.notify("the tokenizer has no chat template: /v1/chat/completions is off")
         return None
-    pool = TemplatePool(tokenizer.chat_template, tokenizer.special_tokens, config.template_deadline_s)
+    pool = TemplatePool(tokenizer.chat_template, tokenizer.special_tokens, config.template_deadline_s, wait_s)
     try:
         await pool.check()
-    except TemplateError as error:
+    except (TemplateError, WorkerDied) as error:
         config.notify(f"{error}: /v1/chat/completions is off")
         await pool.close()
         return None

@@ -22,40 +22,51 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     template: ChatTemplate | None = None
     while (body := frames.read_frame(sys.stdin.buffer)) is not None:
-        message = messages.to_worker.decode(body)
-        if isinstance(message, messages.RenderSetup):
-            template, answer = _compile(message)
+        if template is None:
+            template, answer = _compiled(body)
         else:
             signal.alarm(_MAX_RENDER_S)
-            answer = _render(template, message)
+            answer = _answer(template, body)
             signal.alarm(0)
-        sys.stdout.buffer.write(frames.encode(answer))
+        sys.stdout.buffer.write(answer)
         sys.stdout.buffer.flush()
 
 
-def _compile(setup: messages.RenderSetup) -> tuple[ChatTemplate | None, messages.Rendered]:
+def _compiled(body: bytes) -> tuple[ChatTemplate | None, bytearray]:
+    setup = messages.to_worker.decode(body)
+    if not isinstance(setup, messages.RenderSetup):
+        return None, frames.encode(messages.Rendered(error="the chat template does not compile"))
     try:
-        return ChatTemplate(setup.source, setup.special_tokens), messages.Rendered()
+        return ChatTemplate(setup.source, setup.special_tokens), frames.encode(messages.Rendered())
     except TemplateError as error:
-        return None, messages.Rendered(error=str(error))
+        return None, frames.encode(messages.Rendered(error=str(error)))
 
 
-def _render(template: ChatTemplate | None, request: messages.Render) -> messages.Rendered:
-    if template is None:
-        return messages.Rendered(error="the chat template does not compile")
+def _answer(template: ChatTemplate, body: bytes) -> bytearray:
+    """Returns the frame of the answer whatever happens: a worker that dies is taken for a fault of the machine."""
     try:
-        prompt = template.render(
-            request.messages,
-            tools=request.tools,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            kwargs=request.kwargs,
-        )
+        return frames.encode(messages.Rendered(prompt=_render(template, body)))
     except TemplateError as error:
-        return messages.Rendered(error=str(error))
+        problem = str(error)
     except MemoryError:
-        return messages.Rendered(error="the chat template needs too much memory for these messages")
-    return messages.Rendered(prompt=prompt)
+        problem = "the chat template needs too much memory for these messages"
+    except frames.FrameError:
+        problem = f"the chat template makes more than {frames.MAX_FRAME_BYTES} bytes of these messages"
+    except Exception as error:
+        problem = f"the chat template cannot render these messages ({type(error).__name__})"
+    return frames.encode(messages.Rendered(error=problem))
+
+
+def _render(template: ChatTemplate, body: bytes) -> str:
+    request = messages.to_worker.decode(body)
+    assert isinstance(request, messages.Render)
+    return template.render(
+        request.messages,
+        tools=request.tools,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        kwargs=request.kwargs,
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import dsv3
 import pallas_kernels
 import sharding
+from dsv3.files import open_regular
 from dsv3.options import ClusterOptions, EngineOptions, options_of
 
 Fields = dict[str, str]
@@ -77,7 +78,7 @@ def weights_digest(directory: Path) -> str:
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
         total.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             total.update(file.read(_SAMPLE_BYTES))
             file.seek(max(0, size - _SAMPLE_BYTES))
             total.update(file.read(_SAMPLE_BYTES))

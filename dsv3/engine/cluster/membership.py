@@ -2,13 +2,13 @@
 
 import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
+from dsv3.files import read_secret
+
 MIN_KEY_BYTES = 32
-_MAX_KEY_BYTES = 4096
 _HOW_TO_MAKE_A_KEY = "make one with: (umask 077; head -c 48 /dev/urandom | base64 > cluster.key)"
 
 
@@ -18,16 +18,14 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
     Raises ValueError for a file that cannot be read, that others may read, or that is too short; says how to make one.
     """
     try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            key = file.read(_MAX_KEY_BYTES + 1).strip()
+        key = read_secret(path).strip()
     except OSError as error:
         raise ValueError(f"cluster_key_file {path}: {error.strerror}; {_HOW_TO_MAKE_A_KEY}") from None
-    if mode & stat.S_IRWXO:
-        raise ValueError(f"cluster_key_file {path}: every user of this machine may open it; chmod o-rwx it")
-    if not MIN_KEY_BYTES <= len(key) <= _MAX_KEY_BYTES:
+    except ValueError as error:
+        raise ValueError(f"cluster_key_file {error}") from None
+    if len(key) < MIN_KEY_BYTES:
         raise ValueError(
-            f"cluster_key_file {path}: {len(key)} bytes, not {MIN_KEY_BYTES} to {_MAX_KEY_BYTES}; {_HOW_TO_MAKE_A_KEY}"
+            f"cluster_key_file {path}: {len(key)} bytes, at least {MIN_KEY_BYTES} are needed; {_HOW_TO_MAKE_A_KEY}"
         )
     return key
 

@@ -2,15 +2,19 @@ import asyncio
 import os
 import signal
 
+import psutil
 import pytest
 
 from dsv3.api.templates.messages import Render
-from dsv3.api.templates.pool import TemplatePool, TemplateTooSlow
+from dsv3.api.templates.pool import TemplatePool, TemplateTooSlow, WorkerDied
+from dsv3.api.workers import WorkersBusy
 from dsv3.text.chat_template import TemplateError
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+SLOW = "{% for a in range(100) %}{% for b in range(9999) %}{% endfor %}{% endfor %}slow"  # 40 ms on a quiet machine
 TEMPLATE = (
-    "{% if messages[0].content == 'loop' %}" + LOOP + "{% elif messages[0].content == 'grow' %}"
+    "{% if messages[0].content == 'loop' %}" + LOOP + "{% elif messages[0].content == 'slow' %}" + SLOW + ""
+    "{% elif messages[0].content == 'surrogate' %}{{ '\\ud800' }}{% elif messages[0].content == 'grow' %}"
     "{% set ns = namespace(x='x' * 99999) %}{% for a in range(30) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
     "{% else %}{{ bos_token }}{{ messages[0].content }}{% endif %}"
 )
@@ -20,17 +24,29 @@ def ask(content, tools=None):
     return Render([{"role": "user", "content": content}], tools, True, False, {})
 
 
-def with_pool(work, template=TEMPLATE, deadline_s=5.0):
+def with_pool(work, template=TEMPLATE, deadline_s=5.0, **settings):
     """Runs `work(pool)` on an event loop of its own."""
 
     async def run():
-        pool = TemplatePool(template, {"bos_token": "<s>"}, deadline_s)
+        pool = TemplatePool(template, {"bos_token": "<s>"}, deadline_s, **settings)
         try:
             return await work(pool)
         finally:
             await pool.close()
 
     return asyncio.run(run())
+
+
+def workers():
+    """The processes that render, by their ids."""
+    return {
+        child.pid for child in psutil.Process().children() if "dsv3.api.templates.worker" in " ".join(child.cmdline())
+    }
+
+
+def kill_workers():
+    for pid in workers():
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_many_at_once():
@@ -79,20 +95,74 @@ def test_a_client_that_goes_away_leaves_no_answer_for_the_next():
             await gone
         return await pool.render(ask("next"))
 
-    assert with_pool(work) == "<s>next"
+    assert with_pool(work, deadline_s=1.0) == "<s>next"
 
 
-def test_a_worker_that_dies_is_replaced():
+def test_clients_that_go_away_cost_no_worker():
+    """A rendering that has begun is finished; one that has not is never begun, or its worker would be killed."""
+
     async def work(pool):
         await pool.check()
-        os.kill(pool._small._process.pid, signal.SIGKILL)
-        for _ in range(3):  # it may be noticed while asking
-            try:
-                return await pool.render(ask("again"))
-            except TemplateError:
-                continue
+        before = workers()
+        for _ in range(3):
+            gone = [asyncio.create_task(pool.render(ask(content))) for content in ("slow", "loop", "loop")]
+            await asyncio.sleep(0.01)
+            for task in gone:
+                task.cancel()
+        assert await pool.render(ask("next")) == "<s>next"
+        return before, workers()
 
-    assert with_pool(work) == "<s>again"
+    before, after = with_pool(work)
+    assert len(before) == 1 and after == before
+
+
+def test_a_worker_that_dies_costs_no_conversation():
+    async def work(pool):
+        await pool.check()
+        kill_workers()
+        assert await pool.render(ask("again")) == "<s>again"
+        slow = asyncio.create_task(pool.render(ask("slow")))
+        await asyncio.sleep(0.01)
+        kill_workers()
+        return await slow
+
+    assert with_pool(work) == "slow"
+
+
+def test_workers_that_die_again_and_again_are_no_fault_of_the_messages():
+    async def work(pool):
+        rendering = asyncio.create_task(pool.render(ask("loop")))
+        while not rendering.done():
+            kill_workers()
+            await asyncio.sleep(0.02)
+        with pytest.raises(WorkerDied):
+            await rendering
+
+    with_pool(work, deadline_s=60.0)
+
+
+def test_whoever_waits_too_long_is_told_so():
+    async def work(pool):
+        await pool.check()
+        slow = asyncio.create_task(pool.render(ask("loop")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(WorkersBusy):
+            await pool.render(ask("waits"))
+        with pytest.raises(TemplateTooSlow):
+            await slow
+
+    with_pool(work, deadline_s=1.0, wait_s=0.05)
+
+
+def test_a_prompt_that_no_frame_can_hold_is_the_templates_fault():
+    async def work(pool):
+        await pool.check()
+        before = workers()
+        with pytest.raises(TemplateError, match="UnicodeEncodeError"):
+            await pool.render(ask("surrogate"))
+        return before == workers()
+
+    assert with_pool(work)
 
 
 def test_memory_is_bounded():

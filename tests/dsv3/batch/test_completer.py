@@ -6,13 +6,17 @@ import json
 import pytest
 
 from dsv3.api.config import ServerConfig
+from dsv3.api.templates.pool import WorkerDied
+from dsv3.api.workers import WorkersBusy
+from dsv3.batch import completer as completer_module
 from dsv3.batch.completer import server_completer
 from dsv3.batch.journal import BatchError
 from dsv3.options import EngineOptions
 from tests.dsv3.api.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
 from tests.dsv3.text import tiny
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = b'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}'
 
 
 def ask(prompt, **fields):
@@ -24,10 +28,11 @@ def model_dir(tmp_path_factory):
     return tiny.write(tmp_path_factory.mktemp("model"))
 
 
-def serve(model_dir, use, factory_options=None, **options):
+def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, **options):
     """Runs `use(completer, service)` against a fresh engine process."""
     config = ServerConfig(
         model_dir=model_dir,
+        template_deadline_s=template_deadline_s,
         model_names=("tiny",),
         engine=EngineOptions(**options),
         factory_options=factory_options or {},
@@ -112,8 +117,7 @@ def test_a_tokenizer_that_cannot_be_used_is_an_error(tmp_path):
 
 def test_a_conversation_is_answered(model_dir):
     async def use(completer, service):
-        body = b'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}'
-        return await completer.complete("/v1/chat/completions", body)
+        return await completer.complete(CHAT, HELLO)
 
     answer = serve(model_dir, use)
     assert answer.status == 200 and body_of(answer)["choices"][0]["message"]["role"] == "assistant"
@@ -130,3 +134,66 @@ def test_a_cancelled_line_leaves_nothing_in_the_engine(model_dir):
         return service.engine.num_live
 
     assert serve(model_dir, use) == 0
+
+
+def test_lines_that_wait_for_a_slow_template_are_all_answered(tmp_path):
+    """All together they need longer than the deadline that each has."""
+    directory = tiny.write(tmp_path)
+    slow = "{% for a in range(100) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    (directory / "chat_template.jinja").write_text(slow + "{{ messages[0].content }}")
+
+    async def use(completer, service):
+        return await asyncio.gather(*(completer.complete(CHAT, HELLO) for _ in range(50)))
+
+    answers = serve(directory, use, template_deadline_s=1.5)
+    assert [answer.status for answer in answers] == [200] * 50
+
+
+async def with_troubles(completer, service, monkeypatch, *troubles):
+    """Answers a line whose template workers fail as `troubles` say, one by one, and then render."""
+    left = list(troubles)
+
+    async def render(request):
+        if left:
+            raise left.pop(0)
+        return "def add"
+
+    monkeypatch.setattr(completer_module, "_BUSY_SECONDS", (0.001, 0.002))
+    monkeypatch.setattr(service.templates, "render", render)
+    return await completer.complete(CHAT, HELLO)
+
+
+def test_what_may_pass_is_tried_again_and_never_an_answer(model_dir, monkeypatch):
+    async def use(completer, service):
+        troubles = [WorkersBusy("busy")] * 20 + [WorkerDied("died")] * 3
+        return await with_troubles(completer, service, monkeypatch, *troubles)
+
+    assert serve(model_dir, use).status == 200
+
+
+def test_what_never_passes_ends_the_batch(model_dir, monkeypatch):
+    async def use(completer, service):
+        with pytest.raises(BatchError, match="died"):
+            await with_troubles(completer, service, monkeypatch, *[WorkerDied("died")] * 50)
+
+    serve(model_dir, use)
+
+
+def test_only_so_many_lines_are_prepared_at_a_time(model_dir, monkeypatch):
+    """The others wait as bytes; a line that is being answered makes room for the next."""
+    preparing, most = set(), []
+
+    async def render(request):
+        preparing.add(id(request))
+        most.append(len(preparing))
+        await asyncio.sleep(0.001)
+        preparing.discard(id(request))
+        return "def add"
+
+    async def use(completer, service):
+        monkeypatch.setattr(service.templates, "render", render)
+        return await asyncio.gather(*(completer.complete(CHAT, HELLO) for _ in range(60)))
+
+    answers = serve(model_dir, use)
+    assert [answer.status for answer in answers] == [200] * 60
+    assert 2 <= max(most) <= 16

@@ -1,5 +1,6 @@
 """The output file across kills: torn lines, other inputs, other writers, a full disk."""
 
+import contextlib
 import errno
 import json
 import os
@@ -122,6 +123,54 @@ def test_one_writer_at_a_time(source, tmp_path):
         open_journal(source, tmp_path / "out")
     journal.close()
     open_journal(source, tmp_path / "out").close()
+
+
+@pytest.mark.parametrize("change", ["unlink", "replace"])
+def test_an_output_that_is_gone_ends_the_run_and_lets_nobody_else_in(source, tmp_path, change):
+    output = tmp_path / "out"
+    journal = open_journal(source, output)
+    journal.append(1, line(1))
+    output.unlink()
+    if change == "replace":
+        output.write_bytes(line(5))
+    with pytest.raises(BatchError, match="another process"):
+        open_journal(source, output)
+    with pytest.raises(BatchError, match="deleted, moved or replaced"):
+        journal.append(2, line(2))
+    assert not journal.is_answered(2)
+    journal.close()
+    assert output.read_bytes() == (line(5) if change == "replace" else b"")
+
+
+def test_only_the_owner_may_read_answers(source, tmp_path):
+    before = os.umask(0)
+    try:
+        open_journal(source, tmp_path / "out").close()
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.glob("out*")} == {
+        "out": 0o600,
+        "out.state.json": 0o600,
+    }
+
+
+@pytest.mark.parametrize("name", ["out", "out.state.json", "out.state.json.tmp"])
+def test_links_are_not_followed(source, tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.write_text("")
+    (tmp_path / name).symlink_to(victim)
+    with contextlib.suppress(BatchError):
+        journal = open_journal(source, tmp_path / "out")
+        journal.append(1, line(1))
+        journal.close()
+    assert victim.read_text() == ""
+
+
+@pytest.mark.parametrize("name", ["out", "out.state.json"])
+def test_pipes_are_refused(source, tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(BatchError, match="not a regular file"):
+        open_journal(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("damage", [b"\0\0\n", b'{"id": "batch_req_99"}\n', line(1), b"{}\n"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import struct
 
 import ml_dtypes
@@ -259,6 +260,9 @@ def alter(**changes):
         (alter(shape=[24.0, 12]), "must list natural numbers"),
         (alter(shape=None), "must list natural numbers"),
         (alter(data_offsets=[0]), "must list natural numbers"),
+        (alter(shape=[10**300] * 2000), "at most 8 of them"),
+        (alter(shape=[10**300]), "below 2**63"),
+        (alter(shape=[1] * 9), "at most 8 of them"),
         (alter(data_offsets=[True, 576]), "must list natural numbers"),
         (alter(data_offsets=[0, 576]), "overlaps the tensor before it"),
         (alter(dtype="F8_E4M3FNUZ"), "dtype 'F8_E4M3FNUZ' is not one of"),
@@ -300,6 +304,14 @@ def test_no_damage_to_a_header_escapes_as_another_error(tmp_path_factory, data):
         load(directory, cfg)
     except CheckpointError as error:
         assert str(directory) in str(error)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", None])
+def test_a_pipe_is_no_file(sharded, name):
+    path = shard_of(sharded, DOWN) if name is None else sharded / name
+    path.unlink()
+    os.mkfifo(path)
+    assert str(path if name is None else sharded) in refused(sharded)
 
 
 def test_an_unreadable_file(sharded):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.checkpoint import CheckpointError, convert, fill, load_params
-from dsv3.checkpoint.boxes import blocks, full_box
+from dsv3.checkpoint.boxes import blocks, full_box, num_blocks
 from dsv3.checkpoint.convert import convert_to_hf, convert_to_stacked
 from dsv3.checkpoint.safetensors_file import read_header
 from dsv3.hf_config import load_config
@@ -42,7 +42,7 @@ def stacked(tmp_path, source):
 def test_blocks_partition_an_array_in_the_order_of_its_bytes(shape, limit):
     order = np.arange(np.prod(shape)).reshape(shape)
     numbered = list(blocks(shape, 4, full_box(shape), limit))
-    assert [number for number, _ in numbered] == list(range(len(numbered)))
+    assert [number for number, _ in numbered] == list(range(num_blocks(shape, 4, limit)))
     np.testing.assert_array_equal(np.concatenate([order[box].reshape(-1) for _, box in numbered]), order.reshape(-1))
     assert all(order[box].size * 4 <= limit for _, box in numbered)
 
@@ -189,6 +189,7 @@ def edit(stacked, change) -> None:
         (lambda m: m.update(version=1), "manifest of version 2; convert the checkpoint again"),
         (lambda m: m.update(format="zip"), "is not a dsv3-stacked manifest"),
         (lambda m: m.update(block_bytes=0), "lacks block_bytes"),
+        (lambda m: m.update(block_bytes=1), "array .*: no block of 1 bytes fits"),
         (lambda m: m.pop("arrays"), "lacks block_bytes or arrays"),
         (lambda m: m["arrays"].pop("embed"), r"missing parameters \(1\): embed"),
         (

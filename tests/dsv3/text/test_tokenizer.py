@@ -76,6 +76,9 @@ def test_from_directory(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
         Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 200_000)
+    with pytest.raises(TokenizerError, match="nested too deeply"):
+        Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
@@ -86,6 +89,17 @@ def test_other_decoders_are_refused():
     backend.decoder = decoders.Metaspace()
     with pytest.raises(TokenizerError, match="Metaspace"):
         Tokenizer(backend, {})
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(["def ", " x", "  ", "\n", "return", "🙂", "é", "日本", tiny.BOS]), max_size=2000))
+def test_a_text_that_fits_never_surely_exceeds(parts):
+    """Wherever the cuts between pieces come to lie; these are as short as the argument about them allows."""
+    text = "".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dsv3.text.tokenizer._PIECE_CHARS", 1)
+        assert not TOKENIZER.surely_exceeds(text, len(TOKENIZER.encode(text, False)))
+        assert TOKENIZER.surely_exceeds("abc " * 4096, 1000)
 
 
 def test_encoding_a_huge_text_leaves_other_threads_running():

@@ -12,11 +12,18 @@ from dsv3.engine.cluster.wire import MAX_FRAME_BYTES, Wire
 class End:
     """A channel over one end of a connection, and what it has called back."""
 
-    def __init__(self, connection: socket.socket, keys: tuple[bytes, bytes], heartbeat=lambda: b"beat", take=None):
+    def __init__(
+        self,
+        connection: socket.socket,
+        keys: tuple[bytes, bytes],
+        heartbeat=lambda: b"beat",
+        take=None,
+        heartbeat_s=60.0,
+    ):
         self.connection, self.wire = connection, Wire(connection, *keys)
         self.messages: queue.Queue[bytes] = queue.Queue()
         self.ends: queue.Queue[str] = queue.Queue()
-        self.channel = Channel(self.wire, heartbeat, take or self.messages.put, self.ends.put, 0.01)
+        self.channel = Channel(self.wire, heartbeat, take or self.messages.put, self.ends.put, heartbeat_s)
 
     def start(self) -> "End":
         self.channel.start()
@@ -92,11 +99,10 @@ def test_a_message_that_no_frame_holds_is_refused_where_it_is_made(pair) -> None
 
 
 def test_an_error_of_the_sending_thread_is_told(pair) -> None:
-
     def fail() -> bytes:
         raise RuntimeError("no pulse")
 
-    ours, theirs = pair(heartbeat=fail)
+    ours, theirs = pair(heartbeat=fail, heartbeat_s=0.01)
     theirs.start()
     theirs.channel.send(b"heard before")
     ours.start()
@@ -111,5 +117,5 @@ def test_a_last_message_that_no_frame_holds_is_told(pair) -> None:
 
 
 def test_heartbeats_break_the_silence(pair) -> None:
-    _, theirs = (end.start() for end in pair())
+    _, theirs = (end.start() for end in pair(heartbeat_s=0.01))
     assert theirs.messages.get(timeout=30) == b"beat"

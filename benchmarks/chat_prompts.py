@@ -1,0 +1,72 @@
+"""Processor time that a conversation costs a front and its template worker, and then the tokenizer.
+
+  python -m benchmarks.chat_prompts
+
+The template and tokenizer are the bundled model's. A second worker pays only where the first takes more than the front.
+"""
+
+import asyncio
+import json
+import time
+import types
+from pathlib import Path
+
+import psutil
+
+import dsv3
+from dsv3.api.answers.prompts import chat_prompt
+from dsv3.api.answers.schema import ChatRequest, parse
+from dsv3.api.answers.service import Service, ServiceConfig
+from dsv3.api.templates.pool import TemplatePool
+from dsv3.text.tokenizer import Tokenizer
+
+SECONDS = 3.0
+CONVERSATIONS = {
+    "1 of 100": (1, 100),
+    "9 of 6,144": (9, 6144),
+    "701 of 40": (701, 40),
+}
+
+
+def body(messages: int, size: int) -> bytes:
+    """The JSON of a request with so many messages of so many letters."""
+    roles = ("user", "assistant")
+    return json.dumps({"messages": [{"role": roles[i % 2], "content": "x" * size} for i in range(messages)]}).encode()
+
+
+def processor_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def main() -> None:
+    [file] = (Path(dsv3.__file__).parent / "bundled").rglob("tokenizer.json")
+    tokenizer = Tokenizer.from_directory(file.parent)
+    pool = TemplatePool(tokenizer.chat_template, tokenizer.special_tokens)
+    service = Service(ServiceConfig(("m",)), types.SimpleNamespace(), tokenizer, pool)
+    texts: list[str] = []
+
+    async def note(text: str, **_: object) -> list[int]:
+        texts.append(text)
+        return []
+
+    service.encode = note  # tokenising is timed by itself, in this thread
+    await pool.check()
+    [worker] = psutil.Process().children()
+    for name, shape in CONVERSATIONS.items():
+        request = body(*shape)
+        began, front, back, count = time.monotonic(), processor_s(psutil.Process()), processor_s(worker), 0
+        while time.monotonic() < began + SECONDS:
+            await chat_prompt(service, parse(ChatRequest, request))
+            count += 1
+        front, back = processor_s(psutil.Process()) - front, processor_s(worker) - back
+        began = time.process_time()
+        tokenizer.encode(texts[-1], add_special_tokens=False)
+        encode = time.process_time() - began
+        ms = [f"{1e3 * seconds:.2f} ms" for seconds in (front / count, back / count, encode)]
+        print(f"{name} letters: front {ms[0]}, worker {ms[1]}, tokenizer {ms[2]} ({count} times)")
+    await pool.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -256,6 +256,7 @@ def test_nan_leaves_the_prefix_cached_that_others_have_written(engine):
         ([1, 67], {}, "67 is not in the vocabulary"),
         ([-1], {}, "-1 is not in the vocabulary"),
         ([1], {"logit_bias": {67: 1.0}}, "logit_bias"),
+        ([1], {"min_tokens": 1, "stop_token_ids": tuple(range(67))}, "min_tokens: 1 forbids all 67"),
         ([1], {"n": 2}, "fan_out"),
     ],
 )

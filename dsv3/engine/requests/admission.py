@@ -92,7 +92,7 @@ class Admission:
         cache.retain(cached)
         fresh = [cache.allocate() for _ in range(pages_for(len(sequence.tokens)) - len(cached))]
         sequence.pages = [*cached, *(page for page in fresh if page is not None)]
-        sequence.published = len(cached)
+        sequence.found = sequence.published = len(cached)
         sequence.prefilled = len(cached) * PAGE_SIZE
         if sequence.queue_seconds is None:
             sequence.queue_seconds = perf_counter() - sequence.queued_at

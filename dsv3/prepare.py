@@ -106,11 +106,17 @@ def _prepared(request: EngineRequest, length: int, rules: RequestRules, shared: 
             raise InvalidRequest(f"logit_bias: token id {token} is not in the vocabulary of {rules.vocab_size}")
     wanted = rules.max_model_len if sampling.max_tokens is None else length + sampling.max_tokens
     stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else rules.eos_token_ids)}
+    stop = {token for token in stop if 0 <= token < rules.vocab_size}
+    if sampling.min_tokens and len(stop) == rules.vocab_size:
+        raise InvalidRequest(
+            f"min_tokens: {sampling.min_tokens} forbids all {rules.vocab_size} tokens of the vocabulary, since each of "
+            "them is a stop token; leave one out of stop_token_ids"
+        )
     return PreparedRequest(
         request_id=request.request_id,
         sampling=sampling,
         max_length=min(wanted, rules.max_model_len),
-        stop_ids=tuple(sorted(token for token in stop if 0 <= token < rules.vocab_size)),
+        stop_ids=tuple(sorted(stop)),
         **shared,
     )
 

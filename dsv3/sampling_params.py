@@ -8,6 +8,12 @@ MAX_LOGPROBS = 20
 MAX_STOP = 16
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 128
+MAX_REPETITION_PENALTY = 100.0
+MIN_REPETITION_PENALTY = 1 / MAX_REPETITION_PENALTY
+"""A logit is divided or multiplied by the penalty: by no more than the other bound allows.
+
+So logits up to 1e36 stay finite in float32. Below 1e-38 their quotients were infinite, and the request failed.
+"""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _within("top_p", self.top_p, 0.0, 1.0, open_below=True)
         _within("top_k", self.top_k, -1, 2**31 - 1)
         _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_below=True)
+        _within("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _within("seed", self.seed, -(2**63), 2**63 - 1)

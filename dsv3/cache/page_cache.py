@@ -65,6 +65,6 @@ class PageCache:
                 self.pool.free(page)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Makes owned pages unfindable, because their content cannot be trusted."""
+        """Makes owned pages unfindable, because their content cannot be trusted; who shares them keeps them."""
         for page in pages:
             self.index.forget(page)

@@ -6,8 +6,12 @@ probabilities are of the model's own distribution, before any of these.
 Random numbers are counter-based: a draw depends on the request's seed and the position of the token alone, so a text
 does not depend on what else is in the batch. A draw inverts the cumulative distribution in two levels (blocks of 128
 tokens, then one block) with one uniform number each; it reads the logits a few times and sorts nothing. The
-thresholds of top_k and top_p are found by bisecting the bit pattern of a float32, which orders like the number: 31
+thresholds of top_k and top_p are found by bisecting the bit pattern of a float32, which orders like the number: 30
 passes find them exactly. Tokens of equal probability at a threshold are kept together, where a sort would cut between.
+
+XLA computes a cheap value again in each loop that needs it, and LLVM rounds `a * b - c` once in one loop and twice in
+another. So two uses of one product may differ in their last bit, and a maximum may be none of the values beside it.
+What is compared with its own maximum is therefore read from memory: the model's logits, and what a scatter leaves.
 """
 
 import dataclasses
@@ -18,7 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 _BLOCK = 128
-_MIN_TEMPERATURE = 1e-5  # below it logits overflow when divided; vLLM's bound
+_MIN_TEMPERATURE = 1e-5  # colder is greedy; vLLM's bound
+_TINY = float(jnp.finfo(jnp.float32).tiny)  # the least number that is not flushed to 0
 
 
 @jax.tree_util.register_dataclass
@@ -71,34 +76,48 @@ def guard(logits: jax.Array, tokens: jax.Array, instead: int) -> jax.Array:
 def sample(logits: jax.Array, controls: Controls) -> jax.Array:
     """Returns one token `[B]` int32 for each row; rows of temperature 0 (below 1e-5) take the most likely one."""
     is_greedy = controls.temperature < _MIN_TEMPERATURE
-    scaled = logits / jnp.where(is_greedy, 1.0, controls.temperature)[:, None]
-    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))  # the most likely token has 1
+    weights = unfiltered(logits, jnp.where(is_greedy, 1.0, controls.temperature))
     weights = filtered(weights, controls.top_k, controls.top_p, controls.min_p)
     drawn = draw(weights, uniforms(controls.seed, controls.position))
     return jnp.where(is_greedy, greedy(logits), drawn)
 
 
-def filtered(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Returns the unnormalised probabilities with those that min_p, top_k or top_p exclude set to 0.
+def unfiltered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Returns probabilities relative to the most likely token's: that one has exactly 1, and no other more.
 
-    top_p counts the probability that min_p and top_k have left. Every row keeps its most likely token.
+    The maximum is subtracted before the division: the most likely token's difference is 0, whatever is rounded, and
+    where the others' quotients overflow, they do so below 0.
     """
-    weights = jnp.where(weights >= min_p[:, None], weights, 0.0)  # relative to the most likely token, which has 1
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.minimum(jnp.exp(below / temperature[:, None]), 1.0)  # an approximate exp may exceed 1 just below 0
+
+
+def filtered(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Returns the weights (see `unfiltered`) with those that min_p, top_k or top_p exclude set to 0.
+
+    top_p counts the probability that min_p and top_k have left. Every row keeps its most likely token: its weight is 1,
+    which no min_p exceeds, and top_k and top_p never ask for nothing.
+    """
+    weights = jnp.where(weights >= min_p[:, None], weights, 0.0)
     count = jnp.where(top_k > 0, top_k, weights.shape[-1])
     weights = _at_least(weights, lambda kept: jnp.sum(kept, axis=-1) >= count)
-    needed = jnp.where(top_p < 1, top_p * jnp.sum(weights, axis=-1), jnp.inf)  # inf is never reached: keep all
+    needed = jnp.maximum(top_p * jnp.sum(weights, axis=-1), _TINY)  # top_p 1e-38 makes 0: no token would do
+    needed = jnp.where(top_p < 1, needed, jnp.inf)  # inf is never reached: keep all
     return _at_least(weights, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= needed)
 
 
 def _at_least(weights: jax.Array, enough: Any) -> jax.Array:
-    """Keeps the weights of the highest threshold for which the kept ones are `enough` ([B, W] bool -> [B] bool)."""
-    bits = lax.bitcast_convert_type(weights, jnp.int32)  # not negative: ordered like the weights
+    """Keeps the weights of the highest threshold for which the kept ones are `enough` ([B, W] bool -> [B] bool).
+
+    Weights are in [0, 1], so their highest two bits are 0.
+    """
+    bits = lax.bitcast_convert_type(weights, jnp.int32)  # ordered like the weights
 
     def step(i: jax.Array, threshold: jax.Array) -> jax.Array:
-        raised = threshold | (1 << (30 - i))
+        raised = threshold | (1 << (29 - i))
         return jnp.where(enough(bits >= raised[:, None]), raised, threshold)
 
-    threshold = lax.fori_loop(0, 31, step, jnp.zeros(weights.shape[0], jnp.int32))
+    threshold = lax.fori_loop(0, 30, step, jnp.zeros(weights.shape[0], jnp.int32))
     return jnp.where(bits >= threshold[:, None], weights, 0.0)
 
 
@@ -122,26 +141,29 @@ def draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Returns the first index at which the cumulative weight passes `uniform` of the total, never one of weight 0."""
+    """Returns the first index at which the cumulative weight passes `uniform` of the total, never one of weight 0.
+
+    XLA adds in parallel: over more than 256 weights the sum may rise or fall by a rounding where a weight is 0.
+    """
     cumulative = jnp.cumsum(weights, axis=-1)
-    passed = cumulative > (uniform * cumulative[:, -1])[:, None]
-    return jnp.where(passed[:, -1], jnp.argmax(passed, axis=-1), jnp.argmax(weights, axis=-1)).astype(jnp.int32)
+    passed = (weights > 0) & (cumulative > (uniform * cumulative[:, -1])[:, None])
+    return jnp.where(passed.any(axis=-1), jnp.argmax(passed, axis=-1), jnp.argmax(weights, axis=-1)).astype(jnp.int32)
 
 
 def adjusted(logits: jax.Array, adjustments: Adjustments) -> jax.Array:
     """Returns the logits after bias, forbidden tokens and penalties (repetition: CTRL, arXiv:1909.05858.
 
-    The others: OpenAI).
+    The others: OpenAI). Forbidden tokens come last, which changes nothing for them: a scatter fixes the bits of all.
     """
     a = adjustments
     rows = jnp.arange(logits.shape[0])[:, None]
     logits = logits.at[rows, a.bias_ids].add(a.bias, mode="drop")
-    logits = logits.at[rows, a.forbidden_ids].set(-jnp.inf, mode="drop")
     seen = (a.counts > 0) | a.in_prompt
     repetition = jnp.where(seen, a.repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = logits - a.frequency[:, None] * a.counts
-    return logits - a.presence[:, None] * (a.counts > 0)
+    logits = logits - a.presence[:, None] * (a.counts > 0)
+    return logits.at[rows, a.forbidden_ids].set(-jnp.inf, mode="drop")
 
 
 def log_probabilities(logits: jax.Array, tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -279,12 +279,13 @@ def _sample_position(
     offset: int,
 ) -> tuple[jax.Array, AdjustState | None]:
     """Samples one position of each row, `offset` behind its length; rows that are `going` count what they get."""
-    held = jnp.minimum(slots, state.tokens.shape[0] - 1)
+    held, own = jnp.minimum(slots, state.tokens.shape[0] - 1), logits
     if variant == FULL and adjust is not None:
         logits = sampling.adjusted(logits, adjustments_at(state, adjust, held, offset))
     greedy = variant == GREEDY
     drawn = sampling.greedy(logits) if greedy else sampling.sample(logits, controls_at(state, held, offset))
     drawn = sampling.guard(logits, drawn, NOT_FINITE)
+    drawn = sampling.guard(own, drawn, NOT_FINITE)  # a NaN that `min_tokens` forbids is in the log-probabilities
     if variant == FULL and adjust is not None:
         counted = jnp.where(going, slots, state.tokens.shape[0])
         counts = adjust.counts.at[counted, jnp.maximum(drawn, 0)].add(1, mode="drop")

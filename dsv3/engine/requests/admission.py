@@ -93,7 +93,7 @@ class Admission:
         needed = pages_for(len(sequence.tokens) + self._cfg.tokens_ahead)
         fresh = [cache.allocate() for _ in range(needed - len(cached))]
         sequence.pages = [*cached, *(page for page in fresh if page is not None)]
-        sequence.published = len(cached)
+        sequence.found = sequence.published = len(cached)
         sequence.prefilled = len(cached) * PAGE_SIZE
         if sequence.queue_seconds is None:
             sequence.queue_seconds = perf_counter() - sequence.queued_at

@@ -75,9 +75,12 @@ class Scheduler:
             self.queue.remove(sequence)
 
     def distrust(self, sequence: Sequence) -> None:
-        """Keeps the content of a request's pages from being shared: its logits were not finite."""
+        """Keeps what a request has written from being shared: its logits were not finite.
+
+        Pages that it found in the prefix cache are others'. Forgetting them let one tenant empty the cache for all.
+        """
         sequence.is_sound = False
-        self.caches[self.slots.rank_of(sequence.slot)].forget(sequence.pages)
+        self.caches[self.slots.rank_of(sequence.slot)].forget(sequence.pages[sequence.found :])
 
     def abandon(self) -> None:
         """Notes that no launched step will be collected any more."""

@@ -45,6 +45,7 @@ class Sequence:
     pages: list[int] = dataclasses.field(default_factory=list)
     prefilled: int = 0  # tokens whose latents a launched step has written or will write
     pending: set[Key] = dataclasses.field(default_factory=set)  # keys of pages it is filling from its prompt
+    found: int = 0  # of its pages, from the first on, those that it found in the prefix cache
     published: int = 0  # of its pages, from the first on, those that are findable
     is_sound: bool = True  # False once its logits were not finite
     num_cached: int = 0

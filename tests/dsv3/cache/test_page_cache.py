@@ -54,6 +54,13 @@ class PageCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
+    def forget(self, data) -> None:
+        pages = data.draw(st.sampled_from(self.owners))
+        self.cache.forget(pages)
+        self.content = {key: p for key, p in self.content.items() if p not in pages}
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
     def release(self, data) -> None:
         index = data.draw(st.integers(0, len(self.owners) - 1))
         self.cache.release(self.owners.pop(index))

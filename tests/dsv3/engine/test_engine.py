@@ -232,6 +232,22 @@ def test_nan_fails_its_own_request_alone(engine):
     assert gathered["also good"].tokens == toy.expected_tokens(PROMPT[:71], 20, ())
 
 
+def test_nan_leaves_the_prefix_cached_that_others_have_written(engine):
+    def honest(name: str, max_tokens: int):
+        return [request(f"{name}{i}", PROMPT[:70], max_tokens=max_tokens, ignore_eos=True) for i in range(2)]
+
+    run(engine, *honest("first", 1))  # one per rank
+    bad = [*PROMPT[:64], *range(1, 65), toy.POISON]
+    gathered = run(engine, *honest("beside", 9), request("bad", bad))
+    assert gathered["bad"].finish_reason == "error" and engine.stats().prefix_hits == 3 * 64
+    assert all(gathered[f"beside{i}"].tokens == toy.expected_tokens(PROMPT[:70], 9, ()) for i in range(2))
+    gathered = run(engine, *honest("after", 1))
+    assert [gathered[f"after{i}"].outputs[0].num_cached_tokens for i in range(2)] == [64, 64]
+    own = run(engine, request("own", [*bad[:128], 5], max_tokens=9, ignore_eos=True))["own"]
+    assert own.outputs[0].num_cached_tokens == 64, "what a request with NaN has written was shared"
+    assert own.tokens == toy.expected_tokens([*bad[:128], 5], 9, ())
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "words"),
     [
@@ -240,6 +256,7 @@ def test_nan_fails_its_own_request_alone(engine):
         ([1, 67], {}, "67 is not in the vocabulary"),
         ([-1], {}, "-1 is not in the vocabulary"),
         ([1], {"logit_bias": {67: 1.0}}, "logit_bias"),
+        ([1], {"min_tokens": 1, "stop_token_ids": tuple(range(67))}, "min_tokens: 1 forbids all 67"),
         ([1], {"n": 2}, "fan_out"),
     ],
 )

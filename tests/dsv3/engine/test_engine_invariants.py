@@ -1,4 +1,4 @@
-"""Random arrivals, lengths, aborts and pre-emptions: no page lost, none with two writers, every text its own."""
+"""Random arrivals, lengths, aborts, pre-emptions and NaN: no page lost, none with two writers, every text its own."""
 
 import dataclasses
 
@@ -85,9 +85,10 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 150),
         stop=st.sets(st.integers(0, toy.POISON - 1), max_size=2),
         ignore_eos=st.booleans(),
+        poison=st.sampled_from([[], [], [], [toy.POISON]]),
     )
-    def add(self, family, shared, tail, max_tokens, stop, ignore_eos) -> None:
-        prompt = (_FAMILIES[family][:shared] + tail)[:254] or [1]
+    def add(self, family, shared, tail, max_tokens, stop, ignore_eos, poison) -> None:
+        prompt = (_FAMILIES[family][:shared] + tail)[:254] + poison or [1]
         name = f"r{len(self.requests)}"
         item = request(name, prompt, max_tokens=max_tokens, stop_token_ids=tuple(sorted(stop)), ignore_eos=ignore_eos)
         try:
@@ -127,6 +128,9 @@ class EngineMachine(RuleBasedStateMachine):
         if got.finish_reason == "abort":
             assert name in self.aborted
             assert got.tokens == expected[: len(got.tokens)]
+            return
+        if item.prompt_token_ids[-1] == toy.POISON:
+            assert (got.tokens, got.finish_reason) == ([], "error")
             return
         assert got.tokens == expected
         assert got.finish_reason == ("stop" if expected[-1] in stop else "length")

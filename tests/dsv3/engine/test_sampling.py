@@ -13,6 +13,8 @@ from dsv3.engine.device import sampling
 W = 300
 _filtered = jax.jit(sampling.filtered)
 _sample = jax.jit(sampling.sample)
+_draw = jax.jit(sampling.draw)
+_log_probabilities = jax.jit(lambda logits, tokens: sampling.log_probabilities(logits, tokens, 20))
 
 
 def _weights(seed: int, rows: int = 4) -> np.ndarray:
@@ -64,7 +66,7 @@ def test_draws_follow_the_distribution():
     """Pearson's chi-square of 40,000 draws with fixed seeds stays below its 99.9 % quantile (49 degrees: 85.4)."""
     weights = np.tile(_weights(5, 1)[:, :50], (40_000, 1))
     keys = np.stack([np.arange(40_000), np.full(40_000, 9)], -1).astype(np.uint32)
-    tokens = jax.jit(sampling.draw)(weights, sampling.uniforms(keys, np.full(40_000, 3, np.int32)))
+    tokens = _draw(weights, sampling.uniforms(keys, np.full(40_000, 3, np.int32)))
     observed = np.bincount(np.asarray(tokens), minlength=50)
     expected = weights[0] / weights[0].sum() * 40_000
     rare = expected < 5
@@ -79,6 +81,33 @@ def test_a_draw_never_takes_a_token_of_weight_zero(uniform):
     weights[0, [130, 131, 290]] = [1e-30, 3e-30, 2e-30]
     token = sampling.draw(weights, np.full((1, 2), uniform, np.float32))
     assert int(token[0]) in (130, 131, 290)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    hnp.arrays(np.float32, (2, W), elements=st.sampled_from([0.0, 0.0, 0.0, 1e-36, 1e-7, 0.3, 1.0]), fill=st.just(0.0)),
+    st.sampled_from([0.0, 2**-23, 0.5, 1 - 2**-23, 1 - 2**-24]),
+    st.sampled_from([0.0, 2**-23, 0.5, 1 - 2**-23, 1 - 2**-24]),
+)
+def test_the_ends_of_the_unit_interval_draw_a_token_with_a_weight(weights, first, second):
+    weights[:, 7] = np.maximum(weights[:, 7], 1e-36)
+    tokens = np.asarray(_draw(weights, np.full((2, 2), [first, second], np.float32)))
+    assert (weights[[0, 1], tokens] > 0).all()
+
+
+def test_a_draw_never_falls_where_a_parallel_sum_rounds_up():
+    """Over more than 256 blocks XLA's cumulative sum also rises at some blocks of weight 0: a draw fell on these."""
+    rng = np.random.default_rng(0)
+    blocks = rng.random((200, 300)).astype(np.float32) ** 4 * (rng.random((200, 300)) < 0.3)
+    cumulative = np.asarray(jax.jit(lambda x: jnp.cumsum(x, axis=-1))(blocks))
+    row, before = np.nonzero((np.diff(cumulative, axis=1) > 0) & (blocks[:, 1:] == 0))
+    uniform = cumulative[row, before] / cumulative[row, -1]
+    near = np.concatenate([uniform + i * np.spacing(uniform) for i in range(-2, 3)])
+    weights = np.zeros((len(near), 300, 128), np.float32)
+    weights[:, :, 5] = np.tile(blocks[row], (5, 1))
+    weights = weights.reshape(len(near), -1)
+    tokens = np.asarray(_draw(weights, np.stack([near, np.full_like(near, 0.5)], axis=1)))
+    assert (np.take_along_axis(weights, tokens[:, None], axis=1) > 0).all()
 
 
 def _controls(rows: int, **changes) -> sampling.Controls:
@@ -166,3 +195,16 @@ def test_log_probabilities_are_the_models_own():
     np.testing.assert_allclose(own, logp[[0, 1], tokens], rtol=1e-5)
     np.testing.assert_array_equal(ids, np.argsort(-logits)[:, :5])
     np.testing.assert_allclose(top, np.take_along_axis(logp, np.asarray(ids), -1), rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    hnp.arrays(np.float32, (2, 20), elements=st.sampled_from([-np.inf, -1e36, -100.0, -1e-30, 0.0, 1.5, 100.0, 1e36])),
+    st.integers(0, 19),
+)
+def test_log_probabilities_of_finite_maxima_are_no_nan_and_add_up_to_one(logits, token):
+    logits[:, token] = np.maximum(logits[:, token], -1e36)
+    own, ids, top = map(np.asarray, _log_probabilities(logits, np.full(2, token, np.int32)))
+    assert (own <= 0).all() and np.isfinite(own).all()
+    np.testing.assert_allclose(np.exp(top.astype(np.float64)).sum(axis=-1), 1, rtol=1e-5)
+    assert (np.sort(ids, axis=-1) == np.arange(20)).all() and (top[:, 1:] <= top[:, :-1]).all()

@@ -10,9 +10,10 @@ import msgspec
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.generation import Generation, Update, prepare_requests
 from dsv3.api.answers.prompts import EncodedPrompt
+from dsv3.api.answers.reading import read_request
 from dsv3.api.answers.responses import Usage
 from dsv3.api.answers.sampling import sampling_params
-from dsv3.api.answers.schema import SampledRequest, parse
+from dsv3.api.answers.schema import SampledRequest
 from dsv3.api.answers.service import Service
 from dsv3.text.parsers import OutputParser
 
@@ -22,18 +23,18 @@ to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
 class Answer[Request: SampledRequest](abc.ABC):
     """The answer to the JSON of one request: `prepare` it, then ask for the `whole`, or `start` its events.
 
-    Raises ApiError, here and in `prepare`, for a request that is refused. Whoever has called `start` calls `close`.
+    Whoever has called `start` calls `close`.
     """
 
-    request_type: ClassVar[type[SampledRequest]]
+    request_type: type[Request]
     id_prefix: ClassVar[str]
+    request: Request
+    model: str
 
     def __init__(self, service: Service, body: bytes):
         self.service = service
-        self.request: Request = parse(self.request_type, body)  # type: ignore[assignment]
-        self.model = service.require_model(self.request.model)
         self.created = int(time.time())
-        self.check()
+        self._body = body
 
     @property
     def id(self) -> str:
@@ -47,7 +48,7 @@ class Answer[Request: SampledRequest](abc.ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether the client wants events."""
+        """Whether the client wants events; known once it is prepared."""
         return bool(self.request.stream)
 
     @property
@@ -57,7 +58,11 @@ class Answer[Request: SampledRequest](abc.ABC):
         return options is not None and bool(options.include_usage)
 
     async def prepare(self) -> None:
-        """Reads the prompts; nothing is generated yet."""
+        """Reads the request and its prompts; raises ApiError for one that is refused. Nothing is generated yet."""
+        self.request = await read_request(self.service, self.request_type, self._body)
+        self._body = b""
+        self.model = self.service.require_model(self.request.model)
+        self.check()
         self.service.require_ready()
         prompts = await self.read_prompts()
         sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())

@@ -1,5 +1,6 @@
 """The answer to a conversation: maps pieces of text to OpenAI's JSON."""
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
@@ -34,11 +35,16 @@ class ChatAnswer(Answer[ChatRequest]):
         super().__init__(service, body)
         self._greeted: set[int] = set()
         self._templates: dict[tuple[int, type[Piece]], ChunkTemplate] = {}
-        self._is_plain = not (self.request.logprobs or self.request.return_token_ids)
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        return not (self.request.logprobs or self.request.return_token_ids)
 
     def check(self) -> None:
         if self.request.top_logprobs is not None and not self.request.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.request.messages is None:
+            raise invalid("messages: at least one is needed", "messages")
 
     async def read_prompts(self) -> list[EncodedPrompt]:
         return [await chat_prompt(self.service, self.request)]

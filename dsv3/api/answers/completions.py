@@ -1,5 +1,6 @@
 """The answer to a text completion: maps text to OpenAI's JSON."""
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
@@ -25,7 +26,10 @@ class CompletionAnswer(Answer[CompletionRequest]):
         super().__init__(service, body)
         self._seen: dict[int, int] = {}  # characters of text before the next token, by choice
         self._templates: dict[int, ChunkTemplate] = {}
-        self._is_plain = self.request.logprobs is None and not self.request.return_token_ids
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        return self.request.logprobs is None and not self.request.return_token_ids
 
     def check(self) -> None:
         if self.request.echo and self.request.logprobs is not None:

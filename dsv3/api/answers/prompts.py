@@ -1,6 +1,7 @@
 """Makes the prompts of token ids of a validated request."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import msgspec
@@ -10,6 +11,9 @@ from dsv3.api.answers.schema import MAX_PROMPTS, ChatMessage, ChatRequest, Compl
 from dsv3.api.answers.service import Service
 from dsv3.api.templates.messages import Render
 from dsv3.text.chat_template import TemplateError
+
+_MAX_TOOL_DEPTH = 100
+_INLINE_IDS = 4096  # more are turned into text in a thread: 0.2 us per token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,7 @@ class EncodedPrompt:
 
 async def completion_prompts(service: Service, request: CompletionRequest) -> list[EncodedPrompt]:
     """Returns the prompts of a text completion: text, token ids, or a list of either."""
-    found = request.prompt
+    found: Any = request.prompt
     if isinstance(found, str) or (isinstance(found, list) and found and isinstance(found[0], int)):
         found = [found]
     if not isinstance(found, list) or not found:
@@ -86,7 +90,20 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     if request.tool_choice != "none":
         text = 'tool calls are not parsed by this server; with tool_choice "none" the tools are only shown to the model'
         raise invalid(text, "tools", "unsupported_parameter")
+    if _is_deeper(request.tools, _MAX_TOOL_DEPTH):
+        raise invalid(f"tools: nested deeper than {_MAX_TOOL_DEPTH}", "tools")
     return request.tools
+
+
+def _is_deeper(value: object, limit: int) -> bool:
+    """Returns whether a JSON value is nested deeper than `limit`: templates go down by recursion."""
+    level: list[Any] = [value]
+    for _ in range(limit):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        if not inner:
+            return False
+        level = list(itertools.chain.from_iterable(inner))
+    return True
 
 
 async def _rendered(
@@ -111,21 +128,37 @@ async def _rendered(
         raise invalid(str(error), "messages") from None
 
 
-def _template_message(message: ChatMessage) -> dict[str, object]:
+def _template_message(message: ChatMessage) -> dict[str, Any]:
     """Returns a message as templates expect it: plain text content, no role they do not know."""
-    fields = message.model_dump(exclude_unset=True)
+    fields = msgspec.structs.asdict(message)
+    fields = {name: value for name, value in fields.items() if value is not msgspec.UNSET}
+    if message.tool_calls:
+        fields["tool_calls"] = msgspec.to_builtins(message.tool_calls)
     fields["role"] = "system" if message.role == "developer" else message.role
     if isinstance(message.content, list):
         fields["content"] = "\n".join(part.text for part in message.content)
-    if message.content is None and not message.tool_calls:
+    if fields.get("content") is None and not fields.get("tool_calls"):
         raise invalid("messages: a message without tool calls needs content", "messages")
     return fields
 
 
-def detokenize(service: Service, tokens: list[int]) -> str:
+async def detokenize(service: Service, tokens: list[int] | None) -> str:
     """Returns the text of token ids; ApiError without a tokenizer."""
+    if tokens is None:
+        raise invalid("tokens: a list of token ids is needed", "tokens")
     if service.tokenizer is None:
         raise invalid("this model has no tokenizer", "tokens", "no_tokenizer")
-    if any(token >= service.tokenizer.vocab_size for token in tokens):
+    if tokens and max(tokens) >= service.tokenizer.vocab_size:
         raise invalid(f"tokens: a token id is an integer from 0 to {service.tokenizer.vocab_size - 1}", "tokens")
-    return service.tokenizer.decode(tokens, skip_special_tokens=False)
+    tokenizer = service.tokenizer
+    return await service.run(len(tokens) > _INLINE_IDS, lambda: tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+async def token_strings(service: Service, ids: list[int]) -> list[str]:
+    """Returns the text of each token by itself; none without a tokenizer."""
+    tokenizer = service.tokenizer
+    if tokenizer is None:
+        return []
+    return await service.run(
+        len(ids) > _INLINE_IDS, lambda: [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    )

@@ -57,6 +57,7 @@ class Service:
         self.idle = asyncio.Event()
         self.idle.set()
         self.active = 0
+        self.readers = ThreadPoolExecutor(1, "read")  # one large body at a time: each piece of it stops the event loop
         self._encoders = ThreadPoolExecutor(2, "encode")  # two huge prompts at most compete with the engine for cores
         engine.on_stats = self.metrics.update
 
@@ -121,6 +122,7 @@ class Service:
         """Ends the template workers."""
         if self.templates is not None:
             await self.templates.close()
+        self.readers.shutdown(wait=False, cancel_futures=True)
         self._encoders.shutdown(wait=False, cancel_futures=True)
 
 

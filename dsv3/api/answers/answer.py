@@ -2,7 +2,7 @@
 
 import abc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -15,6 +15,7 @@ from dsv3.api.answers.responses import Usage
 from dsv3.api.answers.sampling import sampling_params
 from dsv3.api.answers.schema import SampledRequest
 from dsv3.api.answers.service import Service
+from dsv3.api.answers.whole import LIST_OF_GAP, WholeChoice, filled, joined
 from dsv3.text.parsers import OutputParser
 
 to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
@@ -71,7 +72,22 @@ class Answer[Request: SampledRequest](abc.ABC):
 
     async def whole(self) -> bytes:
         """Returns the JSON of the complete answer; raises ApiError. A cancelled call leaves nothing in the engine."""
-        return to_json(self.response(await self.generation.whole()))
+        choices: dict[int, WholeChoice] = {}
+
+        def take(update: Update) -> None:
+            if (choice := choices.get(update.choice)) is None:
+                choice = choices[update.choice] = WholeChoice(update.choice)
+            choice.add(update, self.logprob_columns(update))
+
+        await self.generation.run(take)
+        response = to_json(self.response(LIST_OF_GAP))
+        return await joined(filled(response, [self._choices([choices[index] for index in sorted(choices)])]))
+
+    def _choices(self, wholes: list[WholeChoice]) -> Iterator[bytes]:
+        for i, whole in enumerate(wholes):
+            if i:
+                yield b","
+            yield from self.choice(whole)
 
     def start(self, on_event: Callable[[bytes], None], on_end: Callable[[ApiError | None], None]) -> None:
         """Begins to generate; raises ApiError. `on_event` gets each event's JSON, `on_end` is called last, once."""
@@ -120,8 +136,16 @@ class Answer[Request: SampledRequest](abc.ABC):
         """Returns new parsers for one choice."""
 
     @abc.abstractmethod
-    def response(self, updates: list[Update]) -> msgspec.Struct:
-        """Returns the complete answer, of one update per choice."""
+    def response(self, choices: msgspec.Raw) -> msgspec.Struct:
+        """Returns the complete answer around its choices."""
+
+    @abc.abstractmethod
+    def choice(self, whole: WholeChoice) -> Iterator[bytes]:
+        """Yields the JSON of one choice of the complete answer."""
+
+    @abc.abstractmethod
+    def logprob_columns(self, update: Update) -> tuple[bytes, ...]:
+        """Returns the JSON of an update's log-probabilities, the items of each list; none where none are wanted."""
 
     @abc.abstractmethod
     def events(self, update: Update) -> list[bytes]:

@@ -13,7 +13,7 @@ from dsv3.api.answers.prompts import EncodedPrompt, not_in_vocabulary
 from dsv3.api.answers.responses import FinishReason, PromptTokensDetails, Usage
 from dsv3.api.answers.sampling import does_not_fit
 from dsv3.api.answers.service import Service
-from dsv3.api.engine.client import Busy, EngineUnavailable, Refused
+from dsv3.api.engine.client import SLICE, Busy, EngineUnavailable, Refused
 from dsv3.prepare import NotInVocabulary, PreparedRequest, PromptTooLong, prepare_all
 from dsv3.request import EngineOutput, InvalidRequest, TokenLogprobs, fan_out
 from dsv3.sampling_params import SamplingParams
@@ -94,28 +94,26 @@ class Generation:
             self.close()
             raise
 
-    async def whole(self) -> list[Update]:
-        """Returns one update per choice, in order, with all that came for it; raises ApiError."""
-        updates: dict[int, Update] = {}
+    async def run(self, on_update: Callable[[Update], None]) -> None:
+        """Sends the requests and waits until all choices have ended; raises ApiError."""
         ended: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         try:
-            self.start(lambda update: _merge(updates, update), ended.set_result)
+            self.start(on_update, ended.set_result)
             if (error := await ended) is not None:
                 raise error
         finally:
             self.close()
-        return [updates[choice] for choice in sorted(updates)]
 
     def hold(self) -> None:
         """Tells nothing until `release`."""
         self._is_held = True
 
     def release(self) -> None:
-        """Tells what has come meanwhile, and goes on."""
+        """Tells what has come meanwhile, in slices, and goes on."""
         self._is_held = False
         for choice in list(self._choices.values()):
             if choice.pending:
-                self.take(choice)
+                self._service.engine.put_off(choice)
 
     def close(self) -> None:
         """Frees what is still running."""
@@ -171,6 +169,9 @@ class Generation:
 
     def _take(self, choice: "_ChoiceSink") -> None:
         items, choice.pending = choice.pending, []
+        if len(items) > SLICE:
+            items, choice.pending = items[:SLICE], items[SLICE:]
+            self._service.engine.put_off(choice)
         if len(items) == 1 and isinstance(items[0], int):  # nearly always
             self._continue(choice, items)  # type: ignore[arg-type]
             return
@@ -317,15 +318,3 @@ def _api_error(service: Service, error: Exception) -> ApiError:
     if isinstance(error, EngineUnavailable):
         return unavailable(str(error), "engine_unavailable", retry_after=5)
     return invalid(str(error)) if isinstance(error, Refused) and error.invalid else internal()
-
-
-def _merge(so_far: dict[int, Update], update: Update) -> None:
-    """Adds an update to those of its choice."""
-    known = so_far.setdefault(update.choice, update)
-    if known is update:
-        return
-    known.pieces += update.pieces
-    known.token_ids += update.token_ids
-    if update.logprobs is not None:
-        known.logprobs = (known.logprobs or []) + update.logprobs
-    known.finish_reason, known.stop_reason = update.finish_reason, update.stop_reason

@@ -13,6 +13,7 @@ from dsv3.api.templates.messages import Render
 from dsv3.text.chat_template import TemplateError
 
 _MAX_TOOL_DEPTH = 100
+_MAX_ECHOED_CHARS = 2**25  # as much as a body may hold
 _INLINE_IDS = 4096  # more are turned into text in a thread: 0.2 us per token
 
 
@@ -35,6 +36,26 @@ async def completion_prompts(service: Service, request: CompletionRequest) -> li
         raise invalid(f"prompt: {len(found)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
     add_special = request.add_special_tokens is not False
     return [await _prompt(service, one, add_special) for one in found]
+
+
+async def echoed_prompts(service: Service, prompts: list[EncodedPrompt], n: int) -> list[EncodedPrompt]:
+    """Returns the prompts with their texts, which `echo` repeats in each of `n` choices; ApiError for too much text."""
+    tokenizer, vocab_size = service.tokenizer, service.require_ready().rules.vocab_size
+    if tokenizer is None:
+        return prompts
+
+    def echoed(prompt: EncodedPrompt) -> EncodedPrompt:
+        if prompt.text is not None:
+            return prompt
+        if max(prompt.token_ids) >= vocab_size:
+            raise not_in_vocabulary(vocab_size)
+        return EncodedPrompt(prompt.token_ids, tokenizer.decode(prompt.token_ids))
+
+    is_long = sum(len(p.token_ids) for p in prompts) > _INLINE_IDS
+    prompts = await service.run(is_long, lambda: [echoed(prompt) for prompt in prompts])
+    if (count := n * sum(len(p.text or "") for p in prompts)) > _MAX_ECHOED_CHARS:
+        raise invalid(f"echo: prompts and n make {count} characters, at most {_MAX_ECHOED_CHARS} are repeated", "echo")
+    return prompts
 
 
 async def chat_prompt(service: Service, request: ChatRequest) -> EncodedPrompt:

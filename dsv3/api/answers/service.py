@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from dsv3.api.answers.defaults import sampling_defaults
 from dsv3.api.answers.errors import ApiError, invalid, too_long, unavailable
+from dsv3.api.answers.logprobs import LogprobEncoder
 from dsv3.api.answers.metrics import Metrics
 from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.config import ServerConfig
@@ -52,6 +53,7 @@ class Service:
         self.engine = engine
         self.tokenizer = tokenizer
         self.templates = templates
+        self.logprobs = LogprobEncoder(tokenizer)
         self.metrics = Metrics(config.model_names[0], numbers)
         self.draining = False
         self.idle = asyncio.Event()

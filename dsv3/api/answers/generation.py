@@ -14,8 +14,8 @@ from dsv3.api.answers.responses import FinishReason, PromptTokensDetails, Usage
 from dsv3.api.answers.sampling import does_not_fit
 from dsv3.api.answers.service import Service
 from dsv3.api.engine.client import SLICE, Busy, EngineUnavailable, Refused
-from dsv3.prepare import NotInVocabulary, PreparedRequest, PromptTooLong, prepare_all
-from dsv3.request import EngineOutput, InvalidRequest, TokenLogprobs, fan_out
+from dsv3.prepare import NotInVocabulary, PreparedRequest, PromptTooLong, prepare
+from dsv3.request import EngineOutput, EngineRequest, InvalidRequest, TokenLogprobs
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.output import OutputDelta, OutputStream
 from dsv3.text.parsers import OutputParser
@@ -57,6 +57,7 @@ class Generation:
         self.id = secrets.token_hex(16)
         self.prompts = prompts
         self.n = sampling.n
+        self._sampling = sampling
         self._service = service
         self._requests = requests
         self._parsers = parsers
@@ -130,10 +131,10 @@ class Generation:
 
     def _submit(self) -> None:
         self._service.require_ready()
-        for index, request in enumerate(self._requests):
-            parsers = self._parsers(self.prompt_of(index))
-            stream = OutputStream(self._service.tokenizer, request.sampling, parsers)
-            self._choices[request.request_id] = _ChoiceSink(self, index, request.request_id, stream)
+        ids = (request.request_id + i for request in self._requests for i in range(self.n))
+        for index, request_id in enumerate(ids):
+            stream = OutputStream(self._service.tokenizer, self._sampling, self._parsers(self.prompt_of(index)))
+            self._choices[request_id] = _ChoiceSink(self, index, request_id, stream)
         try:
             self._service.engine.submit(self._requests, list(self._choices.values()))
         except (Busy, EngineUnavailable) as error:
@@ -282,7 +283,7 @@ class _ChoiceSink:
 async def prepare_requests(
     service: Service, prompts: list[EncodedPrompt], sampling: SamplingParams, cache_salt: str | None
 ) -> list[PreparedRequest]:
-    """Returns the engine's requests for all choices; long prompts are hashed off the event loop. Raises ApiError."""
+    """Returns the engine's request for each prompt; long prompts are hashed off the event loop. Raises ApiError."""
     if sampling.stop and service.tokenizer is None:
         raise invalid("stop: this model has no tokenizer; use stop_token_ids", "stop", "no_tokenizer")
     rules, capacity = service.require_ready().rules, service.engine.capacity
@@ -292,17 +293,14 @@ async def prepare_requests(
         service.engine.require_room(count)
     except Busy as error:
         raise _api_error(service, error) from None
-    first, salt = service.engine.new_ids(count), cache_salt or ""
-
-    def prepare() -> list[PreparedRequest]:
-        return [
-            request
-            for i, prompt in enumerate(prompts)
-            for request in prepare_all(fan_out(first + i * sampling.n, prompt.token_ids, sampling, salt), rules)
-        ]
-
+    ids, salt = range(first := service.engine.new_ids(count), first + count, sampling.n), cache_salt or ""
+    requests = [
+        EngineRequest(request_id=i, prompt_token_ids=prompt.token_ids, sampling=sampling, cache_salt=salt)
+        for i, prompt in zip(ids, prompts, strict=True)
+    ]
+    is_long = sum(len(p.token_ids) for p in prompts) > _INLINE_TOKENS
     try:
-        return await service.run(sum(len(p.token_ids) for p in prompts) > _INLINE_TOKENS, prepare)
+        return await service.run(is_long, lambda: [prepare(request, rules) for request in requests])
     except PromptTooLong as error:
         raise does_not_fit(error.length, sampling.max_tokens or 1, error.limit) from None
     except NotInVocabulary as error:

@@ -5,7 +5,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -19,6 +19,7 @@ from dsv3.request import EngineOutput, first_id
 WATCHDOG_S = 300.0
 # Outputs that are handed over in one piece; then others of the event loop have their turn.
 SLICE = 256
+_MAX_ADD_BYTES = 2**20  # of tokens in one message, or one prompt
 _log = logging.getLogger("dsv3.server")
 
 EngineState = Literal["starting", "ready", "failed", "closed"]
@@ -130,18 +131,19 @@ class EngineClient:
             raise Busy("the queue is full")
 
     def submit(self, requests: Sequence[PreparedRequest], sinks: Sequence[Sink]) -> None:
-        """Sends requests, all or none, each with its sink.
+        """Sends requests, all or none, with a sink for each sequence, request by request.
 
         Raises Busy without asking the engine when this front alone fills it, EngineUnavailable without an engine.
         """
         if self.state != "ready":
             raise EngineUnavailable(self.reason)
-        self.require_room(len(requests))
+        self.require_room(len(sinks))
         if not self._sinks:
             self._last_frame = time.monotonic()
-        for request, sink in zip(requests, sinks, strict=True):
-            self._sinks[request.request_id] = sink
-        self._send(messages.Add(list(requests)))
+        ids = (request.request_id + i for request in requests for i in range(request.sampling.n))
+        self._sinks.update(zip(ids, sinks, strict=True))
+        for message in _frames_of(requests):
+            self._send(message)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Frees the given requests at once; finished ones are ignored."""
@@ -298,3 +300,16 @@ class EngineClient:
         for request_id in message.request_ids:
             if (sink := self._sinks.pop(request_id, None)) is not None:
                 sink.fail(error)
+
+
+def _frames_of(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]:
+    """Yields the messages that carry requests, each of a size that is decoded in a millisecond."""
+    part: list[PreparedRequest] = []
+    size = 0
+    for request in requests:
+        if part and size + len(request.tokens) > _MAX_ADD_BYTES:
+            yield messages.Add(part, has_more=True)
+            part, size = [], 0
+        part.append(request)
+        size += len(request.tokens)
+    yield messages.Add(part)

@@ -50,28 +50,30 @@ def long_server(model_dir):
         yield server
 
 
-def memory(server, field: str) -> int:
-    """Resident bytes of the front: VmRSS now, VmHWM at most since `forget_peak`."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
+def memory(pid: int, field: str) -> int:
+    """Resident bytes of a process: VmRSS now, VmHWM at most since `forget_peak`."""
+    status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
-def forget_peak(server) -> None:
-    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+def forget_peak(pid: int) -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 class Watcher:
     """A client that streams meanwhile; `gap` is the longest time without a token."""
 
     def __init__(self, server):
-        self.gap, self._server, self._end = 0.0, server, threading.Event()
+        self.gap, self._server = 0.0, server
+        self._has_begun, self._end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
     def _watch(self) -> None:
-        body = {"prompt": [5], "max_tokens": 2**17, "stream": True}
+        body = {"prompt": [5], "max_tokens": 100_000, "stream": True}
         with self._server.http.stream("POST", COMPLETIONS, json=body, timeout=120) as answer:
             last = time.monotonic()
             for _ in answer.iter_raw():
+                self._has_begun.set()
                 now = time.monotonic()
                 self.gap, last = max(self.gap, now - last), now
                 if self._end.is_set():
@@ -79,6 +81,7 @@ class Watcher:
 
     def __enter__(self):
         self._thread.start()
+        assert self._has_begun.wait(30)
         return self
 
     def __exit__(self, *_):
@@ -90,13 +93,14 @@ class Watcher:
 def test_a_costly_body_takes_little_memory_and_stops_nobody(long_server, name):
     """Before, these took 35 to 280 times their size, and 1 to 7 s in one piece."""
     path, body, status = COSTLY[name]
-    before = memory(long_server, "VmRSS")
-    forget_peak(long_server)
+    front = long_server.process.pid
+    before = memory(front, "VmRSS")
+    forget_peak(front)
     with Watcher(long_server) as watcher:
         answer = long_server.http.post(path, content=body, headers={"content-type": "application/json"}, timeout=120)
     assert answer.status_code == status, answer.text
     assert len(answer.content) < 1000
-    assert memory(long_server, "VmHWM") - before < 12 * SIZE
+    assert memory(front, "VmHWM") - before < 12 * SIZE
     assert watcher.gap < 3.0
 
 

@@ -17,7 +17,7 @@ from dsv3.request import TokenLogprobs
 from dsv3.text.pieces import Reasoning, Text
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.api import serving
-from tests.dsv3.api.test_bodies import CHAT, COMPLETIONS, Watcher
+from tests.dsv3.api.test_bodies import CHAT, COMPLETIONS, Watcher, forget_peak, memory
 from tests.dsv3.text import tiny
 
 USER = [{"role": "user", "content": "x"}]
@@ -145,6 +145,19 @@ def test_many_logprobs_stop_nobody(wide_server):
         answer = wide_server.http.post(CHAT, json=body, timeout=300)
     choices = answer.json()["choices"]
     assert [len(choice["logprobs"]["content"]) for choice in choices] == [300] * 100
+    assert watcher.gap < 3.0
+
+
+def test_many_sequences_of_a_long_prompt_stop_nobody(wide_server):
+    """Before, the prompt was sent 128 times: 84 MiB in one frame, and 670 MiB in the engine's process."""
+    engine = wide_server.engine_process()
+    body = {"prompt": [5] * 120_000, "n": 128, "max_tokens": 2, "return_token_ids": True}
+    before = engine.memory_info().rss
+    forget_peak(engine.pid)
+    with Watcher(wide_server) as watcher:
+        answer = wide_server.http.post(COMPLETIONS, json=body, timeout=120)
+    assert [choice["token_ids"] for choice in answer.json()["choices"]] == [[5, 5]] * 128
+    assert memory(engine.pid, "VmHWM") - before < 100 * 2**20
     assert watcher.gap < 3.0
 
 

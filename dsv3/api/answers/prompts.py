@@ -28,8 +28,10 @@ class EncodedPrompt:
 async def completion_prompts(service: Service, request: CompletionRequest) -> list[EncodedPrompt]:
     """Returns the prompts of a text completion: text, token ids, or a list of either."""
     found: Any = request.prompt
-    if isinstance(found, str) or (isinstance(found, list) and found and isinstance(found[0], int)):
+    if isinstance(found, str):
         found = [found]
+    elif isinstance(found, list) and found and isinstance(found[0], int):
+        found = [_token_ids(found, service)]
     if not isinstance(found, list) or not found:
         raise invalid("prompt: expected text, token ids, or a list of either, and not an empty one", "prompt")
     if len(found) > MAX_PROMPTS:
@@ -76,18 +78,18 @@ async def tokenize_prompt(service: Service, request: TokenizeRequest) -> Encoded
     return EncodedPrompt(await service.encode(text, bool(request.add_special_tokens), "messages"), text)
 
 
-async def _prompt(service: Service, found: Any, add_special: bool) -> EncodedPrompt:
+async def _prompt(service: Service, found: str | int | list[int], add_special: bool) -> EncodedPrompt:
     if isinstance(found, str):
         if not found or "\0" in found:
             raise invalid("prompt: a text must not be empty and must not contain NUL characters", "prompt")
         return EncodedPrompt(await service.encode(found, add_special, "prompt"), found)
     if isinstance(found, list) and found:
-        return EncodedPrompt(_token_ids(found, service))
+        return EncodedPrompt(found)
     raise invalid("prompt: expected text, token ids, or a list of either, and not an empty one", "prompt")
 
 
 def _token_ids(found: list[Any], service: Service) -> list[int]:
-    """Checks that JSON values are integers; which integers, `dsv3.prepare` knows."""
+    """Returns a list whose first item is a token id, if all are; which ids there are, `dsv3.prepare` knows."""
     try:
         return msgspec.convert(found, list[int])
     except msgspec.ValidationError:

@@ -1,15 +1,17 @@
 """Bodies that are costly to read: the server refuses them cheaply, and reads what is large in pieces."""
 
+import asyncio
 import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.api.answers import reading
+from dsv3.api.answers import prompts, reading
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.dsv3.api import serving
@@ -127,6 +129,31 @@ def test_large_requests_are_answered(long_server):
     text = long_server.http.post("/detokenize", json={"tokens": ids}, timeout=120).json()["prompt"]
     back = long_server.http.post("/tokenize", json={"prompt": text[: 2**20]}, timeout=120)
     assert len(text) >= len(ids) and back.status_code == 200
+
+
+class Templates:
+    """Keeps what it is asked to render."""
+
+    async def render(self, request):
+        self.asked = request
+        return "rendered"
+
+
+@pytest.mark.parametrize("padding", [0, 300_000])
+def test_messages_reach_the_template_as_they_were_sent(padding):
+    """What is absent stays absent, what is null stays null, whether they are read at once or in pieces."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "x" * padding, "name": "me"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+        {"role": "assistant", "content": "y", "reasoning_content": "z"},
+    ]
+    templates = Templates()
+    service = SimpleNamespace(tokenizer=True, templates=templates, encode=lambda *_, **__: asyncio.sleep(0, [1]))
+    request = reading.read(ChatRequest, json.dumps({"messages": messages}).encode())
+    asyncio.run(prompts.chat_prompt(service, request))
+    assert templates.asked.messages == messages
 
 
 KINDS = {

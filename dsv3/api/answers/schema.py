@@ -3,7 +3,7 @@
 Unknown top-level fields are ignored, as vLLM ignores them, since client libraries send new ones all the time; fields
 that would change the answer, and that this server does not honour, are refused by name. Ranges of sampling
 parameters are `SamplingParams`'s business: here a value only has to be of the right type, finite and of bounded size.
-How bodies are read is the business of `dsv3.api.answers.bodies`.
+How bodies are read is the business of `dsv3.api.answers.reading`.
 """
 
 from typing import Annotated, Any, Literal

@@ -5,7 +5,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -17,8 +17,9 @@ from dsv3.request import EngineOutput, first_id
 
 # A step never takes this long; with requests running and no frame for so long the engine hangs.
 WATCHDOG_S = 300.0
-# Requests that are handed their outputs in one piece; then others of the event loop have their turn.
-_SLICE = 256
+# Outputs that are handed over in one piece; then others of the event loop have their turn.
+SLICE = 256
+_MAX_ADD_BYTES = 2**20  # of tokens in one message, or one prompt
 _log = logging.getLogger("dsv3.server")
 
 EngineState = Literal["starting", "ready", "failed", "closed"]
@@ -44,8 +45,9 @@ class Sink(Protocol):
     """Where the outputs of one engine request go.
 
     What comes is appended to `pending`, a token alone where the request simply goes on; soon after, `arrived` is
-    called, once for all that has come meanwhile. Whoever takes over `pending` leaves an empty list. `is_queued` is the
-    client's. `fail` is called at most once, with EngineUnavailable, Busy or Refused, and nothing comes after it.
+    called, once for all that has come meanwhile. Whoever takes only a part of `pending` asks for another call by
+    `put_off`; `SLICE` outputs are enough for one. `is_queued` is the client's. `fail` is called at most once, with
+    EngineUnavailable, Busy or Refused, and nothing comes after it.
     """
 
     pending: list[int | EngineOutput]
@@ -81,6 +83,7 @@ class EngineClient:
         self._next_id = 0
         self._sinks: dict[int, Sink] = {}
         self._ready: deque[Sink] = deque()
+        self._is_scheduled = False
         self._failure = ""
         self._last_frame = time.monotonic()
         self._transport: asyncio.WriteTransport | None = None
@@ -128,18 +131,19 @@ class EngineClient:
             raise Busy("the queue is full")
 
     def submit(self, requests: Sequence[PreparedRequest], sinks: Sequence[Sink]) -> None:
-        """Sends requests, all or none, each with its sink.
+        """Sends requests, all or none, with a sink for each sequence, request by request.
 
         Raises Busy without asking the engine when this front alone fills it, EngineUnavailable without an engine.
         """
         if self.state != "ready":
             raise EngineUnavailable(self.reason)
-        self.require_room(len(requests))
+        self.require_room(len(sinks))
         if not self._sinks:
             self._last_frame = time.monotonic()
-        for request, sink in zip(requests, sinks, strict=True):
-            self._sinks[request.request_id] = sink
-        self._send(messages.Add(list(requests)))
+        ids = (request.request_id + i for request in requests for i in range(request.sampling.n))
+        self._sinks.update(zip(ids, sinks, strict=True))
+        for message in _frames_of(requests):
+            self._send(message)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Frees the given requests at once; finished ones are ignored."""
@@ -150,7 +154,8 @@ class EngineClient:
     def abort_all(self, error: Exception) -> None:
         """Frees every request and fails whoever waits for one."""
         live: Mapping[int, Sink] = dict(self._sinks)
-        self._hand_over(len(self._ready))
+        while self._ready:
+            self._hand_over()
         self.abort(list(live))
         for sink in live.values():
             sink.fail(error)
@@ -228,7 +233,6 @@ class EngineClient:
     def _take(self, step: messages.Outputs) -> None:
         """Puts the outputs of a step before their sinks, columns first."""
         rows, sinks, ready = step.columns(), self._sinks, self._ready
-        was_idle = not ready
         if len(rows.tokens) == len(rows):
             for request_id, token in zip(rows.ids.tolist(), rows.tokens.tolist(), strict=True):
                 sink = sinks.get(request_id)
@@ -247,7 +251,7 @@ class EngineClient:
         if step.stats is not None:
             self.stats = step.stats
             self.on_stats(step.stats)
-        if was_idle and ready:
+        if not self._is_scheduled:
             self._run()
 
     def _put(self, request_id: int, items: Sequence[int | EngineOutput]) -> None:
@@ -264,16 +268,30 @@ class EngineClient:
 
         Tokens that come for a sink while it waits for its turn are taken together.
         """
-        self._hand_over(_SLICE)
-        if self._ready:
+        self._is_scheduled = False
+        self._hand_over()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._ready and not self._is_scheduled:
+            self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._run)
 
-    def _hand_over(self, count: int) -> None:
-        ready = self._ready
-        for _ in range(min(count, len(ready))):
+    def _hand_over(self) -> None:
+        ready, left = self._ready, SLICE
+        while ready and left > 0:
             sink = ready.popleft()
+            left -= max(1, len(sink.pending))
             sink.is_queued = False
             sink.arrived()
+
+    def put_off(self, sink: Sink) -> None:
+        """Calls `arrived` of a sink again when others have had their turn."""
+        if sink.is_queued:
+            return
+        sink.is_queued = True
+        self._ready.append(sink)
+        self._schedule()
 
     def _reject(self, message: messages.Rejected) -> None:
         error: Exception = Refused(message.message, message.kind == "invalid")
@@ -282,3 +300,16 @@ class EngineClient:
         for request_id in message.request_ids:
             if (sink := self._sinks.pop(request_id, None)) is not None:
                 sink.fail(error)
+
+
+def _frames_of(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]:
+    """Yields the messages that carry requests, each of a size that is decoded in a millisecond."""
+    part: list[PreparedRequest] = []
+    size = 0
+    for request in requests:
+        if part and size + len(request.tokens) > _MAX_ADD_BYTES:
+            yield messages.Add(part, has_more=True)
+            part, size = [], 0
+        part.append(request)
+        size += len(request.tokens)
+    yield messages.Add(part)

@@ -22,9 +22,14 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Requests to take together: all, or none if the queue has no room for them."""
+    """Requests to take together: all, or none if the queue has no room for them.
+
+    Each is sent once, however many sequences it stands for. With `has_more`, the next `Add` belongs to them too: a
+    frame is decoded in one piece.
+    """
 
     requests: list[PreparedRequest]
+    has_more: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -37,7 +37,7 @@ from dsv3.engine.cluster.messages import (
     Stop,
 )
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
-from dsv3.engine.cluster.wire import HANDSHAKE_S, Wire, WireError, connect
+from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.executor import InFlight, LocalExecutor
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.options import ClusterOptions, EngineOptions
@@ -185,20 +185,30 @@ class _Follower:
 
 
 def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
-    """Connects to the leader, which may start later. Raises WireError when the time to start is over."""
+    """Connects to the leader, which may start later, be busy, or be besieged by strangers.
+
+    Raises WireError where the leader refuses this process, and when the time to start is over.
+    """
     host, port = cluster.control_address
     deadline = time.monotonic() + cluster.cluster_start_timeout
     while True:
         try:
-            connection = socket.create_connection((host, port), timeout=HANDSHAKE_S)
-        except OSError as error:
+            return _dial((host, port), key, cluster.process_id)
+        except (OSError, Unanswered) as error:
             if time.monotonic() > deadline:
                 raise WireError(
                     f"cannot reach the leader at {host}:{port} within {cluster.cluster_start_timeout:g} s: {error}"
                 ) from None
-            time.sleep(_RETRY_S)
-            continue
-        return connect(connection, key, cluster.process_id)
+        time.sleep(_RETRY_S)
+
+
+def _dial(address: tuple[str, int], key: bytes, process_id: int) -> Wire:
+    connection = socket.create_connection(address, timeout=PATIENCE_S)
+    try:
+        return connect(connection, key, process_id)
+    except WireError:
+        connection.close()
+        raise
 
 
 class _Signals:

@@ -21,17 +21,27 @@ MAX_FRAME_BYTES = 64 * 2**20
 """The longest body. It bounds the memory that a wrong length field can ask for; `Channel.send` refuses a longer one."""
 
 HANDSHAKE_S = 5.0
-"""Seconds that the other process has to prove that it knows the key."""
+"""Seconds that a follower has to prove that it knows the key."""
+
+PATIENCE_S = 15.0
+"""Seconds that a follower waits for the leader's answer: longer, so that the leader has decided before."""
 
 _MAGIC = b"dsv3 cluster 1\n"
 _NONCE_BYTES = _MAC_BYTES = 32
 _HEAD = struct.Struct("<I32s")
 _PROOF = struct.Struct("<I32s32s")  # process id, the follower's nonce, MAC
 _SEQUENCE = struct.Struct("<QI")
+_REFUSAL = bytes(
+    _MAC_BYTES
+)  # in place of the leader's proof: a refused process does not try again
 
 
 class WireError(Exception):
     """The other process is not what it should be, or has sent what is no frame; the message says which."""
+
+
+class Unanswered(WireError):
+    """The connection ended, or time was over, before the other process has said who it is; another try may succeed."""
 
 
 class Wire:
@@ -102,7 +112,7 @@ def accept(connection: socket.socket, key: bytes, num_processes: int) -> tuple[i
     """Shakes hands as the leader; returns the other process's id and the wire to it.
 
     Raises WireError for a process that does not prove within `HANDSHAKE_S` that it knows the key. Such a process learns
-    nothing but a nonce.
+    nothing but a nonce, and that it is refused.
     """
     deadline = time.monotonic() + HANDSHAKE_S
     ours = secrets.token_bytes(_NONCE_BYTES)
@@ -112,8 +122,10 @@ def accept(connection: socket.socket, key: bytes, num_processes: int) -> tuple[i
         process_id, theirs, mac = _PROOF.unpack(_read(connection, _PROOF.size, deadline))
         transcript = _transcript(process_id, ours, theirs)
         if not hmac.compare_digest(mac, _mac(key, b"follower", transcript)):
+            connection.sendall(_REFUSAL)
             raise WireError("it does not know the key")
         if not 0 < process_id < num_processes:
+            connection.sendall(_REFUSAL)
             raise WireError(f"process id {process_id} is not from 1 to {num_processes - 1}")
         connection.sendall(_mac(key, b"leader", transcript))
     except (OSError, EOFError) as error:
@@ -124,22 +136,23 @@ def accept(connection: socket.socket, key: bytes, num_processes: int) -> tuple[i
 def connect(connection: socket.socket, key: bytes, process_id: int) -> Wire:
     """Shakes hands as follower `process_id`; returns the wire to the leader.
 
-    Raises WireError for a leader that does not prove within `HANDSHAKE_S` that it knows the key.
+    Raises WireError for a leader that does not know the key or refuses this process, Unanswered where the connection
+    ends before that is known, or after `PATIENCE_S`.
     """
-    deadline = time.monotonic() + HANDSHAKE_S
+    deadline = time.monotonic() + PATIENCE_S
     ours = secrets.token_bytes(_NONCE_BYTES)
     try:
         hello = _read(connection, len(_MAGIC) + _NONCE_BYTES, deadline)
         if not hello.startswith(_MAGIC):
             raise WireError("something else answers at the leader's control port")
         transcript = _transcript(process_id, hello[len(_MAGIC) :], ours)
-        connection.settimeout(HANDSHAKE_S)
+        connection.settimeout(PATIENCE_S)
         connection.sendall(_PROOF.pack(process_id, ours, _mac(key, b"follower", transcript)))
         answer = _read(connection, _MAC_BYTES, deadline)
-    except EOFError:
-        raise WireError("the leader refused this process, or has ended: is cluster_key_file the same there?") from None
-    except OSError as error:
-        raise WireError(f"the leader did not complete the handshake ({_text(error)})") from None
+    except (OSError, EOFError) as error:
+        raise Unanswered(f"the leader did not complete the handshake ({_text(error)})") from None
+    if answer == _REFUSAL:
+        raise WireError("the leader refused this process: are cluster_key_file and num_processes the same there?")
     if not hmac.compare_digest(answer, _mac(key, b"leader", transcript)):
         raise WireError("whoever listens at the leader's control port does not know the key")
     return Wire(connection, _mac(key, b"to leader", transcript), _mac(key, b"to follower", transcript))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.cluster import wire
-from dsv3.engine.cluster.wire import Wire, WireError, accept, connect
+from dsv3.engine.cluster.wire import Unanswered, Wire, WireError, accept, connect
 
 KEY = bytes(range(48))
 
@@ -61,12 +61,13 @@ def test_a_follower_with_another_key_is_refused() -> None:
 @pytest.mark.parametrize("process_id", [0, 3, 2**32 - 1])
 def test_process_ids_that_cannot_be_are_refused(process_id: int) -> None:
     leader, follower, _, _ = shake(process_id=process_id)
-    assert isinstance(leader, WireError) and isinstance(follower, WireError)
+    assert "is not from 1 to 2" in str(leader)
+    assert "num_processes" in str(follower)
 
 
 def test_a_leader_that_does_not_know_the_key_is_not_followed() -> None:
     ours, theirs = socket.socketpair()
-    ours.sendall(wire._MAGIC + bytes(32) + bytes(32))  # a nonce, and a guess at the answer
+    ours.sendall(wire._MAGIC + bytes(32) + b"?" * 32)  # a nonce, and a guess at the answer
     with pytest.raises(WireError, match="does not know the key"):
         connect(theirs, KEY, 1)
 
@@ -87,7 +88,18 @@ def test_garbage_instead_of_a_proof_is_refused(data: bytes) -> None:
     with pytest.raises(WireError):
         accept(ours, KEY, 3)
     ours.close()
-    assert len(theirs.recv(4096)) == len(wire._MAGIC) + 32  # it has learned a nonce
+    learned = theirs.recv(4096)
+    assert len(learned) in (len(wire._MAGIC) + 32, len(wire._MAGIC) + 64)  # a nonce, and whether it is refused
+    assert not any(learned[len(wire._MAGIC) + 32 :])
+
+
+@pytest.mark.parametrize("hello", [b"", b"dsv3", wire._MAGIC + bytes(32)])
+def test_a_connection_that_ends_before_the_leaders_proof_is_no_refusal(hello: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    ours.sendall(hello)
+    ours.shutdown(socket.SHUT_WR)
+    with pytest.raises(Unanswered):
+        connect(theirs, KEY, 1)
 
 
 def test_a_peer_that_says_nothing_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,9 +124,9 @@ class FrontConnections:
         while self._received:
             yield self._received.popleft()
 
-    def wait(self) -> None:
-        """Waits for messages to take."""
-        self._arrived.wait()
+    def wait(self, timeout_s: float) -> None:
+        """Waits for messages to take, at most `timeout_s` seconds."""
+        self._arrived.wait(timeout_s)
 
     def announce(self, info: messages.EngineInfo) -> None:
         """Tells every front, and those still to come, that the engine is ready."""

@@ -31,9 +31,7 @@ _NONCE_BYTES = _MAC_BYTES = 32
 _HEAD = struct.Struct("<I32s")
 _PROOF = struct.Struct("<I32s32s")  # process id, the follower's nonce, MAC
 _SEQUENCE = struct.Struct("<QI")
-_REFUSAL = bytes(
-    _MAC_BYTES
-)  # in place of the leader's proof: a refused process does not try again
+_REFUSAL = bytes(_MAC_BYTES)  # in place of the leader's proof: a refused process does not try again
 
 
 class WireError(Exception):

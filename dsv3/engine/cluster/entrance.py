@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
+from dsv3.engine.cluster.certificates import Credentials
 from dsv3.engine.cluster.wire import Wire, WireError, accept
 from dsv3.engine.errors import ClusterError
 from dsv3.options import LEADER, ClusterOptions
@@ -53,8 +54,10 @@ class Entrance:
     listens and raises ClusterError where it cannot; `open` begins to accept.
     """
 
-    def __init__(self, options: ClusterOptions, key: bytes, admit: Callable[[int, Wire, str], None]) -> None:
-        self._key, self._num_processes, self._admit = key, options.num_processes, admit
+    def __init__(
+        self, options: ClusterOptions, credentials: Credentials, admit: Callable[[int, Wire, str], None]
+    ) -> None:
+        self._credentials, self._num_processes, self._admit = credentials, options.num_processes, admit
         self._strangers = Strangers()
         self._lock = threading.Lock()
         self._greetings = self._warnings = 0
@@ -102,7 +105,7 @@ class Entrance:
 
     def _greet(self, connection: socket.socket, address: str) -> None:
         try:
-            process_id, wire = accept(connection, self._key, self._num_processes)
+            process_id, wire = accept(connection, self._credentials, self._num_processes)
             self._strangers.remove(connection)
             self._admit(process_id, wire, address)
             self._count(-1)

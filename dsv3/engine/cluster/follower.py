@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.certificates import Credentials, credentials_of
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
 from dsv3.engine.cluster.fingerprint import fields_of
@@ -58,10 +59,10 @@ def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: 
     `options` are those of the leader. Raises ValueError for a key file that cannot be used.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    key = read_key(cluster.cluster_key_file)
+    credentials = credentials_of(read_key(cluster.cluster_key_file))
     signals = _Signals()
     try:
-        wire = _reach(cluster, key)
+        wire = _reach(cluster, credentials)
     except WireError as error:
         _end(1, str(error))
     follower = _Follower(cluster, wire)
@@ -184,7 +185,7 @@ class _Follower:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
 
 
-def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
+def _reach(cluster: ClusterOptions, credentials: Credentials) -> Wire:
     """Connects to the leader, which may start later, be busy, or be besieged by strangers.
 
     Raises WireError where the leader refuses this process, and when the time to start is over.
@@ -193,7 +194,7 @@ def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
     deadline = time.monotonic() + cluster.cluster_start_timeout
     while True:
         try:
-            return _dial((host, port), key, cluster.process_id)
+            return _dial((host, port), credentials, cluster.process_id)
         except (OSError, Unanswered) as error:
             if time.monotonic() > deadline:
                 raise WireError(
@@ -202,10 +203,10 @@ def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
         time.sleep(_RETRY_S)
 
 
-def _dial(address: tuple[str, int], key: bytes, process_id: int) -> Wire:
+def _dial(address: tuple[str, int], credentials: Credentials, process_id: int) -> Wire:
     connection = socket.create_connection(address, timeout=PATIENCE_S)
     try:
-        return connect(connection, key, process_id)
+        return connect(connection, credentials, process_id)
     except WireError:
         connection.close()
         raise

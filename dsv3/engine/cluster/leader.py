@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.certificates import credentials_of
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.entrance import Entrance
@@ -65,7 +66,8 @@ class Leader:
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._ranks: dict[int, range] = {}
         self._forgiven = 0.0  # when this process was last found to have been suspended
-        self._entrance = Entrance(options, read_key(options.cluster_key_file), self._admit)
+        credentials = credentials_of(read_key(options.cluster_key_file))
+        self._entrance = Entrance(options, credentials, self._admit)
 
     def gather(self) -> None:
         """Waits until every follower has come and has the leader's fingerprint, then lets them begin.

@@ -2,13 +2,16 @@
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.certificates import Credentials, credentials_of
 from dsv3.engine.cluster.membership import read_key
-from dsv3.engine.cluster.wire import Wire, connect
+from dsv3.engine.cluster.wire import Wire, accept, connect
 from dsv3.options import ClusterOptions
 
+FRAME_OVERHEAD = 5 + 4 + 1 + 16  # a record's head, the length, the record's kind, its tag
 FIELDS = {"weights": "abc", "code": "1"}
 
 
@@ -49,7 +52,7 @@ class Follower:
         fields: dict[str, str] | None = None,
         connection: socket.socket | None = None,
     ):
-        self.wire: Wire = connect(connection or dial(cluster), read_key(cluster.cluster_key_file), process_id)
+        self.wire: Wire = connect(connection or dial(cluster), credentials(cluster), process_id)
         self.send(messages.Hello(FIELDS if fields is None else fields, "host", 1))
 
     def send(self, message: messages.ToLeader) -> None:
@@ -61,6 +64,20 @@ class Follower:
             message = messages.decode_for_follower(body)
             if not isinstance(message, messages.Heartbeat):
                 yield message
+
+
+def credentials(cluster: ClusterOptions) -> Credentials:
+    """What a process of the instance shows the others."""
+    return credentials_of(read_key(cluster.cluster_key_file))
+
+
+def wires(leader: socket.socket, follower: socket.socket) -> tuple[Wire, Wire]:
+    """The wires over both ends of a connection: the leader's, and that of follower 1."""
+    key = credentials_of(b"0123456789abcdef" * 3)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept, leader, key, 2)
+        connected = connect(follower, key, 1)
+        return accepted.result()[1], connected
 
 
 def dial(cluster: ClusterOptions) -> socket.socket:

@@ -49,7 +49,7 @@ def played(tmp_path, monkeypatch) -> Iterator[Played]:
     before = set(threading.enumerate())
     ours, theirs = socket.socketpair()
     cluster = local.options(tmp_path, 2, 1, cluster_silence_timeout=1e9)
-    made = Played(cluster, Wire(ours, b"a", b"b"), Wire(theirs, b"b", b"a"))
+    made = Played(cluster, *local.wires(ours, theirs))
     monkeypatch.setattr(follower, "_end", made.end)
     yield made
     made.leader.close()

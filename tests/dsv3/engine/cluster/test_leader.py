@@ -16,7 +16,6 @@ from dsv3.engine.cluster import follower as follower_module
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.entrance import Strangers
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.membership import read_key
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -189,7 +188,7 @@ def join(cluster: ClusterOptions, process_id: int, begun: queue.Queue[int]) -> t
     """A process that comes as a real follower does, and puts its id into `begun` when it may begin."""
 
     def run() -> None:
-        wire = follower_module._reach(cluster, read_key(cluster.cluster_key_file))
+        wire = follower_module._reach(cluster, local.credentials(cluster))
         wire.send(messages.encode(messages.Hello(local.FIELDS, "host", 1)))
         while not isinstance(messages.decode_for_follower(wire.receive() or b""), Begin):
             pass
@@ -259,7 +258,7 @@ def test_errors_of_accept_are_survived(lead, monkeypatch, caplog) -> None:
 
 def test_a_process_that_goes_before_it_has_said_anything_may_come_again(lead) -> None:
     led = lead()
-    connect(local.dial(led.cluster), read_key(led.cluster.cluster_key_file), 1).close()
+    connect(local.dial(led.cluster), local.credentials(led.cluster), 1).close()
     while led.leader._channels:
         time.sleep(0.01)
     received = led.follower(1).received()

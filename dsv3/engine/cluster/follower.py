@@ -34,6 +34,7 @@ from dsv3.engine.cluster.messages import (
     Hello,
     Loaded,
     Ready,
+    Started,
     Step,
     Stop,
 )
@@ -79,6 +80,7 @@ class _Follower:
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
+        self._silence_s = cluster.starting_silence_s
         self._channel = Channel(wire, self._heartbeat, self._take, self._lost, cluster.heartbeat_s)
         self._channel.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -151,6 +153,8 @@ class _Follower:
                 _end(0, "the leader has ended in order")
             case Stop(failure=str(failure)):
                 _end(1, f"the leader ends the instance: {failure}")
+            case Started():
+                self._silence_s = self._cluster.cluster_silence_timeout
             case Begin() | Build() | Step():
                 self._inbox.put(message)
 
@@ -173,11 +177,10 @@ class _Follower:
             self.give_up(error)
 
     def _watch(self) -> None:
-        limit = self._cluster.cluster_silence_timeout
-        interval, last = min(0.25, limit / 8), time.monotonic()
+        interval, last = min(0.25, self._cluster.cluster_silence_timeout / 8), time.monotonic()
         while True:
             time.sleep(interval)
-            now = time.monotonic()
+            now, limit = time.monotonic(), self._silence_s
             suspended, last = now - last > interval + limit / 2, now
             if suspended:
                 self._channel.forgive()

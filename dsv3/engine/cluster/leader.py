@@ -18,7 +18,7 @@ from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.entrance import Entrance
 from dsv3.engine.cluster.fingerprint import Fields, differences
 from dsv3.engine.cluster.membership import read_key
-from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Stop
+from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Started, Stop
 from dsv3.engine.cluster.wire import Wire, WireError
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
@@ -65,6 +65,7 @@ class Leader:
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._ranks: dict[int, range] = {}
+        self._silence_s = options.starting_silence_s
         self._forgiven = 0.0  # when this process was last found to have been suspended
         credentials = credentials_of(read_key(options.cluster_key_file))
         self._entrance = Entrance(options, credentials, self._admit)
@@ -105,8 +106,10 @@ class Leader:
         self._broadcast(messages.encode(Build(config)))
 
     def ready(self) -> None:
-        """Waits until every follower has compiled."""
+        """Waits until every follower has compiled, and tells all so."""
         self._wait_for(Ready, "to compile")
+        self._broadcast(messages.encode(Started()))
+        self._silence_s = self._options.cluster_silence_timeout
 
     def send(self, command: StepCommand) -> None:
         """Sends each follower the part of a command that its ranks need, without waiting.
@@ -154,7 +157,7 @@ class Leader:
 
     def _someone_listens(self) -> bool:
         """Returns whether a follower, or a process that is being let in, may still read the last message."""
-        heard_s = time.monotonic() - self._options.cluster_silence_timeout
+        heard_s = time.monotonic() - self._silence_s
         listening = [c for c in self._channels.values() if not c.closed and c.last_heard_s >= heard_s]
         return bool(listening) or self._entrance.is_busy
 
@@ -236,7 +239,7 @@ class Leader:
         while self._failure is None and not self._ending:
             time.sleep(interval)
             now = time.monotonic()
-            late, last = now - last > interval + self._options.cluster_silence_timeout / 2, now
+            late, last = now - last > interval + self._silence_s / 2, now
             if late:
                 self._forgiven = now
                 self._book.forgive()
@@ -250,7 +253,7 @@ class Leader:
 
         `now` is read before, since this process may be suspended at any point, here too.
         """
-        limit = self._options.cluster_silence_timeout
+        limit = self._silence_s
         for process_id, channel in list(self._channels.items()):
             if now - channel.last_heard_s > limit:
                 self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")

@@ -1,5 +1,7 @@
 """Instances on this machine: free ports, a key, and followers that a test plays itself."""
 
+import contextlib
+import random
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +18,15 @@ FIELDS = {"weights": "abc", "code": "1"}
 
 
 def free_port() -> int:
-    """A port that is free like the next one."""
+    """A port that is free like the next one, and that the system does not give to connections of others meanwhile.
+
+    Those come from 32768 on. An instance binds its ports seconds after this, and much later on a busy machine.
+    """
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
+        port = random.SystemRandom().randrange(16384, 32767)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
             return port
 
 

@@ -25,6 +25,7 @@ from dsv3.engine.cluster.messages import (
     Heartbeat,
     Loaded,
     Ready,
+    Started,
     Step,
     Stop,
 )
@@ -94,7 +95,7 @@ def lead(tmp_path) -> Iterator:
 
 
 def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
-    """A leader with its only follower, begun, one rank each."""
+    """A leader with its only follower, started, one rank each."""
     led = lead(**changes)
     follower = led.follower(1)
     received = follower.received()
@@ -102,6 +103,9 @@ def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
     assert led.gathered() is None
     led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_nodes=2))
     assert isinstance(next(received), Build)
+    follower.send(Ready())
+    led.leader.ready()
+    assert next(received) == Started()
     return led, follower, received
 
 
@@ -123,6 +127,7 @@ def test_a_whole_life(lead) -> None:
     for follower in followers:
         follower.send(Ready())
     led.leader.ready()
+    assert [next(r) for r in received] == [Started(), Started()]
     led.leader.send(command(1))
     for steps in received:
         step = next(steps)
@@ -301,6 +306,15 @@ def test_the_death_of_a_follower_names_it(lead) -> None:
 def test_a_silent_follower_is_noticed(lead) -> None:
     led, _, _ = both(lead, cluster_silence_timeout=0.4)
     assert led.failure() == "process 1 has been silent for 0.4 s: it hangs, or its host is gone"
+
+
+def test_more_silence_is_allowed_while_the_instance_starts(lead) -> None:
+    """Its processes trace and load: on a busy machine their heartbeats may come late."""
+    led = lead(cluster_silence_timeout=0.4)
+    follower = led.follower(1)
+    received = follower.received()
+    assert next(received) == Begin()
+    assert led.failure() == "process 1 has been silent for 2.4 s: it hangs, or its host is gone"
 
 
 def beating(follower: local.Follower, launched: int) -> threading.Event:

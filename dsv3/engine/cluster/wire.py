@@ -6,6 +6,7 @@ is empty, or says why it refuses the process.
 """
 
 import contextlib
+import functools
 import math
 import socket
 import ssl
@@ -216,6 +217,7 @@ def connect(connection: socket.socket, credentials: Credentials, process_id: int
     return wire
 
 
+@functools.cache
 def _context(credentials: Credentials, is_server: bool) -> ssl.SSLContext:
     """Returns what both sides ask for: TLS 1.3, and a certificate of the instance's own authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)

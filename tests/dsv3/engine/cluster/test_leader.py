@@ -221,6 +221,21 @@ def test_strangers_at_the_port_keep_no_process_out(lead) -> None:
         connection.close()
 
 
+def test_a_leader_that_is_slow_to_answer_is_asked_again(tmp_path, monkeypatch) -> None:
+    """A busy host is no refusal: the follower gives up a connection, and comes back."""
+    monkeypatch.setattr("dsv3.engine.cluster.wire.PATIENCE_S", 0.1)
+    asked, connect = threading.Semaphore(0), follower_module.connect
+    monkeypatch.setattr(follower_module, "connect", lambda *args: (asked.release(), connect(*args))[1])
+    cluster, begun = local.options(tmp_path, 2), queue.Queue[int]()
+    leader = Leader(cluster, local.FIELDS, print, print)
+    join(cluster, 1, begun)
+    assert all(asked.acquire(timeout=30) for _ in range(3))
+    monkeypatch.setattr("dsv3.engine.cluster.wire.PATIENCE_S", 30.0)
+    leader.gather()
+    assert begun.get(timeout=30) == 1
+    leader.end()
+
+
 def test_a_flood_from_one_address_displaces_nobody_at_another() -> None:
     strangers, pairs = Strangers(), [socket.socketpair() for _ in range(200)]
     (honest, theirs), *flood = pairs

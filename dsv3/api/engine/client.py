@@ -15,8 +15,10 @@ from dsv3.api.engine import messages
 from dsv3.prepare import PreparedRequest
 from dsv3.request import EngineOutput, first_id
 
-# A step never takes this long; with requests running and no frame for so long the engine hangs.
+# A step never takes this long: an engine that has work and sends no frame for so long hangs.
 WATCHDOG_S = 300.0
+# An idle engine sends a frame per second.
+_IDLE_WATCHDOG_S = 30.0
 # Outputs that are handed over in one piece; then others of the event loop have their turn.
 SLICE = 256
 _MAX_ADD_BYTES = 2**20  # of tokens in one message, or one prompt
@@ -85,7 +87,8 @@ class EngineClient:
         self._ready: deque[Sink] = deque()
         self._is_scheduled = False
         self._failure = ""
-        self._last_frame = time.monotonic()
+        self._silent_s = 0.0
+        self._engine_is_idle = False
         self._transport: asyncio.WriteTransport | None = None
         self._watching: asyncio.Task[None] | None = None
         self._is_first = False
@@ -103,10 +106,7 @@ class EngineClient:
     @property
     def has_room(self) -> bool:
         """Whether one more sequence would be taken, as far as is known of all fronts together."""
-        held = sum(
-            value for name in ("running", "waiting") if isinstance(value := self.stats.get(name, 0), int | float)
-        )
-        return max(held, self.num_live) < self.capacity
+        return max(_num_held(self.stats), self.num_live) < self.capacity
 
     def new_ids(self, count: int) -> int:
         """Returns the first of `count` request ids that nobody has had."""
@@ -138,8 +138,6 @@ class EngineClient:
         if self.state != "ready":
             raise EngineUnavailable(self.reason)
         self.require_room(len(sinks))
-        if not self._sinks:
-            self._last_frame = time.monotonic()
         ids = (request.request_id + i for request in requests for i in range(request.sampling.n))
         self._sinks.update(zip(ids, sinks, strict=True))
         for message in _frames_of(requests):
@@ -198,17 +196,27 @@ class EngineClient:
         self.fail(self._failure or f"the engine {'could not start' if self.info is None else 'has died'}")
 
     async def _watch(self) -> None:
-        """Takes the engine for dead when it has work and says nothing for too long."""
+        """Takes the engine for dead when it says nothing for too long.
+
+        What was silence at the last look is judged, since everything that had come by then has been read meanwhile.
+        Time in which this process or its event loop stood still counts as two intervals at most.
+        """
+        interval = min(1.0, self._watchdog_s / 10)
         while True:
-            await asyncio.sleep(self._watchdog_s / 10)
-            silent = time.monotonic() - self._last_frame
-            if self._sinks and silent > self._watchdog_s:
-                reason = f"the engine has not answered for {silent:.0f} s"
+            before = time.monotonic()
+            await asyncio.sleep(interval)
+            if self.state == "ready" and self._silent_s > self._allowed_silence_s:
+                reason = f"the engine has not answered for {self._silent_s:.0f} s"
                 self.on_silence(reason)
                 self.fail(reason)
+            self._silent_s += min(time.monotonic() - before, 2 * interval)
+
+    @property
+    def _allowed_silence_s(self) -> float:
+        return min(self._watchdog_s, _IDLE_WATCHDOG_S) if self._engine_is_idle else self._watchdog_s
 
     def _receive(self, body: memoryview) -> None:
-        self._last_frame = time.monotonic()
+        self._silent_s = 0.0
         message = messages.from_engine.decode(body)
         match message:
             case messages.Outputs():
@@ -248,6 +256,7 @@ class EngineClient:
             self._put(output.request_id, [output])
             if output.finish_reason is not None:
                 sinks.pop(output.request_id, None)
+        self._engine_is_idle = step.stats is not None and _num_held(step.stats) == 0
         if step.stats is not None:
             self.stats = step.stats
             self.on_stats(step.stats)
@@ -313,3 +322,9 @@ def _frames_of(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]:
         part.append(request)
         size += len(request.tokens)
     yield messages.Add(part)
+
+
+def _num_held(stats: messages.Stats) -> float:
+    """Returns how many sequences of all fronts the engine holds, running and waiting."""
+    numbers = (stats.get(name, 0) for name in ("running", "waiting"))
+    return sum(number for number in numbers if isinstance(number, int | float))

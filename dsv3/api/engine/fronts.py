@@ -131,9 +131,9 @@ class FrontConnections:
         """Whether there are messages to take."""
         return bool(self._received)
 
-    def wait(self) -> None:
-        """Waits for messages to take, once all that had arrived were taken."""
-        self._arrived.wait()
+    def wait(self, timeout_s: float) -> None:
+        """Waits for messages to take, once all that had arrived were taken; at most `timeout_s` seconds."""
+        self._arrived.wait(timeout_s)
 
     def announce(self, info: messages.EngineInfo) -> None:
         """Tells every front, and those still to come, that the engine is ready."""

@@ -72,7 +72,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     """Outputs of one step: `StepOutputs` with its columns joined, little endian.
 
     `ids` are int64, `counts` int64, `tokens` int32; without `counts` each request has one token. `stats`, the engine's
-    counters, come ten times per second.
+    counters, come ten times per second, and once per second from an idle engine, which shows that it lives. The frame
+    before the first step after that has none and no outputs.
     """
 
     ids: bytes

@@ -26,6 +26,7 @@ from dsv3.engine.errors import public_text
 from dsv3.request import StepOutputs
 
 _STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
+_PULSE_S = 1.0  # between two frames of an idle engine: without them a front takes it for hanging
 _log = logging.getLogger("dsv3.engine")
 
 
@@ -115,11 +116,14 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
     """Steps the engine for ever; raises EngineFailed, or what `engine.step` raises, when it cannot go on.
 
-    Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle.
+    Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle. While it is idle
+    they come every `_PULSE_S`. A frame without them says that its next step, which may take long, begins.
     """
-    told, intake = 0.0, Intake(engine, fronts)
+    told, idle, intake = 0.0, True, Intake(engine, fronts)
     while True:
         changed = intake.take()
+        if idle and engine.has_work:
+            fronts.tell(messages.Outputs.from_outputs(StepOutputs(), None))
         outputs = engine.step() if engine.has_work else StepOutputs()
         idle = not (engine.has_work or intake.has_work)
         due = idle or time.monotonic() - told > _STATS_S
@@ -129,7 +133,7 @@ def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
         if engine.failure is not None:
             raise EngineFailed(public_text(engine.failure))
         if idle:
-            fronts.wait()
+            fronts.wait(_PULSE_S)
 
 
 def _build(start: messages.Start, host: Host) -> tuple[EngineLike, messages.EngineInfo]:

@@ -68,7 +68,7 @@ class Ends:
         while True:
             for front, message in self.fronts.take():
                 return front, message
-            self.fronts.wait()
+            self.fronts.wait(30)
 
 
 @pytest.fixture

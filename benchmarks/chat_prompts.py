@@ -15,7 +15,8 @@ import psutil
 
 import dsv3
 from dsv3.api.answers.prompts import chat_prompt
-from dsv3.api.answers.schema import ChatRequest, parse
+from dsv3.api.answers.reading import read
+from dsv3.api.answers.schema import ChatRequest
 from dsv3.api.answers.service import Service, ServiceConfig
 from dsv3.api.templates.pool import TemplatePool
 from dsv3.text.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ async def main() -> None:
         request = body(*shape)
         began, front, back, count = time.monotonic(), processor_s(psutil.Process()), processor_s(worker), 0
         while time.monotonic() < began + SECONDS:
-            await chat_prompt(service, parse(ChatRequest, request))
+            await chat_prompt(service, read(ChatRequest, request))
             count += 1
         front, back = processor_s(psutil.Process()) - front, processor_s(worker) - back
         began = time.process_time()

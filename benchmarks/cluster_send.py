@@ -2,12 +2,15 @@
 
 Followers are played by threads of another process. The decode command is the published EP144 deployment's: each rank
 decodes 128 requests. Sender threads work meanwhile; processor time is that of the engine's thread alone. The bytes of a
-prefill command of 16 chunks of 4,096 tokens are printed too, for the follower that gets most of them.
+prefill command of 16 chunks of 4,096 tokens are printed too, for the follower that gets most of them, and what a frame
+costs the sender threads, which encrypt it.
 
   python -m benchmarks.cluster_send [--ranks 144] [--rows 128] [--followers 17] [--steps 300]
 """
 
 import argparse
+import hashlib
+import hmac
 import multiprocessing
 import socket
 import statistics
@@ -19,10 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.certificates import credentials_of
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.membership import read_key
 from dsv3.engine.cluster.messages import Begin, Heartbeat, Hello, Stop
-from dsv3.engine.cluster.wire import connect
+from dsv3.engine.cluster.wire import Wire, accept, connect
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import Job, StepCommand
@@ -45,7 +49,7 @@ def follow(cluster: ClusterOptions) -> None:
 
 def _follow_one(cluster: ClusterOptions, process_id: int) -> None:
     connection = socket.create_connection(cluster.control_address)
-    wire = connect(connection, read_key(cluster.cluster_key_file), process_id)
+    wire = connect(connection, credentials_of(read_key(cluster.cluster_key_file)), process_id)
     wire.send(messages.encode(Hello({}, "here", 1)))
     while (body := wire.receive()) is not None:
         message = messages.decode_for_follower(body)
@@ -63,6 +67,25 @@ def _prefill(ranks: int) -> PrefillCommand:
     """Chunks of 4,096 tokens with their 64 pages, spread over the ranks as evenly as the scheduler does."""
     header = np.array([[i * ranks // 16, 64, 0, 4096, 0, 1, *[0] * NUM_FIELDS] for i in range(16)], np.int32)
     return PrefillCommand(4096, header, np.full(16 * 4096, 10**5, np.int32), np.zeros(16 * 64, np.int32), True)
+
+
+def _frame_costs(key: bytes, size: int, count: int = 3000) -> tuple[float, float]:
+    """Returns seconds of a sender thread's processor per frame of `size` bytes, and per HMAC-SHA256 of as many."""
+    ours, theirs = socket.socketpair()
+    credentials, body = credentials_of(key), bytes(size)
+    accepted: list[Wire] = []
+    accepting = threading.Thread(target=lambda: accepted.append(accept(ours, credentials, 2)[1]))
+    accepting.start()
+    reader = connect(theirs, credentials, 1)
+    accepting.join()
+    threading.Thread(target=reader.discard, daemon=True).start()
+    started = time.thread_time()
+    for _ in range(count):
+        accepted[0].send(body)
+    sent = time.thread_time()
+    for _ in range(count):
+        hmac.digest(key, body, hashlib.sha256)
+    return (sent - started) / count, (time.thread_time() - sent) / count
 
 
 def main() -> None:
@@ -102,6 +125,11 @@ def main() -> None:
     prefill = _prefill(arguments.ranks)
     parts = [prefill.part(limits.ranks_of(process)) for process in range(1, arguments.followers + 1)]
     largest = max(len(messages.encode(messages.step_of(StepCommand(0, (Job("prefill", p),))))) for p in parts)
+    frame, mac = _frame_costs(read_key(str(key)), size)
+    print(
+        f"{frame * 1e6:.1f} us of a sender thread's processor per frame of {size} bytes, {frame / mac:.2f} times an "
+        "HMAC-SHA256 of it"
+    )
     print(f"{largest} bytes at most to a follower for a prefill of 16 chunks of 4,096 tokens")
     print(
         f"{size} bytes to each of {arguments.followers} followers: "

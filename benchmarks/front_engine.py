@@ -43,6 +43,7 @@ class EmptyEngine:
     """What `dsv3.api.engine.process` needs of an engine."""
 
     failure = None
+    room = 2**20
 
     def __init__(self, times: np.ndarray, rate: float):
         self._times, self._period = times, 1 / rate

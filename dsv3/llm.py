@@ -15,8 +15,8 @@ from typing import Any
 
 from dsv3.engine.build import build_engine, bundled_model, rich_progress
 from dsv3.options import EngineOptions, options_text, refuse_unknown, signature_with
-from dsv3.prepare import PreparedRequest, prepare_all
-from dsv3.request import EngineOutput, FinishReason, QueueFull, TokenLogprobs, fan_out
+from dsv3.prepare import PreparedRequest, fan_out, prepare
+from dsv3.request import EngineOutput, EngineRequest, FinishReason, QueueFull, TokenLogprobs
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.chat_template import ChatTemplate
 from dsv3.text.output import OutputStream
@@ -136,7 +136,9 @@ class LLM:
         waiting: deque[tuple[PreparedRequest, _Answer]] = deque()
         rules = self.engine.rules
         for output, params in zip(outputs, each, strict=True):
-            requests = prepare_all(fan_out(self._next_id, output.prompt_token_ids, params), rules)
+            ids = output.prompt_token_ids
+            whole = EngineRequest(request_id=self._next_id, prompt_token_ids=ids, sampling=params)
+            requests = fan_out(prepare(whole, rules))
             self._next_id += len(requests)
             for request, completion in zip(requests, output.outputs, strict=True):
                 stream = OutputStream(self.tokenizer, params)

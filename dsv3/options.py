@@ -288,7 +288,10 @@ class ClusterOptions:
         300.0, "Wait this many seconds for all processes to come.", above=0, agree=False, programs=False
     )
     cluster_silence_timeout: float = option(
-        10.0, "Take a process for hanging after this many seconds of silence.", above=0, programs=False
+        10.0,
+        "Take a process for hanging after this many seconds of silence, after six times as many while they start.",
+        above=0,
+        programs=False,
     )
 
     def __post_init__(self) -> None:
@@ -301,6 +304,15 @@ class ClusterOptions:
     def heartbeat_s(self) -> float:
         """Seconds without a message after which a process sends a heartbeat: several fit the silence allowed."""
         return min(1.0, self.cluster_silence_timeout / 5)
+
+    @property
+    def starting_silence_s(self) -> float:
+        """Seconds of silence allowed until all processes are ready.
+
+        Tracing and lowering a program can hold Python's lock: 1.1 s for a model of 1 MB on a machine with 8 busy
+        processes per core.
+        """
+        return 6 * self.cluster_silence_timeout
 
     @property
     def is_leader(self) -> bool:

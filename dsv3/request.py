@@ -28,7 +28,7 @@ def senders[Ids: (int, np.ndarray)](request_ids: Ids) -> Ids:
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue. `sampling.n` is 1 here: whoever fans a request out makes n of these.
+    """A prompt to continue in `sampling.n` sequences, with the ids from `request_id` on.
 
     `cache_salt` keeps the prefix cache of one tenant apart from another's. Stop strings belong to the text layer; the
     engine only knows tokens.
@@ -120,20 +120,3 @@ class EngineDead(RuntimeError):
 
 class InvalidRequest(ValueError):
     """The request can never be served (too long, token id out of range); the text says what to change."""
-
-
-def fan_out(
-    request_id: int, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str = ""
-) -> list[EngineRequest]:
-    """Returns the `sampling.n` engine requests of one user's request, with ids from `request_id` on.
-
-    With a seed, answer i takes `seed + i` (modulo 2^63), so that the answers differ and stay reproducible.
-    """
-    each = [sampling]
-    if sampling.n > 1:
-        seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**63 for i in range(sampling.n)]
-        each = [msgspec.structs.replace(sampling, n=1, seed=seed) for seed in seeds]
-    return [
-        EngineRequest(request_id=request_id + i, prompt_token_ids=prompt_token_ids, sampling=one, cache_salt=cache_salt)
-        for i, one in enumerate(each)
-    ]

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import msgspec
 
-# A frame holds at most the prompts of one HTTP request, whose body is bounded by 32 MiB.
+# A frame holds at most one conversation, whose body is bounded by 17 MiB, or the outputs of one step.
 MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH_BYTES = 4
 

@@ -70,6 +70,12 @@ class Engine:
         """Whether `step` has something to do."""
         return bool(self._commands) or self._in_flight is not None or self.scheduler.has_work
 
+    @property
+    def room(self) -> int:
+        """How many requests `submit` would take now."""
+        waiting = len(self._commands) + len(self.scheduler.queue)
+        return self.cfg.max_num_queued_reqs + self.scheduler.slots.num_free - waiting
+
     def warm_up(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`; from then on a compilation is counted and logged."""
         self.executor.compile_all(progress, store)
@@ -103,8 +109,10 @@ class Engine:
         """
         if self.failure is not None:
             raise EngineDead("the engine has stopped after an error") from self.failure
+        if (n := request.sampling.n) != 1:
+            raise InvalidRequest(f"n: {n} must be 1 in the engine; hand in {n} requests (see fan_out)")
         scheduler = self.scheduler
-        if len(self._commands) + len(scheduler.queue) >= self.cfg.max_num_queued_reqs + scheduler.slots.num_free:
+        if self.room <= 0:
             raise QueueFull(f"{self.cfg.max_num_queued_reqs} requests are waiting already")
         if request.request_id in self._handed_in or request.request_id in scheduler.sequences:
             raise InvalidRequest(f"request_id {request.request_id} is in use")

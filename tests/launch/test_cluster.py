@@ -49,6 +49,18 @@ def flags(process_id):
     return ["--num_processes", "2", "--process_id", str(process_id)]
 
 
+def ready_log(leader, follower):
+    """What the leader writes up to its last line before it serves; tells both logs if it does not come so far."""
+    lines = []
+    for line in leader.stdout:
+        lines.append(line)
+        if line.startswith("curl"):
+            return "".join(lines)
+    follower.kill()
+    logs = f"the leader:\n{''.join(lines)}\nthe follower:\n{follower.communicate()[0]}"
+    raise AssertionError(f"the leader has ended with status {leader.wait()}\n{logs}")
+
+
 def test_experts_over_two_processes_give_transformers_tokens(start):
     """Two devices each, with experts that move between all four while serving.
 
@@ -58,13 +70,9 @@ def test_experts_over_two_processes_give_transformers_tokens(start):
     coordinator = f"localhost:{local.free_port()}"
     follower = start(coordinator, 1, *SMALL, *MOVING, environment=SLURM | {"SLURM_PROCID": "1"})
     leader = start(coordinator, 0, *SMALL, *MOVING, *flags(0))
-    lines = []
-    for line in leader.stdout:
-        lines.append(line)
-        if line.startswith("curl"):
-            break
-    url = re.search(r"ready at (http://\S+)", "".join(lines))[1]
-    assert "2 processes are ready after" in "".join(lines)
+    log = ready_log(leader, follower)
+    url = re.search(r"ready at (http://\S+)", log)[1]
+    assert "2 processes are ready after" in log
     prompts, count = golden["prompts"][:6], 16
     body = {"prompt": prompts, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     moved = []

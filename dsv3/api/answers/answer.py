@@ -2,7 +2,7 @@
 
 import abc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -10,10 +10,12 @@ import msgspec
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.generation import Generation, Update, prepare_requests
 from dsv3.api.answers.prompts import EncodedPrompt
+from dsv3.api.answers.reading import read_request
 from dsv3.api.answers.responses import Usage
 from dsv3.api.answers.sampling import sampling_params
-from dsv3.api.answers.schema import SampledRequest, parse
+from dsv3.api.answers.schema import SampledRequest
 from dsv3.api.answers.service import Service
+from dsv3.api.answers.whole import LIST_OF_GAP, WholeChoice, filled, joined
 from dsv3.text.parsers import OutputParser
 
 to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
@@ -22,18 +24,18 @@ to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
 class Answer[Request: SampledRequest](abc.ABC):
     """The answer to the JSON of one request: `prepare` it, then ask for the `whole`, or `start` its events.
 
-    Raises ApiError, here and in `prepare`, for a request that is refused. Whoever has called `start` calls `close`.
+    Whoever has called `start` calls `close`.
     """
 
-    request_type: ClassVar[type[SampledRequest]]
+    request_type: type[Request]
     id_prefix: ClassVar[str]
+    request: Request
+    model: str
 
     def __init__(self, service: Service, body: bytes):
         self.service = service
-        self.request: Request = parse(self.request_type, body)  # type: ignore[assignment]
-        self.model = service.require_model(self.request.model)
         self.created = int(time.time())
-        self.check()
+        self._body = body
 
     @property
     def id(self) -> str:
@@ -47,7 +49,7 @@ class Answer[Request: SampledRequest](abc.ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether the client wants events."""
+        """Whether the client wants events; known once it is prepared."""
         return bool(self.request.stream)
 
     @property
@@ -57,7 +59,11 @@ class Answer[Request: SampledRequest](abc.ABC):
         return options is not None and bool(options.include_usage)
 
     async def prepare(self) -> None:
-        """Reads the prompts; nothing is generated yet."""
+        """Reads the request and its prompts; raises ApiError for one that is refused. Nothing is generated yet."""
+        self.request = await read_request(self.service, self.request_type, self._body)
+        self._body = b""
+        self.model = self.service.require_model(self.request.model)
+        self.check()
         self.service.require_ready()
         prompts = await self.read_prompts()
         sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())
@@ -66,7 +72,22 @@ class Answer[Request: SampledRequest](abc.ABC):
 
     async def whole(self) -> bytes:
         """Returns the JSON of the complete answer; raises ApiError. A cancelled call leaves nothing in the engine."""
-        return to_json(self.response(await self.generation.whole()))
+        choices: dict[int, WholeChoice] = {}
+
+        def take(update: Update) -> None:
+            if (choice := choices.get(update.choice)) is None:
+                choice = choices[update.choice] = WholeChoice(update.choice)
+            choice.add(update, self.logprob_columns(update))
+
+        await self.generation.run(take)
+        response = to_json(self.response(LIST_OF_GAP))
+        return await joined(filled(response, [self._choices([choices[index] for index in sorted(choices)])]))
+
+    def _choices(self, wholes: list[WholeChoice]) -> Iterator[bytes]:
+        for i, whole in enumerate(wholes):
+            if i:
+                yield b","
+            yield from self.choice(whole)
 
     def start(self, on_event: Callable[[bytes], None], on_end: Callable[[ApiError | None], None]) -> None:
         """Begins to generate; raises ApiError. `on_event` gets each event's JSON, `on_end` is called last, once."""
@@ -115,8 +136,16 @@ class Answer[Request: SampledRequest](abc.ABC):
         """Returns new parsers for one choice."""
 
     @abc.abstractmethod
-    def response(self, updates: list[Update]) -> msgspec.Struct:
-        """Returns the complete answer, of one update per choice."""
+    def response(self, choices: msgspec.Raw) -> msgspec.Struct:
+        """Returns the complete answer around its choices."""
+
+    @abc.abstractmethod
+    def choice(self, whole: WholeChoice) -> Iterator[bytes]:
+        """Yields the JSON of one choice of the complete answer."""
+
+    @abc.abstractmethod
+    def logprob_columns(self, update: Update) -> tuple[bytes, ...]:
+        """Returns the JSON of an update's log-probabilities, the items of each list; none where none are wanted."""
 
     @abc.abstractmethod
     def events(self, update: Update) -> list[bytes]:

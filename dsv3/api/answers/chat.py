@@ -1,13 +1,13 @@
 """The answer to a conversation: maps pieces of text to OpenAI's JSON."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from dsv3.api.answers.answer import Answer, ChunkTemplate, to_json
 from dsv3.api.answers.errors import invalid
 from dsv3.api.answers.generation import Update
-from dsv3.api.answers.logprobs import chat_logprobs
 from dsv3.api.answers.prompts import EncodedPrompt, chat_prompt
 from dsv3.api.answers.responses import (
     AssistantMessage,
@@ -20,6 +20,7 @@ from dsv3.api.answers.responses import (
 )
 from dsv3.api.answers.schema import ChatRequest
 from dsv3.api.answers.service import Service
+from dsv3.api.answers.whole import LIST_OF_GAP, WholeChoice, filled, with_commas
 from dsv3.text.parsers import OutputParser, parsers_for
 from dsv3.text.pieces import Piece, Reasoning, Text
 
@@ -34,11 +35,16 @@ class ChatAnswer(Answer[ChatRequest]):
         super().__init__(service, body)
         self._greeted: set[int] = set()
         self._templates: dict[tuple[int, type[Piece]], ChunkTemplate] = {}
-        self._is_plain = not (self.request.logprobs or self.request.return_token_ids)
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        return not (self.request.logprobs or self.request.return_token_ids)
 
     def check(self) -> None:
         if self.request.top_logprobs is not None and not self.request.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.request.messages is None:
+            raise invalid("messages: at least one is needed", "messages")
 
     async def read_prompts(self) -> list[EncodedPrompt]:
         return [await chat_prompt(self.service, self.request)]
@@ -53,12 +59,12 @@ class ChatAnswer(Answer[ChatRequest]):
     def parsers(self, prompt: EncodedPrompt) -> Sequence[OutputParser]:
         return parsers_for(prompt.text or "", self.service.config.parsers)
 
-    def response(self, updates: list[Update]) -> ChatResponse:
+    def response(self, choices: msgspec.Raw) -> ChatResponse:
         return ChatResponse(
             id=self.id,
             created=self.created,
             model=self.model,
-            choices=[self._choice(update) for update in updates],
+            choices=choices,
             usage=self.usage,
             prompt_token_ids=self._prompt_ids if self.request.return_token_ids else msgspec.UNSET,
         )
@@ -96,25 +102,31 @@ class ChatAnswer(Answer[ChatRequest]):
             )
         return template
 
-    def _choice(self, update: Update) -> ChatChoice:
-        content = "".join(piece.text for piece in update.pieces if isinstance(piece, Text))
-        reasoning = "".join(piece.text for piece in update.pieces if isinstance(piece, Reasoning))
+    def choice(self, whole: WholeChoice) -> Iterator[bytes]:
+        content, reasoning = whole.text, whole.reasoning
         thinks = self.service.config.parsers.reasoning != "none"
-        return ChatChoice(
-            index=update.choice,
+        choice = ChatChoice(
+            index=whole.index,
             message=AssistantMessage(
                 content=content if content or not reasoning else None,
                 reasoning_content=(reasoning or None) if thinks else msgspec.UNSET,
             ),
-            logprobs=self._logprobs(update),
-            finish_reason=update.finish_reason,
-            stop_reason=update.stop_reason,
-            token_ids=update.token_ids if self.request.return_token_ids else msgspec.UNSET,
+            logprobs=ChatLogprobs(LIST_OF_GAP) if self.request.logprobs else None,
+            finish_reason=whole.finish_reason,
+            stop_reason=whole.stop_reason,
+            token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
         )
+        return filled(to_json(choice), [with_commas(column) for column in whole.columns])
+
+    def logprob_columns(self, update: Update) -> tuple[bytes, ...]:
+        if not self.request.logprobs:
+            return ()
+        return self.service.logprobs.chat(update.token_ids, update.logprobs or [])
 
     def _chunks(self, update: Update) -> list[ChunkChoice]:
         """Returns one chunk per piece; tokens, log-probabilities and the end go with the last."""
-        logprobs, wants_ids = self._logprobs(update), bool(self.request.return_token_ids)
+        columns, wants_ids = self.logprob_columns(update), bool(self.request.return_token_ids)
+        logprobs = ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None
         tells = update.finish_reason or (update.token_ids and (logprobs or wants_ids))
         if not update.pieces and not tells:
             return []
@@ -129,11 +141,6 @@ class ChatAnswer(Answer[ChatRequest]):
             token_ids=update.token_ids if wants_ids else msgspec.UNSET,
         )
         return [*chunks, last]
-
-    def _logprobs(self, update: Update) -> ChatLogprobs | None:
-        if not self.request.logprobs:
-            return None
-        return chat_logprobs(self.service.tokenizer, update.token_ids, update.logprobs or [])
 
 
 def _delta(piece: Piece) -> Delta:

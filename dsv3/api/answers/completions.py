@@ -1,17 +1,18 @@
 """The answer to a text completion: maps text to OpenAI's JSON."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from dsv3.api.answers.answer import Answer, ChunkTemplate, to_json
 from dsv3.api.answers.errors import invalid
 from dsv3.api.answers.generation import Update
-from dsv3.api.answers.logprobs import completion_logprobs
-from dsv3.api.answers.prompts import EncodedPrompt, completion_prompts
-from dsv3.api.answers.responses import CompletionChoice, CompletionResponse
+from dsv3.api.answers.prompts import EncodedPrompt, completion_prompts, echoed_prompts
+from dsv3.api.answers.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from dsv3.api.answers.schema import CompletionRequest
 from dsv3.api.answers.service import Service
+from dsv3.api.answers.whole import LIST_OF_GAP, WholeChoice, filled, with_commas
 from dsv3.text.parsers import OutputParser
 
 
@@ -23,16 +24,23 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     def __init__(self, service: Service, body: bytes):
         super().__init__(service, body)
-        self._seen: dict[int, int] = {}  # characters of text before the next token, by choice
+        self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}  # characters of text before the next token, by choice
         self._templates: dict[int, ChunkTemplate] = {}
-        self._is_plain = self.request.logprobs is None and not self.request.return_token_ids
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        return self.request.logprobs is None and not self.request.return_token_ids
 
     def check(self) -> None:
         if self.request.echo and self.request.logprobs is not None:
             raise invalid("echo with logprobs is not supported", "echo", "unsupported_parameter")
 
     async def read_prompts(self) -> list[EncodedPrompt]:
-        return await completion_prompts(self.service, self.request)
+        prompts = await completion_prompts(self.service, self.request)
+        if self.request.echo:
+            return await echoed_prompts(self.service, prompts, self.request.n or 1)
+        return prompts
 
     def max_tokens(self) -> int | None:
         return self.request.max_tokens
@@ -43,17 +51,35 @@ class CompletionAnswer(Answer[CompletionRequest]):
     def parsers(self, prompt: EncodedPrompt) -> Sequence[OutputParser]:
         return ()
 
-    def response(self, updates: list[Update]) -> CompletionResponse:
-        return self._response([self._choice(update, 0, is_first=True) for update in updates], self.usage)
+    def response(self, choices: msgspec.Raw) -> CompletionResponse:
+        return self._response(choices, self.usage)
+
+    def choice(self, whole: WholeChoice) -> Iterator[bytes]:
+        choice = CompletionChoice(
+            index=whole.index,
+            text=self._echo(whole.index) + whole.text,
+            logprobs=None if self.request.logprobs is None else CompletionLogprobs(*[LIST_OF_GAP] * 4),
+            finish_reason=whole.finish_reason,
+            stop_reason=whole.stop_reason,
+            token_ids=whole.token_ids if self.request.return_token_ids else msgspec.UNSET,
+            prompt_token_ids=self._prompt_ids(whole.index),
+        )
+        return filled(to_json(choice), [with_commas(column) for column in whole.columns])
+
+    def logprob_columns(self, update: Update) -> tuple[bytes, ...]:
+        if self.request.logprobs is None:
+            return ()
+        encoder, offset = self.service.logprobs, self._offsets.get(update.choice, 0)
+        self._offsets[update.choice] = offset + encoder.num_chars(update.token_ids)
+        return encoder.completion(update.token_ids, update.logprobs or [], offset)
 
     def events(self, update: Update) -> list[bytes]:
         """Returns the text as it comes, and why it ended."""
-        is_first = update.choice not in self._seen
+        is_first = update.choice not in self._begun
         if self._is_plain and not is_first and update.finish_reason is None:  # nearly always
             return [self._template(update.choice).fill(piece.text) for piece in update.pieces]
-        seen = self._seen.get(update.choice, 0)
-        choice = self._choice(update, seen, is_first)
-        self._seen[update.choice] = seen + sum(map(len, choice.logprobs.tokens if choice.logprobs else ()))
+        self._begun.add(update.choice)
+        choice = self._choice(update, is_first)
         if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or is_first:
             return [to_json(self.chunk([choice]))]
         return []
@@ -61,7 +87,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
     def chunk(self, choices: list[CompletionChoice], usage: object = None) -> CompletionResponse:
         return self._response(choices, usage if self.tells_usage else msgspec.UNSET)
 
-    def _response(self, choices: list[CompletionChoice], usage: object) -> CompletionResponse:
+    def _response(self, choices: list[CompletionChoice] | msgspec.Raw, usage: object) -> CompletionResponse:
         return CompletionResponse(
             id=self.id,
             created=self.created,
@@ -78,23 +104,23 @@ class CompletionAnswer(Answer[CompletionRequest]):
             )
         return template
 
-    def _choice(self, update: Update, offset: int, is_first: bool) -> CompletionChoice:
-        request, prompt = self.request, self.generation.prompt_of(update.choice)
-        echoed = self._echo(prompt) if is_first and request.echo else ""
-        logprobs = None
-        if request.logprobs is not None:
-            logprobs = completion_logprobs(self.service.tokenizer, update.token_ids, update.logprobs or [], offset)
+    def _choice(self, update: Update, is_first: bool) -> CompletionChoice:
+        columns = self.logprob_columns(update)
         return CompletionChoice(
             index=update.choice,
-            text=echoed + "".join(piece.text for piece in update.pieces),
-            logprobs=logprobs,
+            text=(self._echo(update.choice) if is_first else "") + "".join(piece.text for piece in update.pieces),
+            logprobs=CompletionLogprobs(*(msgspec.Raw(b"[%s]" % column) for column in columns)) if columns else None,
             finish_reason=update.finish_reason,
             stop_reason=update.stop_reason,
-            token_ids=update.token_ids if request.return_token_ids else msgspec.UNSET,
-            prompt_token_ids=prompt.token_ids if request.return_token_ids and is_first else msgspec.UNSET,
+            token_ids=update.token_ids if self.request.return_token_ids else msgspec.UNSET,
+            prompt_token_ids=self._prompt_ids(update.choice) if is_first else msgspec.UNSET,
         )
 
-    def _echo(self, prompt: EncodedPrompt) -> str:
-        if prompt.text is not None:
-            return prompt.text
-        return "" if self.service.tokenizer is None else self.service.tokenizer.decode(prompt.token_ids)
+    def _echo(self, choice: int) -> str:
+        return (self.generation.prompt_of(choice).text or "") if self.request.echo else ""
+
+    def _prompt_ids(self, choice: int) -> list[int] | msgspec.UnsetType:
+        """Returns the prompt's tokens, for its first choice alone: 128 choices would repeat them 128 times."""
+        if not self.request.return_token_ids or choice % self.generation.n:
+            return msgspec.UNSET
+        return self.generation.prompt_of(choice).token_ids

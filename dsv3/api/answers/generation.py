@@ -13,9 +13,9 @@ from dsv3.api.answers.prompts import EncodedPrompt, not_in_vocabulary
 from dsv3.api.answers.responses import FinishReason, PromptTokensDetails, Usage
 from dsv3.api.answers.sampling import does_not_fit
 from dsv3.api.answers.service import Service
-from dsv3.api.engine.client import Busy, EngineUnavailable, Refused
-from dsv3.prepare import NotInVocabulary, PreparedRequest, PromptTooLong, prepare_all
-from dsv3.request import EngineOutput, InvalidRequest, TokenLogprobs, fan_out
+from dsv3.api.engine.client import SLICE, Busy, EngineUnavailable, Refused
+from dsv3.prepare import NotInVocabulary, PreparedRequest, PromptTooLong, prepare
+from dsv3.request import EngineOutput, EngineRequest, InvalidRequest, TokenLogprobs
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.output import OutputDelta, OutputStream
 from dsv3.text.parsers import OutputParser
@@ -57,6 +57,7 @@ class Generation:
         self.id = secrets.token_hex(16)
         self.prompts = prompts
         self.n = sampling.n
+        self._sampling = sampling
         self._service = service
         self._requests = requests
         self._parsers = parsers
@@ -94,28 +95,26 @@ class Generation:
             self.close()
             raise
 
-    async def whole(self) -> list[Update]:
-        """Returns one update per choice, in order, with all that came for it; raises ApiError."""
-        updates: dict[int, Update] = {}
+    async def run(self, on_update: Callable[[Update], None]) -> None:
+        """Sends the requests and waits until all choices have ended; raises ApiError."""
         ended: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         try:
-            self.start(lambda update: _merge(updates, update), ended.set_result)
+            self.start(on_update, ended.set_result)
             if (error := await ended) is not None:
                 raise error
         finally:
             self.close()
-        return [updates[choice] for choice in sorted(updates)]
 
     def hold(self) -> None:
         """Tells nothing until `release`."""
         self._is_held = True
 
     def release(self) -> None:
-        """Tells what has come meanwhile, and goes on."""
+        """Tells what has come meanwhile, in slices, and goes on."""
         self._is_held = False
         for choice in list(self._choices.values()):
             if choice.pending:
-                self.take(choice)
+                self._service.engine.put_off(choice)
 
     def close(self) -> None:
         """Frees what is still running."""
@@ -132,10 +131,10 @@ class Generation:
 
     def _submit(self) -> None:
         self._service.require_ready()
-        for index, request in enumerate(self._requests):
-            parsers = self._parsers(self.prompt_of(index))
-            stream = OutputStream(self._service.tokenizer, request.sampling, parsers)
-            self._choices[request.request_id] = _ChoiceSink(self, index, request.request_id, stream)
+        ids = (request.request_id + i for request in self._requests for i in range(self.n))
+        for index, request_id in enumerate(ids):
+            stream = OutputStream(self._service.tokenizer, self._sampling, self._parsers(self.prompt_of(index)))
+            self._choices[request_id] = _ChoiceSink(self, index, request_id, stream)
         try:
             self._service.engine.submit(self._requests, list(self._choices.values()))
         except (Busy, EngineUnavailable) as error:
@@ -171,6 +170,9 @@ class Generation:
 
     def _take(self, choice: "_ChoiceSink") -> None:
         items, choice.pending = choice.pending, []
+        if len(items) > SLICE:
+            items, choice.pending = items[:SLICE], items[SLICE:]
+            self._service.engine.put_off(choice)
         if len(items) == 1 and isinstance(items[0], int):  # nearly always
             self._continue(choice, items)  # type: ignore[arg-type]
             return
@@ -281,7 +283,7 @@ class _ChoiceSink:
 async def prepare_requests(
     service: Service, prompts: list[EncodedPrompt], sampling: SamplingParams, cache_salt: str | None
 ) -> list[PreparedRequest]:
-    """Returns the engine's requests for all choices; long prompts are hashed off the event loop. Raises ApiError."""
+    """Returns the engine's request for each prompt; long prompts are hashed off the event loop. Raises ApiError."""
     if sampling.stop and service.tokenizer is None:
         raise invalid("stop: this model has no tokenizer; use stop_token_ids", "stop", "no_tokenizer")
     rules, capacity = service.require_ready().rules, service.engine.capacity
@@ -291,17 +293,14 @@ async def prepare_requests(
         service.engine.require_room(count)
     except Busy as error:
         raise _api_error(service, error) from None
-    first, salt = service.engine.new_ids(count), cache_salt or ""
-
-    def prepare() -> list[PreparedRequest]:
-        return [
-            request
-            for i, prompt in enumerate(prompts)
-            for request in prepare_all(fan_out(first + i * sampling.n, prompt.token_ids, sampling, salt), rules)
-        ]
-
+    ids, salt = range(first := service.engine.new_ids(count), first + count, sampling.n), cache_salt or ""
+    requests = [
+        EngineRequest(request_id=i, prompt_token_ids=prompt.token_ids, sampling=sampling, cache_salt=salt)
+        for i, prompt in zip(ids, prompts, strict=True)
+    ]
+    is_long = sum(len(p.token_ids) for p in prompts) > _INLINE_TOKENS
     try:
-        return await service.run(sum(len(p.token_ids) for p in prompts) > _INLINE_TOKENS, prepare)
+        return await service.run(is_long, lambda: [prepare(request, rules) for request in requests])
     except PromptTooLong as error:
         raise does_not_fit(error.length, sampling.max_tokens or 1, error.limit) from None
     except NotInVocabulary as error:
@@ -317,15 +316,3 @@ def _api_error(service: Service, error: Exception) -> ApiError:
     if isinstance(error, EngineUnavailable):
         return unavailable(str(error), "engine_unavailable", retry_after=5)
     return invalid(str(error)) if isinstance(error, Refused) and error.invalid else internal()
-
-
-def _merge(so_far: dict[int, Update], update: Update) -> None:
-    """Adds an update to those of its choice."""
-    known = so_far.setdefault(update.choice, update)
-    if known is update:
-        return
-    known.pieces += update.pieces
-    known.token_ids += update.token_ids
-    if update.logprobs is not None:
-        known.logprobs = (known.logprobs or []) + update.logprobs
-    known.finish_reason, known.stop_reason = update.finish_reason, update.stop_reason

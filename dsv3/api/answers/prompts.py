@@ -1,6 +1,7 @@
 """Makes the prompts of token ids of a validated request."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import msgspec
@@ -13,6 +14,10 @@ from dsv3.api.templates.pool import WorkerDied
 from dsv3.api.workers import WorkersBusy
 from dsv3.text.chat_template import TemplateError
 
+_MAX_TOOL_DEPTH = 100
+_MAX_ECHOED_CHARS = 2**25  # as much as a body may hold
+_INLINE_IDS = 4096  # more are turned into text in a thread: 0.2 us per token
+
 
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompt:
@@ -24,15 +29,37 @@ class EncodedPrompt:
 
 async def completion_prompts(service: Service, request: CompletionRequest) -> list[EncodedPrompt]:
     """Returns the prompts of a text completion: text, token ids, or a list of either."""
-    found = request.prompt
-    if isinstance(found, str) or (isinstance(found, list) and found and isinstance(found[0], int)):
+    found: Any = request.prompt
+    if isinstance(found, str):
         found = [found]
+    elif isinstance(found, list) and found and isinstance(found[0], int):
+        found = [_token_ids(found, service)]
     if not isinstance(found, list) or not found:
         raise invalid("prompt: expected text, token ids, or a list of either, and not an empty one", "prompt")
     if len(found) > MAX_PROMPTS:
         raise invalid(f"prompt: {len(found)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
     add_special = request.add_special_tokens is not False
     return [await _prompt(service, one, add_special) for one in found]
+
+
+async def echoed_prompts(service: Service, prompts: list[EncodedPrompt], n: int) -> list[EncodedPrompt]:
+    """Returns the prompts with their texts, which `echo` repeats in each of `n` choices; ApiError for too much text."""
+    tokenizer, vocab_size = service.tokenizer, service.require_ready().rules.vocab_size
+    if tokenizer is None:
+        return prompts
+
+    def echoed(prompt: EncodedPrompt) -> EncodedPrompt:
+        if prompt.text is not None:
+            return prompt
+        if max(prompt.token_ids) >= vocab_size:
+            raise not_in_vocabulary(vocab_size)
+        return EncodedPrompt(prompt.token_ids, tokenizer.decode(prompt.token_ids))
+
+    is_long = sum(len(p.token_ids) for p in prompts) > _INLINE_IDS
+    prompts = await service.run(is_long, lambda: [echoed(prompt) for prompt in prompts])
+    if (count := n * sum(len(p.text or "") for p in prompts)) > _MAX_ECHOED_CHARS:
+        raise invalid(f"echo: prompts and n make {count} characters, at most {_MAX_ECHOED_CHARS} are repeated", "echo")
+    return prompts
 
 
 async def chat_prompt(service: Service, request: ChatRequest) -> EncodedPrompt:
@@ -53,18 +80,18 @@ async def tokenize_prompt(service: Service, request: TokenizeRequest) -> Encoded
     return EncodedPrompt(await service.encode(text, bool(request.add_special_tokens), "messages"), text)
 
 
-async def _prompt(service: Service, found: Any, add_special: bool) -> EncodedPrompt:
+async def _prompt(service: Service, found: str | int | list[int], add_special: bool) -> EncodedPrompt:
     if isinstance(found, str):
         if not found or "\0" in found:
             raise invalid("prompt: a text must not be empty and must not contain NUL characters", "prompt")
         return EncodedPrompt(await service.encode(found, add_special, "prompt"), found)
     if isinstance(found, list) and found:
-        return EncodedPrompt(_token_ids(found, service))
+        return EncodedPrompt(found)
     raise invalid("prompt: expected text, token ids, or a list of either, and not an empty one", "prompt")
 
 
 def _token_ids(found: list[Any], service: Service) -> list[int]:
-    """Checks that JSON values are integers; which integers, `dsv3.prepare` knows."""
+    """Returns a list whose first item is a token id, if all are; which ids there are, `dsv3.prepare` knows."""
     try:
         return msgspec.convert(found, list[int])
     except msgspec.ValidationError:
@@ -88,7 +115,20 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     if request.tool_choice != "none":
         text = 'tool calls are not parsed by this server; with tool_choice "none" the tools are only shown to the model'
         raise invalid(text, "tools", "unsupported_parameter")
+    if _is_deeper(request.tools, _MAX_TOOL_DEPTH):
+        raise invalid(f"tools: nested deeper than {_MAX_TOOL_DEPTH}", "tools")
     return request.tools
+
+
+def _is_deeper(value: object, limit: int) -> bool:
+    """Returns whether a JSON value is nested deeper than `limit`: templates go down by recursion."""
+    level: list[Any] = [value]
+    for _ in range(limit):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        if not inner:
+            return False
+        level = list(itertools.chain.from_iterable(inner))
+    return True
 
 
 async def _rendered(
@@ -123,21 +163,37 @@ def _render_request(
     return Render([_template_message(message) for message in request.messages], tools, prompted, continued, kwargs)
 
 
-def _template_message(message: ChatMessage) -> dict[str, object]:
+def _template_message(message: ChatMessage) -> dict[str, Any]:
     """Returns a message as templates expect it: plain text content, no role they do not know."""
-    fields = message.model_dump(exclude_unset=True)
+    fields = msgspec.structs.asdict(message)
+    fields = {name: value for name, value in fields.items() if value is not msgspec.UNSET}
+    if message.tool_calls:
+        fields["tool_calls"] = msgspec.to_builtins(message.tool_calls)
     fields["role"] = "system" if message.role == "developer" else message.role
     if isinstance(message.content, list):
         fields["content"] = "\n".join(part.text for part in message.content)
-    if message.content is None and not message.tool_calls:
+    if fields.get("content") is None and not fields.get("tool_calls"):
         raise invalid("messages: a message without tool calls needs content", "messages")
     return fields
 
 
-def detokenize(service: Service, tokens: list[int]) -> str:
+async def detokenize(service: Service, tokens: list[int] | None) -> str:
     """Returns the text of token ids; ApiError without a tokenizer."""
+    if tokens is None:
+        raise invalid("tokens: a list of token ids is needed", "tokens")
     if service.tokenizer is None:
         raise invalid("this model has no tokenizer", "tokens", "no_tokenizer")
-    if any(token >= service.tokenizer.vocab_size for token in tokens):
+    if tokens and max(tokens) >= service.tokenizer.vocab_size:
         raise invalid(f"tokens: a token id is an integer from 0 to {service.tokenizer.vocab_size - 1}", "tokens")
-    return service.tokenizer.decode(tokens, skip_special_tokens=False)
+    tokenizer = service.tokenizer
+    return await service.run(len(tokens) > _INLINE_IDS, lambda: tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+async def token_strings(service: Service, ids: list[int]) -> list[str]:
+    """Returns the text of each token by itself; none without a tokenizer."""
+    tokenizer = service.tokenizer
+    if tokenizer is None:
+        return []
+    return await service.run(
+        len(ids) > _INLINE_IDS, lambda: [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    )

@@ -18,29 +18,18 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[ChatLogprob]
+    """The lists of log-probabilities, here and below, are JSON already: `dsv3.api.answers.logprobs` makes it."""
+
+    content: msgspec.Raw
     refusal: None = None
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
+    tokens: msgspec.Raw
+    token_logprobs: msgspec.Raw
+    top_logprobs: msgspec.Raw
+    text_offset: msgspec.Raw
 
 
 class _Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,12 +82,12 @@ class _Response(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompletionResponse(_Response, frozen=True, kw_only=True):
     object: str = "text_completion"
-    choices: list[CompletionChoice]
+    choices: list[CompletionChoice] | msgspec.Raw
 
 
 class ChatResponse(_Response, frozen=True, kw_only=True):
     object: str = "chat.completion"
-    choices: list[ChatChoice]
+    choices: list[ChatChoice] | msgspec.Raw
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -9,6 +9,8 @@ from dsv3.sampling_params import SamplingParams
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 # All prompts of one request, n times each; they go to the engine in one message.
 _MAX_TOTAL_TOKENS = 2**24
+# In an answer that is not streamed: 60 bytes each. A whole context of 163,840 tokens has 3.4 million.
+MAX_WHOLE_LOGPROBS = 2**22
 _SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -52,7 +54,19 @@ def sampling_params(
             raise does_not_fit(len(prompt.token_ids), max_tokens, limit)
     if sampling.n * sum(len(prompt.token_ids) for prompt in prompts) > _MAX_TOTAL_TOKENS:
         raise invalid(f"prompts and n make more than {_MAX_TOTAL_TOKENS} prompt tokens; send several requests", "n")
+    if not request.stream:
+        _bound_logprobs(sampling, [limit - len(prompt.token_ids) for prompt in prompts])
     return sampling
+
+
+def _bound_logprobs(sampling: SamplingParams, left: list[int]) -> None:
+    """Raises ApiError for more log-probabilities than a front keeps for one answer; prompts leave `left` tokens."""
+    if sampling.logprobs is None:
+        return
+    tokens = sampling.n * sum(max(0, min(sampling.max_tokens or room, room)) for room in left)
+    if (count := tokens * (sampling.logprobs + 1)) > MAX_WHOLE_LOGPROBS:
+        what = f"the answer may hold {count} log-probabilities, at most {MAX_WHOLE_LOGPROBS} are gathered"
+        raise invalid(f"logprobs: {what}; lower max_tokens, n or the alternatives per token, or stream", "logprobs")
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:

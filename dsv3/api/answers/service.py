@@ -10,6 +10,7 @@ from typing import Any, Literal
 from dsv3.api.answers.defaults import sampling_defaults
 from dsv3.api.answers.encoder import Encoder
 from dsv3.api.answers.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
+from dsv3.api.answers.logprobs import LogprobEncoder
 from dsv3.api.answers.metrics import Metrics
 from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.config import ServerConfig
@@ -52,14 +53,16 @@ class Service:
         self.engine = engine
         self.tokenizer = tokenizer
         self.templates = templates
+        self.logprobs = LogprobEncoder(tokenizer)
         self.metrics = Metrics(config.model_names[0], numbers)
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
         self.active = 0
         self._encoder = None if tokenizer is None else Encoder(tokenizer, wait_s)
-        self._thread = ThreadPoolExecutor(1, "prepare")
-        self._preparing = Workers([self._thread], dataclasses.replace(BOUNDS, wait_s=wait_s))
+        bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
+        self._threads = [ThreadPoolExecutor(1, name) for name in ("prepare", "read")]
+        self._preparing, self._reading = (Workers([thread], bounds) for thread in self._threads)
         engine.on_stats = self.metrics.update
 
     @property
@@ -126,20 +129,29 @@ class Service:
 
         Raises ApiError 503 where too much waits for that thread.
         """
-        if not is_long:
-            return work()
+        return await self._in_thread(self._preparing, 0, work) if is_long else work()
+
+    async def read_large[T](self, nbytes: int, work: Callable[[], T]) -> T:
+        """Returns the result of `work`, which reads a body of `nbytes` in a thread.
+
+        One body at a time, since each piece of it stops the event loop. Raises ApiError 503 where too much waits.
+        """
+        return await self._in_thread(self._reading, nbytes, work)
+
+    async def _in_thread[T](self, workers: Workers[ThreadPoolExecutor], nbytes: int, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         try:
-            return await self._preparing.run(0, lambda thread: loop.run_in_executor(thread, work))
+            return await workers.run(nbytes, lambda thread: loop.run_in_executor(thread, work))
         except WorkersBusy as error:
             raise self.busy(error) from None
 
     async def close(self) -> None:
         """Ends the workers."""
-        for workers in (self.templates, self._encoder, self._preparing):
+        for workers in (self.templates, self._encoder, self._preparing, self._reading):
             if workers is not None:
                 await workers.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def make_service(

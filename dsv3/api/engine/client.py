@@ -5,7 +5,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -15,10 +15,13 @@ from dsv3.api.engine import messages
 from dsv3.prepare import PreparedRequest
 from dsv3.request import EngineOutput, first_id
 
-# A step never takes this long; with requests running and no frame for so long the engine hangs.
+# A step never takes this long: an engine that has work and sends no frame for so long hangs.
 WATCHDOG_S = 300.0
-# Requests that are handed their outputs in one piece; then others of the event loop have their turn.
-_SLICE = 256
+# An idle engine sends a frame per second.
+_IDLE_WATCHDOG_S = 30.0
+# Outputs that are handed over in one piece; then others of the event loop have their turn.
+SLICE = 256
+_MAX_ADD_BYTES = 2**20  # of tokens in one message, or one prompt
 _log = logging.getLogger("dsv3.server")
 
 EngineState = Literal["starting", "ready", "failed", "closed"]
@@ -44,8 +47,9 @@ class Sink(Protocol):
     """Where the outputs of one engine request go.
 
     What comes is appended to `pending`, a token alone where the request simply goes on; soon after, `arrived` is
-    called, once for all that has come meanwhile. Whoever takes over `pending` leaves an empty list. `is_queued` is the
-    client's. `fail` is called at most once, with EngineUnavailable, Busy or Refused, and nothing comes after it.
+    called, once for all that has come meanwhile. Whoever takes only a part of `pending` asks for another call by
+    `put_off`; `SLICE` outputs are enough for one. `is_queued` is the client's. `fail` is called at most once, with
+    EngineUnavailable, Busy or Refused, and nothing comes after it.
     """
 
     pending: list[int | EngineOutput]
@@ -81,8 +85,10 @@ class EngineClient:
         self._next_id = 0
         self._sinks: dict[int, Sink] = {}
         self._ready: deque[Sink] = deque()
+        self._is_scheduled = False
         self._failure = ""
-        self._last_frame = time.monotonic()
+        self._silent_s = 0.0
+        self._engine_is_idle = False
         self._transport: asyncio.WriteTransport | None = None
         self._watching: asyncio.Task[None] | None = None
         self._is_first = False
@@ -100,10 +106,7 @@ class EngineClient:
     @property
     def has_room(self) -> bool:
         """Whether one more sequence would be taken, as far as is known of all fronts together."""
-        held = sum(
-            value for name in ("running", "waiting") if isinstance(value := self.stats.get(name, 0), int | float)
-        )
-        return max(held, self.num_live) < self.capacity
+        return max(_num_held(self.stats), self.num_live) < self.capacity
 
     def new_ids(self, count: int) -> int:
         """Returns the first of `count` request ids that nobody has had."""
@@ -128,18 +131,17 @@ class EngineClient:
             raise Busy("the queue is full")
 
     def submit(self, requests: Sequence[PreparedRequest], sinks: Sequence[Sink]) -> None:
-        """Sends requests, all or none, each with its sink.
+        """Sends requests, all or none, with a sink for each sequence, request by request.
 
         Raises Busy without asking the engine when this front alone fills it, EngineUnavailable without an engine.
         """
         if self.state != "ready":
             raise EngineUnavailable(self.reason)
-        self.require_room(len(requests))
-        if not self._sinks:
-            self._last_frame = time.monotonic()
-        for request, sink in zip(requests, sinks, strict=True):
-            self._sinks[request.request_id] = sink
-        self._send(messages.Add(list(requests)))
+        self.require_room(len(sinks))
+        ids = (request.request_id + i for request in requests for i in range(request.sampling.n))
+        self._sinks.update(zip(ids, sinks, strict=True))
+        for message in _frames_of(requests):
+            self._send(message)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Frees the given requests at once; finished ones are ignored."""
@@ -150,7 +152,8 @@ class EngineClient:
     def abort_all(self, error: Exception) -> None:
         """Frees every request and fails whoever waits for one."""
         live: Mapping[int, Sink] = dict(self._sinks)
-        self._hand_over(len(self._ready))
+        while self._ready:
+            self._hand_over()
         self.abort(list(live))
         for sink in live.values():
             sink.fail(error)
@@ -193,17 +196,27 @@ class EngineClient:
         self.fail(self._failure or f"the engine {'could not start' if self.info is None else 'has died'}")
 
     async def _watch(self) -> None:
-        """Takes the engine for dead when it has work and says nothing for too long."""
+        """Takes the engine for dead when it says nothing for too long.
+
+        What was silence at the last look is judged, since everything that had come by then has been read meanwhile.
+        Time in which this process or its event loop stood still counts as two intervals at most.
+        """
+        interval = min(1.0, self._watchdog_s / 10)
         while True:
-            await asyncio.sleep(self._watchdog_s / 10)
-            silent = time.monotonic() - self._last_frame
-            if self._sinks and silent > self._watchdog_s:
-                reason = f"the engine has not answered for {silent:.0f} s"
+            before = time.monotonic()
+            await asyncio.sleep(interval)
+            if self.state == "ready" and self._silent_s > self._allowed_silence_s:
+                reason = f"the engine has not answered for {self._silent_s:.0f} s"
                 self.on_silence(reason)
                 self.fail(reason)
+            self._silent_s += min(time.monotonic() - before, 2 * interval)
+
+    @property
+    def _allowed_silence_s(self) -> float:
+        return min(self._watchdog_s, _IDLE_WATCHDOG_S) if self._engine_is_idle else self._watchdog_s
 
     def _receive(self, body: memoryview) -> None:
-        self._last_frame = time.monotonic()
+        self._silent_s = 0.0
         message = messages.from_engine.decode(body)
         match message:
             case messages.Outputs():
@@ -228,7 +241,6 @@ class EngineClient:
     def _take(self, step: messages.Outputs) -> None:
         """Puts the outputs of a step before their sinks, columns first."""
         rows, sinks, ready = step.columns(), self._sinks, self._ready
-        was_idle = not ready
         if len(rows.tokens) == len(rows):
             for request_id, token in zip(rows.ids.tolist(), rows.tokens.tolist(), strict=True):
                 sink = sinks.get(request_id)
@@ -244,10 +256,11 @@ class EngineClient:
             self._put(output.request_id, [output])
             if output.finish_reason is not None:
                 sinks.pop(output.request_id, None)
+        self._engine_is_idle = step.stats is not None and _num_held(step.stats) == 0
         if step.stats is not None:
             self.stats = step.stats
             self.on_stats(step.stats)
-        if was_idle and ready:
+        if not self._is_scheduled:
             self._run()
 
     def _put(self, request_id: int, items: Sequence[int | EngineOutput]) -> None:
@@ -264,16 +277,30 @@ class EngineClient:
 
         Tokens that come for a sink while it waits for its turn are taken together.
         """
-        self._hand_over(_SLICE)
-        if self._ready:
+        self._is_scheduled = False
+        self._hand_over()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._ready and not self._is_scheduled:
+            self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._run)
 
-    def _hand_over(self, count: int) -> None:
-        ready = self._ready
-        for _ in range(min(count, len(ready))):
+    def _hand_over(self) -> None:
+        ready, left = self._ready, SLICE
+        while ready and left > 0:
             sink = ready.popleft()
+            left -= max(1, len(sink.pending))
             sink.is_queued = False
             sink.arrived()
+
+    def put_off(self, sink: Sink) -> None:
+        """Calls `arrived` of a sink again when others have had their turn."""
+        if sink.is_queued:
+            return
+        sink.is_queued = True
+        self._ready.append(sink)
+        self._schedule()
 
     def _reject(self, message: messages.Rejected) -> None:
         error: Exception = Refused(message.message, message.kind == "invalid")
@@ -282,3 +309,22 @@ class EngineClient:
         for request_id in message.request_ids:
             if (sink := self._sinks.pop(request_id, None)) is not None:
                 sink.fail(error)
+
+
+def _frames_of(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]:
+    """Yields the messages that carry requests, each of a size that is decoded in a millisecond."""
+    part: list[PreparedRequest] = []
+    size = 0
+    for request in requests:
+        if part and size + len(request.tokens) > _MAX_ADD_BYTES:
+            yield messages.Add(part, has_more=True)
+            part, size = [], 0
+        part.append(request)
+        size += len(request.tokens)
+    yield messages.Add(part)
+
+
+def _num_held(stats: messages.Stats) -> float:
+    """Returns how many sequences of all fronts the engine holds, running and waiting."""
+    numbers = (stats.get(name, 0) for name in ("running", "waiting"))
+    return sum(number for number in numbers if isinstance(number, int | float))

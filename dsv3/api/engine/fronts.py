@@ -16,6 +16,7 @@ import numpy as np
 
 from dsv3.api import frames
 from dsv3.api.engine import messages
+from dsv3.prepare import PreparedRequest
 from dsv3.request import StepOutputs, Tokens, senders
 
 MAX_BUFFERED_BYTES = 512 * 2**20
@@ -28,9 +29,9 @@ _log = logging.getLogger("dsv3.engine")
 class FrontConnection:
     """One front: a thread reads its messages, another writes its frames; `send` never waits for it.
 
-    `live` holds the ids of its requests that the engine has not finished. `on_message` and `on_end` are called on the
-    reading thread, `on_end` once, when the front has gone or sends what is no message. `on_full` is called by whoever
-    sends one frame too many.
+    `live` holds the ids of its requests that the engine has not finished, `parts` requests of which more are to come.
+    `on_message` and `on_end` are called on the reading thread, `on_end` once, when the front has gone or sends what is
+    no message. `on_full` is called by whoever sends one frame too many.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class FrontConnection:
     ):
         self.sender = sender
         self.live: set[int] = set()
+        self.parts: list[PreparedRequest] = []
         self._connection = connection
         self._on_message, self._on_end, self._on_full = on_message, on_end, on_full
         self._frames: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
@@ -124,9 +126,14 @@ class FrontConnections:
         while self._received:
             yield self._received.popleft()
 
-    def wait(self) -> None:
-        """Waits for messages to take."""
-        self._arrived.wait()
+    @property
+    def has_messages(self) -> bool:
+        """Whether there are messages to take."""
+        return bool(self._received)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for messages to take, once all that had arrived were taken; at most `timeout_s` seconds."""
+        self._arrived.wait(timeout_s)
 
     def announce(self, info: messages.EngineInfo) -> None:
         """Tells every front, and those still to come, that the engine is ready."""
@@ -196,7 +203,12 @@ class FrontConnections:
 
     def _take_in(self, front: FrontConnection, message: messages.ToEngine) -> None:
         match message:
-            case messages.Add() | messages.Abort():
+            case messages.Add():
+                front.parts += message.requests
+                if not message.has_more:
+                    self._put(front, messages.Add(front.parts))
+                    front.parts = []
+            case messages.Abort():
                 self._put(front, message)
             case messages.Stop() if front.sender == FIRST:
                 self._on_stop()

@@ -22,9 +22,14 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Requests to take together: all, or none if the queue has no room for them."""
+    """Requests to take together: all, or none if the queue has no room for them.
+
+    Each is sent once, however many sequences it stands for. With `has_more`, the next `Add` belongs to them too: a
+    frame is decoded in one piece.
+    """
 
     requests: list[PreparedRequest]
+    has_more: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +72,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     """Outputs of one step: `StepOutputs` with its columns joined, little endian.
 
     `ids` are int64, `counts` int64, `tokens` int32; without `counts` each request has one token. `stats`, the engine's
-    counters, come ten times per second.
+    counters, come ten times per second, and once per second from an idle engine, which shows that it lives. The frame
+    before the first step after that has none and no outputs.
     """
 
     ids: bytes

@@ -15,31 +15,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import msgspec
 
 from dsv3.api.engine import messages
-from dsv3.api.engine.fronts import FrontConnection, FrontConnections
+from dsv3.api.engine.fronts import FrontConnections
+from dsv3.api.engine.intake import EngineLike, Intake
 from dsv3.engine.errors import public_text
-from dsv3.prepare import PreparedRequest
-from dsv3.request import InvalidRequest, QueueFull, StepOutputs
+from dsv3.request import StepOutputs
 
 _STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
+_PULSE_S = 1.0  # between two frames of an idle engine: without them a front takes it for hanging
 _log = logging.getLogger("dsv3.engine")
-
-
-class EngineLike(Protocol):
-    """What this process needs of an engine; `dsv3.engine.engine.Engine` is one."""
-
-    failure: BaseException | None
-
-    @property
-    def has_work(self) -> bool: ...
-    def submit(self, request: PreparedRequest) -> None: ...
-    def abort(self, request_id: int) -> None: ...
-    def step(self) -> StepOutputs: ...
-    def stats(self) -> Any: ...
 
 
 class EngineFailed(Exception):
@@ -128,18 +116,16 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
     """Steps the engine for ever; raises EngineFailed, or what `engine.step` raises, when it cannot go on.
 
-    Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle.
+    Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle. While it is idle
+    they come every `_PULSE_S`. A frame without them says that its next step, which may take long, begins.
     """
-    told = 0.0
+    told, idle, intake = 0.0, True, Intake(engine, fronts)
     while True:
-        changed = False
-        for front, message in fronts.take():
-            _handle(engine, front, message)
-            if message is None:
-                fronts.remove(front)
-            changed = True
+        changed = intake.take()
+        if idle and engine.has_work:
+            fronts.tell(messages.Outputs.from_outputs(StepOutputs(), None))
         outputs = engine.step() if engine.has_work else StepOutputs()
-        idle = not engine.has_work
+        idle = not (engine.has_work or intake.has_work)
         due = idle or time.monotonic() - told > _STATS_S
         if outputs or changed or idle:
             fronts.deliver(outputs, _numbers(engine.stats()) if due else None)
@@ -147,7 +133,7 @@ def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
         if engine.failure is not None:
             raise EngineFailed(public_text(engine.failure))
         if idle:
-            fronts.wait()
+            fronts.wait(_PULSE_S)
 
 
 def _build(start: messages.Start, host: Host) -> tuple[EngineLike, messages.EngineInfo]:
@@ -155,41 +141,6 @@ def _build(start: messages.Start, host: Host) -> tuple[EngineLike, messages.Engi
     factory = getattr(importlib.import_module(module), name)
     engine, info = factory(start, host)
     return engine, info
-
-
-def _handle(engine: EngineLike, front: FrontConnection, message: messages.Add | messages.Abort | None) -> None:
-    """Does what a front asks; for one that has gone, aborts its requests."""
-    if isinstance(message, messages.Add):
-        rejection = _add(engine, message.requests)
-        if rejection is None:
-            front.live.update(request.request_id for request in message.requests)
-        else:
-            front.send(rejection)
-        return
-    ended = list(front.live) if message is None else message.request_ids
-    front.live.difference_update(ended)
-    for request_id in ended:
-        engine.abort(request_id)
-
-
-def _add(engine: EngineLike, requests: list[PreparedRequest]) -> messages.Rejected | None:
-    """Adds all of `requests` or, after the first that is refused, none."""
-    ids = [request.request_id for request in requests]
-    for i, request in enumerate(requests):
-        try:
-            engine.submit(request)
-            continue
-        except QueueFull as error:
-            kind, text = "queue_full", str(error)
-        except InvalidRequest as error:
-            kind, text = "invalid", str(error)
-        except Exception:  # one request may fail only itself
-            _log.error("request %d was not taken:\n%s", request.request_id, traceback.format_exc())
-            kind, text = "internal", "the engine could not take the request"
-        for taken in ids[:i]:
-            engine.abort(taken)
-        return messages.Rejected(ids, kind, text)
-    return None
 
 
 def _numbers(stats: Any) -> messages.Stats:

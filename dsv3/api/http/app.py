@@ -16,7 +16,8 @@ from dsv3.api.answers import prompts
 from dsv3.api.answers.answer import Answer
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.kinds import KINDS
-from dsv3.api.answers.schema import DetokenizeRequest, TokenizeRequest, parse
+from dsv3.api.answers.reading import read_request
+from dsv3.api.answers.schema import DetokenizeRequest, TokenizeRequest
 from dsv3.api.answers.service import Service
 from dsv3.api.http.auth import RequireKey
 from dsv3.api.http.bodies import Handler, endpoint, read_json_body, unless_disconnected
@@ -113,18 +114,18 @@ async def _metrics(service: Service, _: Request) -> Response:
 
 
 async def _tokenize(service: Service, http: Request) -> Response:
-    request = parse(TokenizeRequest, await read_json_body(http))
+    request = await read_request(service, TokenizeRequest, await read_json_body(http))
     service.require_model(request.model)
     info = service.require_ready()
     prompt = await unless_disconnected(http.receive, prompts.tokenize_prompt(service, request))
     ids = prompt.token_ids
     answer = {"count": len(ids), "max_model_len": info.rules.max_model_len, "tokens": ids}
     if request.return_token_strs and service.tokenizer is not None:
-        answer["token_strs"] = [service.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+        answer["token_strs"] = await prompts.token_strings(service, ids)
     return _json(answer)
 
 
 async def _detokenize(service: Service, http: Request) -> Response:
-    request = parse(DetokenizeRequest, await read_json_body(http))
+    request = await read_request(service, DetokenizeRequest, await read_json_body(http))
     service.require_model(request.model)
-    return _json({"prompt": prompts.detokenize(service, request.tokens)})
+    return _json({"prompt": await prompts.detokenize(service, request.tokens)})

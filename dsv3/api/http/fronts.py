@@ -9,7 +9,6 @@ import asyncio
 import logging
 import socket
 import sys
-import time
 from collections.abc import Callable
 
 from dsv3.api import frames
@@ -27,18 +26,19 @@ _log = logging.getLogger("dsv3.server")
 class OtherFronts:
     """All fronts of an instance but the first; there are none where `api_server_count` is 1.
 
-    `on_failure` is called with a reason when the instance cannot go on.
+    `created` is the time of the instance's start that all fronts tell. `on_failure` is called with a reason when the
+    instance cannot go on.
     """
 
     def __init__(
         self,
         config: ServerConfig,
+        created: int,
         listener: socket.socket,
         numbers: SharedNumbers,
         engine: EngineProcess,
         on_failure: Callable[[str], None],
     ):
-        created = int(time.time())
         self._fronts = [
             _OtherFront(_start_message(config, number, created), listener, numbers, engine, on_failure)
             for number in range(1, config.options.api_server_count)

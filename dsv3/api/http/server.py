@@ -48,7 +48,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     try:
         async with serving(service, listener, config.options.api_key):
             process = await start_engine(config, service)
-            fronts = OtherFronts(config, listener, numbers, process, engine.fail)
+            fronts = OtherFronts(config, service.config.created, listener, numbers, process, engine.fail)
             engine.on_dropped = fronts.drop
             engine.on_failure = lambda reason: _pass_on_failure(reason, process, fronts)
             try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.certificates import Credentials, credentials_of
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
 from dsv3.engine.cluster.fingerprint import fields_of
@@ -33,11 +34,12 @@ from dsv3.engine.cluster.messages import (
     Hello,
     Loaded,
     Ready,
+    Started,
     Step,
     Stop,
 )
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
-from dsv3.engine.cluster.wire import HANDSHAKE_S, Wire, WireError, connect
+from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.executor import InFlight, LocalExecutor
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.options import ClusterOptions, EngineOptions
@@ -58,10 +60,10 @@ def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: 
     `options` are those of the leader. Raises ValueError for a key file that cannot be used.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    key = read_key(cluster.cluster_key_file)
+    credentials = credentials_of(read_key(cluster.cluster_key_file))
     signals = _Signals()
     try:
-        wire = _reach(cluster, key)
+        wire = _reach(cluster, credentials)
     except WireError as error:
         _end(1, str(error))
     follower = _Follower(cluster, wire)
@@ -78,6 +80,7 @@ class _Follower:
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
+        self._silence_s = cluster.starting_silence_s
         self._channel = Channel(wire, self._heartbeat, self._take, self._lost, cluster.heartbeat_s)
         self._channel.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -150,6 +153,8 @@ class _Follower:
                 _end(0, "the leader has ended in order")
             case Stop(failure=str(failure)):
                 _end(1, f"the leader ends the instance: {failure}")
+            case Started():
+                self._silence_s = self._cluster.cluster_silence_timeout
             case Begin() | Build() | Step():
                 self._inbox.put(message)
 
@@ -172,11 +177,10 @@ class _Follower:
             self.give_up(error)
 
     def _watch(self) -> None:
-        limit = self._cluster.cluster_silence_timeout
-        interval, last = min(0.25, limit / 8), time.monotonic()
+        interval, last = min(0.25, self._cluster.cluster_silence_timeout / 8), time.monotonic()
         while True:
             time.sleep(interval)
-            now = time.monotonic()
+            now, limit = time.monotonic(), self._silence_s
             suspended, last = now - last > interval + limit / 2, now
             if suspended:
                 self._channel.forgive()
@@ -184,21 +188,31 @@ class _Follower:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
 
 
-def _reach(cluster: ClusterOptions, key: bytes) -> Wire:
-    """Connects to the leader, which may start later. Raises WireError when the time to start is over."""
+def _reach(cluster: ClusterOptions, credentials: Credentials) -> Wire:
+    """Connects to the leader, which may start later, be busy, or be besieged by strangers.
+
+    Raises WireError where the leader refuses this process, and when the time to start is over.
+    """
     host, port = cluster.control_address
     deadline = time.monotonic() + cluster.cluster_start_timeout
     while True:
         try:
-            connection = socket.create_connection((host, port), timeout=HANDSHAKE_S)
-        except OSError as error:
+            return _dial((host, port), credentials, cluster.process_id)
+        except (OSError, Unanswered) as error:
             if time.monotonic() > deadline:
                 raise WireError(
                     f"cannot reach the leader at {host}:{port} within {cluster.cluster_start_timeout:g} s: {error}"
                 ) from None
-            time.sleep(_RETRY_S)
-            continue
-        return connect(connection, key, cluster.process_id)
+        time.sleep(_RETRY_S)
+
+
+def _dial(address: tuple[str, int], credentials: Credentials, process_id: int) -> Wire:
+    connection = socket.create_connection(address, timeout=PATIENCE_S)
+    try:
+        return connect(connection, credentials, process_id)
+    except WireError:
+        connection.close()
+        raise
 
 
 class _Signals:

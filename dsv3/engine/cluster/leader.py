@@ -4,9 +4,7 @@ Its own threads accept, receive, send and watch. A main thread that compiles, lo
 none of them. The first failure of any process ends the instance: `on_failure` is called with it, once.
 """
 
-import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,20 +12,20 @@ from collections.abc import Callable
 import numpy as np
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.certificates import credentials_of
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
+from dsv3.engine.cluster.entrance import Entrance
 from dsv3.engine.cluster.fingerprint import Fields, differences
 from dsv3.engine.cluster.membership import read_key
-from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Stop
-from dsv3.engine.cluster.wire import Wire, WireError, accept
+from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Started, Stop
+from dsv3.engine.cluster.wire import Wire, WireError
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import StepCommand
 from dsv3.options import LEADER, ClusterOptions
 
 _log = logging.getLogger("dsv3.cluster")
-_MAX_GREETINGS = 64  # connections that have not proved yet that they know the key; more are closed at once
-_MAX_REFUSALS_LOGGED = 20
 _REMIND_S = 30.0  # how often the log names the processes that are waited for
 # Before its process ends, the leader waits until every follower has read why and has ended. That takes milliseconds,
 # and about a second on a busy host. These are the bounds: in order and after a failure.
@@ -55,7 +53,6 @@ class Leader:
     ) -> None:
         self._options, self._fields = options, fields
         self._on_failure, self._on_drain = on_failure, on_drain
-        self._key = read_key(options.cluster_key_file)
         self._followers = frozenset(range(1, options.num_processes))
         self._channels: dict[int, Channel] = {}
         self._said: dict[type, dict[int, messages.ToLeader]] = {Hello: {}, Loaded: {}, Ready: {}}
@@ -68,19 +65,19 @@ class Leader:
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._ranks: dict[int, range] = {}
-        self._refusals = 0
-        self._greetings = 0
+        self._silence_s = options.starting_silence_s
         self._forgiven = 0.0  # when this process was last found to have been suspended
-        self._listener = _listen(options)
+        credentials = credentials_of(read_key(options.cluster_key_file))
+        self._entrance = Entrance(options, credentials, self._admit)
 
     def gather(self) -> None:
         """Waits until every follower has come and has the leader's fingerprint, then lets them begin.
 
         Raises ClusterError when the time is over, with the missing processes, and where fingerprints differ.
         """
-        address = "{}:{}".format(*self._listener.getsockname()[:2])
-        for target in (self._accept, self._watch):
-            threading.Thread(target=target, name=f"cluster{target.__name__}", daemon=True).start()
+        address = self._entrance.address
+        self._entrance.open()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
         _log.info("waiting for %d processes at %s", len(self._followers), address)
         missing = self._wait_for(Hello, "to come", self._options.cluster_start_timeout)
         if missing:
@@ -88,7 +85,7 @@ class Leader:
                 f"{_processes(missing)} of {self._options.num_processes} did not come within "
                 f"{self._options.cluster_start_timeout:g} s (listening at {address})"
             )
-        _stop_listening(self._listener)
+        self._entrance.close()
         self._broadcast(messages.encode(messages.Begin()))
 
     def loaded(self, fields: Fields) -> int:
@@ -109,8 +106,10 @@ class Leader:
         self._broadcast(messages.encode(Build(config)))
 
     def ready(self) -> None:
-        """Waits until every follower has compiled."""
+        """Waits until every follower has compiled, and tells all so."""
         self._wait_for(Ready, "to compile")
+        self._broadcast(messages.encode(Started()))
+        self._silence_s = self._options.cluster_silence_timeout
 
     def send(self, command: StepCommand) -> None:
         """Sends each follower the part of a command that its ranks need, without waiting.
@@ -144,7 +143,7 @@ class Leader:
         The wait is at most `_LAST_WORD_S` seconds after a failure, else `_FAREWELL_S`. Silent followers are not
         waited for.
         """
-        _stop_listening(self._listener)
+        self._entrance.close()
         with self._changed:
             self._ending = True
             self._last_word = self._last_word or messages.encode(Stop(failure))
@@ -158,36 +157,9 @@ class Leader:
 
     def _someone_listens(self) -> bool:
         """Returns whether a follower, or a process that is being let in, may still read the last message."""
-        heard_s = time.monotonic() - self._options.cluster_silence_timeout
+        heard_s = time.monotonic() - self._silence_s
         listening = [c for c in self._channels.values() if not c.closed and c.last_heard_s >= heard_s]
-        return bool(listening) or self._greetings > 0
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return  # closed: all have come
-            with self._changed:
-                full = self._greetings >= _MAX_GREETINGS
-                self._greetings += not full
-            if full:
-                connection.close()
-            else:
-                threading.Thread(target=self._greet, args=(connection, address[0]), daemon=True).start()
-
-    def _greet(self, connection: socket.socket, address: str) -> None:
-        try:
-            process_id, wire = accept(connection, self._key, self._options.num_processes)
-            self._admit(process_id, wire, address)
-        except (WireError, OSError) as error:
-            connection.close()
-            self._refusals += 1
-            if self._refusals <= _MAX_REFUSALS_LOGGED:
-                _log.warning("refused a connection from %s: %s", address, error)
-        finally:
-            with self._changed:
-                self._greetings -= 1
+        return bool(listening) or self._entrance.is_busy
 
     def _admit(self, process_id: int, wire: Wire, address: str) -> None:
         """Lets a process in; one that comes while the instance ends is told why.
@@ -198,7 +170,7 @@ class Leader:
             wire,
             _heartbeat,
             lambda body: self._take(process_id, body),
-            lambda end: self._lost(process_id, end),
+            lambda end: self._lost(process_id, channel, end),
             self._options.heartbeat_s,
         )
         with self._changed:
@@ -249,8 +221,15 @@ class Leader:
         if process_id is not None:
             self._fail(f"process {process_id} has other results than process {LEADER} in step {number}")
 
-    def _lost(self, process_id: int, end: str) -> None:
-        if not self._ending:
+    def _lost(self, process_id: int, channel: Channel, end: str) -> None:
+        """Ends the instance, unless the process had not said anything yet: it may have given up waiting, and return."""
+        with self._changed:
+            is_new = channel.closed and process_id not in self._said[Hello]
+            if is_new and self._channels.get(process_id) is channel:
+                del self._channels[process_id]
+        if is_new:
+            _log.warning("process %d %s, before its first message", process_id, end)
+        elif not self._ending:
             self._fail(f"process {process_id} {end}")
 
     def _watch(self) -> None:
@@ -260,7 +239,7 @@ class Leader:
         while self._failure is None and not self._ending:
             time.sleep(interval)
             now = time.monotonic()
-            late, last = now - last > interval + self._options.cluster_silence_timeout / 2, now
+            late, last = now - last > interval + self._silence_s / 2, now
             if late:
                 self._forgiven = now
                 self._book.forgive()
@@ -274,7 +253,7 @@ class Leader:
 
         `now` is read before, since this process may be suspended at any point, here too.
         """
-        limit = self._options.cluster_silence_timeout
+        limit = self._silence_s
         for process_id, channel in list(self._channels.items()):
             if now - channel.last_heard_s > limit:
                 self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")
@@ -335,28 +314,6 @@ class Leader:
 
 def _heartbeat() -> bytes:
     return messages.encode(Heartbeat())
-
-
-def _listen(options: ClusterOptions) -> socket.socket:
-    host, port = options.control_address
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(128)
-    except OSError as error:
-        raise ClusterError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}; --coordinator must be an address of process "
-            f"{LEADER}'s host, with that port and the next one free"
-        ) from None
-    return listener
-
-
-def _stop_listening(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves a thread in accept, and the port open
-    listener.close()
 
 
 def _processes(ids: frozenset[int]) -> str:

@@ -48,6 +48,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """A follower can execute commands."""
 
 
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """Every process is ready: from now on less silence is allowed."""
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
     """The next step: its jobs, each a kind and the kind's command as the kind's own type encodes it."""
 
@@ -87,7 +91,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     failure: str | None
 
 
-ToFollower = Begin | Build | Step | Heartbeat | Stop
+ToFollower = Begin | Build | Started | Step | Heartbeat | Stop
 ToLeader = Hello | Loaded | Ready | Digest | Heartbeat | Drain | Failed
 
 

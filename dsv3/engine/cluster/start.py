@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from dsv3.engine.build import load_parts
+from dsv3.engine.cluster.certificates import IDENTITY, credentials_of
 from dsv3.engine.cluster.compiled import ProgramStore
 from dsv3.engine.cluster.fingerprint import Fields, agreed, environment, shaping
 from dsv3.engine.cluster.membership import read_key
@@ -48,9 +49,11 @@ def load_model(model_dir: Path, options: EngineOptions) -> Parts:
 def start_jax(cluster: ClusterOptions) -> None:
     """Joins this process's devices with those of the others, all of which are there already.
 
-    The coordinator listens at the given address alone, not at all of the host's. Its own failure detection is far
-    slower than ours, and its preemption service would take SIGTERM from us.
+    The coordinator listens at the given address alone, not at all of the host's. It and its clients show each other
+    certificates of the instance: without them one call of a stranger would end every process. Its own failure detection
+    is far slower than ours, and its preemption service would take SIGTERM from us.
     """
+    credentials = credentials_of(read_key(cluster.cluster_key_file))
     jax.config.update("jax_enable_compilation_cache", False)  # see `compiled`
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
@@ -61,6 +64,11 @@ def start_jax(cluster: ClusterOptions) -> None:
         cluster_detection_method="deactivate",
         initialization_timeout=_CONNECT_S,
         coordinator_bind_address=_bind_address(cluster.coordinator),
+        mtls_cert_file=credentials.certificate,
+        mtls_key_file=credentials.private_key,
+        mtls_ca_file=credentials.authority,
+        mtls_peer_uri_prefix=IDENTITY,
+        verify_secure_credentials=True,
     )
     _log.info("%d devices, %d of them here", len(jax.devices()), jax.local_device_count())
 

@@ -1,19 +1,20 @@
-"""Sends frames between two processes that share a secret: mutual challenge and response, then a MAC on every frame.
+"""Sends frames between two processes that share a secret, over TLS 1.3 in which each shows a certificate made from it.
 
-First both ends prove that they know the key, by HMAC-SHA256 over two fresh nonces. Each direction then has its own
-key, derived from the nonces. The MAC of a frame covers the frame's number, so a frame cannot be forged, changed,
-replayed, dropped or sent back. Nothing is encrypted. A frame is its length (4 bytes, little endian), its MAC (32 bytes)
-and its body.
+TLS encrypts, and sees to it that nothing is forged, changed, replayed, dropped in between or sent back. A frame is its
+length (4 bytes, little endian) and its body. The first frame of a follower is its process id, and the leader's answer
+is empty, or says why it refuses the process.
 """
 
 import contextlib
-import hashlib
-import hmac
+import functools
 import math
-import secrets
 import socket
+import ssl
 import struct
+import threading
 import time
+
+from dsv3.engine.cluster.certificates import Credentials
 
 # A bound against garbage, far above any command: a follower gets only its ranks' part of one, 17 kB for 16 chunks of
 # 4,096 tokens over 18 hosts (`python -m benchmarks.cluster_send`).
@@ -21,55 +22,81 @@ MAX_FRAME_BYTES = 64 * 2**20
 """The longest body. It bounds the memory that a wrong length field can ask for; `Channel.send` refuses a longer one."""
 
 HANDSHAKE_S = 5.0
-"""Seconds that the other process has to prove that it knows the key."""
+"""Seconds that a follower has to prove that it knows the key."""
 
-_MAGIC = b"dsv3 cluster 1\n"
-_NONCE_BYTES = _MAC_BYTES = 32
-_HEAD = struct.Struct("<I32s")
-_PROOF = struct.Struct("<I32s32s")  # process id, the follower's nonce, MAC
-_SEQUENCE = struct.Struct("<QI")
+PATIENCE_S = 15.0
+"""Seconds that a follower waits for the leader's answer: longer, so that the leader has decided before."""
+
+_LENGTH, _PROCESS_ID = struct.Struct("<I"), struct.Struct("<I")
+_MAX_REFUSAL_BYTES = 1000
+_READ_BYTES, _RECORD_BYTES = 2**18, 2**14
 
 
 class WireError(Exception):
     """The other process is not what it should be, or has sent what is no frame; the message says which."""
 
 
-class Wire:
-    """An authenticated connection to another process. One thread may send and one receive."""
+class Unanswered(WireError):
+    """The connection ended, or time was over, before the other process has said who it is; another try may succeed."""
 
-    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+
+class Wire:
+    """An encrypted connection to another process. One thread may send and one receive.
+
+    The TLS state is used by both under a lock, and never waits for the network: OpenSSL's connections are not to be
+    used by two threads at once.
+    """
+
+    def __init__(self, connection: socket.socket, credentials: Credentials, is_server: bool) -> None:
         self._connection = connection
-        self._send_key, self._receive_key = send_key, receive_key
-        self._sent = self._received = 0
-        connection.settimeout(None)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = _context(credentials, is_server).wrap_bio(self._incoming, self._outgoing, server_side=is_server)
+        self._lock = threading.Lock()
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def shake_hands(self, deadline: float) -> None:
+        """Proves to each side that the other knows the key.
+
+        Raises ssl.SSLError where one does not, EOFError when the connection ends, OSError when it breaks or time is
+        over.
+        """
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._flush(deadline)
+                self._fill(deadline)
+            except ssl.SSLError:
+                with contextlib.suppress(OSError):
+                    self._flush(deadline)  # tells the other side so
+                raise
+            else:
+                self._flush(deadline)
+                return
 
     def send(self, body: bytes) -> None:
         """Sends a frame. Raises OSError when the connection has ended, WireError for a body that no frame holds."""
         if len(body) > MAX_FRAME_BYTES:
             raise WireError(f"a message of {len(body)} bytes, at most {MAX_FRAME_BYTES} fit a frame")
-        mac = _frame_mac(self._send_key, self._sent, body)
-        self._sent += 1
-        self._connection.sendall(_HEAD.pack(len(body), mac) + body)
+        with self._lock:
+            self._tls.write(_LENGTH.pack(len(body)) + body)
+        self._flush()
 
-    def receive(self) -> bytes | None:
+    def receive(self, deadline: float | None = None, limit: int = MAX_FRAME_BYTES) -> bytes | None:
         """Returns the body of the next frame, None when the connection has ended.
 
-        Raises WireError for a frame that is too long or that the other process has not made.
+        Raises WireError for a frame that is longer than `limit` or that the other process has not made.
         """
         try:
-            head = _read(self._connection, _HEAD.size)
-            length, mac = _HEAD.unpack(head)
-            if length > MAX_FRAME_BYTES:
-                raise WireError(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
-            body = _read(self._connection, length)
+            [length] = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+            if length > limit:
+                raise WireError(f"a frame of {length} bytes, at most {limit} are taken")
+            return self._read(length, deadline)
+        except ssl.SSLError as error:
+            raise WireError(f"what came is no frame of the other process ({error.reason or error})") from None
         except (EOFError, OSError):
             return None
-        if not hmac.compare_digest(mac, _frame_mac(self._receive_key, self._received, body)):
-            raise WireError("a frame's MAC is wrong")
-        self._received += 1
-        return body
 
     def end(self) -> None:
         """Tells the other process that nothing more will be sent."""
@@ -97,81 +124,111 @@ class Wire:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
+    def _read(self, count: int, deadline: float | None) -> bytes:
+        """Returns exactly `count` bytes; raises EOFError if the connection ends before, TimeoutError too late."""
+        data = bytearray()
+        while len(data) < count:
+            try:
+                with self._lock:
+                    part = self._tls.read(min(count - len(data), _RECORD_BYTES))
+            except ssl.SSLWantReadError:
+                self._fill(deadline)
+                continue
+            if not part:
+                raise EOFError("the connection ended")
+            data += part
+        return bytes(data)
 
-def accept(connection: socket.socket, key: bytes, num_processes: int) -> tuple[int, Wire]:
+    def _fill(self, deadline: float | None) -> None:
+        """Waits for encrypted bytes."""
+        self._set_timeout(deadline)
+        received = self._connection.recv(_READ_BYTES)
+        if not received:
+            raise EOFError("the connection ended")
+        with self._lock:
+            self._incoming.write(received)
+
+    def _flush(self, deadline: float | None = None) -> None:
+        """Sends the encrypted bytes that wait."""
+        with self._lock:
+            waiting = self._outgoing.read()
+        if waiting:
+            self._set_timeout(deadline)
+            self._connection.sendall(waiting)
+
+    def _set_timeout(self, deadline: float | None) -> None:
+        if deadline is None:
+            return
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._connection.settimeout(left)
+
+
+def accept(connection: socket.socket, credentials: Credentials, num_processes: int) -> tuple[int, Wire]:
     """Shakes hands as the leader; returns the other process's id and the wire to it.
 
-    Raises WireError for a process that does not prove within `HANDSHAKE_S` that it knows the key. Such a process learns
-    nothing but a nonce.
+    Raises WireError for a process that does not prove within `HANDSHAKE_S` that it knows the key.
     """
     deadline = time.monotonic() + HANDSHAKE_S
-    ours = secrets.token_bytes(_NONCE_BYTES)
     try:
-        connection.settimeout(HANDSHAKE_S)
-        connection.sendall(_MAGIC + ours)
-        process_id, theirs, mac = _PROOF.unpack(_read(connection, _PROOF.size, deadline))
-        transcript = _transcript(process_id, ours, theirs)
-        if not hmac.compare_digest(mac, _mac(key, b"follower", transcript)):
-            raise WireError("it does not know the key")
+        wire = Wire(connection, credentials, is_server=True)
+        wire.shake_hands(deadline)
+        body = wire.receive(deadline, _PROCESS_ID.size)
+        if body is None or len(body) != _PROCESS_ID.size:
+            raise EOFError("it has not said its process id")
+        [process_id] = _PROCESS_ID.unpack(body)
         if not 0 < process_id < num_processes:
-            raise WireError(f"process id {process_id} is not from 1 to {num_processes - 1}")
-        connection.sendall(_mac(key, b"leader", transcript))
+            refusal = f"process id {process_id} is not from 1 to {num_processes - 1}"
+            wire.send(refusal.encode())
+            raise WireError(refusal)
+        wire.send(b"")
+    except ssl.SSLError as error:
+        raise WireError(f"it does not know the key, or is no process of an instance ({error.reason})") from None
     except (OSError, EOFError) as error:
         raise WireError(f"it did not complete the handshake ({_text(error)})") from None
-    return process_id, Wire(connection, _mac(key, b"to follower", transcript), _mac(key, b"to leader", transcript))
+    connection.settimeout(None)
+    return process_id, wire
 
 
-def connect(connection: socket.socket, key: bytes, process_id: int) -> Wire:
+def connect(connection: socket.socket, credentials: Credentials, process_id: int) -> Wire:
     """Shakes hands as follower `process_id`; returns the wire to the leader.
 
-    Raises WireError for a leader that does not prove within `HANDSHAKE_S` that it knows the key.
+    Raises WireError for a leader that does not know the key or refuses this process, Unanswered where the connection
+    ends before that is known, or after `PATIENCE_S`.
     """
-    deadline = time.monotonic() + HANDSHAKE_S
-    ours = secrets.token_bytes(_NONCE_BYTES)
+    deadline = time.monotonic() + PATIENCE_S
     try:
-        hello = _read(connection, len(_MAGIC) + _NONCE_BYTES, deadline)
-        if not hello.startswith(_MAGIC):
-            raise WireError("something else answers at the leader's control port")
-        transcript = _transcript(process_id, hello[len(_MAGIC) :], ours)
-        connection.settimeout(HANDSHAKE_S)
-        connection.sendall(_PROOF.pack(process_id, ours, _mac(key, b"follower", transcript)))
-        answer = _read(connection, _MAC_BYTES, deadline)
-    except EOFError:
-        raise WireError("the leader refused this process, or has ended: is cluster_key_file the same there?") from None
-    except OSError as error:
-        raise WireError(f"the leader did not complete the handshake ({_text(error)})") from None
-    if not hmac.compare_digest(answer, _mac(key, b"leader", transcript)):
-        raise WireError("whoever listens at the leader's control port does not know the key")
-    return Wire(connection, _mac(key, b"to leader", transcript), _mac(key, b"to follower", transcript))
+        wire = Wire(connection, credentials, is_server=False)
+        wire.shake_hands(deadline)
+        wire.send(_PROCESS_ID.pack(process_id))
+        refusal = wire.receive(deadline, _MAX_REFUSAL_BYTES)
+    except ssl.SSLCertVerificationError:
+        raise WireError("the leader has another key: is cluster_key_file the same there?") from None
+    except ssl.SSLError as error:
+        raise WireError(f"something else answers at the leader's control port ({error.reason})") from None
+    except (OSError, EOFError) as error:
+        raise Unanswered(f"the leader did not complete the handshake ({_text(error)})") from None
+    if refusal is None:
+        raise Unanswered("the leader ended the connection, or did not answer in time")
+    if refusal:
+        raise WireError(f"the leader refused this process: {refusal.decode(errors='replace')}")
+    connection.settimeout(None)
+    return wire
 
 
-def _transcript(process_id: int, leader_nonce: bytes, follower_nonce: bytes) -> bytes:
-    return _MAGIC + process_id.to_bytes(4, "little") + leader_nonce + follower_nonce
-
-
-def _mac(key: bytes, purpose: bytes, data: bytes) -> bytes:
-    return hmac.digest(key, purpose + b"\0" + data, hashlib.sha256)
-
-
-def _frame_mac(key: bytes, sequence: int, body: bytes) -> bytes:
-    mac = hmac.new(key, _SEQUENCE.pack(sequence, len(body)), hashlib.sha256)
-    mac.update(body)
-    return mac.digest()
-
-
-def _read(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
-    """Returns exactly `count` bytes. Raises EOFError if the connection ends before, TimeoutError past the deadline."""
-    data = bytearray()
-    while len(data) < count:
-        if deadline is not None:
-            connection.settimeout(max(1e-3, deadline - time.monotonic()))
-        part = connection.recv(min(count - len(data), 2**20))
-        if not part:
-            raise EOFError("the connection ended")
-        data += part
-        if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError("timed out")
-    return bytes(data)
+@functools.cache
+def _context(credentials: Credentials, is_server: bool) -> ssl.SSLContext:
+    """Returns what both sides ask for: TLS 1.3, and a certificate of the instance's own authority."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # what counts is the authority, which nobody else has
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cafile=credentials.authority)
+    context.load_cert_chain(credentials.certificate, credentials.private_key)
+    if is_server:
+        context.num_tickets = 0  # no connection is resumed
+    return context
 
 
 def _text(error: Exception) -> str:

@@ -12,6 +12,10 @@ from dsv3.engine.requests.queue import WaitingQueue
 from dsv3.engine.requests.sequence import Sequence
 from dsv3.engine.requests.slots import SlotTable
 
+# Known tokens of the sequences that are looked at in one step: under 2 ms where all are cached. The 127 others of one
+# prompt of 131,071 tokens took 176 ms in the step after it had been computed.
+SLICE_TOKENS = 2**18
+
 
 class Admission:
     """First come, first served, to the least busy rank with room.
@@ -26,9 +30,11 @@ class Admission:
         self.prefix_hits = 0  # of these, found
 
     def admit(self) -> list[Sequence]:
-        """Gives slots and pages to as many waiting sequences as fit; returns them."""
-        started = []
-        while self._slots.num_free and (sequence := self._queue.pop()) is not None:
+        """Gives slots and pages to as many waiting sequences as fit, up to `SLICE_TOKENS`; returns them."""
+        started: list[Sequence] = []
+        tokens = 0
+        while tokens < SLICE_TOKENS and self._slots.num_free and (sequence := self._queue.pop()) is not None:
+            tokens += len(sequence.tokens)
             choice = self._choose_rank(sequence)
             if choice is None:
                 self._queue.push(sequence)

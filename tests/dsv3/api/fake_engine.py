@@ -5,6 +5,7 @@ with the end-of-sequence token after one repetition. Token ids from `TROUBLE` on
 """
 
 import dataclasses
+import functools
 import time
 from collections import deque
 
@@ -24,11 +25,19 @@ TROUBLE = CRASH_STEP
 class _Sequence:
     request: PreparedRequest
     prompt: list[int]
+    trouble: frozenset[int]
     done: int = 0
 
     @property
     def pages(self) -> int:
         return (len(self.prompt) + self.done) // 64 + 1
+
+
+@functools.lru_cache(maxsize=4)
+def _read(tokens: bytes) -> tuple[list[int], frozenset[int]]:
+    """A prompt and the trouble in it; the sequences of one prompt share both."""
+    prompt = np.frombuffer(tokens, "<i4")
+    return prompt.tolist(), frozenset(prompt[prompt >= TROUBLE].tolist())
 
 
 class FakeEngine:
@@ -46,15 +55,19 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def room(self) -> int:
+        return self._max_waiting + self._max_num_seqs - len(self._running) - len(self._waiting)
+
     def submit(self, request: PreparedRequest) -> None:
-        prompt = request.prompt.tolist()
-        if CRASH_ADD in prompt:
+        prompt, trouble = _read(request.tokens)
+        if CRASH_ADD in trouble:
             raise RuntimeError("secret /path/of/this/machine")
-        if INVALID in prompt:
+        if INVALID in trouble:
             raise InvalidRequest("prompt: the engine refuses it")
-        if len(self._waiting) >= self._max_waiting + self._max_num_seqs - len(self._running):
+        if self.room <= 0:
             raise QueueFull("the queue is full")
-        self._waiting.append(_Sequence(request, prompt))
+        self._waiting.append(_Sequence(request, prompt, trouble))
 
     def abort(self, request_id: int) -> None:
         self._waiting = deque(s for s in self._waiting if s.request.request_id != request_id)
@@ -83,12 +96,12 @@ class FakeEngine:
 
     def _advance(self, sequence: _Sequence) -> EngineOutput:
         request, prompt = sequence.request, sequence.prompt
-        self._make_trouble(prompt)
-        if BAD_OUTPUT in prompt and sequence.done == 2:
+        self._make_trouble(sequence.trouble)
+        if BAD_OUTPUT in sequence.trouble and sequence.done == 2:
             return EngineOutput(request_id=request.request_id, token_ids=[], finish_reason="error", error="not finite")
-        sampling, echoed = request.sampling, prompt[1:] if prompt[0] == BOS else prompt
-        ends = prompt[0] == BOS and not sampling.ignore_eos and sequence.done >= len(echoed)
-        token = EOS if ends else echoed[sequence.done % len(echoed)]
+        sampling, first = request.sampling, int(prompt[0] == BOS)
+        ends = first and not sampling.ignore_eos and sequence.done >= len(prompt) - 1
+        token = EOS if ends else prompt[first + sequence.done % (len(prompt) - first)]
         sequence.done += 1
         limit = sampling.max_tokens or self._max_model_len - len(prompt)
         stopped = token == EOS or token in sampling.stop_token_ids
@@ -102,12 +115,12 @@ class FakeEngine:
             num_cached_tokens=64 * (len(prompt) // 64) if sequence.done == 1 else 0,
         )
 
-    def _make_trouble(self, prompt: list[int]) -> None:
-        if CRASH_STEP in prompt:
+    def _make_trouble(self, trouble: frozenset[int]) -> None:
+        if CRASH_STEP in trouble:
             raise RuntimeError("secret /path/of/this/machine")
-        if HANG in prompt:
+        if HANG in trouble:
             time.sleep(3600)
-        if FAIL_STEP in prompt:
+        if FAIL_STEP in trouble:
             self.failure = FloatingPointError("secret")
 
 

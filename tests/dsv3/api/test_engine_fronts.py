@@ -13,8 +13,9 @@ from dsv3.api.engine import fronts as fronts_module
 from dsv3.api.engine import messages
 from dsv3.api.engine.fronts import FrontConnections, split
 from dsv3.api.engine.messages import EngineInfo
-from dsv3.prepare import RequestRules
-from dsv3.request import EngineOutput, StepOutputs, Tokens, first_id, senders
+from dsv3.prepare import RequestRules, prepare
+from dsv3.request import EngineOutput, EngineRequest, StepOutputs, Tokens, first_id, senders
+from dsv3.sampling_params import SamplingParams
 
 INFO = EngineInfo(RequestRules(vocab_size=9, max_model_len=9), max_num_seqs=1, num_pages=1)
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.lists(st.integers(0, 9), min_size=1, max_size=3)))
@@ -67,7 +68,7 @@ class Ends:
         while True:
             for front, message in self.fronts.take():
                 return front, message
-            self.fronts.wait()
+            self.fronts.wait(30)
 
 
 @pytest.fixture
@@ -126,6 +127,22 @@ def test_only_the_first_front_may_end_everything(ends):
     assert ends.stopped.wait(30)
     ends.connections[0].shutdown(socket.SHUT_RDWR)
     assert ends.first_gone.wait(30)
+
+
+def test_requests_that_belong_together_come_together(ends):
+    """Other fronts' messages may come between their frames."""
+    params = SamplingParams(n=2, max_tokens=1)
+    rules = RequestRules(vocab_size=9, max_model_len=9)
+    one, two, other = (
+        prepare(EngineRequest(request_id=i, prompt_token_ids=[1], sampling=params), rules) for i in range(3)
+    )
+    ends.send(0, messages.Add([one], has_more=True))
+    ends.send(1, messages.Add([other]))
+    front, message = ends.take()
+    assert (front.sender, message) == (1, messages.Add([other]))
+    ends.send(0, messages.Add([two]))
+    front, message = ends.take()
+    assert (front.sender, message) == (0, messages.Add([one, two]))
 
 
 def test_bytes_that_are_no_message_end_the_connection(ends):

@@ -201,7 +201,6 @@ def test_fields_of_a_chat(server, field, value):
         b'{"prompt": "\xff"}',
         rb'{"prompt": "\ud800"}',
         rb'{"prompt": "x", "other": "\ud800"}',
-        b'{"prompt": "x", "tokens": [1], "messages": ' + b"9" * 100_000 + b"}",
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -212,6 +211,14 @@ def test_fields_of_a_chat(server, field, value):
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 def test_bodies_that_are_no_requests(server, path, body):
     refusal(post(server, path, body))
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [(COMPLETIONS, b"prompt"), (CHAT, b"messages"), ("/tokenize", b"prompt"), ("/detokenize", b"tokens")],
+)
+def test_endless_digits(server, path, field):
+    refusal(post(server, path, b'{"' + field + b'": ' + b"9" * 100_000 + b"}"))
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e400", b"-1e400", b"9" * 5000])

@@ -166,7 +166,7 @@ def test_a_slow_reader_gets_everything(server, model_dir):
 
 @pytest.mark.parametrize("trouble", ["kill", fake_engine.CRASH_STEP, fake_engine.FAIL_STEP, fake_engine.HANG])
 def test_the_death_of_the_engine_reaches_everyone(model_dir, trouble):
-    settings = {"factory_options": {"step_s": 0.01}, "failure_linger_s": 1.0, "watchdog_s": 1.0}
+    settings = {"factory_options": {"step_s": 0.01}, "failure_linger_s": 1.0, "watchdog_s": 4.0}
     with serving.running(model_dir, **settings) as server:
         requests = Requests(server)
         requests.send(ENDLESS, 2)

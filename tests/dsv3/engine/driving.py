@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterable
 
 from dsv3.engine.engine import Engine
+from dsv3.prepare import fan_out, prepare
 from dsv3.request import EngineOutput, EngineRequest
 from dsv3.sampling_params import SamplingParams
 
@@ -67,7 +68,8 @@ def take(outputs: Iterable[EngineOutput], into: dict[str, Gathered]) -> None:
 
 
 def run(engine: Engine, *requests: EngineRequest) -> dict[str, Gathered]:
-    """Adds requests and steps until all have ended."""
+    """Adds requests, each with all its sequences, and steps until all have ended."""
     for item in requests:
-        engine.add(item)
+        for one in fan_out(prepare(item, engine.rules)):
+            engine.submit(one)
     return drain(engine)

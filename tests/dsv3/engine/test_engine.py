@@ -5,8 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from dsv3.request import EngineDead, InvalidRequest, QueueFull, fan_out
-from dsv3.sampling_params import SamplingParams
+from dsv3.request import EngineDead, InvalidRequest, QueueFull
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import drain, name_of, number, request, run, take
 
@@ -211,10 +210,8 @@ def test_a_whole_prompt_in_the_cache_still_computes_its_last_token(engine):
 
 
 def test_equal_prompts_that_arrive_together_are_computed_once_a_rank(engine):
-    requests = fan_out(
-        number("a"), PROMPT[:140], SamplingParams(n=6, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
-    )
-    run(engine, *requests)
+    gathered = run(engine, request("a", PROMPT[:140], n=6, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True))
+    assert len(gathered) == 6
     assert engine.stats().prompt_tokens <= 2 * 140 + 4 * 12
 
 

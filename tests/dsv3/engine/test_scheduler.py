@@ -8,6 +8,7 @@ from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner
 from dsv3.engine.jobs.sample import SamplePlanner
+from dsv3.engine.requests import admission
 from dsv3.engine.requests.rows import NOTHING
 from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.engine.requests.sequence import Sequence, sequence_of
@@ -231,3 +232,16 @@ def test_a_pre_empted_request_that_moves_publishes_nothing_for_its_old_slot():
     driver.scheduler.remove(sequence)
     assert before not in slots.epoch
     assert len(set(slots.epoch.tolist())) == len(slots.epoch)
+
+
+def test_long_prompts_start_a_few_per_step(monkeypatch):
+    """Before, all that fitted started in one step: 176 ms for 127 cached prompts of 131,071 tokens."""
+    monkeypatch.setattr(admission, "SLICE_TOKENS", 100)
+    driver = Driver(max_num_batched_tokens=2048)
+    for i in range(8):
+        driver.add(f"long {i}", 60)
+    running = []
+    for _ in range(5):
+        driver.step()
+        running.append(driver.scheduler.slots.total_running)
+    assert running == [2, 4, 6, 8, 8]

@@ -21,10 +21,12 @@ FACTORY = "tests.dsv3.engine.cluster.toy_cluster:start"
 
 
 class Instance:
-    """A server and its followers by process id, each with its log."""
+    """A server and its followers by process id, each with its log, and where jax's coordinator listens."""
 
-    def __init__(self, server: Server, followers: dict[int, subprocess.Popen[str]], logs: dict[int, Path]):
-        self.server, self.followers, self._logs = server, followers, logs
+    def __init__(
+        self, server: Server, followers: dict[int, subprocess.Popen[str]], logs: dict[int, Path], coordinator: str
+    ):
+        self.server, self.followers, self._logs, self.coordinator = server, followers, logs, coordinator
 
     def wait_ready(self) -> None:
         """Until requests are served; tells all logs if they will never be."""
@@ -84,7 +86,7 @@ def running(
             "cluster": dataclasses.asdict(cluster),
         }
         with serving.running(model_dir, ready=False, **settings) as server:
-            instance = Instance(server, followers, logs)
+            instance = Instance(server, followers, logs, cluster.coordinator)
             if ready:
                 instance.wait_ready()
             yield instance

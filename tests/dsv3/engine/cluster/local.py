@@ -1,27 +1,32 @@
 """Instances on this machine: free ports, a key, and followers that a test plays itself."""
 
+import contextlib
+import random
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.certificates import Credentials, credentials_of
 from dsv3.engine.cluster.membership import read_key
-from dsv3.engine.cluster.wire import Wire, connect
+from dsv3.engine.cluster.wire import Wire, accept, connect
 from dsv3.options import ClusterOptions
 
+FRAME_OVERHEAD = 5 + 4 + 1 + 16  # a record's head, the length, the record's kind, its tag
 FIELDS = {"weights": "abc", "code": "1"}
 
 
 def free_port() -> int:
-    """A port that is free like the next one."""
+    """A port that is free like the next one, and that the system does not give to connections of others meanwhile.
+
+    Those come from 32768 on. An instance binds its ports seconds after this, and much later on a busy machine.
+    """
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
+        port = random.SystemRandom().randrange(16384, 32767)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
             return port
 
 
@@ -49,7 +54,7 @@ class Follower:
         fields: dict[str, str] | None = None,
         connection: socket.socket | None = None,
     ):
-        self.wire: Wire = connect(connection or dial(cluster), read_key(cluster.cluster_key_file), process_id)
+        self.wire: Wire = connect(connection or dial(cluster), credentials(cluster), process_id)
         self.send(messages.Hello(FIELDS if fields is None else fields, "host", 1))
 
     def send(self, message: messages.ToLeader) -> None:
@@ -61,6 +66,20 @@ class Follower:
             message = messages.decode_for_follower(body)
             if not isinstance(message, messages.Heartbeat):
                 yield message
+
+
+def credentials(cluster: ClusterOptions) -> Credentials:
+    """What a process of the instance shows the others."""
+    return credentials_of(read_key(cluster.cluster_key_file))
+
+
+def wires(leader: socket.socket, follower: socket.socket) -> tuple[Wire, Wire]:
+    """The wires over both ends of a connection: the leader's, and that of follower 1."""
+    key = credentials_of(b"0123456789abcdef" * 3)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept, leader, key, 2)
+        connected = connect(follower, key, 1)
+        return accepted.result()[1], connected
 
 
 def dial(cluster: ClusterOptions) -> socket.socket:

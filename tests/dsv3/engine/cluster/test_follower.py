@@ -3,6 +3,7 @@
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -49,7 +50,7 @@ def played(tmp_path, monkeypatch) -> Iterator[Played]:
     before = set(threading.enumerate())
     ours, theirs = socket.socketpair()
     cluster = local.options(tmp_path, 2, 1, cluster_silence_timeout=1e9)
-    made = Played(cluster, Wire(ours, b"a", b"b"), Wire(theirs, b"b", b"a"))
+    made = Played(cluster, *local.wires(ours, theirs))
     monkeypatch.setattr(follower, "_end", made.end)
     yield made
     made.leader.close()
@@ -82,6 +83,14 @@ def test_the_leaders_reason_comes_first_although_the_leader_is_gone(played) -> N
     played.leader.close()
     assert played.ended.wait(30)
     assert played.ends == [(1, "the leader ends the instance: process 2 has ended")]
+
+
+def test_a_leader_is_allowed_more_silence_until_all_are_ready(played) -> None:
+    starting = played.follower._silence_s
+    played.leader.send(messages.encode(messages.Started()))
+    while played.follower._silence_s == starting:
+        time.sleep(0.01)
+    assert starting == 6 * played.follower._silence_s
 
 
 def test_a_leader_that_is_gone_ends_it(played) -> None:

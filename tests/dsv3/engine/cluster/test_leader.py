@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import queue
 import socket
 import threading
@@ -11,6 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from dsv3.engine.cluster import follower as follower_module
+from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.entrance import Strangers
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import (
     Begin,
@@ -21,9 +25,11 @@ from dsv3.engine.cluster.messages import (
     Heartbeat,
     Loaded,
     Ready,
+    Started,
     Step,
     Stop,
 )
+from dsv3.engine.cluster.wire import connect
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import Job, StepCommand
@@ -44,7 +50,7 @@ class Led:
         self.leader = Leader(cluster, local.FIELDS, self._fail, self.drains.put)
         self.error: Exception | None = None
         self._followers: list[local.Follower] = []
-        self._thread = threading.Thread(target=self._gather)
+        self._thread = threading.Thread(target=self._gather, daemon=True)
         self._thread.start()
 
     def follower(self, process_id: int, **settings) -> local.Follower:
@@ -89,7 +95,7 @@ def lead(tmp_path) -> Iterator:
 
 
 def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
-    """A leader with its only follower, begun, one rank each."""
+    """A leader with its only follower, started, one rank each."""
     led = lead(**changes)
     follower = led.follower(1)
     received = follower.received()
@@ -97,6 +103,9 @@ def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
     assert led.gathered() is None
     led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_nodes=2))
     assert isinstance(next(received), Build)
+    follower.send(Ready())
+    led.leader.ready()
+    assert next(received) == Started()
     return led, follower, received
 
 
@@ -118,6 +127,7 @@ def test_a_whole_life(lead) -> None:
     for follower in followers:
         follower.send(Ready())
     led.leader.ready()
+    assert [next(r) for r in received] == [Started(), Started()]
     led.leader.send(command(1))
     for steps in received:
         step = next(steps)
@@ -165,7 +175,7 @@ def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
         with local.dial(led.cluster) as stranger, contextlib.suppress(OSError):
             stranger.sendall(garbage)
             stranger.shutdown(socket.SHUT_WR)
-            assert len(stranger.recv(65536)) <= 47
+            assert not any(stranger.recv(65536)[47:])  # a nonce, and that it is refused
     (tmp_path / "other").write_text("x" * 48)
     (tmp_path / "other").chmod(0o600)
     with pytest.raises(Exception, match="cluster_key_file"):
@@ -177,6 +187,103 @@ def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:
     assert "it does not know the key" in caplog.text
     for connection in silent:
         connection.close()
+
+
+def join(cluster: ClusterOptions, process_id: int, begun: queue.Queue[int]) -> threading.Thread:
+    """A process that comes as a real follower does, and puts its id into `begun` when it may begin."""
+
+    def run() -> None:
+        wire = follower_module._reach(cluster, local.credentials(cluster))
+        wire.send(messages.encode(messages.Hello(local.FIELDS, "host", 1)))
+        while not isinstance(messages.decode_for_follower(wire.receive() or b""), Begin):
+            pass
+        begun.put(process_id)
+        wire.discard(60)
+        wire.close()
+
+    cluster = dataclasses.replace(cluster, process_id=process_id)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_strangers_at_the_port_keep_no_process_out(lead) -> None:
+    """More of them than the leader greets at once, before and among the processes that belong here."""
+    led = lead(5)
+    strangers, begun = [local.dial(led.cluster) for _ in range(100)], queue.Queue[int]()
+    for process_id in range(1, 4):
+        join(led.cluster, process_id, begun)
+    strangers += [local.dial(led.cluster) for _ in range(100)]
+    join(led.cluster, 4, begun)
+    assert sorted(begun.get(timeout=60) for _ in range(4)) == [1, 2, 3, 4]
+    assert led.gathered() is None and led.failures.empty()
+    for connection in strangers:
+        connection.close()
+
+
+def test_a_leader_that_is_slow_to_answer_is_asked_again(tmp_path, monkeypatch) -> None:
+    """A busy host is no refusal: the follower gives up a connection, and comes back."""
+    monkeypatch.setattr("dsv3.engine.cluster.wire.PATIENCE_S", 0.1)
+    asked, connect = threading.Semaphore(0), follower_module.connect
+    monkeypatch.setattr(follower_module, "connect", lambda *args: (asked.release(), connect(*args))[1])
+    cluster, begun = local.options(tmp_path, 2), queue.Queue[int]()
+    leader = Leader(cluster, local.FIELDS, print, print)
+    join(cluster, 1, begun)
+    assert all(asked.acquire(timeout=30) for _ in range(3))
+    monkeypatch.setattr("dsv3.engine.cluster.wire.PATIENCE_S", 30.0)
+    leader.gather()
+    assert begun.get(timeout=30) == 1
+    leader.end()
+
+
+def test_a_flood_from_one_address_displaces_nobody_at_another() -> None:
+    strangers, pairs = Strangers(), [socket.socketpair() for _ in range(200)]
+    (honest, theirs), *flood = pairs
+    strangers.add(honest, "10.0.0.1")
+    for connection, _ in flood:
+        strangers.add(connection, "10.0.0.2")
+    theirs.sendall(b"proof")
+    assert honest.recv(10) == b"proof"
+    displaced = [other for _, other in flood if is_ended(other)]
+    assert displaced == [other for _, other in flood[: len(flood) + 1 - 64]]
+    for each in pairs:
+        for connection in each:
+            connection.close()
+
+
+def is_ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        return connection.recv(1) == b""
+    return False
+
+
+def test_errors_of_accept_are_survived(lead, monkeypatch, caplog) -> None:
+    """Such as no free descriptor, while strangers hold them."""
+    accept, errors = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 3
+
+    def failing(self: socket.socket) -> tuple[socket.socket, object]:
+        accepted = accept(self)
+        if errors:
+            accepted[0].close()
+            raise errors.pop()
+        return accepted
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    led, begun = lead(), queue.Queue[int]()
+    join(led.cluster, 1, begun)
+    assert begun.get(timeout=60) == 1
+    assert not errors and "Too many open files" in caplog.text
+
+
+def test_a_process_that_goes_before_it_has_said_anything_may_come_again(lead) -> None:
+    led = lead()
+    connect(local.dial(led.cluster), local.credentials(led.cluster), 1).close()
+    while led.leader._channels:
+        time.sleep(0.01)
+    received = led.follower(1).received()
+    assert next(received) == Begin()
+    assert led.failures.empty()
 
 
 def test_nobody_can_connect_once_all_have_come(lead) -> None:
@@ -214,6 +321,15 @@ def test_the_death_of_a_follower_names_it(lead) -> None:
 def test_a_silent_follower_is_noticed(lead) -> None:
     led, _, _ = both(lead, cluster_silence_timeout=0.4)
     assert led.failure() == "process 1 has been silent for 0.4 s: it hangs, or its host is gone"
+
+
+def test_more_silence_is_allowed_while_the_instance_starts(lead) -> None:
+    """Its processes trace and load: on a busy machine their heartbeats may come late."""
+    led = lead(cluster_silence_timeout=0.4)
+    follower = led.follower(1)
+    received = follower.received()
+    assert next(received) == Begin()
+    assert led.failure() == "process 1 has been silent for 2.4 s: it hangs, or its host is gone"
 
 
 def beating(follower: local.Follower, launched: int) -> threading.Event:

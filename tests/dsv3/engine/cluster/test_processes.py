@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -109,6 +111,23 @@ def test_killing_the_http_process_ends_everything(two):
     psutil.wait_procs([engine], 60)
     assert not engine.is_running()
     requests.wait()
+
+
+STRANGER = """
+import sys
+from jax._src.lib import _jax
+_jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=3).connect()
+"""
+
+
+def test_a_stranger_at_the_coordinators_port_disturbs_nobody(two):
+    """Without the instance's certificates it cannot say that it is process 1, which would end both."""
+    requests = Requests(two.server)
+    requests.send(ENDLESS | {"max_tokens": 200})
+    stranger = subprocess.run([sys.executable, "-c", STRANGER, two.coordinator], capture_output=True, timeout=120)
+    assert stranger.returncode != 0
+    requests.send(ENDLESS | {"max_tokens": 20})
+    assert [answer.status_code for answer in requests.wait()] == [200, 200], two.log(0) + two.log(1)
 
 
 def test_a_follower_that_hangs_is_noticed(tmp_path, cache):

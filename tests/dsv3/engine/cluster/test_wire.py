@@ -1,16 +1,20 @@
 """Frames between processes that share a secret, and what everyone else gets."""
 
 import socket
+import ssl
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.cluster import wire
-from dsv3.engine.cluster.wire import Wire, WireError, accept, connect
+from dsv3.engine.cluster.certificates import Credentials, credentials_of
+from dsv3.engine.cluster.wire import Unanswered, Wire, WireError, accept, connect
+from tests.dsv3.engine.cluster.local import FRAME_OVERHEAD, wires
 
-KEY = bytes(range(48))
+KEY, OTHER_KEY = bytes(range(48)), bytes(range(48, 96))
 
 
 def shake(leader_key: bytes = KEY, follower_key: bytes = KEY, process_id: int = 1) -> list[object]:
@@ -20,7 +24,7 @@ def shake(leader_key: bytes = KEY, follower_key: bytes = KEY, process_id: int = 
 
     def lead() -> None:
         try:
-            result[0] = accept(ours, leader_key, 3)
+            result[0] = accept(ours, credentials_of(leader_key), 3)
         except WireError as error:
             result[0] = error
             ours.close()
@@ -28,7 +32,7 @@ def shake(leader_key: bytes = KEY, follower_key: bytes = KEY, process_id: int = 
     thread = threading.Thread(target=lead)
     thread.start()
     try:
-        result[1] = connect(theirs, follower_key, process_id)
+        result[1] = connect(theirs, credentials_of(follower_key), process_id)
     except WireError as error:
         result[1] = error
     thread.join()
@@ -36,8 +40,7 @@ def shake(leader_key: bytes = KEY, follower_key: bytes = KEY, process_id: int = 
 
 
 def pair() -> tuple[Wire, Wire]:
-    leader, follower, _, _ = shake()
-    return leader[1], follower
+    return wires(*socket.socketpair())
 
 
 def test_both_ends_of_a_handshake_know_each_other() -> None:
@@ -52,30 +55,75 @@ def test_both_ends_of_a_handshake_know_each_other() -> None:
     assert leader.receive() is None
 
 
+def test_both_ends_send_and_receive_at_once() -> None:
+    """Two threads per end, on frames of many records."""
+    ends, bodies = pair(), [bytes([i]) * (i * 5000) for i in range(60)]
+    threads = [threading.Thread(target=lambda end=end: [end.send(body) for body in bodies]) for end in ends]
+    received: dict[Wire, list[bytes | None]] = {}
+    threads += [
+        threading.Thread(target=lambda end=end: received.update({end: [end.receive() for _ in bodies]})) for end in ends
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [received[end] for end in ends] == [bodies, bodies]
+
+
 def test_a_follower_with_another_key_is_refused() -> None:
-    leader, follower, _, _ = shake(follower_key=KEY[::-1])
+    leader, follower, _, _ = shake(follower_key=OTHER_KEY)
     assert "does not know the key" in str(leader)
-    assert "cluster_key_file" in str(follower)
+    assert "cluster_key_file" in str(follower) and not isinstance(follower, Unanswered)
 
 
 @pytest.mark.parametrize("process_id", [0, 3, 2**32 - 1])
 def test_process_ids_that_cannot_be_are_refused(process_id: int) -> None:
     leader, follower, _, _ = shake(process_id=process_id)
-    assert isinstance(leader, WireError) and isinstance(follower, WireError)
+    assert f"process id {process_id} is not from 1 to 2" in str(leader)
+    assert f"refused this process: process id {process_id} is not from 1 to 2" in str(follower)
+
+
+def client(connection: socket.socket, credentials: Credentials | None) -> ssl.SSLSocket:
+    """A stranger that takes any leader's word; shows a certificate of its own, or none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if credentials is not None:
+        context.load_cert_chain(credentials.certificate, credentials.private_key)
+    return context.wrap_socket(connection)
+
+
+@pytest.mark.parametrize("credentials", [None, credentials_of(OTHER_KEY)])
+def test_a_stranger_with_another_certificate_or_none_is_refused(credentials: Credentials | None) -> None:
+    ours, theirs = socket.socketpair()
+    refused: list[WireError] = []
+
+    def lead() -> None:
+        with pytest.raises(WireError, match="does not know the key") as caught:
+            accept(ours, credentials_of(KEY), 3)
+        refused.append(caught.value)
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    with client(theirs, credentials) as stranger, pytest.raises(ssl.SSLError):
+        stranger.sendall(b"\x04\0\0\0\x01\0\0\0")
+        stranger.recv(100)
+    thread.join()
+    assert refused
+    ours.close()
 
 
 def test_a_leader_that_does_not_know_the_key_is_not_followed() -> None:
-    ours, theirs = socket.socketpair()
-    ours.sendall(wire._MAGIC + bytes(32) + bytes(32))  # a nonce, and a guess at the answer
-    with pytest.raises(WireError, match="does not know the key"):
-        connect(theirs, KEY, 1)
+    """Whatever certificate of its own it shows."""
+    leader, follower, _, _ = shake(leader_key=OTHER_KEY)
+    assert isinstance(leader, WireError)
+    assert "the leader has another key" in str(follower)
 
 
 def test_something_else_at_the_port_is_told_apart() -> None:
     ours, theirs = socket.socketpair()
     ours.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
     with pytest.raises(WireError, match="something else answers"):
-        connect(theirs, KEY, 1)
+        connect(theirs, credentials_of(KEY), 1)
 
 
 @settings(max_examples=30, deadline=None)
@@ -85,25 +133,56 @@ def test_garbage_instead_of_a_proof_is_refused(data: bytes) -> None:
     theirs.sendall(data)
     theirs.shutdown(socket.SHUT_WR)
     with pytest.raises(WireError):
-        accept(ours, KEY, 3)
+        accept(ours, credentials_of(KEY), 3)
     ours.close()
-    assert len(theirs.recv(4096)) == len(wire._MAGIC) + 32  # it has learned a nonce
+    assert len(theirs.recv(4096)) <= 7  # an alert
+
+
+@pytest.mark.parametrize("hello", [b"", b"\x16\x03\x03\x00\x7a\x02"])
+def test_a_connection_that_ends_before_the_leaders_proof_is_no_refusal(hello: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    ours.sendall(hello)
+    ours.shutdown(socket.SHUT_WR)
+    with pytest.raises(Unanswered):
+        connect(theirs, credentials_of(KEY), 1)
+
+
+def test_a_leader_that_ends_the_connection_after_the_handshake_has_not_refused() -> None:
+    ours, theirs = socket.socketpair()
+    leader = Wire(ours, credentials_of(KEY), is_server=True)
+
+    def lead() -> None:
+        leader.shake_hands(time.monotonic() + 60)
+        leader.end()
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    with pytest.raises(Unanswered):
+        connect(theirs, credentials_of(KEY), 1)
+    thread.join()
 
 
 def test_a_peer_that_says_nothing_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_S", 0.05)
     ours, theirs = socket.socketpair()
     with pytest.raises(WireError, match="did not complete"):
-        accept(ours, KEY, 3)
+        accept(ours, credentials_of(KEY), 3)
     theirs.close()
 
 
 def captured(body: bytes) -> tuple[Wire, socket.socket, bytes]:
     """A receiving end, a socket that leads to it, and a frame that the true sender has made for it."""
-    leader, follower, ours, theirs = shake()
-    leader[1].send(body)
+    ours, theirs = socket.socketpair()
+    leader, follower = wires(ours, theirs)
+    leader.send(body)
     frame = theirs.recv(2**16)
+    assert len(frame) == len(body) + FRAME_OVERHEAD
     return follower, ours, frame
+
+
+def test_what_is_sent_cannot_be_read_on_the_way() -> None:
+    _, _, frame = captured(b"prompts travel as token ids")
+    assert b"token" not in frame
 
 
 @settings(max_examples=50, deadline=None)
@@ -116,8 +195,8 @@ def test_a_changed_bit_anywhere_is_noticed(body: bytes, data: st.DataObject) -> 
     sender.sendall(changed)
     sender.shutdown(socket.SHUT_WR)
     try:
-        assert receiver.receive() is None  # a longer length: the rest never comes
-        assert position < 32
+        assert receiver.receive() is None  # a longer record: the rest never comes
+        assert 24 <= position < 40
     except WireError:
         pass
 
@@ -126,24 +205,26 @@ def test_a_replayed_frame_is_noticed() -> None:
     receiver, sender, frame = captured(b"again")
     sender.sendall(frame + frame)
     assert receiver.receive() == b"again"
-    with pytest.raises(WireError, match="MAC"):
+    with pytest.raises(WireError, match="no frame of the other process"):
         receiver.receive()
 
 
 def test_a_frame_sent_back_is_noticed() -> None:
-    leader, _, ours, theirs = shake()
-    leader[1].send(b"mine")
+    ours, theirs = socket.socketpair()
+    leader, _ = wires(ours, theirs)
+    leader.send(b"mine")
     theirs.sendall(theirs.recv(2**16))
-    with pytest.raises(WireError, match="MAC"):
-        leader[1].receive()
+    with pytest.raises(WireError, match="no frame of the other process"):
+        leader.receive()
     ours.close()
 
 
 def test_a_length_beyond_all_bounds_is_refused_before_anything_is_read() -> None:
-    receiver, sender, frame = captured(b"x")
-    sender.sendall(b"\xff\xff\xff\xff" + frame[4:])
+    leader, follower = pair()
+    leader._tls.write(b"\xff\xff\xff\xff")
+    leader._flush()
     with pytest.raises(WireError, match="4294967295 bytes"):
-        receiver.receive()
+        follower.receive()
 
 
 def test_a_message_that_no_frame_holds_is_not_sent() -> None:

@@ -1,0 +1,271 @@
+"""Reads request bodies: no body keeps the interpreter, and so the event loop, longer than a slice of some 50 ms.
+
+msgspec holds the interpreter's lock while it decodes, so a thread alone helps nobody. A body of up to `SMALL_BYTES` is
+decoded at once, which takes 7 ms at most. A larger one is read in a thread, in pieces: each field, prompt, message and
+part by itself, after the number of them has been bounded. Between two pieces the event loop has its turn.
+
+Errors name the field and never repeat its value.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import fields
+
+from dsv3.api.answers.errors import ApiError, invalid
+from dsv3.api.answers.schema import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_TOKENS_LISTED,
+    UNSUPPORTED,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SampledRequest,
+    TextPart,
+    TokenId,
+    TokenizeRequest,
+    require_no_nul,
+)
+from dsv3.api.answers.service import Service
+
+SMALL_BYTES = MAX_FIELD_BYTES = 256 * 1024
+MAX_TEXT_BYTES = 16 * 2**20  # 64 ms per 32 MiB where every other character is escaped
+MAX_MESSAGE_PARTS = 16_384  # of all messages together
+MAX_BRACKETS = 2**20  # a nested list takes 8 ns to skip, and a key up to 30 ns
+# A character takes at most 12 bytes of JSON, as two escaped surrogates.
+_JSON_BYTES_PER_CHAR = 12
+_SLACK_BYTES = 2**20  # for the fields beside the prompt
+_SLICE_BYTES = 2**20
+_ABSENT = msgspec.UNSET
+
+_Buffer = bytes | msgspec.Raw
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a prompt may be: so many tokens, and so many bytes of JSON where it is text."""
+
+    tokens: int = MAX_TOKENS_LISTED
+    text_bytes: int = MAX_TEXT_BYTES
+
+    @classmethod
+    def of(cls, service: Service) -> "Context":
+        """Returns the context of the model that is served: no token is longer than the tokenizer's longest."""
+        longest = 1 if service.tokenizer is None else service.tokenizer.max_token_chars
+        tokens = service.require_ready().rules.max_model_len
+        return cls(tokens, min(tokens * longest * _JSON_BYTES_PER_CHAR, MAX_TEXT_BYTES))
+
+
+async def read_request[T: msgspec.Struct](service: Service, kind: type[T], body: bytes) -> T:
+    """Returns the request in a body.
+
+    Raises ApiError: 400 that names the first wrong field, 503 where too many bodies wait.
+    """
+    if len(body) <= SMALL_BYTES:
+        return read(kind, body)
+    context = Context.of(service)
+    if kind in (ChatRequest, TokenizeRequest) and len(body) > context.text_bytes + _SLACK_BYTES:
+        raise _beyond_context("the body", None)
+    return await service.read_large(len(body), lambda: read(kind, body, context))
+
+
+def read[T: msgspec.Struct](kind: type[T], body: bytes, context: Context = Context()) -> T:
+    """Returns the request in a body, read in pieces if it is large."""
+    if len(body) > SMALL_BYTES and _count(body, b"[{:") > MAX_BRACKETS:
+        raise invalid(f"the body holds more than {MAX_BRACKETS} brackets, braces and colons")
+    request = _Reader(context).struct(kind, body, "")
+    if issubclass(kind, SampledRequest):
+        _refuse_unsupported(body)
+    return request
+
+
+class _Reader:
+    """Reads what is large piece by piece; `at` is the path of a piece, for errors."""
+
+    def __init__(self, context: Context):
+        self._context = context
+
+    def struct[T: msgspec.Struct](self, kind: type[T], raw: _Buffer, at: str) -> T:
+        """Returns an object; of a large one those fields that may be large are read by themselves, the rest at once."""
+        readers = self._large_fields(kind)
+        if len(raw) <= SMALL_BYTES or not readers:
+            return _decode(kind, raw, at)
+        found = msgspec.structs.asdict(_decode(_fields_of(kind), raw, at))
+        given = {name: field for name, field in found.items() if field is not _ABSENT}
+        values = {name: readers[name](given.pop(name), f"{at}{name}") for name in readers if name in given}
+        for name, field in given.items():
+            if len(field) > MAX_FIELD_BYTES:
+                raise _invalid_at(f"{at}{name}", f"takes more than {MAX_FIELD_BYTES} bytes")
+        rest = b",".join(b'"%s":%s' % (name.encode(), field) for name, field in given.items())
+        result = _decode(kind, b"{%s}" % rest, at)
+        for name, value in values.items():
+            setattr(result, name, value)
+        return result
+
+    def _large_fields(self, kind: type[msgspec.Struct]) -> dict[str, Callable[[msgspec.Raw, str], Any]]:
+        if kind is ChatMessage:
+            return {"content": self._content, "reasoning_content": self._text}
+        if kind is CompletionRequest:
+            return {"prompt": self._prompts}
+        if kind is DetokenizeRequest:
+            return {"tokens": self._token_ids}
+        if kind is TokenizeRequest:
+            return {"prompt": self._text, "messages": self._messages}
+        return {"messages": self._messages} if kind is ChatRequest else {}
+
+    def _messages(self, raw: msgspec.Raw, at: str) -> list[ChatMessage] | None:
+        if not _is_list(raw):
+            return _decode(list[ChatMessage] | None, raw, at)
+        messages, num_parts = [], 0
+        for i, item in enumerate(_items(raw, MAX_MESSAGES, at)):
+            messages.append(message := self.struct(ChatMessage, item, f"{at}[{i}]."))
+            num_parts += len(message.content) if isinstance(message.content, list) else 0
+            if num_parts > MAX_MESSAGE_PARTS:
+                raise _invalid_at(at, f"more than {MAX_MESSAGE_PARTS} parts in all messages together")
+        if not messages:
+            raise _invalid_at(at, "at least one is needed")
+        return messages
+
+    def _content(self, raw: msgspec.Raw, at: str) -> str | list[TextPart] | None:
+        if not _is_list(raw):
+            return self._text(raw, at)
+        items = enumerate(_items(raw, MAX_PARTS, at))
+        return [_decode(TextPart, self._bounded(item, at), f"{at}[{i}].") for i, item in items]
+
+    def _prompts(self, raw: msgspec.Raw, at: str) -> Any:
+        if not _is_list(raw):
+            return self._text(raw, at)
+        if not _is_list_of_prompts(raw):
+            return self._prompt_ids(raw, at)
+        items = enumerate(_items(raw, MAX_PROMPTS, at))
+        return [self._prompt(item, f"{at}[{i}]") for i, item in items]
+
+    def _prompt(self, raw: msgspec.Raw, at: str) -> str | list[int]:
+        return self._prompt_ids(raw, at) if _is_list(raw) else _decode(str, self._bounded(raw, at), at)
+
+    def _text(self, raw: msgspec.Raw, at: str) -> str | None:
+        text = _decode(str | None, self._bounded(raw, at), at)
+        try:
+            require_no_nul(text)
+        except ValueError as error:
+            raise _invalid_at(at, str(error)) from None
+        return text
+
+    def _token_ids(self, raw: msgspec.Raw, at: str) -> list[int] | None:
+        if _count(raw, b",") >= MAX_TOKENS_LISTED:
+            raise _invalid_at(at, f"more than {MAX_TOKENS_LISTED} token ids")
+        return _decode(list[TokenId] | None, raw, at)
+
+    def _prompt_ids(self, raw: msgspec.Raw, at: str) -> list[int]:
+        if _count(raw, b",") >= self._context.tokens:
+            raise _beyond_context(at, at)
+        return _decode(list[TokenId], raw, at)
+
+    def _bounded(self, raw: msgspec.Raw, at: str) -> msgspec.Raw:
+        """Returns a text that may fit the context; ApiError for one that cannot."""
+        if len(raw) > self._context.text_bytes:
+            raise _beyond_context(at, at)
+        return raw
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.json.Decoder:
+    return msgspec.json.Decoder(kind)
+
+
+def _decode(kind: Any, raw: _Buffer, at: str) -> Any:
+    """Decodes a piece; raises ApiError with the path of what is wrong in it."""
+    try:
+        return _decoder(kind).decode(raw)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        raise _invalid_at(_joined_path(at, path.removesuffix("`")), _without_value(text)) from None
+    except msgspec.DecodeError as error:
+        raise invalid(f"the body is not valid JSON: {error}"[:200]) from None
+    except UnicodeDecodeError:
+        raise invalid("the body is not valid UTF-8") from None
+    except RecursionError:
+        raise invalid("the body is nested too deeply") from None
+
+
+def _joined_path(at: str, path: str) -> str:
+    """Returns the path of a field: of a piece at `at`, where it is at `path` (".role", "[0].text" or "")."""
+    return at + path.removeprefix(".") if at.endswith(".") or not at else at + path
+
+
+def _without_value(text: str) -> str:
+    """Returns what msgspec says, without the value that an enumeration does not have: that may be any text."""
+    return "this value is not known" if text.startswith("Invalid enum value") else text[:200]
+
+
+def _invalid_at(path: str, text: str) -> ApiError:
+    path = path.removesuffix(".")[:200]
+    return invalid(f"{path or 'body'}: {text}", re.split(r"[.\[]", path)[0] or None)
+
+
+def _beyond_context(path: str, param: str | None) -> ApiError:
+    """400: refused before it is decoded."""
+    text = f"{path}: longer than any prompt that fits the model's context"
+    return invalid(text, param and re.split(r"[.\[]", param)[0], "context_length_exceeded")
+
+
+@functools.cache
+def _fields_of(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Returns a type with the same fields, none of them decoded."""
+    return msgspec.defstruct(f"{kind.__name__}Fields", [(f.encode_name, msgspec.Raw, _ABSENT) for f in fields(kind)])
+
+
+@functools.cache
+def _list_of(limit: int) -> type[msgspec.Struct]:
+    """Returns a type for the items of a list, none of them decoded; decoding ends with an error at one too many.
+
+    msgspec checks the length of a list only when it has built all of it.
+    """
+    names = [(f"item_{i}", msgspec.Raw, _ABSENT) for i in range(limit)]
+    return msgspec.defstruct(f"AtMost{limit}", names, array_like=True, forbid_unknown_fields=True)
+
+
+def _items(raw: msgspec.Raw, limit: int, at: str) -> list[msgspec.Raw]:
+    items = msgspec.structs.astuple(_decode(_list_of(limit), raw, at))
+    return [item for item in items if item is not _ABSENT]
+
+
+def _is_list(raw: msgspec.Raw) -> bool:
+    return bytes(memoryview(raw)[:1]) == b"["
+
+
+def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
+    return re.match(rb"\[\s{0,64}[\"\[]", memoryview(raw)) is not None
+
+
+def _count(raw: _Buffer, wanted: bytes) -> int:
+    """Returns how often any of some bytes occur; numpy does not hold the interpreter's lock meanwhile."""
+    values, count = np.frombuffer(raw, np.uint8), 0
+    for start in range(0, len(values), _SLICE_BYTES):
+        piece = values[start : start + _SLICE_BYTES]
+        count += sum(int(np.count_nonzero(piece == byte)) for byte in wanted)
+    return count
+
+
+_unsupported_decoder = msgspec.json.Decoder(
+    msgspec.defstruct("Unsupported", [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in UNSUPPORTED])
+)
+
+
+def _refuse_unsupported(body: bytes) -> None:
+    """Looks only at the fields of `UNSUPPORTED`; everything else in the body is skipped without being built."""
+    found = _unsupported_decoder.decode(body)
+    for name, harmless in UNSUPPORTED.items():
+        raw = bytes(getattr(found, name))
+        if raw == b"null":
+            continue
+        if len(raw) > 256 or msgspec.json.decode(raw) not in harmless:
+            raise invalid(f"{name} is not supported by this server", name, "unsupported_parameter")

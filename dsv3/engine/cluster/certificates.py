@@ -1,0 +1,88 @@
+"""Makes the certificates by which the processes of an instance know each other, from the secret that they share.
+
+Each process derives the same certificate authority from the secret, and has it certify a key pair of its own. So
+whoever shows a certificate of this authority, and has the private key for it, knows the secret. Nothing is stored.
+"""
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import hmac
+import os
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+IDENTITY = "dsv3://instance/"
+"""What the name of every process in its certificate begins with."""
+
+# NIST P-256: BoringSSL, which carries jax's coordinator, does not take Ed25519 by default.
+_CURVE = ec.SECP256R1()
+_CURVE_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+# A process makes its certificate at each start and keeps it in memory alone. Hosts whose clocks differ shall agree.
+_VALID = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
+
+
+@dataclasses.dataclass(frozen=True)
+class Credentials:
+    """Paths of a process's certificate, of its private key, and of its authority's certificate; PEM files.
+
+    The files exist in memory alone, as long as the process: jax's coordinator reads them again from time to time.
+    """
+
+    certificate: str
+    private_key: str
+    authority: str
+
+
+@functools.cache
+def credentials_of(secret: bytes) -> Credentials:
+    """Returns this process's credentials in the instance that shares `secret`."""
+    authority_key = _authority_key(secret)
+    own_key = ec.generate_private_key(_CURVE)
+    return Credentials(
+        certificate=_in_memory(_certificate("process", own_key.public_key(), authority_key)),
+        private_key=_in_memory(own_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())),
+        authority=_in_memory(_certificate("authority", authority_key.public_key(), authority_key)),
+    )
+
+
+def _authority_key(secret: bytes) -> ec.EllipticCurvePrivateKey:
+    number = int.from_bytes(hmac.digest(secret, b"certificate authority", hashlib.sha512), "big")
+    return ec.derive_private_key(number % (_CURVE_ORDER - 1) + 1, _CURVE)
+
+
+def _certificate(name: str, key: ec.EllipticCurvePublicKey, authority_key: ec.EllipticCurvePrivateKey) -> bytes:
+    is_authority = name == "authority"
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(_name(name))
+        .issuer_name(_name("authority"))
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_VALID[0])
+        .not_valid_after(_VALID[1])
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
+    )
+    if not is_authority:
+        identity = x509.UniformResourceIdentifier(IDENTITY + name)
+        builder = builder.add_extension(x509.SubjectAlternativeName([identity]), critical=False)
+    return builder.sign(authority_key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"dsv3 {text}")])
+
+
+def _in_memory(content: bytes) -> str:
+    """Returns the path of a file that only this process and its user can open, and that ends with the process."""
+    descriptor = os.memfd_create("dsv3")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    return f"/proc/self/fd/{descriptor}"

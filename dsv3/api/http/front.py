@@ -74,13 +74,14 @@ async def _run(listener: socket.socket, connection: socket.socket, descriptor: i
         model_names=start.model_names,
         options=start.options,
         template_deadline_s=start.template_deadline_s,
+        deadlines=start.deadlines,
         notify=lambda line: None,  # the first front has said it
     )
     engine = EngineClient(max_num_queued_reqs=start.engine.max_num_queued_reqs, watchdog_s=start.watchdog_s)
     orders.on_failure = engine.fail
     engine.on_silence = lambda reason: _tell(messages.EngineSilent(reason))
     service = await make_service(config, engine, numbers, start.created)
-    async with serving(service, listener, start.options.api_key):
+    async with serving(service, config, listener):
         await engine.connect(connection)
         _tell(messages.FrontReady())
         await wait_for_any(orders.drain, engine.ended)

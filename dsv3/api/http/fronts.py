@@ -186,4 +186,5 @@ def _start_message(config: ServerConfig, front: int, created: int) -> messages.F
         engine=config.engine,
         watchdog_s=config.watchdog_s,
         template_deadline_s=config.template_deadline_s,
+        deadlines=config.deadlines,
     )

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from dsv3.api.config import Deadlines
 from dsv3.options import EngineOptions, ServerOptions
 
 
@@ -16,6 +17,7 @@ class FrontStart(msgspec.Struct, frozen=True, tag=True):
     engine: EngineOptions
     watchdog_s: float
     template_deadline_s: float
+    deadlines: Deadlines
 
 
 class FrontDrain(msgspec.Struct, frozen=True, tag=True):

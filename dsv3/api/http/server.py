@@ -46,7 +46,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     service = await make_service(config, engine, numbers)
     signals = _StopSignals()
     try:
-        async with serving(service, listener, config.options.api_key):
+        async with serving(service, config, listener):
             process = await start_engine(config, service)
             fronts = OtherFronts(config, listener, numbers, process, engine.fail)
             engine.on_dropped = fronts.drop

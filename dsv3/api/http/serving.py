@@ -6,25 +6,26 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from dsv3.api.answers.service import Service
+from dsv3.api.config import ServerConfig
 from dsv3.api.engine.client import EngineUnavailable
 from dsv3.api.http.app import make_app
-from dsv3.api.http.protocol import HttpServer
+from dsv3.api.http.listening import HttpServer
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
 _FAREWELL_S = 2.0
 
 
 @contextlib.asynccontextmanager
-async def serving(service: Service, listener: socket.socket, api_key: str | None) -> AsyncIterator[None]:
+async def serving(service: Service, config: ServerConfig, listener: socket.socket) -> AsyncIterator[None]:
     """Answers HTTP on `listener` for the time of the `async with`; closes the service at its end."""
-    server = HttpServer(make_app(service, api_key))
-    tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(_flush(service))]
+    server = HttpServer(make_app(service, config.options.api_key), listener, config.deadlines)
+    server.start()
+    flushing = asyncio.create_task(_flush(service))
     try:
         yield
     finally:
-        server.should_exit = True
-        tasks[1].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.close()
+        flushing.cancel()
         await service.close()
 
 

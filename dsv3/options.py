@@ -329,6 +329,12 @@ class ServerOptions(ServiceOptions):
     api_server_count: int = option(
         1, "Answer HTTP with this many processes, which share the port and the engine.", low=1, high=_MAX_FRONTS
     )
+    max_connections: int | None = option(
+        None,
+        "Work on the requests of at most this many connections per HTTP process; default: what the limit on open files "
+        "leaves room for, 65536 at most.",
+        low=1,
+    )
     shutdown_timeout: float = option(30.0, "Give requests in flight this many seconds to finish after SIGTERM.", low=0)
 
     def __post_init__(self) -> None:

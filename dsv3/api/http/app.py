@@ -18,7 +18,7 @@ from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.kinds import KINDS
 from dsv3.api.answers.schema import DetokenizeRequest, TokenizeRequest, parse
 from dsv3.api.answers.service import Service
-from dsv3.api.http.auth import RequireKey
+from dsv3.api.http.auth import Admit, RequireKey
 from dsv3.api.http.bodies import Handler, endpoint, read_json_body, unless_disconnected
 from dsv3.api.http.errors import response_of
 from dsv3.api.http.events import EventStream
@@ -28,6 +28,12 @@ _Route = Callable[[Service, Request], Awaitable[Response]]
 
 def make_app(service: Service, api_key: str | None) -> ASGIApp:
     """Returns the application for `service`; with `api_key` every route but `GET /health` needs it."""
+    app: ASGIApp = Admit(make_router(service), service.metrics.rejected)
+    return app if api_key is None else RequireKey(app, api_key)
+
+
+def make_router(service: Service) -> Starlette:
+    """Returns the routes, open to everybody."""
     posts: dict[str, _Route] = {path: functools.partial(_answer, kind) for path, kind in KINDS.items()}
     posts |= {"/tokenize": _tokenize, "/detokenize": _detokenize}
     gets = {
@@ -41,7 +47,7 @@ def make_app(service: Service, api_key: str | None) -> ASGIApp:
     routes += [Route(path, _bind(service, handler), methods=["GET"]) for path, handler in gets.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    return app if api_key is None else RequireKey(app, api_key)
+    return app
 
 
 def _bind(service: Service, handler: _Route) -> Handler:

@@ -1,12 +1,14 @@
-"""The API key: every route but the liveness probe needs it."""
+"""Who is let in: every route but the liveness probe needs the API key, and a connection that may be worked for."""
 
 import hashlib
 import hmac
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsv3.api.answers.errors import ApiError
+from dsv3.api.answers.errors import ApiError, unavailable
 from dsv3.api.http.errors import response_of
+from dsv3.api.http.protocol import ADMIT
 
 OPEN_PATHS = frozenset({"/health"})
 
@@ -23,9 +25,9 @@ class RequireKey:
         self._digest = _digest(api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and self._allows(scope)):
+        if self._allows(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "http":
+        else:
             error = ApiError(401, "missing or wrong API key", kind="authentication_error", code="invalid_api_key")
             await response_of(error)(scope, receive, send)
 
@@ -35,6 +37,21 @@ class RequireKey:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         return scheme.lower() == b"bearer" and hmac.compare_digest(_digest(key.strip()), self._digest)
+
+
+class Admit:
+    """ASGI middleware inside of `RequireKey`: a connection that asks for more than `/health` has to be admitted."""
+
+    def __init__(self, app: ASGIApp, on_refusal: Callable[[str], None]):
+        self._app, self._on_refusal = app, on_refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS or scope["extensions"][ADMIT]():
+            await self._app(scope, receive, send)
+        else:
+            self._on_refusal("connections")
+            error = unavailable("too many connections have requests in flight", "too_many_connections")
+            await response_of(error)(scope, receive, send)
 
 
 def _digest(key: bytes) -> bytes:

@@ -8,6 +8,7 @@ import socket
 from starlette.types import ASGIApp
 
 from dsv3.api.config import Deadlines
+from dsv3.api.http.admission import Admission
 from dsv3.api.http.protocol import Connection
 
 _ACCEPTS = 16  # in one turn of the loop, so that fronts which share a listener share a burst
@@ -18,11 +19,12 @@ _log = logging.getLogger("dsv3.server")
 
 
 class HttpServer:
-    """Serves an application on a listener, which it closes in the end."""
+    """Serves an application on a listener, which it closes in the end; `max_admitted` is `Admission`'s."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, deadlines: Deadlines):
+    def __init__(self, app: ASGIApp, listener: socket.socket, deadlines: Deadlines, max_admitted: int):
         self._app, self._listener, self._deadlines = app, listener, deadlines
         self._loop = asyncio.get_running_loop()
+        self._admission = Admission(max_admitted)
         self._connections: set[Connection] = set()
         self._greetings: set[asyncio.Task] = set()
         self._is_empty = asyncio.Event()
@@ -65,8 +67,9 @@ class HttpServer:
 
     def _greet(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        connection = Connection(self._app, self._deadlines, accepted, self._lost)
+        connection = Connection(self._app, self._deadlines, self._admission, accepted, self._lost)
         self._connections.add(connection)
+        self._admission.open(connection)
         self._is_empty.clear()
         task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, accepted))
         self._greetings.add(task)
@@ -79,6 +82,7 @@ class HttpServer:
 
     def _lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._admission.close(connection)
         if not self._connections:
             self._is_empty.set()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Callable
 
@@ -9,10 +10,14 @@ from starlette.types import ASGIApp
 
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.config import Deadlines
+from dsv3.api.http.admission import Admission
 from dsv3.api.http.errors import response_of
 from dsv3.api.http.exchange import Exchange, scope_of
 from dsv3.api.http.wire import BadRequest, Body, body_of, find_head, parse_head
 from dsv3.api.http.writer import EXTENSION, Writer
+
+ADMIT = "dsv3.admit"
+"""Key of a function in an ASGI scope's extensions: returns whether the connection's request may be worked on."""
 
 _SLICE_BYTES = 32 * 1024
 """What a connection takes in one turn of the loop before others have theirs; the read that passes it is its last."""
@@ -28,10 +33,15 @@ class Connection(asyncio.Protocol):
     """
 
     def __init__(
-        self, app: ASGIApp, deadlines: Deadlines, accepted: socket.socket, on_lost: Callable[["Connection"], None]
+        self,
+        app: ASGIApp,
+        deadlines: Deadlines,
+        admission: Admission,
+        accepted: socket.socket,
+        on_lost: Callable[["Connection"], None],
     ):
         self.is_made = False
-        self._app, self._deadlines, self._on_lost = app, deadlines, on_lost
+        self._app, self._deadlines, self._admission, self._on_lost = app, deadlines, admission, on_lost
         self._accepted = accepted
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()
@@ -145,6 +155,7 @@ class Connection(asyncio.Protocol):
             return 2
         size = find_head(self._buffer, self._num_searched)
         self._num_searched = 0 if size else len(self._buffer)
+        self._admission.hold(self, 0 if size else len(self._buffer))
         if size:
             data = bytes(self._buffer[:size])
             del self._buffer[:size]
@@ -159,7 +170,8 @@ class Connection(asyncio.Protocol):
         if self._body.is_complete:
             self._body = None
             self._exchange.feed(b"", True)
-        scope = scope_of(head, self._scheme, {EXTENSION: self._writer})
+        extensions = {EXTENSION: self._writer, ADMIT: functools.partial(self._admission.admit, self)}
+        scope = scope_of(head, self._scheme, extensions)
         self._task = self._loop.create_task(self._exchange.run(self._app, scope))
 
     def _take_body(self, exchange: Exchange, body: Body) -> int:
@@ -174,6 +186,7 @@ class Connection(asyncio.Protocol):
         """Ends an exchange: its response is complete."""
         assert self._exchange is not None
         keeps_alive, self._exchange = self._exchange.keeps_alive, None
+        self._admission.release(self)
         if self._body is not None:
             self._writer.half_close(self._deadlines.linger_s)
         elif not keeps_alive:
@@ -188,6 +201,7 @@ class Connection(asyncio.Protocol):
         """Answers what is no request, and ends the connection."""
         self._drop()
         exchange, self._exchange = self._exchange, None
+        self._admission.release(self)
         if exchange is not None:
             exchange.disconnect()
         if exchange is not None and exchange.status:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dsv3.api.answers.service import Service
 from dsv3.api.config import ServerConfig
 from dsv3.api.engine.client import EngineUnavailable
+from dsv3.api.http.admission import max_admitted
 from dsv3.api.http.app import make_app
 from dsv3.api.http.listening import HttpServer
 
@@ -18,15 +19,16 @@ _FAREWELL_S = 2.0
 @contextlib.asynccontextmanager
 async def serving(service: Service, config: ServerConfig, listener: socket.socket) -> AsyncIterator[None]:
     """Answers HTTP on `listener` for the time of the `async with`; closes the service at its end."""
-    server = HttpServer(make_app(service, config.options.api_key), listener, config.deadlines)
-    server.start()
-    flushing = asyncio.create_task(_flush(service))
-    try:
+    options = config.options
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(service.close)
+        limit = max_admitted(options.max_connections, options.api_server_count)
+        server = HttpServer(make_app(service, options.api_key), listener, config.deadlines, limit)
+        server.start()
+        stack.push_async_callback(server.close)
+        flushing = asyncio.create_task(_flush(service))
+        stack.callback(flushing.cancel)
         yield
-    finally:
-        await server.close()
-        flushing.cancel()
-        await service.close()
 
 
 async def drain(service: Service, abort: asyncio.Event, timeout_s: float, notify: Callable[[str], None]) -> None:

@@ -4,17 +4,24 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import socket
 import threading
 
+import httpx
+import psutil
 import pytest
 import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dsv3.api.config import Deadlines
 from dsv3.api.http import wire
+from dsv3.api.http.admission import Admission, max_admitted
 from dsv3.api.http.listening import HttpServer
 from dsv3.api.http.server import bind
 from dsv3.api.http.writer import EXTENSION
+from tests.dsv3.api import serving
 from tests.dsv3.api.conftest import KEY
 
 PATIENT = {"head_s": 60.0, "keep_alive_s": 60.0, "write_s": 60.0, "linger_s": 60.0}
@@ -27,7 +34,7 @@ def on_a_server(app, scenario, **deadlines):
 
     async def run():
         listener = bind("127.0.0.1", 0)
-        server = HttpServer(app, listener, Deadlines(**PATIENT | deadlines))
+        server = HttpServer(app, listener, Deadlines(**PATIENT | deadlines), 1000)
         address = listener.getsockname()
         server.start()
         try:
@@ -371,3 +378,153 @@ def test_tiny_chunks_do_not_hold_up_others(locked_server, head):
         stop.set()
         for attacker in attackers:
             attacker.join(60)
+
+
+class Streaming(threading.Thread):
+    """A stream in a thread of its own."""
+
+    def __init__(self, server):
+        super().__init__()
+        self._server, self.text = server, ""
+        self.start()
+
+    def run(self):
+        body = {"prompt": [5, 6, 7], "max_tokens": 1000, "stream": True}
+        self.text = httpx.post(self._server.url + "/v1/completions", json=body, timeout=60).text
+
+
+def half_open(server, count):
+    """Connections with half a head each."""
+    found = []
+    for _ in range(count):
+        found.append(socket.create_connection(("127.0.0.1", server.port), 60))
+        found[-1].sendall(b"GET /health HTTP/1.1\r\nhost: ")
+    return found
+
+
+def test_requests_in_flight_are_bounded_and_health_is_answered(model_dir):
+    """Silent connections neither keep anybody out nor stay for ever."""
+    settings = {"options": {"max_connections": 2}, "factory_options": {"step_s": 0.005}}
+    with serving.running(model_dir, **settings) as server:
+        streams = [Streaming(server), Streaming(server)]
+        server.wait_for(lambda: httpx.get(server.url + "/health").status_code == 200)
+        body = {"prompt": [5], "max_tokens": 1}
+        server.wait_for(lambda: httpx.post(server.url + "/v1/completions", json=body).status_code == 503)
+        refused = httpx.post(server.url + "/v1/completions", json=body)
+        assert (refused.json()["error"]["code"], refused.headers["retry-after"]) == ("too_many_connections", "1")
+        silent = half_open(server, 200)
+        for _ in range(5):
+            assert httpx.get(server.url + "/health").status_code == 200
+        for stream in streams:
+            stream.join(60)
+            assert stream.text.endswith("data: [DONE]\n\n")
+        assert server.metric("vllm:admission_rejections_total") >= 2
+        for connection in silent:
+            connection.close()
+        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
+
+
+@contextlib.contextmanager
+def open_files(limit):
+    """Processes that start meanwhile may open so many files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_connections_leave_room_for_other_files(model_dir):
+    """By default there are as many as the limit on open files allows, and the server never meets that limit."""
+    with open_files(256):
+        running = serving.running(model_dir)
+        server = running.__enter__()
+    try:
+        silent = half_open(server, 300)
+        for _ in range(5):
+            assert httpx.get(server.url + "/health").status_code == 200
+        assert psutil.Process(server.process.pid).num_fds() < 230
+        assert "no connection can be accepted" not in server.log.read_text()
+        for connection in silent:
+            connection.close()
+    finally:
+        running.__exit__(None, None, None)
+
+
+def test_a_limit_beyond_the_open_files_is_refused(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    assert 100 < max_admitted(None, 1) < 200
+    assert max_admitted(100, 1) == 100
+    with pytest.raises(ValueError, match="max_connections: 250 is more than"):
+        max_admitted(250, 1)
+    with pytest.raises(ValueError, match="max_connections"):
+        max_admitted(None, 64)
+
+
+def test_a_server_without_descriptors_waits_for_some(model_dir):
+    """It neither spins nor ends."""
+    with serving.running(model_dir) as server:
+        process = psutil.Process(server.process.pid)
+        limit = process.rlimit(psutil.RLIMIT_NOFILE)
+        server.http.close()
+        process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 3, limit[1]))
+        silent = half_open(server, 12)
+        server.wait_for(lambda: server.log.read_text().count("no connection can be accepted") >= 3)
+        before = process.cpu_times()
+        server.wait_for(lambda: server.log.read_text().count("no connection can be accepted") >= 5)
+        after = process.cpu_times()
+        assert after.user + after.system - before.user - before.system < 0.5
+        for connection in silent:
+            connection.close()
+        server.wait_for(lambda: _is_healthy(server))
+        process.rlimit(psutil.RLIMIT_NOFILE, limit)
+
+
+def _is_healthy(server):
+    try:
+        return httpx.get(server.url + "/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+class Place:
+    """A connection, as far as its admission is concerned."""
+
+    def __init__(self):
+        self.is_open = True
+
+    def abort(self):
+        self.is_open = False
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["open", "admit", "release", "hold", "close"]), st.integers(0, 50)), max_size=300
+    )
+)
+def test_admission_whatever_connections_do(events):
+    """The admitted are never closed for others, and a stranger always finds a place."""
+    admission, opened, admitted = Admission(3), [], set()
+    for what, index in [("open", 0)] * 30 + events:
+        if what == "open":
+            opened.append(Place())
+            admission.open(opened[-1])
+            assert opened[-1].is_open
+        place = opened[-1 - index % len(opened)]
+        if what == "admit":
+            let_in = admission.admit(place)
+            assert let_in == (place in admitted or (place.is_open and len(admitted) < 3))
+            admitted |= {place} if let_in else set()
+        elif what == "release":
+            admission.release(place)
+            admitted.discard(place)
+        elif what == "hold" and place.is_open:
+            admission.hold(place, 10_000_000)
+            admission.hold(place, 0 if index % 2 else 10_000_000)
+        elif what == "close":
+            admission.close(place)
+            admitted.discard(place)
+            place.is_open = False
+        assert all(place.is_open for place in admitted)
+        assert len(admission) == sum(place.is_open for place in opened) <= 3 + 32

@@ -371,9 +371,9 @@ GUARDED = [
 
 
 def test_the_list_of_guarded_routes_is_complete():
-    from dsv3.api.http.app import make_app
+    from dsv3.api.http.app import make_router
 
-    routes = {(method, route.path) for route in make_app(None, None).routes for method in route.methods - {"HEAD"}}
+    routes = {(method, route.path) for route in make_router(None).routes for method in route.methods - {"HEAD"}}
     assert routes == {*GUARDED, ("GET", "/health")}
 
 

@@ -335,12 +335,20 @@ class ServerOptions(ServiceOptions):
         "leaves room for, 65536 at most.",
         low=1,
     )
+    ssl_certfile: str | None = option(
+        None, "Speak TLS with the certificate chain in this PEM file; SIGHUP has it read anew, with the next two."
+    )
+    ssl_keyfile: str | None = option(None, "Read the certificate's key from this PEM file; default: --ssl_certfile.")
+    ssl_ca_certs: str | None = option(None, "Take only clients with a certificate that these authorities have signed.")
     shutdown_timeout: float = option(30.0, "Give requests in flight this many seconds to finish after SIGTERM.", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.api_key is not None and self.api_key_file is not None:
             raise ValueError("api_key_file: give one of api_key and api_key_file")
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
 
 
 def split_address(text: str) -> tuple[str, int]:

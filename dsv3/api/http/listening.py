@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import logging
 import socket
+from typing import Any
 
 from starlette.types import ASGIApp
 
 from dsv3.api.config import Deadlines
 from dsv3.api.http.admission import Admission
 from dsv3.api.http.protocol import Connection
+from dsv3.api.http.tls import Certificate
 
 _ACCEPTS = 16  # in one turn of the loop, so that fronts which share a listener share a burst
 _RETRY_S = 0.5  # after the system has refused a descriptor
@@ -21,8 +23,15 @@ _log = logging.getLogger("dsv3.server")
 class HttpServer:
     """Serves an application on a listener, which it closes in the end; `max_admitted` is `Admission`'s."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, deadlines: Deadlines, max_admitted: int):
-        self._app, self._listener, self._deadlines = app, listener, deadlines
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        deadlines: Deadlines,
+        max_admitted: int,
+        certificate: Certificate | None = None,
+    ):
+        self._app, self._listener, self._deadlines, self._certificate = app, listener, deadlines, certificate
         self._loop = asyncio.get_running_loop()
         self._admission = Admission(max_admitted)
         self._connections: set[Connection] = set()
@@ -34,6 +43,11 @@ class HttpServer:
         """Begins to accept connections."""
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def reload(self) -> None:
+        """Reads the certificate anew."""
+        if self._certificate is not None:
+            self._certificate.reload()
 
     async def close(self) -> None:
         """Accepts no more, lets the responses on their way finish for a few seconds, and closes all connections."""
@@ -71,9 +85,17 @@ class HttpServer:
         self._connections.add(connection)
         self._admission.open(connection)
         self._is_empty.clear()
-        task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, accepted))
+        greeting = self._loop.connect_accepted_socket(lambda: connection, accepted, **self._tls())
+        task = self._loop.create_task(greeting)
         self._greetings.add(task)
         task.add_done_callback(lambda task: self._greeted(task, connection))
+
+    def _tls(self) -> dict[str, Any]:
+        if self._certificate is None:
+            return {}
+        seconds = self._deadlines
+        times = {"ssl_handshake_timeout": seconds.head_s, "ssl_shutdown_timeout": seconds.write_s}
+        return {"ssl": self._certificate.context, **times}
 
     def _greeted(self, task: asyncio.Task, connection: Connection) -> None:
         self._greetings.discard(task)

@@ -28,6 +28,10 @@ class FrontAbort(msgspec.Struct, frozen=True, tag=True):
     """Abort the requests in flight, and end."""
 
 
+class FrontReload(msgspec.Struct, frozen=True, tag=True):
+    """Read the certificate anew."""
+
+
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot be used any more, and the instance is about to end."""
 
@@ -44,7 +48,7 @@ class EngineSilent(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToFront = FrontStart | FrontDrain | FrontAbort | EngineFailed
+ToFront = FrontStart | FrontDrain | FrontAbort | FrontReload | EngineFailed
 FromFront = FrontReady | EngineSilent
 
 to_front = msgspec.msgpack.Decoder(ToFront)

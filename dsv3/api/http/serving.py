@@ -11,24 +11,26 @@ from dsv3.api.engine.client import EngineUnavailable
 from dsv3.api.http.admission import max_admitted
 from dsv3.api.http.app import make_app
 from dsv3.api.http.listening import HttpServer
+from dsv3.api.http.tls import certificate_of
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
 _FAREWELL_S = 2.0
 
 
 @contextlib.asynccontextmanager
-async def serving(service: Service, config: ServerConfig, listener: socket.socket) -> AsyncIterator[None]:
+async def serving(service: Service, config: ServerConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
     """Answers HTTP on `listener` for the time of the `async with`; closes the service at its end."""
     options = config.options
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
         limit = max_admitted(options.max_connections, options.api_server_count)
-        server = HttpServer(make_app(service, options.api_key), listener, config.deadlines, limit)
+        app = make_app(service, options.api_key)
+        server = HttpServer(app, listener, config.deadlines, limit, certificate_of(options))
         server.start()
         stack.push_async_callback(server.close)
         flushing = asyncio.create_task(_flush(service))
         stack.callback(flushing.cancel)
-        yield
+        yield server
 
 
 async def drain(service: Service, abort: asyncio.Event, timeout_s: float, notify: Callable[[str], None]) -> None:

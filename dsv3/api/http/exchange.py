@@ -4,7 +4,9 @@ import asyncio
 import functools
 import http
 import logging
+import re
 import time
+import uuid
 from collections.abc import Callable, MutableMapping
 from email.utils import formatdate
 from typing import Any
@@ -12,10 +14,16 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp
 
+from dsv3.api.http.access import Access
 from dsv3.api.http.wire import Head
 from dsv3.api.http.writer import Writer
 
+REQUEST_ID = "dsv3.request_id"
+"""Key of the request's id, a text, in an ASGI scope's extensions."""
+
 _log = logging.getLogger("dsv3.server")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_MAX_LOGGED_PATH = 1024
 _CLOSE = (b"connection", b"close")
 
 
@@ -29,6 +37,7 @@ class Exchange:
         self.body = bytearray()
         self.is_received = False
         self.keeps_alive = head.keeps_alive
+        self.request_id = _request_id(head)
         self.status = 0
         self.is_complete = False
         self._head, self._writer = head, writer
@@ -37,6 +46,7 @@ class Exchange:
         self._is_gone = False
         self._is_chunked = False
         self._news = asyncio.Event()
+        self._began, self._num_bytes_before = time.monotonic(), writer.num_bytes
 
     def feed(self, content: bytes, is_last: bool) -> None:
         """Takes the next part of the request's body."""
@@ -55,12 +65,25 @@ class Exchange:
         try:
             await app(scope, self._receive, self._send)
         except Exception:
-            _log.exception("%s failed", scope["method"])
+            _log.exception("request %s: %s %s failed", self.request_id, scope["method"], scope["path"])
         if not self.is_complete and not self._is_gone:
             if not self.status:
                 await self._fail()
             else:
                 self._writer.abort()
+
+    def access(self) -> Access:
+        """Returns the line of the access log; status 499: the client had gone."""
+        return Access(
+            time=round(time.time(), 3),
+            request_id=self.request_id,
+            method=self._head.method,
+            path=self._head.target.partition(b"?")[0].decode("ascii")[:_MAX_LOGGED_PATH],
+            status=self.status or 499,
+            seconds=round(time.monotonic() - self._began, 6),
+            bytes=self._writer.num_bytes - self._num_bytes_before,
+            complete=self.is_complete,
+        )
 
     async def _fail(self) -> None:
         self.keeps_alive = False
@@ -97,7 +120,8 @@ class Exchange:
         self.keeps_alive &= self.is_received and (is_sized or self._is_chunked or not self._has_body)
         if not self.keeps_alive:
             headers.append(_CLOSE)
-        lines = [_status_line(status), b"date: %b" % _date(int(time.time()))]
+        headers += [(b"date", _date(int(time.time()))), (b"x-request-id", self.request_id.encode())]
+        lines = [_status_line(status)]
         lines += [b"%b: %b" % field for field in headers]
         return b"\r\n".join([*lines, b"", b""])
 
@@ -110,12 +134,20 @@ class Exchange:
             if self._is_chunked:
                 content = b"%x\r\n%b\r\n" % (len(content), content)
             await self._writer.send(content)
-        if is_last:
-            if self._is_chunked:
-                await self._writer.send(b"0\r\n\r\n")
+        if is_last and self._is_chunked:
+            await self._writer.send(b"0\r\n\r\n")
+        if is_last and not self._is_gone:
             self.is_complete = True
             self._news.set()
             self._on_end()
+
+
+def _request_id(head: Head) -> str:
+    """Returns the id that the client gave, if it is one that can go into a log, or else a new one."""
+    given = head.values(b"x-request-id")
+    if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
+        return given[0].decode()
+    return uuid.uuid4().hex
 
 
 def scope_of(head: Head, scheme: str, extensions: dict[str, Any]) -> dict[str, Any]:

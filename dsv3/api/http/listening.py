@@ -6,11 +6,7 @@ import logging
 import socket
 from typing import Any
 
-from starlette.types import ASGIApp
-
-from dsv3.api.config import Deadlines
-from dsv3.api.http.admission import Admission
-from dsv3.api.http.protocol import Connection
+from dsv3.api.http.protocol import Connection, Site
 from dsv3.api.http.tls import Certificate
 
 _ACCEPTS = 16  # in one turn of the loop, so that fronts which share a listener share a burst
@@ -21,19 +17,11 @@ _log = logging.getLogger("dsv3.server")
 
 
 class HttpServer:
-    """Serves an application on a listener, which it closes in the end; `max_admitted` is `Admission`'s."""
+    """Serves a site on a listener, which it closes in the end."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        listener: socket.socket,
-        deadlines: Deadlines,
-        max_admitted: int,
-        certificate: Certificate | None = None,
-    ):
-        self._app, self._listener, self._deadlines, self._certificate = app, listener, deadlines, certificate
+    def __init__(self, site: Site, listener: socket.socket, certificate: Certificate | None = None):
+        self._site, self._listener, self._certificate = site, listener, certificate
         self._loop = asyncio.get_running_loop()
-        self._admission = Admission(max_admitted)
         self._connections: set[Connection] = set()
         self._greetings: set[asyncio.Task] = set()
         self._is_empty = asyncio.Event()
@@ -81,9 +69,9 @@ class HttpServer:
 
     def _greet(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        connection = Connection(self._app, self._deadlines, self._admission, accepted, self._lost)
+        connection = Connection(self._site, accepted, self._lost)
         self._connections.add(connection)
-        self._admission.open(connection)
+        self._site.admission.open(connection)
         self._is_empty.clear()
         greeting = self._loop.connect_accepted_socket(lambda: connection, accepted, **self._tls())
         task = self._loop.create_task(greeting)
@@ -93,7 +81,7 @@ class HttpServer:
     def _tls(self) -> dict[str, Any]:
         if self._certificate is None:
             return {}
-        seconds = self._deadlines
+        seconds = self._site.deadlines
         times = {"ssl_handshake_timeout": seconds.head_s, "ssl_shutdown_timeout": seconds.write_s}
         return {"ssl": self._certificate.context, **times}
 
@@ -104,7 +92,7 @@ class HttpServer:
 
     def _lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._admission.close(connection)
+        self._site.admission.close(connection)
         if not self._connections:
             self._is_empty.set()
 

@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from starlette.types import ASGIApp
 
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.config import Deadlines
+from dsv3.api.http.access import Access
 from dsv3.api.http.admission import Admission
 from dsv3.api.http.errors import response_of
-from dsv3.api.http.exchange import Exchange, scope_of
+from dsv3.api.http.exchange import REQUEST_ID, Exchange, scope_of
 from dsv3.api.http.wire import BadRequest, Body, body_of, find_head, parse_head
 from dsv3.api.http.writer import EXTENSION, Writer
 
@@ -26,23 +29,26 @@ _BACKLOG_BYTES = 64 * 1024
 """Reading stops while this much waits for the application, or behind the request that is being answered."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What all connections of a front have in common; `on_access` is called after each request."""
+
+    app: ASGIApp
+    deadlines: Deadlines
+    admission: Admission
+    on_access: Callable[[Access], None] | None = None
+
+
 class Connection(asyncio.Protocol):
     """One client's connection; `on_lost` is called with it when it is closed.
 
     A response that is complete before its request ends the connection: nobody parses what nobody wants.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        deadlines: Deadlines,
-        admission: Admission,
-        accepted: socket.socket,
-        on_lost: Callable[["Connection"], None],
-    ):
+    def __init__(self, site: Site, accepted: socket.socket, on_lost: Callable[["Connection"], None]):
         self.is_made = False
-        self._app, self._deadlines, self._admission, self._on_lost = app, deadlines, admission, on_lost
-        self._accepted = accepted
+        self._site, self._accepted, self._on_lost = site, accepted, on_lost
+        self._deadlines, self._admission = site.deadlines, site.admission
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()
         self._num_searched = 0
@@ -170,9 +176,17 @@ class Connection(asyncio.Protocol):
         if self._body.is_complete:
             self._body = None
             self._exchange.feed(b"", True)
-        extensions = {EXTENSION: self._writer, ADMIT: functools.partial(self._admission.admit, self)}
-        scope = scope_of(head, self._scheme, extensions)
-        self._task = self._loop.create_task(self._exchange.run(self._app, scope))
+        extensions = {
+            EXTENSION: self._writer,
+            ADMIT: functools.partial(self._admission.admit, self),
+            REQUEST_ID: self._exchange.request_id,
+        }
+        self._task = self._loop.create_task(self._run(self._exchange, scope_of(head, self._scheme, extensions)))
+
+    async def _run(self, exchange: Exchange, scope: dict[str, Any]) -> None:
+        await exchange.run(self._site.app, scope)
+        if self._site.on_access is not None:
+            self._site.on_access(exchange.access())
 
     def _take_body(self, exchange: Exchange, body: Body) -> int:
         size, content = body.take(self._buffer)
@@ -202,10 +216,12 @@ class Connection(asyncio.Protocol):
         self._drop()
         exchange, self._exchange = self._exchange, None
         self._admission.release(self)
+        has_begun = exchange is not None and exchange.status != 0
         if exchange is not None:
+            exchange.status = exchange.status or status
             exchange.disconnect()
-        if exchange is not None and exchange.status:
-            self._writer.abort()  # the response has begun
+        if has_begun:
+            self._writer.abort()
         elif not self._writer.is_closing:
             self._stop_waiting()
             self._transport.write(_last_response(ApiError(status, message)))

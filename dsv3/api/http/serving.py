@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from dsv3.api.answers.service import Service
 from dsv3.api.config import ServerConfig
 from dsv3.api.engine.client import EngineUnavailable
-from dsv3.api.http.admission import max_admitted
+from dsv3.api.http.access import begin_access_log, log_access
+from dsv3.api.http.admission import Admission, max_admitted
 from dsv3.api.http.app import make_app
 from dsv3.api.http.listening import HttpServer
+from dsv3.api.http.protocol import Site
 from dsv3.api.http.tls import certificate_of
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
@@ -24,8 +26,11 @@ async def serving(service: Service, config: ServerConfig, listener: socket.socke
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
         limit = max_admitted(options.max_connections, options.api_server_count)
-        app = make_app(service, options.api_key)
-        server = HttpServer(app, listener, config.deadlines, limit, certificate_of(options))
+        if options.access_log:
+            begin_access_log()
+        on_access = log_access if options.access_log else None
+        site = Site(make_app(service, options), config.deadlines, Admission(limit), on_access)
+        server = HttpServer(site, listener, certificate_of(options))
         server.start()
         stack.push_async_callback(server.close)
         flushing = asyncio.create_task(_flush(service))

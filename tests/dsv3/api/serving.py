@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import psutil
 
 ROOT = Path(__file__).parents[3]
@@ -105,7 +106,7 @@ def main() -> int:
     kinds = {"options": ServerOptions, "engine": EngineOptions, "cluster": ClusterOptions, "deadlines": Deadlines}
     for name, kind in kinds.items():
         if name in settings:
-            settings[name] = kind(**settings[name])
+            settings[name] = msgspec.convert(settings[name], kind)
     settings["model_dir"] = Path(settings["model_dir"])
     settings["model_names"] = tuple(settings["model_names"])
     listener = bind("127.0.0.1", 0)

@@ -19,6 +19,7 @@ from dsv3.api.config import Deadlines
 from dsv3.api.http import wire
 from dsv3.api.http.admission import Admission, max_admitted
 from dsv3.api.http.listening import HttpServer
+from dsv3.api.http.protocol import Site
 from dsv3.api.http.server import bind
 from dsv3.api.http.writer import EXTENSION
 from tests.dsv3.api import serving
@@ -34,7 +35,7 @@ def on_a_server(app, scenario, **deadlines):
 
     async def run():
         listener = bind("127.0.0.1", 0)
-        server = HttpServer(app, listener, Deadlines(**PATIENT | deadlines), 1000)
+        server = HttpServer(Site(app, Deadlines(**PATIENT | deadlines), Admission(1000)), listener)
         address = listener.getsockname()
         server.start()
         try:

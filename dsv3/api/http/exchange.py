@@ -30,12 +30,14 @@ _CLOSE = (b"connection", b"close")
 class Exchange:
     """One request and its response.
 
-    `on_read` is called when the application has taken the body so far, `on_end` when the response is complete.
+    `on_read` is called when the application wants more of the body, `on_end` when the response is complete. What it
+    never asks for is never parsed.
     """
 
     def __init__(self, head: Head, writer: Writer, on_read: Callable[[], None], on_end: Callable[[], None]):
         self.body = bytearray()
         self.is_received = False
+        self.is_read = False
         self.keeps_alive = head.keeps_alive
         self.request_id = _request_id(head)
         self.status = 0
@@ -94,13 +96,14 @@ class Exchange:
         if self._must_ask:
             self._must_ask = False
             await self._writer.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.is_read = True
         if not self._is_gone and not self.is_complete:
+            self._on_read()
             await self._news.wait()
             self._news.clear()
         if self._is_gone or self.is_complete:
             return {"type": "http.disconnect"}
         content, self.body = bytes(self.body), bytearray()
-        self._on_read()
         return {"type": "http.request", "body": content, "more_body": not self.is_received}
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:

@@ -145,7 +145,7 @@ class Connection(asyncio.Protocol):
             return self._drop()
         if self._exchange is None:
             return self._take_head()
-        if self._body is not None and len(self._exchange.body) < _BACKLOG_BYTES:
+        if self._body is not None and self._exchange.is_read and len(self._exchange.body) < _BACKLOG_BYTES:
             return self._take_body(self._exchange, self._body)
         return 0
 

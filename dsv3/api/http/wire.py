@@ -13,6 +13,7 @@ import httptools
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
+MAX_TARGET_BYTES = 8 * 1024
 MAX_FRAMING_BYTES = 256 * 1024
 """Bytes of a chunked body that are not its content: sizes, extensions, trailers. 50,000 chunks have room."""
 
@@ -20,8 +21,11 @@ _SLICE_BYTES = 32 * 1024
 """What one call parses of a chunked body: 1 ms at most, for 1-byte chunks."""
 
 HEAD_END = b"\r\n\r\n"
-_REQUEST_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+)( [\x21-\x7e]+ HTTP/1\.([01])\r\n)")
+_REQUEST_LINE = re.compile(
+    rb"([!#$%%&'*+\-.^_`|~0-9A-Za-z]{1,32})( [\x21-\x7e]{1,%d} HTTP/1\.([01])\r\n)" % MAX_TARGET_BYTES
+)
 _BARE_LF = re.compile(rb"(?<!\r)\n")
+_CLOSE = re.compile(rb"(?:^|,)[ \t]*close[ \t]*(?:,|$)", re.IGNORECASE)
 _CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -42,19 +46,16 @@ class Head:
     @property
     def keeps_alive(self) -> bool:
         """Whether the client may send another request after this one."""
-        return self.version == "1.1" and b"close" not in self._tokens(b"connection")
+        return self.version == "1.1" and not any(map(_CLOSE.search, self.values(b"connection")))
 
     @property
     def expects_continue(self) -> bool:
         """Whether the client sends the body only when it is asked for it."""
-        return self.version == "1.1" and b"100-continue" in self._tokens(b"expect")
+        return self.version == "1.1" and any(value.lower() == b"100-continue" for value in self.values(b"expect"))
 
     def values(self, name: bytes) -> list[bytes]:
         """Returns the values of the headers of that name."""
         return [value for given, value in self.headers if given == name]
-
-    def _tokens(self, name: bytes) -> set[bytes]:
-        return {token.strip(b" \t").lower() for value in self.values(name) for token in value.split(b",")}
 
 
 def find_head(buffer: bytearray, searched: int) -> int:
@@ -75,7 +76,7 @@ def parse_head(data: bytes) -> Head:
     """Returns the head that `data` is, with its last empty line; BadRequest for what is none."""
     line = _REQUEST_LINE.match(data)
     if line is None:
-        raise BadRequest("the first line is not that of an HTTP/1 request")
+        raise BadRequest(f"the first line is not that of an HTTP/1 request, or longer than {MAX_TARGET_BYTES} bytes")
     if data.count(b"\n") > MAX_HEADERS + 2:
         raise BadRequest(f"there are more than {MAX_HEADERS} headers")
     collected = _Headers()

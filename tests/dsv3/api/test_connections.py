@@ -138,6 +138,17 @@ def test_a_response_before_the_end_of_its_request_closes_the_connection(head):
     on_a_server(unread, scenario, linger_s=0.1)
 
 
+def test_a_body_that_nobody_asks_for_is_not_parsed():
+    """The damage in it is not even found."""
+
+    async def scenario(connect):
+        client = await connect()
+        await client.send(CHUNKED + b"\r\nno chunk\r\n")
+        assert (await client.rest()).startswith(b"HTTP/1.1 401 ")
+
+    on_a_server(unread, scenario, linger_s=0.1)
+
+
 def test_a_client_that_still_writes_sees_the_refusal():
     """Nothing is parsed any more, and the connection is not reset before the client has read."""
 

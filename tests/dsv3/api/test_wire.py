@@ -76,6 +76,7 @@ def test_a_request_to_upgrade_is_one_like_others():
         b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
         b"GET nowhere HTTP/1.1\r\nhost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\n host: x\r\n\r\n",
+        b"GET /" + b"a" * wire.MAX_TARGET_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\r\n\r\n",
         POST + b"x: y\r\n" * wire.MAX_HEADERS + b"\r\n",

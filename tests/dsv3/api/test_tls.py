@@ -2,16 +2,21 @@
 
 import contextlib
 import dataclasses
+import datetime
+import ipaddress
 import json
 import os
 import signal
 import socket
 import ssl
-import subprocess
 
 import httpx
 import psutil
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from dsv3.api.http.tls import Certificate
 from dsv3.options import ServerOptions
@@ -21,22 +26,23 @@ COMPLETIONS = "/v1/completions"
 
 
 def make_certificate(directory, name):
-    """A self-signed certificate for localhost and its key, in one file."""
-    path = directory / f"{name}.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "9",
-    ]
-    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    subprocess.run([*command, "-keyout", f"{path}.key", "-out", path], check=True, capture_output=True)
+    """A self-signed certificate for localhost, and its key beside it."""
+    path, key, now = (
+        directory / f"{name}.pem",
+        ec.generate_private_key(ec.SECP256R1()),
+        datetime.datetime.now(datetime.UTC),
+    )
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
+    builder = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=9))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    )
+    path.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    path.with_name(f"{path.name}.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return path
 
 

@@ -111,8 +111,8 @@ def request_of(settings: dict) -> bytes:
     else:
         path, body = "/v1/completions", {"prompt": [1, 2, 3]} | common
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
 async def run(settings: dict) -> None:

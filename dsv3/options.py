@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import inspect
 import numbers
+import re
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -359,12 +360,33 @@ class ServerOptions(ServiceOptions):
     api_server_count: int = option(
         1, "Answer HTTP with this many processes, which share the port and the engine.", low=1, high=_MAX_FRONTS
     )
+    max_connections: int | None = option(
+        None,
+        "Work on the requests of at most this many connections per HTTP process; default: what the limit on open files "
+        "leaves room for, 65536 at most.",
+        low=1,
+    )
+    ssl_certfile: str | None = option(
+        None, "Speak TLS with the certificate chain in this PEM file; SIGHUP has it read anew, with the next two."
+    )
+    ssl_keyfile: str | None = option(None, "Read the certificate's key from this PEM file; default: --ssl_certfile.")
+    ssl_ca_certs: str | None = option(None, "Take only clients with a certificate that these authorities have signed.")
+    allowed_origins: tuple[str, ...] = option(
+        (), "Let web pages of these origins, separated by commas, use the API; * is all. Default: none."
+    )
+    access_log: bool = option(False, "Write a line of JSON per request to standard error.")
     shutdown_timeout: float = option(30.0, "Give requests in flight this many seconds to finish after SIGTERM.", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.api_key is not None and self.api_key_file is not None:
             raise ValueError("api_key_file: give one of api_key and api_key_file")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+                raise ValueError(f"allowed_origins: {origin!r} is not * or like https://example.org")
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -47,7 +47,7 @@ def main() -> int:
         raise flags.UsageError(
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port"
         ) from None
-    address = _address(host, listener.getsockname()[1])
+    address = _address(config.options, listener.getsockname()[1])
     _say(f"serving {config.model_names[0]} from {config.model_dir}; {address}/health tells when it is ready")
     try:
         return uvloop.run(serve(config, listener, lambda service: _say(_greeting(service, address, config))))
@@ -89,9 +89,10 @@ def _api_key(options: ServerOptions) -> str | None:
     return key
 
 
-def _address(host: str, port: int) -> str:
+def _address(options: ServerOptions, port: int) -> str:
+    host, scheme = options.host, "http" if options.ssl_certfile is None else "https"
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    return f"{scheme}://{shown}:{port}"
 
 
 def _greeting(service: Service, address: str, config: ServerConfig) -> str:

@@ -13,6 +13,16 @@ FAILURE_LINGER_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
+class Deadlines:
+    """How long a front waits for a client, in seconds."""
+
+    head_s: float = 10.0  # for the head of a request, also the first one
+    keep_alive_s: float = 60.0  # for the next request to begin
+    write_s: float = 120.0  # for a client that reads nothing of what is written to it
+    linger_s: float = 2.0  # for a client that still writes what nobody reads any more
+
+
+@dataclasses.dataclass(frozen=True)
 class ServerConfig:
     """Everything a server needs.
 
@@ -29,6 +39,7 @@ class ServerConfig:
     failure_linger_s: float = FAILURE_LINGER_S
     watchdog_s: float = WATCHDOG_S
     template_deadline_s: float = DEADLINE_S
+    deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     engine_factory: str = "dsv3.api.engine.factory:start_engine"
     factory_options: dict[str, object] = dataclasses.field(default_factory=dict)
     notify: Callable[[str], None] = print

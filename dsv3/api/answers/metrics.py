@@ -67,7 +67,7 @@ _TOTALS = {
 _LABELLED = {
     ("vllm:request_success", "Finished sequences.", "finished_reason"): ("stop", "length", "abort", "error"),
     ("vllm:admission_rejections", "Requests refused with 503.", "reason"): (
-        *("queue_full", "starting", "draining", "failed"),
+        *("queue_full", "starting", "draining", "failed", "connections"),
     ),
 }
 _BUCKETS = len(_SECONDS) + 1

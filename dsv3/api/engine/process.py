@@ -78,7 +78,7 @@ class Host:
 
 def main(fd: int) -> NoReturn:
     """Runs an engine for the fronts whose connections come through the socket `fd`."""
-    for name in (signal.SIGINT, signal.SIGTERM):
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
     configure_logging()
     host = Host(socket.socket(fileno=fd))

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,16 +20,30 @@ from dsv3.api.answers.kinds import KINDS
 from dsv3.api.answers.reading import read_request
 from dsv3.api.answers.schema import DetokenizeRequest, TokenizeRequest
 from dsv3.api.answers.service import Service
-from dsv3.api.http.auth import RequireKey
+from dsv3.api.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
 from dsv3.api.http.bodies import Handler, endpoint, read_json_body, unless_disconnected
 from dsv3.api.http.errors import response_of
 from dsv3.api.http.events import EventStream
+from dsv3.options import ServerOptions
 
 _Route = Callable[[Service, Request], Awaitable[Response]]
 
 
-def make_app(service: Service, api_key: str | None) -> ASGIApp:
-    """Returns the application for `service`; with `api_key` every route but `GET /health` needs it."""
+def make_app(service: Service, options: ServerOptions) -> ASGIApp:
+    """Returns the application for `service`, behind whatever the options ask for; outermost comes what runs first."""
+    app: ASGIApp = Admit(make_router(service), service.metrics.rejected)
+    if options.api_key is not None:
+        app = RequireKey(app, options.api_key)
+    elif is_loopback(options.host):
+        app = RequireLocalName(app, options.host)
+    if options.allowed_origins:
+        methods, shown = ["GET", "POST"], ["x-request-id", "retry-after"]
+        app = CORSMiddleware(app, options.allowed_origins, methods, allow_headers=["*"], expose_headers=shown)
+    return app
+
+
+def make_router(service: Service) -> Starlette:
+    """Returns the routes, open to everybody."""
     posts: dict[str, _Route] = {path: functools.partial(_answer, kind) for path, kind in KINDS.items()}
     posts |= {"/tokenize": _tokenize, "/detokenize": _detokenize}
     gets = {
@@ -42,7 +57,7 @@ def make_app(service: Service, api_key: str | None) -> ASGIApp:
     routes += [Route(path, _bind(service, handler), methods=["GET"]) for path, handler in gets.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    return app if api_key is None else RequireKey(app, api_key)
+    return app
 
 
 def _bind(service: Service, handler: _Route) -> Handler:

@@ -1,12 +1,16 @@
-"""The API key: every route but the liveness probe needs it."""
+"""Who is let in: by the API key, by the name that a server without one is called by, by the number of connections."""
 
 import hashlib
 import hmac
+import ipaddress
+import re
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsv3.api.answers.errors import ApiError
+from dsv3.api.answers.errors import ApiError, unavailable
 from dsv3.api.http.errors import response_of
+from dsv3.api.http.protocol import ADMIT
 
 OPEN_PATHS = frozenset({"/health"})
 
@@ -23,9 +27,9 @@ class RequireKey:
         self._digest = _digest(api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and self._allows(scope)):
+        if self._allows(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "http":
+        else:
             error = ApiError(401, "missing or wrong API key", kind="authentication_error", code="invalid_api_key")
             await response_of(error)(scope, receive, send)
 
@@ -35,6 +39,49 @@ class RequireKey:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         return scheme.lower() == b"bearer" and hmac.compare_digest(_digest(key.strip()), self._digest)
+
+
+class RequireLocalName:
+    """ASGI middleware for a server without a key on the loopback interface: requests must call it by a local name.
+
+    Otherwise any web page could reach it from its reader's browser, under a name of its own that resolves to 127.0.0.1
+    (DNS rebinding). Clients that send no Host are no browsers.
+    """
+
+    def __init__(self, app: ASGIApp, host: str):
+        self._app = app
+        names = b"|".join(re.escape(name.encode()) for name in ("localhost", "127.0.0.1", "[::1]", host))
+        self._names = re.compile(rb"(%b)(:[0-9]{1,5})?" % names, re.IGNORECASE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if all(self._names.fullmatch(value) for name, value in scope["headers"] if name == b"host"):
+            await self._app(scope, receive, send)
+        else:
+            text = "without an API key this server answers on loopback to the names localhost, 127.0.0.1 and [::1] only"
+            await response_of(ApiError(421, text, code="unknown_host"))(scope, receive, send)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches a listener on that address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Admit:
+    """ASGI middleware inside of `RequireKey`: a connection that asks for more than `/health` has to be admitted."""
+
+    def __init__(self, app: ASGIApp, on_refusal: Callable[[str], None]):
+        self._app, self._on_refusal = app, on_refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS or scope["extensions"][ADMIT]():
+            await self._app(scope, receive, send)
+        else:
+            self._on_refusal("connections")
+            error = unavailable("too many connections have requests in flight", "too_many_connections")
+            await response_of(error)(scope, receive, send)
 
 
 def _digest(key: bytes) -> bytes:

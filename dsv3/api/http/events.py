@@ -9,7 +9,7 @@ from dsv3.api.answers.answer import Answer
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.http.bodies import ClientGone, unless_disconnected
 from dsv3.api.http.errors import response_of
-from dsv3.api.http.protocol import EXTENSION, EventWriter
+from dsv3.api.http.writer import EXTENSION, Writer
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -29,13 +29,13 @@ class EventStream(Response):
         self.background = None
         self._answer = answer
         self._waiting: list[bytes] = []
-        self._writer: EventWriter | None = None
+        self._writer: Writer | None = None
         self._has_begun = asyncio.Event()
         self._ended: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer: EventWriter = scope["extensions"][EXTENSION]
+        writer: Writer = scope["extensions"][EXTENSION]
         try:
             await unless_disconnected(receive, self._stream(writer, scope, receive, send))
         except ClientGone:
@@ -44,7 +44,7 @@ class EventStream(Response):
             self._answer.close()
             writer.free()
 
-    async def _stream(self, writer: EventWriter, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, writer: Writer, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._answer.start(self._on_event, self._on_end)
         except ApiError as error:

@@ -29,8 +29,8 @@ _log = logging.getLogger("dsv3.server")
 
 def main(listener: int, connection: int, numbers: int) -> int:
     """Serves until the first front has it end; returns the exit status."""
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)  # the first front has all fronts drain
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)  # the first front has all fronts drain, or reload
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     return uvloop.run(_run(socket.socket(fileno=listener), socket.socket(fileno=connection), numbers))
 
@@ -41,6 +41,7 @@ class _Orders:
     def __init__(self) -> None:
         self.drain, self.abort = asyncio.Event(), asyncio.Event()
         self.on_failure: Callable[[str], None] = lambda _: None
+        self.on_reload: Callable[[], None] = lambda: None
         self.engine_failed = asyncio.Event()
         self.start: asyncio.Future[messages.FrontStart] = asyncio.get_running_loop().create_future()
 
@@ -59,6 +60,8 @@ class _Orders:
             case messages.FrontAbort():
                 self.drain.set()
                 self.abort.set()
+            case messages.FrontReload():
+                self.on_reload()
             case messages.EngineFailed(reason):
                 self.engine_failed.set()
                 self.on_failure(reason)
@@ -74,13 +77,15 @@ async def _run(listener: socket.socket, connection: socket.socket, descriptor: i
         model_names=start.model_names,
         options=start.options,
         template_deadline_s=start.template_deadline_s,
+        deadlines=start.deadlines,
         notify=lambda line: None,  # the first front has said it
     )
     engine = EngineClient(max_num_queued_reqs=start.engine.max_num_queued_reqs, watchdog_s=start.watchdog_s)
     orders.on_failure = engine.fail
     engine.on_silence = lambda reason: _tell(messages.EngineSilent(reason))
     service = await make_service(config, engine, numbers, start.created)
-    async with serving(service, listener, start.options.api_key):
+    async with serving(service, config, listener) as server:
+        orders.on_reload = server.reload
         await engine.connect(connection)
         _tell(messages.FrontReady())
         await wait_for_any(orders.drain, engine.ended)

@@ -58,6 +58,11 @@ class OtherFronts:
         """Has every front abort what it does, and end."""
         self._end(messages.FrontAbort())
 
+    def reload(self) -> None:
+        """Has every front read the certificate anew."""
+        for front in self._fronts:
+            front.send(messages.FrontReload())
+
     def fail(self, reason: str) -> None:
         """Tells every front that the engine has failed; they end with this process."""
         self._end(messages.EngineFailed(reason))
@@ -128,7 +133,7 @@ class _OtherFront:
     def end(self, message: messages.ToFront) -> None:
         """Tells the process to end, and starts no other one."""
         self._last_words.append(message)
-        self._send(message)
+        self.send(message)
 
     def hang_up(self) -> None:
         """Has the process end at once."""
@@ -171,7 +176,8 @@ class _OtherFront:
                     self._on_failure(reason)
         return await process.wait()
 
-    def _send(self, message: messages.ToFront) -> None:
+    def send(self, message: messages.ToFront) -> None:
+        """Tells the process, if there is one."""
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
             self._process.stdin.write(frames.encode(message))
 
@@ -186,4 +192,5 @@ def _start_message(config: ServerConfig, front: int, created: int) -> messages.F
         engine=config.engine,
         watchdog_s=config.watchdog_s,
         template_deadline_s=config.template_deadline_s,
+        deadlines=config.deadlines,
     )

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from dsv3.api.config import Deadlines
 from dsv3.options import EngineOptions, ServerOptions
 
 
@@ -16,6 +17,7 @@ class FrontStart(msgspec.Struct, frozen=True, tag=True):
     engine: EngineOptions
     watchdog_s: float
     template_deadline_s: float
+    deadlines: Deadlines
 
 
 class FrontDrain(msgspec.Struct, frozen=True, tag=True):
@@ -24,6 +26,10 @@ class FrontDrain(msgspec.Struct, frozen=True, tag=True):
 
 class FrontAbort(msgspec.Struct, frozen=True, tag=True):
     """Abort the requests in flight, and end."""
+
+
+class FrontReload(msgspec.Struct, frozen=True, tag=True):
+    """Read the certificate anew."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
@@ -42,7 +48,7 @@ class EngineSilent(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToFront = FrontStart | FrontDrain | FrontAbort | EngineFailed
+ToFront = FrontStart | FrontDrain | FrontAbort | FrontReload | EngineFailed
 FromFront = FrontReady | EngineSilent
 
 to_front = msgspec.msgpack.Decoder(ToFront)

@@ -1,125 +1,257 @@
-"""The HTTP/1.1 server beneath the application: uvicorn's with h11, and a short way for streamed bodies.
-
-h11 bounds headers, which httptools does not. Its state machine, uvicorn's `send` and a task's wake-up cost more than
-making the token's event, so a stream that has sent its head writes its chunks to the transport itself; h11 only learns
-of the end. Nothing else in the package knows which server this is.
-"""
+"""One client's connection: takes requests one at a time, in slices, and ends where framing or a deadline says so."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator
+import dataclasses
+import functools
+import socket
+from collections.abc import Callable
+from typing import Any
 
-import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp
 
-EXTENSION = "dsv3.event_writer"
-"""Key of the connection's `EventWriter` in an ASGI scope's extensions."""
+from dsv3.api.answers.errors import ApiError
+from dsv3.api.config import Deadlines
+from dsv3.api.http.access import Access
+from dsv3.api.http.admission import Admission
+from dsv3.api.http.errors import response_of
+from dsv3.api.http.exchange import REQUEST_ID, Exchange, scope_of
+from dsv3.api.http.wire import BadRequest, Body, body_of, find_head, parse_head
+from dsv3.api.http.writer import EXTENSION, Writer
 
-_MAX_HEADER_BYTES = 64 * 1024
-_CLOSE_CONNECTIONS_S = 3
-_WRITE_DEADLINE_S = 120.0
+ADMIT = "dsv3.admit"
+"""Key of a function in an ASGI scope's extensions: returns whether the connection's request may be worked on."""
+
+_SLICE_BYTES = 32 * 1024
+"""What a connection takes in one turn of the loop before others have theirs; the read that passes it is its last."""
+
+_BACKLOG_BYTES = 64 * 1024
+"""Reading stops while this much waits for the application, or behind the request that is being answered."""
 
 
-class EventWriter:
-    """A connection, for the response that streams on it.
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What all connections of a front have in common; `on_access` is called after each request."""
 
-    A client that does not read for `_WRITE_DEADLINE_S` seconds is cut off, whatever is sent to it.
+    app: ASGIApp
+    deadlines: Deadlines
+    admission: Admission
+    on_access: Callable[[Access], None] | None = None
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection; `on_lost` is called with it when it is closed.
+
+    A response that is complete before its request ends the connection: nobody parses what nobody wants.
     """
 
-    def __init__(self, transport: asyncio.Transport):
-        self._transport = transport
-        self._is_chunked = True
-        self._on_pause: Callable[[], None] | None = None
-        self._on_resume: Callable[[], None] | None = None
+    def __init__(self, site: Site, accepted: socket.socket, on_lost: Callable[["Connection"], None]):
+        self.is_made = False
+        self._site, self._accepted, self._on_lost = site, accepted, on_lost
+        self._deadlines, self._admission = site.deadlines, site.admission
+        self._loop = asyncio.get_running_loop()
+        self._buffer = bytearray()
+        self._num_searched = 0
+        self._is_between = False
+        self._is_paused = False
+        self._exchange: Exchange | None = None
+        self._body: Body | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._turn: asyncio.Handle | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
-    def claim(self, http_version: str, on_pause: Callable[[], None], on_resume: Callable[[], None]) -> None:
-        """Has a response told when the client's reading holds it up, and when it may go on."""
-        self._is_chunked = http_version == "1.1"
-        self._on_pause, self._on_resume = on_pause, on_resume
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to wait for a request (asyncio calls this method and the next five)."""
+        self.is_made = True
+        self._transport = transport
+        self._scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
+        self._writer = Writer(transport, self._deadlines.write_s)
+        self._wait(self._deadlines.head_s)
 
-    def free(self) -> None:
-        """Ends what `claim` began."""
-        self._on_pause = self._on_resume = None
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tells everybody concerned."""
+        self._stop_waiting()
+        if self._turn is not None:
+            self._turn.cancel()
+        self._writer.lost()
+        if self._exchange is not None:
+            self._exchange.disconnect()
+        self._on_lost(self)
 
-    def write(self, data: bytes) -> None:
-        """Writes one server-sent event as a chunk of the body."""
-        if self._transport.is_closing():
-            return
-        if self._is_chunked:
-            self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
-        else:
-            self._transport.write(b"data: %b\n\n" % data)
+    def data_received(self, data: bytes) -> None:
+        """Takes what has come, or a slice of it."""
+        if self._is_between:
+            self._is_between = False
+            self._wait(self._deadlines.head_s)
+        self._buffer += data
+        self._go_on()
 
-    def pause(self) -> None:
-        """Notes that the client reads more slowly than it is written to."""
-        self._deadline = asyncio.get_running_loop().call_later(_WRITE_DEADLINE_S, self._transport.abort)
-        if self._on_pause is not None:
-            self._on_pause()
+    def eof_received(self) -> None:
+        """Takes a client that sends no more for one that has gone."""
+        if self._exchange is not None:
+            self._exchange.disconnect()
+        self._writer.close()
 
-    def resume(self) -> None:
+    def pause_writing(self) -> None:
+        """Notes that the client reads slowly."""
+        self._writer.pause()
+
+    def resume_writing(self) -> None:
         """Notes that the client has read."""
-        self.stop_clock()
-        if self._on_resume is not None:
-            self._on_resume()
+        self._writer.resume()
 
-    def stop_clock(self) -> None:
-        """Lets the deadline go."""
+    def shutdown(self) -> None:
+        """Closes the connection, after the response if one is on its way."""
+        if self._exchange is not None:
+            self._exchange.keeps_alive = False
+        elif self.is_made:
+            self._writer.close()
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Closes the connection now."""
+        if self.is_made:
+            self._writer.abort()
+        else:
+            with contextlib.suppress(OSError):  # it has gone already
+                self._accepted.shutdown(socket.SHUT_RDWR)
+
+    def _go_on(self) -> None:
+        if self._turn is None:
+            self._work()
+
+    def _work(self) -> None:
+        """Takes a slice of what has come; the loop's next turn takes the rest.
+
+        uvloop reads a socket up to 32 times in a row, 256 KiB each, while it is not paused.
+        """
+        self._turn = None
+        done = 0
+        try:
+            while done < _SLICE_BYTES and (taken := self._take()):
+                done += taken
+        except BadRequest as error:
+            self._refuse(400, str(error))
+        if done >= _SLICE_BYTES:
+            self._turn = self._loop.call_soon(self._work)
+        self._pace()
+
+    def _take(self) -> int:
+        """Takes the next part of what has come; returns its size, 0 where nothing can be taken now."""
+        if not self._buffer:
+            return 0
+        if self._writer.is_closing:
+            return self._drop()
+        if self._exchange is None:
+            return self._take_head()
+        if self._body is not None and self._exchange.is_read and len(self._exchange.body) < _BACKLOG_BYTES:
+            return self._take_body(self._exchange, self._body)
+        return 0
+
+    def _drop(self) -> int:
+        size = len(self._buffer)
+        self._buffer.clear()
+        return size
+
+    def _take_head(self) -> int:
+        if self._buffer.startswith(b"\r\n"):  # RFC 9112, 2.2: clients of old send one after a body
+            del self._buffer[:2]
+            self._num_searched = 0
+            return 2
+        size = find_head(self._buffer, self._num_searched)
+        self._num_searched = 0 if size else len(self._buffer)
+        self._admission.hold(self, 0 if size else len(self._buffer))
+        if size:
+            data = bytes(self._buffer[:size])
+            del self._buffer[:size]
+            self._begin(data)
+        return size
+
+    def _begin(self, data: bytes) -> None:
+        head = parse_head(data)
+        self._stop_waiting()
+        self._body = body_of(head)
+        self._exchange = Exchange(head, self._writer, self._go_on, self._end)
+        if self._body.is_complete:
+            self._body = None
+            self._exchange.feed(b"", True)
+        extensions = {
+            EXTENSION: self._writer,
+            ADMIT: functools.partial(self._admission.admit, self),
+            REQUEST_ID: self._exchange.request_id,
+        }
+        self._task = self._loop.create_task(self._run(self._exchange, scope_of(head, self._scheme, extensions)))
+
+    async def _run(self, exchange: Exchange, scope: dict[str, Any]) -> None:
+        await exchange.run(self._site.app, scope)
+        if self._site.on_access is not None:
+            self._site.on_access(exchange.access())
+
+    def _take_body(self, exchange: Exchange, body: Body) -> int:
+        size, content = body.take(self._buffer)
+        if body.is_complete:
+            self._body = None
+            exchange.keeps_alive &= not body.has_more
+        exchange.feed(content, body.is_complete)
+        return size
+
+    def _end(self) -> None:
+        """Ends an exchange: its response is complete."""
+        assert self._exchange is not None
+        keeps_alive, self._exchange = self._exchange.keeps_alive, None
+        self._admission.release(self)
+        if self._body is not None:
+            self._writer.half_close(self._deadlines.linger_s)
+        elif not keeps_alive:
+            self._writer.close()
+        else:
+            self._is_between = not self._buffer
+            self._wait(self._deadlines.keep_alive_s if self._is_between else self._deadlines.head_s)
+        if self._turn is None:
+            self._turn = self._loop.call_soon(self._work)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers what is no request, and ends the connection."""
+        self._drop()
+        exchange, self._exchange = self._exchange, None
+        self._admission.release(self)
+        has_begun = exchange is not None and exchange.status != 0
+        if exchange is not None:
+            exchange.status = exchange.status or status
+            exchange.disconnect()
+        if has_begun:
+            self._writer.abort()
+        elif not self._writer.is_closing:
+            self._stop_waiting()
+            self._transport.write(_last_response(ApiError(status, message)))
+            self._writer.half_close(self._deadlines.linger_s)
+
+    def _pace(self) -> None:
+        waiting = len(self._buffer) + len(self._exchange.body) if self._exchange is not None else 0
+        is_paused = self._turn is not None or waiting > _BACKLOG_BYTES
+        if is_paused != self._is_paused:
+            self._is_paused = is_paused
+            (self._transport.pause_reading if is_paused else self._transport.resume_reading)()
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._deadline = self._loop.call_later(seconds, self._waited)
+
+    def _stop_waiting(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-
-class _Protocol(H11Protocol):
-    """uvicorn's protocol, with the connection's `EventWriter` in each scope."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self._app: ASGIApp = self.app
-        self.app = self._serve
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._writer = EventWriter(transport)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["extensions"] = {EXTENSION: self._writer}
-        await self._app(scope, receive, send)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._writer.pause()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._writer.resume()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._writer.free()
-        self._writer.stop_clock()
-        super().connection_lost(exc)
+    def _waited(self) -> None:
+        if self._buffer:
+            self._refuse(408, "the head of the request took too long to arrive")
+        else:
+            self._writer.close()
 
 
-class HttpServer(uvicorn.Server):
-    """Serves an application; without uvicorn's own signal handling, since others decide when it stops."""
-
-    def __init__(self, app: ASGIApp):
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=_Protocol,
-                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_level="warning",
-                server_header=False,
-                timeout_keep_alive=60,
-                timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
+def _last_response(error: ApiError) -> bytes:
+    response = response_of(error)
+    fields = b"".join(b"%b: %b\r\n" % field for field in response.raw_headers)
+    reason = {400: b"Bad Request", 408: b"Request Timeout"}[error.status]
+    return b"HTTP/1.1 %d %b\r\n%bconnection: close\r\n\r\n%b" % (error.status, reason, fields, bytes(response.body))

@@ -13,6 +13,7 @@ from dsv3.api.config import ServerConfig
 from dsv3.api.engine.client import EngineClient
 from dsv3.api.engine.launcher import EngineProcess
 from dsv3.api.http.fronts import OtherFronts
+from dsv3.api.http.listening import HttpServer
 from dsv3.api.http.serving import drain, serving, wait_for_any
 
 _CLOSE_S = 10.0  # a front that has drained closes its connections
@@ -44,11 +45,12 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
     engine = EngineClient(max_num_queued_reqs=config.engine.max_num_queued_reqs, watchdog_s=config.watchdog_s)
     service = await make_service(config, engine, numbers)
-    signals = _StopSignals()
+    signals = _Signals(reloads=config.options.ssl_certfile is not None)
     try:
-        async with serving(service, listener, config.options.api_key):
+        async with serving(service, config, listener) as server:
             process = await start_engine(config, service)
             fronts = OtherFronts(config, service.config.created, listener, numbers, process, engine.fail)
+            signals.on_reload = lambda: _reload(server, fronts)
             engine.on_dropped = fronts.drop
             engine.on_failure = lambda reason: _pass_on_failure(reason, process, fronts)
             try:
@@ -63,7 +65,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
 async def _serve(
     config: ServerConfig,
     service: Service,
-    signals: "_StopSignals",
+    signals: "_Signals",
     fronts: OtherFronts,
     on_ready: Callable[[Service], None],
 ) -> int:
@@ -79,7 +81,7 @@ async def _serve(
     return 1
 
 
-async def _drain(config: ServerConfig, service: Service, signals: "_StopSignals", fronts: OtherFronts) -> None:
+async def _drain(config: ServerConfig, service: Service, signals: "_Signals", fronts: OtherFronts) -> None:
     """Drains all fronts together."""
     fronts.drain()
     passing_on = asyncio.create_task(_pass_on_second(signals, fronts))
@@ -90,7 +92,7 @@ async def _drain(config: ServerConfig, service: Service, signals: "_StopSignals"
     passing_on.cancel()
 
 
-async def _pass_on_second(signals: "_StopSignals", fronts: OtherFronts) -> None:
+async def _pass_on_second(signals: "_Signals", fronts: OtherFronts) -> None:
     await signals.second.wait()
     fronts.abort()
 
@@ -100,6 +102,11 @@ def _pass_on_failure(reason: str, process: EngineProcess, fronts: OtherFronts) -
     process.kill()
 
 
+def _reload(server: HttpServer, fronts: OtherFronts) -> None:
+    server.reload()
+    fronts.reload()
+
+
 async def _announce(service: Service, fronts: OtherFronts, on_ready: Callable[[Service], None]) -> None:
     await service.engine.settled.wait()
     await fronts.ready()
@@ -107,18 +114,22 @@ async def _announce(service: Service, fronts: OtherFronts, on_ready: Callable[[S
         on_ready(service)
 
 
-class _StopSignals:
-    """SIGTERM and SIGINT as events on the running loop."""
+class _Signals:
+    """SIGTERM and SIGINT as events on the running loop; SIGHUP, where there is something to reload, as a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, reloads: bool) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
+        self.on_reload: Callable[[], None] = lambda: None  # the files are yet to be read
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._received)
+        self._handlers = {signal.SIGTERM: self._received, signal.SIGINT: self._received}
+        if reloads:
+            self._handlers[signal.SIGHUP] = lambda: self.on_reload()
+        for number, handler in self._handlers.items():
+            self._loop.add_signal_handler(number, handler)
 
     def _received(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
 
     def close(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._handlers:
             self._loop.remove_signal_handler(number)

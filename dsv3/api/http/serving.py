@@ -6,26 +6,36 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from dsv3.api.answers.service import Service
+from dsv3.api.config import ServerConfig
 from dsv3.api.engine.client import EngineUnavailable
+from dsv3.api.http.access import begin_access_log, log_access
+from dsv3.api.http.admission import Admission, max_admitted
 from dsv3.api.http.app import make_app
-from dsv3.api.http.protocol import HttpServer
+from dsv3.api.http.listening import HttpServer
+from dsv3.api.http.protocol import Site
+from dsv3.api.http.tls import certificate_of
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
 _FAREWELL_S = 2.0
 
 
 @contextlib.asynccontextmanager
-async def serving(service: Service, listener: socket.socket, api_key: str | None) -> AsyncIterator[None]:
+async def serving(service: Service, config: ServerConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
     """Answers HTTP on `listener` for the time of the `async with`; closes the service at its end."""
-    server = HttpServer(make_app(service, api_key))
-    tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(_flush(service))]
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        tasks[1].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await service.close()
+    options = config.options
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(service.close)
+        limit = max_admitted(options.max_connections, options.api_server_count)
+        if options.access_log:
+            begin_access_log()
+        on_access = log_access if options.access_log else None
+        site = Site(make_app(service, options), config.deadlines, Admission(limit), on_access)
+        server = HttpServer(site, listener, certificate_of(options))
+        server.start()
+        stack.push_async_callback(server.close)
+        flushing = asyncio.create_task(_flush(service))
+        stack.callback(flushing.cancel)
+        yield server
 
 
 async def drain(service: Service, abort: asyncio.Event, timeout_s: float, notify: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import psutil
 
 ROOT = Path(__file__).parents[3]
@@ -97,14 +98,15 @@ def main() -> int:
     """Serves until a signal; prints the port, what the server tells its user, and at the end whether jax came in."""
     import uvloop
 
-    from dsv3.api.config import ServerConfig
+    from dsv3.api.config import Deadlines, ServerConfig
     from dsv3.api.http.server import bind, serve
     from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
 
     settings = json.loads(sys.argv[1])
-    for name, kind in (("options", ServerOptions), ("engine", EngineOptions), ("cluster", ClusterOptions)):
+    kinds = {"options": ServerOptions, "engine": EngineOptions, "cluster": ClusterOptions, "deadlines": Deadlines}
+    for name, kind in kinds.items():
         if name in settings:
-            settings[name] = kind(**settings[name])
+            settings[name] = msgspec.convert(settings[name], kind)
     settings["model_dir"] = Path(settings["model_dir"])
     settings["model_names"] = tuple(settings["model_names"])
     listener = bind("127.0.0.1", 0)

@@ -43,7 +43,10 @@ class Pair:
     def connect(self, process) -> httpx.Client:
         """A client of that front: connections are made until one is accepted there."""
         for _ in range(1000):
-            client = httpx.Client(base_url=self.server.url, timeout=60)
+            limits = httpx.Limits(
+                keepalive_expiry=600
+            )  # httpx's 5 s pass on a busy machine; then another front accepts
+            client = httpx.Client(base_url=self.server.url, timeout=60, limits=limits)
             answer = client.get("/health")
             stream = answer.extensions["network_stream"]
             client.connection = stream.get_extra_info("socket")

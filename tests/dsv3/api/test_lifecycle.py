@@ -53,7 +53,7 @@ class Requests:
 def held(server, body, count=1):
     """Requests whose clients only wait, and hang up at the end of the block."""
     data = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             connection = stack.enter_context(socket.socket())
@@ -148,7 +148,7 @@ def test_a_slow_reader_gets_everything(server, model_dir):
         connection.settimeout(60)
         connection.connect(("127.0.0.1", server.port))
         data = json.dumps(ENDLESS | {"n": n, "max_tokens": max_tokens, "stream": True}).encode()
-        head = b"POST /v1/completions HTTP/1.0\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(data) + data)
         server.wait_for(lambda: server.metric("vllm:num_requests_running") == n)
         server.wait_for(server.is_idle)

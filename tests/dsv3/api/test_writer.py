@@ -2,8 +2,7 @@
 
 import asyncio
 
-from dsv3.api.http import protocol
-from dsv3.api.http.protocol import EventWriter
+from dsv3.api.http.writer import Writer
 
 
 class Transport:
@@ -22,12 +21,12 @@ class Transport:
         self.aborted.set()
 
 
-def with_writer(work, version="1.1"):
+def with_writer(work, version="1.1", deadline_s=60):
     """Runs `work(writer, transport, told)` on a loop; `told` is what the response heard."""
 
     async def run():
         transport, told = Transport(), []
-        writer = EventWriter(transport)
+        writer = Writer(transport, deadline_s)
         writer.claim(version, lambda: told.append("pause"), lambda: told.append("resume"))
         await work(writer, transport, told)
 
@@ -46,9 +45,7 @@ def test_events_are_chunks_unless_the_client_is_older():
     assert expected == [b'data: {"a": 1}\n\n']
 
 
-def test_a_client_that_reads_again_is_kept(monkeypatch):
-    monkeypatch.setattr(protocol, "_WRITE_DEADLINE_S", 0.01)
-
+def test_a_client_that_reads_again_is_kept():
     async def work(writer, transport, told):
         writer.pause()
         writer.resume()
@@ -58,12 +55,11 @@ def test_a_client_that_reads_again_is_kept(monkeypatch):
         await asyncio.sleep(0.05)
         assert told == ["pause", "resume"] and not transport.aborted.is_set()
 
-    with_writer(work)
+    with_writer(work, deadline_s=0.01)
 
 
-def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
+def test_a_client_that_does_not_read_is_cut_off():
     """Whether a stream or a whole answer waits for it."""
-    monkeypatch.setattr(protocol, "_WRITE_DEADLINE_S", 0.01)
 
     async def work(writer, transport, told):
         writer.free()
@@ -72,4 +68,4 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
         writer.write(b"late")
         assert transport.written == b""
 
-    with_writer(work)
+    with_writer(work, deadline_s=0.01)

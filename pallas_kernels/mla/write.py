@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.mla.layout import fp8_page_bytes
 
@@ -12,9 +13,11 @@ DROPPED = -1
 def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array) -> jax.Array:
     """Writes `rows` [T, W] to `pages[targets, offsets]`; rows with target DROPPED go nowhere.
 
-    One scatter, which XLA does in place where `pages` is donated.
+    One scatter, which XLA does in place where `pages` is donated. That of a single row it makes a slice update, which
+    XLA:CPU repeats for each reader, on as many copies of the pool, unless it is told not to look behind it.
     """
-    return pages.at[_droppable(pages, targets), offsets].set(rows, mode="drop")
+    written = pages.at[_droppable(pages, targets), offsets].set(rows, mode="drop")
+    return lax.optimization_barrier(written) if len(rows) == 1 else written
 
 
 def write_fp8_rows(

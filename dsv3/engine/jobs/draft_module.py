@@ -30,27 +30,31 @@ from dsv3.model.batch import DecodeBatch
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields one program per bucket of prefill, and of decode where that takes drafts."""
+    """Yields one program per bucket of prefill, and of decode where that takes drafts; and those that chain drafts."""
     cfg, width, dtype = layout.cfg, layout.model_cfg.hidden_size, _module(layout).dtype
+    chained: dict[int, int] = {}
     for size in cfg.prefill_buckets:
         rows = cfg.prefill_rows(size)
         chunks = layout.array(size), layout.array(rows, prefill.HEADER + cfg.pages_per_seq)
-        hidden, sampled = layout.array(size, width, dtype=dtype), (layout.array(rows), layout.array(rows, 1))
-        key, drafts = Key(f"mtp {prefill.NAME}", size), cfg.tokens_per_row - 1
-        yield _program(layout, key, prefill_body, drafts, (hidden, *chunks, *sampled))
+        given = layout.array(size, width, dtype=dtype), *chunks, layout.array(rows), layout.array(rows, 1)
+        yield _program(layout, Key(f"mtp {prefill.NAME}", size), prefill_body, given)
+        chained[rows] = cfg.tokens_per_row - 1
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         if S > 1:
-            hidden, sampled = layout.array(size, S, width, dtype=dtype), (layout.array(size), layout.array(size, S))
-            key = Key(f"mtp {decode.NAME}", size, width=S)
-            yield _program(layout, key, decode_body, S - 1, (hidden, *sampled))
+            rows_given = layout.array(size, S, width, dtype=dtype), layout.array(size), layout.array(size, S)
+            yield _program(layout, Key(f"mtp {decode.NAME}", size, width=S), decode_body, rows_given)
+            chained[size] = max(chained.get(size, 0), S - 1)
+    for size, drafts in chained.items():
+        for i in range(1, drafts):
+            body = functools.partial(chain_body, number=i)
+            hidden = layout.array(size, width, dtype=dtype)
+            yield _program(layout, Key("mtp chain", size, i), body, (hidden, layout.array(size)))
 
 
-def _program(
-    layout: Layout, key: Key, body: Callable[..., Any], drafts: int, arguments: tuple[Any, ...]
-) -> ProgramSpec:
-    arguments = (layout.params, layout.pages, layout.state, *arguments)
-    return layout.per_rank(key, functools.partial(body, layout, drafts), arguments, donated=(1, 2), takes_params=True)
+def _program(layout: Layout, key: Key, body: Callable[..., Any], given: tuple[Any, ...]) -> ProgramSpec:
+    arguments = (layout.params, layout.pages, layout.state, *given)
+    return layout.per_rank(key, functools.partial(body, layout), arguments, donated=(1, 2), takes_params=True)
 
 
 class Drafter:
@@ -60,16 +64,23 @@ class Drafter:
         self._devices = devices
 
     def launch(self, command: DraftCommand, forward: Forward) -> None:
-        """Starts the module after the forward job `command.source`; leaves drafts in the state."""
-        devices = self._devices
+        """Starts the module after the forward job `command.source`; leaves drafts in the state.
+
+        A program of its own makes each further draft: in one with the first, XLA copies the page pool between them.
+        """
+        devices, cfg = self._devices, self._devices.layout.cfg
         program = devices.programs.get(Key(f"mtp {command.source}", command.size, width=command.width))
         given = (forward.hidden, *forward.batch, forward.slots, forward.tokens)
-        devices.pages, devices.state = program(devices.params, devices.pages, devices.state, *given)
+        devices.pages, devices.state, hidden = program(devices.params, devices.pages, devices.state, *given)
+        drafts = command.width - 1 if command.source == decode.NAME else cfg.tokens_per_row - 1
+        for i in range(1, drafts):
+            chain = devices.programs.get(Key("mtp chain", forward.slots.shape[1], i))
+            arguments = (devices.params, devices.pages, devices.state, hidden, forward.slots)
+            devices.pages, devices.state, hidden = chain(*arguments)
 
 
 def prefill_body(
     layout: Layout,
-    drafts: int,
     params: object,
     pages: jax.Array,
     state: DecodeState,
@@ -78,31 +89,33 @@ def prefill_body(
     rows: jax.Array,
     slots: jax.Array,
     sampled: jax.Array,
-) -> tuple[jax.Array, DecodeState]:
-    """Runs the module over chunks of prompts, for one rank; the requests in `slots` `[B]` get drafts.
+) -> tuple[jax.Array, DecodeState, jax.Array]:
+    """Runs the module over chunks of prompts, for one rank; the requests in `slots` `[B]` get a first draft.
 
     `hidden` `[T, D]`, `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first tokens.
+    Returns pages, state, and the module's hidden states `[B, D]` at the last tokens.
     """
     batch = prefill.ragged_batch(tokens, rows)
     shifted = dataclasses.replace(batch, tokens=prefill.next_tokens(batch, rows, sampled[:, 0]))
     out = _module(layout).prefill(params, layout.model_cfg, shifted, pages, hidden)
-    return _propose(layout, drafts, params, out.pages, state, out.hidden[prefill.last_rows(batch)], slots)
+    last = out.hidden[prefill.last_rows(batch)]
+    return out.pages, _with_draft(layout, params, state, last, slots, 1), last
 
 
 def decode_body(
     layout: Layout,
-    drafts: int,
     params: object,
     pages: jax.Array,
     state: DecodeState,
     hidden: jax.Array,
     slots: jax.Array,
     sampled: jax.Array,
-) -> tuple[jax.Array, DecodeState]:
-    """Runs the module over a decode batch, for one rank; the requests in `slots` `[B]` get drafts.
+) -> tuple[jax.Array, DecodeState, jax.Array]:
+    """Runs the module over a decode batch, for one rank; the requests in `slots` `[B]` get a first draft.
 
     `hidden` `[B, S, D]` belongs to the last token and the drafts that were verified, `sampled` `[B, S]` are the tokens
-    that really follow them. Rows behind the accepted ones mean nothing, and what they write is written again.
+    that really follow them. Rows behind the accepted ones mean nothing, and what they write is written again. Returns
+    pages, state, and the module's hidden states `[B, D]` at the last tokens.
     """
     num_slots, S = state.lengths.shape[0], sampled.shape[1]
     held = jnp.minimum(slots, num_slots - 1)
@@ -110,34 +123,39 @@ def decode_body(
     lengths = jnp.where(slots < num_slots, state.lengths[held] - accepted - 1 + S, 0)
     batch = DecodeBatch(jnp.maximum(sampled, 0), lengths, state.page_table[held])
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden)
-    last = jnp.maximum(accepted - 1, 0)
-    return _propose(layout, drafts, params, out.pages, state, out.hidden[jnp.arange(len(last)), last], slots)
+    last = out.hidden[jnp.arange(slots.shape[0]), jnp.maximum(accepted - 1, 0)]
+    return out.pages, _with_draft(layout, params, state, last, slots, 1), last
 
 
-def _propose(
+def chain_body(
     layout: Layout,
-    drafts: int,
     params: object,
     pages: jax.Array,
     state: DecodeState,
     hidden: jax.Array,
     slots: jax.Array,
-) -> tuple[jax.Array, DecodeState]:
-    """Chains `drafts` drafts from the module's `hidden` states `[B, D]` at the last tokens of `slots` `[B]`."""
-    cfg, num_slots = layout.model_cfg, state.lengths.shape[0]
+    *,
+    number: int,
+) -> tuple[jax.Array, DecodeState, jax.Array]:
+    """Makes the next draft from draft `number` of `slots` `[B]` and the module's `hidden` `[B, D]` there, for one rank.
+
+    Returns pages, state, and the module's hidden states one place further.
+    """
+    num_slots = state.lengths.shape[0]
     held = jnp.minimum(slots, num_slots - 1)
-    table = state.page_table[held]
-    proposed: list[jax.Array] = []
-    for i in range(drafts):
-        if i:
-            lengths = jnp.where(slots < num_slots, state.lengths[held] - 1 + i, 0)
-            batch = DecodeBatch(proposed[-1][:, None], lengths, table)
-            out = _module(layout).decode(params, cfg, batch, pages, hidden[:, None])
-            pages, hidden = out.pages, out.hidden[:, 0]
-        proposed.append(sampling.greedy(layout.functions.logits(params, cfg, hidden)))
-    columns = jnp.arange(1, drafts + 1)
-    tokens = state.tokens.at[slots[:, None], columns].set(jnp.stack(proposed, axis=1), mode="drop")
-    return pages, dataclasses.replace(state, tokens=tokens)
+    lengths = jnp.where(slots < num_slots, state.lengths[held] - 1 + number, 0)
+    batch = DecodeBatch(state.tokens[held, number][:, None], lengths, state.page_table[held])
+    out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden[:, None])
+    following = out.hidden[:, 0]
+    return out.pages, _with_draft(layout, params, state, following, slots, number + 1), following
+
+
+def _with_draft(
+    layout: Layout, params: object, state: DecodeState, hidden: jax.Array, slots: jax.Array, number: int
+) -> DecodeState:
+    """Returns the state with draft `number` of `slots`: the likeliest by the module's hidden states `[B, D]`."""
+    token = sampling.greedy(layout.functions.logits(params, layout.model_cfg, hidden))
+    return dataclasses.replace(state, tokens=state.tokens.at[slots, number].set(token, mode="drop"))
 
 
 def _module(layout: Layout) -> DraftFunctions:

@@ -82,8 +82,8 @@ class LaidOut:
 def lay_out(model: ModelConfig, deployment: Deployment) -> LaidOut:
     """Returns the shapes and places of everything, with a page pool that just holds the requests of `deployment`.
 
-    MTP modules are left out: they are not served. Raises DeploymentError where the model does not divide over the
-    devices, `AotUnavailableError` without the CUDA plugin.
+    MTP modules are left out. Raises DeploymentError where the model does not divide over the devices,
+    `AotUnavailableError` without the CUDA plugin.
     """
     model = dataclasses.replace(model, num_nextn_predict_layers=0)
     try:

@@ -151,9 +151,10 @@ def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def adjusted(logits: jax.Array, adjustments: Adjustments) -> jax.Array:
-    """Returns the logits after bias, forbidden tokens and penalties (repetition: CTRL, arXiv:1909.05858.
+    """Returns the logits after bias, penalties and forbidden tokens.
 
-    The others: OpenAI). Forbidden tokens come last, which changes nothing for them: a scatter fixes the bits of all.
+    The repetition penalty is CTRL's (arXiv:1909.05858), the others are OpenAI's. Forbidden tokens come last, which
+    changes nothing for them: a scatter fixes the bits of all.
     """
     a = adjustments
     rows = jnp.arange(logits.shape[0])[:, None]

@@ -20,22 +20,22 @@ PROMPT = [(11 * i) % 60 + 1 for i in range(40)]
 ANSWER = toy.expected_tokens(PROMPT, 216, ())
 
 
-def make(right: bool, **config) -> Engine:
+def make(right_of: int, **config) -> Engine:
     """An engine of the toy with a module, whose programs are compiled as they are needed."""
     given = {"method": "mtp", **config}
     width = 1 + SpeculativeConfig.from_json(given).most_drafts
     cfg = EngineConfig(**(LIMITS | {"num_ranks": 1, "speculative_config": given, "tokens_per_row": width}))
-    return Engine(Parts.on_devices(toy.drafting(right), toy.PARAMS, toy.toy_config(num_nextn_predict_layers=1), cfg))
+    return Engine(Parts.on_devices(toy.drafting(right_of), toy.PARAMS, toy.toy_config(num_nextn_predict_layers=1), cfg))
 
 
 @pytest.fixture(scope="module", params=[1, 3])
 def right(request) -> Engine:
-    return make(True, num_speculative_tokens=request.param)
+    return make(0, num_speculative_tokens=request.param)
 
 
 @pytest.fixture(scope="module")
 def wrong() -> Engine:
-    return make(False, num_speculative_tokens=2)
+    return make(1, num_speculative_tokens=2)
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_a_request_that_fails_leaves_the_others_alone(right: Engine) -> None:
 
 def test_large_steps_take_fewer_drafts_and_small_ones_go_on_with_theirs() -> None:
     """Steps of one request have three drafts, larger ones none: what those leave behind is wrong, and harmless."""
-    engine = make(True, num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 4, 0]])
+    engine = make(0, num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 4, 0]])
     assert [engine.cfg.width(size) for size in engine.cfg.decode_buckets] == [4, 1]
     engine.add(request("long", PROMPT, max_tokens=150, ignore_eos=True))
     engine.add(request("short", PROMPT[:20], max_tokens=10, ignore_eos=True))

@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from dsv3.cache.page import PAGE_SIZE
+from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.job import Planned
+from dsv3.engine.parts import Parts
 from dsv3.request import EngineRequest, QueueFull
 from tests.dsv3.engine import toy
+from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import Gathered, drain, number, request, take
 
 
@@ -45,12 +48,15 @@ class Auditor:
                 for chunk in chunks:
                     for index in range(chunk.start // PAGE_SIZE, (chunk.stop - 1) // PAGE_SIZE + 1):
                         yield rank, chunk.sequence.pages[index], chunk.sequence.id
+        width = next((j.command.width for j in jobs if j.kind == "decode"), 1)
         for job in (j for j in jobs if j.kind == "sample" and j.command.source == "decode"):
             rows = job.context
             for slot, rank in zip(rows.slots.tolist(), rows.rank.tolist(), strict=True):
-                position = int(slots.planned[slot]) - 2  # `planned` counts this step's token already
-                sequence = slots.sequences[slot]
-                yield rank, sequence.pages[position // PAGE_SIZE], sequence.id
+                sequence, known = slots.sequences[slot], int(slots.known[slot])
+                before = int(slots.planned[slot]) - width  # `planned` counts this step's tokens already
+                first = known - 1 if before == known else known  # a step in flight brings one token at least
+                for index in range(first // PAGE_SIZE, (before - 1 + self.engine.cfg.tokens_ahead) // PAGE_SIZE + 1):
+                    yield rank, sequence.pages[index], sequence.id
 
 
 _FAMILIES = [[(7 * i * (f + 3)) % (toy.POISON - 1) + 1 for i in range(250)] for f in range(3)]
@@ -140,6 +146,32 @@ class EngineMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("sharing", [True, False], ids=["prefix-cache", "no-prefix-cache"])
 def test_every_text_is_its_own_and_every_page_comes_back(make_engine, sharing):
     machine = type("Machine", (EngineMachine,), {"make_engine": staticmethod(make_engine), "sharing": sharing})
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=checks)
+    )
+
+
+@pytest.fixture(scope="module")
+def make_drafting():
+    """Makes engines that share programs: steps of one request take three drafts, larger ones one; a third is wrong."""
+    given = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 4, 1]]}
+    model, functions, programs = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(3), []
+
+    def make(**changes) -> Engine:
+        cfg = EngineConfig(**(LIMITS | {"num_pages": 8, "speculative_config": given, "tokens_per_row": 4} | changes))
+        engine = Engine(Parts.on_devices(functions, toy.PARAMS, model, cfg))
+        if programs:
+            engine.executor.devices.programs = programs[0]
+        engine.warm_up()
+        programs[:] = [engine.executor.devices.programs]
+        return engine
+
+    return make
+
+
+def test_drafts_change_no_text_and_lose_no_page(make_drafting):
+    machine = type("Machine", (EngineMachine,), {"make_engine": staticmethod(make_drafting)})
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     run_state_machine_as_test(
         machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=checks)

@@ -99,8 +99,8 @@ def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
 FUNCTIONS = StepFunctions(prefill, decode, logits)
 
 
-def drafting(right: bool) -> StepFunctions:
-    """The toy with a module whose every draft is right, or whose every draft is wrong.
+def drafting(right_of: int) -> StepFunctions:
+    """The toy with a module that is right but at each `right_of`-th place; 1 is never, 0 always.
 
     The module owns the second cache layer. Its latent of a position is that of the next token, so a lost or stray write
     there makes right drafts wrong. A wrong draft is `POISON`, which no answer contains: NaN has it for its maximum.
@@ -113,7 +113,7 @@ def drafting(right: bool) -> StepFunctions:
         own = pages[jnp.clip(table, 0, half - 1) + half].reshape(-1, 2)
         shifted = jnp.concatenate([first, own[:-1]]).reshape(-1, PAGE_SIZE, 2)
         hidden = _hash(shifted, jnp.arange(len(table)), length + 1)
-        return hidden if right else jnp.full_like(hidden, jnp.nan)
+        return jnp.where(length % right_of == 0, jnp.nan, hidden) if right_of else hidden
 
     def write(pages: jax.Array, table: jax.Array, tokens: jax.Array, at: jax.Array, valid: jax.Array) -> jax.Array:
         half = pages.shape[0] // 2

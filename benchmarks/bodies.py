@@ -25,7 +25,7 @@ import psutil
 
 from tests.dsv3.text import tiny
 
-_ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 _CONTEXT, _MIB = 163_840, 2**20
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _USER = b'{"messages":[{"role":"user","content":"x"}],'
@@ -72,6 +72,7 @@ class Server:
 
     def __init__(self, port: int, process: subprocess.Popen[str], longest: Path):
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
+        self.port, self.pid = port, process.pid
         self._front, self._longest = psutil.Process(process.pid), longest
 
     def post(self, path: str, body: bytes) -> httpx.Response:
@@ -109,7 +110,7 @@ def serving(tree: Path, step_s: float = 0.005) -> Iterator[Server]:
         longest.write_bytes(bytes(8))
         model_dir = str(tiny.write(Path(directory) / "model"))
         settings = {"model_dir": model_dir, "longest": str(longest), "max_model_len": _CONTEXT, "step_s": step_s}
-        command = [sys.executable, str(_ROOT / "benchmarks" / "bodies_server.py"), json.dumps(settings)]
+        command = [sys.executable, str(ROOT / "benchmarks" / "bodies_server.py"), json.dumps(settings)]
         environment = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
         process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
         try:
@@ -142,7 +143,7 @@ def table(tree: Path, only: str) -> None:
 
 def small_chats(trees: list[Path], rounds: int = 5) -> None:
     """Prints processor time from the body of a small chat to its submission, tree by tree in turns."""
-    script = str(_ROOT / "benchmarks" / "bodies_small.py")
+    script = str(ROOT / "benchmarks" / "bodies_small.py")
     with tempfile.TemporaryDirectory() as directory:
         model_dir = str(tiny.write(Path(directory) / "model"))
         for _ in range(rounds):
@@ -160,9 +161,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
     if arguments.small:
-        small_chats([tree.resolve() for tree in (arguments.tree, _ROOT) if tree is not None])
+        small_chats([tree.resolve() for tree in (arguments.tree, ROOT) if tree is not None])
     else:
-        table((arguments.tree or _ROOT).resolve(), arguments.only)
+        table((arguments.tree or ROOT).resolve(), arguments.only)
 
 
 if __name__ == "__main__":

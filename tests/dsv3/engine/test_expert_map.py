@@ -20,10 +20,11 @@ def test_copies_of_an_expert_are_on_different_devices_and_an_even_load_is_even(n
     experts = DEEPSEEK_V3.n_routed_experts
     mesh = rank_mesh(jax.devices()[:DEVICES], num_nodes)
     first = first_expert_map(DEEPSEEK_V3, mesh, redundant)
-    by_device = first.phy2log.reshape(DEEPSEEK_V3.num_moe_layers, DEVICES, -1)
+    layers = DEEPSEEK_V3.num_moe_layers + DEEPSEEK_V3.num_nextn_predict_layers
+    by_device = first.phy2log.reshape(layers, DEVICES, -1)
     assert first.logcnt.max() == 2
     assert all(len(set(row)) == len(row) for row in by_device[0].tolist())
-    assert balancedness(np.ones((DEEPSEEK_V3.num_moe_layers, experts)), first, DEVICES).min() > 0.95
+    assert balancedness(np.ones((layers, experts)), first, DEVICES).min() > 0.95
 
 
 def test_a_model_without_routed_experts_is_refused():

@@ -77,12 +77,8 @@ class EngineConfig:
 
     @property
     def tokens_ahead(self) -> int:
-        """Tokens behind a request's last one whose places a step may write.
-
-        Verifying k drafts writes k places. Proposing the next k, each from the one before, writes k - 1 more.
-        """
-        drafts = self.tokens_per_row - 1
-        return max(drafts, 2 * drafts - 1)
+        """Tokens behind a request's last one whose places a step may write."""
+        return tokens_ahead(self.tokens_per_row)
 
     def width(self, size: int) -> int:
         """Returns the tokens per row of a decode step of the bucket `size`."""
@@ -115,6 +111,15 @@ class EngineConfig:
     def _prefill_rows(self) -> dict[int, int]:
         most = {tokens: min(tokens, _MAX_PREFILL_ROWS) for tokens in self.prefill_buckets}
         return {tokens: max(b for b in self.decode_buckets if b <= rows) for tokens, rows in most.items()}
+
+
+def tokens_ahead(tokens_per_row: int) -> int:
+    """Returns how many places behind a request's last token a step may write.
+
+    Verifying k drafts writes k places. Proposing the next k, each from the one before, writes k - 1 more.
+    """
+    drafts = tokens_per_row - 1
+    return max(drafts, 2 * drafts - 1)
 
 
 def bucket(sizes: tuple[int, ...], needed: int) -> int:

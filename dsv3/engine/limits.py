@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dsv3.cache.layout import page_bytes, pages_within
 from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.config import ModelConfig
-from dsv3.engine.config import EngineConfig
+from dsv3.engine.config import EngineConfig, tokens_ahead
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.options import EngineOptions
 
@@ -51,17 +51,18 @@ def engine_config(
     max_num_seqs = options.max_num_seqs or (64 if hardware.is_cpu else 256)
     batched = options.max_num_batched_tokens or (1024 if hardware.is_cpu else 8192)
     wanted = options.max_model_len or model.max_position_embeddings
-    rows = max_num_seqs * (1 + options.speculative.most_drafts if options.speculative else 1)
+    per_row = 1 + options.speculative.most_drafts if options.speculative else 1
+    ahead, rows = tokens_ahead(per_row), max_num_seqs * per_row
     working = max(step_bytes(model, dtypes.compute, batched, rows, options.tensor_parallel_size), move_bytes)
     budget = cache_budget(hardware.memory, options.gpu_memory_utilization, working)
-    num_pages = min(pages_within(model, dtypes.cache, budget), max_num_seqs * pages_for(wanted))
+    num_pages = min(pages_within(model, dtypes.cache, budget), max_num_seqs * pages_for(wanted + ahead))
     if num_pages < 1:
         raise ValueError(
             f"{max(0, budget)} bytes are left for the cache, but one page takes {page_bytes(model, dtypes.cache)}; "
             "raise gpu_memory_utilization or use more devices"
         )
     return EngineConfig(
-        max_model_len=wanted if options.max_model_len else min(wanted, num_pages * PAGE_SIZE),
+        max_model_len=wanted if options.max_model_len else min(wanted, num_pages * PAGE_SIZE - ahead),
         num_pages=num_pages,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -76,7 +77,7 @@ def engine_config(
         seed=options.seed,
         eplb_interval=options.eplb_interval if options.enable_eplb else 0,
         eplb_threshold=options.eplb_threshold,
-        tokens_per_row=1 + options.speculative.most_drafts if options.speculative else 1,
+        tokens_per_row=per_row,
         speculative_config=options.speculative_config,
     )
 
@@ -84,7 +85,9 @@ def engine_config(
 def with_pages(cfg: EngineConfig, num_pages: int, options: EngineOptions) -> EngineConfig:
     """Returns limits with at most `num_pages` pages; requests get shorter unless `options` say how long they are."""
     num_pages = min(cfg.num_pages, num_pages)
-    longest = cfg.max_model_len if options.max_model_len else min(cfg.max_model_len, num_pages * PAGE_SIZE)
+    longest = (
+        cfg.max_model_len if options.max_model_len else min(cfg.max_model_len, num_pages * PAGE_SIZE - cfg.tokens_ahead)
+    )
     return dataclasses.replace(cfg, num_pages=num_pages, max_model_len=longest)
 
 

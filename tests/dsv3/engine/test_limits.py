@@ -58,3 +58,14 @@ def test_another_process_with_less_room_shortens_the_rest() -> None:
     asked = EngineOptions(max_model_len=300)
     with pytest.raises(ValueError, match="lower max_model_len"):
         with_pages(cfg, 3, asked)
+
+
+def test_drafts_have_room_behind_the_longest_request() -> None:
+    """One request of whole pages takes one page more; where pages are fewer, requests get shorter by the drafts."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    asked = EngineOptions(max_num_seqs=1, max_model_len=128, speculative_config=drafts)
+    cfg = engine_config(MODEL, asked, Hardware(), FLOAT32)
+    assert (cfg.max_model_len, cfg.num_pages, cfg.pages_per_seq) == (128, 3, 3)
+    silent = EngineOptions(max_num_seqs=4, speculative_config=drafts)
+    short = with_pages(engine_config(MODEL, silent, Hardware(), FLOAT32), 3, silent)
+    assert (short.max_model_len, short.pages_per_seq) == (3 * 64 - short.tokens_ahead, 3)

@@ -46,9 +46,8 @@ class DraftPlanner:
     def __init__(self, view: EngineView) -> None:
         self._counts, self._cfg = view.scheduler.drafts, view.scheduler.cfg
         self._reads_text = self._cfg.speculative is not None and self._cfg.speculative.method == "ngram"
-        self._begun = np.full(
-            len(view.scheduler.slots.epoch), -1, np.int64
-        )  # by slot: the epoch whose prompt has begun
+        # By slot: the epoch whose prompt has begun.
+        self._begun = np.full(len(view.scheduler.slots.epoch), -1, np.int64)
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans one job per forward job of the step; decode steps too large for drafts get none."""

@@ -448,7 +448,7 @@ def open_files(limit):
 
 
 def test_connections_leave_room_for_other_files(model_dir):
-    """By default there are as many as the limit on open files allows, and the server never meets that limit."""
+    """The default is what the limit on open files allows, and the server never meets that limit."""
     with open_files(256):
         running = serving.running(model_dir)
         server = running.__enter__()

@@ -55,7 +55,7 @@ STEPS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 3), STEPS)
 def test_everybody_is_answered_refused_or_gone(num_workers, steps):
-    """In the order of asking; what waits stays inside the bounds; who leaves before its work begins causes none."""
+    """Work begins in order; what waits stays inside the bounds; who leaves before its work begins causes none."""
     bounds = Bounds(requests=3, nbytes=10, wait_s=None)
 
     async def run():

@@ -187,7 +187,7 @@ _ONLY_THE_BEST = [{"min_p": 1.0}, {"top_p": 1e-38}, {"top_p": 1e-300}, {"top_k":
 @pytest.mark.parametrize("variant", [GREEDY, SAMPLED, FULL])
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_most_likely_token_survives_every_filter(variant, count):
-    """With temperatures that float32 rounds, a min_p of 1 or a tiny top_p once left nothing, and token 0 was drawn."""
+    """A min_p of 1 or a tiny top_p once left nothing at temperatures that float32 rounds, and token 0 was drawn."""
     rng = np.random.default_rng(0)
     filters = [{}] if variant == GREEDY else _ONLY_THE_BEST
     for i, temperature in enumerate([0.6, 0.7, 0.8, 0.9, 1.3, 100.0] * 3):

@@ -59,7 +59,7 @@ def spread(params: Params, phy2log: np.ndarray) -> Params:
 
 
 def batches(ranks: int) -> tuple[PrefillBatch, DecodeBatch]:
-    """On each rank requests of 30 and 14 tokens and 4 rows of padding, then one further token for each request."""
+    """Each rank has requests of 30 and 14 tokens and 4 rows of padding, then one further token for each request."""
     rng = np.random.default_rng(0)
     lengths = np.array([30, 14], np.int32)
     positions = np.concatenate([np.arange(30), np.arange(14), np.zeros(4)]).astype(np.int32)

@@ -98,7 +98,7 @@ def layer_loop(text: str) -> list[str]:
 
 
 def transfers(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Of each all-to-all the line that starts it, and what is scheduled until it is done."""
+    """Gives for each all-to-all the line that starts it, and what is scheduled until it is done."""
     started: dict[str, int] = {}
     for number, line in enumerate(lines):
         if match := re.match(r"\s*%?(\S+) = .*all-to-all-start\(", line):

@@ -66,7 +66,7 @@ def test_the_bias_moves_the_choice_and_not_the_weights() -> None:
 
 
 def test_bfloat16_is_scored_in_float32() -> None:
-    """To the bit, activations and the router's weights alike: nothing is rounded between them and the logits."""
+    """Activations and the router's weights agree to the bit: nothing is rounded between them and the logits."""
     x = jax.random.normal(jax.random.key(0), (8, 64)).astype(jnp.bfloat16)
     stack = jax.random.normal(jax.random.key(1), (3, 256, 64)).astype(jnp.bfloat16)
     logits = jax.jit(router_logits, static_argnums=3)

@@ -8,6 +8,7 @@ from dsv3.engine.engine import Engine
 from dsv3.prepare import fan_out, prepare
 from dsv3.request import EngineOutput, EngineRequest
 from dsv3.sampling_params import SamplingParams
+from tests.dsv3.engine import toy
 
 _SPACING = 1000  # ids after a name's number are those of a fan-out
 _numbers: dict[str, int] = {}
@@ -73,3 +74,16 @@ def run(engine: Engine, *requests: EngineRequest) -> dict[str, Gathered]:
         for one in fan_out(prepare(item, engine.rules)):
             engine.submit(one)
     return drain(engine)
+
+
+def run_out_of_pages(engine: Engine) -> None:
+    """Has six requests of the toy share few pages, so that some are pre-empted in the middle; checks each text."""
+    before = engine.stats().preemptions
+    long = [(11 * i) % 60 + 1 for i in range(40)]
+    prompts = [long, [5] * 60, long[:20], [9] * 60, long, [3] * 61]
+    for i, prompt in enumerate(prompts):
+        engine.add(request(str(i), prompt, max_tokens=140, ignore_eos=True))
+    gathered = drain(engine)
+    assert engine.stats().preemptions > before
+    for i, prompt in enumerate(prompts):
+        assert gathered[str(i)].tokens == toy.expected_tokens(prompt, 140, ())

@@ -14,7 +14,7 @@ from dsv3.engine.parts import Parts
 from dsv3.speculative import SpeculativeConfig
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
-from tests.dsv3.engine.driving import drain, request, run
+from tests.dsv3.engine.driving import drain, request, run, run_out_of_pages
 
 PROMPT = [(11 * i) % 60 + 1 for i in range(40)]
 ANSWER = toy.expected_tokens(PROMPT, 216, ())
@@ -116,23 +116,11 @@ def test_each_token_has_its_log_probabilities(right: Engine) -> None:
 
 
 def test_many_requests_share_few_pages(right: Engine) -> None:
-    pages_run_out(right)
+    run_out_of_pages(right)
 
 
 def test_many_requests_share_few_pages_with_wrong_drafts(wrong: Engine) -> None:
-    pages_run_out(wrong)
-
-
-def pages_run_out(engine: Engine) -> None:
-    """Requests are pre-empted in the middle of it."""
-    before = engine.stats().preemptions
-    prompts = [PROMPT, [5] * 60, PROMPT[:20], [9] * 60, PROMPT, [3] * 61]
-    for i, prompt in enumerate(prompts):
-        engine.add(request(str(i), prompt, max_tokens=140, ignore_eos=True))
-    gathered = drain(engine)
-    assert engine.stats().preemptions > before
-    for i, prompt in enumerate(prompts):
-        assert gathered[str(i)].tokens == toy.expected_tokens(prompt, 140, ())
+    run_out_of_pages(wrong)
 
 
 def test_a_request_that_fails_leaves_the_others_alone(right: Engine) -> None:

@@ -24,7 +24,7 @@ from dsv3.engine.parts import Parts
 from dsv3.request import StepOutputs
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
-from tests.dsv3.engine.driving import drain, request, run
+from tests.dsv3.engine.driving import request, run, run_out_of_pages
 
 WIDTH = 3
 PROMPT = [(11 * i) % 60 + 1 for i in range(40)]
@@ -147,15 +147,7 @@ def test_sampling_is_the_same_as_with_one_token_per_row(engine: Engine, make_eng
 
 
 def test_many_requests_share_few_pages(engine: Engine) -> None:
-    """Pages run out and requests are pre-empted in the middle of it."""
-    before = engine.stats().preemptions
-    prompts = [PROMPT, [5] * 60, PROMPT[:20], [9] * 60, PROMPT, [3] * 61]
-    for i, prompt in enumerate(prompts):
-        engine.add(request(str(i), prompt, max_tokens=140, ignore_eos=True))
-    gathered = drain(engine)
-    assert engine.stats().preemptions > before
-    for i, prompt in enumerate(prompts):
-        assert gathered[str(i)].tokens == toy.expected_tokens(prompt, 140, ())
+    run_out_of_pages(engine)
 
 
 def test_a_name_is_given_once(parts: Parts) -> None:

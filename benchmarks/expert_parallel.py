@@ -27,9 +27,9 @@ from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams
 from sharding.experts.kind import Kind
-from sharding.experts.rows import Experts, TokenRows
+from sharding.experts.rows import TokenRows
 from sharding.experts.traffic import LayerRows, Traffic
-from sharding.experts.transport import Transport, build, choose, pad_rounds
+from sharding.experts.transport import Transport, build, choose
 from sharding.mesh import DEVICES, Machine, rank_mesh
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 64, 8, 64, 32
@@ -46,7 +46,7 @@ def main() -> int:
     args = parser.parse_args()
     sizes = [n for n in (1, 2, 4, 8) if n <= len(jax.devices())]
     print_table("devices", "experts", "transport", "rows received", "products", "experts read", f"tiles of {TILE}",
-                "busiest / mean", "rounds", rows=[work(n, args.tokens) for n in sizes])  # fmt: skip
+                "busiest / mean", rows=[work(n, args.tokens) for n in sizes])  # fmt: skip
     print()
     print_table("phase, tokens", "nodes x GPUs", "transport", "kB out of the device", "kB out of the node",
                 "of the payload", "chosen", rows=[line for phase in PHASES for line in wire(*phase)])  # fmt: skip
@@ -60,7 +60,7 @@ def print_table(*head: str, rows: Sequence[Sequence[str]]) -> None:
 
 @dataclasses.dataclass
 class Work:
-    """What the devices count while a layer runs, in all rounds."""
+    """What the devices count while a layer runs."""
 
     rows: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     products: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
@@ -85,7 +85,7 @@ def work(devices: int, tokens: int) -> list[str]:
     ids = np.argsort(rng.random((devices * tokens, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
     weights = rng.random(ids.shape, np.float32)
     done = Work()
-    y, rounds = run_layer(mesh, transport, done, (x, ids, weights))
+    y = run_layer(mesh, transport, done, (x, ids, weights))
     check_result(y, x, ids, weights)
     products = np.array([[done.products[d, e] for e in range(transport.replicas_per_device)] for d in range(devices)])
     assert products.sum() == ids.size, "every product is made once"
@@ -94,16 +94,14 @@ def work(devices: int, tokens: int) -> list[str]:
         str(devices), str(transport.replicas_per_device), transport.kind.value,
         f"{np.mean([done.rows[d] for d in range(devices)]):.0f}", f"{per_device.mean():.0f}",
         f"{(products > 0).sum(axis=1).mean():.0f}", f"{np.mean([done.tiles[d] for d in range(devices)]):.0f}",
-        f"{per_device.max() / per_device.mean():.2f}", "/".join(map(str, rounds.tolist())),
+        f"{per_device.max() / per_device.mean():.2f}",
     ]  # fmt: skip
 
 
-def run_layer(
-    mesh: jax.sharding.Mesh, transport: Transport, done: Work, inputs: tuple[np.ndarray, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The layer's result [tokens, HIDDEN] and the rounds of device 0; `done` receives what each device counts."""
+def run_layer(mesh: jax.sharding.Mesh, transport: Transport, done: Work, inputs: tuple[np.ndarray, ...]) -> np.ndarray:
+    """The layer's result [tokens, HIDDEN]; `done` receives what each device counts."""
 
-    def one_device(x: jax.Array, ids: jax.Array, topk: jax.Array, params: MoeParams) -> tuple[jax.Array, jax.Array]:
+    def one_device(x: jax.Array, ids: jax.Array, topk: jax.Array, params: MoeParams) -> jax.Array:
         device, layer = jax.lax.axis_index(DEVICES), ExpertLayer(params, 0, Numerics())
 
         def local(rows: TokenRows) -> jax.Array:
@@ -111,24 +109,15 @@ def run_layer(
             jax.debug.callback(done.add, device, (rows.ids >= 0).any(axis=1).sum(), tally.counts)
             return y
 
-        y, rounds = both_halves(transport, TokenRows(x, ids, topk), local)
-        return y, rounds[None]
+        return transport.finish(transport.start(TokenRows(x, ids, topk), local))[0]
 
     spread, stacked = PartitionSpec(DEVICES), PartitionSpec(None, DEVICES)
     params = parameters()
     where = MoeParams(router=None, router_bias=None, gate_up=stacked, down=stacked, shared=None)
-    mapped = jax.shard_map(
-        one_device, mesh=mesh, in_specs=(*[spread] * 3, where), out_specs=(spread, spread), check_vma=False
-    )
-    y, rounds = jax.block_until_ready(jax.jit(mapped)(*inputs, params))
+    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=(*[spread] * 3, where), out_specs=spread, check_vma=False)
+    y = jax.block_until_ready(jax.jit(mapped)(*inputs, params))
     jax.effects_barrier()
-    return np.asarray(y), np.asarray(rounds)[0]
-
-
-def both_halves(transport: Transport, rows: TokenRows, local: Experts) -> tuple[jax.Array, jax.Array]:
-    """The sums [T, D] of the rows, and the rounds [MAX_HOPS]."""
-    y, rounds = transport.finish(transport.start(rows, local), local)
-    return y, pad_rounds(rounds)
+    return np.asarray(y)
 
 
 @functools.cache
@@ -146,7 +135,7 @@ def check_result(y: np.ndarray, x: np.ndarray, ids: np.ndarray, weights: np.ndar
 
 
 def wire(phase: str, tokens: int) -> Iterator[list[str]]:
-    """Rows of the table of bytes: a layer of DeepSeek-V3, FP8 there and bf16 back, one round of each hop."""
+    """Rows of the table of bytes: a layer of DeepSeek-V3, FP8 there and bf16 back."""
     rows = LayerRows.from_widths(tokens, TOP_K, V3_HIDDEN, fp8_dispatch=True)
     payload = tokens * TOP_K * rows.row_bytes(TOP_K)
     for machine in MACHINES:
@@ -166,14 +155,14 @@ def wire(phase: str, tokens: int) -> Iterator[list[str]]:
 
 
 def traced(transport: Transport, rows: LayerRows) -> Traffic:
-    """What the collectives of the exchange send outside of overflow rounds, read from its jaxpr."""
+    """What the collectives of the exchange send, read from its jaxpr."""
     machine = transport.machine
     mesh = AbstractMesh((machine.nodes, machine.gpus), machine.axes, axis_types=(AxisType.Auto,) * 2)
     spec = PartitionSpec(machine.axes)
 
     def layer(values: jax.Array, scale: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         sent = TokenRows({"values": values, "scale": scale}, ids, weights)
-        return both_halves(transport, sent, lambda arrived: arrived.payload["values"].astype(jnp.bfloat16))[0]
+        return transport.finish(transport.start(sent, lambda rows: rows.payload["values"].astype(jnp.bfloat16)))[0]
 
     def array(width: int, dtype: jnp.dtype | type) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows.tokens * machine.devices, width), dtype)

@@ -29,6 +29,7 @@ from dsv3.training.pipeline.programs import stage_programs
 from dsv3.training.pipeline.run import Executed, Runner
 from dsv3.training.pipeline.schedules import ALGORITHMS, Schedule, build
 from dsv3.training.pipeline.simulator import activations, bubble, simulate
+from dsv3.training.pipeline.size import RankSize
 from dsv3.training.pipeline.stages import cut, join, needs_embedding, take, weights
 from sharding.mesh import rank_mesh
 
@@ -112,7 +113,7 @@ def row_by_row(params: Params, config: TrainingConfig, tokens: np.ndarray) -> Pa
 
 def execute(schedule: Schedule, config: TrainingConfig, params: Params, tokens: np.ndarray) -> Executed:
     """Runs one step, each rank on a device of its own."""
-    programs = stage_programs(config, schedule.stages, len(tokens) // schedule.micro_batches, LENGTH, 1)
+    programs = stage_programs(config, schedule.stages, len(tokens) // schedule.micro_batches, LENGTH, RankSize())
     meshes = [rank_mesh([device]) for device in jax.devices()[: schedule.ranks]]
     runner = Runner(schedule, programs, meshes, config.model.num_nextn_predict_layers)
     held = []

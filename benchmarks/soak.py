@@ -6,7 +6,8 @@
 
 At the end no request may run or wait, no page may be in use, and nothing may have been compiled. With --server_pid the
 resident memory of the server's processes may grow by at most --max_growth_mib from the middle third of the run to its
-last third, and none of their descriptors may be left. With --hostile all attacks of `benchmarks.attacks` are made
+last third, and none of the descriptors may be left that they opened meanwhile; a worker that starts under load brings
+its own. With --hostile all attacks of `benchmarks.attacks` are made
 meanwhile, one after the other; no honest request may fail or be told to come again, and the goal of
 `benchmarks.hostile` is kept. Exit status 0 means that all of this holds.
 """
@@ -45,14 +46,14 @@ _ATTACKS = absl_flags.DEFINE_multi_string("attack", [], "Make only this attack; 
 _SEED = absl_flags.DEFINE_integer("seed", 0, "Seed of prompts, lengths and disconnects.")
 
 _SAMPLE_S = 5.0
-_SPARE_DESCRIPTORS = 8  # this client's own connections, and pipes of a template worker that has started
+_SPARE_DESCRIPTORS = 8  # this client's own connections, and the front's pipes to workers that have started meanwhile
 _COMPILED = "dsv3:recompilations_total"
 _LEFT_BEHIND = ("vllm:num_requests_running", "vllm:num_requests_waiting", "dsv3:pages_in_use")
 
 
 @dataclasses.dataclass
 class Tally:
-    """Counts of what has happened so far; `rss` and `descriptors` hold samples.
+    """Counts of what has happened so far; `rss` and `descriptors` (by process id) hold samples.
 
     `gaps` is the longest time between two chunks of each stream that came to its end.
     """
@@ -65,7 +66,7 @@ class Tally:
     ttft: list[float] = dataclasses.field(default_factory=list)
     gaps: list[float] = dataclasses.field(default_factory=list)
     rss: list[int] = dataclasses.field(default_factory=list)
-    descriptors: list[int] = dataclasses.field(default_factory=list)
+    descriptors: list[dict[int, int]] = dataclasses.field(default_factory=list)
 
 
 def main() -> int:
@@ -174,11 +175,11 @@ def _look(tally: Tally) -> None:
     if _PID.value is None:
         return
     tally.rss.append(memory([_PID.value]))
-    server, count = psutil.Process(_PID.value), 0
+    server = psutil.Process(_PID.value)
+    tally.descriptors.append({})
     for process in [server, *server.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            count += process.num_fds()
-    tally.descriptors.append(count)
+            tally.descriptors[-1][process.pid] = process.num_fds()
 
 
 async def _metrics(client: httpx.AsyncClient) -> dict[str, float]:
@@ -207,8 +208,8 @@ def _report(tally: Tally, siege: tuple[dict[str, int], Felt] | None, left: dict[
     growth = _growth_mib(tally.rss)
     problems = [f"left behind: {left}"] if left else []
     problems += _problems_of_siege(tally, siege[1]) if siege else []
-    if tally.descriptors and tally.descriptors[-1] > tally.descriptors[0] + _SPARE_DESCRIPTORS:
-        problems.append(f"{tally.descriptors[0]} descriptors at the start, {tally.descriptors[-1]} at the end")
+    if tally.descriptors:
+        problems += descriptor_problems(tally.descriptors[0], tally.descriptors[-1])
     problems += [f"{len(tally.failed)} requests failed, the first with {tally.failed[0]}"] if tally.failed else []
     problems += ["no stream finished"] if not tally.finished else []
     if growth is not None and growth > _GROWTH.value:
@@ -225,12 +226,19 @@ def _report(tally: Tally, siege: tuple[dict[str, int], Felt] | None, left: dict[
         "longest_gap_ms": percentiles(tally.gaps),
         **(_of_siege(*siege) if siege else {}),
         "rss_mib": _start_middle_end([round(value / 2**20) for value in tally.rss]),
-        "descriptors": _start_middle_end(tally.descriptors),
+        "descriptors": _start_middle_end([sum(counts.values()) for counts in tally.descriptors]),
         "rss_growth_mib": None if growth is None else round(growth, 1),
         "problems": problems,
     }
     print(json.dumps(summary, indent=2))
     return 1 if problems else 0
+
+
+def descriptor_problems(before: dict[int, int], after: dict[int, int]) -> list[str]:
+    """Compares the processes that were there at the start; those that came meanwhile have their own descriptors."""
+    start, end = sum(before.values()), sum(after.get(pid, 0) for pid in before)
+    grown = end > start + _SPARE_DESCRIPTORS
+    return [f"{start} descriptors at the start, {end} in the same processes at the end"] if grown else []
 
 
 def _problems_of_siege(tally: Tally, felt: Felt) -> list[str]:

@@ -1,17 +1,13 @@
-"""The language model of Kimi-K2.5 (Moonshot AI): Kimi-K2 with a longer context.
-
-Its published experts are INT4, which is not served yet: a plan for it takes the weights as FP8.
-"""
+"""The language model of Kimi-K2.5 (Moonshot AI): Kimi-K2 with a longer context and INT4 experts."""
 
 import dataclasses
 
-from configs.kimi_k2 import KIMI_K2
+from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from dsv3.config import YarnConfig
 
 KIMI_K25 = dataclasses.replace(
-    KIMI_K2,
+    KIMI_K2_THINKING,
     family="kimi_k25",
-    max_position_embeddings=262144,
     yarn=YarnConfig(
         factor=64.0,
         original_max_position_embeddings=4096,

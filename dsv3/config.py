@@ -43,6 +43,23 @@ class Fp8Config:
 
 
 @dataclasses.dataclass(frozen=True)
+class IndexerConfig:
+    """Sparse attention (DeepSeek-V3.2): an indexer scores the cached tokens, and a query attends to the best of them.
+
+    `num_heads` heads of width `head_dim` score each token; the `topk` tokens with the highest sums are attended to, all
+    where there are no more. The first P values of the indexer's queries and keys are rotated in two halves, or in pairs
+    like those of the heads where it is `interleaved` (GLM). `shared_layers` are decoder layers without an indexer: they
+    attend to what the last layer with one has chosen.
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    interleaved: bool = False
+    shared_layers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Hyper-parameters of one DeepSeek-V3-family model; hashable, so it can be a static argument of a jitted function.
 
@@ -50,7 +67,8 @@ class ModelConfig:
     experts, "group_limited_greedy" ranks groups by their best expert (V2), "noaux_tc" by the sum of their two best
     bias-corrected scores (V3). `latent_norm_eps` is the epsilon of the two latent norms, 1e-6 in every published
     model whatever `rms_norm_eps` says. `post_moe_norm` says that what the experts of a layer give together, the shared
-    one included, is normed before it is added (A.X-K1).
+    one included, is normed before it is added (A.X-K1). `int4_experts` says that the checkpoint holds its routed
+    experts, and nothing else, as INT4 with a scale per 32 columns (Kimi-K2-Thinking).
 
     `family` is the `model_type` of the file that a configuration was read from. It says nothing about what is computed,
     so it takes no part in comparisons.
@@ -87,8 +105,10 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     fp8: Fp8Config | None = None
+    int4_experts: bool = False
     query_scaling: QueryScaling | None = None
     post_moe_norm: bool = False
+    indexer: IndexerConfig | None = None
     family: str | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -115,6 +135,13 @@ class ModelConfig:
     def num_cache_layers(self) -> int:
         """Layers that own pages in the latent cache: the decoder's and the MTP modules', in this order."""
         return self.num_hidden_layers + self.num_nextn_predict_layers
+
+    @property
+    def index_layers(self) -> tuple[int, ...]:
+        """Cache layers with an indexer: they own pages of index keys too. None in a model of dense attention."""
+        if self.indexer is None:
+            return ()
+        return tuple(layer for layer in range(self.num_cache_layers) if layer not in self.indexer.shared_layers)
 
     @property
     def softmax_scale(self) -> float:

@@ -170,6 +170,11 @@ class EngineOptions:
     fp8: Literal["keep", "dequantize"] = option(
         "keep", "Keep FP8 weights in memory as FP8, or turn them into --dtype while they load."
     )
+    int4: Literal["keep", "fp8", "dequantize"] = option(
+        "keep",
+        "Keep INT4 experts in memory as INT4, or turn them into FP8 (1.78 times the memory, rounded once more) or "
+        "--dtype once they are loaded.",
+    )
     max_model_len: int | None = option(
         None, "Limit prompt and answer together to this many tokens; default: what model and cache allow.", low=1
     )
@@ -460,6 +465,12 @@ class ServerOptions(ServiceOptions):
     )
     api_server_count: int = option(
         1, "Answer HTTP with this many processes, which share the port and the engine.", low=1, high=_MAX_FRONTS
+    )
+    max_request_restarts: int = option(
+        3,
+        "Start an engine that has died anew, and let a request go on in at most this many engines after its first; 0: "
+        "the server ends with its engine. Instances of several processes do.",
+        low=0,
     )
     max_connections: int | None = option(
         None,

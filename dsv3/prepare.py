@@ -188,6 +188,27 @@ def sampling_of(sampling: SamplingParams, i: int) -> SamplingParams:
     )
 
 
+def behind(request: PreparedRequest, i: int, answered: np.ndarray, rules: RequestRules) -> PreparedRequest:
+    """Returns sequence `i` of a request behind tokens that it has been given since, [n] int32; its prompt is told once.
+
+    They are an engine's own, and not the last that the sequence can have: nothing is checked.
+    """
+    sampling = request.sampling if request.sampling.n == 1 else sampling_of(request.sampling, i)
+    if not len(answered):
+        return msgspec.structs.replace(request, request_id=request.request_id + i, sampling=sampling)
+    tokens, keys = np.concatenate([request.prompt, answered]).astype("<i4"), request.prefix_keys
+    if rules.enable_prefix_caching:
+        extend_keys(request.root, keys, tokens)
+    return msgspec.structs.replace(
+        request,
+        request_id=request.request_id + i,
+        sampling=msgspec.structs.replace(sampling, prompt_logprobs=None),
+        tokens=tokens.tobytes(),
+        keys=b"".join(keys),
+        num_answered=request.num_answered + len(answered),
+    )
+
+
 def _checked_tokens(prompt: Sequence[int], rules: RequestRules) -> np.ndarray:
     if not prompt:
         raise InvalidRequest("the prompt is empty; give at least one token")

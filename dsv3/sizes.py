@@ -17,6 +17,7 @@ class Sizes:
     shared: int
     dense: int
     head: int
+    indexer: int = 0  # of a layer that has one
 
     @property
     def attention(self) -> int:
@@ -28,6 +29,7 @@ def sizes_of(model: ModelConfig) -> Sizes:
     D, H, Q = model.hidden_size, model.num_attention_heads, model.q_lora_rank
     queries = H * model.qk_head_dim
     expert = 3 * D * model.moe_intermediate_size
+    indexer = model.indexer
     return Sizes(
         down=D * ((Q or queries) + model.latent_dim),
         query=queries * Q if Q else 0,
@@ -37,4 +39,5 @@ def sizes_of(model: ModelConfig) -> Sizes:
         shared=expert * model.n_shared_experts,
         dense=3 * D * model.intermediate_size,
         head=D * model.vocab_size,
+        indexer=indexer.num_heads * (indexer.head_dim * (Q or 0) + D) + indexer.head_dim * D if indexer else 0,
     )

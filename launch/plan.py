@@ -6,12 +6,14 @@
   python -m launch.plan mine.toml --model=/models/Kimi-K2     your own deployment and model
   python -m launch.plan decode_ep144 --speculative_config='{"method": "mtp"}' --acceptance=0.85      with drafts
   python -m launch.plan fleet --traffic=day6                  how many instances DeepSeek's published day needs
+  python -m launch.plan train --config=deepseek_v3_training --mesh=stage=16,data=2,expert=64      a training run
 
 DEPLOYMENT is prefill_ep32, decode_ep144, node_8xh200, node_8xh800, or a JSON or TOML file with the fields of
 dsv3.plan.deployment.Deployment. The programs are the server's own, compiled for the described GPUs; that takes one to
 some minutes. Exit status 1: it does not fit; the numbers and what to change are printed. docs/plan.md explains.
 
-`fleet` compiles nothing: rates are published figures or plans written with --json. docs/fleet.md explains it.
+`fleet` compiles nothing: rates are published figures or plans written with --json. docs/fleet.md explains it. `train`
+compiles nothing either: the programs of the pipeline are traced for their shapes. docs/training.md explains it.
 """
 
 import dataclasses
@@ -23,29 +25,16 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags as absl_flags
 
-from launch import flags, fleet
+from launch import described, flags, fleet, plan_training
 
 if TYPE_CHECKING:
     from dsv3.config import ModelConfig
     from dsv3.plan.deployment import Deployment
 
-_MODELS = {
-    "deepseek_v3": "DEEPSEEK_V3",
-    "deepseek_v31": "DEEPSEEK_V31",
-    "deepseek_v2": "DEEPSEEK_V2",
-    "deepseek_v2_lite": "DEEPSEEK_V2_LITE",
-    "kimi_k2": "KIMI_K2",
-    "kimi_k25": "KIMI_K25",
-    "moonlight": "MOONLIGHT_16B_A3B",
-    "glm_4_7_flash": "GLM_4_7_FLASH",
-    "mistral_large_3": "MISTRAL_LARGE_3",
-    "mistral_small_4": "MISTRAL_SMALL_4",
-    "axk1": "AXK1",
-}
 _MODEL = absl_flags.DEFINE_string(
     "model",
     "deepseek_v3",
-    f"Plan for this model: {', '.join(_MODELS)}, or a Hugging Face directory (only its config.json is read).",
+    f"Plan for this model: {', '.join(described.MODELS)}, or a Hugging Face directory (only its config.json is read).",
 )
 _SPECULATIVE = absl_flags.DEFINE_string(
     "speculative_config",
@@ -64,6 +53,7 @@ _PREFILL = absl_flags.DEFINE_string(
 _JSON = absl_flags.DEFINE_string("json", None, "Write everything to this file as JSON.")
 _PLOT = absl_flags.DEFINE_string("plot", None, "Draw the timeline of one MoE layer to this PNG file.")
 absl_flags.adopt_module_key_flags(fleet)
+absl_flags.adopt_module_key_flags(plan_training)
 _NOT_FOR_FLEETS = (_SPECULATIVE, _ACCEPTANCE, _PREFILL, _PLOT)
 
 
@@ -76,22 +66,36 @@ def main(deployment: str) -> int:
             raise flags.UsageError(f"--{name} {path}: there is no such folder")
     if deployment == "fleet":
         return _fleet()
+    if deployment == "train":
+        return _train()
+    if given := plan_training.given():
+        raise flags.UsageError(f"--{given[0]} is for train: python -m launch.plan train --config=tiny --mesh=stage=2")
     if given := fleet.given():
         raise flags.UsageError(f"--{given[0]} is for fleet: python -m launch.plan fleet --traffic=day6")
     if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
         raise flags.UsageError("--plot needs matplotlib: install the 'plots' extra")
-    prefill = None if _PREFILL.value is None else _deployment(_PREFILL.value)
-    return _plan(_model(_MODEL.value), _with_drafts(_deployment(deployment)), prefill)
+    prefill = None if _PREFILL.value is None else described.deployment(_PREFILL.value)
+    return _plan(described.model(_MODEL.value), _with_drafts(described.deployment(deployment)), prefill)
 
 
 def _fleet() -> int:
     """Plans a fleet on paper."""
     if given := [flag.name for flag in _NOT_FOR_FLEETS if flag.value]:
         raise flags.UsageError(f"fleet takes no --{given[0]}")
-    written = fleet.plan(_model(_MODEL.value), Path(_MODEL.value).name)
+    written = fleet.plan(described.model(_MODEL.value), Path(_MODEL.value).name)
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(written, indent=1) + "\n")
     return 0
+
+
+def _train() -> int:
+    """Plans a training run."""
+    if given := [flag.name for flag in (*_NOT_FOR_FLEETS, _MODEL) if flag.present] + fleet.given():
+        raise flags.UsageError(f"train takes no --{given[0]}: --config says what is trained")
+    written, fits = plan_training.plan()
+    if _JSON.value:
+        Path(_JSON.value).write_text(json.dumps(written, indent=1) + "\n")
+    return 0 if fits else 1
 
 
 def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment | None") -> int:
@@ -117,35 +121,6 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
 
         draw(plan, Path(_PLOT.value))
     return 0 if plan.verdict.fits else 1
-
-
-def _model(name: str) -> "ModelConfig":
-    if name in _MODELS:
-        return getattr(importlib.import_module(f"configs.{name}"), _MODELS[name])
-    from dsv3.hf_config import ConfigError, has_config, load_config
-
-    if not has_config(name):
-        raise flags.UsageError(
-            f"--model {name}: neither one of {', '.join(_MODELS)} nor a directory with a config.json"
-        )
-    try:
-        return load_config(Path(name))
-    except ConfigError as error:
-        raise flags.UsageError(f"--model {name}: {error}") from error
-
-
-def _deployment(name: str) -> "Deployment":
-    from configs.deployments import DEPLOYMENTS, DEVICES
-    from dsv3.plan.deployment import DeploymentError, read_deployment
-
-    if name in DEPLOYMENTS:
-        return DEPLOYMENTS[name]
-    if not Path(name).is_file():
-        raise flags.UsageError(f"{name} is neither one of {', '.join(DEPLOYMENTS)} nor a file")
-    try:
-        return read_deployment(Path(name), DEVICES)
-    except DeploymentError as error:
-        raise flags.UsageError(str(error)) from error
 
 
 def _with_drafts(deployment: "Deployment") -> "Deployment":

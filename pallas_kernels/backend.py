@@ -2,14 +2,14 @@
 
 import enum
 import functools
+import importlib.util
 import logging
 
 import jax
 
-from pallas_kernels import native
+from pallas_kernels import gpus, native
 
 _log = logging.getLogger(__name__)
-_HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 
 
 class Backend(enum.Enum):
@@ -21,6 +21,8 @@ class Backend(enum.Enum):
     """C++ on a CPU for products of few rows and decode attention; reference for the rest."""
     MOSAIC = "mosaic"
     """Pallas Mosaic GPU kernels: Hopper (sm_90) only; elsewhere only through the interpreter."""
+    TRITON = "triton"
+    """Triton kernels by way of jax-triton: every GPU of `gpus.KINDS`, and what all but Hopper get."""
 
 
 class BackendUnavailableError(RuntimeError):
@@ -28,7 +30,7 @@ class BackendUnavailableError(RuntimeError):
 
 
 def resolve_backend(device: jax.Device | None = None, requested: Backend | None = None) -> Backend:
-    """Returns the backend for `device`: MOSAIC on Hopper, NATIVE on a CPU that has its kernels, REFERENCE elsewhere.
+    """Returns the backend for `device`: what `gpus.KINDS` says, NATIVE on a CPU with kernels, REFERENCE elsewhere.
 
     Args:
       device: the device that will run the operation; None means the default device of this process.
@@ -45,9 +47,11 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
         return requested
     device = _default_device() if device is None else device
     chosen, reason = _on_cpu() if device.platform == "cpu" else _on_accelerator(device)
+    if requested is Backend.TRITON and gpus.kind_of(device) is not None and _has_jax_triton():
+        return requested  # on Hopper too, where it is not the first choice
     if requested not in (None, chosen):
         raise BackendUnavailableError(
-            f"{requested} cannot run on {_describe(device)}, where {reason}; pass None or Backend.REFERENCE"
+            f"{requested} cannot run on {_describe(device)}, which {reason}; pass None or Backend.REFERENCE"
         )
     _log_once(chosen, f"{_describe(device)} {reason}")
     return chosen
@@ -55,9 +59,25 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
 
 def _on_accelerator(device: jax.Device) -> tuple[Backend, str]:
     """Returns the backend of a device that is no CPU, and what it says about the device."""
-    if is_hopper(device):
-        return Backend.MOSAIC, "is a Hopper GPU"
-    return Backend.REFERENCE, "is not a Hopper GPU"
+    kind = gpus.kind_of(device)
+    if kind is None:
+        return Backend.REFERENCE, f"is no GPU of compute capability {gpus.known()}"
+    chosen = Backend(kind.kernels)
+    if chosen is Backend.MOSAIC:
+        return chosen, "is a Hopper GPU"
+    if not _has_jax_triton():
+        return Backend.REFERENCE, "needs jax-triton for its kernels; install the 'triton' extra"
+    return chosen, f"is a GPU of {kind.architecture}"
+
+
+@functools.cache
+def _has_jax_triton() -> bool:
+    return importlib.util.find_spec("jax_triton") is not None
+
+
+def traced_gpu() -> gpus.GpuKind:
+    """Returns the GPU that Triton kernels are traced for: see `gpus.target`, which raises UnknownGpuError."""
+    return gpus.target(_default_device())
 
 
 def _on_cpu() -> tuple[Backend, str]:
@@ -70,12 +90,8 @@ def _on_cpu() -> tuple[Backend, str]:
 
 def is_hopper(device: jax.Device) -> bool:
     """Returns True for a GPU of compute capability 9.0, attached or described by a compile-only topology."""
-    if device.platform not in ("gpu", "cuda"):
-        return False
-    capability = getattr(device, "compute_capability", None)  # absent from compile-only devices
-    if capability is not None:
-        return str(capability) == "9.0"
-    return any(name in device.device_kind.split() for name in _HOPPER_NAMES)
+    kind = gpus.kind_of(device)
+    return kind is not None and Backend(kind.kernels) is Backend.MOSAIC
 
 
 def _default_device() -> jax.Device:

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NUM_SMS = 132
@@ -54,6 +55,7 @@ def interpret_params(*, detect_races: bool = True, **options) -> plgpu.Interpret
         options = {"on_race": "raise", **options}
     elif detect_races:
         _raise_on_races()
+    _take_left_operands_in_registers()
     return plgpu.InterpretGPUParams(detect_races=detect_races, **options)
 
 
@@ -62,6 +64,37 @@ def reset_interpreter() -> None:
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call  # no public name on jax 0.11.2 and 0.12
 
     interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+@functools.cache
+def _take_left_operands_in_registers() -> None:
+    """Makes the interpreter multiply a left operand in registers; jax 0.12's takes it for the key of a buffer."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks  # looked up there at each product
+
+    of_buffers = callbacks.wgmma
+
+    def content(which: str, call: dict):
+        """Returns a buffer's key, the part that is used, and what that holds."""
+        memory = callbacks._get_shared_memory()
+        key = callbacks.HostAllocationKey.from_array(call[f"{which}_allocation_key_as_array"])
+        transforms = jax.tree.map(int, callbacks._remove_noop_transforms(call[f"{which}_transforms"]))
+        part = memory.access(key, transforms)
+        info = callbacks.memory.GPULoggingInfo(call["mesh_location"], call["thread"], call["source_info"])
+        values, _, _ = memory.get_buffer_content(key, part, call["thread"], logging_info=info)
+        return (key, part), values, info
+
+    @callbacks.fail_on_exception
+    def wgmma(**call):
+        left = call["a_allocation_key_as_array"]
+        if left.ndim != 2:
+            return of_buffers(**call)
+        _, right, _ = content("b", call)
+        place, sums, info = content("acc", call)
+        sums = sums + np.matmul(np.asarray(left), right, dtype=sums.dtype)
+        callbacks._get_shared_memory().store_buffer_content(*place, sums, call["thread"], logging_info=info)
+        return call["token"]
+
+    callbacks.wgmma = wgmma
 
 
 @functools.cache

@@ -1,11 +1,13 @@
 """Arrays over the devices of several processes, of which each process sees its own part."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, Sharding
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from sharding.mesh import RANKS
 
@@ -32,6 +34,65 @@ def _place(leaf: Any, sharding: Sharding) -> jax.Array:
         return leaf
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def move(tree: Any, shardings: Any) -> Any:
+    """Returns a tree of arrays copied to the devices of `shardings`, a tree of the same shape.
+
+    Over several processes each copies what its own devices hold: the devices must hold an array alike before and after.
+    """
+    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+    return jax.tree.map(_move, tree, shardings)
+
+
+def _move(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    parts = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    wanted = sharding.addressable_devices_indices_map(array.shape)
+    moved = [jax.device_put(parts[_bounds(index, array.shape)], device) for device, index in wanted.items()]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, moved)
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    return tuple(part.indices(n) for part, n in zip(index, shape, strict=True))
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """Returns an array on this host. Over several processes all must ask for it, in the same order."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    assert isinstance(array.sharding, NamedSharding)
+    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+    return np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(array))
+
+
+def own_sum(array: jax.Array) -> np.ndarray:
+    """Returns the sum of this process's parts of an array `[Z, ...]` that is split by its leading axis, `[...]`."""
+    return np.sum([np.asarray(shard.data).sum(axis=0) for shard in array.addressable_shards], axis=0)
+
+
+def add_up(tree: Any) -> Any:
+    """Adds the host arrays of all processes, leaf by leaf. All must call it, in the same order."""
+    if jax.process_count() == 1:
+        return tree
+    return jax.tree.map(lambda parts: parts.sum(axis=0), multihost_utils.process_allgather(tree))
+
+
+def any_of(flag: bool) -> bool:
+    """Returns whether the flag is set in some process. All must call it, in the same order."""
+    return bool(add_up(np.int32(flag)))
+
+
+def first_process_first[T](make: Callable[[], T]) -> T:
+    """Calls `make` in process 0, and when that is done in the others: what one process writes and all read."""
+    if jax.process_index() == 0:
+        made = make()
+        multihost_utils.sync_global_devices("made")
+        return made
+    multihost_utils.sync_global_devices("made")
+    return make()
 
 
 def on_every_rank(tree: Any) -> Any:

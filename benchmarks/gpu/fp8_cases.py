@@ -18,10 +18,19 @@ from pallas_kernels.dense import head_gemm, layer_gemm
 from pallas_kernels.fp8 import dequantize_128x128, fp8_gemm, quantize_1x128, quantize_128x128, swiglu_quantize
 from pallas_kernels.gemm import dispatch, shapes
 from pallas_kernels.gemm.plan import TilePlan
-from pallas_kernels.grouped import align_groups, choose_tile_m, fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
+from pallas_kernels.grouped import (
+    align_groups,
+    choose_tile_m,
+    dequantize_int4,
+    fp8_grouped_gemm_contiguous,
+    grouped_gemm_contiguous,
+    int4_grouped_gemm_contiguous,
+)
 
 _STACK_BYTES = 256 << 20
 """Weights of a case together: five times the L2 cache of an H200."""
+_INT4 = jnp.int32
+"""Stands for weights of four bits, by the type of their words."""
 _COMPARED_TOKENS = (64, 128)
 """Decode batches at which a product with one layer of a stack stands next to XLA's."""
 
@@ -75,6 +84,9 @@ def all_cases(backend: Backend) -> Iterator[Case]:
         yield decode_case(32, 20, n, k, bf16, backend)
         yield decode_case(6, 1024, n, k, bf16, backend)
         yield contiguous_case(8, 4096, n, k, bf16, backend)
+    for groups, rows in shapes.INT4_GROUPS:
+        for n, k in shapes.EXPERT_NK:
+            yield decode_case(groups, rows, n, k, _INT4, backend)
     for n, k in shapes.OTHER_NK:
         for groups, rows in shapes.CONTIGUOUS_GROUPS:
             yield contiguous_case(groups, rows, n, k, fp8, backend)
@@ -159,8 +171,9 @@ def decode_case(groups: int, rows: int, n: int, k: int, dtype, backend: Backend)
 
     Aligned rows that hold no row are NaN where tiles have them, and not looked at elsewhere.
     """
-    fp8 = dtype == jnp.float8_e4m3fn
-    layers = _stack(groups * n * k * jnp.dtype(dtype).itemsize)
+    fp8, int4 = dtype == jnp.float8_e4m3fn, dtype == _INT4
+    itemsize = 4.5 / 8 if int4 else jnp.dtype(dtype).itemsize
+    layers = _stack(int(groups * n * k * itemsize))
     counts = (np.random.default_rng(0).uniform(0.7, 1.3, groups) * rows).astype(np.int32)
     ids = np.full(2 * groups * rows, -1, np.int32)  # buffers of a dispatch are about half empty
     ids[: counts.sum()] = np.repeat(np.arange(groups), counts)
@@ -173,10 +186,13 @@ def decode_case(groups: int, rows: int, n: int, k: int, dtype, backend: Backend)
         x = jnp.where(held, _normal(x_key, held.size, k), jnp.nan)
         if fp8:
             return {"x": quantize_1x128(x, backend=Backend.REFERENCE), "w": _weight(w_key, layers * groups, n, k)}
+        if int4:
+            return {"x": (x,), "w": _int4_weight(w_key, layers * groups, n, k)}
         return {"x": (x,), "w": (_normal(w_key, layers * groups, n, k),)}
 
     def call(operands, i):
-        product = fp8_grouped_gemm_contiguous if fp8 else grouped_gemm_contiguous
+        product = int4_grouped_gemm_contiguous if int4 else grouped_gemm_contiguous
+        product = fp8_grouped_gemm_contiguous if fp8 else product
         place = {"tile_m": tile_m, "group_offset": i % layers * groups, "backend": backend}
         return product(*operands["x"], *operands["w"], aligned.tile_group, **place)
 
@@ -191,9 +207,11 @@ def decode_case(groups: int, rows: int, n: int, k: int, dtype, backend: Backend)
         out = call(operands, i).astype(jnp.float32)
         return tuple(jnp.where(held, v, 0) for v in (out, expected))
 
-    itemsize, total = jnp.dtype(dtype).itemsize, int(counts.sum())
-    size = (total * k + groups * n * k) * itemsize + 2 * total * n
-    label, key = f"{groups} experts, about {rows} rows, {n} x {k}", (jnp.dtype(dtype).name, groups, rows, n, k)
+    total = int(counts.sum())
+    size = int(total * k * (1 if fp8 else 2) + groups * n * k * itemsize) + 2 * total * n
+    label = f"{groups} experts, about {rows} rows, {n} x {k}{', INT4' if int4 else ''}"
+    kind = ("int4", "bfloat16") if int4 else (jnp.dtype(dtype).name,)
+    key = (*kind, groups, rows, n, k)
     tolerance = 1e-3 if fp8 else 1e-5
     return Case("decode", label, key, operands, call, valid_rows, 2 * total * n * k, size, tolerance)
 
@@ -297,7 +315,16 @@ def _weight(key, stack: int, n: int, k: int) -> tuple[jax.Array, jax.Array]:
     return jax.lax.map(lambda key: quantize_128x128(_normal(key, n, k)), jax.random.split(key, stack))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _int4_weight(key, stack: int, n: int, k: int) -> tuple[jax.Array, jax.Array]:
+    words_key, scale_key = jax.random.split(key)
+    words = jax.random.bits(words_key, (stack, n, k // 8), jnp.uint32).astype(jnp.int32)
+    return words, jax.random.uniform(scale_key, (stack, k // 32, n), jnp.bfloat16, 0.01, 0.02)
+
+
 def _weight_at(w: tuple, i) -> jax.Array:
+    if w[0].dtype == _INT4:
+        return dequantize_int4(w[0][i], w[1][i], jnp.float32)
     return dequantize_128x128(w[0][i], w[1][i], jnp.float32) if len(w) == 2 else w[0][i].astype(jnp.float32)
 
 

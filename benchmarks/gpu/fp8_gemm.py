@@ -255,7 +255,11 @@ def plan_row(name: str, chosen: TilePlan, times: dict[TilePlan, float]) -> dict:
 
 def best_name(plan: TilePlan) -> str:
     kind = f"{'wide' if plan.wide else 'narrow'} {plan.tile_m} x {plan.tile_n}"
-    return kind + (f", K in {plan.splits}" if plan.splits > 1 else "") + (", multicast" if plan.cluster > 1 else "")
+    return kind + (f", K in {plan.splits}" if plan.splits > 1 else "") + _multicast(plan)
+
+
+def _multicast(plan: TilePlan) -> str:
+    return f", {'weights' if plan.shares_weights else 'activations'} by multicast" if plan.cluster > 1 else ""
 
 
 def plan_line(row: dict) -> str:
@@ -297,20 +301,17 @@ def planned_products():
     for m in (4096, 64, 128, 1):
         for n, k in shapes.DENSE_NK:
             plans = sorted(planning.dense_plans(m, 1), key=lambda plan: planning.estimated_cycles(plan, m, n, k, 1))[:4]
-            wide = [plan for plan in plans if plan.wide]
-            multicast = [TilePlan(True, plan.tile_m, plan.tile_n, cluster=2) for plan in wide[:2]]
             case_of = functools.partial(fp8_cases.dense_case, m, n, k, Backend.MOSAIC)
-            yield f"dense {m} x {n} x {k}", plan_dense(m, n, k, 1), case_of, plans + multicast
+            yield f"dense {m} x {n} x {k}", plan_dense(m, n, k, 1), case_of, plans
     groups, rows = 8, 4096
     for dtype in (jnp.float8_e4m3fn, jnp.bfloat16):
         itemsize = jnp.dtype(dtype).itemsize
         for n, k in shapes.EXPERT_NK:
-            wide = list(planning.wide_plans(itemsize))[-4:]
             yield (
                 f"contiguous {groups} x about {rows}, {n} x {k} {jnp.dtype(dtype).name}",
                 plan_contiguous(groups * rows, planning.WIDE_TILE_M, n, k, itemsize),
                 functools.partial(fp8_cases.contiguous_case, groups, rows, n, k, dtype, Backend.MOSAIC),
-                wide + [TilePlan(True, plan.tile_m, plan.tile_n, cluster=2) for plan in wide[-2:]],
+                list(planning.wide_plans(itemsize))[-6:],
             )
 
 

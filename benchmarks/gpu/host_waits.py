@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu.host_waits --out DIR       on a GPU; under one minute
 
-After each combine an exchange asks whether a row is left for an overflow round (`exchange.add_overflow_rounds` in
-`sharding.experts`). Nearly always none is: 232 questions in a decode step over several nodes in two micro-batches. The
-table times as many products with nothing, a `while_loop` and a `cond` between them, which all leave the values as they
-are.
+An exchange once asked after each combine whether a row was left for an overflow round: 232 questions in a decode step
+over several nodes in two micro-batches. No served step asks any more (`dsv3.plan.hlo.Module.host_waits`). The table
+says what that saves: as many products with nothing, a `while_loop` and a `cond` between them, which all leave the
+values as they are.
 
 Writes DIR/host_waits.md. A figure is the median over runs of the whole chain on the host's clock.
 """

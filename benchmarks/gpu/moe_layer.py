@@ -4,7 +4,7 @@
     JAX_PLATFORMS=cpu python -m benchmarks.gpu.moe_layer --compile     without one: registers, spills and memory
 
 A rank of 144 holds 2 of 288 expert replicas of 7168 x 2048 in FP8 and has 128 tokens of its own. To it come the
-buffers of the all-to-all transport, 17 rows from each rank; with even routing each expert has 512 live rows. What is
+buffers of the all-to-all transport, 27 rows from each rank; with even routing each expert has 512 live rows. What is
 timed is what the rank computes: the routed experts on what arrived, the shared expert on its own tokens. Nothing is
 sent.
 
@@ -43,7 +43,7 @@ RANKS, TOKENS, TOP_K = 144, 128, 8
 LOCAL, HIDDEN, WIDTH = 2, 7168, 2048
 LAYERS = 4
 """88 MB of routed and 44 MB of shared experts each: together ten times the L2 cache of an H200."""
-ROWS = RANKS * expected_capacity(TOKENS, RANKS, TOP_K, RANKS * RANKS)
+ROWS = RANKS * expected_capacity(TOKENS, RANKS, TOP_K, RANKS * RANKS, LOCAL)
 PAIRS = RANKS * TOKENS * TOP_K // (RANKS * LOCAL) * LOCAL
 """(token, expert) pairs that even routing brings to a rank."""
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsv3.api.engine.client import WATCHDOG_S
+from dsv3.api.engine.keeper import RestartPolicy
 from dsv3.api.templates.pool import DEADLINE_S
 from dsv3.api.tenants import Tenant
 from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
@@ -41,11 +42,17 @@ class ServerConfig:
     cluster: ClusterOptions | None = None
     failure_linger_s: float = FAILURE_LINGER_S
     watchdog_s: float = WATCHDOG_S
+    restarts: RestartPolicy = dataclasses.field(default_factory=RestartPolicy)
     template_deadline_s: float = DEADLINE_S
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     engine_factory: str = "dsv3.api.engine.factory:start_engine"
     factory_options: dict[str, object] = dataclasses.field(default_factory=dict)
     notify: Callable[[str], None] = print
+
+    @property
+    def max_restarts(self) -> int:
+        """How many engines a request is given after its first; those of several processes are not started anew."""
+        return 0 if self.cluster is not None else self.options.max_request_restarts
 
     def __post_init__(self) -> None:
         if not self.tenants and (self.options.api_key is not None or self.options.api_key_file is not None):

@@ -14,7 +14,7 @@ class CacheIdentity:
     """All that two engines must have in common to read each other's pages.
 
     `weights` and `tokenizer` are digests of their files, `model` the configuration as it is served (layers, rotation,
-    MTP module), `cache_dtype` how latents are stored, `compute_dtype` and `fp8` how they are computed.
+    MTP module), `cache_dtype` how latents are stored, `compute_dtype`, `fp8` and `int4` how they are computed.
     """
 
     weights: str
@@ -23,6 +23,7 @@ class CacheIdentity:
     cache_dtype: str
     compute_dtype: str
     fp8: str
+    int4: str = "keep"
     page_size: int
     layout_version: int = LAYOUT_VERSION
 

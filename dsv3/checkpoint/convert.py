@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv3.checkpoint import fill
+from dsv3.checkpoint import fill, int4
 from dsv3.checkpoint.boxes import Box, block_axis, blocks, extents, full_box, grid, moved
 from dsv3.checkpoint.checksum import checksum
 from dsv3.checkpoint.fill import Files, aligned_empty
@@ -21,7 +21,7 @@ from dsv3.checkpoint.publish import check_free, partial_path, publish, replace_f
 from dsv3.checkpoint.reader import Advance, check_duplicates, reporter
 from dsv3.checkpoint.safetensors_file import DATA_ALIGNMENT, header_bytes
 from dsv3.checkpoint.stacked import FOLDER, FORMAT, MANIFEST, VERSION, manifest_bytes
-from dsv3.checkpoint.writer import F32, write_hf
+from dsv3.checkpoint.writer import F32, refuse_int4, write_hf
 from dsv3.config import ModelConfig
 from dsv3.hf_config import to_hf
 from pallas_kernels.float8 import E4M3
@@ -90,6 +90,7 @@ def convert_to_hf(
     `target` appears whole; after a kill the next run starts afresh. Raises as `convert_to_stacked` does.
     """
     plan = plan_directory(source, cfg, dtype, fp8)
+    refuse_int4(path for path, leaf in plan.leaves.items() if leaf[0].dtype == int4.WORD)
     with Files(threads) as files:
         files.open(plan.files)
         check_duplicates(files, plan, _ignore)

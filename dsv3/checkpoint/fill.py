@@ -22,6 +22,7 @@ from dsv3.checkpoint.layout import Piece, whole_piece
 from dsv3.checkpoint.load_plan import Array
 from dsv3.checkpoint.safetensors_file import Tensor
 from pallas_kernels.float8 import BLOCK, E4M3
+from pallas_kernels.int4 import VALUES_PER_WORD, interleave
 
 # Large enough that a read costs more than its bookkeeping, small enough that scratch does not count.
 BLOCK_BYTES = 4 << 20
@@ -55,6 +56,7 @@ class Read:
         out = self.parts[0][1]
         whole = len(self.parts) == 1 and out.size == math.prod(extents(self.block))
         same = self.tensor.dtype == out.dtype and self.piece.scale is None and not self.tensor.repeated
+        same = same and not self.piece.packed
         return whole and same and out.flags.c_contiguous
 
 
@@ -197,10 +199,27 @@ class Files:
 
     def _values(self, read: Read, raw: np.ndarray) -> np.ndarray:
         tensor, scale = read.tensor, read.piece.scale
+        if read.piece.packed:
+            self._check_stated_shape(read)
+            return interleave(raw.view(tensor.dtype).reshape(-1, tensor.shape[-1]))
         if scale is None:
             return raw.view(tensor.dtype)
         rows, K = tensor.shape[-2:]
         return dequantize(raw.reshape(-1, K), self._scale(read.array, scale), read.first // K, rows)
+
+    def _check_stated_shape(self, read: Read) -> None:
+        """Compares the shape that a packed matrix states with that of its words, once for each matrix."""
+        stated = read.array.stated_shape(read.piece)
+        if stated is None or read.first:
+            return
+        found = np.empty(stated.shape, stated.dtype)
+        self._read(stated, 0, found.view(np.uint8))
+        rows, width = read.tensor.shape
+        if found.tolist() != [rows, width * VALUES_PER_WORD]:
+            raise CheckpointError(
+                f"{stated.path}: tensor {stated.name}: says {found.tolist()}, but {read.tensor.name} holds "
+                f"{[rows, width * VALUES_PER_WORD]}"
+            )
 
     def _scale(self, array: Array, name: str) -> np.ndarray:
         """Returns all scales of tensor `name`, kept until the current fill ends (one byte per 4,096 of FP8)."""
@@ -228,7 +247,8 @@ class Files:
 
 
 def _check_positive(tensor: Tensor, values: np.ndarray) -> None:
-    good = np.isfinite(values) & (values > 0)
+    least = values > 0 if values.dtype == np.float32 else values >= 0  # INT4 values of 0 may have a scale of 0
+    good = np.isfinite(values) & least
     if not good.all():
         where = tuple(int(i) for i in np.argwhere(~good)[0])
         raise CheckpointError(

@@ -12,9 +12,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from dsv3.checkpoint import layout
+from dsv3.checkpoint import int4, layout
 from dsv3.checkpoint.errors import raise_findings
-from dsv3.checkpoint.layout import Piece, scale_name, scale_piece, scale_shape
+from dsv3.checkpoint.layout import Piece, scale_name, scale_piece, scale_shape, stated_shape_name
 from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
 from dsv3.checkpoint.safetensors_file import NAMES, Tensor
 from dsv3.config import ModelConfig
@@ -43,13 +43,19 @@ def plan_hf(
     pieces = layout.pieces(cfg)
     skipped = layout.mtp_layers_beyond(cfg, tensors)
     _check_names(cfg, tensors, pieces, skipped, findings)
-    for piece in (p for group in pieces.values() for p in group):
-        _check_tensor(tensors, piece.name, piece.shape, cfg, findings)
+    for path, spec in layout.leaves(cfg).items():
+        for piece in pieces[path]:
+            if int4.is_int4(cfg, spec):
+                int4.check(tensors, piece, findings)
+            else:
+                _check_tensor(tensors, piece.name, piece.shape, cfg, findings)
     raise_findings(directory, findings)
     own = tensors[pieces["embed"][0].name].dtype
     dtype = dtype or (own if own in PLAIN else np.dtype(ml_dtypes.bfloat16))
     leaves = {
-        path: _leaf(path, spec, pieces[path], tensors, dtype, fp8, findings)
+        path: int4.arrays(path, spec, pieces[path], tensors)
+        if int4.is_int4(cfg, spec)
+        else _leaf(path, spec, pieces[path], tensors, dtype, fp8, findings)
         for path, spec in layout.leaves(cfg).items()
     }
     raise_findings(directory, findings)
@@ -75,7 +81,8 @@ def _check_names(
             f"layer {i}" for i in absent
         ]
     known = required.keys() | {d.name for d in layout.duplicates(cfg)}
-    known |= {scale_name(name) for name in known if name in tensors and tensors[name].dtype == E4M3}
+    quantized = {name for name in known if name in tensors and tensors[name].dtype in (E4M3, int4.WORD)}
+    known |= {scale_name(name) for name in quantized} | {stated_shape_name(name) for name in quantized}
     findings["unexpected tensors"] = [
         f"{name} in {tensor.path.name}"
         for name, tensor in tensors.items()

@@ -45,6 +45,7 @@ class Piece:
 
     The tensor is `name`, of `shape`. `take` counts in `view`, the same tensor reshaped to as many axes as the stack.
     `scale` names the tensor of block scales that reading multiplies in; None where values are taken as they are stored.
+    `packed` marks INT4 words in a checkpoint's order, which reading changes to ours (`pallas_kernels.int4`).
     """
 
     name: str
@@ -53,6 +54,7 @@ class Piece:
     take: Box
     put: Box
     scale: str | None = None
+    packed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,11 @@ def _table(cfg: ModelConfig) -> dict[str, tuple[Part, ...]]:
         "attention.k_up": (Part("self_attn.kv_b_proj.weight", N, of=N + V),),
         "attention.v_up": (Part("self_attn.kv_b_proj.weight", V, of=N + V, skip=N),),
         "attention.o": (Part("self_attn.o_proj.weight"),),
+        f"{_INDEXER}q_b": (Part("self_attn.indexer.wq_b.weight"),),
+        f"{_INDEXER}k": (Part("self_attn.indexer.wk.weight"),),
+        f"{_INDEXER}k_norm": (Part("self_attn.indexer.k_norm.weight"),),
+        f"{_INDEXER}k_bias": (Part("self_attn.indexer.k_norm.bias"),),
+        f"{_INDEXER}weights": (Part("self_attn.indexer.weights_proj.weight"),),
         "mlp.gate_up": _swiglu("mlp", cfg.intermediate_size),
         "mlp.down": (Part("mlp.down_proj.weight"),),
         "moe.router": (Part("mlp.gate.weight"),),
@@ -100,6 +107,9 @@ def _table(cfg: ModelConfig) -> dict[str, tuple[Part, ...]]:
 def _swiglu(prefix: str, width: int) -> tuple[Part, ...]:
     return Part(f"{prefix}.gate_proj.weight", width), Part(f"{prefix}.up_proj.weight", width)
 
+
+_INDEXER = "attention.indexer."
+"""What the leaves of layers with an indexer begin with; other layers have no such tensors."""
 
 _TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 
@@ -144,6 +154,11 @@ def scale_name(name: str) -> str:
     return f"{name}_scale_inv"
 
 
+def stated_shape_name(name: str) -> str:
+    """Returns the name of the tensor that states the shape `[N, K]` of packed INT4 tensor `name`."""
+    return f"{name}_shape"
+
+
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of the block scales of an FP8 tensor `[..., N, K]`; blocks at the edges may be partial."""
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
@@ -175,13 +190,15 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _prefixes(cfg: ModelConfig, stack: str) -> list[str]:
+def _prefixes(cfg: ModelConfig, stack: str, *, with_indexer: bool = False) -> list[str]:
+    """Returns what the tensors of a stack's layers begin with, or of those `with_indexer`."""
+    among = cfg.index_layers if with_indexer else range(cfg.num_cache_layers)
     first, count = {
         "dense": (0, cfg.num_dense_layers),
         "moe": (cfg.num_dense_layers, cfg.num_moe_layers),
         "mtp": (cfg.num_hidden_layers, cfg.num_nextn_predict_layers),
     }[stack]
-    return [f"model.layers.{first + i}." for i in range(count)]
+    return [f"model.layers.{layer}." for layer in range(first, first + count) if layer in among]
 
 
 def _leaf_pieces(cfg: ModelConfig, table: dict[str, tuple[Part, ...]], path: str, spec: ParamSpec) -> Iterator[Piece]:
@@ -192,7 +209,7 @@ def _leaf_pieces(cfg: ModelConfig, table: dict[str, tuple[Part, ...]], path: str
     rest = rest.removeprefix("layers.")
     parts = (Part(_MTP[rest]),) if stack == "mtp" and rest in _MTP else table[rest]
     experts = spec.shape[1] if "{e}" in parts[0].name else None
-    for layer, prefix in enumerate(_prefixes(cfg, stack)):
+    for layer, prefix in enumerate(_prefixes(cfg, stack, with_indexer=rest.startswith(_INDEXER))):
         for index in [(layer,)] if experts is None else [(layer, e) for e in range(experts)]:
             row = 0
             for part in parts:

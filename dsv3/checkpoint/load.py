@@ -1,5 +1,6 @@
 """`load_params`: reads a checkpoint directory into a parameter tree."""
 
+import functools
 import gc
 import logging
 import os
@@ -16,6 +17,7 @@ from jax.sharding import Sharding
 from dsv3.checkpoint.arrange import with_replicas, with_row_order
 from dsv3.checkpoint.directory import read_directory
 from dsv3.checkpoint.hugging_face import plan_hf
+from dsv3.checkpoint.int4 import Int4Mode, converted
 from dsv3.checkpoint.layout import leaf_path, leaves
 from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan
 from dsv3.checkpoint.naming import in_deepseek_form
@@ -35,6 +37,7 @@ def load_params(
     *,
     dtype: Any,
     fp8: Fp8Mode = "keep",
+    int4: Int4Mode = "keep",
     shardings: Params | Sharding | None = None,
     phy2log: np.ndarray | None = None,
     tensor_parallel_size: int = 1,
@@ -46,7 +49,8 @@ def load_params(
     `dtype` is float32, bfloat16, float16, or None for the embedding's dtype in the checkpoint. All parameters have it,
     with three exceptions. The router's bias is float32. The router's weights are float32, unless the checkpoint holds
     them in `dtype` (`ParamSpec.dtype_in`). FP8 products become `Fp8Weight`s under `fp8` "keep"; "dequantize" multiplies
-    them out. kv_b_proj (`k_up`, `v_up`) is always dequantized, because absorbed attention runs in bfloat16.
+    them out. kv_b_proj (`k_up`, `v_up`) is always dequantized, because absorbed attention runs in bfloat16. INT4
+    experts become `Int4Weight`s under `int4` "keep", `Fp8Weight`s under "fp8", and of `dtype` under "dequantize".
 
     `shardings` is one `jax.sharding.Sharding` for all leaves, or a tree like the parameters' with a `Sharding` per leaf
     (or an `Fp8Weight` of two, for data and scales). Each process reads only what its devices hold. None means the
@@ -64,6 +68,8 @@ def load_params(
     Raises `CheckpointError`, which names file and tensor, if the checkpoint is not what `cfg` describes. Raises
     ValueError for options that do not fit the model.
     """
+    if int4 not in get_args(Int4Mode):
+        raise ValueError(f"int4 {int4!r} is not one of {', '.join(get_args(Int4Mode))}")
     where = _by_path(cfg, shardings)
     with _collector_paused():
         plan = plan_directory(Path(directory), cfg, dtype, fp8)
@@ -73,7 +79,8 @@ def load_params(
             plan = with_row_order(plan, cfg, tensor_parallel_size)
     if plan.skipped_mtp_layers:
         _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
-    values = read_leaves(plan, where, progress=progress, threads=threads)
+    finish = functools.partial(converted, mode=int4, dtype=plan.leaves["embed"][0].dtype)
+    values = read_leaves(plan, where, progress=progress, threads=threads, finish=finish)
     return jax.tree.unflatten(jax.tree.structure(declare(cfg)), values)
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from dsv3.checkpoint.boxes import Box, extents, full_box, intersection
-from dsv3.checkpoint.layout import Piece
+from dsv3.checkpoint.layout import Piece, stated_shape_name
 from dsv3.checkpoint.safetensors_file import Tensor
 
 Fp8Mode = Literal["keep", "dequantize"]
@@ -49,6 +49,12 @@ class Array:
             yield self.tensors[piece.name].path
             if piece.scale is not None:
                 yield self.tensors[piece.scale].path
+            if (stated := self.stated_shape(piece)) is not None:
+                yield stated.path
+
+    def stated_shape(self, piece: Piece) -> Tensor | None:
+        """Returns the tensor that states the shape of a packed piece's matrix, where there is one."""
+        return self.tensors.get(stated_shape_name(piece.name)) if piece.packed else None
 
     def pieces_in(self, box: Box) -> Iterator[tuple[Piece, Box]]:
         """Finds the pieces that meet a box, each with the part of it that it fills, in the array's coordinates."""

@@ -16,18 +16,26 @@ from dsv3.checkpoint.boxes import Box, extents, full_box
 from dsv3.checkpoint.errors import CheckpointError
 from dsv3.checkpoint.fill import Files, aligned_empty
 from dsv3.checkpoint.load_plan import Array, LoadPlan
-from dsv3.model.params import Fp8Weight
+from dsv3.model.params import Fp8Weight, Int4Weight
+from pallas_kernels.float8 import E4M3
 
 Advance = Callable[[int], None]
 
 
-def read_leaves(plan: LoadPlan, shardings: Mapping[str, Any], *, progress: bool, threads: int = 8) -> list[Any]:
-    """Returns the parameters in the order of the plan: `jax.Array`s, or `Fp8Weight`s of them.
+def read_leaves(
+    plan: LoadPlan,
+    shardings: Mapping[str, Any],
+    *,
+    progress: bool,
+    threads: int = 8,
+    finish: Callable[[Any], Any] = lambda leaf: leaf,
+) -> list[Any]:
+    """Returns the parameters in the order of the plan: `jax.Array`s, or `Fp8Weight`s or `Int4Weight`s of them.
 
     `shardings` has a `Sharding`, or an `Fp8Weight` of two, by leaf path; a leaf without one goes to the default device.
     Only files that hold something for this process's devices are opened. Host memory holds one device's share of one
     array at a time: it is allocated once, read in place, moved to its device and dropped. A CPU device adopts the
-    memory instead of copying it.
+    memory instead of copying it. What `finish` makes of a parameter takes its place before the next one is read.
 
     Raises `CheckpointError` if a file cannot be read or is damaged, or if tensors that must be equal differ.
     """
@@ -38,7 +46,7 @@ def read_leaves(plan: LoadPlan, shardings: Mapping[str, Any], *, progress: bool,
         files.open(tensor.path for pair in plan.equal for tensor in pair)
         check_duplicates(files, plan, advance)
         files.open(path for array, box in needed for path in array.files(box))
-        return [_leaf(files, leaf, advance) for leaf in leaves]
+        return [finish(_leaf(files, leaf, advance)) for leaf in leaves]
 
 
 def check_duplicates(files: Files, plan: LoadPlan, advance: Advance) -> None:
@@ -85,7 +93,9 @@ def shares(shape: tuple[int, ...], sharding: Sharding | None) -> dict[Box, list[
 
 def _leaf(files: Files, leaf: Sequence[tuple[Array, Sharding | None]], advance: Advance) -> Any:
     values = [_read_array(files, array, sharding, advance) for array, sharding in leaf]
-    return Fp8Weight(*values) if len(values) == 2 else values[0]
+    if len(values) == 1:
+        return values[0]
+    return (Fp8Weight if leaf[0][0].dtype == E4M3 else Int4Weight)(*values)
 
 
 def _read_array(files: Files, array: Array, sharding: Sharding | None, advance: Advance) -> jax.Array:

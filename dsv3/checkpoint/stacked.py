@@ -2,7 +2,7 @@
 
     config.json, tokenizer files     as in a Hugging Face directory
     stacked/manifest.json            format, version, block size; per array its file and its blocks' checksums
-    stacked/<leaf>.safetensors       the array, or `.data` and `.scale` of an FP8 weight; data begin at 4,096 bytes
+    stacked/<leaf>.safetensors       the array, or `.data` and `.scale` of a quantized one; data begin at 4,096 bytes
 
 Loading transposes and reassembles nothing: every block is read straight into its array and checked there.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv3.checkpoint import layout
+from dsv3.checkpoint import int4, layout
 from dsv3.checkpoint.boxes import num_blocks
 from dsv3.checkpoint.directory import plain_file_name, read_json
 from dsv3.checkpoint.errors import CheckpointError, raise_findings
@@ -114,8 +114,10 @@ def _leaf(
         _check(plain, spec.shape, PLAIN, findings)
         return (Array(path, spec.shape, spec.dtype_in(dtype, checkpoint=[plain.dtype]), (whole,), stored),)
     if (data := stored.get(f"{path}.data")) is None or (scale := stored.get(f"{path}.scale")) is None:
-        findings["FP8 parameters that lack their data or their scales"].append(path)
+        findings["quantized parameters that lack their data or their scales"].append(path)
         return ()
+    if int4.is_int4(cfg, spec):
+        return _int4_leaf(spec, data, scale, findings)
     if cfg.fp8 is None:
         findings["FP8 parameters although the configuration has no quantization_config"].append(path)
     scales = whole_piece(scale.name, scale_shape(spec.shape))
@@ -128,6 +130,17 @@ def _leaf(
     return (
         Array(data.name, spec.shape, E4M3, (kept,), stored),
         Array(scale.name, scales.shape, F32, (scales,), stored, positive=True),
+    )
+
+
+def _int4_leaf(spec: ParamSpec, data: Tensor, scale: Tensor, findings: Findings) -> tuple[Array, ...]:
+    words, scales = int4.shapes(spec.shape)
+    _check(data, words, {int4.WORD}, findings)
+    _check(scale, scales, {int4.SCALE}, findings)
+    stored = {tensor.name: tensor for tensor in (data, scale)}
+    return (
+        Array(data.name, words, int4.WORD, (whole_piece(data.name, words),), stored),
+        Array(scale.name, scales, int4.SCALE, (whole_piece(scale.name, scales),), stored, positive=True),
     )
 
 

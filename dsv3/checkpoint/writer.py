@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -17,13 +17,14 @@ import numpy as np
 from dsv3.checkpoint import layout
 from dsv3.checkpoint.boxes import full_box
 from dsv3.checkpoint.directory import INDEX, SINGLE
+from dsv3.checkpoint.errors import CheckpointError
 from dsv3.checkpoint.layout import Piece
 from dsv3.checkpoint.publish import atomic_directory
 from dsv3.checkpoint.reader import Advance, reporter
 from dsv3.checkpoint.safetensors_file import header_bytes
 from dsv3.config import ModelConfig
 from dsv3.hf_config import to_hf
-from dsv3.model.params import Fp8Weight, Params
+from dsv3.model.params import Fp8Weight, Int4Weight, Params
 from pallas_kernels.float8 import E4M3
 
 F32 = np.dtype(np.float32)
@@ -74,7 +75,7 @@ def save_hf(
     `shard_bytes` bounds a file. One file is `model.safetensors`; several have an index. `scale_dtype` float8_e8m0fnu
     stores scales that are powers of two in one byte. `companions` (tokenizer files) are copied into the directory.
 
-    Raises `FileExistsError` if the directory holds anything, ValueError if `params` are not those of `cfg`.
+    Raises `FileExistsError` if the directory holds anything, ValueError if `params` are not those of `cfg`, or INT4.
     """
     write_hf(
         Path(directory),
@@ -91,8 +92,9 @@ class TreeStacks:
     """Stacks of a parameter tree; rows come to the host when they are asked for (`Stacks`)."""
 
     def __init__(self, cfg: ModelConfig, params: Params) -> None:
-        flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Fp8Weight))
+        flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Fp8Weight | Int4Weight))
         self._leaves = {layout.leaf_path(keys): leaf for keys, leaf in flat}
+        refuse_int4(path for path, leaf in self._leaves.items() if isinstance(leaf, Int4Weight))
         expected = {path: spec.shape for path, spec in layout.leaves(cfg).items()}
         found = {path: self._arrays(path)[0].shape for path in self._leaves}
         wrong = sorted(path for path in expected | found if expected.get(path) != found.get(path))
@@ -113,6 +115,15 @@ class TreeStacks:
     def _arrays(self, path: str) -> tuple[Any, ...]:
         leaf = self._leaves[path]
         return (leaf.data, leaf.scale) if isinstance(leaf, Fp8Weight) else (leaf,)
+
+
+def refuse_int4(paths: Iterable[str]) -> None:
+    """Raises `CheckpointError` if there is a path: of parameters that are INT4."""
+    if path := next(iter(paths), None):
+        raise CheckpointError(
+            f"{path} is INT4, which is not written in the Hugging Face form; keep the original, or load with "
+            "int4='dequantize'"
+        )
 
 
 def write_hf(
@@ -184,7 +195,7 @@ def _settings(cfg: ModelConfig, tensors: Sequence[OutTensor]) -> dict[str, Any]:
     quantized = any(t.dtype == E4M3 for t in tensors)
     if quantized and cfg.fp8 is None:
         raise ValueError("the parameters hold FP8 weights but the configuration's fp8 is None")
-    settings = to_hf(cfg if quantized else dataclasses.replace(cfg, fp8=None))
+    settings = to_hf(dataclasses.replace(cfg, fp8=cfg.fp8 if quantized else None, int4_experts=False))
     settings["torch_dtype"] = next(t.dtype.name for t in tensors if t.name == "model.embed_tokens.weight")
     if quantized:
         plain = [t.name for t in tensors if len(t.shape) == 2 and t.dtype != E4M3 and t.name.endswith(".weight")]

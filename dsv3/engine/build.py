@@ -90,7 +90,7 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
         cfg,
         mesh,
         tokenizer=tokenizer if tokenizer.is_file() else None,
-        description=describe(model_cfg, dtypes, backend),
+        description=describe(model_cfg, dtypes, backend, options.int4),
     )
 
 
@@ -112,12 +112,12 @@ def _functions(
     model_dir: str | os.PathLike[str], cfg: ModelConfig, options: EngineOptions, mesh: Mesh, dtype: Any, progress: bool
 ) -> tuple[StepFunctions, Any]:
     """Returns the step functions, and the parameters as they take them, each device's share read to it."""
-    read = Reading(dtype, options.fp8, progress)
+    read = Reading(dtype, options.fp8, progress, options.int4)
     if not options.spreads_experts:
         functions = model_functions(dtype=dtype, drafts=bool(cfg.num_nextn_predict_layers))
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
-    fp8 = cfg.fp8 is not None and options.fp8 == "keep"
+    fp8 = options.int4 == "fp8" if cfg.int4_experts else cfg.fp8 is not None and options.fp8 == "keep"
     functions = expert_parallel_functions(
         cfg, mesh, redundant, transport=options.expert_transport, dtype=dtype, fp8=fp8
     )
@@ -187,6 +187,7 @@ def _cache_identity(
         cache_dtype=dtypes.cache,
         compute_dtype=jnp.dtype(dtypes.compute).name,
         fp8=options.fp8,
+        int4=options.int4,
         page_size=PAGE_SIZE,
     )
 

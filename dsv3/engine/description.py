@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from dsv3.cache.layout import pool, token_bytes
+from dsv3.cache.layout import latents_of, pool, token_bytes
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.engine.dtypes import EngineDtypes
@@ -14,14 +14,24 @@ from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 
 
-def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
-    """Returns the line for a model as it is served, on devices whose kernels are `backend`."""
+def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, int4: str = "keep") -> str:
+    """Returns the line for a model as it is served, on devices whose kernels are `backend`; `int4` is the option."""
     total, active = count_parameters(cfg)
     cache = token_bytes(cfg, dtypes.cache)
     return (
         f"family {cfg.family or 'unknown'}, {short(total)} parameters, {short(active)} of them per token; "
         f"{cache:,} bytes of cache per token ({dtypes.cache}); {kernels(cfg, dtypes, backend)}"
+        + (_int4_experts(dtypes, backend, int4) if cfg.int4_experts else "")
+        + _choice(cfg, backend)
     )
+
+
+def _choice(cfg: ModelConfig, backend: Backend) -> str:
+    """Returns how the tokens of sparse attention are chosen; nothing of dense attention."""
+    if cfg.indexer is None:
+        return ""
+    how = "" if backend is Backend.REFERENCE else ", chosen by jax.numpy"
+    return f"; each token attends to {cfg.indexer.topk:,} at most{how}"
 
 
 def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
@@ -40,7 +50,7 @@ def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
 
 def short(count: int) -> str:
     """Returns a count with three digits: "30.6 billion"."""
-    for power, word in ((9, "billion"), (6, "million")):
+    for power, word in ((12, "trillion"), (9, "billion"), (6, "million")):
         if count >= 10**power:
             return f"{count / 10**power:.3g} {word}"
     return f"{count:,}"
@@ -52,18 +62,27 @@ def kernels(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
         return "computed by jax.numpy"
     if backend is Backend.NATIVE:
         return "computed by C++ kernels in decode and jax.numpy elsewhere"
-    obstacles = dict.fromkeys(filter(None, _obstacles(cfg, dtypes)))
-    return "computed by Mosaic GPU kernels" + "".join(f"; attention by jax.numpy, because {why}" for why in obstacles)
+    obstacles = dict.fromkeys(filter(None, _obstacles(cfg, dtypes, backend)))
+    kernels = "Mosaic GPU kernels" if backend is Backend.MOSAIC else "Triton kernels"
+    return f"computed by {kernels}" + "".join(f"; attention by jax.numpy, because {why}" for why in obstacles)
 
 
-def _obstacles(cfg: ModelConfig, dtypes: EngineDtypes) -> tuple[str | None, str | None]:
+def _int4_experts(dtypes: EngineDtypes, backend: Backend, mode: str) -> str:
+    """Returns what INT4 experts become, and where no kernel multiplies them."""
+    if mode != "keep":
+        return f"; INT4 experts as {'FP8' if mode == 'fp8' else dtypes.compute}"
+    has_kernel = backend is Backend.MOSAIC and dtypes.compute == jnp.bfloat16
+    return "; INT4 experts stay INT4" + ("" if has_kernel or backend is Backend.REFERENCE else ", by jax.numpy")
+
+
+def _obstacles(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> tuple[str | None, str | None]:
     """Returns why decode and prefill cannot have their attention kernels, None where they have."""
 
     def heads(width: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((PAGE_SIZE, cfg.num_attention_heads, width), jnp.dtype(dtypes.compute))
 
-    pages = pool(cfg, dtypes.cache, 1)
+    pages = latents_of(pool(cfg, dtypes.cache, 1))
     return (
-        mla.decode_unsupported(heads(cfg.latent_dim), pages, cfg.kv_lora_rank),
-        mla.prefill_unsupported(heads(cfg.qk_head_dim), heads(cfg.v_head_dim)),
+        mla.decode_unsupported(heads(cfg.latent_dim), pages, cfg.kv_lora_rank, backend),
+        mla.prefill_unsupported(heads(cfg.qk_head_dim), heads(cfg.v_head_dim), backend),
     )

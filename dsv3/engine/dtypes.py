@@ -10,7 +10,7 @@ from dsv3.cache.layout import FP8
 from dsv3.config import ModelConfig
 from dsv3.options import EngineOptions
 from pallas_kernels import mla
-from pallas_kernels.backend import is_hopper
+from pallas_kernels.backend import Backend, is_hopper, resolve_backend
 from pallas_kernels.float8 import BLOCK
 
 _KERNEL_PAGES: Mapping[str, tuple[str, ...]] = {"bfloat16": ("bfloat16", FP8), "float16": ("float16",)}
@@ -39,6 +39,11 @@ def resolve_dtypes(
             "dtype: 'float16' does not go with FP8 weights, whose products are bfloat16 or float32; "
             "set dtype to bfloat16, or fp8 to dequantize"
         )
+    if compute == "float16" and model.int4_experts and options.int4 != "dequantize":
+        raise ValueError(
+            f"dtype: 'float16' does not go with INT4 experts under int4 {options.int4!r}, whose products are bfloat16 "
+            "or float32; set dtype to bfloat16, or int4 to dequantize"
+        )
     if cache == FP8 and model.kv_lora_rank > BLOCK and model.kv_lora_rank % BLOCK:
         raise ValueError(
             f"kv_cache_dtype: 'fp8' needs latents of whole blocks of {BLOCK} values, but kv_lora_rank is "
@@ -50,7 +55,8 @@ def resolve_dtypes(
             f"{mla.FP8_VALUE_WIDTH}; set kv_cache_dtype to auto"
         )
     readable = _KERNEL_PAGES.get(compute)
-    if is_hopper(device) and readable is not None and cache not in readable:
+    refused = readable is not None and cache not in readable
+    if readable and refused and resolve_backend(device) in (Backend.MOSAIC, Backend.TRITON):
         raise ValueError(
             f"kv_cache_dtype: {cache!r} has no attention kernel for dtype {compute}; "
             f"set kv_cache_dtype to auto or {' or '.join(readable)}"

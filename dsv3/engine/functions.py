@@ -16,7 +16,7 @@ from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from pallas_kernels.backend import Backend
 from sharding.experts.placement import Placement
-from sharding.experts.traffic import StepTraffic
+from sharding.experts.traffic import Traffic
 from sharding.mesh import Machine
 
 
@@ -33,7 +33,7 @@ class StepResult(Protocol):
     def expert_counts(self) -> Any: ...
 
     @property
-    def rounds(self) -> Any: ...
+    def overflows(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +90,10 @@ class StepFunctions:
     `prefill(params, cfg, PrefillBatch, pages)` gives hidden `[T, D]`, `decode(params, cfg, DecodeBatch, pages)` hidden
     `[B, S, D]`, both with the new pages; `logits(params, cfg, hidden)` is float32 `[..., W]`. `param_specs` says how
     the parameters lie on the ranks: a tree of partitions, or one for all of them. `dtype` is the type of the hidden
-    states. With `experts` the results have
-    `expert_counts` `[L, E]` of their layers and `rounds` `[2]` too, and `traffic(program)` tells what a device sends in
-    the MoE layers of a forward program. `draft` is there where the model brings a module for it.
+    states. With `experts` the results have `expert_counts` `[L, E]` of their layers too, and `traffic(program)` tells
+    what a device sends in the MoE layers of a forward program. `draft` is there where the model brings a module for it.
+    Where a step `may_overflow`, the results have `overflows` `[]` too, equal on all ranks: above 0 the step means
+    nothing on any of them, and is to be computed again with fewer tokens in its bucket.
     """
 
     prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array], StepResult]
@@ -100,9 +101,10 @@ class StepFunctions:
     logits: Callable[[Any, ModelConfig, jax.Array], jax.Array]
     param_specs: Any = dataclasses.field(default_factory=PartitionSpec)
     experts: SpreadExperts | None = None
-    traffic: Callable[[ForwardProgram], StepTraffic] | None = None
+    traffic: Callable[[ForwardProgram], Traffic] | None = None
     draft: DraftFunctions | None = None
     dtype: Any = jnp.float32
+    may_overflow: bool = False
 
 
 def model_functions(

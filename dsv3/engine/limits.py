@@ -11,6 +11,7 @@ from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig, tokens_ahead
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.options import EngineOptions
+from pallas_kernels import dsa
 
 _CPU_CACHE_BYTES = 2**30
 # The MTP module takes a prefill as one batch, where the model takes two halves in turns: 18.5 GB for 16,384 tokens of
@@ -61,6 +62,8 @@ def engine_config(
     if model.num_nextn_predict_layers and options.spreads_experts:
         working = int(working * _WHOLE_BATCH)
     working = max(working, move_bytes)
+    if model.indexer:
+        working += 3 * dsa.BYTES_AT_ONCE  # scores, their order, and copied rows
     if options.kv_offloading_size:
         working += 4 * TIER_STEP_BYTES  # both ways, for the step under way and the next one
     budget = cache_budget(hardware.memory, options.gpu_memory_utilization, working)

@@ -63,6 +63,8 @@ def _near(pending: Pending, aim: int, level: float, keys: float) -> list[int]:
     few, many = 0, aim - head[0]
     if _cost(pending, _mixed(pending, head, few, aim), keys) > level:
         return _within(pending, head, aim, level, keys)
+    if len(pending) == 1:
+        return taken  # nothing to mix
     for _ in range(_HALVINGS):
         middle = (few + many + 1) // 2
         dear = _cost(pending, _mixed(pending, head, middle, aim), keys) > level

@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dsv3.config import ModelConfig
+from dsv3.config import IndexerConfig, ModelConfig
 from dsv3.hf_config.fields import MEANINGLESS, Fields
+from dsv3.hf_config.indexer import read_indexer
 from dsv3.hf_config.quantization import read_quantization
 from dsv3.hf_config.rotary import Rotary, read_rotary
+from pallas_kernels.int4 import RUN
 
 Routers = tuple[tuple[str, str], ...]
 V2_ROUTERS: Routers = (("softmax", "greedy"), ("softmax", "group_limited_greedy"))
@@ -32,6 +34,8 @@ class Family:
     `members` names published models. `routers` are the (scoring_func, topk_method) that it may have, the first of them
     its default; `renormalizes` says whether weights sum to 1 where the file does not say. `one_group` forbids expert
     groups. `rotary` reads the settings of positions. `fixed` are further fields with one supported value.
+    `indexer_interleaved` is None for dense attention; a family whose attention is sparse says by it how the indexer
+    rotates where the file does not.
     """
 
     members: str
@@ -42,6 +46,7 @@ class Family:
     rotary: Callable[[Fields], Rotary] = read_rotary
     per_tensor_fp8: bool = False
     post_moe_norm: bool = False
+    indexer_interleaved: bool | None = None
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -82,8 +87,9 @@ def read(fields: Fields, family: Family) -> ModelConfig:
         rope_theta=rotary.theta,
         yarn=rotary.yarn,
         query_scaling=rotary.query_scaling,
-        fp8=read_quantization(fields, per_tensor=family.per_tensor_fp8),
         post_moe_norm=family.post_moe_norm,
+        indexer=_indexer(fields, family),
+        **read_quantization(fields, per_tensor=family.per_tensor_fp8)._asdict(),
         **_router(fields, family),
     )
     _check_consistent(fields, cfg)
@@ -93,6 +99,11 @@ def read(fields: Fields, family: Family) -> ModelConfig:
     fields.get("model_type")
     fields.finish(MEANINGLESS)
     return cfg
+
+
+def _indexer(fields: Fields, family: Family) -> IndexerConfig | None:
+    interleaved = family.indexer_interleaved
+    return None if interleaved is None else read_indexer(fields, interleaved=interleaved)
 
 
 def _router(fields: Fields, family: Family) -> dict[str, Any]:
@@ -122,9 +133,14 @@ def _dense_layers(fields: Fields) -> int:
 def _check_consistent(fields: Fields, cfg: ModelConfig) -> None:
     heads, group_size = cfg.num_attention_heads, cfg.n_routed_experts // cfg.n_group
     fields.one_of("num_key_value_heads", (heads,), heads)
-    # Implementations mean the rotated part by it, or all of a query; no shape follows from it.
-    fields.one_of("head_dim", (cfg.qk_rope_head_dim, cfg.qk_head_dim), cfg.qk_rope_head_dim)
+    # Implementations mean the rotated part by it, or all of a query, GLM-5.2 the other part; no shape follows from it.
+    glm = (cfg.qk_nope_head_dim,) if cfg.indexer else ()
+    widths = (cfg.qk_rope_head_dim, cfg.qk_head_dim, *glm)
+    fields.one_of("head_dim", widths, cfg.qk_rope_head_dim)
     fields.one_of("qk_head_dim", (cfg.qk_head_dim,), cfg.qk_head_dim)
+    for name in ("hidden_size", "moe_intermediate_size") if cfg.int4_experts else ():
+        if getattr(cfg, name) % RUN:
+            raise fields.fail(name, f"a multiple of {RUN}, which INT4 experts are served in")
     if cfg.qk_rope_head_dim % 2:
         raise fields.fail("qk_rope_head_dim", "even")
     if cfg.n_routed_experts % cfg.n_group:

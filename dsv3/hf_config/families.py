@@ -25,6 +25,8 @@ _MISTRAL = Family(
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family("DeepSeek-V2, V2-Lite", V2_ROUTERS, renormalizes=False, may_renormalize=False),
     "deepseek_v3": Family("DeepSeek-V3, R1, V3.1, Moonlight"),
+    "deepseek_v32": Family("DeepSeek-V3.2", indexer_interleaved=False),
+    "glm_moe_dsa": Family("GLM-5, 5.1, 5.2", indexer_interleaved=True, fixed={"partial_rotary_factor": 1.0}),
     "kimi_k2": Family("Kimi-K2"),
     "glm4_moe_lite": Family("GLM-4.7-Flash", fixed={"partial_rotary_factor": 1.0}),
     "axk1": Family("A.X-K1", post_moe_norm=True),

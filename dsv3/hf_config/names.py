@@ -28,7 +28,12 @@ _MISTRAL_PARTS = {
 }
 _MISTRAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(\w+)")
 _MISTRAL_SWIGLU = re.compile(r"(feed_forward|shared_experts|experts\.\d+)\.(w[123])")
-_SUFFIXES = {"qscale_weight": "weight_scale_inv", "weight_scale": "weight_scale_inv", "qscale_act": "activation_scale"}
+_SUFFIXES = {
+    "qscale_weight": "weight_scale_inv",
+    "weight_scale": "weight_scale_inv",
+    "qscale_act": "activation_scale",
+    "weight_packed": "weight",
+}
 
 
 def is_of_other_media(name: str) -> bool:

@@ -1,23 +1,33 @@
-"""How a file says that weights are FP8: in DeepSeek's blocks, in those of compressed-tensors, or whole tensors."""
+"""How a file says that weights are quantized: FP8 in blocks or whole tensors, or routed experts in INT4."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from dsv3.config import Fp8Config
+from dsv3.config import Fp8Config, ModelConfig
 from dsv3.hf_config.fields import Fields
 
-# Which tensors are in FP8 shows in the file: they have a scale next to them.
+# Which tensors are quantized shows in the file: they have a scale next to them.
 _TENSOR_LISTS = frozenset({"modules_to_not_convert", "ignored_layers", "dequantize", "ignore"})
+# How scales were found, and what the file's writer was. A symmetric quantization has no zero points.
+_MEANINGLESS = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
+_OF_THE_WRITER = frozenset({"version", "global_compression_ratio"})
 
 
-def read_quantization(fields: Fields, *, per_tensor: bool = False) -> Fp8Config | None:
-    """Reads `quantization_config`; None where there is none.
+class Quantization(NamedTuple):
+    """What a file says of the types of weights, as the fields of `ModelConfig` that they are."""
 
-    With `per_tensor` a weight may have one scale instead of one per block of 128 x 128. Activations are quantized as
-    they come whatever the file says: its static scales are not used.
+    fp8: Fp8Config | None = None
+    int4_experts: bool = False
+
+
+def read_quantization(fields: Fields, *, per_tensor: bool = False) -> Quantization:
+    """Reads `quantization_config`; where there is none nothing is quantized.
+
+    With `per_tensor` an FP8 weight may have one scale instead of one per block of 128 x 128. Activations are quantized
+    as they come whatever the file says: its static scales are not used.
     """
     quantization = fields.object("quantization_config")
     if quantization is None:
-        return None
+        return Quantization()
     method = quantization.one_of("quant_method", ("fp8", "compressed-tensors"))
     if method == "compressed-tensors":
         return _compressed_tensors(quantization)
@@ -30,12 +40,14 @@ def read_quantization(fields: Fields, *, per_tensor: bool = False) -> Fp8Config 
         quantization.one_of("weight_block_size", ([128, 128],))
     scale_fmt = quantization.one_of("scale_fmt", ("float", "ue8m0"), "float")
     quantization.finish(_TENSOR_LISTS)
-    return Fp8Config("ue8m0" if scale_fmt == "ue8m0" else "float32")
+    return Quantization(Fp8Config("ue8m0" if scale_fmt == "ue8m0" else "float32"))
 
 
-def quantization_to_hf(fp8: Fp8Config | None) -> dict[str, Any]:
+def quantization_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the field `quantization_config`, where there is one."""
-    if fp8 is None:
+    if cfg.int4_experts:
+        return {"quantization_config": _int4_to_hf()}
+    if cfg.fp8 is None:
         return {}
     settings = {
         "activation_scheme": "dynamic",
@@ -43,14 +55,14 @@ def quantization_to_hf(fp8: Fp8Config | None) -> dict[str, Any]:
         "quant_method": "fp8",
         "weight_block_size": [128, 128],
     }
-    if fp8.scale_fmt == "ue8m0":
+    if cfg.fp8.scale_fmt == "ue8m0":
         settings["scale_fmt"] = "ue8m0"
     return {"quantization_config": settings}
 
 
-def _compressed_tensors(quantization: Fields) -> Fp8Config:
-    """Reads blocks of FP8 as Mistral Large 3 has them; Kimi-K2's packed INT4 is refused by its `format`."""
-    quantization.one_of("format", ("float-quantized",))
+def _compressed_tensors(quantization: Fields) -> Quantization:
+    """Reads blocks of FP8 as Mistral Large 3 has them, or packed INT4 as Kimi-K2-Thinking has it."""
+    form = quantization.one_of("format", ("float-quantized", "pack-quantized"))
     quantization.one_of("kv_cache_scheme", (None,), None)
     groups = quantization.object("config_groups")
     group = groups.object("group_0") if groups is not None else None
@@ -59,9 +71,18 @@ def _compressed_tensors(quantization: Fields) -> Fp8Config:
     groups.finish()
     group.one_of("targets", (["Linear"],), ["Linear"])
     group.one_of("output_activations", (None,), None)
-    weights, activations = group.object("weights"), group.object("input_activations")
+    weights = group.object("weights")
     if weights is None:
         raise group.fail("weights", "an object")
+    if form == "pack-quantized":
+        _packed_int4(quantization, group, weights)
+        return Quantization(int4_experts=True)
+    _float_blocks(group, weights)
+    return Quantization(Fp8Config())
+
+
+def _float_blocks(group: Fields, weights: Fields) -> None:
+    activations = group.object("input_activations")
     weights.one_of("num_bits", (8,))
     weights.one_of("type", ("float",))
     weights.one_of("strategy", ("block",))
@@ -70,4 +91,49 @@ def _compressed_tensors(quantization: Fields) -> Fp8Config:
         activations.one_of("num_bits", (8,), 8)
         activations.one_of("type", ("float",), "float")
         activations.one_of("dynamic", (True,))
-    return Fp8Config()
+
+
+def _packed_int4(quantization: Fields, group: Fields, weights: Fields) -> None:
+    """Checks that four bits, a scale per 32 columns and plain activations are all that the file says.
+
+    The names and patterns of `ignore` are not matched, because a pattern may take forever: the loader sees which
+    tensors are packed, and refuses all but routed experts.
+    """
+    weights.one_of("num_bits", (4,))
+    weights.one_of("type", ("int",))
+    weights.one_of("symmetric", (True,))
+    weights.one_of("strategy", ("group",))
+    weights.one_of("group_size", (32,))
+    weights.one_of("dynamic", (False,), False)
+    weights.one_of("actorder", (None,), None)
+    weights.one_of("block_structure", (None,), None)
+    weights.finish(_MEANINGLESS)
+    group.one_of("input_activations", (None,), None)
+    group.one_of("format", ("pack-quantized",), "pack-quantized")
+    group.finish()
+    ignored = quantization.get("ignore", [])
+    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
+        raise quantization.fail("ignore", "a list of names and patterns")
+    quantization.one_of("quantization_status", ("compressed",), "compressed")
+    for name in ("sparsity_config", "transform_config"):
+        quantization.one_of(name, ({},), {})
+    quantization.finish(_OF_THE_WRITER)
+
+
+def _int4_to_hf() -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [
+            "lm_head",
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+            "re:.*eh_proj.*",
+        ],
+        "kv_cache_scheme": None,
+    }

@@ -5,12 +5,15 @@ from typing import Any
 
 from dsv3.config import ModelConfig
 from dsv3.hf_config.fields import ConfigError
+from dsv3.hf_config.indexer import indexer_to_hf
 from dsv3.hf_config.quantization import quantization_to_hf
 from dsv3.hf_config.rotary import Rotary, mistral_rope_parameters
 
 _CLASSES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "axk1": "AXK1ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
@@ -20,9 +23,11 @@ _SPELLED_OTHERWISE = {
     "latent_norm_eps",
     "yarn",
     "fp8",
+    "int4_experts",
     "family",
     "query_scaling",
     "post_moe_norm",
+    "indexer",
 }
 
 
@@ -48,12 +53,15 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "eos_token_id": cfg.eos_token_ids[0] if len(cfg.eos_token_ids) == 1 else list(cfg.eos_token_ids) or None,
         "use_cache": True,
         **_rotary_to_hf(cfg, model_type),
-        **quantization_to_hf(cfg.fp8),
+        **quantization_to_hf(cfg),
+        **indexer_to_hf(cfg),
     }
 
 
 def _model_type(cfg: ModelConfig) -> str:
     """Returns the type whose code computes `cfg`."""
+    if cfg.indexer is not None:
+        return "glm_moe_dsa" if cfg.indexer.interleaved else "deepseek_v32"
     if cfg.post_moe_norm:
         return "axk1"
     if cfg.topk_method == "noaux_tc":
@@ -69,10 +77,13 @@ def _rotary_to_hf(cfg: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _refuse_unsayable(cfg: ModelConfig, model_type: str) -> None:
+    has_indexer = cfg.indexer is not None
     unsayable = {
         "latent_norm_eps": cfg.latent_norm_eps != 1e-6,
         "query_scaling": cfg.query_scaling is not None and model_type != "mistral4",
-        "topk_method": cfg.topk_method != "noaux_tc" and model_type == "axk1",
+        "topk_method": cfg.topk_method != "noaux_tc" and (model_type == "axk1" or has_indexer),
+        "post_moe_norm": cfg.post_moe_norm and has_indexer,
+        "indexer": model_type == "deepseek_v32" and bool(cfg.indexer and cfg.indexer.shared_layers),
     }
     for name, is_lost in unsayable.items():
         if is_lost:

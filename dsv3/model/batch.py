@@ -17,7 +17,8 @@ class PrefillBatch:
     """A flat ragged batch: chunks of up to B requests one after the other in T rows.
 
     Chunk b occupies rows `cu_lengths[b]` to `cu_lengths[b + 1]`; rows from `cu_lengths[B]` on are padding. Its request
-    already has `context_lengths[b]` tokens in its pages; the chunk's own tokens follow them.
+    already has `context_lengths[b]` tokens in its pages; the chunk's own tokens follow them. Without `has_context` all
+    of these are 0, which the compiled step relies on.
     """
 
     tokens: Any  # [T] int32
@@ -25,6 +26,7 @@ class PrefillBatch:
     cu_lengths: Any  # [B + 1] int32
     context_lengths: Any  # [B] int32
     page_table: Any  # [B, Mp] int32, entries beyond a request's pages are never read
+    has_context: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +57,7 @@ def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:
         positions=batch.positions[middle:],
         cu_lengths=jnp.maximum(batch.cu_lengths, middle) - middle,
         context_lengths=batch.context_lengths + jnp.diff(first),
+        has_context=True,
     )
     return earlier, later
 

@@ -114,7 +114,8 @@ def queries(stack: Stack, layer: Index, context: LayerContext, x: jax.Array) -> 
     layers, cfg = stack.layers, context.cfg
     with jax.named_scope("attention"):
         normed = rms_norm(x, layer_slice(layers.input_norm, layer), cfg.rms_norm_eps)
-        return project(normed, layers.attention, layer, cfg, context.rotation, context.numerics)
+        cache_layer = stack.first_cache_layer + layer
+        return project(normed, layers.attention, layer, cache_layer, cfg, context.rotation, context.numerics)
 
 
 @jax.named_scope("attention")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from dsv3.config import ModelConfig
 from dsv3.model import mtp
 from dsv3.model.decoder import LayerContext, embed, final_norm, logits, run_decoder
-from dsv3.model.layers.attention import causal_attend
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
+from dsv3.model.layers.whole import causal_attend, no_choice
 from dsv3.model.params import Params
 from dsv3.model.schedules import PLAIN
 from pallas_kernels.backend import Backend
@@ -36,14 +36,21 @@ class ForwardOutput:
 
 
 def forward(
-    params: Params, cfg: ModelConfig, tokens: jax.Array, *, with_mtp: bool = False, backend: Backend | None = None
+    params: Params,
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    *,
+    with_mtp: bool = False,
+    backend: Backend | None = None,
+    routed: RoutedExperts = LOCAL_EXPERTS,
 ) -> ForwardOutput:
     """Runs `tokens` `[B, S]` int32 from position 0. Activations have the dtype of `params.embed`."""
     B, S = tokens.shape
-    context = whole_sequences(cfg, B, S, backend)
-    (x,), _, tally = run_decoder(params, (context,), (embed(params, tokens.reshape(-1)),), None, PLAIN.prefill)
+    context = whole_sequences(cfg, B, S, backend, routed)
+    streams = (embed(params, tokens.reshape(-1)),)
+    (x,), _, tally = run_decoder(params, (context,), streams, no_choice(cfg, B, S), PLAIN.prefill)
     counts = None if tally is None else tally.counts
-    return predict(params, cfg, tokens, x, counts, with_mtp=with_mtp, backend=backend)
+    return predict(params, cfg, tokens, x, counts, with_mtp=with_mtp, backend=backend, routed=routed)
 
 
 def predict(

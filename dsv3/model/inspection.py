@@ -29,10 +29,11 @@ from dsv3.model.decoder import (
     shared_expert,
 )
 from dsv3.model.forward import whole_sequences
-from dsv3.model.layers.attention import Attend, expand
+from dsv3.model.layers.attention import Attend
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.layers.norm import rms_norm
 from dsv3.model.layers.router import router_logits
+from dsv3.model.layers.whole import attention_weights, no_choice
 from dsv3.model.params import Params
 from pallas_kernels.backend import Backend
 
@@ -49,6 +50,7 @@ class LayerValues:
       hidden: `[T, D]`, the residual stream behind the layer, in the model's dtype.
       latents: `[T, R + P]`, what the cache holds of the tokens: the normed latent and the rotated key.
       attention: float32 `[H, T, T]`, at `[.., i, j]` the weight of token j for token i; None where not asked for.
+      attends: bool `[T, T]`, at `[i, j]` whether token i attends to token j; None where attention is dense.
       router_logits: float32 `[T, E]`, before the score function; None in a dense layer, as the next two are.
       expert_ids: int32 `[T, K]`, the chosen experts, best first.
       expert_weights: float32 `[T, K]`, their weights in the sum.
@@ -58,6 +60,7 @@ class LayerValues:
     hidden: np.ndarray
     latents: np.ndarray
     attention: np.ndarray | None = None
+    attends: np.ndarray | None = None
     router_logits: np.ndarray | None = None
     expert_ids: np.ndarray | None = None
     expert_weights: np.ndarray | None = None
@@ -124,10 +127,11 @@ def inspect(
     padded = np.zeros(-(-len(tokens) // PAGE_SIZE) * PAGE_SIZE, np.int32)  # so that few lengths are compiled
     padded[: len(tokens)] = tokens
     x = _embed(params, padded)
-    embeddings, found = np.asarray(x)[: len(tokens)], []
+    embeddings, found, last = np.asarray(x)[: len(tokens)], [], no_choice(cfg, 1, len(padded))
     for layer in range(cfg.num_hidden_layers):
         shows = layer in kept
-        x, values = _run(params, x, layer, cfg, shows and attention, backend)
+        x, values = _run(params, x, layer, last, cfg, shows and attention, backend)
+        last = None if last is None else values["attends"][None]
         if shows:
             found.append(_values(layer, x, values, len(tokens)))
             if hook is not None and (changed := hook(found[-1])) is not None:
@@ -150,7 +154,7 @@ def _checked(
         raise ValueError(f"layers: the model has no {wrong}; it has 0 to {count - 1}")
     each = T * (cfg.hidden_size + cfg.latent_dim) * itemsize
     each += 4 * T * (cfg.n_routed_experts + 2 * cfg.num_experts_per_tok)
-    each += 4 * cfg.num_attention_heads * T * T if attention else 0
+    each += (4 * cfg.num_attention_heads * attention + (cfg.indexer is not None)) * T * T
     needed = len(kept) * each + 4 * T * cfg.vocab_size + 2 * T * cfg.hidden_size * itemsize
     if needed > MAX_BYTES:
         hint = "attention=False" if attention else "a shorter prompt"
@@ -171,13 +175,19 @@ def _finish(params: Params, x: jax.Array, cfg: ModelConfig, backend: Backend | N
 
 
 def _run(
-    params: Params, x: jax.Array, layer: int, cfg: ModelConfig, attention: bool, backend: Backend | None
+    params: Params,
+    x: jax.Array,
+    layer: int,
+    last: jax.Array | None,
+    cfg: ModelConfig,
+    attention: bool,
+    backend: Backend | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs one layer on `x` `[T, D]`, with the values of its padding rows, which nobody reads."""
     is_dense = layer < cfg.num_dense_layers
     layers = params.dense if is_dense else params.moe
     index = layer if is_dense else layer - cfg.num_dense_layers
-    return _layer(layers, x, np.int32(index), cfg, attention, backend)
+    return _layer(layers, x, np.int32(index), last, cfg, attention, backend)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "attention", "backend"))
@@ -185,13 +195,18 @@ def _layer(
     layers: Any,
     x: jax.Array,
     index: jax.Array,
+    last: jax.Array | None,
     cfg: ModelConfig,
     attention: bool,
     backend: Backend | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs layer `index` of a stack, and returns its values by the names of `LayerValues`."""
-    stack, plain = Stack(layers, 0), whole_sequences(cfg, 1, x.shape[0], backend)
-    context = dataclasses.replace(plain, attend=_shown_attend(cfg, attention, backend))
+    """Runs layer `index` of a stack, and returns its values by the names of `LayerValues`.
+
+    `last` `[1, T, T]` is what the layer before attends to, where layers share that.
+    """
+    first = 0 if layers.moe is None else cfg.num_dense_layers
+    stack, plain = Stack(layers, first), whole_sequences(cfg, 1, x.shape[0], backend)
+    context = dataclasses.replace(plain, attend=_shown_attend(cfg, attention, last, backend))
     if layers.moe is None:
         x, values, _ = run_layer(stack, index, context, x, {})
         return x, values
@@ -215,17 +230,14 @@ def _moe_layer(
     return add_experts(stack, index, context, x, y, shared), values | shown
 
 
-def _shown_attend(cfg: ModelConfig, attention: bool, backend: Backend | None) -> Attend:
+def _shown_attend(cfg: ModelConfig, attention: bool, last: jax.Array | None, backend: Backend | None) -> Attend:
     """Returns the causal attention of one sequence, whose state becomes what it does."""
 
     def attend(tokens, params, layer, cache_layer, state):
-        k, v = expand(tokens.latent, params, layer, backend)
-        q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
-        scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * cfg.softmax_scale
-        seen = jnp.tril(jnp.ones(scores.shape[-2:], jnp.bool))
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        out = jnp.einsum("hqk,khv->qhv", weights.astype(v.dtype), v)
-        return out, {"latents": tokens.latent} | ({"attention": weights} if attention else {})
+        weights, v, pairs = attention_weights(cfg, 1, tokens, params, layer, cache_layer, last, backend)
+        out = jnp.einsum("bhqk,bkhv->bqhv", weights.astype(v.dtype), v)[0]
+        shown = {"latents": tokens.latent} | ({"attention": weights[0]} if attention else {})
+        return out, shown | ({"attends": pairs[0]} if cfg.indexer is not None else {})
 
     return attend
 
@@ -233,9 +245,8 @@ def _shown_attend(cfg: ModelConfig, attention: bool, backend: Backend | None) ->
 def _values(layer: int, x: jax.Array, values: dict[str, jax.Array], length: int) -> LayerValues:
     """Returns a layer's values on the host, without padding."""
     found = {name: np.asarray(array) for name, array in values.items()}
-    if "attention" in found:
-        found["attention"] = found["attention"][:, :length, :length]
-    short = {name: array if name == "attention" else array[:length] for name, array in found.items()}
+    square = {name: found.pop(name)[..., :length, :length] for name in ("attention", "attends") if name in found}
+    short = square | {name: array[:length] for name, array in found.items()}
     return LayerValues(layer, np.asarray(x)[:length], **short)
 
 

@@ -4,7 +4,7 @@ Linear weights are `[out, in]`, the layout of a checkpoint and the K-major opera
 loading transposes nothing. Layers are stacked on a leading axis (61 layers stay under 300 arrays); routed experts are
 `[layers, experts, ...]`, so that expert parallelism splits the expert axis. Inside a step the two axes are merged,
 which is free, and a kernel addresses `layer * experts + expert` in the stack instead of copying a slice. Leaves of a
-parameter tree are arrays, or `Fp8Weight` where the checkpoint is FP8 and stays so.
+parameter tree are arrays, or `Fp8Weight` or `Int4Weight` where the checkpoint is quantized and stays so.
 """
 
 import dataclasses
@@ -60,6 +60,34 @@ class Fp8Weight:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class IndexerParams:
+    """The indexers of sparse attention, of the `Li` layers that have one.
+
+    There is one key for all heads, as there is one latent.
+    """
+
+    q_b: Any  # [Li, Hi * Y, Q]
+    k: Any  # [Li, Y, D]
+    k_norm: Any  # [Li, Y] float32, or the model's type where the checkpoint holds it so, as the next two
+    k_bias: Any  # [Li, Y]
+    weights: Any  # [Li, Hi, D]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int4Weight:
+    """Routed experts of four bits: `data` int32 [..., N, K / 8], `scale` bfloat16 [..., K / 32, N], multiplied.
+
+    `pallas_kernels.int4` has the order of words. Scales are transposed, so that those of a product's rows follow each
+    other.
+    """
+
+    data: Any
+    scale: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class AttentionParams:
     """Multi-head latent attention of L layers.
 
@@ -75,6 +103,7 @@ class AttentionParams:
     k_up: Any  # [L, H, N, R]
     v_up: Any  # [L, H, V, R]
     o: Any  # [L, D, H * V]
+    indexer: IndexerParams | None = None  # of the layers that have one; None in dense attention
 
 
 @jax.tree_util.register_dataclass
@@ -144,18 +173,20 @@ def declare(cfg: ModelConfig) -> Params:
     D, W, M = cfg.hidden_size, cfg.vocab_size, cfg.num_nextn_predict_layers
     return Params(
         embed=ParamSpec((W, D), ("vocab", None)),
-        dense=_layers(cfg, cfg.num_dense_layers, moe=False) if cfg.num_dense_layers else None,
-        moe=_layers(cfg, cfg.num_moe_layers, moe=True) if cfg.num_moe_layers else None,
+        dense=_layers(cfg, 0, cfg.num_dense_layers, moe=False) if cfg.num_dense_layers else None,
+        moe=_layers(cfg, cfg.num_dense_layers, cfg.num_moe_layers, moe=True) if cfg.num_moe_layers else None,
         norm=ParamSpec((D,), (None,), "ones"),
         head=None if cfg.tie_word_embeddings else ParamSpec((W, D), ("vocab", None)),
         mtp=_mtp(cfg, M) if M else None,
     )
 
 
-def _layers(cfg: ModelConfig, L: int, *, moe: bool) -> LayerParams:
+def _layers(cfg: ModelConfig, first: int, L: int, *, moe: bool) -> LayerParams:
+    """Declares the layers `first` to `first + L - 1`."""
+    indexers = sum(first <= layer < first + L for layer in cfg.index_layers)
     return LayerParams(
         input_norm=_norm(L, cfg.hidden_size),
-        attention=_attention(cfg, L),
+        attention=dataclasses.replace(_attention(cfg, L), indexer=_indexer(cfg, indexers) if indexers else None),
         post_norm=_norm(L, cfg.hidden_size),
         mlp=None if moe else _mlp(L, cfg.hidden_size, cfg.intermediate_size),
         moe=_moe(cfg, L) if moe else None,
@@ -174,6 +205,24 @@ def _attention(cfg: ModelConfig, L: int) -> AttentionParams:
         k_up=ParamSpec((L, H, cfg.qk_nope_head_dim, R), ("layers", "heads", None, None)),
         v_up=ParamSpec((L, H, cfg.v_head_dim, R), ("layers", "heads", None, None)),
         o=_linear(L, D, H * cfg.v_head_dim, None, "heads"),
+    )
+
+
+def _indexer(cfg: ModelConfig, Li: int) -> IndexerParams:
+    indexer, D = cfg.indexer, cfg.hidden_size
+    assert indexer is not None and cfg.q_lora_rank is not None  # layers have indexers only then
+    Hi, Y = indexer.num_heads, indexer.head_dim
+
+    def exact(*shape: int, init: Init) -> ParamSpec:
+        axes: tuple[Axis, ...] = ("layers", *(None for _ in shape))
+        return ParamSpec((Li, *shape), axes, init, dtype=jnp.float32, as_stored=True)
+
+    return IndexerParams(
+        q_b=_linear(Li, Hi * Y, cfg.q_lora_rank),
+        k=_linear(Li, Y, D),
+        k_norm=exact(Y, init="ones"),
+        k_bias=exact(Y, init="zeros"),
+        weights=exact(Hi, D, init="normal"),
     )
 
 
@@ -197,7 +246,7 @@ def _mtp(cfg: ModelConfig, L: int) -> MtpParams:
         embed_norm=_norm(L, D),
         hidden_norm=_norm(L, D),
         proj=ParamSpec((L, D, 2 * D), ("layers", None, None)),
-        layers=_layers(cfg, L, moe=True),
+        layers=_layers(cfg, cfg.num_hidden_layers, L, moe=True),
         norm=_norm(L, D),
     )
 

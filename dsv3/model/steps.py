@@ -6,13 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dsv3.cache.layout import IndexedPages, latents_of
 from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
 from dsv3.model.decoder import LayerContext, embed, final_norm, run_decoder
-from dsv3.model.layers.attention import decode_attend, decode_positions, prefill_attend
+from dsv3.model.layers.attention import Attend, decode_attend, decode_positions, prefill_attend
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, Tally
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
+from dsv3.model.layers.sparse import begin, pages_of, sparse_decode_attend, sparse_prefill_attend
 from dsv3.model.mtp import predict
 from dsv3.model.params import Params
 from dsv3.model.schedules import PLAIN, Schedule
@@ -26,22 +28,23 @@ class StepOutput:
     """Hidden states after the final norm, the page pool, and the counts of the routed experts.
 
     `expert_counts` is int32 `[num_moe_layers, E]`, (token, expert) pairs without the padding rows; None in a model
-    without routed experts. `rounds` is int32 `[MAX_HOPS]`: rounds of each hop of the transport in all MoE layers
-    together, 0 for a hop it does not have; None where the experts are local.
+    without routed experts. `overflows` is int32 `[]`: how many hops of this device, in all MoE layers, had more rows to
+    send than their buffers hold; None where the experts are local. Where it is above 0 on any device, the hidden states
+    of all mean nothing, and so do the latents that the step has written.
     """
 
     hidden: Any
     pages: Any
     expert_counts: Any
-    rounds: Any
+    overflows: Any
 
     @classmethod
     def from_tally(cls, hidden: jax.Array, pages: jax.Array, tally: Tally | None) -> "StepOutput":
         """Returns the output of a step whose experts gave `tally` by layer."""
         if tally is None:
             return cls(hidden, pages, None, None)
-        rounds = None if tally.rounds is None else tally.rounds.sum(axis=0)
-        return cls(hidden, pages, tally.counts, rounds)
+        overflows = None if tally.overflows is None else tally.overflows.sum()
+        return cls(hidden, pages, tally.counts, overflows)
 
 
 def prefill(
@@ -62,7 +65,8 @@ def prefill(
         `params.embed`.
       batch: see `PrefillBatch`. Padding rows write nothing; their hidden states mean nothing.
       pages: `[num_cache_layers * pages_per_layer, 64, R + P]` of the dtype of the activations, or FP8 rows (uint8,
-        see `pallas_kernels.mla`). Donate it: the result's `pages` is the same memory.
+        see `pallas_kernels.mla`); `IndexedPages` in a model with sparse attention. Donate it: the result's `pages` is
+        the same memory.
       backend: implementation of the kernels, or None for the one that suits the device.
       routed: the routed experts, on this device unless an `ExpertParallel` carries rows to where they live.
       placement: where the replicas of the main model's experts stand, for `ExpertParallel`.
@@ -73,10 +77,11 @@ def prefill(
       `StepOutput` with hidden `[T, D]`.
     """
     batches = split_prefill(batch)[::-1] if schedule.micro_batches == 2 else (batch,)
-    contexts = tuple(_prefill_context(cfg, part, pages, backend, routed) for part in batches)
+    contexts = tuple(_prefill_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
     x = tuple(embed(params, part.tokens) for part in batches)
-    x, pages, tally = run_decoder(params, contexts, x, pages, schedule.prefill, placement)
-    return StepOutput.from_tally(final_norm(params, cfg, jnp.concatenate(x[::-1])), pages, tally)
+    state = begin(cfg, pages, tuple(map(len, x)))
+    x, state, tally = run_decoder(params, contexts, x, state, schedule.prefill, placement)
+    return StepOutput.from_tally(final_norm(params, cfg, jnp.concatenate(x[::-1])), pages_of(state), tally)
 
 
 def decode(
@@ -98,11 +103,12 @@ def decode(
       `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states mean nothing.
     """
     batches = split_decode(batch) if schedule.micro_batches == 2 else (batch,)
-    contexts = tuple(_decode_context(cfg, part, pages, backend, routed) for part in batches)
+    contexts = tuple(_decode_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
     x = tuple(embed(params, part.tokens.reshape(-1)) for part in batches)
-    x, pages, tally = run_decoder(params, contexts, x, pages, schedule.decode, placement)
+    state = begin(cfg, pages, tuple(map(len, x)))
+    x, state, tally = run_decoder(params, contexts, x, state, schedule.decode, placement)
     hidden = final_norm(params, cfg, jnp.concatenate(x))
-    return StepOutput.from_tally(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
+    return StepOutput.from_tally(hidden.reshape(*batch.tokens.shape, -1), pages_of(state), tally)
 
 
 def predict_prefill(
@@ -156,14 +162,19 @@ def predict_decode(
 
 
 def _prefill_context(
-    cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, backend: Backend | None, routed: RoutedExperts
+    cfg: ModelConfig,
+    batch: PrefillBatch,
+    pages: Any,
+    backend: Backend | None,
+    routed: RoutedExperts,
+    number: int = 0,
 ) -> LayerContext:
-    """Returns what the layers of a prefill step, or of one micro-batch of it, have in common."""
+    """Returns what the layers of a prefill step, or of micro-batch `number` of it, have in common."""
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     return LayerContext(
         cfg=cfg,
         rotation=rotation(cfg, batch.positions),
-        attend=prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend),
+        attend=_prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, number),
         valid=rows < batch.cu_lengths[-1],
         numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
@@ -171,22 +182,46 @@ def _prefill_context(
 
 
 def _decode_context(
-    cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, backend: Backend | None, routed: RoutedExperts
+    cfg: ModelConfig,
+    batch: DecodeBatch,
+    pages: Any,
+    backend: Backend | None,
+    routed: RoutedExperts,
+    number: int = 0,
 ) -> LayerContext:
-    """Returns what the layers of a decode step, or of one micro-batch of it, have in common."""
+    """Returns what the layers of a decode step, or of micro-batch `number` of it, have in common."""
     positions = decode_positions(batch).reshape(-1)
     heads = cfg.num_attention_heads // routed.shards.size
     return LayerContext(
         cfg=cfg,
         rotation=rotation(cfg, positions),
-        attend=decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, heads=heads),
+        attend=_decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, heads, number),
         valid=positions >= 0,
         numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
     )
 
 
-def _pages_per_layer(cfg: ModelConfig, pages: jax.Array) -> int:
-    if pages.shape[0] % cfg.num_cache_layers:
-        raise ValueError(f"the {pages.shape[0]} pages of the pool must divide by {cfg.num_cache_layers} cache layers")
-    return pages.shape[0] // cfg.num_cache_layers
+def _prefill_attend(
+    cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None, number: int
+) -> Attend:
+    if cfg.indexer is not None:
+        return sparse_prefill_attend(cfg, batch, pages_per_layer, backend, number)
+    return prefill_attend(cfg, batch, pages_per_layer, backend)
+
+
+def _decode_attend(
+    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int, number: int
+) -> Attend:
+    if cfg.indexer is not None:
+        return sparse_decode_attend(cfg, batch, pages_per_layer, backend, heads, number)
+    return decode_attend(cfg, batch, pages_per_layer, backend, heads)
+
+
+def _pages_per_layer(cfg: ModelConfig, pages: Any) -> int:
+    if (cfg.indexer is not None) != isinstance(pages, IndexedPages):
+        raise ValueError("pages must be IndexedPages in a model with sparse attention, and in no other")
+    latents = latents_of(pages)
+    if latents.shape[0] % cfg.num_cache_layers:
+        raise ValueError(f"the {latents.shape[0]} pages of the pool must divide by {cfg.num_cache_layers} cache layers")
+    return latents.shape[0] // cfg.num_cache_layers

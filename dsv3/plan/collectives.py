@@ -2,9 +2,7 @@
 
 Everything is read from the text of the scheduled program. Bytes are those that leave one device in one step. An
 all-to-all over g devices keeps 1/g of its buffer; rings send (g-1)/g of what they gather or scatter (twice for an
-all-reduce). The program sends whole padded buffers, not only the rows that are filled. A loop whose trip count the
-compiler does not know holds the overflow rounds of an exchange, of which there are nearly always none: its collectives
-are marked and do not count.
+all-reduce). The program sends whole padded buffers, not only the rows that are filled.
 """
 
 import dataclasses
@@ -29,7 +27,7 @@ class Collective:
     `role` comes from `role_of`. Each run sends `node_bytes` to other devices of the node and `cross_bytes` to other
     nodes; `times` counts runs in a step. `started` and `done` are indices in the schedule of `computation` (equal
     where it is synchronous). `between` names the stages whose matrix products stand between the two: nothing else hides
-    it. `is_overflow_round`: see above.
+    it.
     """
 
     name: str
@@ -41,7 +39,6 @@ class Collective:
     node_bytes: int
     cross_bytes: int
     times: int
-    is_overflow_round: bool
     computation: str
     started: int
     done: int
@@ -55,25 +52,21 @@ class Collective:
     @property
     def step_bytes(self) -> int:
         """Bytes that leave the device in a step."""
-        return 0 if self.is_overflow_round else self.times * (self.node_bytes + self.cross_bytes)
+        return self.times * (self.node_bytes + self.cross_bytes)
 
 
 def collectives(module: hlo.Module, devices_per_node: int) -> tuple[Collective, ...]:
     """Returns every collective of a program, in the order it runs; devices are numbered node after node."""
-    return tuple(_walk(module, module[module.entry], 1, False, devices_per_node))
+    return tuple(_walk(module, module[module.entry], 1, devices_per_node))
 
 
-def _walk(
-    module: hlo.Module, computation: hlo.Computation, times: int, overflow: bool, per_node: int
-) -> Iterator[Collective]:
+def _walk(module: hlo.Module, computation: hlo.Computation, times: int, per_node: int) -> Iterator[Collective]:
     for index, instruction in enumerate(computation.instructions):
         if (core := core_of(module, instruction)) is not None:
-            yield _collective(module, computation, index, core, times, overflow, per_node)
+            yield _collective(module, computation, index, core, times, per_node)
         elif instruction.opcode in ("while", "call", "conditional", "fusion", "async-start"):
-            inner_overflow = overflow or (instruction.opcode == "while" and instruction.trips is None)
             for name in instruction.called:
-                inner = module[name]
-                yield from _walk(module, inner, times * (instruction.trips or 1), inner_overflow, per_node)
+                yield from _walk(module, module[name], times * (instruction.trips or 1), per_node)
 
 
 def core_of(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction | None:
@@ -92,7 +85,6 @@ def _collective(
     index: int,
     core: hlo.Instruction,
     times: int,
-    overflow: bool,
     per_node: int,
 ) -> Collective:
     instruction = computation.instructions[index]
@@ -113,7 +105,6 @@ def _collective(
         node_bytes=sent - cross,
         cross_bytes=cross,
         times=times,
-        is_overflow_round=overflow,
         computation=computation.name,
         started=index,
         done=done,

@@ -76,6 +76,16 @@ class Module:
     def __getitem__(self, name: str) -> Computation:
         return self.computations[name]
 
+    @functools.cached_property
+    def host_waits(self) -> tuple[str, ...]:
+        """Names of the instructions at which the host decides what runs next, from data that it copies off the device.
+
+        These are conditions, and loops whose number of passes the compiler does not know. Each empties the queue of
+        launched kernels and, in all processes of a mesh, undoes what overlap the schedule has.
+        """
+        found = (i for computation in self.computations.values() for i in computation.instructions)
+        return tuple(i.name for i in found if i.opcode == "conditional" or (i.opcode == "while" and i.trips is None))
+
 
 def parse(text: str) -> Module:
     """Reads the module in `text`. Raises HloError where it is not scheduled or a line is in an unknown form."""

@@ -16,7 +16,10 @@ from dsv3.plan.verdict import Verdict, judge
 
 @dataclasses.dataclass(frozen=True)
 class ProgramPlan:
-    """One compiled program of a step; `stages` and the times of `timeline` are estimates."""
+    """One compiled program of a step; `stages` and the times of `timeline` are estimates.
+
+    `host_waits` are the places in the program where the devices wait for the host (`hlo.Module.host_waits`).
+    """
 
     phase: Phase
     run: Run
@@ -25,6 +28,7 @@ class ProgramPlan:
     results: int
     temporaries: int
     collectives: tuple[Collective, ...]
+    host_waits: tuple[str, ...]
     stages: dict[str, float]
     timeline: Timeline
 
@@ -157,6 +161,7 @@ def program_plan(planned: LaidOut, compiled: Compiled) -> ProgramPlan:
         results=compiled.results,
         temporaries=compiled.temporaries,
         collectives=found,
+        host_waits=module.host_waits,
         stages=stages,
         timeline=Player(module, found, stages, rates).play(),
     )

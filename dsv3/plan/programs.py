@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.cache.page import pages_for
+from dsv3.checkpoint import int4
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config import ModelConfig
 from dsv3.engine.assemble.expert_map import first_expert_map
@@ -124,10 +125,11 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     if phase == "prefill":
         size, width = deployment.prefill_tokens, 1
         rows, drafts = cfg.prefill_rows(size), cfg.tokens_per_row - 1
+        variant = int(deployment.prefix_hit_rate > 0)  # chunks have context
     else:
         rows, drafts = deployment.decode_requests, deployment.drafts
-        size, width = rows, 1 + drafts
-    found = [Run("model", Key(phase, size, width=width), size * width, width)]
+        size, width, variant = rows, 1 + drafts, 0
+    found = [Run("model", Key(phase, size, variant, width), size * width, width)]
     if drafts:
         found.append(Run("module", Key(f"mtp {phase}", size, width=width), size * width, width))
     if drafts > 1:
@@ -188,11 +190,13 @@ def cache_tokens(deployment: Deployment) -> int:
 
 
 def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
-    """Returns shapes of the parameters as the step functions take them: FP8 as in the checkpoint, else bfloat16."""
+    """Returns shapes of the parameters as step functions take them: quantized as in the checkpoint, else bfloat16."""
     redundant = deployment.redundant_experts
 
     def leaf(spec: ParamSpec) -> Any:
         shape = tuple(n + redundant * (axis == "experts") for n, axis in zip(spec.shape, spec.axes, strict=True))
+        if int4.is_int4(model, spec):
+            return int4.abstract(shape)
         if spec.quantizable and model.fp8 is not None:
             scale = jax.ShapeDtypeStruct(scale_shape(shape), jnp.float32)
             return Fp8Weight(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scale)

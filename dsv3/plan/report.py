@@ -71,6 +71,7 @@ def _program_json(program: ProgramPlan) -> dict[str, Any]:
     return {name: getattr(program, name) for name in names} | {
         "part": program.run.part,
         "times": program.run.times,
+        "host_waits": list(program.host_waits),
         "collectives": [dataclasses.asdict(c) | {"step_bytes": c.step_bytes} for c in program.collectives],
         "timeline": dataclasses.asdict(dataclasses.replace(program.timeline, exposed={}))
         | {"exposed": dict(program.timeline.exposed)},
@@ -110,12 +111,11 @@ _PARTS = {
 
 
 def _collective_table(step: ProgramPlan) -> Table:
-    rounds = sum(c.is_overflow_round for c in step.collectives)
     name = _PARTS[step.run.part].format(phase=step.phase)
-    title = f"Collectives of {name} of {step.tokens:,} tokens per rank ({rounds} more in overflow rounds)"
+    waits = len(step.host_waits) or "none"
+    title = f"Collectives of {name} of {step.tokens:,} tokens per rank (places that wait for the host: {waits})"
     table = _table(title, "what", "devices", "times", "MB in node", "MB between", "behind")
-    counted = [c for c in step.collectives if not c.is_overflow_round]
-    for what, group in _grouped(counted).items():
+    for what, group in _grouped(step.collectives).items():
         inside, between = (
             sum(c.times * getattr(c, name) for c in group) / 1e6 for name in ("node_bytes", "cross_bytes")
         )

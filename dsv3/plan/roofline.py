@@ -11,7 +11,7 @@ is the core, the output projection and what stands between them.
 
 import dataclasses
 
-from dsv3.cache.layout import row_bytes
+from dsv3.cache.layout import key_bytes, row_bytes
 from dsv3.config import ModelConfig
 from dsv3.plan.deployment import Device
 from dsv3.sizes import sizes_of
@@ -80,6 +80,16 @@ def rates_of(device: Device, model: ModelConfig) -> Rates:
     )
 
 
+def itemsizes(model: ModelConfig) -> tuple[float, float]:
+    """Returns the bytes of a routed expert's weight, and of others.
+
+    INT4 has 4 bits and a 32nd of a 16-bit scale. Block scales of FP8 do not count.
+    """
+    if model.int4_experts:
+        return 4.5 / 8, 2
+    return (1, 1) if model.fp8 else (2, 2)
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodeFloor:
     """Seconds of a decode step's terms at peak rates, on one device."""
@@ -110,17 +120,20 @@ def floor_decode(
     The wire carries each chosen expert's copy of a token over the slower link, as DeepEP's low-latency kernels do.
     """
     sizes, L, moe = sizes_of(model), model.num_hidden_layers, model.num_moe_layers
-    item = 1 if model.fp8 else 2
-    shared = moe * sizes.shared + model.num_dense_layers * sizes.dense + L * sizes.attention
-    read = item * (shared + moe * experts_per_device * sizes.expert) + 2 * sizes.head
+    expert_item, item = itemsizes(model)
+    Li, seen = index_share(model) * L, attended(model, context)
+    shared = moe * sizes.shared + model.num_dense_layers * sizes.dense + L * sizes.attention + Li * sizes.indexer
+    read = item * shared + expert_item * moe * experts_per_device * sizes.expert + 2 * sizes.head
     tokens = requests * width
     done = 2 * tokens * (shared + moe * model.num_experts_per_tok * sizes.expert)
     head = 2 * tokens * sizes.head
     row = sum(wire_rows(model))
     return DecodeFloor(
         weights=read / device.hbm_bytes_per_second,
-        cache=requests * context * row_bytes(model, cache_dtype) * L / device.hbm_bytes_per_second,
-        core=L * tokens * context * core_operations(model) / device.bf16_flops,
+        cache=requests
+        * (L * seen * row_bytes(model, cache_dtype) + Li * context * key_bytes(model, cache_dtype))
+        / device.hbm_bytes_per_second,
+        core=tokens * (L * seen * core_operations(model) + Li * context * index_operations(model)) / device.bf16_flops,
         products=done / (device.fp8_flops if model.fp8 else device.bf16_flops) + head / device.bf16_flops,
         wire=moe * model.num_experts_per_tok * tokens * row / device.cross_link,
     )
@@ -129,6 +142,21 @@ def floor_decode(
 def core_operations(model: ModelConfig) -> int:
     """Returns the operations of absorbed attention for one query token and one cached token."""
     return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
+
+
+def attended(model: ModelConfig, keys: float) -> float:
+    """Returns how many of `keys` tokens a query attends to; all, unless an indexer chooses."""
+    return keys if model.indexer is None else min(keys, model.indexer.topk)
+
+
+def index_share(model: ModelConfig) -> float:
+    """Returns the share of the decoder's layers that have an indexer."""
+    return sum(layer < model.num_hidden_layers for layer in model.index_layers) / model.num_hidden_layers
+
+
+def index_operations(model: ModelConfig) -> int:
+    """Returns the operations of an index score of one query token and one cached token."""
+    return 2 * model.indexer.num_heads * model.indexer.head_dim if model.indexer else 0
 
 
 def wire_rows(model: ModelConfig) -> tuple[int, int]:
@@ -156,19 +184,24 @@ class MicroBatch:
 def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[str, float]:
     """Returns the seconds of each stage of one layer for a decode micro-batch."""
     sizes, b, n = sizes_of(model), batch.tokens, batch.split
-    item = 1 if model.fp8 else 2
+    expert_item, item = itemsizes(model)
 
-    def dense(elements: int, itemsize: int = item, split: int = n) -> float:
+    def dense(elements: int, itemsize: float = item, split: int = n) -> float:
         work = 2 * b * elements / rates.dense_flops
         return max(elements * itemsize / rates.dense_bandwidth, work) / split + _KERNEL_S
 
-    core = b * batch.keys * core_operations(model) / n / rates.decode_core_flops
-    cache = b / batch.width * batch.keys * row_bytes(model, batch.cache_dtype) / rates.hbm
+    # The devices of a rank share heads, but not those of the indexer.
+    seen, share = attended(model, batch.keys), index_share(model)
+    index = share * batch.keys * index_operations(model)
+    core = b * (seen * core_operations(model) / n + index) / rates.decode_core_flops
+    row, key = row_bytes(model, batch.cache_dtype), key_bytes(model, batch.cache_dtype)
+    cache = b / batch.width * (seen * row + share * batch.keys * key) / rates.hbm
+    indexer = share * (dense(sizes.indexer, split=1) if sizes.indexer else 0)
     rows = b * model.num_experts_per_tok / n  # even load: what leaves a device also arrives
-    routed = batch.experts * sizes.expert * item / rates.grouped_bandwidth
+    routed = batch.experts * sizes.expert * expert_item / rates.grouped_bandwidth
     work = 2 * rows * sizes.expert / rates.grouped_flops
     return {
-        "project": dense(sizes.down, split=1) + (dense(sizes.query) if sizes.query else 0) + 4 * _KERNEL_S,
+        "project": dense(sizes.down, split=1) + (dense(sizes.query) if sizes.query else 0) + indexer + 4 * _KERNEL_S,
         "attention": max(core, cache) + dense(sizes.key_value, 2) + dense(sizes.out) + _SMALL_KERNELS_S,
         "router": _ROUTER_S,
         "shared_expert": dense(sizes.shared) + 3 * _KERNEL_S if sizes.shared else 0.0,
@@ -194,10 +227,11 @@ def prefill_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[
     def seconds(elements: float) -> float:
         return _PREFILL_OVERHEAD * 2 * batch.tokens * elements / rates.prefill_flops
 
-    keys = 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim) * batch.keys
-    core = _PREFILL_OVERHEAD * batch.tokens * keys / rates.prefill_core_flops / n
+    pair, share = 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim), index_share(model)
+    keys = attended(model, batch.keys) * pair / n + share * batch.keys * index_operations(model)
+    core = _PREFILL_OVERHEAD * batch.tokens * keys / rates.prefill_core_flops
     return {
-        "project": seconds(sizes.down + sizes.query / n),
+        "project": seconds(sizes.down + sizes.query / n + share * sizes.indexer),
         "attention": core + seconds((sizes.key_value + sizes.out) / n),
         "router": 0.0,
         "shared_expert": seconds(sizes.shared / n),

@@ -13,7 +13,8 @@ class TrainingConfig:
     A run has `steps` training steps. Each takes `batch_size` rows of `sequence_length` tokens. In the last `chat_steps`
     steps, `chat_fraction` of the rows are conversations; the others stay plain text. The learning rate rises linearly
     over `warmup_steps`, then follows a cosine down to `final_rate_fraction` of its peak. `mtp_weight` is lambda of the
-    DeepSeek-V3 report (2.2), `router_bias_rate` is its gamma (2.1.2).
+    DeepSeek-V3 report (2.2), `router_bias_rate` is its gamma and `sequence_balance_weight` its alpha (2.1.2); with 0
+    there is no sequence-wise auxiliary loss.
 
     Raises ValueError if the model has no bias-corrected routed experts, or if the parts of the run exceed `steps`.
     """
@@ -33,6 +34,7 @@ class TrainingConfig:
     init_std: float = 0.02
     mtp_weight: float = 0.3
     router_bias_rate: float = 0.001
+    sequence_balance_weight: float = 0.0
     chat_fraction: float = 0.5
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     eval_every: int = 200

@@ -13,12 +13,15 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dsv3.model.params import abstract
 from dsv3.training import data as training_data
 from dsv3.training.checkpoints import Checkpoints
 from dsv3.training.config import TrainingConfig
 from dsv3.training.data import Data
 from dsv3.training.report import RunLog, read_log
+from dsv3.training.saved import SavedState, by_layer, stacked
 from dsv3.training.step import TrainState, evaluate, initial_state, train_step
+from sharding import processes
 
 REPORT_EVERY = 10
 """Steps between two lines of the log, and between two updates of the progress line."""
@@ -36,7 +39,19 @@ class Trainer(Protocol):
         ...
 
     def whole(self, state: Any) -> TrainState:
-        """Returns the state on one device: what is saved, measured and exported."""
+        """Returns the state on one device: what is measured and exported."""
+        ...
+
+    def saved(self, state: Any) -> SavedState:
+        """Returns the state as it is saved, on the devices where it lies."""
+        ...
+
+    def shapes(self) -> SavedState:
+        """Returns where a saved state shall lie to be resumed: `jax.ShapeDtypeStruct`s with shardings."""
+        ...
+
+    def resumed(self, saved: SavedState, step: int) -> Any:
+        """Returns the state after `step` steps from a saved one that lies as `shapes` says."""
         ...
 
 
@@ -55,6 +70,17 @@ class OneDevice:
     def whole(self, state: TrainState) -> TrainState:
         return state
 
+    def saved(self, state: TrainState) -> SavedState:
+        return by_layer(state, cfg=self.config.model)
+
+    def shapes(self) -> SavedState:
+        shapes = jax.eval_shape(lambda: by_layer(initial_state(self.config), cfg=self.config.model))
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), shapes)
+
+    def resumed(self, saved: SavedState, step: int) -> TrainState:
+        return jax.device_put(stacked(jax.device_get(saved), self.config.model, step))
+
 
 def train(
     config: TrainingConfig, output: Path, *, resume: bool, console: Console, trainer: Trainer | None = None
@@ -70,18 +96,26 @@ def train(
     """
     if resume and not (output / "checkpoints").is_dir():
         raise FileNotFoundError(f"no checkpoint in {output}; start without --resume")
-    data = training_data.prepare(output / "data", config)
+    data = processes.first_process_first(lambda: training_data.prepare(output / "data", config))
     with Checkpoints(output / "checkpoints", config) as checkpoints:
         if not resume and checkpoints.latest_step() is not None:
             raise FileExistsError(f"{output} holds a run; continue it with --resume or give another --output")
-        state = checkpoints.restore() if resume else initial_state(config)
-        done = int(state.step)
-        console.print(f"{done} of {config.steps} steps done, {_count(state):,} parameters, {output}")
         trainer = trainer or OneDevice(config)
-        run = _Run(config, trainer, data, checkpoints, RunLog(output / "log.jsonl", done), console)
+        done, state = _begin(config, checkpoints, trainer, resume)
+        console.print(f"{done} of {config.steps} steps done, {_count(config):,} parameters, {output}")
+        log = RunLog(output / "log.jsonl", done) if jax.process_index() == 0 else None
+        run = _Run(config, trainer, data, checkpoints, log, console)
         run.seconds = _seconds_before(output / "log.jsonl")
         with stop_signal() as stopped:
-            return run.steps(state, stopped)
+            return run.steps(done, state, stopped)
+
+
+def _begin(config: TrainingConfig, checkpoints: Checkpoints, trainer: Trainer, resume: bool) -> tuple[int, Any]:
+    """Returns the steps done and the trainer's state."""
+    if not resume:
+        return 0, trainer.place(initial_state(config))
+    done, saved = checkpoints.restore(trainer.shapes())
+    return done, trainer.resumed(saved, done)
 
 
 class _Run:
@@ -93,7 +127,7 @@ class _Run:
         trainer: Trainer,
         data: Data,
         checkpoints: Checkpoints,
-        log: RunLog,
+        log: RunLog | None,
         console: Console,
     ) -> None:
         self.config, self.trainer = config, trainer
@@ -101,10 +135,9 @@ class _Run:
         self.seconds = 0.0
         self._validation = training_data.held_out_batches(data, config, config.eval_batches)
 
-    def steps(self, saved: TrainState, stopped: list[int]) -> TrainState:
-        """Goes on from `saved` to the last step or a signal; returns the state that was saved then."""
+    def steps(self, first: int, state: Any, stopped: list[int]) -> TrainState:
+        """Goes on from step `first` to the last step or a signal; returns the state that was saved then."""
         config, tokens_per_step = self.config, self.config.batch_size * self.config.sequence_length
-        first, state = int(saved.step), self.trainer.place(saved)
         with _progress(self.console) as progress:
             task = progress.add_task("train", total=config.steps, completed=first, text="")
             since, window = time.perf_counter(), 0
@@ -122,10 +155,12 @@ class _Run:
                     since, window = time.perf_counter(), 0
                 if done % config.eval_every == 0:
                     self._validate(self.trainer.whole(state), done, progress.tasks[task].fields["text"])
-                if done % config.checkpoint_every == 0 or done == config.steps or stopped:
-                    self.checkpoints.save(self.trainer.whole(state))
-                if stopped:
-                    self.console.print(f"stopped by signal {stopped[0]} after step {done}; continue with --resume")
+                stop = processes.any_of(bool(stopped))
+                if done % config.checkpoint_every == 0 or done == config.steps or stop:
+                    self.checkpoints.save(done, self.trainer.saved(state))
+                if stop:
+                    number = f"signal {stopped[0]}" if stopped else "a signal to another process"
+                    self.console.print(f"stopped by {number} after step {done}; continue with --resume")
                     break
         return self.trainer.whole(state)
 
@@ -137,7 +172,8 @@ class _Run:
 
     def _report(self, kind: str, done: int, metrics: dict[str, float]) -> None:
         tokens = done * self.config.batch_size * self.config.sequence_length
-        self.log.write(kind=kind, step=done, tokens=tokens, seconds=round(self.seconds, 1), **metrics)
+        if self.log is not None:
+            self.log.write(kind=kind, step=done, tokens=tokens, seconds=round(self.seconds, 1), **metrics)
 
 
 def mean_metrics(state: TrainState, batches: list[np.ndarray], config: TrainingConfig) -> dict[str, float]:
@@ -170,8 +206,8 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, speed_estimate_period=300)
 
 
-def _count(state: TrainState) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(state.params))
+def _count(config: TrainingConfig) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract(config.model, np.float32)))
 
 
 def _seconds_before(log: Path) -> float:

@@ -12,7 +12,9 @@ class RunLog:
     def __init__(self, path: Path, resume_step: int):
         self._path = path
         kept = [row for row in read_log(path) if row["step"] <= resume_step]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        new = path.with_suffix(".new")
+        new.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        new.replace(path)
 
     def write(self, **values: Any) -> None:
         """Appends one line."""
@@ -21,8 +23,9 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a log; none if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Reads the lines of a log; none if there is no file. A last line that a kill has cut off is left out."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def plot_losses(log: Path, picture: Path) -> bool:

@@ -10,7 +10,9 @@ import optax
 
 from dsv3.config import ModelConfig
 from dsv3.model.forward import forward
+from dsv3.model.layers.experts import LOCAL_EXPERTS
 from dsv3.model.params import Params, declare, initialize
+from dsv3.training.balance import balanced
 from dsv3.training.config import TrainingConfig
 from dsv3.training.loss import main_loss, mtp_loss, objective, training_backend
 
@@ -80,7 +82,12 @@ def expert_load_peak(counts: Any) -> Any:
 def _objective(params: Params, tokens: jax.Array, config: TrainingConfig) -> tuple[jax.Array, dict[str, Any]]:
     computed = compute_copy(params, config.model, jnp.dtype(config.compute_dtype))
     output = forward(
-        computed, config.model, tokens, with_mtp=config.model.num_nextn_predict_layers > 0, backend=training_backend()
+        computed,
+        config.model,
+        tokens,
+        with_mtp=config.model.num_nextn_predict_layers > 0,
+        backend=training_backend(),
+        routed=balanced(LOCAL_EXPERTS, config, tokens.shape[0]),
     )
     return objective(output, tokens, config.mtp_weight)
 

@@ -6,8 +6,8 @@ from jax import lax
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend
-from pallas_kernels.gemm import dispatch
 from pallas_kernels.gemm.checks import check_plain_dtypes, plain_backend
+from pallas_kernels.gemm.choice import KERNELS
 
 
 def head_gemm(
@@ -34,9 +34,9 @@ def head_gemm(
     chosen = plain_backend("head_gemm", x.dtype, x.shape[0], backend)
     if chosen is Backend.NATIVE:
         return native.head_product(x, w, layer, transposed)
-    if chosen is Backend.MOSAIC:
+    if chosen in KERNELS:
         first = jnp.asarray(layer, jnp.int32) * w.shape[1]
-        return dispatch.heads(x, w.reshape(-1, *w.shape[2:]), first, transposed)
+        return KERNELS[chosen].heads(x, w.reshape(-1, *w.shape[2:]), first, transposed)
     # XLA:CPU sums some batched products of bfloat16 in bfloat16, and has none with a float32 result outside of jit.
     x32, w32 = (v.astype(jnp.float32) for v in (x, lax.dynamic_index_in_dim(w, layer, keepdims=False)))
     return jnp.einsum("mhk,hkn->mhn" if transposed else "mhk,hnk->mhn", x32, w32).astype(x.dtype)

@@ -9,8 +9,8 @@ from jax import lax
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.gemm import dispatch
 from pallas_kernels.gemm.checks import PLAIN_DTYPES, check_plain, plain_backend
+from pallas_kernels.gemm.choice import KERNELS
 
 
 def layer_gemm(
@@ -82,7 +82,7 @@ def _reference(x, w, layer, out_dtype):
 def _kernel(x, w, layer, out_dtype, backend):
     if backend is Backend.NATIVE:
         return native.layer_product(x, w, layer, out_dtype)
-    return dispatch.dense(x, None, w, None, layer, out_dtype)
+    return KERNELS[backend].dense(x, None, w, None, layer, out_dtype)
 
 
 def _forward(x, w, layer, out_dtype, backend):

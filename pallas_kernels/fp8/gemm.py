@@ -7,8 +7,8 @@ from jax import lax
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.fp8 import reference
-from pallas_kernels.gemm import dispatch
 from pallas_kernels.gemm.checks import check_operands
+from pallas_kernels.gemm.choice import KERNELS
 
 
 def fp8_gemm(
@@ -42,8 +42,8 @@ def fp8_gemm(
     _validate(a, a_scale, b, b_scale, layer, out_dtype)
     chosen = resolve_backend(requested=backend)
     stack = (b[None], b_scale[None], 0) if layer is None else (b, b_scale, layer)
-    if chosen is Backend.MOSAIC:
-        return dispatch.dense(a, a_scale, *stack, out_dtype)
+    if chosen in KERNELS:
+        return KERNELS[chosen].dense(a, a_scale, *stack, out_dtype)
     if chosen is Backend.NATIVE and native.takes(a.dtype, a.shape[0]):
         b, b_scale, layer = stack
         return native.fp8_grouped_product(a, a_scale, b, b_scale, jnp.zeros(1, jnp.int32), layer, out_dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
-from pallas_kernels.fp8 import quantize_kernel
+from pallas_kernels.fp8 import quantize_kernel, triton_quantize
 
 
 def quantize_1x128(x: jax.Array, *, ue8m0: bool = False, backend: Backend | None = None) -> tuple[jax.Array, jax.Array]:
@@ -100,10 +100,12 @@ def swiglu_quantize(
 
 def _quantize_rows(x, used_rows, *, gated: bool, ue8m0: bool, backend: Backend | None) -> tuple[jax.Array, jax.Array]:
     scale_of = _power_of_two_block_scale if ue8m0 else _block_scale
-    if resolve_backend(requested=backend) is Backend.MOSAIC and quantize_kernel.supports(x, 2 if gated else 1):
-        grouped = x.reshape(-1, *x.shape[-2:])
-        q, scale = quantize_kernel.quantize_rows(grouped, used_rows, gated=gated, scale_of=scale_of, finish=_to_e4m3)
-        return q.reshape(*x.shape[:-1], q.shape[-1]), scale.reshape(*x.shape[:-2], *scale.shape[1:])
+    chosen, grouped = resolve_backend(requested=backend), x.reshape(-1, *x.shape[-2:])
+    if chosen is Backend.TRITON and x.size:
+        return _ungrouped(x, *triton_quantize.quantize_rows(grouped, used_rows, gated=gated, power_of_two=ue8m0))
+    if chosen is Backend.MOSAIC and quantize_kernel.supports(x, 2 if gated else 1):
+        made = quantize_kernel.quantize_rows(grouped, used_rows, gated=gated, scale_of=scale_of, finish=_to_e4m3)
+        return _ungrouped(x, *made)
     x = x.astype(jnp.float32)
     if gated:
         gate, up = jnp.split(x, 2, axis=-1)
@@ -112,6 +114,11 @@ def _quantize_rows(x, used_rows, *, gated: bool, ue8m0: bool, backend: Backend |
     scale = scale_of(jnp.max(jnp.abs(blocks), axis=-1))  # [..., M, k]
     values = _to_e4m3(blocks * (1.0 / scale)[..., None])
     return values.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], jnp.swapaxes(scale, -1, -2)
+
+
+def _ungrouped(x: jax.Array, q: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gives the results of a kernel [G, M, _], [G, _, M] the leading axes of x."""
+    return q.reshape(*x.shape[:-1], q.shape[-1]), scale.reshape(*x.shape[:-2], *scale.shape[1:])
 
 
 def _block_scale(amax: jax.Array) -> jax.Array:

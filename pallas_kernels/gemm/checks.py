@@ -17,12 +17,13 @@ PLAIN_DTYPES = (*KERNEL_DTYPES, jnp.dtype(jnp.float32))
 def plain_backend(name: str, dtype: jax.typing.DTypeLike, rows: int, requested: Backend | None) -> Backend:
     """Returns the backend of a product without scales of `rows` rows, the reference where there is no kernel for it.
 
-    MOSAIC has none for float32. NATIVE has none for float16 and for many rows.
+    MOSAIC and TRITON have none for float32. NATIVE has none for float16 and for many rows.
 
-    Raises ValueError where MOSAIC is requested for a type that has no kernel.
+    Raises ValueError where MOSAIC or TRITON is requested for a type that has no kernel.
     """
-    if requested is Backend.MOSAIC and jnp.dtype(dtype) not in KERNEL_DTYPES:
-        raise ValueError(f"{name}: the Mosaic kernel takes bfloat16 or float16, got {dtype}; use Backend.REFERENCE")
+    if requested in (Backend.MOSAIC, Backend.TRITON) and jnp.dtype(dtype) not in KERNEL_DTYPES:
+        kernel = requested.value.capitalize()
+        raise ValueError(f"{name}: the {kernel} kernel takes bfloat16 or float16, got {dtype}; use Backend.REFERENCE")
     chosen = resolve_backend(requested=requested)
     has_kernel = native.takes(dtype, rows) if chosen is Backend.NATIVE else jnp.dtype(dtype) in KERNEL_DTYPES
     return chosen if has_kernel else Backend.REFERENCE
@@ -65,3 +66,12 @@ def check_operands(name: str, a: jax.Array, a_scale: jax.Array, b: jax.Array, b_
             f"{name}: needs float8_e4m3fn operands and float32 scales, "
             f"got {a.dtype}, {b.dtype} and {a_scale.dtype}, {b_scale.dtype}"
         )
+
+
+def check_tiles(name: str, rows: int, tile_group: jax.Array, tile_m: int) -> None:
+    """Raises ValueError unless `tile_group` has an integer for each tile of `tile_m` of the aligned rows."""
+    if tile_m < 1 or rows % tile_m or tile_group.shape != (rows // tile_m,):
+        raise ValueError(f"{name}: {rows} rows in tiles of {tile_m} need tile_group [{rows}/{tile_m}], "
+                         f"got {tile_group.shape}")  # fmt: skip
+    if not jnp.issubdtype(tile_group.dtype, jnp.integer):
+        raise ValueError(f"{name}: tile_group must be integers, got {tile_group.dtype}")

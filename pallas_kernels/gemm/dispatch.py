@@ -30,8 +30,9 @@ def dense(
     padded_m = _padded_rows(m, split)
     out = ((wanted.splits, n, padded_m), jnp.float32) if split else ((1, padded_m, n), out_dtype)
     kernel_type: type[GemmKernel] = SplitKernel if split else NarrowKernel
-    schedule = Dense(m, wanted.tile_m, wanted.splits)
-    kernel = _kernel(wanted, schedule, a, b, out, kernel_type)
+    rows_together = wanted.tile_m * (wanted.cluster if wanted.shares_weights else 1)
+    schedule = Dense(m, rows_together, wanted.splits)
+    kernel = kernel_of_plan(wanted, schedule, a, b, out, kernel_type)
     result = kernel(pad_to_tiles(a[None]), b, _scales(a_scale, b_scale, lambda s: s[None]), (_offset(layer),), num_sms)
     return jnp.sum(result, axis=0).T[:m].astype(out_dtype) if split else result[0, :m]
 
@@ -45,7 +46,7 @@ def contiguous(
     _check_strides("grouped gemm, contiguous", n, k, x.dtype)
     wanted = plan or plan_contiguous(m, tile_m, n, k, x.dtype.itemsize)
     _check_narrow_output("grouped gemm, contiguous", wanted, out_dtype)
-    kernel = _kernel(wanted, Contiguous(m, tile_m), x, w, ((1, m, n), out_dtype))
+    kernel = kernel_of_plan(wanted, Contiguous(m, tile_m), x, w, ((1, m, n), out_dtype))
     operands = (tile_group.astype(jnp.int32), _offset(group_offset))
     return kernel(x[None], w, _scales(x_scale, w_scale, lambda s: s[None]), operands, num_sms)[0]
 
@@ -71,7 +72,10 @@ def heads(x, w, first_group, transposed: bool, *, num_sms: int = NUM_SMS) -> jax
     return kernel(x, w, (), (_offset(first_group),), num_sms)[:m]
 
 
-def _kernel(plan: TilePlan, schedule: Schedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel) -> GemmKernel:
+def kernel_of_plan(
+    plan: TilePlan, schedule: Schedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel
+) -> GemmKernel:
+    """Returns the kernel of a plan for x `[.., M, K]` and w `[.., N, K]`; `out` is shape and dtype of its result."""
     return (WideKernel if plan.wide else narrow)(
         tile_m=plan.tile_m,
         tile_n=plan.tile_n,
@@ -82,6 +86,7 @@ def _kernel(plan: TilePlan, schedule: Schedule, x, w, out, narrow: type[GemmKern
         out_type=jax.ShapeDtypeStruct(*out),
         shape_n=w.shape[1],
         shape_k=w.shape[2],
+        shares_weights=plan.shares_weights,
     )
 
 

@@ -29,7 +29,7 @@ TMA_ALIGNMENT = 128
 _STAGE_BYTES_K = 128
 """Bytes of K in a stage: the widest swizzle, and one scale block of FP8."""
 _MAX_STAGES = 12
-_MISC_BYTES = 4096
+MISC_BYTES = 4096
 """Shared memory left for barriers and alignment."""
 _SHORT_NAMES = {E4M3: "fp8", jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}
 
@@ -50,6 +50,7 @@ class Refs:
     full: Any
     empty: Any
     x_scale_s: Any = None
+    w_scale_s: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,8 @@ class GemmKernel(abc.ABC):
       tile_n: rows of w in a tile.
       stages: depth of the ring; None fills the shared memory.
       cluster: blocks of a cluster, 1 or 2. Two neighbors along N then fetch the activations once, by multicast.
+      shares_weights: two neighbors along M instead, which fetch the weights once; the schedule's tiles are then as
+        high as both.
       schedule: the walk over the tiles.
       dtype: of the operands: e4m3 with scales, bfloat16 or float16 without.
       out_type: shape and dtype of the result.
@@ -76,6 +79,7 @@ class GemmKernel(abc.ABC):
     out_type: jax.ShapeDtypeStruct
     shape_n: int
     shape_k: int
+    shares_weights: bool = False
 
     def __post_init__(self):
         if self.scaled and self.tile_n > BLOCK + self.piece:
@@ -93,8 +97,18 @@ class GemmKernel(abc.ABC):
         return self.dtype.itemsize == 1
 
     @property
+    def num_scales(self) -> int:
+        """Operands that are scales: of the weights, or of activations and weights."""
+        return 2 if self.scaled else 0
+
+    @property
     def tile_k(self) -> int:
         return _STAGE_BYTES_K // self.dtype.itemsize
+
+    @property
+    def weight_k(self) -> int:
+        """Elements of the weight that hold `tile_k` of K."""
+        return self.tile_k
 
     @property
     def k_steps(self) -> int:
@@ -103,7 +117,7 @@ class GemmKernel(abc.ABC):
     @property
     def columns(self) -> int:
         """Tiles along N of a whole cluster."""
-        return pl.cdiv(self.shape_n, self.tile_n * self.cluster)
+        return pl.cdiv(self.shape_n, self.tile_n * (1 if self.shares_weights else self.cluster))
 
     @property
     def piece(self) -> int:
@@ -117,7 +131,7 @@ class GemmKernel(abc.ABC):
     def max_depth(self) -> int:
         out_bytes = self.tile_m * self.tile_n * jnp.dtype(self.out_type.dtype).itemsize
         stage_bytes = (self.tile_m + self.tile_n) * _STAGE_BYTES_K + max(TMA_ALIGNMENT, self.tile_m * 4)
-        return (SMEM_BYTES - _MISC_BYTES - out_bytes) // stage_bytes
+        return (SMEM_BYTES - MISC_BYTES - out_bytes) // stage_bytes
 
     def __call__(self, x, w, scales: tuple, schedule_operands: tuple, num_sms: int = NUM_SMS) -> jax.Array:
         return _traced_once(self, num_sms, x, w, *scales, *schedule_operands)
@@ -150,7 +164,7 @@ class GemmKernel(abc.ABC):
             "x_s": plgpu.SMEM((self.depth, self.tile_m, self.tile_k), self.dtype, transforms=swizzled),
             "w_s": plgpu.SMEM((self.depth, *self.weight_tile), self.dtype, transforms=w_swizzled),
             "o_s": self.out_buffer(),
-            "full": plgpu.Barrier(num_arrivals=3 if self.scaled else 2, num_barriers=self.depth),
+            "full": plgpu.Barrier(num_arrivals=3 if self.num_scales else 2, num_barriers=self.depth),
             "empty": plgpu.ClusterBarrier(collective_axes=("cluster",), **barriers)
             if self.cluster > 1
             else plgpu.Barrier(**barriers),
@@ -161,8 +175,8 @@ class GemmKernel(abc.ABC):
         return scratch
 
     def body(self, x, w, *rest, **scratch) -> None:
-        x_scale, w_scale = rest[:2] if self.scaled else (None, None)
-        *schedule_refs, out = rest[2:] if self.scaled else rest
+        x_scale, w_scale = (None, None, *rest[: self.num_scales])[-2:]
+        *schedule_refs, out = rest[self.num_scales :]
         refs = Refs(x, w, x_scale, w_scale, out, tuple(schedule_refs), **scratch)
         warpgroup = lax.axis_index("wg")
 
@@ -178,9 +192,13 @@ class GemmKernel(abc.ABC):
 
     def column(self, tile: Tile) -> jax.Array:
         """Returns the first row of w of this block's part of the cluster's tile."""
-        if self.cluster == 1:
+        if self.cluster == 1 or self.shares_weights:
             return tile.column * self.tile_n
         return (tile.column * self.cluster + lax.axis_index("cluster")) * self.tile_n
+
+    def row(self, tile: Tile) -> jax.Array:
+        """Returns the first row of x of this block's part of the cluster's tile."""
+        return tile.row + lax.axis_index("cluster") * self.tile_m if self.shares_weights else tile.row
 
     @property
     def weight_tile(self) -> tuple[int, int]:
@@ -189,11 +207,16 @@ class GemmKernel(abc.ABC):
 
     def x_block(self, refs: Refs, tile: Tile, k):
         """Returns the activations of a stage in global memory."""
-        return refs.x.at[tile.x_group, pl.ds(tile.row, self.tile_m), k]
+        return refs.x.at[tile.x_group, pl.ds(self.row(tile), self.tile_m), k]
 
     def w_block(self, refs: Refs, tile: Tile, k):
         """Returns the weights of a stage in global memory."""
         return refs.w.at[tile.w_group, pl.ds(self.column(tile), self.tile_n), k]
+
+    def scale_blocks(self, refs: Refs, tile: Tile, step, stage) -> tuple:
+        """Returns the scales of a stage in global memory, and where they go."""
+        scale = refs.x_scale.at[tile.x_group, step, pl.ds(self.row(tile), self.tile_m)]
+        return scale, refs.x_scale_s.at[stage, pl.ds(0, self.tile_m)]
 
     def walk(self, refs: Refs, body) -> jax.Array:
         return self.schedule.walk(refs.schedule, self.columns, self.k_steps, body)
@@ -205,8 +228,13 @@ class GemmKernel(abc.ABC):
         """
         return lax.rem(step, jnp.int32(self.depth))
 
+    def next_stage(self, stage: jax.Array) -> jax.Array:
+        """Returns the stage after `stage`: a remainder by 5 or 6 takes 22 instructions in front of each product."""
+        return jnp.where(stage == self.depth - 1, 0, stage + 1)
+
     def produce(self, refs: Refs) -> None:
         shared = "cluster" if self.cluster > 1 else None
+        shared_x, shared_w = (None, shared) if self.shares_weights else (shared, None)
 
         def load(tile: Tile, done):
             def step(i, _):
@@ -217,13 +245,13 @@ class GemmKernel(abc.ABC):
                     plgpu.barrier_wait(refs.empty.at[stage])
 
                 k, full = pl.ds((tile.k_begin + i) * self.tile_k, self.tile_k), refs.full.at[stage]
-                plgpu.copy_gmem_to_smem(self.w_block(refs, tile, k), refs.w_s.at[stage], full)
-                x_block = self.x_block(refs, tile, k)
-                plgpu.copy_gmem_to_smem(x_block, refs.x_s.at[stage], full, collective_axes=shared)
-                if self.scaled:
-                    scale = refs.x_scale.at[tile.x_group, tile.k_begin + i, pl.ds(tile.row, self.tile_m)]
-                    to = refs.x_scale_s.at[stage, pl.ds(0, self.tile_m)]
-                    plgpu.copy_gmem_to_smem(scale, to, full, collective_axes=shared)
+                w_k = pl.ds((tile.k_begin + i) * self.weight_k, self.weight_k)
+                w_block, x_block = self.w_block(refs, tile, w_k), self.x_block(refs, tile, k)
+                plgpu.copy_gmem_to_smem(w_block, refs.w_s.at[stage], full, collective_axes=shared_w)
+                plgpu.copy_gmem_to_smem(x_block, refs.x_s.at[stage], full, collective_axes=shared_x)
+                if self.num_scales:
+                    scale, to = self.scale_blocks(refs, tile, tile.k_begin + i, stage)
+                    plgpu.copy_gmem_to_smem(scale, to, full, collective_axes=shared_x)
 
             lax.fori_loop(0, tile.k_steps, step, None)
             return done + tile.k_steps
@@ -236,14 +264,18 @@ class GemmKernel(abc.ABC):
 
     def consume(self, refs: Refs, warpgroup) -> None:
         def compute(tile: Tile, done):
-            multiply = self.multiply_scaled if self.scaled else self.multiply_plain
-            sums = multiply(refs, warpgroup, tile, done)
+            sums = self.multiply(refs, warpgroup, tile, done)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.store(refs, warpgroup, tile, sums)
             return done + tile.k_steps
 
         self.walk(refs, compute)
         plgpu.wait_smem_to_gmem(0)
+
+    def multiply(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
+        """Sums over K; `done` counts the steps of the tiles before."""
+        product = self.multiply_scaled if self.scaled else self.multiply_plain
+        return product(refs, warpgroup, tile, done)
 
     def multiply_scaled(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
         """Sums over K the scaled partial products, in pieces along N that share a weight scale."""
@@ -259,18 +291,19 @@ class GemmKernel(abc.ABC):
             return tuple(refs.w_scale[tile.w_group, block, k] for block in blocks)
 
         def step(i, carry):
-            sums, w_scales = carry
-            following = scales_of(i + 1)  # a read from global memory takes about as long as a step: one step ahead
-            stage = self.stage(done + i)
+            sums, w_scales, stage = carry
             plgpu.barrier_wait(refs.full.at[stage])
             x_scale, axis = self.load_x_scale(refs, stage, warpgroup)
-            plgpu.commit_smem()
 
             def multiply(acc):
                 plgpu.wgmma(acc, *self.operands(refs, stage, warpgroup))
-                return acc[...]
+                # Behind the product, which runs meanwhile: in front of it the read of a step would be waited for in
+                # that same step, and the fence, which keeps the next copy behind the reading of x_scale, would too.
+                following = scales_of(i + 1)
+                plgpu.commit_smem()
+                return acc[...], following
 
-            product = pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32))
+            product, following = pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32))
             plgpu.barrier_arrive(refs.empty.at[stage])
             updated = []
             for j, total in enumerate(sums):
@@ -278,29 +311,31 @@ class GemmKernel(abc.ABC):
                 part = product if pieces == 1 else product[:, j * self.piece : (j + 1) * self.piece]
                 scale = lax.broadcast_in_dim(jnp.multiply(x_scale, w_scale), part.shape, [axis])
                 updated.append(total + part * scale)
-            return updated, following
+            return updated, following, self.next_stage(stage)
 
         zero = jnp.zeros((rows, columns // pieces), jnp.float32)
         zeros = [plgpu.layout_cast(zero, plgpu.Layout.WGMMA) for _ in range(pieces)]
-        return lax.fori_loop(0, tile.k_steps, step, (zeros, scales_of(0)))[0]
+        return lax.fori_loop(0, tile.k_steps, step, (zeros, scales_of(0), self.stage(done)))[0]
 
     def multiply_plain(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
         """Sums over K in the tensor core's accumulator; a stage is released one product late."""
 
         def accumulate(acc):
-            def step(i, _):
-                stage = self.stage(done + i)
+            def step(i, carry):
+                before, stage = carry
                 plgpu.barrier_wait(refs.full.at[stage])
                 plgpu.wgmma(acc, *self.operands(refs, stage, warpgroup))
                 plgpu.wgmma_wait(1)
 
                 @pl.when(i > 0)
                 def _release():
-                    plgpu.barrier_arrive(refs.empty.at[self.stage(done + i - 1)])
+                    plgpu.barrier_arrive(refs.empty.at[before])
 
-            lax.fori_loop(0, tile.k_steps, step, None)
+                return stage, self.next_stage(stage)
+
+            last, _ = lax.fori_loop(0, tile.k_steps, step, (jnp.int32(0), self.stage(done)))
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(refs.empty.at[self.stage(done + tile.k_steps - 1)])
+            plgpu.barrier_arrive(refs.empty.at[last])
             return acc[...]
 
         return [pl.run_scoped(accumulate, plgpu.ACC(self.product_shape, jnp.float32))]

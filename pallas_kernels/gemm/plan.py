@@ -1,9 +1,11 @@
 """The kernel and the tile that a product gets, by an estimate that compares the plans of one product.
 
-The estimate counts waves: `ceil(tiles / multiprocessors)` times the cycles of a tile. A tile takes the longer of its
-arithmetic and its loads, and a product never less than reading its operands from memory once. So a tile width such as
-112 wins where it leaves fewer multiprocessors idle in the last wave. The constants are round figures for an H200, not
-measurements; `benchmarks/gpu/fp8_gemm.py` measures the likeliest plans beside the chosen one.
+The estimate counts waves: `ceil(tiles / multiprocessors)` times the cycles of a tile. A tile takes the longest of its
+products in the tensor core, of their operands through shared memory, and of its loads from the L2 cache, of which a
+cluster of two blocks fetches the activations or the weights once. A product never takes less than reading its operands
+from memory once. So a tile width such as 112 wins where it leaves fewer multiprocessors idle in the last wave. The
+constants are data-sheet and round figures for an H200, not measurements; `benchmarks/gpu/machine_code.py` reads such
+bounds from the compiled kernels, and `benchmarks/gpu/fp8_gemm.py` measures the likeliest plans beside the chosen one.
 """
 
 import dataclasses
@@ -20,7 +22,9 @@ FP8_TILES_N = (64, 80, 96, 112, 128, 144, 160, 192)
 """Widths that meet at most two weight scales wherever they begin: at most 128 + gcd(width, 128)."""
 BF16_TILES_N = (64, 96, 128, 160, 192, 224, 256)
 
-_FLOPS_PER_CYCLE = 8192 * 0.7  # of one multiprocessor in FP8; the factor is what kernels reach
+_STEP_BYTES = 128  # of K in a stage
+_PRODUCT_ROWS, _PRODUCTS = 64, 8  # a stage's products: 32 bytes of K each, four for each of two warpgroups
+_SHARED_BYTES_PER_CYCLE = 128
 _L2_BYTES_PER_CYCLE = 40  # into one multiprocessor
 _MEMORY_BYTES_PER_CYCLE = 2400  # of the device
 _TILE_CYCLES = 1500  # filling the ring and storing the result
@@ -38,8 +42,8 @@ class TilePlan:
       wide: activations are the tensor core's rows; else the weights are.
       tile_m, tile_n: rows and columns of a tile.
       splits: parts of K that are computed apart (narrow dense products).
-      cluster: neighboring blocks that share the activations by multicast (wide). No plan chooses more than 1 until a
-        GPU has shown that it gains; see docs/kernels_fp8.md.
+      cluster: neighboring blocks along N that share the activations by multicast (wide), 1 or 2.
+      shares_weights: the blocks of a cluster are neighbors along M and share the weights (wide, dense).
       stages: stages of the ring; None fills the shared memory.
     """
 
@@ -49,6 +53,17 @@ class TilePlan:
     splits: int = 1
     cluster: int = 1
     stages: int | None = None
+    shares_weights: bool = False
+
+    @property
+    def cluster_m(self) -> int:
+        """Tiles of a cluster along M."""
+        return self.cluster if self.shares_weights else 1
+
+    @property
+    def cluster_n(self) -> int:
+        """Tiles of a cluster along N."""
+        return self.cluster // self.cluster_m
 
 
 @functools.cache
@@ -77,16 +92,22 @@ def plan_contiguous(m: int, tile_m: int, n: int, k: int, itemsize: int) -> TileP
 
 def dense_plans(m: int, itemsize: int) -> Iterator[TilePlan]:
     """Plans worth considering, and measuring, for m rows."""
+    if m > WIDE_TILE_M:  # before the others: where the L2 cache does not bind they still load least
+        yield from wide_plans(itemsize, shares_weights=True)
     if m > 64:
         yield from wide_plans(itemsize)
     for splits in range(1, _MAX_SPLITS + 1) if m <= _MAX_SPLIT_ROWS else ():
         yield TilePlan(False, narrow_tile_m(m), NARROW_TILE_N, splits)
 
 
-def wide_plans(itemsize: int) -> Iterator[TilePlan]:
-    """Returns the wide plans worth considering, and measuring, for operands of that size."""
+def wide_plans(itemsize: int, *, shares_weights: bool = False) -> Iterator[TilePlan]:
+    """Returns the wide plans worth considering, and measuring, for operands of that size.
+
+    Row tiles of a grouped product may have different weights, so only a dense one takes those that share them.
+    """
     for tile_n in FP8_TILES_N if itemsize == 1 else BF16_TILES_N:
-        yield TilePlan(True, WIDE_TILE_M, tile_n)
+        for cluster in (2,) if shares_weights else (1, 2):
+            yield TilePlan(True, WIDE_TILE_M, tile_n, cluster=cluster, shares_weights=shares_weights)
 
 
 def narrow_tile_m(rows: int) -> int:
@@ -100,11 +121,20 @@ def _best_wide(m: int, n: int, k: int, itemsize: int) -> TilePlan:
 
 def estimated_cycles(plan: TilePlan, m: int, n: int, k: int, itemsize: int) -> float:
     """Estimates the cycles of a product under a plan."""
-    tiles = math.ceil(m / plan.tile_m) * math.ceil(n / plan.tile_n) * plan.splits
-    depth = math.ceil(k / 128 / plan.splits) * 128
-    arithmetic = 2 * plan.tile_m * plan.tile_n * depth * itemsize / _FLOPS_PER_CYCLE
-    loads = (plan.tile_m + plan.tile_n) * depth * itemsize / _L2_BYTES_PER_CYCLE
-    waves = math.ceil(tiles / NUM_SMS) * (max(arithmetic, loads) + _TILE_CYCLES)
+    rows, columns = plan.tile_m * plan.cluster_m, plan.tile_n * plan.cluster_n
+    clusters = math.ceil(m / rows) * math.ceil(n / columns) * plan.splits
+    steps = math.ceil(k / 128 / plan.splits) * itemsize
+    waves = math.ceil(clusters / (NUM_SMS // plan.cluster)) * (steps * _step_cycles(plan) + _TILE_CYCLES)
     memory = (m + n) * k * itemsize / _MEMORY_BYTES_PER_CYCLE
     split = _SPLIT_CYCLES + 8 * plan.splits * m * n / _MEMORY_BYTES_PER_CYCLE if plan.splits > 1 else 0
     return max(waves, memory) + split
+
+
+def _step_cycles(plan: TilePlan) -> float:
+    """Estimates the cycles of a tile's step of 128 bytes of K: the longest of products, shared memory and loads."""
+    columns = plan.tile_n if plan.wide else plan.tile_m  # of a product, whose rows are activations or weights
+    products = _PRODUCTS * columns / 2
+    operands = _PRODUCTS * (_PRODUCT_ROWS + columns) * _STEP_BYTES / 4
+    arriving = (plan.tile_m + plan.tile_n) * _STEP_BYTES
+    loads = (plan.tile_m / plan.cluster_n + plan.tile_n / plan.cluster_m) * _STEP_BYTES
+    return max(products, (operands + arriving) / _SHARED_BYTES_PER_CYCLE, loads / _L2_BYTES_PER_CYCLE)

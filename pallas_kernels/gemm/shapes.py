@@ -20,6 +20,9 @@ DECODE_GROUPS = ((2, 256), (32, 12), (1, 1024), (2, 512), (4, 256), (32, 192))
 """(experts of a device, expected rows of each): DeepSeek-V3 over 144 devices with 64 tokens per micro-batch, over 8
 devices with 48 tokens each, then masked shapes of DeepGEMM's published table and tests."""
 
+INT4_GROUPS = ((48, 1), (48, 12), (48, 24), (48, 48), (48, 192))
+"""(experts of a device, expected rows of each) of Kimi-K2-Thinking over 8 devices: one for each height of tiles."""
+
 EXPERT_NK = ((4096, 7168), (7168, 2048))
 """(N, K) of an expert's products in DeepSeek-V3."""
 

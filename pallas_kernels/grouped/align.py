@@ -86,7 +86,7 @@ def choose_tile_m(
 
     REFERENCE: about one and a half times the expected rows per group, as a power of two in 4..64, and 1 where fewer
     rows than groups come in. NATIVE: 1, which pads nothing, where a kernel takes so many rows of a group; else as
-    REFERENCE. MOSAIC: the kernel's tile heights, 8 to 128, by the same expectation.
+    REFERENCE. MOSAIC and TRITON: the kernels' tile heights, 8 or 16 to 128, by the same expectation.
 
     Raises ValueError where a number is below 1.
     """
@@ -96,6 +96,8 @@ def choose_tile_m(
     chosen = resolve_backend(requested=backend)
     if chosen is Backend.MOSAIC:
         return min(128, max(8, _power_of_two_above(expected)))
+    if chosen is Backend.TRITON:
+        return min(128, max(16, _power_of_two_above(expected)))
     if chosen is Backend.NATIVE and native.takes(dtype, math.ceil(expected)):
         return 1
     return 1 if expected < 1 else min(64, max(4, _power_of_two_above(1.5 * expected)))

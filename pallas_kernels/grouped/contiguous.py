@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.gemm import dispatch
-from pallas_kernels.gemm.checks import check_fp8, check_plain, plain_backend
+from pallas_kernels.gemm.checks import check_fp8, check_plain, check_tiles, plain_backend
+from pallas_kernels.gemm.choice import KERNELS
 from pallas_kernels.grouped import reference
 
 
@@ -41,7 +41,7 @@ def grouped_gemm_contiguous(
       ValueError: shapes or dtypes that do not belong together; on Hopper also a `tile_m` that no kernel has.
     """
     check_plain("grouped_gemm_contiguous", x, w, 2)
-    _check_tiles("grouped_gemm_contiguous", x.shape[0], tile_group, tile_m)
+    check_tiles("grouped_gemm_contiguous", x.shape[0], tile_group, tile_m)
     chosen = plain_backend("grouped_gemm_contiguous", x.dtype, tile_m, backend)
     return _contiguous(x, w, tile_group, jnp.asarray(group_offset, jnp.int32), tile_m, chosen)
 
@@ -74,12 +74,12 @@ def fp8_grouped_gemm_contiguous(
     """
     name = "fp8_grouped_gemm_contiguous"
     check_fp8(name, x, x_scale, w, w_scale, 2)
-    _check_tiles(name, x.shape[0], tile_group, tile_m)
+    check_tiles(name, x.shape[0], tile_group, tile_m)
     chosen = resolve_backend(requested=backend)
     if chosen is Backend.NATIVE and native.takes(x.dtype, tile_m):
         return native.fp8_grouped_product(x, x_scale, w, w_scale, tile_group, group_offset, out_dtype)
-    if chosen is Backend.MOSAIC:
-        return dispatch.contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
+    if chosen in KERNELS:
+        return KERNELS[chosen].contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
     return reference.fp8_contiguous(x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype)
 
 
@@ -87,8 +87,8 @@ def fp8_grouped_gemm_contiguous(
 def _contiguous(x, w, tile_group, group_offset, tile_m, backend):
     if backend is Backend.NATIVE:
         return native.grouped_product(x, w, tile_group, group_offset)
-    if backend is Backend.MOSAIC:
-        return dispatch.contiguous(x, None, w, None, tile_group, group_offset, tile_m, x.dtype)
+    if backend in KERNELS:
+        return KERNELS[backend].contiguous(x, None, w, None, tile_group, group_offset, tile_m, x.dtype)
     return reference.contiguous(x, w, tile_group, group_offset, tile_m)
 
 
@@ -105,11 +105,3 @@ def _contiguous_backward(tile_m, backend, saved, dy):
 
 
 _contiguous.defvjp(_contiguous_forward, _contiguous_backward)
-
-
-def _check_tiles(name: str, rows: int, tile_group: jax.Array, tile_m: int) -> None:
-    if tile_m < 1 or rows % tile_m or tile_group.shape != (rows // tile_m,):
-        raise ValueError(f"{name}: {rows} rows in tiles of {tile_m} need tile_group [{rows}/{tile_m}], "
-                         f"got {tile_group.shape}")  # fmt: skip
-    if not jnp.issubdtype(tile_group.dtype, jnp.integer):
-        raise ValueError(f"{name}: tile_group must be integers, got {tile_group.dtype}")

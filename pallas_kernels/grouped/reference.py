@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.fp8 import reference as fp8_reference
+from pallas_kernels.grouped.dequantize import dequantize_int4
 
 
 def contiguous(
@@ -50,6 +51,26 @@ def fp8_contiguous(
         return fp8_reference.scaled_matmul(x_t, x_scale_t, w_g, w_scale_g).astype(out_dtype)
 
     return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], w.shape[1]), out_dtype))
+
+
+def int4_contiguous(
+    x: jax.Array,
+    w: jax.Array,
+    w_scale: jax.Array,
+    tile_group: jax.Array,
+    group_offset: jax.Array | int,
+    tile_m: int,
+) -> jax.Array:
+    """Multiplies [M, K] x INT4 [G, N, K / 8] -> [M, N] in x's dtype, float32 sums; tiles of group -1 are zero."""
+
+    def product(tile, group):
+        w_g, w_scale_g = (lax.dynamic_index_in_dim(v, group_offset + group, 0, keepdims=False) for v in (w, w_scale))
+        x_t = lax.dynamic_slice_in_dim(x, tile * tile_m, tile_m, 0)
+        contract = (((1,), (1,)), ((), ()))
+        weights = dequantize_int4(w_g, w_scale_g, x.dtype)
+        return lax.dot_general(x_t, weights, contract, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    return _fill_tiles(product, tile_group, tile_m, jnp.zeros((x.shape[0], w.shape[1]), x.dtype))
 
 
 def weight_gradient(

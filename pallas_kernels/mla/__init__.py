@@ -3,8 +3,15 @@
 from pallas_kernels.mla.layout import FP8_PAGES_DTYPE, PAGE_SIZE, fp8_pages_of_rows, fp8_row_bytes, pack_fp8, unpack_fp8
 from pallas_kernels.mla.merge import merge_attention
 from pallas_kernels.mla.mosaic_fp8_cache import VALUE_WIDTH as FP8_VALUE_WIDTH
-from pallas_kernels.mla.mosaic_ops import decode_schedule, decode_unsupported, prefill_unsupported
-from pallas_kernels.mla.ops import mla_decode, mla_prefill, mla_prefill_context, write_pages
+from pallas_kernels.mla.mosaic_ops import decode_schedule
+from pallas_kernels.mla.ops import (
+    decode_unsupported,
+    mla_decode,
+    mla_prefill,
+    mla_prefill_context,
+    prefill_unsupported,
+    write_pages,
+)
 
 __all__ = [
     "FP8_PAGES_DTYPE",

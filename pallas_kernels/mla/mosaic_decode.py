@@ -11,7 +11,8 @@ their half of the values:
     warpgroup 1:  scores b -------------> softmax b -----> O_right += P_a V_a -> O_right += P_b V_b
 
 The running maximum passes from a to b to the next pair's a, so no step waits for both warpgroups at once, and the
-halves of a page are refilled as soon as their last reader is done. P replaces the rotated part of its own page, which
+halves of a page are refilled as soon as their last reader is done. A page arrives in five parts, four quarters of its
+values and the rotated keys, and scores begin with the first. P replaces the rotated part of its own page, which
 nobody reads after the scores. FlashMLA (deepseek-ai, 2025) is the model of the split of O and the order of the steps.
 """
 
@@ -36,16 +37,17 @@ ROWS = 64
 """Rows of a tile: the M of a wgmma."""
 
 VALUE_WIDTHS = (256, 512)
-"""Widths of the latent that the kernel takes: each half is a multiple of 128, and two pages fit in shared memory."""
+"""Widths of the latent that the kernel takes: quarters are whole swizzled tiles, and two pages fit in shared memory."""
 
 ROPE_WIDTH = 64
 
 _LOG2E = math.log2(math.e)
-_MASKED = -1e30  # a score nobody may see
+_MASKED = -1e30  # a score nobody may see, once it is scaled
 _START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
 _NO_KEYS = -1e30  # log-sum-exp of a split without keys
 _TOP, _TOTAL, _LSE = 0, 2, 6  # rows of `vectors`: 2 maxima, 2 x 2 totals, the log-sum-exp
 _A, _B = 0, 1  # the stages of a pair of pages, and the warpgroups that own them
+_PARTS, _ROPE = 5, 4  # parts of a page that arrive by themselves: four quarters of the values, the rotated keys
 # Barriers by their number of arrivals, `once` and `twice`: an array takes fewer registers than barriers by themselves.
 _WEIGHTS_READY, _QUERY_FULL = 0, 2  # in `once`; one for each stage, one
 _RIGHT_FREE, _QUERY_FREE, _TOTALS_READY = 0, 2, 3  # in `twice`; one for each stage, one, one
@@ -65,12 +67,21 @@ class TileShape:
     parts: int
     dtype: jnp.dtype
     scale: float
-    carried_accumulator: bool
-    """Whether P V adds to the output within the tensor core's accumulator. The interpreter has no such thing."""
+    interpreted: bool
+    """The interpreter has neither the tensor core's carried accumulator nor operands in registers."""
     fp8: bool = False
     """Whether the cache holds FP8 rows (`layout.py`)."""
     value_width: int = 512
     """R, one of `VALUE_WIDTHS`."""
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"scores are scaled after their maximum is taken: scale must be above 0, got {self.scale}")
+
+    @property
+    def factor(self) -> float:
+        """The score of a query and a key in log base 2, for each unit of their product; above 0."""
+        return self.scale * _LOG2E
 
     @property
     def half(self) -> int:
@@ -78,9 +89,15 @@ class TileShape:
         return self.value_width // 2
 
     @property
-    def parts_of_row(self) -> tuple[Any, Any, Any]:
-        """The columns of a cached row: left and right half of the latent, and the rotated key."""
-        return pl.ds(0, self.half), pl.ds(self.half, self.half), pl.ds(self.value_width, ROPE_WIDTH)
+    def quarter(self) -> int:
+        """Columns of a part of the values that arrives by itself."""
+        return self.value_width // 4
+
+    @property
+    def parts_of_row(self) -> tuple[Any, ...]:
+        """The columns of a cached row: the quarters of the latent, and the rotated key."""
+        quarters = (pl.ds(first, self.quarter) for first in range(0, self.value_width, self.quarter))
+        return (*quarters, pl.ds(self.value_width, ROPE_WIDTH))
 
     @property
     def tiles(self) -> int:
@@ -151,13 +168,15 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
     dtype, half = shape.dtype, shape.half
     wide, narrow = swizzle_transforms(dtype, 64), swizzle_transforms(jnp.float32, 32)
 
-    def page_part(width: int):
-        return plgpu.SMEM((1, PAGE_SIZE, width), dtype, transforms=wide)
+    def page_parts(count: int, width: int):
+        return plgpu.SMEM((count, PAGE_SIZE, width), dtype, transforms=wide)
 
-    pages = {"left": page_part(half), "right": page_part(half), "rope": page_part(ROPE_WIDTH)}
-    halves = {"left_full": plgpu.Barrier(num_barriers=2), "left_free": plgpu.Barrier(num_barriers=2)}
+    quarters = page_parts(2, shape.quarter)
+    pages = {"left": quarters, "right": quarters, "rope": page_parts(1, ROPE_WIDTH)}
+    arrivals = {"part_full": plgpu.Barrier(num_barriers=2 * _PARTS), "left_free": plgpu.Barrier(num_barriers=2)}
     if shape.fp8:
-        pages, halves = pages | fp8_cache.scratch(pages.pop("right")), {}
+        pages |= fp8_cache.scratch(pages.pop("right"))
+        arrivals = {"page_full": plgpu.Barrier(num_arrivals=fp8_cache.COPIES, num_barriers=2)}
     return {
         "query": plgpu.RefUnion(
             plgpu.SMEM((1, ROWS, shape.value_width + ROPE_WIDTH), dtype, transforms=wide),
@@ -166,10 +185,9 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
         ),
         **{f"{name}_{stage}": array for name, array in pages.items() for stage in "ab"},
         "vectors": plgpu.SMEM((7, ROWS), jnp.float32),  # one array: each is rounded up to 1,024 bytes
-        **halves,
+        **arrivals,
         "once": plgpu.Barrier(num_barriers=3),
         "twice": plgpu.Barrier(num_arrivals=2, num_barriers=4),
-        "right_full": plgpu.Barrier(num_arrivals=fp8_cache.COPIES if shape.fp8 else 2, num_barriers=2),
     }
 
 
@@ -211,6 +229,19 @@ class _Memory:
     def tile_rows(self):
         """This block's rows of a group."""
         return pl.ds(lax.axis_index("tile") * ROWS, self.shape.tile_rows)
+
+    def part(self, stage: int, part: int, zero):
+        """Returns a part of the page in a stage, `[64, R / 4]`, or `[64, 64]` for the rotated keys."""
+        if part == _ROPE:
+            return self.smem.rope[stage].at[zero]
+        half = self.smem.left if part < 2 else self.smem.right
+        return half[stage].at[part % 2 + zero]
+
+    def wait_for(self, stage: int, *parts: int) -> None:
+        """Waits until parts of the page in a stage have arrived. FP8 pages are waited for as a whole, elsewhere."""
+        if not self.shape.fp8:
+            for part in parts:
+                plgpu.barrier_wait(self.smem.part_full.at[stage * _PARTS + part])
 
     def pieces(self, visit, init):
         """Folds `visit(piece, index, carry)` over the pieces of this block's part."""
@@ -260,7 +291,7 @@ def _pair_stages(smem: dict[str, Any]) -> types.SimpleNamespace:
 
 
 def _produce(memory: _Memory):
-    """Runs in the TMA warpgroup: fetches a piece's queries and, half by half, its pages."""
+    """Runs in the TMA warpgroup: fetches a piece's queries and, part by part, its pages."""
     smem = memory.smem
 
     def visit(piece, number, pairs_before):
@@ -314,14 +345,12 @@ def _load_page(memory: _Memory, piece: _Piece, index, stage: int, reused):
         pl.when(reused)(lambda: plgpu.barrier_wait(right_free))
         fp8_cache.load_page(memory.pages, page, smem, stage)
         return
-    left, right, rope = memory.shape.parts_of_row
-    for free, full, parts in (
-        (smem.left_free.at[stage], smem.left_full, ((left, smem.left),)),
-        (right_free, smem.right_full, ((right, smem.right), (rope, smem.rope))),
-    ):
-        pl.when(reused)(functools.partial(plgpu.barrier_wait, free))
-        for columns, target in parts:
-            plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], target[stage].at[0], full.at[stage])
+    first_of_half = {0: smem.left_free.at[stage], 2: right_free}
+    for part, columns in enumerate(memory.shape.parts_of_row):
+        if part in first_of_half:
+            pl.when(reused)(functools.partial(plgpu.barrier_wait, first_of_half[part]))
+        full = smem.part_full.at[stage * _PARTS + part]
+        plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], memory.part(stage, part, 0), full)
 
 
 def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
@@ -336,7 +365,8 @@ def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
     def pair(i, carry):
         return consume(memory, piece, piece.begin + 2 * i, lax.shift_right_logical(i, 30), carry)
 
-    output = plgpu.layout_cast(jnp.zeros((ROWS, memory.shape.half), jnp.float32), _LAYOUT)
+    quarter = plgpu.layout_cast(jnp.zeros((ROWS, memory.shape.quarter), jnp.float32), _LAYOUT)
+    output = (quarter, quarter)
     top = plgpu.layout_cast(jnp.full((ROWS,), _START, jnp.float32), _ROW)
     total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
     output, top, total = lax.fori_loop(0, piece.pairs, pair, (output, top, total))
@@ -347,7 +377,7 @@ def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
     plgpu.barrier_wait(totals_ready)
     total = _load_vector(memory, _TOTAL + 2 * parity) + _load_vector(memory, _TOTAL + 2 * parity + 1)
     seen = total > 0
-    output = output * _columns(jnp.where(seen, 1.0 / total, 0.0), memory.shape.half)
+    output = _scaled(output, jnp.where(seen, 1.0 / total, 0.0))
     lse = top + jnp.log(total) * _LOG2E
 
     @pl.when(piece.whole)
@@ -366,18 +396,17 @@ def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
     smem = memory.smem
     output, top_before, total = carry
     scores = _scores(memory, piece, page_a, _A, zero)
-    weights, top_a, alpha = _softmax(scores, top_before)
-    total = total * alpha + weights.sum(axis=1)
+    weights, top_a, alpha = _softmax(scores, top_before, memory.shape.factor)
     _publish(memory, piece, page_a, _A, zero, weights, top_a)
-    output = _accumulate(memory, output, alpha, _A, zero, smem.left)
+    total = total * alpha + weights.sum(axis=1)
+    output = _accumulate(memory, output, alpha, _A, zero, 0, weights)
     _release_left(memory, _A)
 
     plgpu.barrier_wait(smem.once.at[_WEIGHTS_READY + _B + zero])
-    if not memory.shape.fp8:
-        plgpu.barrier_wait(smem.left_full.at[_B])
+    memory.wait_for(_B, 0, 1)
     top_b = _load_vector(memory, _TOP + _B)
     beta = jnp.exp2(top_a - top_b)
-    output = _accumulate(memory, output, beta, _B, zero, smem.left)
+    output = _accumulate(memory, output, beta, _B, zero, 0)
     _release_left(memory, _B)
     return output, top_b, total * beta
 
@@ -390,15 +419,14 @@ def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
     plgpu.barrier_wait(smem.once.at[_WEIGHTS_READY + _A + zero])
     top_a = _load_vector(memory, _TOP)
     alpha = jnp.exp2(top_before - top_a)
-    weights, top_b, beta = _softmax(scores, top_a)
-    total = total * (alpha * beta) + weights.sum(axis=1)
+    weights, top_b, beta = _softmax(scores, top_a, memory.shape.factor)
     _publish(memory, piece, page_a + 1, _B, zero, weights, top_b)
+    total = total * (alpha * beta) + weights.sum(axis=1)
 
-    if not memory.shape.fp8:
-        plgpu.barrier_wait(smem.right_full.at[_A])
-    output = _accumulate(memory, output, alpha, _A, zero, smem.right)
+    memory.wait_for(_A, 2, 3)
+    output = _accumulate(memory, output, alpha, _A, zero, 1)
     plgpu.barrier_arrive(smem.twice.at[_RIGHT_FREE + _A])
-    output = _accumulate(memory, output, beta, _B, zero, smem.right)
+    output = _accumulate(memory, output, beta, _B, zero, 1, weights)
     plgpu.barrier_arrive(smem.twice.at[_RIGHT_FREE + _B])
     return output, top_b, total
 
@@ -410,37 +438,34 @@ def _release_left(memory: _Memory, stage: int):
     plgpu.barrier_arrive(memory.smem.twice.at[_RIGHT_FREE + stage])
 
 
-def _softmax(scores, top):
-    """Returns weights relative to the new running maximum, that maximum, and the factor for what was summed before."""
-    new_top = jnp.maximum(top, scores.max(axis=1))
-    return jnp.exp2(scores - _columns(new_top, PAGE_SIZE)), new_top, jnp.exp2(top - new_top)
+def _softmax(scores, top, factor: float):
+    """Returns weights relative to the new running maximum, that maximum, and the factor for what was summed before.
+
+    Scores are scaled by `factor` within the subtraction, one instruction for each; maxima are of scaled scores.
+    """
+    new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+    return jnp.exp2(scores * factor - _columns(new_top, PAGE_SIZE)), new_top, jnp.exp2(top - new_top)
 
 
 def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
-    """Returns scaled scores [64, 64] of a page in log base 2, masked.
+    """Returns the scores [64, 64] of a page, not scaled yet, masked.
 
     A page past the end of the piece is masked whole.
     """
     smem, shape = memory.smem, memory.shape
 
     if shape.fp8:
-        plgpu.barrier_wait(smem.right_full.at[stage + zero])
+        plgpu.barrier_wait(smem.page_full.at[stage + zero])
         fp8_cache.dequantize(smem, stage, zero)
-
-    left, right, rope = shape.parts_of_row
 
     def products(accumulator):
         query = smem.query[0].at[zero]
-        if not shape.fp8:
-            plgpu.barrier_wait(smem.left_full.at[stage])
-        plgpu.wgmma(accumulator, query.at[:, left], smem.left[stage].at[zero].T)
-        if not shape.fp8:
-            plgpu.barrier_wait(smem.right_full.at[stage])
-        plgpu.wgmma(accumulator, query.at[:, right], smem.right[stage].at[zero].T)
-        plgpu.wgmma(accumulator, query.at[:, rope], smem.rope[stage].at[zero].T)
+        for part, columns in enumerate(shape.parts_of_row):
+            memory.wait_for(stage, part)
+            plgpu.wgmma(accumulator, query.at[:, columns], memory.part(stage, part, zero).T)
         return accumulator[...]
 
-    scores = pl.run_scoped(products, plgpu.ACC((ROWS, PAGE_SIZE), jnp.float32)) * (shape.scale * _LOG2E)
+    scores = pl.run_scoped(products, plgpu.ACC((ROWS, PAGE_SIZE), jnp.float32))
     length = jnp.where(page < piece.end, piece.length, 0)
 
     def masked():
@@ -450,7 +475,7 @@ def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
             row = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE_SIZE), 0, layout=_LAYOUT)
             query = lax.div(row + lax.axis_index("tile") * ROWS, jnp.int32(shape.heads))
             limit = query + (length - (shape.queries - 1))
-        return jnp.where(column < limit, scores, _MASKED)
+        return jnp.where(column < limit, scores, _MASKED / shape.factor)
 
     return lax.cond((page + 1) * PAGE_SIZE > length - (shape.queries - 1), masked, lambda: scores)
 
@@ -466,11 +491,12 @@ def _publish(memory: _Memory, piece: _Piece, page, stage: int, zero, weights, to
     @pl.when(written < PAGE_SIZE)
     def _():
         def clear(chunk, _):
-            columns = pl.ds(pl.multiple_of(chunk * 64, 64), 64)
+            quarter = lax.rem(chunk, jnp.int32(2))
+            columns = pl.ds(pl.multiple_of(lax.div(chunk, jnp.int32(2)) * 64, 64), 64)
             row = plgpu.broadcasted_iota(jnp.int32, (PAGE_SIZE, 64), 0, layout=_LAYOUT)
             for half in (smem.left[stage], smem.right[stage]):
-                values = plgpu.load(half.at[zero, :, columns], layout=_LAYOUT)
-                half[zero, :, columns] = jnp.where(row < written, values, jnp.zeros((), values.dtype))
+                values = plgpu.load(half.at[quarter, :, columns], layout=_LAYOUT)
+                half[quarter, :, columns] = jnp.where(row < written, values, jnp.zeros((), values.dtype))
 
         lax.fori_loop(0, memory.shape.half // 64, clear, None)
 
@@ -480,21 +506,33 @@ def _publish(memory: _Memory, piece: _Piece, page, stage: int, zero, weights, to
     plgpu.barrier_arrive(smem.once.at[_WEIGHTS_READY + stage + zero])
 
 
-def _accumulate(memory: _Memory, output, shrink, stage: int, zero, values):
-    """Returns output * shrink + a page's weights @ its half of the values, [64, R / 2]."""
-    output = output * _columns(shrink, memory.shape.half)
+def _accumulate(memory: _Memory, output, shrink, stage: int, zero, half: int, own=None):
+    """Returns output * shrink + a page's weights @ a half of its values, as two quarters [64, R / 4].
 
-    def multiply(accumulator):
-        plgpu.wgmma(accumulator, memory.smem.rope[stage].at[zero], values[stage].at[zero])
+    Weights of a warpgroup's own page, `own`, are still in its registers; the other's are in shared memory.
+    """
+    output, shape = _scaled(output, shrink), memory.shape
+    shared = own is None or shape.interpreted
+    weights = memory.smem.rope[stage].at[zero] if shared else own.astype(shape.dtype)
 
-    if memory.shape.carried_accumulator:
-        return pl.run_state(multiply)(plgpu.ACC.init(output))
+    def multiply(accumulators):
+        for quarter, accumulator in enumerate(accumulators):
+            plgpu.wgmma(accumulator, weights, memory.part(stage, 2 * half + quarter, zero))
 
-    def fresh(accumulator):
-        multiply(accumulator)
-        return accumulator[...]
+    if not shape.interpreted:
+        return pl.run_state(multiply)(tuple(map(plgpu.ACC.init, output)))
 
-    return output + pl.run_scoped(fresh, plgpu.ACC((ROWS, memory.shape.half), jnp.float32))
+    def fresh(*accumulators):
+        multiply(accumulators)
+        return [accumulator[...] for accumulator in accumulators]
+
+    products = pl.run_scoped(fresh, *[plgpu.ACC((ROWS, shape.quarter), jnp.float32)] * 2)
+    return tuple(before + product for before, product in zip(output, products, strict=True))
+
+
+def _scaled(output, factor):
+    """Returns the quarters of an output, each row times its factor."""
+    return tuple(quarter * _columns(factor, quarter.shape[1]) for quarter in output)
 
 
 def _load_vector(memory: _Memory, index):
@@ -506,8 +544,9 @@ def _columns(x, width: int):
 
 
 def _store_whole(memory: _Memory, half: int, piece: _Piece, output, lse):
-    staging = memory.smem.query[1].at[half]
-    staging[...] = output.astype(memory.shape.dtype)
+    staging, quarter = memory.smem.query[1].at[half], memory.shape.quarter
+    for number, values in enumerate(output):
+        staging[:, pl.ds(number * quarter, quarter)] = values.astype(memory.shape.dtype)
     if half == 0:
         memory.smem.vectors[_LSE] = lse
     plgpu.commit_smem()
@@ -521,13 +560,12 @@ def _store_whole(memory: _Memory, half: int, piece: _Piece, output, lse):
 
 def _store_partial(memory: _Memory, half: int, piece: _Piece, output, lse):
     """Stores float32, in two steps: the queries' shared memory holds a quarter of a tile per step and warpgroup."""
-    staging, width = memory.smem.query[2].at[half], memory.shape.half
-    quarter = width // 2
+    staging, width, quarter = memory.smem.query[2].at[half], memory.shape.half, memory.shape.quarter
     rows = pl.ds(0, memory.shape.tile_rows)
     if half == 0:
         memory.smem.vectors[_LSE] = lse
-    for step in range(2):
-        staging[...] = output[:, step * quarter : (step + 1) * quarter]
+    for step, values in enumerate(output):
+        staging[...] = values
         plgpu.commit_smem()
         columns = pl.ds(half * width + step * quarter, quarter)
         plgpu.copy_smem_to_gmem(staging.at[rows], memory.partial_out.at[piece.partial, memory.tile_rows, columns])

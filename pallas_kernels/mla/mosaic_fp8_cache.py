@@ -51,9 +51,9 @@ COPIES = 3
 
 
 def load_page(pool: Any, page: Any, smem: Any, stage: int) -> None:
-    """Fetches raw values, scales and rotated keys, which arrive at `right_full`."""
+    """Fetches raw values, scales and rotated keys, which arrive at `page_full`."""
     values, floats, halves = pool
-    full = smem.right_full.at[stage]
+    full = smem.page_full.at[stage]
     plgpu.copy_gmem_to_smem(values.at[page, pl.ds(0, _TILES * PAGE_SIZE)], smem.raw[stage].at[0], full)
     first_scale = PAGE_SIZE * _VALUES // 4
     scales = pl.ds(first_scale, _TILES * PAGE_SIZE)
@@ -85,9 +85,11 @@ def _scale(smem: Any, stage: int, zero: Any, tile: int):
 
 
 def _store(half: Any, zero: Any, tile: int, raw: Any, scale: Any) -> None:
-    """Dequantizes 128 columns, 64 at a time: the output takes most of the registers."""
+    """Dequantizes a tile of 128 columns, a quarter of a page, 64 at a time: the output takes most of the registers."""
     for first in range(0, FP8_TILE, 64):
         # sm_90 converts e4m3 to float16 only.
-        values = plgpu.layout_cast(raw[:, first : first + 64].astype(jnp.float16), _LAYOUT).astype(jnp.float32)
-        scaled = values * lax.broadcast_in_dim(scale, values.shape, [0])
-        half[zero, :, pl.ds(tile * FP8_TILE + first, 64)] = scaled.astype(jnp.bfloat16)
+        values = plgpu.layout_cast(raw[:, first : first + 64].astype(jnp.float16), _LAYOUT)
+        values = values.astype(jnp.float32).astype(jnp.bfloat16)
+        # Exact: the scale is a power of two. Two values of 16 bits are multiplied by one instruction.
+        scaled = values * lax.broadcast_in_dim(scale.astype(jnp.bfloat16), values.shape, [0])
+        half[tile + zero, :, pl.ds(first, 64)] = scaled

@@ -89,28 +89,22 @@ def context_mosaic(
     rows = jnp.where((tokens < T)[..., None, None], q.at[tokens].get(mode="clip"), 0) if together > 1 else q[:, None]
     lengths = jnp.where(requests < context_lengths.shape[0], context_lengths.at[requests].get(mode="clip"), 0)
 
-    def attend() -> tuple[jax.Array, jax.Array]:
-        padded = mosaic_decode.padded_rows(together * H)
-        out, lse = _attend(
-            rows.reshape(-1, together * H, D),
-            pages,
-            page_table,
-            jnp.minimum(requests, page_table.shape[0] - 1),
-            lengths,
-            schedule_pages(lengths, mosaic_decode.part_count(padded, multiprocessors)),
-            heads=H,
-            queries=1,
-            scale=scale,
-            first_page=first_page,
-            interpret=interpret,
-        )
-        out, lse = out.reshape(-1, together, H, out.shape[-1]), lse.reshape(-1, together, H)
-        return (out[group, place], lse[group, place]) if together > 1 else (out[:, 0], lse[:, 0])
-
-    def nothing() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros((T, H, D - mosaic_decode.ROPE_WIDTH), q.dtype), jnp.full((T, H), jnp.inf, jnp.float32)
-
-    return lax.cond(jnp.any(context_lengths > 0), attend, nothing)
+    padded = mosaic_decode.padded_rows(together * H)
+    out, lse = _attend(
+        rows.reshape(-1, together * H, D),
+        pages,
+        page_table,
+        jnp.minimum(requests, page_table.shape[0] - 1),
+        lengths,
+        schedule_pages(lengths, mosaic_decode.part_count(padded, multiprocessors)),
+        heads=H,
+        queries=1,
+        scale=scale,
+        first_page=first_page,
+        interpret=interpret,
+    )
+    out, lse = out.reshape(-1, together, H, out.shape[-1]), lse.reshape(-1, together, H)
+    return (out[group, place], lse[group, place]) if together > 1 else (out[:, 0], lse[:, 0])
 
 
 def _group_tokens(cu_lengths: jax.Array, T: int, together: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -123,25 +117,26 @@ def _group_tokens(cu_lengths: jax.Array, T: int, together: int) -> tuple[jax.Arr
     G = cu_lengths.shape[0] - 1
     if together == 1:
         token = jnp.arange(T, dtype=jnp.int32)
-        request = jnp.searchsorted(cu_lengths[1:], token, side="right").astype(jnp.int32)
+        request = jnp.searchsorted(cu_lengths[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
         return token[:, None], request, token, jnp.zeros_like(token)
     groups = T // together + G + 1  # each request leaves one group part-filled at most; the last is for padding
     counts = jnp.diff(cu_lengths)
     ends = jnp.cumsum(-(-counts // together))
     starts = ends + counts // -together
     group = jnp.arange(groups, dtype=jnp.int32)
-    request = jnp.searchsorted(ends, group, side="right").astype(jnp.int32)
+    request = jnp.searchsorted(ends, group, side="right", method="scan_unrolled").astype(jnp.int32)
     owner = jnp.minimum(request, G - 1)
     token = (cu_lengths[owner] + (group - starts[owner]) * together)[:, None] + jnp.arange(together)
     token = jnp.where((request < G)[:, None] & (token < cu_lengths[owner + 1][:, None]), token, T)
     all_tokens = jnp.arange(T, dtype=jnp.int32)
-    of = jnp.searchsorted(cu_lengths[1:], all_tokens, side="right")
+    of = jnp.searchsorted(cu_lengths[1:], all_tokens, side="right", method="scan_unrolled")
     within = all_tokens - cu_lengths[jnp.minimum(of, G - 1)]
     padding = of == G
     token_group = jnp.where(padding, groups - 1, starts[jnp.minimum(of, G - 1)] + within // together)
     return token, request, token_group, jnp.where(padding, 0, within % together)
 
 
+@functools.partial(jax.jit, static_argnames=("heads", "queries", "scale", "interpret"))
 def _attend(
     rows: jax.Array,
     pages: jax.Array,
@@ -156,6 +151,7 @@ def _attend(
     first_page: jax.Array | int,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
+    """Has equal calls of a program share a trace and a lowering, as `_traced_once` of the products does."""
     count = rows.shape[1]
     padded = mosaic_decode.padded_rows(count)
     shape = mosaic_decode.TileShape(
@@ -165,7 +161,7 @@ def _attend(
         parts=schedule.cuts.shape[0] - 1,
         dtype=rows.dtype,
         scale=scale,
-        carried_accumulator=interpret is None,
+        interpreted=interpret is not None,
         fp8=is_fp8(pages),
         value_width=rows.shape[2] - mosaic_decode.ROPE_WIDTH,
     )
@@ -195,9 +191,9 @@ def decode_unsupported(q: Any, pages: Any, value_width: int) -> str | None:
 
 
 @functools.cache
-def log_fallback(operation: str, reason: str) -> None:
+def log_fallback(operation: str, reason: str, kernels: str = "mosaic") -> None:
     """Says once that an operation runs on the reference although kernels were asked for."""
-    _log.warning("%s: jax.numpy instead of the Mosaic kernel, because %s", operation, reason)
+    _log.warning("%s: jax.numpy instead of the %s kernel, because %s", operation, kernels.capitalize(), reason)
 
 
 def prefill_mosaic(
@@ -218,7 +214,7 @@ def prefill_mosaic(
     q, k, v = (jnp.pad(x, ((0, padded - T), (0, 0), (0, 0))) for x in (q, k, v))
     token = jnp.arange(padded, dtype=jnp.int32)
     end = cu_lengths[-1]
-    starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right")]
+    starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right", method="scan_unrolled")]
     shape = mosaic_prefill.PrefillShape(
         tokens=padded,
         heads=H,

@@ -1,5 +1,6 @@
 """Writing the rows of new tokens into the page pool by TMA, in place: the kernel behind `write_pages`."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,10 +16,14 @@ _TMA_BYTES = 16  # the innermost axis of a copy is a multiple of this
 _TMA_ELEMENTS = 256  # and no axis is longer
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def write_rows(
     pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
-    """See `write.write_rows`. Eight rows are fetched with one copy and stored with one each."""
+    """See `write.write_rows`. Eight rows are fetched with one copy and stored with one each.
+
+    Equal calls of a program share a trace and a lowering.
+    """
     padding = -rows.shape[0] % _ROWS
     rows = jnp.pad(rows, ((0, padding), (0, 0)))
     targets = jnp.pad(targets, (0, padding), constant_values=DROPPED)

@@ -1,11 +1,14 @@
-"""The public MLA operations: checks, then the reference, the Mosaic GPU kernel, or the C++ of a CPU (decode)."""
+"""The public MLA operations: checks, then the reference, a GPU's kernel (Mosaic or Triton), or a CPU's C++ (decode)."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.mla import checks, mosaic_ops, mosaic_write, reference, write
+from pallas_kernels.mla import checks, mosaic_ops, mosaic_write, reference, triton_ops, write
 from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8, pack_fp8
 from pallas_kernels.mla.schedule import DecodeSchedule
 from pallas_kernels.mla.write import DROPPED
@@ -53,12 +56,12 @@ def mla_decode(
     """
     checks.check_decode(q, pages, page_table, lengths, pages_per_layer, value_width)
     first_page = layer * pages_per_layer
-    if _on_kernels("mla_decode", backend, mosaic_ops.decode_unsupported(q, pages, value_width)):
+    chosen = _kernels("mla_decode", backend, decode_unsupported(q, pages, value_width, backend))
+    if chosen is Backend.MOSAIC:
         return mosaic_ops.decode_mosaic(
             q, pages, page_table, lengths, scale=scale, first_page=first_page, schedule=schedule
         )
-    on_cpu = resolve_backend(requested=backend) is Backend.NATIVE and native.attends(q, pages)
-    decode = native.decode_attention if on_cpu else reference.decode_reference
+    decode = native.decode_attention if chosen is Backend.NATIVE and native.attends(q, pages) else _DECODE[chosen]
     return decode(q, pages, page_table, lengths, scale=scale, first_page=first_page, value_width=value_width)
 
 
@@ -89,9 +92,8 @@ def mla_prefill(
       ValueError: a shape or dtype does not fit.
     """
     checks.check_prefill(q, k, v, cu_lengths)
-    if _on_kernels("mla_prefill", backend, mosaic_ops.prefill_unsupported(q, v)):
-        return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, scale=scale)
-    return reference.prefill_reference(q, k, v, cu_lengths, scale=scale)
+    chosen = _kernels("mla_prefill", backend, prefill_unsupported(q, v, backend))
+    return _PREFILL[chosen](q, k, v, cu_lengths, scale=scale)
 
 
 def mla_prefill_context(
@@ -127,9 +129,11 @@ def mla_prefill_context(
     """
     checks.check_context(q, pages, page_table, context_lengths, cu_lengths, pages_per_layer, value_width)
     arrays, first_page = (q, pages, page_table, context_lengths, cu_lengths), layer * pages_per_layer
-    if _on_kernels("mla_prefill_context", backend, mosaic_ops.decode_unsupported(q, pages, value_width)):
+    chosen = _kernels("mla_prefill_context", backend, decode_unsupported(q, pages, value_width, backend))
+    if chosen is Backend.MOSAIC:
         return mosaic_ops.context_mosaic(*arrays, scale=scale, first_page=first_page)
-    return reference.context_reference(*arrays, scale=scale, first_page=first_page, value_width=value_width)
+    attend = triton_ops.context if chosen is Backend.TRITON else reference.context_reference
+    return attend(*arrays, scale=scale, first_page=first_page, value_width=value_width)
 
 
 def write_pages(
@@ -165,9 +169,46 @@ def write_pages(
     if is_fp8(pages):  # one scatter on every platform: a row's scales are too small for TMA
         return write.write_fp8_rows(pages, pack_fp8(latents, value_width), targets, offsets, value_width)
     latents = latents.astype(pages.dtype)
-    if _on_kernels("write_pages", backend, mosaic_write.unsupported(pages)):
-        return mosaic_write.write_rows(pages, latents, targets, offsets)
-    return write.write_rows(pages, latents, targets, offsets)
+    on_mosaic = resolve_backend(requested=backend) is Backend.MOSAIC
+    chosen = _kernels("write_pages", backend, mosaic_write.unsupported(pages) if on_mosaic else None)
+    return _WRITE[chosen](pages, latents, targets, offsets)
+
+
+def decode_unsupported(q: Any, pages: Any, value_width: int, backend: Backend | None = None) -> str | None:
+    """Returns why `backend` has no attention kernel for such queries and pages, arrays or their shapes; None if it has.
+
+    Backends without kernels have no obstacles.
+    """
+    check = {Backend.MOSAIC: mosaic_ops.decode_unsupported, Backend.TRITON: triton_ops.decode_unsupported}
+    unsupported = check.get(resolve_backend(requested=backend))
+    return unsupported(q, pages, value_width) if unsupported else None
+
+
+def prefill_unsupported(q: Any, v: Any, backend: Backend | None = None) -> str | None:
+    """Returns why `backend` has no prefill kernel for such arrays (or their shapes and types); None if it has."""
+    check = {Backend.MOSAIC: mosaic_ops.prefill_unsupported, Backend.TRITON: triton_ops.prefill_unsupported}
+    unsupported = check.get(resolve_backend(requested=backend))
+    return unsupported(q, v) if unsupported else None
+
+
+_Arrays = tuple[jax.Array, jax.Array]
+_DECODE: dict[Backend, Callable[..., _Arrays]] = {
+    Backend.TRITON: triton_ops.decode,
+    Backend.NATIVE: reference.decode_reference,
+    Backend.REFERENCE: reference.decode_reference,
+}
+_PREFILL: dict[Backend, Callable[..., _Arrays]] = {
+    Backend.MOSAIC: mosaic_ops.prefill_mosaic,
+    Backend.TRITON: triton_ops.prefill,
+    Backend.NATIVE: reference.prefill_reference,
+    Backend.REFERENCE: reference.prefill_reference,
+}
+_WRITE: dict[Backend, Callable[..., jax.Array]] = {
+    Backend.MOSAIC: mosaic_write.write_rows,
+    Backend.TRITON: triton_ops.write_rows,
+    Backend.NATIVE: write.write_rows,
+    Backend.REFERENCE: write.write_rows,
+}
 
 
 def _targets(page_ids: jax.Array, offsets: jax.Array, layer: jax.Array | int, pages_per_layer: int) -> jax.Array:
@@ -176,13 +217,10 @@ def _targets(page_ids: jax.Array, offsets: jax.Array, layer: jax.Array | int, pa
     return jnp.where(kept, layer * pages_per_layer + page_ids, DROPPED)
 
 
-def _on_kernels(operation: str, backend: Backend | None, obstacle: str | None) -> bool:
-    """Returns whether the Mosaic kernel runs.
-
-    What it cannot take goes to the reference, which is said once in the log.
-    """
-    if resolve_backend(requested=backend) is not Backend.MOSAIC:
-        return False
-    if obstacle is not None:
-        mosaic_ops.log_fallback(operation, obstacle)
-    return obstacle is None
+def _kernels(operation: str, backend: Backend | None, obstacle: str | None) -> Backend:
+    """Returns the backend that computes: the reference where there is an obstacle, which is said once in the log."""
+    chosen = resolve_backend(requested=backend)
+    if obstacle is None:
+        return chosen
+    mosaic_ops.log_fallback(operation, obstacle, chosen.value)
+    return Backend.REFERENCE

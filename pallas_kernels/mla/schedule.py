@@ -39,10 +39,12 @@ def schedule_pages(lengths: jax.Array, parts: int, request_overhead: int = REQUE
     starts = ends - pages - request_overhead
     share = -(-ends[-1] // parts)
     targets = jnp.arange(parts + 1, dtype=jnp.int32) * share
-    request = jnp.searchsorted(ends, targets, side="right").astype(jnp.int32)  # B for the end of the line
+    # Unrolled searches: XLA ends a command buffer at a loop.
+    request = jnp.searchsorted(ends, targets, side="right", method="scan_unrolled")  # B for the end of the line
+    request = request.astype(jnp.int32)
     within = jnp.minimum(request, requests - 1)
     page = jnp.maximum(targets - starts[within] - request_overhead, 0) // _ALIGNMENT * _ALIGNMENT
     page = jnp.where(request == requests, 0, page)
     places = jnp.where(request == requests, ends[-1], starts[within] + page)
-    last = jnp.searchsorted(places, jnp.maximum(starts + pages, 1), side="left") - 1
+    last = jnp.searchsorted(places, jnp.maximum(starts + pages, 1), side="left", method="scan_unrolled") - 1
     return DecodeSchedule(jnp.stack([request, page], axis=1), last.astype(jnp.int32))

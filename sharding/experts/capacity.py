@@ -1,36 +1,47 @@
-"""How many rows the buffers of an exchange hold. Pure arithmetic on expected loads; T tokens, J peers, K per token."""
+"""How many rows the buffers of an exchange hold. Pure arithmetic on expected loads; T tokens, J peers, K per token.
+
+A step whose rows do not fit is computed again, so buffers are sized for that to be rare: for peers that are all chosen
+more often than with even routing (`headroom`).
+"""
 
 import functools
 import math
 
-ROUND_BOUND = 2.5
-"""A first round carries at most this many times the payload, unless 8 rows per pair exceed that already."""
-OVERFLOW_CHANCE = 0.01
-"""Share of the layers that may need an overflow round, where the bound allows it."""
+UNEVEN = 0.35
+"""The share of the mean by which the load of one expert replica may exceed it."""
+OVERFLOW_CHANCE = 1e-3
+"""Share of the layers in which a queue is too long if all peers were chosen that often; with even routing it is next to
+none (`tests/sharding/test_exchange.py` draws both)."""
+LEAST_ROOM = 8
+"""Rows that fit in any case: the tokens of one row of a decode batch, the most there can be with drafts."""
+
+
+def headroom(replicas: int) -> float:
+    """Returns how many times as often as the mean a peer with so many replicas may be chosen: they even each other out.
+
+    It is 1.25 for the two of a device at EP144, 1.12 for the nine at EP32, 1.06 for 32. EPLB moves experts where the
+    busiest device has 1.11 times the mean (`eplb_threshold` 0.9).
+    """
+    return 1 + UNEVEN / math.sqrt(replicas)
 
 
 @functools.cache
-def expected_capacity(tokens: int, peers: int, experts_per_token: int, pairs: int) -> int:
-    """Returns the rows per pair of peers in the first round, `C`.
+def expected_capacity(
+    tokens: int, peers: int, experts_per_token: int, pairs: int, replicas: int, *, least: int = LEAST_ROOM
+) -> int:
+    """Returns the rows per pair of peers, `C`: as many as the longest of the queues of all `pairs` has.
 
-    They hold the longest of the queues of all `pairs`, in 99 of 100 layers with even routing, or 2.5 times the payload
-    if that is less. The longest queue of so many is far above the mean. At 144 peers and 128 tokens a queue has 7 rows
-    on average, and the longest of 20,736 has 18 to 21. The flat exchange of such a mesh has 17 rows, and takes
-    overflow rounds.
+    A peer leads to `replicas`. `C` is at least `least`, and at most one per token. The longest queue of many is far
+    above the mean: at 144 peers and 128 tokens a queue has 7 rows on average, and the longest of 20,736 has 18 to 21
+    with even routing.
     """
-    payload = tokens * experts_per_token / peers
-    bound = max(8, math.floor(ROUND_BOUND * payload))
-    return min(tokens, bound, _longest_queue(tokens, expected_rows(tokens, peers, experts_per_token), pairs))
+    mean = expected_rows(tokens, peers / headroom(replicas), experts_per_token)
+    return min(tokens, max(least, _longest_queue(tokens, mean, pairs)))
 
 
-def overflow_capacity(capacity: int) -> int:
-    """Returns the rows per pair in an overflow round: a quarter of the first round's."""
-    return max(1, capacity // 4)
-
-
-def expected_rows(tokens: int, peers: int, experts_per_token: int) -> float:
+def expected_rows(tokens: int, peers: float, experts_per_token: int) -> float:
     """Returns the mean number of rows per pair of peers when experts are chosen evenly and independently."""
-    return tokens * (1 - (1 - 1 / peers) ** experts_per_token)
+    return tokens * (1 - (1 - min(1, 1 / peers)) ** experts_per_token)
 
 
 def _longest_queue(tokens: int, mean: float, pairs: int) -> int:

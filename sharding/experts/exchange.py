@@ -6,8 +6,9 @@ over all axes is the flat all-to-all. A hop over nodes followed by one over the 
 node-limited form: a row crosses to a node once, is fanned out inside it, and is reduced there on the way back.
 
 Buffers have `capacity` rows per pair of peers, near the expected load. At EP144 with 128 tokens per device the expected
-load is 7 rows and the worst case 128, so worst-case buffers would carry 17 times the payload. Rows that do not fit go
-in overflow rounds, for as long as the longest queue of any pair has rows left; nothing is ever dropped.
+load is 7 rows and the worst case 128, so worst-case buffers would carry 17 times the payload. Where a queue is longer,
+the results are wrong and say so (`finish` counts the overflows): the engine computes that step again with more room per
+row. No device asks during a step whether there is more to send, so none waits for the host.
 """
 
 import dataclasses
@@ -17,25 +18,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from sharding.experts.capacity import expected_capacity, overflow_capacity
-from sharding.experts.hop import Arrived, Hop, Queued, enqueue, receive, receive_back, send, send_back
+from sharding.experts.capacity import LEAST_ROOM, expected_capacity
+from sharding.experts.hop import Hop, Queued, enqueue, receive, receive_back, send, send_back
 from sharding.experts.kind import Kind
 from sharding.experts.rows import Experts, TokenRows
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, Transfer
-from sharding.wire.words import WORD_BYTES
 
 
 class Computed(NamedTuple):
     """What a peer has computed for the rows that a hop brought: one partial sum per row, later hops included."""
 
     sums: jax.Array  # [J * C, D]
-    rounds: jax.Array  # [hops] int32, of this hop and of the later ones
-    longest: jax.Array  # [1 + h] int32, the maximum over all devices that meet in this hop or in a later one
+    overflows: tuple[jax.Array, ...]  # `Queued.overflows` of each later hop
 
 
 class Returning(NamedTuple):
@@ -43,8 +40,7 @@ class Returning(NamedTuple):
 
     transfer: Transfer
     queued: Queued
-    rounds: jax.Array  # [hops] int32, with one round of this hop
-    longest: jax.Array  # [1 + h] int32, as in `Computed`
+    overflows: tuple[jax.Array, ...]  # of this hop and of each later one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +55,8 @@ class Exchange:
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Exchange":
         """Returns one hop over all devices, with buffers for `rows`; `replicas` live on each device."""
         T, K, devices = rows.tokens, rows.experts_per_token, machine.devices
-        capacity = expected_capacity(T, devices, K, devices * devices)
-        hop = Hop(machine.axes, devices, replicas, capacity, overflow_capacity(capacity), overlap)
-        return cls(machine, replicas, (hop,))
+        capacity = expected_capacity(T, devices, K, devices * devices, replicas)
+        return cls(machine, replicas, (Hop(machine.axes, devices, replicas, capacity, overlap),))
 
     @classmethod
     def from_layer_by_node(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Exchange":
@@ -69,14 +64,16 @@ class Exchange:
         if machine.nodes == 1:
             raise ValueError("the hierarchical transport needs 2 nodes or more, here is 1: use all_to_all or auto")
         T, K, devices = rows.tokens, rows.experts_per_token, machine.devices
-        outer = expected_capacity(T, machine.nodes, K, devices * machine.nodes)
+        outer = expected_capacity(T, machine.nodes, K, devices * machine.nodes, replicas * machine.gpus)
         # From each node come at most T rows, one per token, which take the second hop as if evenly over all devices.
-        inner = expected_capacity(T * machine.nodes, devices, K, devices * machine.gpus)
+        # One token of each device always fits, so that a step in small enough portions ends.
+        least = max(LEAST_ROOM, machine.nodes)
+        inner = expected_capacity(T * machine.nodes, devices, K, devices * machine.gpus, replicas, least=least)
         sizes = [
             (machine.axes[:1], machine.nodes, replicas * machine.gpus, outer),
             (machine.axes[1:], machine.gpus, replicas, inner),
         ]
-        return cls(machine, replicas, tuple(Hop(*size, overflow_capacity(size[-1]), overlap) for size in sizes))
+        return cls(machine, replicas, tuple(Hop(*size, overlap) for size in sizes))
 
     @property
     def kind(self) -> Kind:
@@ -90,27 +87,20 @@ class Exchange:
         """Sends the rows by the first hop, computes, and starts the way back."""
         return start_exchange(rows, self.hops, experts)
 
-    def finish(self, handle: Returning, experts: Experts) -> tuple[jax.Array, jax.Array]:
-        """Waits for the sums, and runs the overflow rounds."""
-        return finish_exchange(handle, self.hops, experts)[:2]
+    def finish(self, handle: Returning) -> tuple[jax.Array, jax.Array]:
+        """Waits for the sums."""
+        y, overflows = finish_exchange(handle, self.hops[0])
+        return y, total(overflows)
 
     def traffic(self, rows: LayerRows) -> Traffic:
-        """Returns the bytes of one round of each hop."""
-        return functools.reduce(operator.add, self._round(rows, [hop.capacity for hop in self.hops]))
-
-    def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """Returns the bytes of one overflow round, per hop."""
-        return self._round(rows, [hop.overflow_capacity for hop in self.hops])
-
-    def _round(self, rows: LayerRows, capacities: Sequence[int]) -> tuple[Traffic, ...]:
-        """Returns the traffic of one round of each hop; a row brings one word of `Queued.longest` per hop."""
+        """Returns the bytes of all hops."""
         K = rows.experts_per_token
         columns = [K, *(min(K, hop.replicas_per_peer) for hop in self.hops)]  # of ids, before each hop
-        row_bytes = [rows.row_bytes(columns[h]) + WORD_BYTES * (h + 1) for h in range(len(self.hops))]
-        return tuple(
-            Traffic.from_peers(hop.peers - 1, self._outside(hop), capacity * row)
-            for hop, capacity, row in zip(self.hops, capacities, row_bytes, strict=True)
-        )
+        parts = [
+            Traffic.from_peers(hop.peers - 1, self._outside(hop), hop.capacity * rows.row_bytes(columns[h]))
+            for h, hop in enumerate(self.hops)
+        ]
+        return functools.reduce(operator.add, parts)
 
     def _outside(self, hop: Hop) -> int:
         """Returns the peers of a hop that are in other nodes."""
@@ -118,68 +108,40 @@ class Exchange:
         return {axes: hop.peers - self.machine.gpus, axes[:1]: hop.peers - 1}.get(hop.axes, 0)
 
 
-def start_exchange(rows: TokenRows, hops: Sequence[Hop], experts: Experts, outer: jax.Array | None = None) -> Returning:
-    """Runs the first half of a layer: dispatch, experts, and the start of the combine, all of the first round.
-
-    `outer` [h] is `longest` of the hops that brought the rows here, if any.
-    """
-    queued = enqueue(rows, hops[0], outer)
-    computed = compute(receive(send(queued, 0, hops[0]), hops[0]), hops, experts)
-    return start_return(computed, queued, hops[0])
+def start_exchange(rows: TokenRows, hops: Sequence[Hop], experts: Experts) -> Returning:
+    """Runs the first half of a layer: dispatch, experts, and the start of the combine."""
+    queued = enqueue(rows, hops[0])
+    return start_return(compute(receive(send(queued, hops[0]), hops[0]), hops, experts), queued, hops[0])
 
 
 def start_return(computed: Computed, queued: Queued, hop: Hop) -> Returning:
     """Starts the way back by `hop`."""
-    return Returning(send_back(computed.sums, hop), queued, computed.rounds, computed.longest)
+    return Returning(send_back(computed.sums, hop), queued, (queued.overflows, *computed.overflows))
 
 
-def finish_exchange(
-    returning: Returning, hops: Sequence[Hop], experts: Experts
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the second half: waits for the combine, then runs the overflow rounds, if any.
+def finish_exchange(returning: Returning, hop: Hop) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Runs the second half of a layer: waits for the combine by `hop`.
 
-    Returns the sums [T, D], the rounds [hops], and `longest` of the outer hops [h].
+    Returns the sums [T, D], and the overflows of this hop and of each later one.
     """
-    _, queued, rounds, longest = returning
-    first = receive_back(returning.transfer, queued, 0, hops[0])
-    rest = jax.jit(lambda *first: add_overflow_rounds(queued, longest, hops, experts, first))
-    return *rest(first, rounds), longest[1:]
+    return receive_back(returning.transfer, returning.queued, hop), returning.overflows
 
 
-def compute(arrived: Arrived, hops: Sequence[Hop], experts: Experts) -> Computed:
+def compute(arrived: TokenRows, hops: Sequence[Hop], experts: Experts) -> Computed:
     """Computes the partial sums of the rows that arrived by the first hop, by way of the later hops if there are any.
 
     This is one jitted unit; `hop.enqueue` says what that means.
     """
 
-    def unit(arrived: Arrived) -> Computed:
-        once = jnp.ones(1, jnp.int32)
+    def unit(arrived: TokenRows) -> Computed:
         if len(hops) == 1:
-            return Computed(experts(arrived.rows), once, arrived.longest)
-        returning = start_exchange(arrived.rows, hops[1:], experts, arrived.longest)
-        sums, rounds, longest = finish_exchange(returning, hops[1:], experts)
-        return Computed(sums, jnp.concatenate([once, rounds]), longest)
+            return Computed(experts(arrived), ())
+        return Computed(*finish_exchange(start_exchange(arrived, hops[1:], experts), hops[1]))
 
     return jax.jit(unit)(arrived)
 
 
-def add_overflow_rounds(
-    queued: Queued, longest: jax.Array, hops: Sequence[Hop], experts: Experts, first: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Adds the overflow rounds, of which there are nearly always none, to the sums and rounds of the first round.
-
-    `longest` is the maximum over all devices that meet in any of the hops. The later hops run inside each round of the
-    first one, so a device that had no round left would be missing from their collectives.
-    """
-    begin = jnp.int32(hops[0].capacity)
-    hops = [hop.overflowing for hop in hops]
-    hop = hops[0]
-
-    def one_round(carry: tuple) -> tuple:
-        begin, total, rounds = carry
-        computed = compute(receive(send(queued, begin, hop), hop), hops, experts)
-        y = receive_back(send_back(computed.sums, hop), queued, begin, hop)
-        return begin + hop.capacity, total + y, rounds + computed.rounds
-
-    _, y, rounds = lax.while_loop(lambda carry: carry[0] < longest[0], one_round, (begin, *first))
-    return y, rounds
+@jax.jit
+def total(overflows: tuple[jax.Array, ...]) -> jax.Array:
+    """Returns how many hops overflowed, [] int32."""
+    return functools.reduce(operator.add, overflows)

@@ -4,10 +4,11 @@
 the two halves of each a caller may put other work, as with DeepEP's hook. Everything runs inside `shard_map`, on one
 device.
 
-A row crosses as one line of words, whatever it consists of, and brings along how long the queues of its sender are. A
-dispatch is thus one message per peer, and all know of overflow rounds by the time the first round has arrived.
+A row crosses as one line of words, whatever it consists of, so a dispatch is one message per peer. A queue that is
+longer than a peer's part of the buffer loses its last rows. `Queued.overflows` says so, and whoever started the step
+computes it again.
 
-Shapes: T token rows of this device, K replicas per row, J peers, C rows per pair of peers in a round, U words per row.
+Shapes: T token rows of this device, K replicas per row, J peers, C rows per pair of peers, U words per row.
 """
 
 import dataclasses
@@ -26,20 +27,14 @@ from sharding.wire.words import from_words, shapes_of, to_words
 class Hop:
     """One crossing: `peers` devices along `axes`, each of which owns or leads to `replicas_per_peer` replicas.
 
-    Each pair of peers has `capacity` rows in the first round and `overflow_capacity` in every overflow round.
+    Each pair of peers has `capacity` rows.
     """
 
     axes: tuple[str, ...]
     peers: int
     replicas_per_peer: int
     capacity: int
-    overflow_capacity: int
     overlap: Overlap = Overlap.NONE
-
-    @property
-    def overflowing(self) -> "Hop":
-        """This hop as an overflow round takes it: with smaller buffers, and nothing to overlap."""
-        return dataclasses.replace(self, capacity=self.overflow_capacity, overlap=Overlap.NONE)
 
 
 class Queued(NamedTuple):
@@ -48,36 +43,23 @@ class Queued(NamedTuple):
     rows: TokenRows
     peer: jax.Array  # [T, K] int32, `peers` where nothing is sent (no replica, or an earlier k has the same peer)
     position: jax.Array  # [T, K] int32
-    longest: jax.Array
-    """[1 + h] int32, lengths of the longest queue: of this device for this hop, then, for each of the h outer hops, the
-    maximum over the peers known so far."""
+    overflows: jax.Array  # [] int32, 1 where a queue is longer than the hop's capacity, else 0
 
 
 class Sent(NamedTuple):
-    """Rows under way as words, their shapes (and that of `longest` beside each row), and the queues they come from."""
+    """Rows under way as words, their shapes, and the queues they come from."""
 
     transfer: Transfer
-    shapes: tuple[TokenRows, jax.ShapeDtypeStruct]
+    shapes: TokenRows
     queued: Queued
-
-
-class Arrived(NamedTuple):
-    """Rows after a hop, with local ids of this peer's replicas; `longest` is the maximum over all senders."""
-
-    rows: TokenRows
-    longest: jax.Array  # [1 + h] int32
 
 
 # Each function jitted here is one unit: enforced program order keeps the order of units, and inside XLA is free.
 @functools.partial(jax.jit, static_argnames="hop")
-def enqueue(rows: TokenRows, hop: Hop, outer: jax.Array | None = None) -> Queued:
-    """Queues each row once per peer of the hop that it needs, in the order of rows.
-
-    `outer` [h] is `longest` of the hops that brought the rows here, if any.
-    """
+def enqueue(rows: TokenRows, hop: Hop) -> Queued:
+    """Queues each row once per peer of the hop that it needs, in the order of rows."""
     peer, position, length = queue(rows.ids, hop)
-    own = length.max()[None]
-    return Queued(rows, peer, position, own if outer is None else jnp.concatenate([own, outer]))
+    return Queued(rows, peer, position, (length.max() > hop.capacity).astype(jnp.int32))
 
 
 def queue(ids: jax.Array, hop: Hop) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -93,19 +75,17 @@ def queue(ids: jax.Array, hop: Hop) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 @jax.named_scope("dispatch")
-def send(queued: Queued, begin: jax.Array | int, hop: Hop) -> Sent:
-    """Starts sending C rows of each queue from position `begin` on: `[J * C, U]`, those for peer j from `j * C` on."""
-    shapes = shapes_of((queued.rows, queued.longest[None]))
-    return Sent(start_all_to_all(_fill(queued, begin, hop), hop.axes, hop.overlap), shapes, queued)
+def send(queued: Queued, hop: Hop) -> Sent:
+    """Starts sending the first C rows of each queue: `[J * C, U]`, those for peer j from `j * C` on."""
+    return Sent(start_all_to_all(_fill(queued, hop), hop.axes, hop.overlap), shapes_of(queued.rows), queued)
 
 
 @jax.named_scope("dispatch")
-def receive(sent: Sent, hop: Hop) -> Arrived:
-    """Waits for the rows of `send`, `[J * C, ...]`."""
+def receive(sent: Sent, hop: Hop) -> TokenRows:
+    """Waits for the rows of `send`, `[J * C, ...]`, with local ids of this peer's replicas."""
 
-    def unpack(words: jax.Array) -> Arrived:
-        rows, longest = from_words(words, sent.shapes)
-        return Arrived(localize(rows, hop.axes, hop.replicas_per_peer), longest.max(axis=0))
+    def unpack(words: jax.Array) -> TokenRows:
+        return localize(from_words(words, sent.shapes), hop.axes, hop.replicas_per_peer)
 
     return jax.jit(unpack)(sent.transfer.finish())
 
@@ -117,33 +97,27 @@ def send_back(sums: jax.Array, hop: Hop) -> Transfer:
 
 
 @jax.named_scope("combine")
-def receive_back(transfer: Transfer, queued: Queued, begin: jax.Array | int, hop: Hop) -> jax.Array:
-    """Waits for the partial sums of a round and adds those of each row: `[T, D]`.
+def receive_back(transfer: Transfer, queued: Queued, hop: Hop) -> jax.Array:
+    """Waits for the partial sums and adds those of each row: `[T, D]`.
 
     Adds in the order of k and in float32; the result has the dtype of the sums.
     """
-    return _sum(transfer.finish(), queued, begin, hop)
+    return _sum(transfer.finish(), queued, hop)
 
 
 @functools.partial(jax.jit, static_argnames="hop")
-def _fill(queued: Queued, begin: jax.Array | int, hop: Hop) -> jax.Array:
-    """Returns the buffer of a round, `[J * C, U]`: rows as words, and `longest` at the end of each."""
-    rows = fill_buffers(queued.rows, _place(queued, begin, hop), hop.peers * hop.capacity)
-    longest = jnp.broadcast_to(queued.longest, (rows.ids.shape[0], *queued.longest.shape))
-    return to_words((rows, longest))
+def _fill(queued: Queued, hop: Hop) -> jax.Array:
+    """Returns the buffer to send, `[J * C, U]`: rows as words."""
+    return to_words(fill_buffers(queued.rows, _place(queued, hop), hop.peers * hop.capacity))
 
 
 @functools.partial(jax.jit, static_argnames="hop")
-def _sum(returned: jax.Array, queued: Queued, begin: jax.Array | int, hop: Hop) -> jax.Array:
-    """Returns the sum of each row's partial sums in a round."""
-    return sum_at(returned, _place(queued, begin, hop))
+def _sum(returned: jax.Array, queued: Queued, hop: Hop) -> jax.Array:
+    """Returns the sum of each row's partial sums."""
+    return sum_at(returned, _place(queued, hop))
 
 
-def _place(queued: Queued, begin: jax.Array | int, hop: Hop) -> jax.Array:
-    """Returns the line of each (row, k) in the buffer of a round, [T, K].
-
-    Out of range where this round does not send it.
-    """
-    column = queued.position - begin
-    sent = (queued.peer < hop.peers) & (column >= 0) & (column < hop.capacity)
-    return jnp.where(sent, queued.peer * hop.capacity + column, hop.peers * hop.capacity)
+def _place(queued: Queued, hop: Hop) -> jax.Array:
+    """Returns the line of each (row, k) in the buffer, [T, K]; out of range where it is not sent."""
+    sent = (queued.peer < hop.peers) & (queued.position < hop.capacity)
+    return jnp.where(sent, queued.peer * hop.capacity + queued.position, hop.peers * hop.capacity)

@@ -1,4 +1,4 @@
-"""The ragged transport: exact sizes, one round, no padding on the wire, and buffers for the worst case.
+"""The ragged transport: exact sizes, no padding on the wire, and buffers for the worst case.
 
 `lax.ragged_all_to_all` moves slices of any size between devices. XLA has it for GPUs, not for CPUs. People who measured
 it report 2 % of NVLink's speed on eight B200 (openxla/xla#33386) and crashes above 32 devices (openxla/xla#47283).
@@ -89,8 +89,8 @@ class Ragged:
         with jax.named_scope("combine"):
             return Returned(from_peers(sums, slices, hop.axes, T * min(K, hop.peers)), place)
 
-    def finish(self, handle: Returned, experts: Experts) -> tuple[jax.Array, None]:
-        """Adds the sums that came back; there are no rounds."""
+    def finish(self, handle: Returned) -> tuple[jax.Array, None]:
+        """Adds the sums that came back; exact sizes never overflow."""
         return jax.jit(sum_at)(*handle), None
 
     def traffic(self, rows: LayerRows) -> Traffic:
@@ -99,12 +99,8 @@ class Ragged:
         expected = expected_rows(rows.tokens, self.machine.devices, rows.experts_per_token)
         return Traffic.to_all(self.machine, row * expected)
 
-    def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """Returns no traffic: exact sizes never overflow."""
-        return ()
-
     def _hop(self, tokens: int) -> Hop:
-        return Hop(self.machine.axes, self.machine.devices, self.replicas_per_device, tokens, tokens)
+        return Hop(self.machine.axes, self.machine.devices, self.replicas_per_device, tokens)
 
 
 @functools.partial(jax.jit, static_argnames="hop")

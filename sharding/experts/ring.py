@@ -44,14 +44,10 @@ class Ring:
         with jax.named_scope("combine"):
             return start_reduce_scatter(y, axes, self.overlap)
 
-    def finish(self, handle: Transfer, experts: Experts) -> tuple[jax.Array, None]:
-        """Waits for the sums; a ring has no rounds."""
+    def finish(self, handle: Transfer) -> tuple[jax.Array, None]:
+        """Waits for the sums; a ring has no buffers that could overflow."""
         return handle.finish(), None
 
     def traffic(self, rows: LayerRows) -> Traffic:
         """Returns the bytes of an all-gather and a reduce-scatter."""
         return Traffic.to_all(self.machine, rows.tokens * rows.row_bytes(rows.experts_per_token))
-
-    def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """Returns no traffic: a ring has no rounds."""
-        return ()

@@ -6,14 +6,9 @@ published for H800 (DeepEP: 160 GB/s NVLink, 50 GB/s per NIC, one NIC per GPU). 
 """
 
 import dataclasses
-import functools
-import operator
-from collections.abc import Sequence
 
 from sharding.mesh import Machine
 
-MAX_HOPS = 2
-"""Hops of any transport at most: the length of a vector of rounds."""
 _ID_AND_WEIGHT = 8  # bytes of an int32 id and a float32 weight
 
 
@@ -85,37 +80,3 @@ class Traffic:
         """Returns the time on the wire by the cost model; links inside and across nodes work at once."""
         inside = (self.device_bytes - self.node_bytes) / network.node_link
         return max(inside, self.node_bytes / network.cross_link) + self.messages * network.message
-
-
-@dataclasses.dataclass(frozen=True)
-class StepTraffic:
-    """What a device sends in all MoE layers of one step, as a function of the rounds that the device counts.
-
-    `first`: traffic of a step in which no hop overflows, which takes `first_rounds` [MAX_HOPS] rounds. `overflow[h]`:
-    traffic that each overflow round of hop h adds.
-    """
-
-    first: Traffic
-    first_rounds: tuple[int, ...]
-    overflow: tuple[Traffic, ...]
-
-    @classmethod
-    def from_layer(cls, first: Traffic, overflow: Sequence[Traffic], layers: int) -> "StepTraffic":
-        """Returns the traffic of `layers` passes through an MoE layer.
-
-        `first` and `overflow` (by hop) are those of one pass.
-
-        Each layer of the model counts once per micro-batch.
-        """
-        padding = MAX_HOPS - len(overflow)
-        rounds = (layers,) * len(overflow) + (0,) * padding
-        return cls(first * layers, rounds, (*overflow, *[Traffic()] * padding))
-
-    def total(self, rounds: Sequence[int], steps: int = 1) -> Traffic:
-        """Adds up `steps` steps that took `rounds` [MAX_HOPS] together, as `StepOutput.rounds` counts them."""
-        overflow = self.overflow_rounds(rounds, steps)
-        return functools.reduce(operator.add, map(operator.mul, self.overflow, overflow), self.first * steps)
-
-    def overflow_rounds(self, rounds: Sequence[int], steps: int = 1) -> list[int]:
-        """Counts overflow rounds by hop, [MAX_HOPS], among the `rounds` [MAX_HOPS] that `steps` steps took together."""
-        return [taken - steps * first for taken, first in zip(rounds, self.first_rounds, strict=True)]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
@@ -16,7 +15,7 @@ from sharding.experts.kind import Kind
 from sharding.experts.ragged import Ragged
 from sharding.experts.ring import Ring
 from sharding.experts.rows import Experts, TokenRows
-from sharding.experts.traffic import MAX_HOPS, LayerRows, Network, Traffic
+from sharding.experts.traffic import LayerRows, Network, Traffic
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
 
@@ -24,8 +23,8 @@ from sharding.wire.collectives import Overlap
 class Transport[Handle](Protocol):
     """Carries token rows to the devices of their replicas and the partial sums back. Runs inside `shard_map`.
 
-    The two halves are DeepEP's hook: `finish(start(rows, experts), experts)`, with any work in between. That work hides
-    the combine where `overlap` is HOOKS and the halves are called in program order.
+    The two halves are DeepEP's hook: `finish(start(rows, experts))`, with any work in between. That work hides the
+    combine where `overlap` is HOOKS and the halves are called in program order.
     """
 
     @property
@@ -51,20 +50,16 @@ class Transport[Handle](Protocol):
         """Sends the rows, computes their experts where they live, and starts the way back; a handle for `finish`."""
         ...
 
-    def finish(self, handle: Handle, experts: Experts) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the weighted sums [T, D] of this device's rows, and the rounds taken [hops], None without hops.
+    def finish(self, handle: Handle) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the weighted sums [T, D] of this device's rows, and how many of its hops overflowed, [] int32.
 
-        The rounds are no zeros where there are no hops: a constant made where program order is enforced crashes XLA
-        (jax 0.12.0.1).
+        Where one has overflowed on any device, the sums of all mean nothing. Without hops that is None and no zero: a
+        constant made where program order is enforced crashes XLA (jax 0.12.0.1).
         """
         ...
 
     def traffic(self, rows: LayerRows) -> Traffic:
-        """Returns what a device sends in a layer in which no hop overflows."""
-        ...
-
-    def overflow_traffic(self, rows: LayerRows) -> tuple[Traffic, ...]:
-        """Returns what a device sends in one overflow round of each hop."""
+        """Returns what a device sends in a layer."""
         ...
 
 
@@ -102,10 +97,3 @@ def choose(
     kinds = [Kind.RING, Kind.ALL_TO_ALL, *([Kind.HIERARCHICAL] if machine.nodes > 1 else [])]
     candidates = [build(kind, machine, replicas, rows, overlap) for kind in kinds]
     return min(candidates, key=lambda t: t.traffic(rows).seconds(network or Network()))
-
-
-def pad_rounds(rounds: jax.Array | None, *leading: int) -> jax.Array:
-    """Pads the rounds of a transport's hops [*leading, hops] to [*leading, MAX_HOPS], 0 for hops that it lacks."""
-    if rounds is None:
-        return jnp.zeros((*leading, MAX_HOPS), jnp.int32)
-    return jnp.pad(rounds, [(0, 0)] * (rounds.ndim - 1) + [(0, MAX_HOPS - rounds.shape[-1])])

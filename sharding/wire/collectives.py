@@ -4,8 +4,8 @@ DeepEP calls this a hook: the first call only sends, the second receives. XLA le
 next to its done, and overlaps nothing. What is possible depends on platform and version. `resolve_overlap` decides:
 
 - On a GPU from jax 0.12 on, `jax._src.lax.parallel.all_to_all_start` returns a future, and with program order enforced
-  the compiled schedule is the written one. The function has no public name yet (`jax.lax` has `psum_scatter_start`
-  only, and `ragged_all_to_all` has no such form at all).
+  the compiled schedule is the written one. This function and `all_gather_start` have no public name yet (`jax.lax` has
+  `psum_scatter_start` only, and `ragged_all_to_all` has no such form at all).
 - On a GPU with jax 0.11 the future fails in Shardy ("propagation doesn't support tuples"). Collectives stay
   synchronous, in program order, which still keeps XLA from copying the page pool.
 - On a CPU futures together with enforced order crash the process. Collectives stay plain and no order is enforced.
@@ -81,6 +81,15 @@ def start_all_to_all(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> T
     from jax._src.lax.parallel import all_to_all_start
 
     return Transfer(all_to_all_start(x, axes, 0, 0, tiled=True), True)
+
+
+def start_all_gather(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:
+    """Sends `x` to all peers along mesh axes `axes`; finish gives those of all, joined along the leading axis."""
+    if overlap is not Overlap.HOOKS:
+        return Transfer(lax.all_gather(x, axes, axis=0, tiled=True), False)
+    from jax._src.lax.parallel import all_gather_start
+
+    return Transfer(all_gather_start(x, axes, axis=0, tiled=True), True)
 
 
 def start_reduce_scatter(x: jax.Array, axes: tuple[str, ...], overlap: Overlap) -> Transfer:

@@ -1,6 +1,7 @@
 """Configuration files of the families beside DeepSeek's: what they say is understood, and nothing silently ignored."""
 
 import copy
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from configs.axk1 import AXK1
 from configs.glm_4_7_flash import GLM_4_7_FLASH
+from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from configs.kimi_k25 import KIMI_K25
 from configs.mistral_large_3 import MISTRAL_LARGE_3
 from configs.mistral_small_4 import MISTRAL_SMALL_4
@@ -141,6 +143,14 @@ def test_the_golden_directories(family: str, tmp_path: pathlib.Path) -> None:
     assert stored_dtype(DIRECTORY / "mistral_large_3") is None
 
 
+def test_int4_experts_as_kimi_publishes_them() -> None:
+    assert from_hf(K2) == KIMI_K2_THINKING
+    wrapped = changed(golden("kimi_k25"), quantization_config=INT4)
+    for width in ("hidden_size", "moe_intermediate_size"):
+        wrapped["text_config"][width] = 256
+    assert from_hf(wrapped).int4_experts
+
+
 def test_layers_may_be_listed_one_by_one() -> None:
     listed = changed(GLM, first_k_dense_replace=DELETE, mlp_layer_types=["dense"] + ["sparse"] * 46)
     assert from_hf(listed) == GLM_4_7_FLASH
@@ -163,7 +173,42 @@ def test_an_unknown_family_is_told_all_that_are_known() -> None:
 
 
 MISTRAL = changed(golden("mistral4"), text_config__rope_parameters__llama_4_scaling_beta=0.25)
-INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+INT4 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+K2 = to_hf(dataclasses.replace(KIMI_K2_THINKING, int4_experts=False)) | {"quantization_config": INT4}
+
+
+def int4(value: Any, *path: str) -> dict[str, Any]:
+    """Kimi-K2-Thinking with another value in its quantization; "weights" lie where the file has them."""
+    shorter = {"group": ("config_groups", "group_0"), "weights": ("config_groups", "group_0", "weights")}
+    first, *rest = path
+    return changed(K2, **{"__".join(("quantization_config", *shorter.get(first, (first,)), *rest)): value})
+
+
 REFUSED = [
     (changed(GLM, partial_rotary_factor=0.5), "partial_rotary_factor is 0.5, but must be 1.0"),
     (changed(GLM, head_dim=128), "head_dim is 128, but must be 64 or 256"),
@@ -174,10 +219,23 @@ REFUSED = [
     (changed(golden("kimi_k25"), text_config__hidden_size="24"), "text_config.hidden_size is '24'"),
     (changed(golden("kimi_k25"), tie_word_embeddings=True), "text_config.tie_word_embeddings is False"),
     (changed(golden("kimi_k25"), logit_scale=2.0), "logit_scale is not a known field"),
-    (
-        changed(golden("kimi_k25"), quantization_config=INT4),
-        "quantization_config.format is 'pack-quantized', but must be 'float-quantized'",
-    ),
+    (int4("int-quantized", "format"), "format is 'int-quantized', but must be 'float-quantized' or 'pack-quantized'"),
+    (int4({}, "config_groups"), "quantization_config.config_groups is {}"),
+    (int4({}, "config_groups", "group_1"), "quantization_config.config_groups.group_1 is not a known field"),
+    (int4(["MoE"], "group", "targets"), "group_0.targets is ['MoE'], but must be ['Linear']"),
+    (int4({"num_bits": 8}, "group", "input_activations"), "group_0.input_activations is {'num_bits': 8}, but must be"),
+    (int4(8, "weights", "num_bits"), "weights.num_bits is 8, but must be 4"),
+    (int4("float", "weights", "type"), "weights.type is 'float', but must be 'int'"),
+    (int4(False, "weights", "symmetric"), "weights.symmetric is False, but must be True"),
+    (int4("channel", "weights", "strategy"), "weights.strategy is 'channel', but must be 'group'"),
+    (int4(128, "weights", "group_size"), "weights.group_size is 128, but must be 32"),
+    (int4("group", "weights", "actorder"), "weights.actorder is 'group', but must be None"),
+    (int4(1, "weights", "levels"), "weights.levels is not a known field"),
+    (int4("lm_head", "ignore"), "quantization_config.ignore is 'lm_head', but must be a list"),
+    (int4("frozen", "quantization_status"), "quantization_status is 'frozen', but must be 'compressed'"),
+    (int4({"format": "sparse"}, "sparsity_config"), "sparsity_config is {'format': 'sparse'}, but must be {}"),
+    (int4({"num_bits": 8}, "kv_cache_scheme"), "kv_cache_scheme is {'num_bits': 8}, but must be None"),
+    (changed(K2, moe_intermediate_size=1920), "moe_intermediate_size is 1920, but must be a multiple of 256"),
     (changed(MISTRAL, text_config__n_group=2, text_config__topk_group=2), "text_config.n_group is 2, but must be 1:"),
     (changed(MISTRAL, text_config__sliding_window=4096), "text_config.sliding_window"),
     (changed(MISTRAL, text_config__rope_parameters__partial_rotary_factor=1.0), "partial_rotary_factor"),

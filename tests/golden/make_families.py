@@ -6,8 +6,9 @@ Run where transformers 5.23, a CPU torch and safetensors are installed (CI needs
 
 Each family becomes a directory with its configuration file, `model.safetensors` (or `consolidated.safetensors`), and
 `golden.npz`: `input_ids`, float32 `logits`, and `greedy`, 16 tokens behind each of 32 prompts (`prompts`, padded with
--1). Glm4_moe_lite also has `mtp_logits_0`. The oracle is transformers' own class of the family, in float32, on weights
-that the files hold exactly.
+-1). Glm4_moe_lite also has `mtp_logits_0`, and the two whose attention is sparse have `dense`: the logits where each
+token attends to all before it. The oracle is transformers' own class of the family, in float32, on weights that the
+files hold exactly.
 """
 
 import copy
@@ -87,7 +88,8 @@ class Recipe:
 
 def save(directory: pathlib.Path, tensors: Tensors, file: str = "model.safetensors") -> None:
     directory.mkdir(exist_ok=True)
-    exact = {n: t.bfloat16() if t.dtype == torch.float32 and not n.endswith("bias") else t for n, t in tensors.items()}
+    kept = ("bias", "weights_proj.weight")  # float32 in published files too
+    exact = {n: t.bfloat16() if t.dtype == torch.float32 and not n.endswith(kept) else t for n, t in tensors.items()}
     save_file({n: t.contiguous().clone() for n, t in exact.items()}, directory / file, {"format": "pt"})
 
 
@@ -112,6 +114,12 @@ def write_axk1(directory: pathlib.Path, model: torch.nn.Module, config: dict) ->
     """Writes the norm behind the experts beside the other norms of its layer, as released."""
     tensors = {name.replace("mlp.post_mlp_layernorm", "post_mlp_layernorm"): t for name, t in hf_tensors(model).items()}
     save(directory, tensors)
+    save_json(directory / "config.json", config)
+
+
+def write_sparse(directory: pathlib.Path, model: torch.nn.Module, config: dict) -> None:
+    """Writes DeepSeek-V3.2 or GLM-5, whose indexers are under names of their own."""
+    save(directory, hf_tensors(model))
     save_json(directory / "config.json", config)
 
 
@@ -282,6 +290,9 @@ def mistral_name(name: str) -> str:
     return name
 
 
+# A third of the 48 tokens are chosen; the first third choose all. Of few heads often none sees a token, and scores of 0
+# tie, which torch breaks at random: with 16 heads there is no tie.
+INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 16}
 PLAIN_ROPE = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
 FAMILIES = {
     "glm4_moe_lite": Recipe(
@@ -296,6 +307,25 @@ FAMILIES = {
         {**SHAPE, **PLAIN_ROPE, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
         write_axk1,
         {**V3_ROUTER, "first_k_dense_replace": 1, "rope_theta": 10000.0},
+    ),
+    "deepseek_v32": Recipe(
+        "DeepseekV32",
+        {**SHAPE, **INDEXER, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}
+        | {"rope_parameters": {k: v for k, v in MISTRAL_ROPE.items() if k not in
+                               ("llama_4_scaling_beta", "partial_rotary_factor", "max_position_embeddings")}},
+        write_sparse,
+        {**V3_ROUTER, "rope_theta": 10000.0}
+        | {"rope_scaling": {k: MISTRAL_ROPE[k] for k in ("type", "factor", "original_max_position_embeddings",
+                                                         "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}},
+    ),
+    # The second layer takes what the first has chosen, as most of GLM-5.2's do.
+    "glm_moe_dsa": Recipe(
+        "GlmMoeDsa",
+        {**SHAPE, **INDEXER, **PLAIN_ROPE, "num_hidden_layers": 3, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1}
+        | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "eos_token_id": [1, 2, 3]}
+        | {"indexer_types": ["full", "shared", "full"]},
+        write_sparse,
+        {**V3_ROUTER, "rope_theta": 10000.0, "indexer_rope_interleave": True},
     ),
     "kimi_k25": Recipe(
         "DeepseekV3",
@@ -321,6 +351,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+
+
 def build(recipe: Recipe, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     config = getattr(transformers, f"{recipe.oracle}Config")(**copy.deepcopy(recipe.settings))
@@ -328,6 +361,9 @@ def build(recipe: Recipe, seed: int) -> torch.nn.Module:
     model = getattr(transformers, f"{recipe.oracle}ForCausalLM")(config).eval()
     randomise(model)
     with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("indexer.k_norm.bias"):
+                value.normal_(0, 0.3)
         model.lm_head.weight.mul_(8)  # clear winners, and exact in bfloat16
     return model
 
@@ -366,6 +402,12 @@ def make(name: str) -> None:
         golden = {"input_ids": ids.numpy().astype(np.int32), "logits": logits, "prompts": prompts, "greedy": chosen}
         if name == "glm4_moe_lite":
             golden["mtp_logits_0"] = mtp_results(model, glm_module(model)[0], ids)["mtp_logits_0"]
+        if name in SPARSE:
+            dense = copy.deepcopy(model)
+            for module in dense.modules():
+                if hasattr(module, "index_topk"):
+                    module.index_topk = LENGTH
+            golden["dense"] = dense(ids).logits.numpy()
         exact = copy.deepcopy(model).double()(ids).logits.numpy()
         error = np.abs(logits - exact).max() / np.abs(exact).max()
         if error < 1e-5 and margin > 1e-3:

@@ -17,8 +17,7 @@ from tests.launch.test_serve import COMMAND, ROOT, metric, run
 
 SMALL = ["--model", str(DIRECTORY / "greedy"), "--max_num_seqs", "1", "--max_model_len", "128"]
 SMALL += ["--max_num_batched_tokens", "64", "--enable_expert_parallel"]
-# Two devices per process; programs are compiled in less time, as in pytest's own process.
-SETTINGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+SETTINGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}  # two devices per process
 DRAFTING = ["--speculative_config", '{"method": "mtp", "num_speculative_tokens": 1}']
 MOVING = ["--num_redundant_experts=4", "--enable_eplb", "--eplb_interval=8", "--eplb_threshold=1"]
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}

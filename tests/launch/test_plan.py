@@ -38,6 +38,8 @@ def test_one_node_of_80_gb_is_refused(tmp_path) -> None:
         (("decode_ep144", "--acceptance=high"), "--acceptance: 'high' is not a number"),
         (("decode_ep144", "--acceptance=0.8"), "without drafts: give speculative_config"),
         ((), "expected DEPLOYMENT"),
+        (("train", "--mesh=stage=2,rows=2"), "'rows=2' is no axis with a size"),
+        (("node_8xh200", "--mesh=stage=2"), "--mesh is for train"),
     ],
 )
 def test_mistakes_end_with_one_line_and_status_2(arguments, message) -> None:
@@ -45,6 +47,17 @@ def test_mistakes_end_with_one_line_and_status_2(arguments, message) -> None:
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_training_run_is_planned(tmp_path) -> None:
+    written = tmp_path / "plan.json"
+    result = plan("train", "--config=tiny", "--mesh=stage=2,expert=2", "--micro_batches=4", f"--json={written}")
+    assert result.returncode == 0, result.stderr
+    assert "31.9 ms" in result.stdout
+    told = json.loads(written.read_text())
+    assert told["fits"]
+    assert len(told["memory"]) == 2
+    assert told["pair_wire_bytes"] == 4 * 256 * 192 * 2, "four transfers of the other device's row of 256 tokens"
 
 
 @pytest.mark.aot

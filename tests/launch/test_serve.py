@@ -1,6 +1,8 @@
 """`python -m launch.serve` as a user types it: the bundled model, the real engine, a real socket."""
 
+import concurrent.futures
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -178,27 +181,71 @@ def test_nothing_is_compiled_after_the_start_and_nothing_stays(client, url):
     assert metric(url, "vllm:request_queue_time_seconds_sum") < metric(url, "vllm:time_to_first_token_seconds_sum")
 
 
+KINDS = [
+    {},
+    {"temperature": 1, "seed": 3, "top_p": 0.9},
+    {"temperature": 1, "seed": 4, "presence_penalty": 1, "frequency_penalty": 0.5, "n": 2},
+    {"repetition_penalty": 1.2, "logit_bias": {"40": 2}, "logprobs": 2},
+    {"temperature": 1.2, "seed": 5, "min_tokens": 80, "stop": ["e"]},
+    {"structured_outputs": {"regex": "[a-z ]{90,100}"}},
+]
+
+
+def streamed(url, body, on_event=lambda count: None):
+    """What a stream has told of each choice: its text, its log-probabilities and its end."""
+    asked = {"model": "dsv3-tiny", "prompt": PROMPT, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    asked |= {"stream": True, "stream_options": {"include_usage": True}} | body
+    told, usage, count = {}, None, 0
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=120) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            event = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {"choices": []}
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                found = told.setdefault(choice["index"], ["", [], None])
+                found[0] += choice["text"]
+                found[1] += (choice["logprobs"] or {"tokens": []})["tokens"]
+                found[2] = choice["finish_reason"] or found[2]
+                count += 1
+                on_event(count)
+    return told, usage["completion_tokens"]
+
+
+def test_streams_go_on_when_the_engine_is_killed(server, url):
+    """They go on behind the tokens that they have, whatever chooses them; some wait for a slot."""
+    undisturbed = [streamed(url, body) for body in KINDS]
+    assert all(end for told, _ in undisturbed for *_, end in told.values())
+    [engine] = [p for p in psutil.Process(server[0].pid).children() if "dsv3.api.engine.process" in p.cmdline()]
+
+    def kill(count):
+        if count == 1:
+            engine.kill()
+
+    with concurrent.futures.ThreadPoolExecutor(len(KINDS)) as pool:
+        others = [pool.submit(streamed, url, body) for body in KINDS[1:]]
+        assert [streamed(url, KINDS[0], kill), *(each.result() for each in others)] == undisturbed
+    assert metric(url, "dsv3:engine_restarts_total") == 1
+    assert metric(url, "dsv3:continued_total") > 0
+    assert metric(url, "dsv3:recompilations_total") == 0
+
+
+def test_an_engine_started_again_finds_its_pages(url):
+    """What the one before had is in the host's memory, and after a flush in the directory."""
+    for tier in ("host", "store"):
+        before = metric(url, "dsv3:kv_tier_hits_total", f'tier="{tier}"')
+        prompt = {"model": "dsv3-tiny", "prompt": list(range(10, 110)), "max_tokens": 2}
+        answer = httpx.post(f"{url}/v1/completions", json=prompt, timeout=60).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+        assert metric(url, "dsv3:kv_tier_hits_total", f'tier="{tier}"') == before + 64
+        httpx.post(f"{url}/flush_cache").raise_for_status()
+
+
 def test_sigterm_ends_it_with_status_0(server, url, client):
     """The last test of the shared server."""
     server[0].send_signal(signal.SIGTERM)
     assert server[0].wait(60) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
-
-
-def test_a_server_started_again_finds_its_pages(server, tiers):
-    """The first one has ended; what it served is in the host's memory, and after a flush in the directory."""
-    with serving(*SMALL, *tiers) as (_, lines):
-        text = "\n".join(lines)
-        found = re.search(r"host memory in \S+: room for \d+ pages, (\d+) found again", text)
-        url = re.search(r"ready at (http://\S+)", text)[1]
-        for expected in ("host", "store"):
-            prompt = {"model": "dsv3-tiny", "prompt": list(range(10, 110)), "max_tokens": 2}
-            answer = httpx.post(f"{url}/v1/completions", json=prompt, timeout=60).json()
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
-            assert metric(url, "dsv3:kv_tier_hits_total", f'tier="{expected}"') == 64
-            httpx.post(f"{url}/flush_cache").raise_for_status()
-        assert int(found[1]) > 0
 
 
 def run(*arguments):

@@ -12,7 +12,7 @@ import pytest
         (["--config=nothing"], "--config=nothing: no training configuration there"),
         (["--config=tiny", "--steps=5"], "--steps=5: 5 steps are too few for 100 of warm-up"),
         (["--resume", "--output=/nonexistent/run"], "no checkpoint in /nonexistent/run"),
-        (["--mesh=stage=2,data=2"], "'data=2' is no axis with a size; write stage=N, expert=N or both with a comma"),
+        (["--mesh=stage=2,rows=2"], "'rows=2' is no axis with a size; write stage=N, data=N, expert=N, or some"),
         (["--mesh=stage=8,expert=8"], "this machine has 8 device(s), not 64; on a CPU set XLA_FLAGS=--xla_force_host"),
         (["--mesh=stage=2", "--micro_batches=3"], "DualPipe over 2 ranks needs an even number of micro-batches"),
     ],

@@ -23,9 +23,15 @@ def gpu(kind="NVIDIA H200", capability="9.0"):
         (gpu(), Backend.MOSAIC),
         (gpu("NVIDIA H100 80GB HBM3", None), Backend.MOSAIC),
         (gpu("NVIDIA GH200 480GB", None), Backend.MOSAIC),
-        (gpu("NVIDIA A100-SXM4-80GB", "8.0"), Backend.REFERENCE),
-        (gpu("NVIDIA B200", "10.0"), Backend.REFERENCE),
-        (gpu("NVIDIA B200", None), Backend.REFERENCE),
+        (gpu("NVIDIA A100-SXM4-80GB", "8.0"), Backend.TRITON),
+        (gpu("NVIDIA A100-SXM4-80GB", None), Backend.TRITON),
+        (gpu("NVIDIA GeForce RTX 3090", "8.6"), Backend.TRITON),
+        (gpu("NVIDIA L40S", "8.9"), Backend.TRITON),
+        (gpu("NVIDIA B200", "10.0"), Backend.TRITON),
+        (gpu("NVIDIA GeForce RTX 5090", "12.0"), Backend.TRITON),
+        (gpu("Tesla T4", "7.5"), Backend.REFERENCE),
+        (gpu("NVIDIA B300", "10.3"), Backend.REFERENCE),
+        (gpu("Tesla T4", None), Backend.REFERENCE),
     ],
 )
 def test_device_decides(device, expected):
@@ -41,6 +47,8 @@ def test_default_device_is_this_process_own():
 def test_impossible_request_is_typed():
     with pytest.raises(BackendUnavailableError, match="A100"):
         resolve_backend(gpu("NVIDIA A100", "8.0"), Backend.MOSAIC)
+    with pytest.raises(BackendUnavailableError, match=r"T4.*is no GPU of compute capability 8.0, .*Backend.REFERENCE"):
+        resolve_backend(gpu("Tesla T4", "7.5"), Backend.TRITON)
     with pytest.raises(TypeError, match="'mosaic'"):
         resolve_backend(None, "mosaic")
 
@@ -48,6 +56,14 @@ def test_impossible_request_is_typed():
 def test_request_without_device_is_for_another_machine():
     assert resolve_backend(None, Backend.MOSAIC) is Backend.MOSAIC
     assert resolve_backend(gpu(), Backend.REFERENCE) is Backend.REFERENCE
+    assert resolve_backend(gpu(), Backend.TRITON) is Backend.TRITON  # Hopper runs them, though it has others
+
+
+def test_without_jax_triton_the_log_says_what_to_install(monkeypatch, caplog):
+    monkeypatch.setattr(backend, "_has_jax_triton", lambda: False)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels.backend"):
+        assert resolve_backend(gpu("NVIDIA A30 without", "8.0")) is Backend.REFERENCE
+    assert "install the 'triton' extra" in caplog.text
 
 
 def test_reason_is_logged_once(caplog):
@@ -56,5 +72,5 @@ def test_reason_is_logged_once(caplog):
         resolve_backend(device)
         resolve_backend(device)
     assert [r.getMessage() for r in caplog.records if "L40S" in r.getMessage()] == [
-        "kernels: reference, because 'NVIDIA L40S test_reason' (gpu, sm 8.9) is not a Hopper GPU"
+        "kernels: triton, because 'NVIDIA L40S test_reason' (gpu, sm 8.9) is a GPU of sm_89"
     ]

@@ -52,6 +52,7 @@ def weights(devices: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
         "data": bits(ml_dtypes.float8_e4m3fn, 5, 7),
         "scale": bits(np.float32, 1, 3),
         "plain": bits(ml_dtypes.bfloat16, 3, 3),
+        "int4": bits(np.int32, 3, 2),
     }
 
 

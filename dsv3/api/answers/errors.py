@@ -7,6 +7,8 @@ import msgspec
 
 # Says that the same request will be taken once others have ended: `launch.batch` asks until it is.
 QUEUE_FULL = "queue_full"
+# Says that engines have died with this request: nobody should send it again.
+ENGINE_DIED = "engine_died"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

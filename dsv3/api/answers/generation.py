@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dsv3.api.answers.errors import ApiError, internal, invalid, unavailable
+from dsv3.api.answers.errors import ENGINE_DIED, ApiError, internal, invalid, unavailable
 from dsv3.api.answers.prompts import EncodedPrompt, not_in_vocabulary
 from dsv3.api.answers.responses import CompletionTokensDetails, FinishReason, PromptTokensDetails, Usage
 from dsv3.api.answers.resume import Resumed
 from dsv3.api.answers.sampling import does_not_fit
 from dsv3.api.answers.service import Service
 from dsv3.api.engine.client import SLICE, Busy, EngineUnavailable, Refused
+from dsv3.api.engine.live import EngineDied
 from dsv3.api.tenants import Tenant
 from dsv3.prepare import NotInVocabulary, PreparedRequest, PromptTooLong, prepare, sampling_of
 from dsv3.request import EngineOutput, EngineRequest, InvalidRequest, PromptLogprobs, TokenLogprobs
@@ -189,13 +190,14 @@ class Generation:
             self._finish(internal())
 
     def fail(self, choice: "_ChoiceSink", error: Exception) -> None:
-        """Ends everything: the engine holds none of the sequences any more."""
+        """Ends everything; the engine may hold other choices of it."""
         if not self._is_open or not self._choices:
             return
-        if isinstance(error, EngineUnavailable):
+        if isinstance(error, EngineUnavailable | EngineDied):
             for _ in self._choices:
                 self._service.metrics.finished("error")
-        self._choices.clear()
+        ended, self._choices = list(self._choices), {}
+        self._service.engine.abort(ended)
         self._finish(_api_error(self._service, error))
 
     def _finish(self, error: ApiError | None) -> None:
@@ -258,7 +260,7 @@ class Generation:
             choice.has_ended = True
             del self._choices[output.request_id]
             self._service.metrics.finished("error")
-            raise self._failed(output)
+            raise ApiError(500, output.error or "the request failed", kind="server_error", code="engine_error")
         if output.prompt_logprobs is not None:
             self._tell_prompt(choice, output.prompt_logprobs)
             return
@@ -296,11 +298,6 @@ class Generation:
         self._on_update(update)
         if not self._choices:
             self._finish(None)
-
-    def _failed(self, output: EngineOutput) -> ApiError:
-        if self._service.engine.state == "failed":
-            return unavailable(self._service.engine.reason, "engine_unavailable", retry_after=5)
-        return ApiError(500, output.error or "the request failed", kind="server_error", code="engine_error")
 
     def _observe(self, choice: "_ChoiceSink", output: EngineOutput, num_tokens: int) -> None:
         metrics, now = self._service.metrics, time.monotonic()
@@ -432,4 +429,7 @@ def _api_error(service: Service, error: Exception) -> ApiError:
         return unavailable(str(error), "queue_full")
     if isinstance(error, EngineUnavailable):
         return unavailable(str(error), "engine_unavailable", retry_after=5)
+    if isinstance(error, EngineDied):
+        service.metrics.add("given_up", 1)
+        return ApiError(500, str(error), kind="server_error", code=ENGINE_DIED)
     return invalid(str(error)) if isinstance(error, Refused) and error.invalid else internal()

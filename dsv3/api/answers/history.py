@@ -137,7 +137,8 @@ class _Over:
 
     def __call__(self, name: str) -> np.ndarray:
         values = self._rows[:, _PLACES[name]]
-        return values - np.nan_to_num(values[self._first])  # before the engine was ready it had counted nothing
+        grown = values - np.nan_to_num(values[self._first])  # before the engine was ready it had counted nothing
+        return np.where(grown < 0, values, grown)  # one that was started anew counts from 0
 
     def buckets(self, name: str) -> np.ndarray:
         start = _FIRST_BUCKET[name]

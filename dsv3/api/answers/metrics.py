@@ -46,7 +46,7 @@ _EXPERT_COUNTERS = {
     "experts_rebalances": ("dsv3:expert_rebalances", "Times that experts were moved to even the load."),
     "experts_moved": ("dsv3:experts_moved", "Replicas that hold another expert since."),
     "experts_checksum_failures": ("dsv3:expert_checksum_failures", "Layers not moved: they were damaged on the way."),
-    "experts_extra_rounds": ("dsv3:dispatch_extra_rounds", "Rounds of dispatch beyond the first, of all layers."),
+    "experts_repeats": ("dsv3:dispatch_repeats", "Forward passes computed again: a buffer was too small."),
     "experts_in_node_bytes": ("dsv3:dispatch_in_node_bytes", "Sent within nodes by dispatch and combine."),
     "experts_cross_node_bytes": ("dsv3:dispatch_cross_node_bytes", "Sent between nodes by dispatch and combine."),
 }
@@ -93,6 +93,9 @@ _TOTALS = {
     "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests that were taken."),
     "generation_tokens": ("vllm:generation_tokens", "Tokens sampled for clients."),
     "resumed": ("dsv3:resumed", "Choices that went on with an answer begun elsewhere."),
+    "continued": ("dsv3:continued", "Sequences that went on in another engine after theirs had died."),
+    "given_up": ("dsv3:given_up", "Requests that engines died with, and that no other one was given."),
+    "engine_restarts": ("dsv3:engine_restarts", "Times that the engine was started anew."),
     "dropped_calls": ("dsv3:tool_calls_dropped", "Tool calls without a name, or that the client does not take."),
 }
 # (name, help, label) -> the label's values
@@ -160,7 +163,7 @@ class Metrics:
             self.flush()
 
     def add(self, what: str, count: int) -> None:
-        """Adds to "prompt_tokens", "generation_tokens", "resumed" or "dropped_calls"."""
+        """Adds to a total by its name, such as "prompt_tokens" or "dropped_calls"."""
         self._counts[what] += count
 
     def finished(self, reason: str) -> None:

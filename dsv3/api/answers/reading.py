@@ -159,7 +159,7 @@ class _Reader:
         }
 
     def _resume(self, raw: msgspec.Raw, at: str) -> Resume | None:
-        small = len(raw) <= SMALL_BYTES
+        small = len(raw) <= max(SMALL_BYTES, len("null"))
         return _decode(Resume | None, raw, at) if small else self.struct(Resume, raw, f"{at}.")
 
     @staticmethod

@@ -86,20 +86,25 @@ class Service:
         self.budget = Budget()
         self.turns = Turns()
         engine.on_stats = self.metrics.update
+        engine.on_again = lambda: self.metrics.add("continued", 1)
 
     @property
-    def status(self) -> Literal["ok", "starting", "draining", "failed"]:
+    def status(self) -> Literal["ok", "starting", "restarting", "draining", "failed"]:
         if self.leaving or self.draining:
             return "draining"
-        return {"ready": "ok", "starting": "starting"}.get(self.engine.state, "failed")  # type: ignore[return-value]
+        state = self.engine.state
+        return {"ready": "ok", "closed": "failed"}.get(state, state)  # type: ignore[return-value]
 
     @property
     def reason(self) -> str:
         return "the server is shutting down" if self.status == "draining" else self.engine.reason
 
     def require_ready(self) -> EngineInfo:
-        """Returns what is known of the engine; ApiError 503 when requests are not taken."""
-        is_taken = self.engine.state == "ready" and not self.draining
+        """Returns what is known of the engine; ApiError 503 when requests are not taken.
+
+        They are while the engine is started anew: then they wait for it.
+        """
+        is_taken = self.engine.state in ("ready", "restarting") and not self.draining
         if not is_taken or self.engine.info is None:
             self.metrics.rejected(self.status)
             raise unavailable(self.reason, self.status, retry_after=5)

@@ -1,37 +1,36 @@
-"""Starts and ends the engine's process of a service."""
+"""Starts the engine of a service, and says what its front tells of it."""
 
-import logging
 from collections.abc import Callable
 
 from dsv3.api.answers.service import Service
 from dsv3.api.config import ServerConfig
-from dsv3.api.engine.launcher import EngineProcess
+from dsv3.api.engine.client import EngineClient
+from dsv3.api.engine.keeper import EngineKeeper
 from dsv3.api.engine.messages import Start, StartProgress
 
-_END_S = 5.0
-_log = logging.getLogger("dsv3.server")
+
+def make_client(config: ServerConfig) -> EngineClient:
+    """Returns the first front's client, not connected yet."""
+    return EngineClient(
+        max_num_queued_reqs=config.engine.max_num_queued_reqs,
+        watchdog_s=config.watchdog_s,
+        max_restarts=config.max_restarts,
+    )
 
 
-async def start_engine(config: ServerConfig, service: Service) -> EngineProcess:
-    """Starts the engine's process and connects the service to it; `service.engine.state` tells when it is ready.
+async def start_engine(config: ServerConfig, service: Service) -> EngineKeeper:
+    """Starts the engine and connects the service to it; `service.engine.state` tells when it is ready.
 
     `config.notify` gets lines about the start. The process is killed when the engine fails.
     """
-    process = EngineProcess()
-    service.engine.on_progress = _ProgressLines(config.notify)
-    service.engine.on_failure = lambda _: process.kill()
-    _, connection = process.connect()
+    engine = service.engine
     start = Start(config.engine_factory, str(config.model_dir), config.engine, config.cluster, config.factory_options)
-    await service.engine.connect(connection, start)
-    return process
-
-
-async def end_engine(service: Service, process: EngineProcess) -> None:
-    """Ends the process, by force if it does not end by itself; a failure is logged with its exit status."""
-    service.engine.close()
-    status = await process.wait(_END_S)
-    if service.engine.state == "failed":
-        _log.error("%s (engine process %d, exit status %d)", service.engine.reason, process.pid, status)
+    keeper = EngineKeeper(engine, start, config.restarts if config.max_restarts else None)
+    keeper.on_loss = lambda *_: service.metrics.add("engine_restarts", 1)
+    engine.on_progress = _ProgressLines(config.notify)
+    engine.on_failure = lambda _: keeper.kill()
+    await keeper.connect()
+    return keeper
 
 
 class _ProgressLines:

@@ -12,12 +12,11 @@ from typing import Any
 
 import msgspec
 
-from dsv3.api.answers.errors import QUEUE_FULL, ApiError, internal, invalid
+from dsv3.api.answers.errors import ENGINE_DIED, QUEUE_FULL, ApiError, internal, invalid
 from dsv3.api.answers.kinds import KINDS
 from dsv3.api.answers.service import Service, make_service
-from dsv3.api.answers.start import end_engine, start_engine
+from dsv3.api.answers.start import make_client, start_engine
 from dsv3.api.config import ServerConfig
-from dsv3.api.engine.client import EngineClient
 from dsv3.api.tenants import Tenant
 from dsv3.batch.journal import BatchError
 from dsv3.batch.run import Reply
@@ -78,7 +77,7 @@ class ServerCompleter:
         except ApiError as error:
             if error.status == 503:
                 raise BatchError(error.body.message) from None
-            if error.status >= 500:
+            if error.status >= 500 and error.body.code != ENGINE_DIED:
                 await self._check_engine()
             return Reply(error.status, "", msgspec.Raw(error.envelope()))
 
@@ -123,19 +122,19 @@ async def server_completer(config: ServerConfig) -> AsyncIterator[ServerComplete
 
     Raises BatchError when the model's files cannot be used or the engine cannot start.
     """
-    engine = EngineClient(max_num_queued_reqs=config.engine.max_num_queued_reqs, watchdog_s=config.watchdog_s)
+    engine = make_client(config)
     try:
         service = await make_service(config, engine, wait_s=None)
     except ValueError as error:
         raise BatchError(str(error)) from error
     try:
-        process = await start_engine(config, service)
+        keeper = await start_engine(config, service)
         try:
             await engine.settled.wait()
             if service.status != "ok":
                 raise BatchError(service.reason)
             yield ServerCompleter(service)
         finally:
-            await end_engine(service, process)
+            await keeper.close()
     finally:
         await service.close()

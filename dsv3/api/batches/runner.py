@@ -68,7 +68,7 @@ class Runner:
         await self._service.engine.settled.wait()
         self._permits = asyncio.Semaphore(self._num_lines())
         try:
-            while self._service.status == "ok":
+            while self._service.status in ("ok", "restarting"):
                 await self._look()
                 await asyncio.sleep(_POLL_S)
         finally:

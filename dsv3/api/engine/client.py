@@ -1,17 +1,22 @@
-"""A front's side of the engine: sends requests, hands each request its outputs."""
+"""A front's side of the engine: sends requests, hands each request its outputs, and goes on with the next engine.
+
+When an engine dies (`lose`), sequences and sinks stay. With the next connection each sequence is sent again, behind the
+tokens that have come (`dsv3.api.engine.live`); whoever waits for it sees a pause.
+"""
 
 import asyncio
 import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import msgspec
 
 from dsv3.api import frames
 from dsv3.api.engine import messages
+from dsv3.api.engine.live import Live, Lives
 from dsv3.engine.look import Look, StepNote
 from dsv3.prepare import PreparedRequest
 from dsv3.request import EngineOutput, first_id
@@ -20,12 +25,15 @@ from dsv3.request import EngineOutput, first_id
 WATCHDOG_S = 300.0
 # An idle engine sends a frame per second.
 _IDLE_WATCHDOG_S = 30.0
+# So does a thread of any engine's process, unless that is stopped, or gets no processor time for as long.
+_PULSE_WATCHDOG_S = 30.0
 # Outputs that are handed over in one piece; then others of the event loop have their turn.
 SLICE = 256
 _MAX_ADD_BYTES = 2**20  # of tokens and grammars in one message, or one request
+_AGAIN_BYTES = 2**20  # of tokens that are sent again before others of the event loop have their turn
 _log = logging.getLogger("dsv3.server")
 
-EngineState = Literal["starting", "ready", "failed", "closed"]
+EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
 
 
 class EngineUnavailable(Exception):
@@ -50,7 +58,7 @@ class Sink(Protocol):
     What comes is appended to `pending`, a token alone where the request simply goes on; soon after, `arrived` is
     called, once for all that has come meanwhile. Whoever takes only a part of `pending` asks for another call by
     `put_off`; `SLICE` outputs are enough for one. `is_queued` is the client's. `fail` is called at most once, with
-    EngineUnavailable, Busy or Refused, and nothing comes after it.
+    EngineUnavailable, EngineDied, Busy or Refused, and nothing comes after it.
     """
 
     pending: list[int | EngineOutput]
@@ -63,22 +71,30 @@ class Sink(Protocol):
 class EngineClient:
     """One front's connection to the engine. Beyond those that run, `max_num_queued_reqs` sequences may wait in it.
 
-    `on_stats` is called with the engine's numbers about ten times per second, `on_progress` while the engine starts,
-    `on_seen` with what `watch` has asked for, `on_dropped` when another front's connection was given up. When the
-    engine has become unusable `on_failure` is called with the reason, and before that `on_silence`, if the reason is
-    that the engine says nothing any more.
+    A sequence is given to at most `max_restarts` engines after its first. `on_stats` is called with the engine's
+    numbers about ten times per second, `on_progress` while an engine starts, `on_seen` with what `watch` has asked for,
+    `on_dropped` when another front's connection was given up, `on_ready` when an engine takes requests, `on_again`
+    when a sequence goes on in another one.
+
+    Where the connection ends `on_loss` is called with the reason, and `on_silence` where the engine says nothing any
+    more. Whoever listens calls `lose`, and `connect` later, or `fail`, as happens if nobody does. When no engine comes
+    any more, `on_failure` is called with the reason.
     """
 
-    def __init__(self, *, max_num_queued_reqs: int, watchdog_s: float = WATCHDOG_S):
+    def __init__(self, *, max_num_queued_reqs: int, watchdog_s: float = WATCHDOG_S, max_restarts: int = 0):
         self.state: EngineState = "starting"
         self.reason = "the engine is starting"
         self.info: messages.EngineInfo | None = None
         self.stats: messages.Stats = {}
+        self.max_restarts = max_restarts
         self.on_stats: Callable[[messages.Stats], None] = lambda _: None
         self.on_progress: Callable[[messages.StartProgress], None] = lambda _: None
         self.on_seen: Callable[[Look | list[StepNote]], None] = lambda _: None
         self.on_dropped: Callable[[messages.Dropped], None] = lambda _: None
-        self.on_silence: Callable[[str], None] = lambda _: None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_again: Callable[[], None] = lambda: None
+        self.on_loss: Callable[[str], None] = self.fail
+        self.on_silence: Callable[[str], None] = self.fail
         self.on_failure: Callable[[str], None] = lambda _: None
         self.ended = asyncio.Event()
         self.settled = asyncio.Event()
@@ -86,20 +102,22 @@ class EngineClient:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._watchdog_s = watchdog_s
         self._next_id = 0
-        self._sinks: dict[int, Sink] = {}
+        self._lives = Lives(max_restarts)
         self._ready: deque[Sink] = deque()
         self._is_scheduled = False
         self._failure = ""
-        self._silent_s = 0.0
+        self._silent_s = self._deaf_s = 0.0  # since a frame of the thread that steps, and since any
         self._engine_is_idle = False
         self._transport: asyncio.WriteTransport | None = None
+        self._connection = 0  # counts them: what is left of an earlier one is nobody's
         self._watching: asyncio.Task[None] | None = None
-        self._is_first = False
+        self._sending: asyncio.Task[None] | None = None
+        self._is_first = self._must_flush = False
 
     @property
     def num_live(self) -> int:
         """Sequences of this front that the engine has not finished."""
-        return len(self._sinks)
+        return len(self._lives)
 
     @property
     def capacity(self) -> int:
@@ -117,11 +135,15 @@ class EngineClient:
         return self._next_id - count
 
     async def connect(self, connection: socket.socket, start: messages.Start | None = None) -> None:
-        """Begins to talk to the engine; `state` tells when it is ready. `start` is the first front's to send."""
-        loop = asyncio.get_running_loop()
+        """Begins to talk to an engine; `state` tells when it is ready. `start` is the first front's to send."""
+        self._hang_up()
+        number, loop = self._connection, asyncio.get_running_loop()
         transport, _ = await loop.create_connection(
-            lambda: frames.FrameProtocol(self._receive, self._note_end), sock=connection
+            lambda: frames.FrameProtocol(self._receive, lambda error: self._note_end(number, error)), sock=connection
         )
+        if number != self._connection:  # lost meanwhile
+            transport.close()
+            return
         self._transport = transport
         if start is not None:
             self._is_first = True
@@ -136,24 +158,30 @@ class EngineClient:
     def submit(self, requests: Sequence[PreparedRequest], sinks: Sequence[Sink]) -> None:
         """Sends requests, all or none, with a sink for each sequence, request by request.
 
-        Raises Busy without asking the engine when this front alone fills it, EngineUnavailable without an engine.
+        They wait where the engine is being started anew. Raises Busy without asking the engine when this front alone
+        fills it, EngineUnavailable where there will be none.
         """
-        if self.state != "ready":
+        if self.state not in ("ready", "restarting"):
             raise EngineUnavailable(self.reason)
         self.require_room(len(sinks))
-        ids = (request.request_id + i for request in requests for i in range(request.sampling.n))
-        self._sinks.update(zip(ids, sinks, strict=True))
+        ids = self._lives.add(requests, sinks)
+        if self.state == "restarting":
+            self._lives.waiting.extend(ids)
+            return
+        for request_id in ids:
+            self._lives.by_id[request_id].is_there = True
         for message in _frames_of(requests):
             self._send(message)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Frees the given requests at once; finished ones are ignored."""
-        live = [i for i in request_ids if self._sinks.pop(i, None) is not None]
-        if live and self.state == "ready":
-            self._send(messages.Abort(live))
+        lives = [(i, self._lives.pop(i)) for i in request_ids]
+        if there := [i for i, live in lives if live is not None and live.is_there]:
+            self._send(messages.Abort(there))
 
     def flush(self) -> None:
-        """Has the engine empty its prefix cache before its next step."""
+        """Has the engine empty its prefix cache before its next step; the next engine, where this one has died."""
+        self._must_flush = self.state == "restarting"
         if self.state == "ready":
             self._send(messages.Flush())
 
@@ -164,12 +192,26 @@ class EngineClient:
 
     def abort_all(self, error: Exception) -> None:
         """Frees every request and fails whoever waits for one."""
-        live: Mapping[int, Sink] = dict(self._sinks)
+        lives = dict(self._lives.by_id)
         while self._ready:
             self._hand_over()
-        self.abort(list(live))
-        for sink in live.values():
-            sink.fail(error)
+        self.abort(list(lives))
+        for live in lives.values():
+            live.sink.fail(error)
+
+    def lose(self, reason: str) -> None:
+        """Takes the engine for dead and waits for the next connection; requests wait with it.
+
+        Those that have seen too many engines die, or that they die of, end with EngineDied.
+        """
+        self._hang_up()
+        if self.state not in ("ready", "restarting"):
+            return
+        self.state, self.reason = "restarting", f"{reason}; it is being started anew"
+        self.stats = {}
+        self.on_stats(self.stats)
+        for live, error in self._lives.bury():
+            live.sink.fail(error)
 
     def fail(self, reason: str) -> None:
         """Takes the engine for failed; everyone who waits hears of it now."""
@@ -182,7 +224,7 @@ class EngineClient:
 
     def close(self) -> None:
         """Aborts every request and hangs up; the first front asks the engine's process to end."""
-        if self.state in ("starting", "ready"):
+        if self.state not in ("failed", "closed"):
             self.abort_all(EngineUnavailable("the server is shutting down"))
             self.state, self.reason = "closed", "the server is shutting down"
             if self._is_first:
@@ -194,19 +236,29 @@ class EngineClient:
             self._transport.write(frames.encode(message))
 
     def _end(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-        if self._transport is not None:
-            self._transport.close()
+        self._hang_up()
         self.ended.set()
         self.settled.set()
 
-    def _note_end(self, error: Exception | None) -> None:
+    def _hang_up(self) -> None:
+        """Ends the connection, if there is one; what it still brings is ignored."""
+        self._connection += 1
+        for task in (self._watching, self._sending):
+            if task is not None:
+                task.cancel()
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = self._watching = self._sending = None
+        self._failure, self._silent_s, self._deaf_s = "", 0.0, 0.0
+
+    def _note_end(self, number: int, error: Exception | None) -> None:
+        if number != self._connection:
+            return
         if error is not None:
             known = isinstance(error, frames.FrameError | msgspec.MsgspecError | ValueError)
             _log.error("connection to the engine: %s", error, exc_info=None if known else error)
             self._failure = self._failure or "the engine sent a malformed message"
-        self.fail(self._failure or f"the engine {'could not start' if self.info is None else 'has died'}")
+        self.on_loss(self._failure or f"the engine {'could not start' if self.info is None else 'has died'}")
 
     async def _watch(self) -> None:
         """Takes the engine for dead when it says nothing for too long.
@@ -218,31 +270,34 @@ class EngineClient:
         while True:
             before = time.monotonic()
             await asyncio.sleep(interval)
-            if self.state == "ready" and self._silent_s > self._allowed_silence_s:
-                reason = f"the engine has not answered for {self._silent_s:.0f} s"
-                self.on_silence(reason)
-                self.fail(reason)
-            self._silent_s += min(time.monotonic() - before, 2 * interval)
+            is_stopped = self._deaf_s > min(self._watchdog_s, _PULSE_WATCHDOG_S)
+            if self.state == "ready" and (is_stopped or self._silent_s > self._allowed_silence_s):
+                self.on_silence(f"the engine has not answered for {self._silent_s:.0f} s")
+            passed = min(time.monotonic() - before, 2 * interval)
+            self._silent_s, self._deaf_s = self._silent_s + passed, self._deaf_s + passed
 
     @property
     def _allowed_silence_s(self) -> float:
         return min(self._watchdog_s, _IDLE_WATCHDOG_S) if self._engine_is_idle else self._watchdog_s
 
     def _receive(self, body: memoryview) -> None:
-        self._silent_s = 0.0
+        self._deaf_s = 0.0
         message = messages.from_engine.decode(body)
+        if not isinstance(message, messages.Pulse):
+            self._silent_s = 0.0
         match message:
             case messages.Outputs():
                 self._take(message)
             case messages.Rejected():
                 self._reject(message)
             case messages.Welcome():
-                self._next_id = first_id(message.sender)
+                self._next_id = max(self._next_id, first_id(message.sender))
             case messages.StartProgress():
                 self.on_progress(message)
             case messages.EngineInfo():
-                self.info, self.state, self.reason = message, "ready", ""
-                self.settled.set()
+                self._begin(message)
+            case messages.Turn():
+                self._try_next()
             case messages.Seen():
                 self.on_seen(message.look)
             case messages.Profile():
@@ -255,35 +310,97 @@ class EngineClient:
             case messages.Failed():
                 self._failure = message.reason
 
+    def _begin(self, info: messages.EngineInfo) -> None:
+        """Takes an engine that is ready into use, behind what goes on there."""
+        if self.info is not None and info.rules != self.info.rules:
+            names = [name for name in info.rules.__struct_fields__ if _differ(name, info.rules, self.info.rules)]
+            self.fail(f"the engine that was started anew has another {', '.join(names)}: what it serves has changed")
+            return
+        self.info = info
+        if self._must_flush:  # what host memory holds outlives an engine
+            self._must_flush = False
+            self._send(messages.Flush())
+        if self.state == "restarting":
+            self._sending = asyncio.create_task(self._send_again())
+        else:
+            self._open()
+
+    def _open(self) -> None:
+        self.state, self.reason = "ready", ""
+        self.settled.set()
+        self.on_ready()
+
+    async def _send_again(self) -> None:
+        """Sends all that waits, in slices, and then one suspect after the other as this front's turn comes."""
+        assert self.info is not None
+        nbytes = 0
+        for request_id, live in self._lives.take_waiting():
+            nbytes += self._send_behind(request_id, live)
+            if nbytes > _AGAIN_BYTES:
+                nbytes = 0
+                await asyncio.sleep(0)
+        self._sending = None
+        if self.state == "restarting":
+            self._open()
+            if self._lives.suspects:
+                self._send(messages.AskTurn())
+
+    def _send_behind(self, request_id: int, live: Live) -> int:
+        """Sends one sequence behind the tokens that it has; returns how many bytes these and its prompt are."""
+        assert self.info is not None
+        request = live.request_behind(self.info.rules)
+        live.is_there = True
+        if live.restarts > live.resumes:
+            live.resumes = live.restarts
+            self.on_again()
+        self._send(messages.Add([request]))
+        return len(request.tokens)
+
+    def _try_next(self) -> None:
+        """Sends the next suspect, for which no other is there, or says that there is none left."""
+        found = self._lives.next_suspect()
+        if found is None:
+            self._send(messages.EndTurn())
+        else:
+            self._send_behind(*found)
+
     def _take(self, step: messages.Outputs) -> None:
         """Puts the outputs of a step before their sinks, columns first."""
-        rows, sinks, ready = step.columns(), self._sinks, self._ready
+        rows, lives, ready = step.columns(), self._lives.by_id, self._ready
         if len(rows.tokens) == len(rows):
             for request_id, token in zip(rows.ids.tolist(), rows.tokens.tolist(), strict=True):
-                sink = sinks.get(request_id)
-                if sink is not None:  # else aborted meanwhile
+                live = lives.get(request_id)
+                if live is not None:  # else aborted meanwhile
+                    live.tokens.append(token)
+                    sink = live.sink
                     sink.pending.append(token)
                     if not sink.is_queued:
                         sink.is_queued = True
                         ready.append(sink)
         else:
             for output in rows:
-                self._put(output.request_id, output.token_ids)
+                self._put(output.request_id, output.token_ids, output.token_ids)
         for output in step.details:
-            self._put(output.request_id, [output])
+            self._put(output.request_id, output.token_ids, [output])
             if output.finish_reason is not None:
-                sinks.pop(output.request_id, None)
+                lives.pop(output.request_id, None)
         self._engine_is_idle = step.stats is not None and _num_held(step.stats) == 0
         if step.stats is not None:
             self.stats = step.stats
             self.on_stats(step.stats)
+            if self._lives.waiting and self._sending is None and _num_held(step.stats) < self.capacity:
+                self._sending = asyncio.create_task(self._send_again())
+        if self._lives.trial_is_over:
+            self._try_next()
         if not self._is_scheduled:
             self._run()
 
-    def _put(self, request_id: int, items: Sequence[int | EngineOutput]) -> None:
-        sink = self._sinks.get(request_id)
-        if sink is None:
+    def _put(self, request_id: int, token_ids: list[int], items: Sequence[int | EngineOutput]) -> None:
+        live = self._lives.by_id.get(request_id)
+        if live is None:
             return
+        live.tokens.extend(token_ids)
+        sink = live.sink
         sink.pending.extend(items)
         if not sink.is_queued:
             sink.is_queued = True
@@ -324,8 +441,13 @@ class EngineClient:
         if message.kind == "queue_full":
             error = Busy(message.message)
         for request_id in message.request_ids:
-            if (sink := self._sinks.pop(request_id, None)) is not None:
-                sink.fail(error)
+            if (live := self._lives.by_id.get(request_id)) is None:
+                continue
+            if live.restarts and message.kind == "queue_full":  # it was taken before: it waits for room
+                live.is_there = False
+                self._lives.waiting.append(request_id)
+            elif self._lives.pop(request_id):
+                live.sink.fail(error)
 
 
 def _frames_of(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]:
@@ -340,6 +462,10 @@ def _frames_of(requests: Sequence[PreparedRequest]) -> Iterator[messages.Add]:
         part.append(request)
         size += nbytes
     yield messages.Add(part)
+
+
+def _differ(name: str, one: object, other: object) -> bool:
+    return getattr(one, name) != getattr(other, name)
 
 
 def _num_held(stats: messages.Stats) -> float:

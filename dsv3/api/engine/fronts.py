@@ -8,6 +8,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from dsv3.api import frames
 from dsv3.api.engine import messages
+from dsv3.api.engine.launcher import SENDER_BYTES
 from dsv3.prepare import PreparedRequest
 from dsv3.request import StepOutputs, Tokens, senders
 
@@ -23,6 +25,7 @@ MAX_BUFFERED_BYTES = 512 * 2**20
 FIRST = 0
 """Sender of the front that has started this process, and with which the process ends."""
 
+_PULSE_S = 1.0
 _log = logging.getLogger("dsv3.engine")
 
 
@@ -114,6 +117,7 @@ class FrontConnections:
         self._lock = threading.Lock()
         self._fronts: dict[int, FrontConnection] = {}
         self._info: messages.EngineInfo | None = None
+        self._turns: deque[FrontConnection] = deque()  # the first one has it
         threading.Thread(target=self._accept, name="usher", daemon=True).start()
 
     def start(self) -> messages.Start:
@@ -148,6 +152,10 @@ class FrontConnections:
         for front in list(self._fronts.values()):
             front.send(message)
 
+    def beat(self) -> None:
+        """Begins to tell every front, from a thread, that this process runs."""
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
     def tell_first(self, message: messages.FromEngine) -> None:
         """Sends a message to the first front, if it has come."""
         if (first := self._fronts.get(FIRST)) is not None:
@@ -170,6 +178,7 @@ class FrontConnections:
 
     def remove(self, front: FrontConnection) -> None:
         """Forgets a front that has gone."""
+        self._end_turn(front)
         with self._lock:
             self._fronts = {sender: other for sender, other in self._fronts.items() if other is not front}
 
@@ -178,14 +187,17 @@ class FrontConnections:
         for front in list(self._fronts.values()):
             front.close(timeout_s)
 
+    def _beat(self) -> None:
+        while True:
+            time.sleep(_PULSE_S)
+            self.tell(messages.Pulse())
+
     def _accept(self) -> None:
         """Takes connections as the first front hands them over, until it goes away."""
-        sender = FIRST
         try:
-            while (received := socket.recv_fds(self._usher, 1, 1))[0]:
+            while (received := socket.recv_fds(self._usher, SENDER_BYTES, 1))[0]:
                 [descriptor] = received[1]
-                self._add(sender, socket.socket(fileno=descriptor))
-                sender += 1
+                self._add(int.from_bytes(received[0], "little"), socket.socket(fileno=descriptor))
         except (OSError, ValueError) as error:
             _log.error("connection to the first front: %s", error)
         self._on_first_gone()
@@ -210,10 +222,30 @@ class FrontConnections:
                     front.parts = []
             case messages.Abort() | messages.Flush() | messages.Watch():
                 self._put(front, message)
+            case messages.AskTurn():
+                self._queue_for_turn(front)
+            case messages.EndTurn():
+                self._end_turn(front)
             case messages.Stop() if front.sender == FIRST:
                 self._on_stop()
             case messages.Start() if front.sender == FIRST:
                 self._starts.put(message)
+
+    def _queue_for_turn(self, front: FrontConnection) -> None:
+        """Lets one front after the other send what engines may die of: only one such request is there at a time."""
+        with self._lock:
+            self._turns.append(front)
+            is_next = len(self._turns) == 1
+        if is_next:
+            front.send(messages.Turn())
+
+    def _end_turn(self, front: FrontConnection) -> None:
+        with self._lock:
+            had_it = bool(self._turns) and self._turns[0] is front
+            self._turns = deque(other for other in self._turns if other is not front)
+            following = self._turns[0] if had_it and self._turns else None
+        if following is not None:
+            following.send(messages.Turn())
 
     def _put(self, front: FrontConnection, message: messages.Request | None) -> None:
         self._received.append((front, message))

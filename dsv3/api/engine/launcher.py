@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 
+SENDER_BYTES = 4
+"""Bytes that come with a connection: the sender's number, little endian."""
+
 
 class EngineProcess:
     """The engine's process, for the front that starts it. Raises OSError where the system has no room for it."""
 
     def __init__(self) -> None:
-        self._num_connections = 0
         self._usher, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -25,17 +27,25 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def connect(self) -> tuple[int, socket.socket]:
-        """Returns a new connection to the engine, for one front, with its sender; the first is the first front's."""
+    def connect(self, sender: int) -> socket.socket:
+        """Returns a new connection to the engine, for the front with that number."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):  # the process has ended: whoever reads `ours` sees that
-            socket.send_fds(self._usher, [b"."], [theirs.fileno()])
-        self._num_connections += 1
-        return self._num_connections - 1, ours
+            socket.send_fds(self._usher, [sender.to_bytes(SENDER_BYTES, "little")], [theirs.fileno()])
+        return ours
 
     def kill(self) -> None:
         """Ends the process by force."""
         self._process.kill()
+
+    async def reap(self, timeout_s: float) -> int:
+        """Waits for the end of a process that was killed; returns the exit status, raises TimeoutError."""
+        try:
+            return await asyncio.to_thread(self._process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        finally:
+            self._usher.close()
 
     async def wait(self, timeout_s: float | None = None) -> int:
         """Waits for the end, which is forced after `timeout_s` seconds; returns the exit status."""

@@ -51,6 +51,14 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
     what: Literal["look", "start_profile", "stop_profile"]
 
 
+class AskTurn(msgspec.Struct, frozen=True, tag=True):
+    """Some of this front's requests may be those that engines die of: let it send them when no other front does."""
+
+
+class EndTurn(msgspec.Struct, frozen=True, tag=True):
+    """All of these were sent, and nothing has happened."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the engine process now."""
 
@@ -59,6 +67,14 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """First message to a front: it numbers its requests from `first_id(sender)` on."""
 
     sender: int
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The process runs, whatever its step does: comes once per second, from a thread of its own."""
+
+
+class Turn(msgspec.Struct, frozen=True, tag=True):
+    """No other front sends requests that engines may die of, until this one ends its turn."""
 
 
 class StartProgress(msgspec.Struct, frozen=True, tag=True):
@@ -170,8 +186,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Request = Add | Abort | Flush | Watch
 """What any front may ask for."""
-ToEngine = Start | Request | Stop
-FromEngine = Welcome | StartProgress | EngineInfo | Outputs | Rejected | Seen | Profile | Dropped | Drain | Failed
+ToEngine = Start | Request | AskTurn | EndTurn | Stop
+ToFirst = StartProgress | Dropped | Drain
+"""What the engine tells the first front alone."""
+FromEngine = Welcome | ToFirst | EngineInfo | Outputs | Rejected | Turn | Pulse | Seen | Profile | Failed
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -31,7 +31,7 @@ _log = logging.getLogger("dsv3.engine")
 
 
 class EngineFailed(Exception):
-    """The engine has ended every request after an exception; it takes no more."""
+    """The engine has given up every request after an exception; it takes no more."""
 
 
 class Host:
@@ -85,6 +85,7 @@ def main(fd: int) -> NoReturn:
     try:
         engine, info = _build(host.fronts.start(), host)
         host.fronts.announce(info)
+        host.fronts.beat()
         serve(engine, host.fronts)
     except Exception as error:
         _report(error)
@@ -126,12 +127,12 @@ def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
             fronts.tell(messages.Outputs.from_outputs(StepOutputs(), None))
         outputs = engine.step() if engine.has_work else StepOutputs()
         idle = not (engine.has_work or intake.has_work)
+        if engine.failure is not None:  # what the step says of its requests counts no more: they go on elsewhere
+            raise EngineFailed(public_text(engine.failure))
         due = idle or time.monotonic() - told > _STATS_S
         if outputs or changed or idle:
             fronts.deliver(outputs, _numbers(engine.stats()) if due else None)
             told = time.monotonic() if due else told
-        if engine.failure is not None:
-            raise EngineFailed(public_text(engine.failure))
         if idle:
             fronts.wait(_PULSE_S)
 

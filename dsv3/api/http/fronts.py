@@ -6,6 +6,8 @@ connections, to one that hangs too, and lose those that wait for one that ends.
 """
 
 import asyncio
+import dataclasses
+import functools
 import logging
 import socket
 import sys
@@ -16,7 +18,8 @@ import msgspec
 from dsv3.api import frames
 from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.config import ServerConfig
-from dsv3.api.engine.launcher import EngineProcess
+from dsv3.api.engine.ferry import hand_over
+from dsv3.api.engine.keeper import EngineKeeper
 from dsv3.api.engine.messages import Dropped
 from dsv3.api.http import messages
 from dsv3.api.tenants import Tenant
@@ -39,7 +42,7 @@ class OtherFronts:
         created: int,
         listener: socket.socket,
         numbers: SharedNumbers,
-        engine: EngineProcess,
+        engine: EngineKeeper,
         on_failure: Callable[[str], None],
     ):
         self._fronts = [
@@ -69,6 +72,11 @@ class OtherFronts:
     def fail(self, reason: str) -> None:
         """Tells every front that the engine has failed; they end with this process."""
         self._end(messages.EngineFailed(reason))
+
+    def lose(self, number: int, reason: str) -> None:
+        """Tells every front that the engine with that number has died and another one follows."""
+        for front in self._fronts:
+            front.send(messages.EngineLost(number, reason))
 
     def drop(self, dropped: Dropped) -> None:
         """Ends a front that the engine has given up; a new one takes its place."""
@@ -104,7 +112,7 @@ class _OtherFront:
         start: messages.FrontStart,
         listener: socket.socket,
         numbers: SharedNumbers,
-        engine: EngineProcess,
+        engine: EngineKeeper,
         on_failure: Callable[[str], None],
     ):
         self.number = start.front
@@ -113,6 +121,7 @@ class _OtherFront:
         self._start, self._listener, self._numbers = start, listener, numbers
         self._engine, self._on_failure = engine, on_failure
         self._process: asyncio.subprocess.Process | None = None
+        self._ferry: socket.socket | None = None
         self._last_words: list[messages.ToFront] = []
 
     async def run(self) -> None:
@@ -125,6 +134,7 @@ class _OtherFront:
                 self._on_failure(f"an HTTP process could not start ({error.strerror})")
                 return
             status = await self._listen(self._process)
+            self._part()
             if self._last_words:
                 return
             _log.error("front %d has ended with status %d", self.number, status)
@@ -155,9 +165,10 @@ class _OtherFront:
             self._process.kill()
 
     async def _launch(self) -> asyncio.subprocess.Process:
-        self.sender, connection = self._engine.connect()
-        with connection:
-            inherited = [self._listener.fileno(), connection.fileno(), self._numbers.descriptor]
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            inherited = [self._listener.fileno(), theirs.fileno(), self._numbers.descriptor]
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -168,10 +179,17 @@ class _OtherFront:
                 pass_fds=inherited,
                 start_new_session=True,  # a terminal's ^C is the first front's to handle
             )
+        self._ferry, self.sender = ours, self._engine.join(functools.partial(hand_over, ours))
         assert process.stdin is not None
         for message in (self._start, *self._last_words):
             process.stdin.write(frames.encode(message))
         return process
+
+    def _part(self) -> None:
+        """Lets go of what belonged to a process that has ended."""
+        self._engine.leave(self.sender)
+        if self._ferry is not None:
+            self._ferry.close()
 
     async def _listen(self, process: asyncio.subprocess.Process) -> int:
         """Takes the process's messages until it ends; returns its exit status."""
@@ -180,8 +198,8 @@ class _OtherFront:
             match messages.from_front.decode(body):
                 case messages.FrontReady():
                     self.is_ready.set()
-                case messages.EngineSilent(reason):
-                    self._on_failure(reason)
+                case messages.EngineSilent(number, reason):
+                    self._engine.lose(number, reason)
         return await process.wait()
 
     def send(self, message: messages.ToFront) -> None:
@@ -197,7 +215,7 @@ def _start_message(config: ServerConfig, front: int, created: int) -> messages.F
         model_dir=str(config.model_dir),
         model_names=config.model_names,
         tenants=config.tenants,
-        options=config.options,
+        options=dataclasses.replace(config.options, max_request_restarts=config.max_restarts),
         engine=config.engine,
         watchdog_s=config.watchdog_s,
         template_deadline_s=config.template_deadline_s,

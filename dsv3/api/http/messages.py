@@ -42,17 +42,25 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class EngineLost(msgspec.Struct, frozen=True, tag=True):
+    """The engine with that number has died; a connection to the next one follows."""
+
+    number: int
+    reason: str
+
+
 class FrontReady(msgspec.Struct, frozen=True, tag=True):
     """The front answers HTTP."""
 
 
 class EngineSilent(msgspec.Struct, frozen=True, tag=True):
-    """The engine does not answer this front's requests."""
+    """The engine with that number does not answer this front's requests."""
 
+    number: int
     reason: str
 
 
-ToFront = FrontStart | FrontDrain | FrontAbort | FrontReload | EngineFailed
+ToFront = FrontStart | FrontDrain | FrontAbort | FrontReload | EngineLost | EngineFailed
 FromFront = FrontReady | EngineSilent
 
 to_front = msgspec.msgpack.Decoder(ToFront)

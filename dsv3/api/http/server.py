@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dsv3.api.answers.metrics import NUM_NUMBERS
 from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.answers.service import Service, make_service
-from dsv3.api.answers.start import end_engine, start_engine
+from dsv3.api.answers.start import make_client, start_engine
 from dsv3.api.batches.runner import running_batches
 from dsv3.api.config import ServerConfig
-from dsv3.api.engine.client import EngineClient
-from dsv3.api.engine.launcher import EngineProcess
+from dsv3.api.engine.keeper import EngineKeeper
 from dsv3.api.http.fronts import OtherFronts
 from dsv3.api.http.listening import HttpServer
 from dsv3.api.http.serving import drain, serving, wait_for_any
@@ -42,27 +41,28 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     """Serves until a signal or the engine's end; returns the exit status: 0 after a signal, 1 after a failure.
 
     The first SIGTERM or SIGINT drains: new requests are taken for `shutdown_grace` seconds, and those in flight then
-    have `shutdown_timeout` seconds to finish before they are aborted. The second aborts them at once. When the engine
-    fails every client hears of it at once, and the process ends a few seconds later (at once if it had not been ready)
-    for a supervisor to start it anew.
+    have `shutdown_timeout` seconds to finish before they are aborted. The second aborts them at once. An engine that
+    dies is started anew, and requests go on. Where that does no good every client hears of it at once, and the process
+    ends a few seconds later (at once if the engine had never been ready) for a supervisor to start it anew.
     """
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
-    engine = EngineClient(max_num_queued_reqs=config.engine.max_num_queued_reqs, watchdog_s=config.watchdog_s)
+    engine = make_client(config)
     service = await make_service(config, engine, numbers)
     files = config.options.ssl_certfile, config.options.api_key_file
     signals = _Signals(reloads=any(file is not None for file in files))
     try:
         async with serving(service, config, listener) as server:
-            process = await start_engine(config, service)
-            fronts = OtherFronts(config, service.config.created, listener, numbers, process, engine.fail)
+            keeper = await start_engine(config, service)
+            fronts = OtherFronts(config, service.config.created, listener, numbers, keeper, engine.fail)
             signals.on_reload = lambda: _reload(config, service, server, fronts)
             engine.on_dropped = fronts.drop
-            engine.on_failure = lambda reason: _pass_on_failure(reason, process, fronts)
+            keeper.on_loss = lambda number, reason: _pass_on_loss(number, reason, service, fronts)
+            engine.on_failure = lambda reason: _pass_on_failure(reason, keeper, fronts)
             try:
                 return await _serve(config, service, signals, fronts, on_ready)
             finally:
                 await fronts.close()
-                await end_engine(service, process)
+                await keeper.close()
     finally:
         signals.close()
 
@@ -104,9 +104,14 @@ async def _pass_on_second(signals: "_Signals", fronts: OtherFronts) -> None:
     fronts.abort()
 
 
-def _pass_on_failure(reason: str, process: EngineProcess, fronts: OtherFronts) -> None:
+def _pass_on_loss(number: int, reason: str, service: Service, fronts: OtherFronts) -> None:
+    service.metrics.add("engine_restarts", 1)
+    fronts.lose(number, reason)
+
+
+def _pass_on_failure(reason: str, keeper: EngineKeeper, fronts: OtherFronts) -> None:
     fronts.fail(reason)
-    process.kill()
+    keeper.kill()
 
 
 def _reload(config: ServerConfig, service: Service, server: HttpServer, fronts: OtherFronts) -> None:

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 
 LOAD_BOUNDS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0)
 """Upper bounds in seconds of the histogram of loads; the last bucket has none."""
@@ -48,22 +49,22 @@ class TierCounts:
 class Rate:
     """Units per second, as measured lately. Any thread may call."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._lock, self._now = threading.Lock(), now
         self._value: float | None = None
         self._measured = 0.0
 
     @property
     def value(self) -> float | None:
         """The rate; None without a measurement of the last minute, so that what was slow once is tried again."""
-        return self._value if time.monotonic() - self._measured < _LATELY_S else None
+        return self._value if self._now() - self._measured < _LATELY_S else None
 
     def note(self, units: float, seconds: float) -> None:
         """Takes in a measurement; one without duration says nothing."""
         if seconds <= 0 or units <= 0:
             return
         with self._lock:
-            before, self._measured = self.value, time.monotonic()
+            before, self._measured = self.value, self._now()
             self._value = units / seconds if before is None else before + _WEIGHT * (units / seconds - before)
 
 

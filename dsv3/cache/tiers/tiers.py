@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -65,11 +65,12 @@ class LookUp:
     answer: Future[int]
     asked: float
     bound_s: float
+    now: Callable[[], float] = time.monotonic
 
     @property
     def is_over(self) -> bool:
         """Whether there is an answer, or has been time enough."""
-        return self.answer.done() or time.monotonic() - self.asked > self.bound_s
+        return self.answer.done() or self.now() - self.asked > self.bound_s
 
     @property
     def found(self) -> int:
@@ -85,7 +86,8 @@ class LookUp:
 class Tiers:
     """Pages of `arena.value_bytes` bytes by key. One thread calls it.
 
-    `buckets` are the numbers of pages, ascending, that go to or from a device at once.
+    `buckets` are the numbers of pages, ascending, that go to or from a device at once. `workers(count, name)` does what
+    takes long, and `now` says the time; a simulator has its own (`dsv3.simulate.pages`).
     """
 
     def __init__(
@@ -94,13 +96,14 @@ class Tiers:
         arena: Arena,
         store: PageStore | None = None,
         peers: FetchesPages | None = None,
+        workers: Callable[[int, str], Executor] = ThreadPoolExecutor,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.value_bytes, self._buckets = arena.value_bytes, tuple(buckets)
         self._arena, self._store, self._peers = arena, store, peers
-        self._loaders = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="kv-load")
-        self._fetchers = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="kv-fetch")
-        self._host_writer = ThreadPoolExecutor(1, thread_name_prefix="kv-host")
-        self._store_writer = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
+        self.now = now
+        self._loaders, self._fetchers = workers(_LOAD_THREADS, "kv-load"), workers(_FETCH_THREADS, "kv-fetch")
+        self._host_writer, self._store_writer = workers(1, "kv-host"), workers(1, "kv-store")
         self._backlog = {"host": 0, "store": 0}  # bytes that wait to be written
         self._staging = Staging()
         self._lock = threading.Lock()
@@ -108,13 +111,13 @@ class Tiers:
         self._resting_until = self._complained = 0.0
         self.batches_under_way = 0
         self.host, self.store, self.peer = TierCounts(), TierCounts(), TierCounts()
-        self._rates = {"host": Rate(), "store": Rate(), "peer": Rate()}
-        self.compute_rate = Rate()  # prompt tokens per second
+        self._rates = {"host": Rate(now), "store": Rate(now), "peer": Rate(now)}
+        self.compute_rate = Rate(now)  # prompt tokens per second
 
     @property
     def has_store(self) -> bool:
         """Whether there is a store that answers."""
-        return self._store is not None and time.monotonic() >= self._resting_until
+        return self._store is not None and self.now() >= self._resting_until
 
     def lacks(self, key: Key) -> bool:
         """Returns whether a page is not in the host's memory."""
@@ -134,7 +137,7 @@ class Tiers:
         if first == len(keys) or not self.has_store:
             return None
         self.store.queries += (len(keys) - first) * PAGE_SIZE
-        return LookUp(first, self._submit_loader(self._count, keys[first:]), time.monotonic(), LOOK_UP_S)
+        return LookUp(first, self._submit_loader(self._count, keys[first:]), self.now(), LOOK_UP_S, self.now)
 
     def ask_peer(self, address: str, keys: Sequence[Key], first: int) -> LookUp | None:
         """Has another instance's pages brought to the host's memory: the keys from `first` on that it lacks.
@@ -150,7 +153,8 @@ class Tiers:
         if not loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate, compute):
             return None
         self.peer.queries += count * PAGE_SIZE
-        return LookUp(first, self._fetchers.submit(self._fetch, address, keys[first:]), time.monotonic(), FETCH_S)
+        answer = self._fetchers.submit(self._fetch, address, keys[first:])
+        return LookUp(first, answer, self.now(), FETCH_S, self.now)
 
     def within_reach(self, keys: Sequence[Key], first: int, found: int) -> int:
         """Returns how many keys from `first` on can be loaded; 0 where computing them is faster.
@@ -196,7 +200,7 @@ class Tiers:
         """Leaves the store alone for a while: it has kept somebody waiting too long."""
         if self.has_store:
             _log.warning("the key-value store does not answer; it is left alone for %.0f s", _REST_S)
-        self._resting_until = time.monotonic() + _REST_S
+        self._resting_until = self.now() + _REST_S
 
     def counts(self) -> dict[str, TierCounts]:
         """Returns what each tier has counted; any thread may ask."""
@@ -237,7 +241,7 @@ class Tiers:
 
     def _load_run(self, keys: Sequence[Key], out: np.ndarray) -> int:
         """Loads what one tier has of the next pages; returns how many."""
-        started = time.perf_counter()
+        started = self.now()
         got = 0
         while got < len(keys) and self._arena.get(keys[got], out[got]):
             got += 1
@@ -248,7 +252,7 @@ class Tiers:
             tier, counts = "store", self.store
             if got:
                 self._submit("host", self._host_writer, self._put_in_host, keys[:got], out[:got])
-        seconds = time.perf_counter() - started
+        seconds = self.now() - started
         self._rates[tier].note(got * self.value_bytes, seconds)
         if got:
             with self._lock:
@@ -259,7 +263,7 @@ class Tiers:
     def _fetch(self, address: str, keys: Sequence[Key]) -> int:
         """Brings pages of another instance to the host's memory; returns how many, from the first on, are there."""
         assert self._peers is not None
-        started, landed = time.perf_counter(), 0
+        started, landed = self.now(), 0
 
         def land(key: Key, value: np.ndarray) -> None:
             nonlocal landed
@@ -271,7 +275,7 @@ class Tiers:
         except OSError as error:
             self.peer.failures += 1
             self._complain("another instance does not give its pages", error)
-        seconds = time.perf_counter() - started
+        seconds = self.now() - started
         with self._lock:
             self.peer.hits += landed * PAGE_SIZE
             self.peer.note_load(landed * self.value_bytes, seconds)
@@ -284,9 +288,9 @@ class Tiers:
         return self._guarded(self._store.count, keys) or 0
 
     def _put_in_host(self, keys: Sequence[Key], values: np.ndarray) -> None:
-        started = time.perf_counter()
+        started = self.now()
         kept = sum(self._arena.put(key, value) for key, value in zip(keys, values, strict=True))
-        self.host.note_store(kept * self.value_bytes, time.perf_counter() - started)
+        self.host.note_store(kept * self.value_bytes, self.now() - started)
 
     def _keep_in_host(self, keys: Sequence[Key], values: np.ndarray) -> None:
         self._put_in_host(keys, values)
@@ -295,14 +299,14 @@ class Tiers:
 
     def _keep_in_store(self, keys: Sequence[Key], values: np.ndarray) -> None:
         assert self._store is not None
-        started = time.perf_counter()
+        started = self.now()
         written = self._guarded(self._store.put, keys, values)
         if written is None:
             self.store.dropped += len(keys)
         else:
-            self.store.note_store(written * self.value_bytes, time.perf_counter() - started)
+            self.store.note_store(written * self.value_bytes, self.now() - started)
 
-    def _submit(self, tier: str, writer: ThreadPoolExecutor, work, keys: Sequence[Key], values: np.ndarray) -> None:
+    def _submit(self, tier: str, writer: Executor, work, keys: Sequence[Key], values: np.ndarray) -> None:
         with self._lock:
             if self._backlog[tier] + values.nbytes > _BACKLOG_BYTES and self._backlog[tier]:
                 (self.host if tier == "host" else self.store).dropped += len(keys)
@@ -326,8 +330,8 @@ class Tiers:
             return None
 
     def _complain(self, text: str, error: OSError) -> None:
-        if time.monotonic() - self._complained > _REST_S:
-            self._complained = time.monotonic()
+        if self.now() - self._complained > _REST_S:
+            self._complained = self.now()
             _log.warning("%s: %s", text, error)
 
 
@@ -338,7 +342,7 @@ class Fetch:
         self._tiers, self._keys, self._buckets = tiers, keys, buckets
         self._asked = 0  # keys
         self._coming: deque[tuple[Future[Batch], int]] = deque()  # with the number of keys
-        self._progress = time.monotonic()
+        self._progress = tiers.now()
         self.advance()
 
     @property
@@ -360,18 +364,18 @@ class Fetch:
     def take(self) -> Batch | None:
         """Returns the next batch once it is there. After one that is not whole nothing more comes."""
         if not self._coming:
-            self._progress = time.monotonic()
+            self._progress = self._tiers.now()
             self.advance()
             return None
         future, wanted = self._coming[0]
         if not future.done():
-            if time.monotonic() - self._progress > LOAD_S:
+            if self._tiers.now() - self._progress > LOAD_S:
                 self._tiers.rest()
                 self.cancel()
             return None
         self._coming.popleft()
         self._tiers.batches_under_way -= 1
-        self._progress = time.monotonic()
+        self._progress = self._tiers.now()
         if (error := future.exception()) is not None:
             _log.error("pages could not be loaded; they are computed", exc_info=error)
             self.cancel()

@@ -11,7 +11,7 @@ from dsv3.config import ModelConfig
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from dsv3.model.schedules.overlapped import worth_overlapping
 from sharding.experts.kind import Kind
-from sharding.experts.traffic import LayerRows, StepTraffic
+from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import Transport, build, choose
 from sharding.mesh import Machine, rank_size
 from sharding.wire.collectives import Overlap, check_ragged, resolve_overlap
@@ -76,19 +76,18 @@ class Communication:
         """Returns the transport of an MTP module's step, which is one batch whatever the main model's is."""
         return self._transport(self._sent(tokens))
 
-    def traffic(self, tokens: int, is_prefill: bool) -> StepTraffic:
+    def traffic(self, tokens: int, is_prefill: bool) -> Traffic:
         """Returns what a device sends to experts and back in all MoE layers of a step."""
         passes = self.schedule(tokens, is_prefill).micro_batches * self.cfg.num_moe_layers
         return self._traffic(self._tokens_at_once(tokens, is_prefill), passes)
 
-    def draft_traffic(self, tokens: int) -> StepTraffic:
+    def draft_traffic(self, tokens: int) -> Traffic:
         """Returns what a device sends to experts and back in an MTP module's step."""
         return self._traffic(self._sent(tokens), 1)
 
-    def _traffic(self, tokens: int, passes: int) -> StepTraffic:
+    def _traffic(self, tokens: int, passes: int) -> Traffic:
         """Returns what a device sends in `passes` passes through an MoE layer, of `tokens` each."""
-        rows, transport = self._rows(tokens), self._transport(tokens)
-        return StepTraffic.from_layer(transport.traffic(rows), transport.overflow_traffic(rows), passes)
+        return self._transport(tokens).traffic(self._rows(tokens)) * passes
 
     def _tokens_at_once(self, tokens: int, is_prefill: bool) -> int:
         """Returns the tokens that one device sends in one pass through a layer."""

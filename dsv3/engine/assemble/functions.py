@@ -26,7 +26,7 @@ from dsv3.model.tensor_parallel import Shards, arrange
 from pallas_kernels.backend import Backend
 from sharding.experts.eplb import ExpertMap
 from sharding.experts.placement import Placement, placement_of
-from sharding.experts.traffic import StepTraffic
+from sharding.experts.traffic import Traffic
 from sharding.mesh import partitions, rank_size
 
 
@@ -107,11 +107,19 @@ def expert_parallel_functions(
         placement = jax.tree.map(lambda array: array[cfg.num_moe_layers :], spread.placement)
         return {"backend": backend, "routed": routed, "placement": placement}
 
+    def agreed(out: StepOutput, routed: ExpertParallel) -> StepOutput:
+        """Returns the output with the most overflows of any device: one number crosses, behind the last layer."""
+        if not routed.transport.hops:
+            return out
+        return dataclasses.replace(out, overflows=jax.lax.pmax(out.overflows, communication.machine.axes))
+
     def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> StepOutput:
-        return steps.prefill(spread.params, cfg, batch, pages, **how(spread, batch.tokens.shape[0], True))
+        chosen = how(spread, batch.tokens.shape[0], True)
+        return agreed(steps.prefill(spread.params, cfg, batch, pages, **chosen), chosen["routed"])
 
     def decode(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> StepOutput:
-        return steps.decode(spread.params, cfg, batch, pages, **how(spread, batch.tokens.size, False))
+        chosen = how(spread, batch.tokens.size, False)
+        return agreed(steps.decode(spread.params, cfg, batch, pages, **chosen), chosen["routed"])
 
     def logits(spread: SpreadParams, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
         return decoder.logits(spread.params, cfg, hidden, backend)
@@ -119,15 +127,16 @@ def expert_parallel_functions(
     def predict_prefill(
         spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, hidden: jax.Array
     ) -> StepOutput:
-        how = predicting(spread, batch.tokens.shape[0])
-        return steps.predict_prefill(spread.params, cfg, batch, pages, hidden, **how)
+        chosen = predicting(spread, batch.tokens.shape[0])
+        return agreed(steps.predict_prefill(spread.params, cfg, batch, pages, hidden, **chosen), chosen["routed"])
 
     def predict_decode(
         spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, hidden: jax.Array
     ) -> StepOutput:
-        return steps.predict_decode(spread.params, cfg, batch, pages, hidden, **predicting(spread, batch.tokens.size))
+        chosen = predicting(spread, batch.tokens.size)
+        return agreed(steps.predict_decode(spread.params, cfg, batch, pages, hidden, **chosen), chosen["routed"])
 
-    def traffic(program: ForwardProgram) -> StepTraffic:
+    def traffic(program: ForwardProgram) -> Traffic:
         if program.of_module:
             return communication.draft_traffic(program.tokens)
         return communication.traffic(program.tokens, program.kind == "prefill")
@@ -138,7 +147,7 @@ def expert_parallel_functions(
     layers = (cfg.num_moe_layers, modules) if modules else (cfg.num_moe_layers,)
     groups, machine = cfg.n_group, communication.machine
     experts = SpreadExperts(layers, cfg.n_routed_experts, replicas, groups, machine, _take, _put)
-    return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype)
+    return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, may_overflow=True)
 
 
 def _take(spread: SpreadParams) -> tuple[tuple[Any, ...], Placement]:

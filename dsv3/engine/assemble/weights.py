@@ -18,11 +18,12 @@ from sharding.mesh import rank_size, shardings
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How weights are read: their dtype, whether FP8 stays FP8, and whether a progress bar is shown."""
+    """How weights are read: their dtype, whether a progress bar is shown, and what FP8 and INT4 become."""
 
     dtype: Any
     fp8: Literal["keep", "dequantize"]
     progress: bool
+    int4: Literal["keep", "fp8", "dequantize"] = "keep"
 
 
 def load_replicated(

@@ -34,9 +34,14 @@ class Layout:
         self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
         self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts.params)
         one = pool(self.model_cfg, self.cfg.cache_dtype, self.cfg.num_pages)
-        self.pages = self.array(*one.shape, dtype=one.dtype)
+        self.pages = jax.tree.map(lambda leaf: self.array(*leaf.shape, dtype=leaf.dtype), one)
         sizes = {name: watch.size for name, watch in watches.items()}
         self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
+
+    @property
+    def platform(self) -> str:
+        """What the devices are: `cpu` or `cuda`."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def num_local_ranks(self) -> int:
@@ -53,6 +58,15 @@ class Layout:
     def count(self, counters: dict[str, Any], result: StepResult, program: int) -> dict[str, Any]:
         """Returns the watches' counters after a forward pass; called while its program is traced."""
         return {name: self.watches[name].update(values, result, program) for name, values in counters.items()}
+
+    def sampling(self, slots: jax.Array, result: StepResult) -> jax.Array:
+        """Returns the slots `[B]` that shall sample after a forward pass: none (`again`) where it overflowed."""
+        return jnp.where(result.overflows > 0, self.again, slots) if self.functions.may_overflow else slots
+
+    @property
+    def again(self) -> int:
+        """Stands for every slot of a forward pass that is computed again. Like that of padding it is out of range."""
+        return self.cfg.max_num_seqs + 1
 
     def array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         """Returns the shape of an array over all ranks, given one rank's."""

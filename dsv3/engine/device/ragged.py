@@ -11,15 +11,15 @@ HEADER = 4 + NUM_FIELDS
 it in the prompt (-1: none, the chunk samples), and sampling parameters."""
 
 
-def ragged_batch(tokens: jax.Array, rows: jax.Array) -> PrefillBatch:
+def ragged_batch(tokens: jax.Array, rows: jax.Array, has_context: bool = True) -> PrefillBatch:
     """Returns the model's batch of the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`."""
     count, context = rows[:, 1], rows[:, 2]
     ends = jnp.cumsum(count)
     cu_lengths = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    chunk = jnp.searchsorted(ends, jnp.arange(tokens.shape[0]), side="right")
+    chunk = jnp.searchsorted(ends, jnp.arange(tokens.shape[0]), side="right", method="scan_unrolled")
     chunk = jnp.minimum(chunk, rows.shape[0] - 1)
     positions = jnp.maximum(context[chunk] + jnp.arange(tokens.shape[0]) - cu_lengths[chunk], 0)
-    return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:])
+    return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:], has_context)
 
 
 def last_rows(batch: PrefillBatch) -> jax.Array:

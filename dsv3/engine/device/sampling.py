@@ -73,11 +73,15 @@ def guard(logits: jax.Array, tokens: jax.Array, instead: int) -> jax.Array:
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, instead)
 
 
-def sample(logits: jax.Array, controls: Controls) -> jax.Array:
-    """Returns one token `[B]` int32 for each row; rows of temperature 0 (below 1e-5) take the most likely one."""
+def sample(logits: jax.Array, controls: Controls, *, filters: bool = True) -> jax.Array:
+    """Returns one token `[B]` int32 for each row; rows of temperature 0 (below 1e-5) take the most likely one.
+
+    Without `filters` no row asks for top_k, top_p or min_p: their 62 passes over the logits are left out.
+    """
     is_greedy = controls.temperature < _MIN_TEMPERATURE
     weights = unfiltered(logits, jnp.where(is_greedy, 1.0, controls.temperature))
-    weights = filtered(weights, controls.top_k, controls.top_p, controls.min_p)
+    if filters:
+        weights = filtered(weights, controls.top_k, controls.top_p, controls.min_p)
     drawn = draw(weights, uniforms(controls.seed, controls.position))
     return jnp.where(is_greedy, greedy(logits), drawn)
 

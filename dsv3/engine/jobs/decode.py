@@ -18,6 +18,7 @@ from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.balance import DecodeBalance
+from dsv3.engine.requests.room import Room
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.model.batch import DecodeBatch
 from dsv3.request import StepOutputs
@@ -46,10 +47,15 @@ class DecodeCommand(Command, frozen=True):
 
 
 class DecodePlanner:
-    """Launches all requests that can have another token; keeps the batch while its rows stay the same."""
+    """Launches all requests that can have another token; keeps the batch while its rows stay the same.
+
+    Where rows need more room than that (`Room`), they take turns in a step.
+    """
 
     def __init__(self, view: EngineView) -> None:
         self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
+        self._room = Room(_power_of_two(self._cfg.num_ranks * self._cfg.max_num_seqs))
+        self._factor, self._turns, self._turn = 1, 1, 0
         self._width = 1
         self._rows: BatchRows | None = None
         self._needs = Needs(0, False)
@@ -61,32 +67,47 @@ class DecodePlanner:
         rows = self._live_rows()
         if rows is None:
             return []
+        mine, batch = self._of_turn(rows) if self._turns > 1 else (rows, self._template)
         slots = self._scheduler.slots
-        short = slots.planned[rows.slots] + self._cfg.tokens_ahead > slots.capacity[rows.slots]
+        short = slots.planned[mine.slots] + self._cfg.tokens_ahead > slots.capacity[mine.slots]
         if short.any():
-            return self._plan_with_pages(rows, short)
-        return self._planned(rows, self._template)  # which nobody writes to: a change makes another one
+            return self._plan_with_pages(mine, batch.copy(), short)
+        return self._planned(mine, batch)  # nobody writes to the template: a change makes another one
 
-    def _plan_with_pages(self, rows: BatchRows, short: np.ndarray) -> list[Planned]:
+    def _of_turn(self, rows: BatchRows) -> tuple[BatchRows, np.ndarray]:
+        """Returns the rows whose turn it is, and their batch; those of a rank that go stand apart."""
+        self._turn += 1
+        longest, batch = int(rows.position.max()) + 1, self._template.copy()
+        waits = (rows.position + rows.rank * longest) % self._turns != self._turn % self._turns
+        return self._without(rows, waits, batch), batch
+
+    def _plan_with_pages(self, rows: BatchRows, batch: np.ndarray, short: np.ndarray) -> list[Planned]:
         """Plans a step in which some rows need a page; those that get none sit it out."""
         slots = self._scheduler.slots
         extended, pages, stalled = self._scheduler.extend(rows.slots[short])
-        left = rows if self._version == slots.version else self._live_rows()  # pre-emption may remove some
-        if left is None:
-            return []
-        batch = self._template.copy()
+        left = rows
+        if self._version != slots.version:  # pre-emption has removed some
+            live = self._live_rows()
+            if live is None:
+                return []
+            batch = self._template.copy()
+            left = self._without(live, ~np.isin(live.slots, rows.slots), batch)
         self._enter_pages(batch, left, extended, pages)
         if stalled:
-            left = self._without(left, stalled, batch)
-        return self._planned(left, batch) if len(left.slots) else []
+            left = self._without(left, np.isin(left.slots, stalled), batch)
+        return self._planned(left, batch)
 
     def _planned(self, rows: BatchRows, batch: np.ndarray) -> list[Planned]:
+        if not len(rows.slots):
+            return []
         self._scheduler.slots.planned[rows.slots] += self._width
-        decode = Planned(NAME, DecodeCommand(batch, self._width))
+        decode = Planned(NAME, DecodeCommand(batch, self._width), self._factor)
         return [decode, *plan_sample(self._scheduler, NAME, rows, self._needs, [], self._width)]
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
-        """Has nothing to note: what was sampled says all."""
+        """Notes whether the step had room for its rows, where it tells; what was sampled says all else."""
+        if results:
+            self._room.note(planned.context, bool((results[0] > self._cfg.max_num_seqs).any()))
 
     def stats(self) -> DecodeBalance | None:
         """Says how even the ranks' loads are."""
@@ -105,7 +126,7 @@ class DecodePlanner:
     def _live_rows(self) -> BatchRows | None:
         """Returns rows of all requests that decode and have not planned their last token."""
         slots = self._scheduler.slots
-        same = self._version == slots.version and self._rows is not None
+        same = self._version == slots.version and self._rows is not None and self._factor == self._room.factor
         mine = self._rows.slots if same and self._rows is not None else slots.decoding.nonzero()[0]
         done = slots.planned[mine] >= slots.limit[mine]
         if done.any():
@@ -123,7 +144,9 @@ class DecodePlanner:
         rank = mine // cfg.max_num_seqs
         starts = np.searchsorted(mine, np.arange(cfg.num_ranks) * cfg.max_num_seqs)
         position = np.arange(len(mine)) - starts[rank]
-        size = bucket(cfg.decode_buckets, int(position.max()) + 1)
+        longest, self._factor = int(position.max()) + 1, self._room.factor
+        size = bucket(cfg.decode_buckets, min(longest * self._factor, cfg.max_num_seqs))
+        self._turns = min(-(-longest * self._factor // size), longest * cfg.num_ranks)
         self._width = cfg.width(size)
         batch = np.empty((cfg.num_ranks, size, 3), np.int32)
         batch[:] = cfg.max_num_seqs, -1, 0
@@ -132,11 +155,14 @@ class DecodePlanner:
         self._needs = Needs.from_slots(self._scheduler.slots, mine)
         return BatchRows.at(self._scheduler.slots, mine, rank, position)
 
-    def _without(self, rows: BatchRows, stalled: list[int], batch: np.ndarray) -> BatchRows:
-        """Returns the rows that do not sit this step out; the others become padding in `batch`."""
-        out = np.isin(rows.slots, stalled)
+    def _without(self, rows: BatchRows, out: np.ndarray, batch: np.ndarray) -> BatchRows:
+        """Returns the rows that do not sit this step `out` (`[n]` bool); those become padding in `batch`."""
         batch[rows.rank[out], rows.position[out], 0] = self._cfg.max_num_seqs
         return rows.only(~out)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
@@ -157,14 +183,21 @@ class DecodeWorker:
         self._devices = devices
 
     def launch(self, command: DecodeCommand) -> tuple[jax.Array, ...]:
-        """Starts the batch; leaves logits, hidden states and slots for the sampler and the drafter."""
+        """Starts the batch; leaves logits, hidden states and slots for the sampler and the drafter.
+
+        Returns the slots where they may say that the step is to be computed again.
+        """
         devices = self._devices
         program = devices.programs.get(Key(NAME, command.rows.shape[1], width=command.width))
         devices.pages, devices.state, logits, hidden, slots = program(
             devices.params, devices.pages, devices.state, devices.put(command.rows)
         )
         devices.handed[NAME] = Forward(slots, logits, hidden)
-        return ()
+        if not devices.layout.functions.may_overflow:
+            return ()
+        told = slots.addressable_data(0)  # the same on every rank
+        told.copy_to_host_async()
+        return (told,)
 
 
 def decode_body(
@@ -180,7 +213,8 @@ def decode_body(
     """Runs the last token and the drafts of the slots in `rows` `[B, 3]` (see `DecodeCommand`), for one rank.
 
     Returns pages, state, logits `[B, S, W]`, hidden states `[B, S, D]` where something drafts from them, and the slots
-    `[B]` that shall sample. `program` is the number under which it counts.
+    `[B]` that shall sample: none where a buffer between devices was too small. The state does not change then, but for
+    its page table, and what was written into pages is written again. `program` is the number under which it counts.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, new_page, index = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -192,7 +226,7 @@ def decode_body(
     logits = functions.logits(params, cfg, out.hidden)
     counters = layout.count(state.counters, out, program)
     state = dataclasses.replace(state, page_table=page_table, counters=counters)
-    return out.pages, state, logits, out.hidden if functions.draft else None, slots
+    return out.pages, state, logits, out.hidden if functions.draft else None, layout.sampling(slots, out)
 
 
 def _applies(parts: Parts) -> bool:

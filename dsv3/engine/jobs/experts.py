@@ -41,7 +41,7 @@ from sharding.experts.eplb import (
 )
 from sharding.experts.placement import Placement, expert_map_of, placement_of
 from sharding.experts.rebalance import LayerMove, move_layer
-from sharding.experts.traffic import MAX_HOPS, StepTraffic, Traffic
+from sharding.experts.traffic import Traffic
 from sharding.mesh import RANK_SPEC, RANKS
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ READ_LOAD, MOVE = Key("read_load"), Key("move_experts")  # one of `MOVE` per sta
 READ_STEPS = 128  # launching a read-out took 0.5 ms on eight devices of a busy CPU: 4 us per step
 WINDOW_READS = 8
 MOVE_BYTES = 256 * 2**20  # per device and step, twice over the wire: 10 ms at 50 GB/s; at least one layer
+_COUNTS = 2  # of each forward program: passes that overflowed, and all
 MIN_GAIN = 0.02  # of a layer's balancedness; less is not worth moving its weights
 
 
@@ -77,9 +78,10 @@ class ExpertStats:
     `balancedness` is the mean over the layers of mean over maximum of the devices' loads, for the load of the last
     steps on the experts' present places. `balancedness_min` is that of the most uneven layer, `balancedness_by_layer`
     that of each MoE layer, an MTP module's last. `rebalances` counts decisions carried out, `moved` slots that got
-    another expert, `checksum_failures` layers that stayed because a checksum differed. `extra_rounds` of dispatch were
-    needed beyond those that no step can do without. `in_node_bytes` have gone from device to device of a node for
-    dispatch and combine, `cross_node_bytes` to another node, in all.
+    another expert, `checksum_failures` layers that stayed because a checksum differed. `repeats` are forward passes
+    that meant nothing because a buffer was too small. They were computed again, but for an MTP module's, which only
+    guess. `in_node_bytes` have gone from device to device of a node for dispatch and combine, `cross_node_bytes` to
+    another node, in all.
     """
 
     balancedness: float
@@ -88,7 +90,7 @@ class ExpertStats:
     rebalances: int
     moved: int
     checksum_failures: int
-    extra_rounds: int
+    repeats: int
     in_node_bytes: int
     cross_node_bytes: int
 
@@ -123,15 +125,15 @@ def judge(
 class TrafficCounter:
     """What dispatch and combine have sent, from what the devices count and `StepFunctions.traffic`."""
 
-    def __init__(self, traffic: Sequence[StepTraffic]) -> None:
+    def __init__(self, traffic: Sequence[Traffic]) -> None:
         self._traffic = traffic
-        self.total, self.extra_rounds = Traffic(), 0
+        self.total, self.repeats = Traffic(), 0
 
     def add(self, programs: np.ndarray) -> None:
-        """Takes over rounds of each hop and steps, by forward program `[P, MAX_HOPS + 1]`."""
-        for step, (*rounds, steps) in zip(self._traffic, programs.tolist(), strict=True):
-            self.total += step.total(rounds, steps)
-            self.extra_rounds += sum(step.overflow_rounds(rounds, steps))
+        """Takes over how often each forward program overflowed, and how often it ran, `[P, 2]`."""
+        for step, (overflowed, steps) in zip(self._traffic, programs.tolist(), strict=True):
+            self.total += step * steps
+            self.repeats += overflowed
 
 
 def _make_planner(view: EngineView) -> "Balancer":
@@ -255,7 +257,7 @@ class Balancer:
             rebalances=self._rebalances,
             moved=self._moved,
             checksum_failures=self._failures,
-            extra_rounds=self._sent.extra_rounds,
+            repeats=self._sent.repeats,
             in_node_bytes=sent.device_bytes - sent.node_bytes,
             cross_node_bytes=sent.node_bytes,
         )
@@ -361,25 +363,26 @@ def _read_load(load: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def load_size(experts: SpreadExperts, cfg: EngineConfig) -> int:
     """Returns how many counters there are: see `split_load`."""
-    return experts.num_layers * experts.num_experts + len(cfg.forward_programs) * (MAX_HOPS + 1)
+    return experts.num_layers * experts.num_experts + len(cfg.forward_programs) * _COUNTS
 
 
 def counted(experts: SpreadExperts, cfg: EngineConfig, load: jax.Array, result: StepResult, program: int) -> jax.Array:
     """Returns the counters after a forward pass."""
-    pairs, width = experts.num_layers * experts.num_experts, MAX_HOPS + 1
+    pairs = experts.num_layers * experts.num_experts
     counts = result.expert_counts.ravel()
     first = experts.first_layer(int(cfg.forward_programs[program].of_module)) * experts.num_experts
     load = load.at[first : first + counts.size].add(counts)
-    return load.at[pairs + program * width : pairs + (program + 1) * width].add(jnp.append(result.rounds, 1))
+    ran = jnp.stack([(result.overflows > 0).astype(jnp.int32), jnp.ones((), jnp.int32)])
+    return load.at[pairs + program * _COUNTS : pairs + (program + 1) * _COUNTS].add(ran)
 
 
 def split_load(load: np.ndarray, experts: SpreadExperts, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Splits what was read of all ranks.
 
-    Returns (token, expert) pairs `[L, E]`; and per forward program the rounds of each hop, and its steps.
+    Returns (token, expert) pairs `[L, E]`; and how often each forward program overflowed, and how often it ran.
     """
     pairs = experts.num_layers * experts.num_experts
-    programs = load[pairs:].reshape(-1, MAX_HOPS + 1) // num_ranks  # equal on every rank
+    programs = load[pairs:].reshape(-1, _COUNTS) // num_ranks  # equal on every rank
     return load[:pairs].reshape(experts.num_layers, -1).astype(np.int64), programs.astype(np.int64)
 
 

@@ -6,30 +6,30 @@ has come. What does not come in time, or does not verify, is computed.
 """
 
 import dataclasses
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dsv3.cache.events.record import Record, Watch
 from dsv3.cache.identity import LAYOUT_VERSION
 from dsv3.cache.keys import Key as PageKey
-from dsv3.cache.layout import page_bytes, pool
+from dsv3.cache.layout import page_bytes
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.cache.tiers.arena import Arena, arena_bytes, cells_within
 from dsv3.cache.tiers.shared_memory import SharedMemory
 from dsv3.cache.tiers.store import open_store
 from dsv3.cache.tiers.tiers import Batch, Fetch, Tiers
-from dsv3.engine.config import EngineConfig, bucket
+from dsv3.engine.config import bucket
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
+from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.sequence import Sequence
@@ -99,12 +99,15 @@ def page_buckets(page_bytes: int) -> tuple[int, ...]:
     return tuple(n for n in (1, 8, _MOST_AT_ONCE) if n == 1 or n * page_bytes <= BATCH_BYTES)
 
 
-def page_shape(part: Parts | Layout) -> jax.ShapeDtypeStruct:
-    """Returns shape and type of a page in all layers, `[L, 64, R + P]`."""
-    return pool(part.model_cfg, part.cfg.cache_dtype, 1)
+class Opened(NamedTuple):
+    """The tiers of an engine, the memory of the first, and the port for other instances."""
+
+    tiers: Tiers
+    memory: SharedMemory | None
+    server: PageServer | None
 
 
-def open_tiers(parts: Parts, events: Record | None = None) -> tuple[Tiers, SharedMemory, PageServer | None]:
+def open_tiers(parts: Parts, events: Record | None = None) -> Opened:
     """Opens the tiers that the limits ask for, and the port for other instances.
 
     `events` hears what the tiers store and remove. Raises MemoryError, OSError or ValueError where one cannot be.
@@ -123,26 +126,26 @@ def open_tiers(parts: Parts, events: Record | None = None) -> tuple[Tiers, Share
     limit = int(cfg.kv_store_size * 2**30)
     store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
     if cfg.transfer_key_file is None:
-        return Tiers(page_buckets(size), arena, store), memory, None
+        return Opened(Tiers(page_buckets(size), arena, store), memory, None)
     secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), Hello(VERSION, cfg.identity, size)
     server = None
     if cfg.transfer_address is not None:
         server = PageServer(*split_address(cfg.transfer_address, "transfer_address"), secret, hello, arena)
-    return Tiers(page_buckets(size), arena, store, Peers(secret, hello)), memory, server
+    return Opened(Tiers(page_buckets(size), arena, store, Peers(secret, hello)), memory, server)
 
 
 class PagesPlanner:
-    """Decides which pages a step copies."""
+    """Decides which pages a step copies. `opened` are the tiers, those that the limits ask for if not given."""
 
-    def __init__(self, view: EngineView) -> None:
-        self._scheduler, self._cfg = view.scheduler, view.parts.cfg
-        self._tiers, self.memory, self.server = open_tiers(view.parts, view.scheduler.events)
+    def __init__(self, view: EngineView, opened: Opened | None = None) -> None:
+        self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
+        self._tiers, self.memory, self.server = opened or open_tiers(view.parts, view.scheduler.events)
         view.scheduler.tiers = self._tiers
         self._buckets = page_buckets(self._tiers.value_bytes)
         self._most = max(self._buckets[-1], TIER_STEP_BYTES // self._tiers.value_bytes)
         self._fetches: dict[int, tuple[Sequence, Fetch]] = {}  # by the epoch of the slot
         self._under_way = 0  # jobs
-        self._measured_tokens, self._measured_at = 0, perf_counter()
+        self._measured_tokens, self._measured_at = 0, self._tiers.now()
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans what can be copied now; waits a moment where nobody has anything else to do."""
@@ -187,7 +190,7 @@ class PagesPlanner:
 
     def _measure(self) -> None:
         """Notes how fast prompts are computed, from the tokens and the time since the last step."""
-        now, tokens = perf_counter(), self._scheduler.prompt_tokens
+        now, tokens = self._tiers.now(), self._scheduler.prompt_tokens
         self._tiers.compute_rate.note(tokens - self._measured_tokens, now - self._measured_at)
         self._measured_tokens, self._measured_at = tokens, now
 
@@ -276,34 +279,12 @@ class PagesPlanner:
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket and direction."""
-    one = page_shape(layout)
-    for count in page_buckets(page_bytes(layout.model_cfg, layout.cfg.cache_dtype)):
+    cfg, one = layout.cfg, value_shape(layout.model_cfg, layout.cfg.cache_dtype)
+    out, into = (functools.partial(body, num_pages=cfg.num_pages) for body in (take_out, put_in))
+    for count in page_buckets(page_bytes(layout.model_cfg, cfg.cache_dtype)):
         pages, values = layout.array(count), layout.array(count, *one.shape, dtype=one.dtype)
-        yield layout.per_rank(Key(OUT, count), _rows_of(layout.cfg, take_out), (layout.pages, pages))
-        arguments = (layout.pages, pages, values)
-        yield layout.per_rank(Key(IN, count), _rows_of(layout.cfg, put_in), arguments, donated=(0,))
-
-
-def _rows_of(cfg: EngineConfig, body: Any) -> Any:
-    """Returns a program that takes pages `[n]`, and has `body` take their rows of the pool `[n, L]`."""
-
-    def with_rows(pool: jax.Array, pages: jax.Array, *values: jax.Array) -> Any:
-        layers = jnp.arange(pool.shape[0] // cfg.num_pages) * cfg.num_pages
-        rows = jnp.where(pages[:, None] < 0, pool.shape[0], pages[:, None] + layers)
-        return body(pool, rows, *values)
-
-    return with_rows
-
-
-def take_out(pool: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the pages of a pool `[L * pages, 64, R + P]` at `rows` `[n, L]`: `[n, L, 64, R + P]`."""
-    return pool.at[rows].get(mode="fill", fill_value=0)
-
-
-def put_in(pool: jax.Array, rows: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the pool with `values` `[n, L, 64, R + P]` at `rows` `[n, L]`, and something to wait for."""
-    flat = rows.reshape(-1), values.reshape(-1, *values.shape[2:])
-    return pool.at[flat[0]].set(flat[1], mode="drop"), rows[:, 0]
+        yield layout.per_rank(Key(OUT, count), out, (layout.pages, pages))
+        yield layout.per_rank(Key(IN, count), into, (layout.pages, pages, values), donated=(0,))
 
 
 class PagesWorker:
@@ -313,7 +294,7 @@ class PagesWorker:
         self._devices = devices
 
     def launch(self, command: PagesCommand) -> tuple[jax.Array, ...]:
-        """Starts the copies; returns what has come out, one array `[1, n, L, 64, R + P]` per copy and rank with pages.
+        """Starts the copies; returns what has come out, one array of values `[1, n, ...]` per copy and rank with pages.
 
         Behind them stands, for each copy in, something to wait for.
         """
@@ -329,7 +310,8 @@ class PagesWorker:
         return taken
 
     def _put_in(self, copy: Copy) -> jax.Array:
-        devices, one, count = self._devices, page_shape(self._devices.layout), copy.pages.shape[1]
+        devices, layout, count = self._devices, self._devices.layout, copy.pages.shape[1]
+        one = value_shape(layout.model_cfg, layout.cfg.cache_dtype)
         values = {rank: each.view(one.dtype).reshape(count, *one.shape) for rank, each in copy.values.items()}
         program = devices.programs.get(Key(IN, count))
         devices.pages, written = program(devices.pages, devices.put(copy.pages), devices.put_some(values, one.dtype))

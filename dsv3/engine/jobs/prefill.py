@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -18,6 +19,7 @@ from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.requests.balance import PrefillBalance
+from dsv3.engine.requests.room import Room
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.sequence import Sequence
 from dsv3.fleet.cost import prefill_cost
@@ -29,12 +31,16 @@ NAME = "prefill"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `stop` of a sequence; the last chunk samples the first token of the answer."""
+    """Tokens `start` to `stop` of a sequence; the last chunk samples the first token of the answer.
+
+    Each token has `room` times that of its bucket (`requests.room`).
+    """
 
     sequence: Sequence
     epoch: int
     start: int
     stop: int
+    room: int = 1
 
     @property
     def is_last(self) -> bool:
@@ -45,8 +51,9 @@ class Chunk:
 class PrefillCommand(Command, frozen=True):
     """Chunks of several ranks, in the order of the ranks; only what they use of tokens and page tables travels.
 
-    `bucket` is the size of the batch. Row i of `header` is a chunk: rank, pages, then `HEADER` columns. `tokens` and
-    `pages` hold those of all chunks one after the other. Where it `tells`, log-probabilities of the prompts follow.
+    `bucket` is the size of the batch, and `has_context` says whether a chunk has tokens before it. Row i of `header` is
+    a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` hold those of all chunks one after the other.
+    Where it `tells`, log-probabilities of the prompts follow.
     """
 
     bucket: int
@@ -54,6 +61,7 @@ class PrefillCommand(Command, frozen=True):
     tokens: np.ndarray  # int32
     pages: np.ndarray  # int32
     samples: bool
+    has_context: bool = True
     tells: bool = False
 
     def part(self, ranks: range) -> "PrefillCommand":
@@ -68,6 +76,7 @@ class PrefillCommand(Command, frozen=True):
             self.tokens[tokens[first] : tokens[last]],
             self.pages[pages[first] : pages[last]],
             self.samples,
+            self.has_context,
             self.tells,
         )
 
@@ -109,6 +118,7 @@ class PrefillPlanner:
     def __init__(self, view: EngineView) -> None:
         self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
         self._balance = PrefillBalance()
+        self._room = Room(1 << (self._cfg.max_num_batched_tokens - 1).bit_length())
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans one batch of chunks, log-probabilities of their tokens, and sampling where one is a prompt's last."""
@@ -128,13 +138,18 @@ class PrefillPlanner:
         return planned
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
-        """Makes the pages findable that the chunks have completed."""
+        """Makes the pages findable that the chunks have completed, or takes back chunks that found no room."""
         scheduler = self._scheduler
-        for chunk in (c for mine in planned.context for c in mine):
-            scheduler.prompt_tokens += chunk.stop - chunk.start
+        overflowed = any((slots > self._cfg.max_num_seqs).any() for slots in results)
+        self._room.note(next(c.room for mine in planned.context for c in mine), overflowed)
+        for chunk in (c for mine in planned.context for c in reversed(mine)):
             slot = chunk.sequence.slot
-            if slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch:
+            holds = slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch
+            if holds and overflowed:
+                scheduler.take_back(chunk.sequence, chunk.start)
+            elif holds:
                 scheduler.publish(chunk.sequence, chunk.stop)
+            scheduler.prompt_tokens += 0 if overflowed else chunk.stop - chunk.start
 
     def stats(self) -> PrefillBalance | None:
         """Says how even the ranks' shares are."""
@@ -144,7 +159,8 @@ class PrefillPlanner:
         """Returns the chunks of a step, by rank."""
         prefilling = self._scheduler.prefilling
         rows = self._cfg.prefill_rows(self._cfg.prefill_buckets[-1])
-        dealt = self._scheduler.balancer.deal(prefilling, rows)
+        budget = max(1, self._cfg.max_num_batched_tokens // self._room.factor)
+        dealt = self._scheduler.balancer.deal(prefilling, rows, budget)
         return [self._of_rank(mine, counts) for mine, counts in zip(prefilling, dealt, strict=True)]
 
     def _of_rank(self, prefilling: list[Sequence], counts: list[int]) -> list[Chunk]:
@@ -156,12 +172,14 @@ class PrefillPlanner:
                 to_tell -= count
             if count:
                 epoch = int(self._scheduler.slots.epoch[sequence.slot])
-                chunks.append(Chunk(sequence, epoch, sequence.prefilled, sequence.prefilled + count))
+                start, stop = sequence.prefilled, sequence.prefilled + count
+                chunks.append(Chunk(sequence, epoch, start, stop, self._room.factor))
         return sorted(chunks, key=lambda chunk: not chunk.sequence.tells_prompt)
 
     def _bucket(self, chunks: list[list[Chunk]]) -> int:
-        """Returns the smallest bucket with enough tokens and enough rows."""
+        """Returns the smallest bucket with enough tokens and enough rows, and the room that each token gets."""
         tokens = max(sum(c.stop - c.start for c in mine) for mine in chunks)
+        tokens = min(tokens * self._room.factor, self._cfg.max_num_batched_tokens)
         rows = max(map(len, chunks))
         return next(b for b in self._cfg.prefill_buckets if b >= tokens and self._cfg.prefill_rows(b) >= rows)
 
@@ -202,18 +220,28 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         np.concatenate([c.sequence.tokens[c.start : c.stop] for _, c in flat]),
         np.array([page for _, c in flat for page in c.sequence.pages], np.int32),
         any(c.is_last for _, c in flat),
+        any(c.start for _, c in flat),
         any(c.sequence.tells_prompt for _, c in flat),
     )
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields one program per bucket."""
+    """Yields the programs of each bucket: one per variant."""
     cfg = layout.cfg
-    for size in cfg.prefill_buckets:
+    for size, variant in itertools.product(cfg.prefill_buckets, _variants(layout)):
         batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
-        body = functools.partial(prefill_body, layout, program=cfg.program_number(NAME, size))
+        number = cfg.program_number(NAME, size)
+        body = functools.partial(prefill_body, layout, has_context=bool(variant), program=number)
         arguments = (layout.params, layout.pages, layout.state, *batch)
-        yield layout.per_rank(Key(NAME, size), body, arguments, donated=(1, 2), takes_params=True)
+        yield layout.per_rank(Key(NAME, size, variant), body, arguments, donated=(1, 2), takes_params=True)
+
+
+def _variants(layout: Layout) -> tuple[int, ...]:
+    """Returns the variants: for chunks without cached tokens before them (0), and for any (1).
+
+    A CPU has only the second, which looks while it runs: that costs it nothing there, and a compilation does.
+    """
+    return (1,) if layout.platform == "cpu" else (0, 1)
 
 
 class PrefillWorker:
@@ -226,7 +254,8 @@ class PrefillWorker:
         """Starts the batch; leaves logits, hidden states and slots for the sampler and the drafter."""
         devices = self._devices
         tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
-        program = devices.programs.get(Key(NAME, command.bucket))
+        variant = max(int(command.has_context), min(_variants(devices.layout)))
+        program = devices.programs.get(Key(NAME, command.bucket, variant))
         batch = devices.put(tokens), devices.put(rows)
         devices.pages, devices.state, logits, hidden, slots = program(
             devices.params, devices.pages, devices.state, *batch
@@ -235,9 +264,10 @@ class PrefillWorker:
             devices.handed[prompt_logprobs.NAME] = Forward(slots, hidden=hidden, batch=batch)
         if command.samples or devices.layout.cfg.speculative is not None:
             devices.handed[NAME] = Forward(slots, logits if command.samples else None, hidden, batch)
-        if command.samples:
+        if command.samples and not devices.layout.functions.may_overflow:
             return ()
-        # No token to read, but something to wait for: pages are shared once they are written.
+        # Whether there was room. Where there is no token to read it is also what to wait for: pages are shared once
+        # they are written.
         return (local_part(slots),)
 
 
@@ -249,17 +279,19 @@ def prefill_body(
     tokens: jax.Array,
     rows: jax.Array,
     *,
+    has_context: bool,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array]:
     """Runs the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`, for one rank; enters them into the state.
 
     Returns pages, state, logits `[B, 1, W]` after each chunk's last token, hidden states, and the slots `[B]` that
-    shall sample. The hidden states are those of all tokens `[T, D]` where something drafts from them, and else those
-    of the first, of which log-probabilities may be told. `program` is the number under which it counts.
+    shall sample: none where a buffer between devices was too small. The hidden states are those of all tokens `[T, D]`
+    where something drafts from them, and else those of the first, of which log-probabilities may be told. The host
+    knows whether a chunk `has_context`, so no device asks. `program` is the number under which it counts.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, count, context, follows = (rows[:, i] for i in range(4))
-    batch = ragged_batch(tokens, rows)
+    batch = ragged_batch(tokens, rows, has_context)
     out = functions.prefill(params, cfg, batch, pages)
     logits = functions.logits(params, cfg, out.hidden[last_rows(batch)])
     state = DecodeState(
@@ -271,7 +303,7 @@ def prefill_body(
     )
     sampling = jnp.where(follows < 0, slots, state.lengths.shape[0])
     hidden = out.hidden[: prompt_logprobs.rows_left(layout, tokens.shape[0])]
-    return out.pages, state, logits[:, None], hidden, sampling
+    return out.pages, state, logits[:, None], hidden, layout.sampling(sampling, out)
 
 
 KIND = JobKind(NAME, PrefillCommand, PrefillPlanner, programs, PrefillWorker)

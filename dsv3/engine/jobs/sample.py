@@ -27,7 +27,7 @@ from dsv3.engine.requests.accept import accept
 from dsv3.engine.requests.codes import NOT_FINITE, NOTHING, UNDRAFTED
 from dsv3.engine.requests.rows import BatchRows, Sampled
 from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import FULL, GREEDY, SAMPLED, Sequence
+from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL, GREEDY, Sequence
 from dsv3.engine.requests.slots import SlotTable
 from dsv3.request import StepOutputs
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
@@ -170,7 +170,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields samplers by rows and variant, log-probabilities, and the two programs of adjustments."""
     cfg = layout.cfg
     for rows, width in layout.sampled_shapes:
-        for variant in (GREEDY, SAMPLED, FULL):
+        for variant in (GREEDY, DRAWN, FILTERED, FULL):
             yield _sampler(layout, rows, width, variant)
         arguments = (_logits(layout, rows, width), layout.array(rows, width))
         yield layout.per_rank(Key("logprobs", rows, width=width), logprobs_body, arguments, gathered="all")
@@ -268,13 +268,13 @@ def sample_body(
     Column i of the state's tokens is compared with what is sampled at position i - 1: a row goes on while they agree.
     Where a benchmark gives the `chances` of the drafts, a coin overrules what was sampled in front of each.
 
-    Returns state, adjust state and tokens `[B, S]`: `NOTHING` or `UNDRAFTED` behind the accepted ones, `NOT_FINITE`
-    where the logits were not finite (the state then gets token 0, and the row ends).
+    Returns state, adjust state and tokens `[B, S]`: `NOTHING` or `UNDRAFTED` behind the accepted ones and in rows that
+    shall not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends).
     """
     num_slots, S = state.tokens.shape[0], logits.shape[1]
     held = jnp.minimum(slots, num_slots - 1)
     drafts = state.tokens[held]
-    going = jnp.ones(slots.shape, jnp.bool)
+    going = slots < num_slots
     last, columns = drafts[:, 0], []
     for i in range(S):
         drawn = _sample_position(variant, state, adjust, logits[:, i], held, i)
@@ -302,8 +302,10 @@ def _sample_position(
     own = logits
     if adjust is not None:
         logits = sampling.adjusted(logits, adjustments_at(state, adjust, held, offset))
-    greedy = variant == GREEDY
-    drawn = sampling.greedy(logits) if greedy else sampling.sample(logits, controls_at(state, held, offset))
+    if variant == GREEDY:
+        drawn = sampling.greedy(logits)
+    else:
+        drawn = sampling.sample(logits, controls_at(state, held, offset), filters=variant >= FILTERED)
     drawn = sampling.guard(logits, drawn, NOT_FINITE)
     return sampling.guard(own, drawn, NOT_FINITE)  # a NaN that `min_tokens` forbids is in the log-probabilities
 

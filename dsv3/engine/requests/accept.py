@@ -14,8 +14,8 @@ NOT_FINITE_MESSAGE = "the model's logits were not finite for this request"
 def accept(scheduler: Scheduler, rows: BatchRows, sampled: Sampled, outputs: StepOutputs) -> None:
     """Notes the tokens of a batch's rows and adds them to `outputs`.
 
-    What belongs to a request that has left its slot is dropped. Most rows become columns; a request's first and last
-    tokens, log-probabilities and errors are objects.
+    What belongs to a request that has left its slot is dropped. Rows without a token are of a step that is computed
+    again. Most rows become columns; a request's first and last tokens, log-probabilities and errors are objects.
     """
     slots = scheduler.slots
     live = slots.epoch[rows.slots] == rows.epochs
@@ -25,6 +25,13 @@ def accept(scheduler: Scheduler, rows: BatchRows, sampled: Sampled, outputs: Ste
     if not len(mine):
         return
     tokens = _of_rows(sampled.tokens, rows)
+    repeated = tokens[:, 0] == NOTHING
+    if repeated.any():
+        _correct_plans(scheduler, mine[repeated], np.full(np.count_nonzero(repeated), tokens.shape[1]))
+        rows, tokens = rows.only(~repeated), tokens[~repeated]
+        mine = rows.slots
+        if not len(mine):
+            return
     accepted = scheduler.drafts.add(tokens)
     before, limit = slots.known[mine], slots.limit[mine]
     known = np.minimum(before + accepted, limit)

@@ -71,15 +71,15 @@ class Balancer:
         self.backlog[self._slots.rank_of(request.slot)] -= request.charge
         request.charge = 0
 
-    def deal(self, prefilling: Sequence[Sequence[Request]], rows: int) -> list[list[int]]:
-        """Returns how many tokens of each prompt the next step computes, at most `rows` prompts per rank.
+    def deal(self, prefilling: Sequence[Sequence[Request]], rows: int, budget: int) -> list[list[int]]:
+        """Returns how many tokens of each prompt the next step computes, at most `budget` and `rows` prompts per rank.
 
         Where prompts of several priorities run, the earlier ones come first, whatever that does to the balance.
         """
         pending = [[(s.prefilled, len(s.tokens)) for s in mine[:rows]] for mine in prefilling]
         if self._slots.are_mixed:
-            return [chunks.in_order(mine, self._cfg.max_num_batched_tokens) for mine in pending]
-        return chunks.deal(pending, self._cfg.max_num_batched_tokens, rows, self.keys)
+            return [chunks.in_order(mine, budget) for mine in pending]
+        return chunks.deal(pending, budget, rows, self.keys)
 
     def _own(self, tokens: int, depths: np.ndarray | None) -> np.ndarray | float:
         """Returns the cost of a prompt, on each rank where some can find pages of it."""

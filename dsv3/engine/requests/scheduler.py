@@ -124,6 +124,15 @@ class Scheduler:
         sequence.state = State.PREFILLING
         _join(self.prefilling[self.slots.rank_of(sequence.slot)], sequence)
 
+    def take_back(self, sequence: Sequence, start: int) -> None:
+        """Has a running request compute its tokens from `start` on again: what launched steps did to them is void."""
+        line = self.prefilling[self.slots.rank_of(sequence.slot)]
+        if sequence not in line:
+            line.insert(next((i for i, s in enumerate(line) if s.priority >= sequence.priority), len(line)), sequence)
+        self.slots.renew(sequence.slot)
+        sequence.state, sequence.prefilled = State.PREFILLING, start
+        self.balancer.charge(sequence)
+
     def remove(self, sequence: Sequence) -> None:
         """Takes a request out wherever it is; its pages are free once no launched step can write them."""
         del self.sequences[sequence.id]

@@ -11,8 +11,9 @@ from dsv3.prepare import PreparedRequest
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.matcher import Matcher
 
-GREEDY, SAMPLED, FULL = 0, 1, 2
-"""Variants of the sampler, each able to do all that the one before it does."""
+GREEDY, DRAWN, FILTERED, FULL = 0, 1, 2, 3
+"""Variants of the sampler, each able to do all that the one before it does: the likeliest token, one drawn with a
+temperature, one that passes filters (top_k, top_p, min_p), and one of changed logits."""
 
 
 class State(enum.Enum):
@@ -112,4 +113,7 @@ def _variant(sampling: SamplingParams) -> int:
     )
     if adjusts:
         return FULL
-    return SAMPLED if sampling.temperature > 0 else GREEDY
+    if sampling.temperature <= 0:
+        return GREEDY
+    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return FILTERED if filters else DRAWN

@@ -29,8 +29,8 @@ class SlotTable:
     | `Sequence.prefilled` | tokens whose latents a launched step has written or will write, while it is prefilling |
     | `Sequence.num_cached` | prompt tokens found in the prefix cache |
 
-    `epoch` is another number each time a slot changes hands, and no two slots ever have the same one: results of a step
-    launched for an earlier owner are recognised and dropped, wherever the request is by then.
+    `epoch` is another number each time a slot changes hands or begins anew, and no two slots ever have the same one:
+    results of a step launched for an earlier epoch are recognised and dropped, wherever the request is by then.
     """
 
     def __init__(self, cfg: EngineConfig, vocab_size: int) -> None:
@@ -171,6 +171,18 @@ class SlotTable:
         self.decoding[slots] = False
         self.version += 1
 
+    def renew(self, slot: int) -> None:
+        """Has a slot begin anew with the tokens that are known: results of launched steps are not its owner's."""
+        self.planned[slot] = self.known[slot]
+        self._change_epoch(slot)
+
+    def _change_epoch(self, slot: int) -> None:
+        self.epoch[slot] = self._next_epoch
+        self._next_epoch += 1
+        if self.decoding[slot]:
+            self.decoding[slot] = False
+            self.version += 1
+
     def leave(self, sequence: Sequence, state: State) -> None:
         """Frees the slot of a sequence, which is in `state` from now on."""
         slot, rank = sequence.slot, self.rank_of(sequence.slot)
@@ -181,11 +193,7 @@ class SlotTable:
         if not self._priorities[sequence.priority]:
             del self._priorities[sequence.priority]
         self.running[rank] -= 1
-        self.epoch[slot] = self._next_epoch
-        self._next_epoch += 1
-        if self.decoding[slot]:
-            self.decoding[slot] = False
-            self.version += 1
+        self._change_epoch(slot)
         for token in sequence.stop_ids:
             self.ends[token] -= 1
         heapq.heappush(self._free[rank], slot)

@@ -39,7 +39,7 @@ def read_trace(path: Path) -> Traffic:
     seen: set[int] = set()
     requests, last = 0, 0.0
     try:
-        for line in _lines(path):
+        for line in lines(path):
             requests, last = requests + 1, max(last, line.timestamp / 1e3)
             window = windows.setdefault(int(line.timestamp / 1e3 / WINDOW_S), [0.0, 0.0, 0.0])
             for i, tokens in enumerate((line.input_length, _cached(line, seen), line.output_length)):
@@ -52,7 +52,8 @@ def read_trace(path: Path) -> Traffic:
         raise TrafficError(f"{path}: {error}") from None
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def lines(path: Path) -> Iterator[Line]:
+    """Yields the requests of a trace; raises TrafficError naming the line."""
     decoder = msgspec.json.Decoder(Line)
     try:
         with path.open("rb") as file:

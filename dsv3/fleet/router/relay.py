@@ -15,7 +15,7 @@ from dsv3.fleet.router.instance import Booking, Broken, Instance
 from dsv3.fleet.router.numbers import Numbers
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
-from dsv3.fleet.router.trials import Refused, Trials, broken_off
+from dsv3.fleet.router.trials import FATAL, Refused, Trials, broken_off
 from dsv3.http_client import Response
 
 MAX_ANSWER_BYTES = 2**26
@@ -163,7 +163,7 @@ class Relay:
                 async with pool.book(self._asked.prompt) as booking:
                     return await self._computed(booking)
             except ApiError as error:
-                if error.body.code == "instances_died":
+                if error.body.code in FATAL:
                     raise
                 break
             except Refused:

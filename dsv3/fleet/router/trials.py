@@ -3,11 +3,14 @@
 import dataclasses
 import time
 
-from dsv3.api.answers.errors import ApiError, unavailable
+from dsv3.api.answers.errors import ENGINE_DIED, ApiError, unavailable
 from dsv3.fleet.router.instance import Broken
 
 MAX_DEATHS = 2
 """Instances that may die with a request on them before it is taken for the cause."""
+INSTANCES_DIED = "instances_died"
+FATAL = (INSTANCES_DIED, ENGINE_DIED)
+"""Codes of errors that say that nobody else should have the request."""
 
 
 class Refused(Exception):
@@ -31,13 +34,15 @@ class Trials:
 
     def broke(self, failure: Broken, *, has_died: bool, now: float) -> None:
         """Notes that an instance has not answered to the end; raises ApiError where nobody else is to be asked."""
+        if failure.error is not None and failure.error.body.code == ENGINE_DIED:
+            raise failure.error
         if not failure.has_arrived:
             self.refused(now)
             return
         self.resumes, self.deaths, self.since = self.resumes + 1, self.deaths + has_died, now
         if self.deaths >= MAX_DEATHS:
             text = f"{self.deaths} instances have died with this request; it is not tried again"
-            raise ApiError(500, text, kind="server_error", code="instances_died")
+            raise ApiError(500, text, kind="server_error", code=INSTANCES_DIED)
         if self.resumes > self.max_resumes:
             raise failure.error or broken_off()
 

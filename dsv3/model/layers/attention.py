@@ -6,6 +6,7 @@ into the query, so that the cached latents are keys and values of all heads at o
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.layers.indexer import IndexTokens, index_tokens
 from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear
 from dsv3.model.layers.norm import rms_norm
 from dsv3.model.layers.rope import Rotation, rotate, scale_queries
@@ -35,7 +37,7 @@ def prefill_places(batch: PrefillBatch) -> Places:
     """Returns the places `[T]` of a prefill batch; padding rows get none."""
     B, Mp = batch.page_table.shape
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right")
+    chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right", method="scan_unrolled")
     column = jnp.clip(batch.positions // PAGE_SIZE, 0, Mp - 1)
     page_ids = jnp.where(chunk < B, batch.page_table[jnp.minimum(chunk, B - 1), column], -1)
     return Places(page_ids, batch.positions % PAGE_SIZE)
@@ -58,11 +60,15 @@ def decode_places(batch: DecodeBatch) -> Places:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projected:
-    """T tokens as attention takes them: query parts `[T, H, N]` and `[T, H, P]` (rotated), latents `[T, R + P]`."""
+    """T tokens as attention takes them: query parts `[T, H, N]` and `[T, H, P]` (rotated), latents `[T, R + P]`.
+
+    `index` is what the indexer takes, None in dense attention.
+    """
 
     q_nope: jax.Array
     q_rope: jax.Array
     latent: jax.Array
+    index: IndexTokens | None = None
 
 
 @jax.named_scope("project")
@@ -70,21 +76,24 @@ def project(
     x: jax.Array,
     params: AttentionParams,
     layer: Index,
+    cache_layer: Index,
     cfg: ModelConfig,
     rotation: Rotation,
     numerics: Numerics,
 ) -> Projected:
-    """Returns the queries and latents of `x` `[T, D]`."""
-    N = cfg.qk_nope_head_dim
+    """Returns the queries and latents of `x` `[T, D]`, and the indexer's where the model has one."""
+    N, index = cfg.qk_nope_head_dim, None
     down = linear(x, params.qkv_a, layer, numerics)
     q, latent, k_rope = jnp.split(down, [down.shape[1] - cfg.latent_dim, down.shape[1] - cfg.qk_rope_head_dim], axis=1)
     if params.q_b is not None:
         q = rms_norm(q, layer_slice(params.q_norm, layer), cfg.latent_norm_eps)
+        if cfg.indexer is not None:
+            index = index_tokens(x, q, params.indexer, cache_layer, cfg, rotation, numerics)
         q = linear(q, params.q_b, layer, numerics)
     q = scale_queries(q.reshape(-1, params.k_up.shape[1], cfg.qk_head_dim), rotation)  # the heads of this device
     latent = rms_norm(latent, layer_slice(params.kv_norm, layer), cfg.latent_norm_eps)
     row = jnp.concatenate([latent, rotate(k_rope, rotation)], axis=1)
-    return Projected(q[..., :N], rotate(q[..., N:], rotation), row)
+    return Projected(q[..., :N], rotate(q[..., N:], rotation), row, index)
 
 
 def expand(
@@ -125,19 +134,22 @@ class Attend(Protocol):
     ) -> tuple[jax.Array, Any]: ...
 
 
-def causal_attend(cfg: ModelConfig, batch: int, backend: Backend | None) -> Attend:
-    """Attends in training: `batch` equally long sequences lie one after the other; there is no cache."""
+Core = Callable[[Projected, AttentionParams, Index, Index, jax.Array], jax.Array]
+"""Attends once the pages are written: from tokens, parameters, layer, cache layer and pages to `[T, H, V]`."""
 
-    def attend(tokens, params, layer, cache_layer, state):
-        k, v = expand(tokens.latent, params, layer, backend)
-        q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
-        q, k, v = (a.reshape(batch, -1, *a.shape[1:]) for a in (q, k, v))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * cfg.softmax_scale
-        seen = jnp.tril(jnp.ones(scores.shape[-2:], jnp.bool))
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
-        return jnp.einsum("bhqk,bkhv->bqhv", weights, v).reshape(-1, *v.shape[2:]), state
 
-    return attend
+def write_latents(
+    cfg: ModelConfig,
+    pages: jax.Array,
+    tokens: Projected,
+    places: Places,
+    cache_layer: Index,
+    pages_per_layer: int,
+    backend: Backend | None,
+) -> jax.Array:
+    """Returns the page pool with the tokens' latents in their places."""
+    where = _addressing(cfg, cache_layer, pages_per_layer, backend)
+    return mla.write_pages(pages, tokens.latent, places.page_ids, places.offsets, **where)
 
 
 def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
@@ -145,30 +157,8 @@ def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
 
     The state is the page pool.
     """
-    places = prefill_places(batch)
-
-    def attend(tokens, params, layer, cache_layer, pages):
-        where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-        pages = mla.write_pages(pages, tokens.latent, places.page_ids, places.offsets, **where)
-        k, v = expand(tokens.latent, params, layer, backend)
-        q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
-        out, lse = mla.mla_prefill(q, k, v, batch.cu_lengths, scale=cfg.softmax_scale, backend=backend)
-
-        def with_context(out: jax.Array) -> jax.Array:
-            latent_out, context_lse = mla.mla_prefill_context(
-                absorb(tokens, params, layer, backend),
-                pages,
-                batch.page_table,
-                batch.context_lengths,
-                batch.cu_lengths,
-                scale=cfg.softmax_scale,
-                **where,
-            )
-            return mla.merge_attention(out, lse, values_of(latent_out, params, layer, backend), context_lse)[0]
-
-        return jax.lax.cond(batch.context_lengths.any(), with_context, lambda out: out, out), pages
-
-    return attend
+    core = prefill_core(cfg, batch, pages_per_layer, backend)
+    return _writing(cfg, prefill_places(batch), pages_per_layer, backend, core)
 
 
 def decode_attend(
@@ -180,19 +170,66 @@ def decode_attend(
 
     `heads` is the number of heads on this device.
     """
-    places, (B, S) = decode_places(batch), batch.tokens.shape
+    core = decode_core(cfg, batch, pages_per_layer, backend, heads)
+    return _writing(cfg, decode_places(batch), pages_per_layer, backend, core)
+
+
+def _writing(cfg: ModelConfig, places: Places, pages_per_layer: int, backend: Backend | None, core: Core) -> Attend:
+    """Returns attention that writes the new tokens' latents first."""
+
+    def attend(tokens, params, layer, cache_layer, pages):
+        pages = write_latents(cfg, pages, tokens, places, cache_layer, pages_per_layer, backend)
+        return core(tokens, params, layer, cache_layer, pages), pages
+
+    return attend
+
+
+def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
+    """Returns the core of `prefill_attend`."""
+
+    def attend(tokens, params, layer, cache_layer, pages):
+        where = _addressing(cfg, cache_layer, pages_per_layer, backend)
+        k, v = expand(tokens.latent, params, layer, backend)
+        q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
+        out, lse = mla.mla_prefill(q, k, v, batch.cu_lengths, scale=cfg.softmax_scale, backend=backend)
+
+        def with_context() -> jax.Array:
+            latent_out, context_lse = mla.mla_prefill_context(
+                absorb(tokens, params, layer, backend),
+                pages,
+                batch.page_table,
+                batch.context_lengths,
+                batch.cu_lengths,
+                scale=cfg.softmax_scale,
+                **where,
+            )
+            return mla.merge_attention(out, lse, values_of(latent_out, params, layer, backend), context_lse)[0]
+
+        if not batch.has_context:
+            return out
+        if resolve_backend(requested=backend) in (Backend.MOSAIC, Backend.TRITON):
+            return with_context()  # a GPU's host would have to be asked for the condition, in every layer
+        return jax.lax.cond(batch.context_lengths.any(), with_context, lambda: out)
+
+    return attend
+
+
+def decode_core(
+    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
+) -> Core:
+    """Returns the core of `decode_attend`."""
+    B, S = batch.tokens.shape
     schedule = None
     if resolve_backend(requested=backend) is Backend.MOSAIC:
         schedule = mla.decode_schedule(batch.lengths, queries=S, heads=heads)  # once for all layers
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-        pages = mla.write_pages(pages, tokens.latent, places.page_ids, places.offsets, **where)
         q = absorb(tokens, params, layer, backend).reshape(B, S, heads, cfg.latent_dim)
         out, _ = mla.mla_decode(
             q, pages, batch.page_table, batch.lengths, scale=cfg.softmax_scale, schedule=schedule, **where
         )
-        return values_of(out.reshape(B * S, *out.shape[2:]), params, layer, backend), pages
+        return values_of(out.reshape(B * S, *out.shape[2:]), params, layer, backend)
 
     return attend
 

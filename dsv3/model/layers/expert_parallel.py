@@ -16,7 +16,7 @@ from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import fp8
 from sharding.experts.placement import Placement, choose_replicas
 from sharding.experts.rows import Experts, TokenRows
-from sharding.experts.transport import Transport, pad_rounds
+from sharding.experts.transport import Transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ExpertParallel:
     def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]:
         """Answers as `experts.moe` does; `routing` names experts, not replicas, and so do the counts of this rank."""
         y, tally = self.finish(self.start(x, routing, layer), routing, layer)
-        return y, tally._replace(rounds=pad_rounds(tally.rounds))
+        return y, with_overflows(tally)
 
     def start(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> Any:
         """Runs the first half: sends rows, computes their experts, starts the way back. The transport's handle."""
@@ -48,11 +48,11 @@ class ExpertParallel:
     def finish(self, handle: Any, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
         """Runs the second half; what is computed between the two hides the way back (the shared expert does).
 
-        The tally's rounds are [hops], None for a transport without hops.
+        The tally has no overflows (None) for a transport without hops.
         """
-        y, rounds = self.transport.finish(handle, local_experts(layer))
+        y, overflows = self.transport.finish(handle)
         y = self.shards.join(y, routing.ids.shape[0])
-        return y, Tally(count(routing.ids, placement_of(layer).copies.shape[1]), rounds)
+        return y, Tally(count(routing.ids, placement_of(layer).copies.shape[1]), overflows)
 
     def address(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> TokenRows:
         """Returns the rows that this device sends, with a replica chosen for each of their experts."""
@@ -61,6 +61,11 @@ class ExpertParallel:
         device = jax.lax.axis_index(self.transport.machine.axes)
         replicas, copies = layer_slice(placement.replicas, layer.index), layer_slice(placement.copies, layer.index)
         return TokenRows(pack(x, layer), choose_replicas(ids, replicas, copies, device), weights)
+
+
+def with_overflows(tally: Tally, *leading: int) -> Tally:
+    """Returns a tally of experts on several devices with overflows `[*leading]`, 0 where its transport has no hops."""
+    return tally if tally.overflows is not None else tally._replace(overflows=jnp.zeros(leading, jnp.int32))
 
 
 def placement_of(layer: ExpertLayer) -> Placement:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dsv3.model.layers.linear import Index, Numerics, swiglu
 from dsv3.model.layers.router import Routing
-from dsv3.model.params import Fp8Weight, MoeParams
+from dsv3.model.params import Fp8Weight, Int4Weight, MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import fp8, grouped
 from sharding.experts.placement import Placement
@@ -43,7 +43,7 @@ class Tally(NamedTuple):
     """Counts of the routed experts beside their result: those of a layer, or of a step by layer (leading axis L)."""
 
     counts: jax.Array  # [E] int32, (token, expert) pairs of this rank's rows, without padding
-    rounds: jax.Array | None  # [MAX_HOPS] int32, rounds of each hop of the transport; None where all experts are local
+    overflows: jax.Array | None  # [] int32, hops of this device whose buffers were too small; None: no transport
 
 
 class RoutedExperts(Protocol):
@@ -116,7 +116,7 @@ def gate_up(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> G
     if not isinstance(params.gate_up, Fp8Weight):
         assert isinstance(x, jax.Array), "rows are quantized only for FP8 experts"
         gathered = x.at[token].get(mode="fill", fill_value=0)
-        product = grouped.grouped_gemm_contiguous(gathered, _merge(params.gate_up), **tiles)
+        product = _product(gathered, params.gate_up, tiles)
         return Gated(swiglu(product), None, order, routing.weights, x.dtype)
     if isinstance(x, Quantized):
         values, scale = x.values, x.scale.T
@@ -139,7 +139,7 @@ def down(gated: Gated, layer: ExpertLayer) -> jax.Array:
         assert gated.scale is not None, "FP8 experts quantize what is between their products"
         out = _fp8_product(gated.inner, gated.scale, params.down, gated.dtype, tiles)
     else:
-        out = grouped.grouped_gemm_contiguous(gated.inner, _merge(params.down), **tiles)
+        out = _product(gated.inner, params.down, tiles)
     picked = out.at[gated.order.aligned_row].get(mode="fill", fill_value=0).reshape(*gated.weights.shape, -1)
     return jnp.einsum("tk,tkd->td", gated.weights, picked.astype(jnp.float32)).astype(gated.dtype)
 
@@ -156,6 +156,13 @@ def _tiles(order: grouped.GroupAlignment, layer: ExpertLayer) -> dict[str, Any]:
 def _num_experts(params: MoeParams) -> int:
     """Returns the experts of the stack on this device: E, or `Ed` replicas where they are spread."""
     return jax.tree.leaves(params.gate_up)[0].shape[1]
+
+
+def _product(rows: jax.Array, weight: jax.Array | Int4Weight, tiles: dict[str, Any]) -> jax.Array:
+    """Multiplies rows that are not quantized."""
+    if isinstance(weight, Int4Weight):
+        return grouped.int4_grouped_gemm_contiguous(rows, _merge(weight.data), _merge(weight.scale), **tiles)
+    return grouped.grouped_gemm_contiguous(rows, _merge(weight), **tiles)
 
 
 def _fp8_product(

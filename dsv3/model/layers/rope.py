@@ -1,4 +1,8 @@
-"""Rotary position embedding of the family: interleaved pairs, plain or with YaRN (arXiv:2309.00071)."""
+"""Rotary position embedding of the family: interleaved pairs, plain or with YaRN (arXiv:2309.00071).
+
+Only the indexer of DeepSeek-V3.2 pairs value i with value i + P / 2. Which pairing is right shows in texts of more
+tokens than it chooses, and nowhere else.
+"""
 
 import dataclasses
 import math
@@ -90,3 +94,11 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
     return turned.reshape(shape).astype(x.dtype)
+
+
+def rotate_halves(x: jax.Array, by: Rotation) -> jax.Array:
+    """Rotates the pairs (x0, x[P/2]), (x1, x[P/2 + 1]), ... of `x`, as `rotate` does those of neighbours."""
+    heads = (slice(None), *(None,) * (x.ndim - 2))
+    cos, sin = by.cos[heads], by.sin[heads]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

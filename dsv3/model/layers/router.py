@@ -35,7 +35,7 @@ def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backen
     """
     has_kernel = x.dtype == weight.dtype != jnp.float32
     chosen = resolve_backend(requested=backend)
-    if has_kernel and chosen is Backend.MOSAIC:
+    if has_kernel and chosen in (Backend.MOSAIC, Backend.TRITON):
         return dense.layer_gemm(x, weight, layer, out_dtype=jnp.float32, backend=backend)
     x32 = x.astype(jnp.float32)
     if chosen is Backend.NATIVE and weight.dtype == jnp.float32:

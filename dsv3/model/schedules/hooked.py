@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.model.decoder import LayerContext, Stack
+from dsv3.model.layers.expert_parallel import with_overflows
 from dsv3.model.layers.experts import Tally
 from dsv3.model.schedules.stages import MicroBatch
-from sharding.experts.transport import pad_rounds
 from sharding.wire.collectives import in_program_order
 
 
@@ -37,4 +37,4 @@ def run(
     layers = jnp.arange(stack.depth, dtype=jnp.int32)
     ordered = in_program_order(body, parallel.transport.overlap)
     (stream, pages), tally = jax.lax.scan(ordered, (stream, pages), layers)
-    return (stream,), pages, tally._replace(rounds=pad_rounds(tally.rounds, len(layers)))
+    return (stream,), pages, with_overflows(tally, len(layers))

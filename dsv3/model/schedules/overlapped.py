@@ -72,10 +72,10 @@ def run_prefill(
         sent0 = zero.forward(sent0)
         back1 = one.start_return(*one.down(layer, halfway1))
         halfway0 = zero.gate_up(layer, sent0)
-        combine1 = one.cross_back(layer, back1)
+        combine1 = one.cross_back(back1)
         reduce0 = zero.start_reduce(*zero.down(layer, halfway0))
         shared1 = one.shared(layer, routed1.normed)
-        computed0 = zero.finish_reduce(layer, reduce0)
+        computed0 = zero.finish_reduce(reduce0)
         x1, tally1 = one.finish_combine(layer, x1, routed1, combine1, shared1)
         return (x0, x1, pages, routed0, computed0), (tally0, tally1)
 
@@ -160,7 +160,7 @@ def _nothing(batch: MicroBatch, x: jax.Array) -> tuple[Routed, Computed]:
     routed = dataclasses.replace(batch, context=context).route(0, jnp.zeros_like(x))
     hop = batch.hops[0]
     sums = jnp.zeros((hop.peers * hop.capacity, x.shape[1]), x.dtype)
-    return routed, Computed(sums, jnp.zeros(len(batch.hops), jnp.int32), jnp.zeros(1, jnp.int32))
+    return routed, Computed(sums, (jnp.zeros((), jnp.int32),) * (len(batch.hops) - 1))
 
 
 def _sum(a: Tally, b: Tally) -> Tally:

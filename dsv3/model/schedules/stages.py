@@ -14,21 +14,19 @@ from collections.abc import Callable
 from typing import Concatenate, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from dsv3.model import decoder
 from dsv3.model.decoder import LayerContext, Stack
 from dsv3.model.layers import experts
 from dsv3.model.layers.attention import Projected
-from dsv3.model.layers.expert_parallel import ExpertParallel, count, local_experts
+from dsv3.model.layers.expert_parallel import ExpertParallel, count
 from dsv3.model.layers.experts import ExpertLayer, Gated, Tally
 from dsv3.model.layers.linear import Index, layer_slice
 from dsv3.model.layers.norm import rms_norm
 from dsv3.model.layers.router import Routing
-from sharding.experts.exchange import Computed, Returning, add_overflow_rounds, start_return
+from sharding.experts.exchange import Computed, Returning, start_return, total
 from sharding.experts.hop import Hop, Queued, Sent, enqueue, receive, receive_back, send, send_back
 from sharding.experts.rows import TokenRows
-from sharding.experts.transport import pad_rounds
 from sharding.wire.collectives import Transfer
 
 
@@ -44,7 +42,6 @@ class Halfway(NamedTuple):
     """A micro-batch between the two products of its experts; `queued` before the last hop that its rows took."""
 
     gated: Gated
-    longest: jax.Array
     queued: Queued
 
 
@@ -52,7 +49,7 @@ class Combining(NamedTuple):
     """Partial sums under way to the devices that sent the rows."""
 
     transfer: Transfer
-    computed: Computed
+    overflows: tuple[jax.Array, ...]  # `Queued.overflows` of the later hops
 
 
 def named[**P, R](stage: Callable[Concatenate["MicroBatch", P], R]) -> Callable[Concatenate["MicroBatch", P], R]:
@@ -121,21 +118,19 @@ class MicroBatch:
     @named
     def dispatch(self, routed: Routed) -> Sent:
         """Starts the first hop."""
-        return send(routed.queued, 0, self.hops[0])
+        return send(routed.queued, self.hops[0])
 
     @named
     def forward(self, sent: Sent) -> Sent:
         """Finishes the first hop and starts the second, if there is one."""
         if len(self.hops) == 1:
             return sent
-        arrived = receive(sent, self.hops[0])
-        return send(enqueue(arrived.rows, self.hops[1], arrived.longest), 0, self.hops[1])
+        return send(enqueue(receive(sent, self.hops[0]), self.hops[1]), self.hops[1])
 
     @named
     def gate_up(self, layer: Index, sent: Sent) -> Halfway:
         """Finishes the last hop, and makes the first product of the rows' experts."""
-        arrived = receive(sent, self.hops[-1])
-        return Halfway(self._gate_up(layer, arrived.rows), arrived.longest, sent.queued)
+        return Halfway(self._gate_up(layer, receive(sent, self.hops[-1])), sent.queued)
 
     @unit
     def _gate_up(self, layer: Index, rows: TokenRows) -> Gated:
@@ -144,11 +139,11 @@ class MicroBatch:
     @named
     def down(self, layer: Index, halfway: Halfway) -> tuple[Computed, Queued]:
         """Makes the second product: the sums of the rows that the last hop brought, and where those are queued."""
-        return self._down(layer, halfway.gated, halfway.longest), halfway.queued
+        return Computed(self._down(layer, halfway.gated), ()), halfway.queued
 
     @unit
-    def _down(self, layer: Index, gated: Gated, longest: jax.Array) -> Computed:
-        return Computed(experts.down(gated, self.experts(layer)), jnp.ones(1, jnp.int32), longest)
+    def _down(self, layer: Index, gated: Gated) -> jax.Array:
+        return experts.down(gated, self.experts(layer))
 
     @named
     def start_reduce(self, computed: Computed, queued: Queued) -> Returning | Computed:
@@ -156,51 +151,38 @@ class MicroBatch:
         return computed if len(self.hops) == 1 else start_return(computed, queued, self.hops[1])
 
     @named
-    def finish_reduce(self, layer: Index, reducing: Returning | Computed) -> Computed:
+    def finish_reduce(self, reducing: Returning | Computed) -> Computed:
         """Returns the partial sums of the rows that the first hop brought."""
         if isinstance(reducing, Computed):
             return reducing
-        transfer, queued, once, longest = reducing
-        return self._finish_reduce(layer, receive_back(transfer, queued, 0, self.hops[1]), once, longest, queued)
-
-    @unit
-    def _finish_reduce(
-        self, layer: Index, first: jax.Array, once: jax.Array, longest: jax.Array, queued: Queued
-    ) -> Computed:
-        local = local_experts(self.experts(layer))
-        sums, rounds = add_overflow_rounds(queued, longest, self.hops[1:], local, (first, once))
-        return Computed(sums, jnp.concatenate([once, rounds]), longest[1:])
+        return Computed(receive_back(reducing.transfer, reducing.queued, self.hops[1]), reducing.overflows)
 
     @named
     def start_combine(self, computed: Computed) -> Combining:
         """Starts the way back of the first hop."""
-        return Combining(send_back(computed.sums, self.hops[0]), computed)
+        return Combining(send_back(computed.sums, self.hops[0]), computed.overflows)
 
     @named
     def finish_combine(
         self, layer: Index, x: jax.Array, routed: Routed, combining: Combining, shared: jax.Array | None
     ) -> tuple[jax.Array, Tally]:
-        """Returns `x` after the MoE layer: what comes back, what did not fit the first round, and the shared expert."""
-        first = receive_back(combining.transfer, routed.queued, 0, self.hops[0])
-        _, rounds, longest = combining.computed
-        return self._finish_combine(layer, x, first, rounds, longest, routed.queued, routed.ids, shared)
+        """Returns `x` after the MoE layer: what comes back, and the shared expert."""
+        y = receive_back(combining.transfer, routed.queued, self.hops[0])
+        overflows = (routed.queued.overflows, *combining.overflows)
+        return self._finish_combine(layer, x, y, routed.ids, overflows, shared)
 
     @unit
     def _finish_combine(
         self,
         layer: Index,
         x: jax.Array,
-        first: jax.Array,
-        rounds: jax.Array,
-        longest: jax.Array,
-        queued: Queued,
+        y: jax.Array,
         ids: jax.Array,
+        overflows: tuple[jax.Array, ...],
         shared: jax.Array | None,
     ) -> tuple[jax.Array, Tally]:
-        local = local_experts(self.experts(layer))
-        y, rounds = add_overflow_rounds(queued, longest, self.hops, local, (first, rounds))
         y = self.parallel.shards.join(y, x.shape[0])
-        tally = Tally(count(ids, self.stack.moe.router.shape[1]), pad_rounds(rounds))
+        tally = Tally(count(ids, self.stack.moe.router.shape[1]), total(overflows))
         return decoder.add_experts(self.stack, layer, self.context, x, y, shared), tally
 
     def start_return(self, computed: Computed, queued: Queued) -> Returning | Combining:
@@ -208,16 +190,16 @@ class MicroBatch:
         reducing = self.start_reduce(computed, queued)
         return self.start_combine(reducing) if isinstance(reducing, Computed) else reducing
 
-    def cross_back(self, layer: Index, returning: Returning | Combining) -> Combining:
+    def cross_back(self, returning: Returning | Combining) -> Combining:
         """Starts the way back by the first hop, if that is not the last one."""
         if isinstance(returning, Combining):
             return returning
-        return self.start_combine(self.finish_reduce(layer, returning))
+        return self.start_combine(self.finish_reduce(returning))
 
     def compute(self, layer: Index, sent: Sent) -> Combining:
         """Computes the rows under way by the first hop, and starts their sums' way back by it, in one go."""
         halfway = self.gate_up(layer, self.forward(sent))
-        return self.cross_back(layer, self.start_return(*self.down(layer, halfway)))
+        return self.cross_back(self.start_return(*self.down(layer, halfway)))
 
     @unit
     def shared(self, layer: Index, normed: jax.Array) -> jax.Array | None:

@@ -13,8 +13,11 @@ from dsv3.model.params import abstract
 from dsv3.training.config import TrainingConfig
 from dsv3.training.pipeline import ranks
 from dsv3.training.pipeline.ranks import EVERYWHERE, SPLIT, own, partial
+from dsv3.training.pipeline.size import RankSize
 from dsv3.training.pipeline.split import Split, split
 from dsv3.training.pipeline.stages import Stage, StageParams, compute, cut, needs_embedding, partitions, take, weights
+from dsv3.training.pipeline.weave import woven
+from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class StageProgram:
     stage: Stage
     held_as: StageParams
     """How the weights lie on the devices."""
-    devices: int
+    size: RankSize
     parts: Split
 
     def forward(self, weights: StageParams, entry: jax.Array, data: Any) -> tuple[jax.Array, Any, list[jax.Array]]:
@@ -76,17 +79,31 @@ class StageProgram:
         def run(weights):
             return partial(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), weights))
 
-        return ranks.spread(run, self.devices, (self.held_as,), SPLIT)
+        return ranks.spread(run, self.size, (self.held_as,), SPLIT)
+
+    @property
+    def forward_inputs(self) -> tuple[Any, ...]:
+        """The partitions of the arguments of `forward`."""
+        return self.held_as, SPLIT, (SPLIT, EVERYWHERE) if self.stage.last else ()
+
+    @property
+    def backward_inputs(self) -> tuple[Any, ...]:
+        """The partitions of the arguments of `backward`."""
+        return self.held_as, SPLIT, SPLIT, self._dy
+
+    def forward_on_a_device(self, weights, entry, data):
+        """Runs `forward` inside `spread`; the last stage's y is partial."""
+        y, report, saved = self.forward(weights, entry, data)
+        return y[None] if self.stage.last else y, partial(report), partial(saved)
+
+    def backward_on_a_device(self, weights, total, saved, dy):
+        """Runs `backward` inside `spread`."""
+        dx, total = self.backward(weights, own(total), own(saved), dy)
+        return dx, partial(total)
 
     def program_of_forward(self) -> Callable[..., Any]:
-        """Maps `forward`: `(weights, entry, data) -> (y, report, saved)`; the last stage's y is partial."""
-
-        def run(weights, entry, data):
-            y, report, saved = self.forward(weights, entry, data)
-            return y[None] if self.stage.last else y, partial(report), partial(saved)
-
-        data = (SPLIT, EVERYWHERE) if self.stage.last else ()
-        return ranks.spread(run, self.devices, (self.held_as, SPLIT, data), SPLIT)
+        """Maps `forward`: `(weights, entry, data) -> (y, report, saved)`."""
+        return ranks.spread(self.forward_on_a_device, self.size, self.forward_inputs, SPLIT)
 
     def program_of_input_gradient(self) -> Callable[..., Any]:
         """Maps `input_gradient`: `(weights, saved, dy) -> (dx, made)`."""
@@ -95,7 +112,7 @@ class StageProgram:
             dx, made = self.input_gradient(weights, own(saved), dy)
             return dx, partial(made)
 
-        return ranks.spread(run, self.devices, (self.held_as, SPLIT, self._dy), SPLIT)
+        return ranks.spread(run, self.size, (self.held_as, SPLIT, self._dy), SPLIT)
 
     def program_of_weight_gradient(self) -> Callable[..., Any]:
         """Maps `weight_gradient`: `(weights, total, kept) -> total`."""
@@ -103,16 +120,24 @@ class StageProgram:
         def run(weights, total, kept):
             return partial(self.weight_gradient(weights, own(total), own(kept)))
 
-        return ranks.spread(run, self.devices, (self.held_as, SPLIT, SPLIT), SPLIT)
+        return ranks.spread(run, self.size, (self.held_as, SPLIT, SPLIT), SPLIT)
 
     def program_of_backward(self) -> Callable[..., Any]:
         """Maps `backward`: `(weights, total, saved, dy) -> (dx, total)`."""
+        return ranks.spread(self.backward_on_a_device, self.size, self.backward_inputs, SPLIT)
 
-        def run(weights, total, saved, dy):
-            dx, total = self.backward(weights, own(total), own(saved), dy)
-            return dx, partial(total)
+    def program_of_pair(self, other: "StageProgram", overlap: Overlap) -> Callable[..., Any]:
+        """Maps a forward of this stage and a backward of `other`, in the published order (`weave`).
 
-        return ranks.spread(run, self.devices, (self.held_as, SPLIT, SPLIT, self._dy), SPLIT)
+        It takes the arguments of both, one after the other, and returns their two results.
+        """
+        both = woven(self.forward_on_a_device, other.backward_on_a_device, overlap)
+        mapped = ranks.spread(both, self.size, (self.forward_inputs, other.backward_inputs), SPLIT)
+
+        def run(weights, entry, data, other_weights, total, saved, dy):
+            return mapped((weights, entry, data), (other_weights, total, saved, dy))
+
+        return run
 
     def program_of_gradient(self) -> Callable[..., Any]:
         """Maps the sum over the rank: `(total) -> gradient`, which lies as the weights do."""
@@ -120,7 +145,7 @@ class StageProgram:
         def run(total):
             return jax.tree.map(ranks.add_up, self.held_as, own(total), is_leaf=ranks.is_partition)
 
-        return ranks.spread(run, self.devices, (SPLIT,), self.held_as)
+        return ranks.spread(run, self.size, (SPLIT,), self.held_as)
 
     @property
     def _dy(self) -> Any:
@@ -131,18 +156,24 @@ def _add(total: StageParams, gradient: StageParams) -> StageParams:
     return jax.tree.map(lambda sum_, part: sum_ + part.astype(jnp.float32), total, gradient)
 
 
-def trace(config: TrainingConfig, stage: Stage, rows: int, length: int, devices: int) -> StageProgram:
-    """Returns the program of a stage for micro-batches of `rows` rows of `length` tokens, over `devices` of a rank."""
-    cfg, dtype = config.model, jnp.dtype(config.compute_dtype)
+def held_shapes(config: TrainingConfig, stage: Stage) -> StageParams:
+    """Returns the shapes of what a stage computes with."""
+    cfg = config.model
     shapes = jax.eval_shape(lambda params: take(params, cfg, stage), abstract(cfg, jnp.float32))
     table = jax.ShapeDtypeStruct((cfg.vocab_size, cfg.hidden_size), jnp.float32)
     embedding = table if needs_embedding(cfg, stage) else None
-    held = jax.eval_shape(lambda own, table: weights(own, table, config, stage), shapes, embedding)
+    return jax.eval_shape(lambda own, table: weights(own, table, config, stage), shapes, embedding)
+
+
+def trace(config: TrainingConfig, stage: Stage, rows: int, length: int, size: RankSize) -> StageProgram:
+    """Returns the program of a stage for micro-batches of `rows` rows of `length` tokens, over a rank's devices."""
+    cfg, dtype = config.model, jnp.dtype(config.compute_dtype)
+    held = held_shapes(config, stage)
     x = jax.ShapeDtypeStruct((rows * length, cfg.hidden_size), dtype)
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     counts = jax.ShapeDtypeStruct((1 + cfg.num_nextn_predict_layers,), jnp.float32)
     data = (tokens, counts) if stage.last else ()
-    function = compute(config, stage, length, ranks.routed_experts(devices))
+    function = compute(config, stage, length, ranks.routed_experts(size))
     parts: list[Split] = []
 
     def on_a_device(held: StageParams, x: jax.Array, data: Any) -> None:
@@ -150,8 +181,8 @@ def trace(config: TrainingConfig, stage: Stage, rows: int, length: int, devices:
 
     held_as = partitions(cfg, stage, computing=True)
     inputs = (held_as, SPLIT, (SPLIT, EVERYWHERE) if stage.last else ())
-    jax.eval_shape(ranks.spread(on_a_device, devices, inputs, None), held, x, data)
-    return StageProgram(stage, held_as, devices, parts[0])
+    jax.eval_shape(ranks.spread(on_a_device, size, inputs, None), held, x, data)
+    return StageProgram(stage, held_as, size, parts[0])
 
 
 class StagePrograms:
@@ -161,10 +192,8 @@ class StagePrograms:
     programs that add to `total` overwrite it.
     """
 
-    def __init__(self, config: TrainingConfig, stages: tuple[Stage, ...], rows: int, length: int, devices: int):
-        keys = [_key(config, stage) for stage in stages]
-        traced = {key: trace(config, stage, rows, length, devices) for key, stage in zip(keys, stages, strict=True)}
-        self.stages = [traced[key] for key in keys]
+    def __init__(self, config: TrainingConfig, stages: tuple[Stage, ...], rows: int, length: int, size: RankSize):
+        self.stages = trace_stages(config, stages, rows, length, size)
         # It uses the weights for nothing but their devices, which jax forgets with an unused argument.
         self.zeros = self._compiled(lambda stage: stage.program_of_zeros(), keep_unused=True)
         self.forward = self._compiled(lambda stage: stage.program_of_forward())
@@ -179,18 +208,22 @@ class StagePrograms:
         return [programs[id(stage)] for stage in self.stages]
 
     def pair(self, forward: int, backward: int) -> Callable[..., Any]:
-        """Returns one program for a forward of one stage and a backward of another, which share no value.
-
-        It takes the arguments of both, one after the other, and returns their two results. XLA may run either's
-        products while the other's transfers are under way.
-        """
+        """Returns one program for a forward of one stage and a backward of another, as `program_of_pair` does."""
         first, second = self.stages[forward], self.stages[backward]
-        one, other = first.program_of_forward(), second.program_of_backward()
+        if (key := (id(first), id(second))) not in self._pairs:
+            platform = jax.default_backend()
+            program = first.program_of_pair(second, resolve_overlap(platform))
+            self._pairs[key] = jax.jit(program, donate_argnums=4, compiler_options=compiler_options(platform))
+        return self._pairs[key]
 
-        def run(weights, entry, data, other_weights, total, saved, dy):
-            return one(weights, entry, data), other(other_weights, total, saved, dy)
 
-        return self._pairs.setdefault((id(first), id(second)), jax.jit(run, donate_argnums=4))
+def trace_stages(
+    config: TrainingConfig, stages: tuple[Stage, ...], rows: int, length: int, size: RankSize
+) -> list[StageProgram]:
+    """Returns the programs of all stages, as `trace` does; stages with the same kinds of layers share one."""
+    keys = [_key(config, stage) for stage in stages]
+    traced = {key: trace(config, stage, rows, length, size) for key, stage in zip(keys, stages, strict=True)}
+    return [traced[key] for key in keys]
 
 
 def _key(config: TrainingConfig, stage: Stage) -> tuple[Any, ...]:
@@ -200,11 +233,11 @@ def _key(config: TrainingConfig, stage: Stage) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=8)
-def stage_programs(config: TrainingConfig, stages: int, rows: int, length: int, devices: int) -> StagePrograms:
+def stage_programs(config: TrainingConfig, stages: int, rows: int, length: int, size: RankSize) -> StagePrograms:
     """Returns the programs of a model cut in `stages`, for micro-batches of `rows` rows of `length` tokens.
 
-    A rank has `devices`, which divide the rows.
+    The devices of a rank divide the rows.
 
     Raises ValueError as `cut` does.
     """
-    return StagePrograms(config, cut(config.model, stages), rows, length, devices)
+    return StagePrograms(config, cut(config.model, stages), rows, length, size)

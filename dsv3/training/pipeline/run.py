@@ -19,7 +19,7 @@ from dsv3.training.pipeline.ranks import SPLIT
 from dsv3.training.pipeline.schedules import Schedule
 from dsv3.training.pipeline.simulator import Event, simulate
 from dsv3.training.pipeline.stages import StageParams
-from sharding import mesh
+from sharding import mesh, processes
 
 Place = tuple[int, int]
 """A rank, and a stage that it holds."""
@@ -63,7 +63,7 @@ class Runner:
             (rank, stage): mesh.shardings(self.programs.stages[stage].held_as, self.meshes[rank])
             for rank, stage in self.places
         }
-        return {place: jax.device_put(weights[place[1]], where) for place, where in shardings.items()}
+        return {place: processes.move(weights[place[1]], where) for place, where in shardings.items()}
 
     def run(self, weights: Mapping[Place, StageParams], tokens: np.ndarray) -> Executed:
         """Computes the gradients of `tokens` `[B, S]`, whose B rows divide by the schedule's micro-batches.
@@ -129,8 +129,11 @@ class _Step:
     def _forward_inputs(self, rank: int, chunk: Chunk) -> tuple[Any, ...]:
         stage, batch = chunk
         last = stage == self.schedule.stages - 1
-        entry = self._received.pop((Kind.FORWARD, chunk)) if stage else self.batches[batch]
-        return self.weights[rank, stage], entry, (self.batches[batch], self.counts) if last else ()
+        entry = self._received.pop((Kind.FORWARD, chunk)) if stage else self._tokens(rank, batch)
+        return self.weights[rank, stage], entry, (self._tokens(rank, batch), self.counts) if last else ()
+
+    def _tokens(self, rank: int, batch: int) -> jax.Array:
+        return processes.place(self.batches[batch], self._rows_of(rank))
 
     def _after_forward(self, rank: int, chunk: Chunk, y: jax.Array, report: Any, saved: list[jax.Array]) -> None:
         stage, batch = chunk
@@ -157,7 +160,10 @@ class _Step:
 
     def _send(self, kind: Kind, chunk: Chunk, value: jax.Array) -> None:
         rank = self.schedule.rank(*chunk)
-        self._received[kind, chunk] = jax.device_put(value, NamedSharding(self.meshes[rank], SPLIT))
+        self._received[kind, chunk] = processes.move(value, self._rows_of(rank))
+
+    def _rows_of(self, rank: int) -> NamedSharding:
+        return NamedSharding(self.meshes[rank], SPLIT)
 
 
 _ONE = np.float32(1)

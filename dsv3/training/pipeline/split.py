@@ -54,7 +54,7 @@ def split(function: Function, params: Any, x: Any, data: Any) -> Split:
 
     dy, _ = jax.eval_shape(function, params, x, data)
     closed, shapes = jax.make_jaxpr(gradient, return_shape=True)(params, x, data, dy)
-    return _cut(_Trace(_inline(closed), (params, x, data, dy), shapes), shapes)
+    return _cut(_Trace(inline(closed), (params, x, data, dy), shapes), shapes)
 
 
 class _Trace:
@@ -70,17 +70,17 @@ class _Trace:
         """Equations that follow from the parameters alone, which each program has for itself."""
         self.everywhere = {*self.params, *self.jaxpr.constvars}
         for i, eqn in enumerate(self.jaxpr.eqns):
-            if not _is_product(eqn) and self.everywhere.issuperset(_variables(eqn.invars)):
+            if not _is_product(eqn) and self.everywhere.issuperset(variables(eqn.invars)):
                 self.repeated.add(i)
                 self.everywhere.update(eqn.outvars)
 
     def needed(self, results: Iterable[Any], done: set[int]) -> tuple[list[int], list[Any]]:
         """Returns the equations that give `results` from those of `done`, and the variables they read of the latter."""
-        wanted, equations = set(_variables(results)), list[int]()
+        wanted, equations = set(variables(results)), list[int]()
         for i, eqn in reversed(list(enumerate(self.jaxpr.eqns))):
             if i not in done and wanted.intersection(eqn.outvars):
                 equations.append(i)
-                wanted.update(_variables(eqn.invars))
+                wanted.update(variables(eqn.invars))
         own = self.everywhere.union(self.made_by(equations))
         return equations[::-1], sorted(wanted - own, key=self.place.__getitem__)
 
@@ -142,7 +142,7 @@ def _unflatten(like: tuple[Any, ...], flat: list[jax.Array]) -> Any:
     return *trees, flat[sum(map(len, parts)) :]
 
 
-def _inline(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def inline(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """Returns the program without calls of named parts, whose equations may belong to different halves."""
     equations: list[core.JaxprEqn] = []
     constants: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -175,7 +175,8 @@ def _inline(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return core.ClosedJaxpr(flat, list(constants.values()))
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Returns those of an equation's inputs or a program's results that are no literals."""
     return [atom for atom in atoms if isinstance(atom, core.Var)]
 
 

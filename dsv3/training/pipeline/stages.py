@@ -14,6 +14,7 @@ from dsv3.model.decoder import Stack, run_layer
 from dsv3.model.forward import predict, whole_sequences
 from dsv3.model.layers.experts import RoutedExperts
 from dsv3.model.params import LayerParams, Params, declare
+from dsv3.training.balance import balanced
 from dsv3.training.config import TrainingConfig
 from dsv3.training.loss import objective, training_backend
 from dsv3.training.pipeline.ranks import TABLE
@@ -84,6 +85,26 @@ def take(params: Params, cfg: ModelConfig, stage: Stage, pick: Pick = operator.g
     return StageParams(ends, tuple(layer(i) for i in range(stage.begin, stage.end)))
 
 
+def stage_part(whole: StageParams, stage: Stage) -> StageParams:
+    """Returns the part of a stage of a tree that has all layers; no array moves."""
+    ends, first, last = whole.ends, stage.first, stage.last
+    ends = Params(
+        embed=ends.embed if first else None,
+        dense=None,
+        moe=None,
+        norm=ends.norm if last else None,
+        head=ends.head if last else None,
+        mtp=ends.mtp if last else None,
+    )
+    return StageParams(ends, whole.layers[stage.begin : stage.end])
+
+
+def merge(parts: Sequence[StageParams]) -> StageParams:
+    """Returns the tree with all layers whose parts these are; no array moves."""
+    ends = dataclasses.replace(parts[-1].ends, embed=parts[0].ends.embed)
+    return StageParams(ends, tuple(layer for part in parts for layer in part.layers))
+
+
 def join(parts: Sequence[StageParams], cfg: ModelConfig) -> Params:
     """Returns the tree whose parts `take` returned for every stage, in order; leaves are numpy arrays on this host."""
     layers = [layer for part in parts for layer in part.layers]
@@ -142,7 +163,9 @@ def compute(
     cfg = config.model
 
     def run(weights: StageParams, x: jax.Array, data: Any) -> tuple[jax.Array, dict[str, Any]]:
-        context = whole_sequences(cfg, x.shape[0] // length, length, training_backend(), routed)
+        rows = x.shape[0] // length
+        experts = balanced(routed, config, rows)
+        context = whole_sequences(cfg, rows, length, training_backend(), experts)
         tallies = []
         for layer in weights.layers:
             x, _, tally = run_layer(Stack(layer, 0), 0, context, x, None)
@@ -153,7 +176,7 @@ def compute(
         tokens, target_counts = data
         with_mtp = cfg.num_nextn_predict_layers > 0
         output = predict(
-            weights.ends, cfg, tokens, x, counts, with_mtp=with_mtp, backend=training_backend(), routed=routed
+            weights.ends, cfg, tokens, x, counts, with_mtp=with_mtp, backend=training_backend(), routed=experts
         )
         return objective(output, tokens, config.mtp_weight, target_counts)
 

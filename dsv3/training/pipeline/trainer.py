@@ -1,40 +1,46 @@
-"""The training step over a pipeline: parameters and moments by stage, the schedule's gradients, AdamW on each stage."""
+"""The training step over a pipeline: parameters and moments by stage, the schedule's gradients, AdamW on each stage.
+
+A stage's parameters in float32 and its moments lie on one rank, its owner. There an array is
+split over the rank's teams, which would keep copies otherwise, and experts as in the compute besides.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.model.params import Params
 from dsv3.training.config import TrainingConfig
 from dsv3.training.pipeline.programs import stage_programs
-from dsv3.training.pipeline.ranks import EVERYWHERE
+from dsv3.training.pipeline.ranks import EVERYWHERE, is_partition, over_data, size_of
 from dsv3.training.pipeline.run import Executed, Runner
 from dsv3.training.pipeline.schedules import Schedule
+from dsv3.training.pipeline.size import rows_of
 from dsv3.training.pipeline.stages import (
     Stage,
     StageParams,
     cut,
     declare_stage,
-    join,
+    merge,
     needs_embedding,
     partitions,
-    take,
+    stage_part,
     weights,
 )
-from dsv3.training.step import TrainState, adamw, expert_load_peak, router_bias_change, shift_bias
+from dsv3.training.saved import SavedState, by_layer, map_parts, stacked
+from dsv3.training.step import TrainState, adamw, expert_load_peak, initial_state, router_bias_change, shift_bias
+from sharding import processes
 from sharding.mesh import shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineState:
-    """A `TrainState` cut by stage. Each stage's parameters and moments lie on one rank, its owner.
+    """A `TrainState` cut by stage. Each stage's parameters and moments lie on its owner.
 
     Where two ranks hold a stage, the other one gets the weights anew in every step, and sends its gradient.
     """
@@ -51,63 +57,98 @@ class PipelineTrainer:
     """
 
     def __init__(self, config: TrainingConfig, schedule: Schedule, meshes: Sequence[Mesh]):
-        rows, devices = _rows(config, schedule, meshes), meshes[0].size
+        rows, self.size = _rows(config, schedule, meshes), size_of(meshes[0])
         self.config, self.schedule = config, schedule
         self.stages = cut(config.model, schedule.stages)
-        programs = stage_programs(config, schedule.stages, rows, config.sequence_length, devices)
+        programs = stage_programs(config, schedule.stages, rows, config.sequence_length, self.size)
         self.runner = Runner(schedule, programs, meshes, config.model.num_nextn_predict_layers)
         self.owners = [meshes[schedule.rank(stage.index, 0)] for stage in self.stages]
+        everything = jax.eval_shape(lambda: by_layer(initial_state(config), cfg=config.model))
+        self._shapes = [self._stage_shapes(stage, everything) for stage in self.stages]
+        self._casts = [self._program_of_cast(stage) for stage in self.stages]
+        self._updates = [self._program_of_update(stage) for stage in self.stages]
 
     def place(self, state: TrainState) -> PipelineState:
         """Cuts a state by stage and puts each part on its owner."""
-        _, moments = state.optimizer
-        params = tuple(self._put(_take_all(state.params, self.config, stage), stage) for stage in self.stages)
-        parts = tuple(self._put(_take_all(moments, self.config, stage), stage) for stage in self.stages)
-        return PipelineState(params, parts, int(state.step))
+        return self.resumed(by_layer(state, cfg=self.config.model), int(state.step))
+
+    def resumed(self, saved: SavedState, step: int) -> PipelineState:
+        """Returns the state after `step` steps from a saved one, on the host or where `shapes` says."""
+        params, moments = [], []
+        for stage, shapes in zip(self.stages, self._shapes, strict=True):
+            cut_off = functools.partial(stage_part, stage=stage)
+            own = SavedState(cut_off(saved.params), map_parts(cut_off, saved.moments))
+            placed = processes.place(own, jax.tree.map(lambda shape: shape.sharding, shapes))
+            params.append(placed.params)
+            moments.append(placed.moments)
+        return PipelineState(tuple(params), tuple(moments), step)
+
+    def saved(self, state: PipelineState) -> SavedState:
+        """Returns the state layer by layer; no array moves."""
+        return SavedState(merge(state.params), map_parts(lambda *parts: merge(parts), *state.moments))
+
+    def shapes(self) -> SavedState:
+        """Returns where the arrays of a saved state shall lie to be resumed."""
+        params = merge([own.params for own in self._shapes])
+        return SavedState(params, map_parts(lambda *parts: merge(parts), *(own.moments for own in self._shapes)))
 
     def whole(self, state: PipelineState) -> TrainState:
-        """Joins the parts to the state that one device would have, on the default device: what a checkpoint holds."""
-        cfg, (params, moments) = self.config.model, jax.device_get((state.params, state.moments))
-        joined = jax.tree.map(
-            lambda *parts: join(parts, cfg) if _is_stage(parts[0]) else parts[0], *moments, is_leaf=_is_stage
-        )
-        whole = TrainState(join(params, cfg), (optax.EmptyState(), joined), jnp.int32(state.step))
-        return jax.device_put(whole, jax.devices()[0])
+        """Joins the parts to the state that one device would have, on this process's first device."""
+        on_host = jax.tree.map(processes.whole, self.saved(state))
+        return jax.device_put(stacked(on_host, self.config.model, state.step))
 
     def step(self, state: PipelineState, tokens: np.ndarray) -> tuple[PipelineState, dict[str, Any]]:
         """Trains on `tokens`, int32 [B, S]; returns the next state and the scalars to report."""
         executed = self.runner.run(self.runner.put(self._weights(state)), tokens)
         gradients = self._gradients(executed)
         norm = self._norm(gradients)
-        counts = [_expert_counts(reports) for reports in executed.reports]
+        counts, losses = processes.add_up((_expert_counts(executed), _losses(executed)))
         params, moments = [], []
-        for stage, gradient in zip(self.stages, gradients, strict=True):
-            i = stage.index
-            here = jax.device_put(norm, NamedSharding(self.owners[i], EVERYWHERE))
-            updated = _update(
-                state.params[i], state.moments[i], gradient, here, counts[i], config=self.config, stage=stage
-            )
-            params.append(self._put(updated[0], stage))
-            moments.append(self._put(updated[1], stage))
-        metrics = _losses(executed) | {"gradient_norm": norm, "expert_load_peak": expert_load_peak(_joined(counts))}
+        for i, owner in enumerate(self.owners):
+            here = processes.move(norm, NamedSharding(owner, EVERYWHERE))
+            updated = self._updates[i](state.params[i], state.moments[i], gradients[i], here, counts[i])
+            params.append(updated[0])
+            moments.append(updated[1])
+        peak = expert_load_peak(np.concatenate([count for count in counts if count is not None]))
+        metrics = losses | {"gradient_norm": norm, "expert_load_peak": peak}
         return PipelineState(tuple(params), tuple(moments), state.step + 1), metrics
 
-    def _put(self, tree: Any, stage: Stage) -> Any:
-        """Puts parameters of a stage, or a state with trees like them in it, on the stage's owner."""
-        owner = self.owners[stage.index]
-        owned = shardings(partitions(self.config.model, stage, computing=False), owner)
-        everywhere = NamedSharding(owner, EVERYWHERE)
-        return jax.tree.map(
-            lambda node: jax.device_put(node, owned if _is_stage(node) else everywhere), tree, is_leaf=_is_stage
+    def _stage_shapes(self, stage: Stage, everything: SavedState) -> SavedState:
+        """Returns shapes and shardings of what the owner of a stage keeps, each array split over its teams too."""
+        owner, held = self.owners[stage.index], partitions(self.config.model, stage, computing=False)
+
+        def placed(partition: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+            where = NamedSharding(owner, over_data(partition, leaf.shape, self.size))
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        def own(params: StageParams) -> StageParams:
+            return jax.tree.map(placed, held, stage_part(params, stage), is_leaf=is_partition)
+
+        return SavedState(
+            own(everything.params), map_parts(own, everything.moments, other=functools.partial(placed, EVERYWHERE))
         )
+
+    def _program_of_cast(self, stage: Stage) -> Callable[..., StageParams]:
+        """Compiles `weights` of a stage, on its owner."""
+        held = shardings(partitions(self.config.model, stage, computing=True), self.owners[stage.index])
+        return jax.jit(functools.partial(weights, config=self.config, stage=stage), out_shardings=held)
+
+    def _program_of_update(self, stage: Stage) -> Callable[..., tuple[StageParams, Any]]:
+        """Compiles the update of a stage: its results lie as its owner keeps them."""
+        shapes = self._shapes[stage.index]
+        where = jax.tree.map(lambda leaf: leaf.sharding, (shapes.params, shapes.moments))
+        update = functools.partial(_update, config=self.config, stage=stage)
+        return jax.jit(update, donate_argnums=(0, 1), out_shardings=where)
 
     def _weights(self, state: PipelineState) -> list[StageParams]:
         """Returns what every stage computes with in this step, on its owner."""
         made = []
         for stage, params, owner in zip(self.stages, state.params, self.owners, strict=True):
-            table = state.params[0].ends.embed if needs_embedding(self.config.model, stage) else None
-            here = jax.device_put(table, NamedSharding(owner, EVERYWHERE))
-            made.append(_cast(params, here, config=self.config, stage=stage))
+            table = None
+            if needs_embedding(self.config.model, stage):
+                table = state.params[0].ends.embed
+                table = processes.move(table, NamedSharding(owner, table.sharding.spec))
+            made.append(self._casts[stage.index](params, table))
         return made
 
     def _gradients(self, executed: Executed) -> list[StageParams]:
@@ -115,10 +156,10 @@ class PipelineTrainer:
         sums: list[Any] = [None] * len(self.stages)
         for (_, number), gradient in executed.gradients.items():
             held_as = self.runner.programs.stages[number].held_as
-            gradient = jax.device_put(gradient, shardings(held_as, self.owners[number]))
+            gradient = processes.move(gradient, shardings(held_as, self.owners[number]))
             sums[number] = gradient if sums[number] is None else _sum(sums[number], gradient)
         if needs_embedding(self.config.model, self.stages[-1]):
-            table = jax.device_put(sums[-1].ends.embed, NamedSharding(self.owners[0], EVERYWHERE))
+            table = processes.move(sums[-1].ends.embed, NamedSharding(self.owners[0], EVERYWHERE))
             sums[-1] = _with_embedding(sums[-1], None)
             sums[0] = _with_embedding(sums[0], sums[0].ends.embed + table)
         return sums
@@ -126,7 +167,7 @@ class PipelineTrainer:
     def _norm(self, gradients: list[StageParams]) -> jax.Array:
         """Returns the norm of all stages' gradients together."""
         first = NamedSharding(self.owners[0], EVERYWHERE)
-        squares = [jax.device_put(_square(gradient), first) for gradient in gradients]
+        squares = [processes.move(_square(gradient), first) for gradient in gradients]
         return jnp.sqrt(sum(squares[1:], start=squares[0]))
 
 
@@ -135,35 +176,11 @@ def _rows(config: TrainingConfig, schedule: Schedule, meshes: Sequence[Mesh]) ->
     if len(meshes) != schedule.ranks or len({mesh.size for mesh in meshes}) != 1:
         sizes = [mesh.size for mesh in meshes]
         raise ValueError(f"{schedule.algorithm} over {schedule.ranks} equal ranks got meshes of {sizes} devices")
-    rows, rest = divmod(config.batch_size, schedule.micro_batches)
-    if rest:
-        raise ValueError(f"{schedule.micro_batches} micro-batches do not divide the batch of {config.batch_size} rows")
-    devices = meshes[0].size
-    if rows % devices or config.model.n_routed_experts % devices:
-        raise ValueError(
-            f"the {devices} devices of a rank must divide the {rows} rows of a micro-batch and the "
-            f"{config.model.n_routed_experts} experts"
-        )
-    return rows
-
-
-def _is_stage(node: Any) -> bool:
-    return isinstance(node, StageParams)
-
-
-def _take_all(tree: Any, config: TrainingConfig, stage: Stage) -> Any:
-    """Returns the stage's part of parameters, or of an optimiser's state with trees like them in it."""
-    is_params = lambda node: isinstance(node, Params)  # noqa: E731
-    return jax.tree.map(lambda n: take(n, config.model, stage) if is_params(n) else n, tree, is_leaf=is_params)
+    return rows_of(config.batch_size, config.model.n_routed_experts, schedule.micro_batches, size_of(meshes[0]))
 
 
 def _with_embedding(tree: StageParams, table: jax.Array | None) -> StageParams:
     return dataclasses.replace(tree, ends=dataclasses.replace(tree.ends, embed=table))
-
-
-@functools.partial(jax.jit, static_argnames=("config", "stage"))
-def _cast(own: StageParams, embedding: jax.Array | None, *, config: TrainingConfig, stage: Stage) -> StageParams:
-    return weights(own, embedding, config, stage)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -176,7 +193,6 @@ def _square(gradient: StageParams) -> jax.Array:
     return sum((jnp.square(leaf).sum() for leaf in jax.tree.leaves(gradient)), start=jnp.zeros(()))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "stage"), donate_argnames=("params", "moments"))
 def _update(
     params: StageParams,
     moments: Any,
@@ -202,17 +218,13 @@ def _update(
     return StageParams(ends, layers), moments
 
 
-def _expert_counts(reports: list[dict[str, Any]]) -> np.ndarray | None:
-    """Returns the counts [layers, E] of a stage over all micro-batches; None for a stage without routed experts."""
-    counts = [np.asarray(report["expert_counts"]) for report in reports if report["expert_counts"] is not None]
-    return np.sum(counts, axis=(0, 1)) if counts else None  # [micro-batches, devices, layers, E]
-
-
-def _joined(counts: list[np.ndarray | None]) -> np.ndarray:
-    return np.concatenate([count for count in counts if count is not None])
+def _expert_counts(executed: Executed) -> list[np.ndarray | None]:
+    """Returns for each stage the counts [layers, E] of this process's devices; None for one without routed experts."""
+    by_stage = [[report["expert_counts"] for report in reports] for reports in executed.reports]
+    return [None if counts[0] is None else np.sum([*map(processes.own_sum, counts)], axis=0) for counts in by_stage]
 
 
 def _losses(executed: Executed) -> dict[str, Any]:
-    """Returns the losses of the step: the micro-batches' parts add up to them."""
-    parts = [{name: np.asarray(report[name]) for name in ("loss", "mtp_loss")} for report in executed.reports[-1]]
-    return {name: np.sum([part[name] for part in parts]) for name in parts[0]}
+    """Returns this process's part of the step's losses: the rows' parts add up to them."""
+    reports = executed.reports[-1]
+    return {name: np.sum([processes.own_sum(report[name]) for report in reports]) for name in ("loss", "mtp_loss")}

@@ -99,12 +99,14 @@ def main() -> int:
     import uvloop
 
     from dsv3.api.config import Deadlines, ServerConfig
+    from dsv3.api.engine.keeper import RestartPolicy
     from dsv3.api.http.server import bind, serve
     from dsv3.api.tenants import tenants_of
     from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
 
     settings = json.loads(sys.argv[1])
     kinds = {"options": ServerOptions, "engine": EngineOptions, "cluster": ClusterOptions, "deadlines": Deadlines}
+    kinds["restarts"] = RestartPolicy
     for name, kind in kinds.items():
         if name in settings:
             settings[name] = msgspec.convert(settings[name], kind)

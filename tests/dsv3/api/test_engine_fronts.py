@@ -12,6 +12,7 @@ from dsv3.api import frames
 from dsv3.api.engine import fronts as fronts_module
 from dsv3.api.engine import messages
 from dsv3.api.engine.fronts import FrontConnections, split
+from dsv3.api.engine.launcher import SENDER_BYTES
 from dsv3.api.engine.messages import EngineInfo
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineOutput, EngineRequest, StepOutputs, Tokens, first_id, senders
@@ -51,7 +52,7 @@ class Ends:
         for sender in range(count):
             ours, theirs = socket.socketpair()
             with theirs:
-                socket.send_fds(self.usher, [b"."], [theirs.fileno()])
+                socket.send_fds(self.usher, [sender.to_bytes(SENDER_BYTES, "little")], [theirs.fileno()])
             ours.settimeout(30)
             self.connections.append(ours)
             self.streams.append(frames.stream_of(ours))
@@ -90,10 +91,10 @@ def test_a_front_that_comes_late_hears_that_the_engine_is_ready():
     ends = Ends(1)
     ends.fronts.announce(INFO)
     ours, theirs = socket.socketpair()
-    socket.send_fds(ends.usher, [b"."], [theirs.fileno()])
+    socket.send_fds(ends.usher, [(7).to_bytes(SENDER_BYTES, "little")], [theirs.fileno()])
     stream = frames.stream_of(ours)
     heard = [messages.from_engine.decode(frames.read_frame(stream)) for _ in range(2)]
-    assert heard == [messages.Welcome(1), INFO]
+    assert heard == [messages.Welcome(7), INFO]
 
 
 def test_a_front_that_goes_away_is_told_of_once(ends):
@@ -143,6 +144,23 @@ def test_requests_that_belong_together_come_together(ends):
     ends.send(0, messages.Add([two]))
     front, message = ends.take()
     assert (front.sender, message) == (0, messages.Add([one, two]))
+
+
+def test_one_front_at_a_time_has_the_turn():
+    """A turn lasts until its front ends it or goes away; who ends a turn that it has not changes nothing."""
+    ends = Ends(3)
+    ends.send(1, messages.AskTurn())
+    assert ends.receive(1) == messages.Turn()
+    ends.send(2, messages.EndTurn())
+    ends.send(2, messages.AskTurn())
+    ends.send(2, messages.Abort([7]))  # what a front says comes in its order
+    front, _ = ends.take()
+    assert front.sender == 2
+    ends.connections[1].shutdown(socket.SHUT_RDWR)
+    front, message = ends.take()
+    assert (front.sender, message) == (1, None)
+    ends.fronts.remove(front)
+    assert ends.receive(2) == messages.Turn()
 
 
 def test_bytes_that_are_no_message_end_the_connection(ends):

@@ -234,8 +234,8 @@ def test_a_second_signal_aborts_what_either_does(model_dir):
 @pytest.mark.parametrize("trouble", ["kill", "hang"])
 def test_the_death_of_the_engine_reaches_clients_of_both(model_dir, trouble):
     """A hanging engine is noticed by the front whose requests wait for it, here the other one."""
-    settings = {"factory_options": {"step_s": 0.01}, "failure_linger_s": 2.0, "watchdog_s": 4.0}
-    with pair_of(model_dir, **settings) as pair:
+    settings = {"factory_options": {"step_s": 0.01}, "failure_linger_s": 2.0, "watchdog_s": 2.0}
+    with pair_of(model_dir, **settings, options={"max_request_restarts": 0}) as pair:
         processes = (pair.other,) if trouble == "hang" else (pair.first, pair.other)
         asking = [Asking(pair, process, ENDLESS) for process in processes]
         pair.server.wait_for(lambda: pair.server.metric("vllm:num_requests_running") == len(processes))

@@ -47,7 +47,7 @@ def test_spread_experts_have_metrics_of_their_own() -> None:
     for name, value in {
         "dsv3:expert_rebalances_total": 2,
         "dsv3:expert_checksum_failures_total": 1,
-        "dsv3:dispatch_extra_rounds_total": 6,
+        "dsv3:dispatch_repeats_total": 6,
         "dsv3:dispatch_in_node_bytes_total": 1000,
         "dsv3:dispatch_cross_node_bytes_total": 200,
     }.items():

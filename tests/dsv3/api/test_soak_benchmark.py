@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks.soak import descriptor_problems
 from benchmarks.soak_hostile import Felt, problems
 from tests.dsv3.api import serving
 
@@ -43,4 +44,18 @@ FELT = {"health": [0.01] * 1000, "stalls": [0.0], "failures": []}
 )
 def test_the_goal_is_what_the_report_judges(felt, gaps, growth, word):
     found = problems(Felt(**FELT | felt), gaps, growth)
+    assert [word in text for text in found] == ([] if word is None else [True])
+
+
+@pytest.mark.parametrize(
+    ("after", "word"),
+    [
+        ({1: 20, 2: 15}, None),
+        ({1: 20, 2: 15, 3: 11}, None),  # a worker that has started
+        ({1: 20, 2: 24}, "35 descriptors at the start, 44"),
+        ({1: 20, 2: 24, 3: 11}, "35 descriptors at the start, 44"),
+    ],
+)
+def test_descriptors_may_not_grow_in_the_processes_of_the_start(after, word):
+    found = descriptor_problems({1: 20, 2: 15}, after)
     assert [word in text for text in found] == ([] if word is None else [True])

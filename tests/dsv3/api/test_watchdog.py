@@ -52,6 +52,14 @@ def test_a_front_that_was_suspended_does_not_blame_the_engine(model_dir) -> None
         assert answer.status_code == 200, answer.text
 
 
+async def beat(ends: list[socket.socket]) -> None:
+    while True:
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.sendall(frames.encode(messages.Pulse()))
+        await asyncio.sleep(0.2)
+
+
 class Waiting:
     """A sink for nothing but errors."""
 
@@ -68,20 +76,25 @@ class Waiting:
         self.errors.append(str(error))
 
 
-def test_an_idle_engine_is_silent_for_less_time_than_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_be_silent_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle engine for less time than one that works, and a process that does not even send its pulse."""
     monkeypatch.setattr(client_module, "_IDLE_WATCHDOG_S", 0.1)
+    monkeypatch.setattr(client_module, "_PULSE_WATCHDOG_S", 1.5)
 
     async def run() -> None:
-        idle, working = (EngineClient(max_num_queued_reqs=0) for _ in range(2))
-        ends = [await connected(working, WORKING), await connected(idle, IDLE)]
+        idle, working, stopped = (EngineClient(max_num_queued_reqs=0) for _ in range(3))
+        beating = [await connected(working, WORKING), await connected(idle, IDLE)]
+        ends = [*beating, await connected(stopped, WORKING)]
+        pulses = asyncio.create_task(beat(beating))
         silences: list[str] = []
-        idle.on_silence = silences.append
+        idle.on_failure = silences.append
         request = EngineRequest(request_id=1, prompt_token_ids=[5], sampling=SamplingParams())
         idle.submit(
             [prepare(request, INFO.rules)], [waiting := Waiting()]
         )  # the first, to an engine that hangs already
-        await asyncio.wait_for(idle.ended.wait(), 60)
+        await asyncio.wait_for(asyncio.gather(idle.ended.wait(), stopped.ended.wait()), 60)
         assert (idle.state, working.state) == ("failed", "ready")
+        pulses.cancel()
         assert silences == [idle.reason] == waiting.errors and "has not answered" in idle.reason
         working._end()
         for end in ends:
@@ -134,7 +147,8 @@ def test_an_idle_engine_sends_frames_and_one_before_a_step(monkeypatch: pytest.M
 
 
 def test_an_engine_that_hangs_while_idle_fails_health_without_a_request(model_dir) -> None:
-    with serving.running(model_dir, watchdog_s=4.0, failure_linger_s=2.0) as server:
+    options = {"max_request_restarts": 0}
+    with serving.running(model_dir, watchdog_s=2.0, failure_linger_s=2.0, options=options) as server:
         server.engine_process().send_signal(signal.SIGSTOP)
         server.wait_for(lambda: server.http.get("/health").status_code == 503)
         assert "has not answered" in server.http.get("/health").json()["reason"]

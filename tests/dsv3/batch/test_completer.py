@@ -11,7 +11,7 @@ from dsv3.api.batches.completer import ServerCompleter, server_completer
 from dsv3.api.config import ServerConfig
 from dsv3.api.workers import WorkersBusy
 from dsv3.batch.journal import BatchError
-from dsv3.options import EngineOptions
+from dsv3.options import EngineOptions, ServerOptions
 from tests.dsv3.api.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
 from tests.dsv3.text import dialects, tiny
 
@@ -28,12 +28,13 @@ def model_dir(tmp_path_factory):
     return tiny.write(tmp_path_factory.mktemp("model"))
 
 
-def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, **options):
+def serve(model_dir, use, factory_options=None, template_deadline_s=10.0, server=None, **options):
     """Runs `use(completer, service)` against a fresh engine process."""
     config = ServerConfig(
         model_dir=model_dir,
         template_deadline_s=template_deadline_s,
         model_names=("tiny",),
+        options=server or ServerOptions(),
         engine=EngineOptions(**options),
         factory_options=factory_options or {},
         engine_factory="tests.dsv3.batch.fake_engine:make",
@@ -106,14 +107,20 @@ def test_a_full_queue_is_waited_out(model_dir):
     assert [answer.status for answer in answers] == [200] * 20
 
 
-@pytest.mark.parametrize("trouble", [FAIL_STEP, CRASH_STEP])
-def test_the_engines_death_leaves_its_requests_unanswered(model_dir, trouble):
+@pytest.mark.parametrize(("trouble", "restarts"), [(FAIL_STEP, 0), (CRASH_STEP, 3)])
+def test_the_engines_death_leaves_its_requests_unanswered(model_dir, trouble, restarts):
+    """Another engine takes its place; only the line that engines die of goes without an answer."""
+
     async def use(completer, service):
         harmless = [completer.complete(COMPLETIONS, ask([20 + i], max_tokens=500)) for i in range(3)]
         deadly = completer.complete(COMPLETIONS, ask([trouble]))
         return await asyncio.gather(*harmless, deadly, return_exceptions=True)
 
-    results = serve(model_dir, use)
+    results = serve(model_dir, use, server=ServerOptions(max_request_restarts=restarts))
+    if restarts:
+        assert [result.status for result in results] == [200, 200, 200, 500]
+        assert body_of(results[3])["error"]["code"] == "engine_died"
+        return
     assert all(isinstance(result, BatchError) for result in results), results
 
 

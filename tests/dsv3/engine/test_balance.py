@@ -29,7 +29,7 @@ from dsv3.options import EngineOptions
 from sharding.experts import rebalance
 from sharding.experts.eplb import balancedness, device_load, rebalance_experts
 from sharding.experts.placement import placement_of
-from sharding.experts.traffic import MAX_HOPS, StepTraffic, Traffic
+from sharding.experts.traffic import Traffic
 from sharding.mesh import Machine, rank_mesh
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, name_of, request, run, take
@@ -42,7 +42,7 @@ REDUNDANT, LENGTH = 8, 16
 MOVE_MODULE = MOVE._replace(variant=1)
 BALANCING = (READ_LOAD, MOVE, MOVE_MODULE)
 NEEDED = [
-    *(Key("prefill", 64), Key("mtp prefill", 64), Key("sample", 1, GREEDY)),
+    *(Key("prefill", 64, 1), Key("mtp prefill", 64), Key("sample", 1, GREEDY)),
     *(Key("decode", 1, width=2), Key("mtp decode", 1, width=2), Key("sample", 1, GREEDY, 2)),
     *BALANCING,
 ]
@@ -182,7 +182,7 @@ def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served,
     served.serve(engine)
     stats = engine.stats().jobs["experts"]
     assert 0 < stats.balancedness_min <= stats.balancedness < 0.95 and stats.rebalances == 0
-    assert stats.in_node_bytes > 0 and stats.cross_node_bytes > 0 and stats.extra_rounds >= 0
+    assert stats.in_node_bytes > 0 and stats.cross_node_bytes > 0 and stats.repeats >= 0
     prompts = sum(map(len, served.prompts))
     rows = prompts + 2 * len(served.prompts) * (LENGTH - 1)  # at most: with each of a row's two tokens once
     per_layer = engine.planners["experts"].load.sum(axis=1)
@@ -238,8 +238,7 @@ EXPERTS = SpreadExperts((3, 1), 16, 24, 1, Machine(1, 8), lambda params: params,
 def make_balancer(**changes) -> tuple[Balancer, EngineConfig]:
     cfg = EngineConfig(64, 1, max_num_seqs=1, num_ranks=8, **(dict(eplb_interval=3, eplb_threshold=1.0) | changes))
     first = rebalance_experts(np.ones((4, 16)), 24, 1, 1, 8)
-    traffic = StepTraffic(Traffic(100, 40, 1), (4, 0), (Traffic(10, 4, 1), Traffic()))
-    sent = TrafficCounter([traffic] * len(cfg.forward_programs))
+    sent = TrafficCounter([Traffic(100, 40, 1)] * len(cfg.forward_programs))
     return Balancer(EXPERTS, placement_of(first, 9), experts.MOVE_BYTES // 3, sent, cfg), cfg
 
 
@@ -247,7 +246,7 @@ def read_out(cfg: EngineConfig, seed: int = 0) -> np.ndarray:
     """What the devices would give for a load that only `seed` decides."""
     total = np.zeros(load_size(EXPERTS, cfg), np.int32)
     total[: 4 * 16] = (100 * np.random.default_rng(seed).lognormal(sigma=1.5, size=64)).astype(np.int32)
-    total[-(MAX_HOPS + 1) :] = 8 * np.array([5 * 4 + 2, 0, 5])  # five steps of the last program, two rounds too many
+    total[-2:] = 8 * np.array([2, 5])  # five passes of the last program, of which two overflowed
     return total
 
 
@@ -274,13 +273,13 @@ def test_layers_move_a_few_at_a_time_each_in_one_command() -> None:
     assert balancer.stats().balancedness > 0.8
 
 
-def test_bytes_follow_from_steps_and_rounds() -> None:
+def test_bytes_follow_from_steps() -> None:
     balancer, cfg = make_balancer(eplb_interval=0)
     drive(balancer, cfg, experts.READ_STEPS + 1)
     stats = balancer.stats()
-    assert stats.extra_rounds == 2
-    assert stats.cross_node_bytes == 8 * (5 * 40 + 2 * 4)
-    assert stats.in_node_bytes == 8 * (5 * 60 + 2 * 6)
+    assert stats.repeats == 2
+    assert stats.cross_node_bytes == 8 * 5 * 40
+    assert stats.in_node_bytes == 8 * 5 * 60
 
 
 def test_an_even_load_moves_nothing() -> None:

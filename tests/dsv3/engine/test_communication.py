@@ -35,14 +35,13 @@ def test_large_steps_are_cut_in_two_and_small_ones_hide_the_combine(
     whole = dataclasses.replace(asked, overlap=Overlap.NONE)  # takes `at_once` tokens as one batch
     assert asked.transport(tokens, is_prefill).hops[0].capacity == whole.transport(at_once, is_prefill).hops[0].capacity
     micro_batches = 2 if schedule is OVERLAPPED else 1
-    assert asked.traffic(tokens, is_prefill).first == whole.traffic(at_once, is_prefill).first * micro_batches
-    assert asked.traffic(tokens, is_prefill).first_rounds == (micro_batches * LAYERS, 0)
+    assert asked.traffic(tokens, is_prefill) == whole.traffic(at_once, is_prefill) * micro_batches
 
 
 def test_where_nothing_can_overlap_steps_are_plain() -> None:
     assert dataclasses.replace(GPUS, overlap=Overlap.NONE).schedule(4096, True) is PLAIN
     ring = dataclasses.replace(GPUS, kind=Kind.RING)
-    assert ring.schedule(4096, True) is HOOKED, "a ring has no rounds of its own to put under another micro-batch"
+    assert ring.schedule(4096, True) is HOOKED, "a ring has no hops to put under another micro-batch"
 
 
 def test_devices_of_a_rank_share_its_tokens() -> None:
@@ -58,9 +57,7 @@ def test_devices_of_a_rank_share_its_tokens() -> None:
 def test_rows_take_the_bytes_of_their_type() -> None:
     mesh = rank_mesh(jax.devices()[:4], 2)
     fp8, bf16, f32 = (
-        Communication.from_mesh(mesh, DEEPSEEK_V3, 256, transport="ring", **options)
-        .traffic(8, False)
-        .first.device_bytes
+        Communication.from_mesh(mesh, DEEPSEEK_V3, 256, transport="ring", **options).traffic(8, False).device_bytes
         for options in (dict(), dict(fp8=False), dict(fp8=False, dtype=jnp.float32))
     )
     hidden, sent = DEEPSEEK_V3.hidden_size, 3 * 8 * LAYERS  # to three others, eight rows in each layer

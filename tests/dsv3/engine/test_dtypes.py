@@ -21,6 +21,7 @@ from tests.dsv3.engine.driving import request, run
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
 PLAIN = dataclasses.replace(DEEPSEEK_V3, fp8=None)
 
 
@@ -51,8 +52,9 @@ def test_pages_may_have_a_type_of_their_own() -> None:
     ],
 )
 def test_pages_that_no_kernel_reads_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=f"kv_cache_dtype: {message}"):
-        resolve_dtypes(PLAIN, EngineOptions(**options), H200)
+    for device in (H200, A100):
+        with pytest.raises(ValueError, match=f"kv_cache_dtype: {message}"):
+            resolve_dtypes(PLAIN, EngineOptions(**options), device)
 
 
 def test_what_cannot_be_right_is_refused() -> None:

@@ -60,7 +60,9 @@ class Auditor:
             for slot, rank in zip(rows.slots.tolist(), rows.rank.tolist(), strict=True):
                 sequence, known = slots.sequences[slot], int(slots.known[slot])
                 before = int(slots.planned[slot]) - width  # `planned` counts this step's tokens already
-                first = known - 1 if before == known else known  # a step in flight brings one token at least
+                # A step in flight brings one token at least, or none where it is computed again.
+                repeats = self.engine.executor.devices.layout.functions.may_overflow
+                first = known - 1 if before == known or repeats else known
                 for index in range(first // PAGE_SIZE, (before - 1 + self.engine.cfg.tokens_ahead) // PAGE_SIZE + 1):
                     yield rank, sequence.pages[index], sequence.id
 
@@ -234,3 +236,31 @@ def test_the_pool_is_small_enough_to_pre_empt(make_engine):
     assert engine.stats().preemptions > 0
     for i in range(8):
         assert gathered[str(i)].tokens == toy.expected_tokens([i + 1] * 60, 150, ())
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one token", "with drafts"])
+def make_cramped(request):
+    """Makes engines whose steps often overflow and are computed again, with programs that are shared."""
+    width = request.param
+    given = {"method": "mtp", "num_speculative_tokens": 1} if width > 1 else None
+    limits = LIMITS | {"num_pages": 8, "speculative_config": given, "tokens_per_row": width}
+    model = toy.toy_config(num_nextn_predict_layers=width - 1)
+    functions, programs = toy.cramped(toy.drafting(4) if width > 1 else toy.FUNCTIONS), []
+
+    def make(**changes) -> Engine:
+        engine = Engine(Parts.on_devices(functions, toy.PARAMS, model, EngineConfig(**(limits | changes))))
+        if programs:
+            engine.executor.devices.programs = programs[0]
+        programs[:] = [engine.executor.devices.programs]
+        return engine
+
+    return make
+
+
+def test_steps_that_are_computed_again_change_no_text_and_lose_no_page(make_cramped):
+    """Prefill, decode and what is in flight behind them, with aborts, pre-emptions and shared prefixes."""
+    machine = type("Machine", (EngineMachine,), {"make_engine": staticmethod(make_cramped)})
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=checks)
+    )

@@ -47,6 +47,8 @@ def test_the_description() -> None:
     assert "attention by jax.numpy, because float32 is neither bfloat16 nor float16" in line
     assert line.count("because") == 1
     assert describe(MISTRAL_SMALL_4, half, Backend.REFERENCE).endswith("computed by jax.numpy")
+    sixteen = EngineDtypes(jax.numpy.dtype("bfloat16"), "fp8")  # FP8 pages of latents of 256, which Mosaic has not
+    assert describe(MISTRAL_SMALL_4, sixteen, Backend.TRITON).endswith("computed by Triton kernels")
     params, cfg = model("glm4_moe_lite")
     assert count_parameters(cfg)[0] == sum(leaf.size for leaf in jax.tree.leaves(params))
     assert [short(n) for n in (671_000_000_000, 30_600_000_000, 6_030_000, 999)] == [

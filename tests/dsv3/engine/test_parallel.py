@@ -14,6 +14,7 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.parts import Parts
 from dsv3.llm import LLM
 from dsv3.options import EngineOptions
+from sharding.experts import exchange
 from sharding.mesh import rank_mesh
 from tests.dsv3.engine.driving import name_of, request, run
 from tests.dsv3.model.golden import DIRECTORY, model
@@ -22,23 +23,25 @@ LIMITS = dict(max_model_len=128, num_pages=16, max_num_batched_tokens=64)
 
 
 @pytest.mark.parametrize(
-    ("devices", "tensor", "nodes", "redundant", "seqs"),
+    ("devices", "tensor", "nodes", "redundant", "seqs", "transport"),
     [
-        (2, 1, 1, 0, 4),
-        (4, 1, 2, 4, 4),  # eight devices on two nodes: test_balance
-        (2, 2, 1, 0, 4),
-        (8, 2, 2, 8, 1),  # one row a rank, which its two devices share
+        (4, 1, 2, 4, 4, "hierarchical"),  # with little room; eight devices on two nodes: test_balance
+        (8, 2, 2, 8, 1, "auto"),  # one row a rank, which its two devices share
     ],
 )
 def test_greedy_text_is_transformers_token_for_token(
-    devices: int, tensor: int, nodes: int, redundant: int, seqs: int
+    devices: int, tensor: int, nodes: int, redundant: int, seqs: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where buffers hold a quarter of the tokens, so that most steps are computed again in parts."""
+    is_cramped = transport == "hierarchical"
+    if is_cramped:
+        monkeypatch.setattr(exchange, "expected_capacity", lambda tokens, *_, **__: max(1, tokens // 4))
     golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
     params, cfg = model("greedy")
     used = jax.devices()[:devices]
     mesh = rank_mesh(used, nodes, tensor)
     spread = spread_experts(params, cfg, mesh, redundant)
-    functions = expert_parallel_functions(cfg, mesh, redundant)
+    functions = expert_parallel_functions(cfg, mesh, redundant, transport=transport)
     layout = dict(num_ranks=devices // tensor, num_nodes=nodes, tensor_parallel_size=tensor, max_num_seqs=seqs)
     engine = Engine(Parts.on_devices(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used))
     count, length = 12, 16
@@ -47,6 +50,8 @@ def test_greedy_text_is_transformers_token_for_token(
     gathered = run(engine, *requests)
     assert [gathered[str(i)].tokens for i in range(count)] == [g[:length] for g in golden["greedy"][:count]]
     assert engine.stats().pages_in_use == 0
+    for phase in ("decode", "prefill"):
+        assert (engine.planners[phase]._room.factor > 1) == is_cramped
 
 
 def test_ranks_must_divide_the_slots() -> None:

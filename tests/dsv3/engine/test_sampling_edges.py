@@ -14,7 +14,7 @@ from dsv3.engine.device import sampling
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, control_row, controls_at
 from dsv3.engine.jobs.sample import sample_body
 from dsv3.engine.requests.codes import NOT_FINITE, NOTHING, UNDRAFTED
-from dsv3.engine.requests.sequence import FULL, GREEDY, SAMPLED, sequence_of
+from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
@@ -168,12 +168,16 @@ def test_what_can_be_drawn_is_what_the_distribution_says(rows):
         np.testing.assert_allclose(after[here] / after.sum(dtype=np.float64), w[here] / w[kept].sum(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("variant", [SAMPLED, FULL])
+@pytest.mark.parametrize("variant", [DRAWN, FILTERED, FULL])
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_token_is_drawn_from_the_support(variant, data):
-    rows = data.draw(_batches(_FILTERS | (_EXACT if variant == FULL else {})))
-    for row, token in zip(rows, _tokens(variant, rows), strict=True):
+    asked = {DRAWN: {name: _FILTERS[name] for name in ("temperature", "seed")}, FULL: _FILTERS | _EXACT}
+    rows = data.draw(_batches(asked.get(variant, _FILTERS)))
+    tokens = _tokens(variant, rows)
+    if variant == DRAWN:
+        assert tokens == _tokens(FILTERED, rows), "beside a request with filters the others get the same"
+    for row, token in zip(rows, tokens, strict=True):
         x = row.adjusted()
         if np.isfinite(x.max()):
             assert distribution.support(x, row.sampling, 1e-4)[token]
@@ -184,7 +188,7 @@ def test_a_token_is_drawn_from_the_support(variant, data):
 _ONLY_THE_BEST = [{"min_p": 1.0}, {"top_p": 1e-38}, {"top_p": 1e-300}, {"top_k": 1}, {"temperature": 1e-5}]
 
 
-@pytest.mark.parametrize("variant", [GREEDY, SAMPLED, FULL])
+@pytest.mark.parametrize("variant", [GREEDY, FILTERED, FULL])
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_most_likely_token_survives_every_filter(variant, count):
     """A min_p of 1 or a tiny top_p once left nothing at temperatures that float32 rounds, and token 0 was drawn."""

@@ -4,6 +4,7 @@ A wrong page, a lost write or a stray one changes the text. Latents are (token, 
 all the latents of the request, read through its page table.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.engine.functions import DraftFunctions, StepFunctions
 from dsv3.model.batch import DecodeBatch, PrefillBatch
+from sharding.mesh import RANKS
 
 VOCAB = 67
 EOS = 0
@@ -142,6 +144,37 @@ def drafting(right_of: int) -> StepFunctions:
 
     draft = DraftFunctions(jnp.float32, draft_prefill, draft_decode)
     return StepFunctions(prefill, decode, logits, draft=draft)
+
+
+class CrampedOutput(NamedTuple):
+    hidden: Any
+    pages: Any
+    overflows: Any
+
+
+def cramped(functions: StepFunctions = FUNCTIONS) -> StepFunctions:
+    """The toy behind buffers that hold a third of a bucket's tokens, if they are even: those choose one device.
+
+    A step that overflows computes other tokens, so what it writes and what comes out of it is wrong on every rank.
+    """
+
+    def agreed(tokens: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+        room = max(tokens.shape[-1], tokens.size // 3) if tokens.ndim > 1 else max(1, tokens.size // 3)
+        lost = jnp.sum(valid & (tokens % 2 == 0)) > room
+        overflows = jax.lax.pmax(lost.astype(jnp.int32), RANKS)
+        return jnp.where(overflows > 0, tokens + 1, tokens), overflows
+
+    def cramped_prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> CrampedOutput:
+        tokens, overflows = agreed(batch.tokens, jnp.arange(batch.tokens.size) < batch.cu_lengths[-1])
+        out = functions.prefill(params, cfg, dataclasses.replace(batch, tokens=tokens), pages)
+        return CrampedOutput(*out, overflows)
+
+    def cramped_decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> CrampedOutput:
+        tokens, overflows = agreed(batch.tokens, batch.lengths[:, None] > 0)
+        out = functions.decode(params, cfg, dataclasses.replace(batch, tokens=tokens), pages)
+        return CrampedOutput(*out, overflows)
+
+    return dataclasses.replace(functions, prefill=cramped_prefill, decode=cramped_decode, may_overflow=True)
 
 
 PARAMS = jnp.zeros(())

@@ -74,12 +74,12 @@ def batches(ranks: int) -> tuple[PrefillBatch, DecodeBatch]:
 
 
 def run_rank(params: Params, first: PrefillBatch, second: DecodeBatch, **options) -> tuple[jax.Array, jax.Array, tuple]:
-    """Prefill and one decode step of one rank: hidden states [T + 4, D], those of padding rows 0, counts and rounds."""
+    """Prefill and one decode step of one rank: hidden states [T + 4, D], those of padding rows 0, counts, overflows."""
     out = prefill(params, CFG, first, jnp.zeros(PAGES), **options)
     after = decode(params, CFG, second, out.pages, **options)
     live = jnp.arange(T)[:, None] < first.cu_lengths[-1]
     hidden = jnp.concatenate([jnp.where(live, out.hidden, 0), after.hidden.reshape(-1, CFG.hidden_size)])
-    return hidden, out.expert_counts + after.expert_counts, (out.rounds, after.rounds)
+    return hidden, out.expert_counts + after.expert_counts, (out.overflows, after.overflows)
 
 
 _alone = jax.jit(lambda *arguments: run_rank(*arguments)[:2])
@@ -108,8 +108,8 @@ def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Ki
     hot = np.random.default_rng(1).lognormal(sigma=2, size=(CFG.num_moe_layers, CFG.n_routed_experts))
     expert_map = rebalance_experts(hot, CFG.n_routed_experts + REDUNDANT, CFG.n_group, nodes, ranks)
     placement = placement_of(expert_map, REDUNDANT + 1)
-    few = 8  # so that buffers are small, and overflow
-    rows = LayerRows.from_widths(few, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)
+    many = 4 * T  # so that there is room for what random weights choose
+    rows = LayerRows.from_widths(many, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)
     transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts + REDUNDANT, rows)
 
     def body(params, placement, first, second):
@@ -126,22 +126,8 @@ def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Ki
         out_specs=RANK_SPEC,
         check_vma=False,
     )
-    hidden, counts, rounds = jax.jit(step)(spread(parameters(), expert_map.phy2log), placement, *batches(ranks))
+    hidden, counts, overflows = jax.jit(step)(spread(parameters(), expert_map.phy2log), placement, *batches(ranks))
     expected, expected_counts = alone(ranks)
     np.testing.assert_allclose(hidden, expected, rtol=2e-4, atol=2e-4)
     np.testing.assert_array_equal(counts, expected_counts)
-    check_rounds(*map(np.asarray, rounds), len(transport.hops), schedule.micro_batches)
-
-
-def check_rounds(prefill: np.ndarray, decode: np.ndarray, hops: int, micro_batches: int) -> None:
-    """Rounds [ranks, 2] of two MoE layers: one each for decode's few tokens; more for prefill, whose buffers are small.
-
-    A hop that there is not has none, and the second hop runs at least once in each round of the first.
-    """
-    at_least = CFG.num_moe_layers * micro_batches
-    assert (prefill[:, hops:] == 0).all() and (decode[:, hops:] == 0).all()
-    if hops:
-        assert (decode[:, 0] == at_least).all() and (prefill[:, 0] > at_least).all()
-        assert (prefill[:, 0] == prefill[0, 0]).all(), "the first hop's rounds are agreed by all"
-    if hops == 2:
-        assert (prefill[:, 1] >= prefill[:, 0]).all() and (decode[:, 1] >= decode[:, 0]).all()
+    assert not any(np.asarray(each).any() for each in overflows)

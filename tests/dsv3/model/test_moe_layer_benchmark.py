@@ -11,9 +11,9 @@ from pallas_kernels.backend import Backend
 
 def test_what_arrives_is_what_even_routing_sends() -> None:
     ids, weights = moe_layer.arrivals()
-    assert ids.shape == weights.shape == (2448, 2)
+    assert ids.shape == weights.shape == (3888, 2)
     np.testing.assert_array_equal(np.bincount(ids[ids >= 0]), [512, 512])
-    rows = (ids >= 0).any(axis=1).reshape(144, 17).sum(axis=1)
+    rows = (ids >= 0).any(axis=1).reshape(144, 27).sum(axis=1)
     assert set(rows) == {7, 8}, "seven rows and a ninth from each rank"
     assert (weights[ids < 0] == 0).all()
 

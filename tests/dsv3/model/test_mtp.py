@@ -9,9 +9,9 @@ import numpy as np
 from dsv3.config import ModelConfig
 from dsv3.model import PAGE_SIZE, DecodeBatch, Params, PrefillBatch, StepOutput, logits, mtp
 from dsv3.model.decoder import LayerContext
-from dsv3.model.layers.attention import causal_attend
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
+from dsv3.model.layers.whole import causal_attend
 from dsv3.model.steps import predict_decode, predict_prefill
 from tests.dsv3.model.golden import data, model, relative_error, run
 

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 
 from dsv3.model import mtp
 from dsv3.model.decoder import LayerContext
-from dsv3.model.layers.attention import causal_attend
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
+from dsv3.model.layers.whole import causal_attend
 from dsv3.model.params import Params, abstract, declare
 from sharding.experts.eplb import map_of
 from sharding.experts.placement import Placement, placement_of

@@ -17,6 +17,7 @@ from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Fp8Weight, declare
 from dsv3.model.schedules import HOOKED, OVERLAPPED
 from dsv3.model.steps import decode, prefill
+from dsv3.plan import hlo
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
 from sharding.experts.kind import Kind
@@ -56,7 +57,7 @@ def compiled(name: str) -> jax.stages.Compiled:
         batch = jax.tree.map(lambda a: a[0], batch)
         how = dict(routed=ExpertParallel(transport), placement=placement, schedule=schedule)
         out = step(params, CFG, batch, pages, backend=Backend.MOSAIC, **how)
-        return out.hidden[None], out.pages, out.rounds[None]
+        return out.hidden[None], out.pages, out.overflows[None]
 
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -117,8 +118,10 @@ def test_every_transfer_of_a_layer_hides_behind_matrix_work(step: str) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_ranks_agree_on_rounds_without_a_collective_of_their_own(step: str) -> None:
-    assert "all-reduce" not in text_of(step)
+def test_nothing_waits_for_the_host(step: str) -> None:
+    """Neither a condition nor a loop asks the host, of the exchange and of attention to cached tokens alike."""
+    assert hlo.parse(text_of(step)).host_waits == ()
+    assert "all-reduce" not in text_of(step), "whether there was room is told once, behind the step"
 
 
 def test_the_shared_expert_hides_the_combine_of_a_small_step() -> None:

@@ -48,8 +48,14 @@ def test_a_start_is_paired_with_its_done_and_what_stands_between() -> None:
     assert (first.node_bytes, first.cross_bytes) == (128 * 7 // 8, 0)
     assert first.between == ("experts",)
     assert first.step_bytes == 58 * 112
-    assert (second.kind, second.is_overflow_round, second.step_bytes) == ("all-reduce", True, 0)
-    assert second.node_bytes + second.cross_bytes == 2 * 128 * 15 // 16
+    assert (second.kind, second.step_bytes) == ("all-reduce", 2 * 128 * 15 // 16)
+
+
+def test_the_host_waits_where_the_compiler_cannot_count() -> None:
+    assert hlo.parse(TEXT).host_waits == ("open",)
+    assert hlo.parse(TEXT.replace("while(%t2)", "conditional(%t2)")).host_waits == ("open",)
+    counted = TEXT.replace("body=%rounds", 'body=%rounds, backend_config={"known_trip_count":{"n":"3"}}')
+    assert hlo.parse(counted).host_waits == ()
 
 
 def test_an_all_to_all_left_alone_is_exposed() -> None:

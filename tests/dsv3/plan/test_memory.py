@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from configs.deployments import DECODE_EP144, H200, H800, NODE_8XH800, PREFILL_EP32
+from configs.deployments import DECODE_EP144, H200, H800, NODE_8XH200, NODE_8XH800, PREFILL_EP32
+from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from dsv3.plan.deployment import Deployment, DeploymentError
 from dsv3.plan.memory import Memory, memory_of
 from dsv3.plan.programs import cache_tokens, lay_out, runs
@@ -33,6 +34,15 @@ def test_weights_of_the_published_deployments(deployment, replicas, published) -
     in_bf16 = 61 * 2 * 128 * 128 * 512  # key and value up-projections, which the published figure counts in FP8
     router = weights["router, norms, expert map"]
     assert sum(weights.values()) - router - in_bf16 == pytest.approx(published, rel=2e-3)
+
+
+@pytest.mark.aot
+def test_int4_experts_take_four_and_a_half_bits() -> None:
+    """48 of 384 experts on each of eight devices; all else is bfloat16."""
+    found = memory_of(lay_out(KIMI_K2_THINKING, NODE_8XH200))
+    assert found.weights["routed experts"] == 60 * 48 * EXPERT * 4.5 / 8
+    assert found.weights["shared experts"] == 60 * EXPERT * 2
+    assert found.fits and sum(found.weights.values()) < 100e9
 
 
 @pytest.mark.aot

@@ -22,6 +22,10 @@ def kernel(name: str, stage: str) -> str:
 
 def program(*between: str, after: tuple[str, ...] = ()) -> hlo.Module:
     """Ten layers with one dispatch between two nodes, `between` its start and done, and `after` it."""
+    return hlo.parse(program_text(*between, after=after))
+
+
+def program_text(*between: str, after: tuple[str, ...] = ()) -> str:
     groups = "replica_groups=mesh['node'=2,'gpu'=8] {'node'}"
     start = f'((s8[{BYTES}]), s8[{BYTES}]) all-to-all-start(%x), {groups}, metadata={{op_name="jit(f)/dispatch/a"}}'
     lines = [
@@ -38,7 +42,7 @@ def program(*between: str, after: tuple[str, ...] = ()) -> hlo.Module:
         f'  %w = s8[1] while(%x), body=%body, backend_config={{"known_trip_count":{{"n":"{TRIPS}"}}}}',
         "}",
     ]
-    return hlo.parse("\n".join(lines))
+    return "\n".join(lines)
 
 
 def play(module: hlo.Module, stages: dict[str, float]) -> Timeline:

@@ -10,6 +10,12 @@ from dsv3.training import data as training_data
 from dsv3.training.config import TrainingConfig
 from dsv3.training.data import Data
 from dsv3.training.tokenizer import BOS_ID, EOS_ID, PAD_ID, train_tokenizer
+from tests.dsv3.training.conftest import TOY
+
+
+@pytest.fixture
+def toy_config() -> TrainingConfig:
+    return dataclasses.replace(TOY, batch_size=2)
 
 
 @pytest.fixture

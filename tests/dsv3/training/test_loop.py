@@ -1,8 +1,12 @@
 """A run from start to stop to end: exact resume, SIGTERM, log, picture."""
 
 import dataclasses
+import itertools
 import os
+import pickle
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dsv3.training import data as training_data
 from dsv3.training import loop
+from dsv3.training.checkpoints import Checkpoints
 from dsv3.training.config import TrainingConfig
 from dsv3.training.report import plot_losses, read_log
 from dsv3.training.step import TrainState
@@ -66,6 +72,49 @@ def test_a_run_is_neither_overwritten_nor_resumed_from_nothing(tmp_path: Path, t
 def test_losses_are_drawn(tmp_path: Path) -> None:
     rows = ['{"kind": "train", "step": 10, "tokens": 640, "loss": 5.0, "mtp_loss": 5.5}'] * 3
     rows += ['{"kind": "validation", "step": 10, "tokens": 640, "loss": 5.2, "mtp_loss": 5.6}']
-    (tmp_path / "log.jsonl").write_text("\n".join(rows))
+    (tmp_path / "log.jsonl").write_text("".join(row + "\n" for row in rows))
+    with (tmp_path / "log.jsonl").open("a") as log:
+        log.write('{"kind": "tr')  # what a kill leaves
+    assert [row["kind"] for row in read_log(tmp_path / "log.jsonl")] == ["train"] * 3 + ["validation"]
     assert plot_losses(tmp_path / "log.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+# A run that saves after every step and says so before the next one.
+ENDLESS = """
+import pathlib, pickle, sys
+from rich.console import Console
+from dsv3.training import loop
+
+class Talking(loop.OneDevice):
+    def step(self, state, tokens):
+        print(int(state.step), flush=True)
+        return super().step(state, tokens)
+
+config, output = pickle.loads(sys.stdin.buffer.read())
+loop.train(config, output, resume=False, console=Console(quiet=True), trainer=Talking(config))
+"""
+
+
+@pytest.mark.usefixtures("library")
+def test_a_kill_loses_the_checkpoint_under_way_at_most(tmp_path: Path, toy_config: TrainingConfig) -> None:
+    config = dataclasses.replace(toy_config, checkpoint_every=1, eval_every=1000)
+    training_data.prepare(tmp_path / "data", config)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(pickle.dumps((config, tmp_path)))
+        process.stdin.close()
+        begun = [int(line) for line in itertools.islice(process.stdout, 3)][-1]
+        process.kill()
+        begun = max([begun, *map(int, process.stdout)])
+    one = loop.OneDevice(toy_config)
+    with Checkpoints(tmp_path / "checkpoints", config) as checkpoints:
+        step, saved = checkpoints.restore(one.shapes())
+    assert begun - 1 <= step <= begun + 1
+    state, metrics = one.step(one.resumed(saved, step), np.zeros((4, 32), np.int32))
+    assert int(state.step) == step + 1
+    assert np.isfinite(metrics["loss"])

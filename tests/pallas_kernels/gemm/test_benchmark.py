@@ -29,6 +29,7 @@ def small_cases():
         fp8_cases.dense_case(3, 136, 128, REFERENCE),
         fp8_cases.contiguous_case(2, 128, 64, 128, jnp.bfloat16, REFERENCE),
         fp8_cases.decode_case(2, 6, 64, 128, jnp.float8_e4m3fn, REFERENCE),
+        fp8_cases.decode_case(2, 6, 64, 256, jnp.int32, REFERENCE),
         fp8_cases.quantize_case(4, 128, True, REFERENCE),
         fp8_cases.head_case(3, 2, 8, 16, False, REFERENCE),
         *compared_cases(),
@@ -43,8 +44,8 @@ def compared_cases():
 def test_cases_pass_and_tables_are_written(run, tmp_path):
     run.check_and_measure(small_cases())
     run.write()
-    assert not run.failures and not run.left_out and len(run.rows) == 7
-    assert len(json.loads((tmp_path / "fp8_gemm.json").read_text())["rows"]) == 7
+    assert not run.failures and not run.left_out and len(run.rows) == 8
+    assert len(json.loads((tmp_path / "fp8_gemm.json").read_text())["rows"]) == 8
     text = (tmp_path / "fp8_gemm.md").read_text()
     assert "| 3 x 136 x 128 |" in text and "## decode" in text
     compared = [line.split(" | ")[0] for line in text[text.index("XLA slices it") :].splitlines() if ": " in line]

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.gpu.sass import kernels as main_loop_kernels
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm
@@ -19,6 +20,7 @@ from pallas_kernels.fp8 import fp8_gemm, quantize_1x128, swiglu_quantize
 from pallas_kernels.gemm import dispatch
 from pallas_kernels.gemm.plan import TilePlan
 from pallas_kernels.grouped import align_groups, fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
+from tests.pallas_kernels.main_loops import assert_no_longer
 
 pytestmark = pytest.mark.aot
 MOSAIC = Backend.MOSAIC
@@ -49,11 +51,14 @@ def assert_in_registers(fn, *args, kernels=1, **kwargs):
         # kernel of one warpgroup is the architecture's 255.
         assert kernel.registers <= (168 if "x1" in kernel.name else 255), kernel
         assert kernel.spill_bytes == 0, kernel
+    return resources
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168)])
 def test_dense(m, n, k):
-    assert_in_registers(lambda *args: fp8_gemm(*args, backend=MOSAIC), *scaled_x(m, k), *scaled_w(n, k))
+    compiled = assert_in_registers(lambda *args: fp8_gemm(*args, backend=MOSAIC), *scaled_x(m, k), *scaled_w(n, k))
+    if (m, n) == (4096, 2112):
+        assert_no_longer(main_loop_kernels.dense(m, n, k), compiled, instructions=176, cycles=(768, 768))
 
 
 @pytest.mark.parametrize("m", [16, 4096])

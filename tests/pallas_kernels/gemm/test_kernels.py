@@ -18,7 +18,13 @@ DENSE = {
     "wide 128": (200, 264, 256, TilePlan(True, 128, 128, stages=3)),
     "wide 112 meets two scales": (130, 264, 400, TilePlan(True, 128, 112, stages=2)),
     "wide 192": (130, 392, 272, TilePlan(True, 128, 192, stages=3)),
-    "wide 128 multicast": (130, 392, 256, TilePlan(True, 128, 128, cluster=2, stages=3)),
+    "activations by multicast, a block outside": (130, 264, 256, TilePlan(True, 128, 128, cluster=2, stages=3)),
+    "weights by multicast, a block outside": (
+        260,
+        136,
+        256,
+        TilePlan(True, 128, 128, cluster=2, stages=3, shares_weights=True),
+    ),
     "narrow 8": (5, 264, 400, TilePlan(False, 8, 128, stages=3)),
     "narrow 32, two row tiles": (40, 136, 256, TilePlan(False, 32, 128, stages=2)),
     "narrow 16 split": (11, 264, 912, TilePlan(False, 16, 128, splits=3, stages=3)),
@@ -79,7 +85,7 @@ def contiguous(x, x_scale, w, w_scale, tile_group, tile_m, plan):
 
 CONTIGUOUS = {
     "wide": ([0, -1, 2], 128, TilePlan(True, 128, 128, stages=3)),
-    "wide, one group": ([1, 1], 128, TilePlan(True, 128, 192, stages=2)),
+    "wide, one group, multicast": ([1, 1], 128, TilePlan(True, 128, 192, cluster=2, stages=2)),
     "narrow": ([2, 0, 0, -1, 1, -1], 16, TilePlan(False, 16, 128, stages=3)),
     "nothing to do": ([-1, -1], 8, TilePlan(False, 8, 128, stages=3)),
 }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm import plan as planning
-from pallas_kernels.gemm.dispatch import _kernel
+from pallas_kernels.gemm.dispatch import kernel_of_plan
 from pallas_kernels.gemm.narrow import SplitKernel
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Contiguous, Dense
@@ -22,7 +22,7 @@ from pallas_kernels.mosaic import NUM_SMS
 def kernel_of(plan, n, k, dtype=jnp.float8_e4m3fn):
     """Builds the kernel, which refuses tiles that do not fit shared memory or meet three scales."""
     w = jax.ShapeDtypeStruct((1, n, k), dtype)
-    return _kernel(plan, Dense(8, plan.tile_m, plan.splits), w, w, ((1, 8, n), jnp.bfloat16))
+    return kernel_of_plan(plan, Dense(8, plan.tile_m, plan.splits), w, w, ((1, 8, n), jnp.bfloat16))
 
 
 @settings(max_examples=80, deadline=None)
@@ -82,7 +82,7 @@ def test_a_float32_result_leaves_a_ring_of_stages(m, n, k, itemsize):
     plan = plan_dense(m, n, k, itemsize, float32=True)
     w = jax.ShapeDtypeStruct((1, n, k), jnp.bfloat16 if itemsize == 2 else jnp.float8_e4m3fn)
     out = ((plan.splits, n, m), jnp.float32)
-    kernel = _kernel(plan, Dense(m, plan.tile_m, plan.splits), w, w, out, SplitKernel)
+    kernel = kernel_of_plan(plan, Dense(m, plan.tile_m, plan.splits), w, w, out, SplitKernel)
     assert kernel.depth >= 2
     assert plan.splits <= kernel.k_steps
 

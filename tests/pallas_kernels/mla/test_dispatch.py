@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
 from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mosaic_ops, write_pages
+from pallas_kernels.mla.mosaic_decode import TileShape
 
 KERNEL = "mosaic_gpu"
 
@@ -81,3 +82,9 @@ def test_what_a_kernel_cannot_take_goes_to_the_reference_and_the_log(program, re
         program()
     (record,) = caplog.records
     assert re.search(reason, record.message)
+
+
+def test_a_scale_that_is_not_above_zero_is_refused():
+    """The kernel takes the maximum of scores before it scales them."""
+    with pytest.raises(ValueError, match=r"scale must be above 0, got 0\.0"):
+        TileShape(heads=16, queries=1, rows=16, parts=1, dtype=jnp.dtype(jnp.bfloat16), scale=0.0, interpreted=True)

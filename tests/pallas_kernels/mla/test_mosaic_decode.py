@@ -108,10 +108,12 @@ def test_fp8_cache(S, lengths):
     assert 1e-5 < cases.cosine_difference(np.asarray(out, np.float64), exact) < 1e-3
 
 
-@pytest.mark.parametrize(("H", "R"), [(16, 512), (128, 512), (20, 256)])
-def test_context_of_new_tokens(H, R):
+@pytest.mark.parametrize(("H", "R", "is_cached"), [(16, 512, 1), (128, 512, 1), (20, 256, 1), (16, 512, 0)])
+def test_context_of_new_tokens(H, R, is_cached):
+    """The kernel runs where no request has any too: no device is asked."""
     counts, contexts = ((1, 2), (70, 0)) if H == 128 else ((5, 2, 0), (70, 0, 64))
     case = cases.decode_case(contexts, H=1, R=R)
+    case = dataclasses.replace(case, lengths=is_cached * case.lengths)
     T = sum(counts) + 2
     q = jnp.asarray(np.random.default_rng(1).standard_normal((T, H, R + 64)) / 10, jnp.bfloat16)
     q = q.at[sum(counts) :].set(jnp.nan)

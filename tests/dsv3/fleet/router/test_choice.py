@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.api.answers.errors import ApiError
+from dsv3.api.answers.errors import ENGINE_DIED, ApiError
 from dsv3.fleet.router.breaker import Breaker
 from dsv3.fleet.router.choice import Load, SentPages, choose
 from dsv3.fleet.router.instance import Broken, Instance
@@ -201,6 +201,9 @@ def test_trials_end():
         trials.broke(Broken("x"), has_died=False, now=now)
     with pytest.raises(ApiError, match="not answered to the end"):
         trials.broke(Broken("x"), has_died=False, now=3)
+    fatal = ApiError(500, "the engine has died 3 times with this request", code=ENGINE_DIED)
+    with pytest.raises(ApiError, match="3 times"):  # one instance knows enough: no other one is asked
+        Trials(max_resumes=9, patience_s=5, since=0).broke(Broken("x", error=fatal), has_died=False, now=1)
     trials = Trials(max_resumes=0, patience_s=5, since=0)
     trials.broke(Broken("x", has_arrived=False), has_died=True, now=4)
     with pytest.raises(ApiError, match="no instance"):

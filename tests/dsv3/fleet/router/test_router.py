@@ -137,7 +137,8 @@ def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_kille
 
 
 def test_a_request_that_ends_two_instances_ends_no_third(dialect_dir):
-    with running_servers(dialect_dir, 3) as servers, routing(instances(*servers)) as router:
+    options = {"max_request_restarts": 0}
+    with running_servers(dialect_dir, 3, options=options) as servers, routing(instances(*servers)) as router:
         body = {"prompt": [5, 6, CRASH_STEP], "stream": True, "max_tokens": 5}
         answer = router.http.post(COMPLETIONS, json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "instances_died")

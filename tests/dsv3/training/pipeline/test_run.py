@@ -8,18 +8,22 @@ import numpy as np
 import pytest
 
 from dsv3.model.forward import forward
+from dsv3.model.layers.experts import LOCAL_EXPERTS
 from dsv3.model.params import Params, initialize
+from dsv3.training.balance import balanced
 from dsv3.training.config import TrainingConfig
 from dsv3.training.loss import objective, training_backend
 from dsv3.training.pipeline.operations import text
 from dsv3.training.pipeline.programs import stage_programs
+from dsv3.training.pipeline.ranks import rank_meshes
 from dsv3.training.pipeline.run import Executed, Runner
 from dsv3.training.pipeline.schedules import Schedule, build, order
 from dsv3.training.pipeline.simulator import activations
+from dsv3.training.pipeline.size import RankSize
 from dsv3.training.pipeline.stages import cut, join, take, weights
-from sharding.mesh import rank_mesh
 
-MICRO_BATCHES = 8
+ONE = RankSize()
+ROWS = MICRO_BATCHES = 8
 LENGTH = 8
 CASES = {
     2: [("1F1B", 2), ("ZB1P", 2), ("DualPipe", 2), ("DualPipeV", 1)],
@@ -33,7 +37,7 @@ def config(toy_config: TrainingConfig) -> TrainingConfig:
     model = dataclasses.replace(
         toy_config.model, num_hidden_layers=4, first_k_dense_replace=3, num_nextn_predict_layers=0, n_group=1
     )
-    return dataclasses.replace(toy_config, model=model, batch_size=MICRO_BATCHES, sequence_length=LENGTH)
+    return dataclasses.replace(toy_config, model=model, batch_size=ROWS, sequence_length=LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def params(config: TrainingConfig) -> Params:
 def tokens(config: TrainingConfig) -> np.ndarray:
     """Rows of different lengths: micro-batches have different numbers of targets."""
     rng = np.random.default_rng(0)
-    tokens = rng.integers(10, config.model.vocab_size, (MICRO_BATCHES, LENGTH)).astype(np.int32)
+    tokens = rng.integers(10, config.model.vocab_size, (ROWS, LENGTH)).astype(np.int32)
     tokens[1::2, 5:] = 2  # padding
     return tokens
 
@@ -55,19 +59,20 @@ def whole(config: TrainingConfig, params: Params, tokens: np.ndarray) -> tuple[P
     """Gradient and report of the batch on one device."""
 
     def loss(params: Params) -> Any:
-        return objective(forward(params, config.model, tokens, backend=training_backend()), tokens, config.mtp_weight)
+        experts = balanced(LOCAL_EXPERTS, config, ROWS)
+        output = forward(params, config.model, tokens, backend=training_backend(), routed=experts)
+        return objective(output, tokens, config.mtp_weight)
 
     return jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(params))
 
 
 def execute(
-    schedule: Schedule, config: TrainingConfig, params: Params, tokens: np.ndarray, devices: int = 1
+    schedule: Schedule, config: TrainingConfig, params: Params, tokens: np.ndarray, size: RankSize = ONE
 ) -> Executed:
-    # Rank r and its mirror share a device, so that all schedules share the compiled programs of a stage. What every
-    # rank does on a device of its own, test_trainer.py has.
-    places = [min(rank, schedule.stages - 1 - rank) for rank in range(schedule.ranks)]
-    meshes = [rank_mesh(jax.devices()[devices * place : devices * (place + 1)]) for place in places]
-    programs = stage_programs(config, schedule.stages, len(tokens) // schedule.micro_batches, LENGTH, devices)
+    # All ranks share their devices, and so the compiled programs of a stage. What a rank does on devices of its own,
+    # test_trainer.py has.
+    meshes = rank_meshes(jax.devices(), 1, size) * schedule.ranks
+    programs = stage_programs(config, schedule.stages, ROWS // schedule.micro_batches, LENGTH, size)
     runner = Runner(schedule, programs, meshes, 0)
     stages = cut(config.model, schedule.stages)
     held = [weights(take(params, config.model, stage), None, config, stage) for stage in stages]
@@ -106,11 +111,12 @@ def test_gradients_equal_those_of_one_device(
     assert launched == order(algorithm, ranks, MICRO_BATCHES)
 
 
-def test_gradients_with_experts_spread_over_the_devices_of_a_rank(
+def test_gradients_over_the_devices_of_a_rank(
     config: TrainingConfig, params: Params, tokens: np.ndarray, whole: tuple[Params, dict[str, Any]]
 ) -> None:
-    """Each device has half of a micro-batch's rows and of the experts."""
-    executed = execute(build("DualPipe", 2, 4), config, params, tokens, devices=2)
+    """Two teams of two devices: each device has a quarter of a micro-batch's rows, and half of the experts."""
+    executed = execute(build("DualPipeV", 1, 2), config, params, tokens, RankSize(data=2, experts=2))
+    assert any(len(event.operation) == 2 for event in executed.events), "a pair takes turns with its transfers"
     wanted, report = whole
     jax.tree.map(assert_close, gradient(executed, config, 2), wanted)
     counts = np.array([part["expert_counts"] for part in executed.reports[-1]])

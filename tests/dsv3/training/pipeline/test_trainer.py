@@ -1,7 +1,7 @@
 """Training over a pipeline: a step is that of one device, and a run stops, resumes and changes its mesh."""
 
-import dataclasses
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,28 +9,29 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from rich.console import Console
 
 from dsv3.training import loop
+from dsv3.training.checkpoints import Checkpoints
 from dsv3.training.config import TrainingConfig
-from dsv3.training.pipeline.schedules import build
+from dsv3.training.pipeline.memory import memory_of
+from dsv3.training.pipeline.ranks import rank_meshes
+from dsv3.training.pipeline.schedules import Schedule, build
+from dsv3.training.pipeline.size import RankSize
 from dsv3.training.pipeline.trainer import PipelineTrainer
 from dsv3.training.report import read_log
 from dsv3.training.step import TrainState, initial_state, train_step
-from sharding.mesh import rank_mesh
 
-TOKENS = np.random.default_rng(1).integers(10, 300, (2, 32)).astype(np.int32)
+TOKENS = np.random.default_rng(1).integers(10, 300, (4, 32)).astype(np.int32)
 
 
-def meshes(ranks: int) -> list[Mesh]:
-    return [rank_mesh([device]) for device in jax.devices()[2 : 2 + ranks]]
+PAIRS = RankSize(data=2)
 
 
 @pytest.fixture(scope="module")
 def trainer(toy_config: TrainingConfig) -> PipelineTrainer:
-    """Two ranks: a dense layer, and one with experts and the MTP module behind it, which needs the embedding."""
-    return PipelineTrainer(toy_config, build("1F1B", 2, 2), meshes(2))
+    """Two ranks of two devices: a dense layer, and one with experts and the MTP module, which needs the embedding."""
+    return PipelineTrainer(toy_config, build("1F1B", 2, 2), rank_meshes(jax.devices()[2:], 2, PAIRS))
 
 
 def leaves(tree: Any) -> dict[str, np.ndarray]:
@@ -43,23 +44,36 @@ def assert_same_bits(got: Any, wanted: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, leaves(got), leaves(wanted))
 
 
-def test_a_step_does_what_one_device_does(toy_config: TrainingConfig, trainer: PipelineTrainer) -> None:
-    placed, metrics = trainer.step(trainer.place(initial_state(toy_config)), TOKENS)
+def test_a_step_does_what_one_device_does(tmp_path: Path, toy_config: TrainingConfig, trainer: PipelineTrainer) -> None:
+    """Meanwhile a thread writes the state before the step, whose arrays the step overwrites."""
+    state = initial_state(toy_config)
+    before = jax.device_get(state)
+    placed = trainer.place(state)
+    with Checkpoints(tmp_path, toy_config) as checkpoints:
+        checkpoints.save(0, trainer.saved(placed))
+        placed, metrics = trainer.step(placed, TOKENS)
+        checkpoints.wait()
+        step, saved = checkpoints.restore(trainer.shapes())
+    assert_same_bits(trainer.whole(trainer.resumed(saved, step)), before)
     alone, wanted = train_step(initial_state(toy_config), TOKENS, config=toy_config)
     assert metrics.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-6, err_msg=name)
-    together = trainer.whole(placed)
-    assert int(together.step) == 1
+    assert_close_states(trainer.whole(placed), alone)
+
+
+def assert_close_states(got: TrainState, wanted: TrainState) -> None:
+    """Compares two states after the first step."""
+    assert int(got.step) == int(wanted.step) == 1
     # The moments follow the gradients; AdamW makes a whole step of the smallest difference from 0.
-    got, moments = leaves(together.optimizer), leaves(alone.optimizer)
-    assert got.keys() == moments.keys()
-    for name, wanted_leaf in moments.items():
-        assert np.linalg.norm(got[name] - wanted_leaf) <= 4e-6 * np.linalg.norm(wanted_leaf), name
+    moments, wanted_moments = leaves(got.optimizer), leaves(wanted.optimizer)
+    assert moments.keys() == wanted_moments.keys()
+    for name, leaf in wanted_moments.items():
+        assert np.linalg.norm(moments[name] - leaf) <= 4e-6 * np.linalg.norm(leaf), name
     for name in (".moe.moe.router_bias", ".mtp.layers.moe.router_bias"):
-        moved = leaves(alone.params)[name]
+        moved = leaves(wanted.params)[name]
         assert np.abs(moved).max() > 0
-        np.testing.assert_array_equal(leaves(together.params)[name], moved)
+        np.testing.assert_array_equal(leaves(got.params)[name], moved)
 
 
 def test_parts_lie_on_their_owners_and_join_to_the_same_bits(
@@ -68,10 +82,13 @@ def test_parts_lie_on_their_owners_and_join_to_the_same_bits(
     state = initial_state(toy_config)
     wanted = jax.device_get(state)
     placed = trainer.place(state)
-    for part, moments, device in zip(placed.params, placed.moments, jax.devices()[2:4], strict=True):
-        assert {leaf.device for leaf in jax.tree.leaves((part, moments))} == {device}
-    sizes = [sum(leaf.size for leaf in jax.tree.leaves(part)) for part in placed.params]
-    assert sum(sizes) == sum(leaf.size for leaf in jax.tree.leaves(wanted.params))
+    planned = memory_of(toy_config, trainer.schedule, 2, PAIRS)
+    for part, moments, first, plan in zip(placed.params, placed.moments, (2, 4), planned, strict=True):
+        own = jax.tree.leaves((part, moments))
+        assert {device.id for leaf in own for device in leaf.devices()} == {first, first + 1}
+        assert sum(leaf.addressable_shards[0].data.nbytes for leaf in own if leaf.ndim) == plan.optimizer
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves((wanted.params, wanted.optimizer)))
+    assert sum(plan.optimizer for plan in planned) < 0.52 * whole, "a device keeps half of what its team shares"
     assert_same_bits(trainer.whole(placed), wanted)
 
 
@@ -91,13 +108,12 @@ def test_a_run_resumes_exactly_and_on_one_device(
             os.kill(os.getpid(), signal.SIGTERM)
         return step(state, tokens)
 
+    shutil.copytree(tmp_path / "straight" / "data", tmp_path / "stopped" / "data")
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "step", stop_in_the_second)
         assert int(run("stopped").step) == 2
+    shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
     assert_same_bits(run("stopped", resume=True), straight)
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "step", stop_in_the_second)
-        run("moved")
     alone = run("moved", resume=True, trainer=None)
     assert int(alone.step) == 4
     losses = [
@@ -109,10 +125,16 @@ def test_a_run_resumes_exactly_and_on_one_device(
 
 
 def test_what_does_not_fit_is_refused(toy_config: TrainingConfig) -> None:
-    with pytest.raises(ValueError, match="3 micro-batches do not divide the batch of 2 rows"):
-        PipelineTrainer(toy_config, build("1F1B", 2, 3), meshes(2))
+    def over(ranks: int, size: RankSize, schedule: Schedule) -> None:
+        PipelineTrainer(toy_config, schedule, rank_meshes(jax.devices(), ranks, size))
+
+    with pytest.raises(ValueError, match="3 micro-batches do not divide the batch of 4 rows"):
+        over(2, RankSize(), build("1F1B", 2, 3))
     with pytest.raises(ValueError, match=r"1F1B over 2 equal ranks got meshes of \[1\] devices"):
-        PipelineTrainer(toy_config, build("1F1B", 2, 2), meshes(1))
-    four_rows = dataclasses.replace(toy_config, batch_size=4)
+        over(1, RankSize(), build("1F1B", 2, 2))
     with pytest.raises(ValueError, match="2 layers do not fill 4 pipeline stages"):
-        PipelineTrainer(four_rows, build("1F1B", 4, 4), meshes(4))
+        over(4, RankSize(), build("1F1B", 4, 4))
+    with pytest.raises(ValueError, match="the 4 devices of a rank must divide the 2 rows of a micro-batch"):
+        over(2, RankSize(data=4), build("1F1B", 2, 2))
+    with pytest.raises(ValueError, match="2 ranks of 8 devices need 16 in each process, not 8"):
+        over(2, RankSize(2, 4), build("1F1B", 2, 2))

@@ -1,0 +1,253 @@
+"""Reads the main loops of the kernels from their machine code, and says in a model what binds them. No GPU is needed.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode] [--out FILE]
+
+Compiles each kernel at production shapes for sm_90a, disassembles it (ptxas and nvdisasm of the `aot` extra) and prints
+for each main loop: instructions by class, stall counts, registers, shared memory, arrivals, bounds by resource, and
+cycles from a small model whose assumptions stand at the top. Beside them stand stored figures of FlashMLA,
+DeepGEMM and FlashAttention-3, made the same way (`sass/others.json` says from what).
+
+Nothing here is a measured time. See "Machine code" in docs/benchmarking.md.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.gpu.sass import counts, disassembly, kernels, loops, model
+from pallas_kernels import aot
+
+RESOURCES = ("tensor core", "shared memory", "issue", "exp2", "L2", "memory")
+OTHERS = json.loads((Path(__file__).parent / "sass" / "others.json").read_text())
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What was read from one kernel.
+
+    Attributes:
+      kernel: which.
+      resources: as ptxas reports them.
+      registers: of the warpgroups after they traded, as "240/24".
+      roles: the work of a pass, of each kind of computing warpgroup.
+      cycles: by link, under round robin and under first come first served.
+    """
+
+    kernel: kernels.Kernel
+    resources: aot.KernelResources
+    registers: str
+    roles: tuple[counts.Work, ...]
+    cycles: dict[str, tuple[model.Modelled, model.Modelled]]
+
+    @property
+    def both(self) -> counts.Work:
+        """The work of the two computing warpgroups together."""
+        roles = self.roles * (2 // len(self.roles))
+        return roles[0] + roles[1]
+
+    def bounds(self) -> dict[str, float]:
+        """Returns the cycles that a pass takes at least, by resource."""
+        loads, both = self.kernel.protocol.loads, self.both
+        written = sum(load.bytes for load in loads)
+        found = {
+            "tensor core": both.tensor_cycles,
+            "shared memory": (both.operand_bytes + both.shared_bytes + written) / model.assumed("shared memory"),
+            "issue": both.instructions,
+            "exp2": both.classes.get("exp2", 0) * model.assumed("exp2 per warp"),
+            "L2": sum(load.fetched for load in loads) / model.assumed("L2 to multiprocessor"),
+            "memory": self.kernel.memory_bytes / model.assumed("memory of an H200"),
+        }
+        return {name: cycles for name, cycles in found.items() if cycles}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--out", type=Path, help="file for the tables, beside standard output")
+    args = parser.parse_args()
+    chosen = [kernel for kernel in kernels.kernels() if args.only in kernel.name]
+    if not chosen:
+        print(f"no kernel is called {args.only!r}: {[kernel.name for kernel in kernels.kernels()]}", file=sys.stderr)
+        return 2
+    try:
+        readings = [_said(read(kernel)) for kernel in chosen]
+    except (aot.AotUnavailableError, disassembly.ToolMissingError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    text = "\n".join(report(readings)) + "\n"
+    print(text)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text)
+    return 0
+
+
+def read(kernel: kernels.Kernel) -> Reading:
+    """Compiles a kernel and reads its main loops.
+
+    Raises:
+      AotUnavailableError, ToolMissingError: something of the `aot` extra is missing.
+      ModelError: the loops do not fit the kernel's protocol.
+    """
+    fn, arguments = kernel.program()
+    return interpret(kernel, aot.kernel_resources(fn, *arguments))
+
+
+def interpret(kernel: kernels.Kernel, compiled: Sequence[aot.KernelResources]) -> Reading:
+    """Reads the main loops of a kernel from a program that has been compiled; errors as in `read`."""
+    resources = next((found for found in compiled if found.name == kernel.symbol), None)
+    if resources is None:
+        raise model.ModelError(f"no {kernel.symbol} among {[found.name for found in compiled]}")
+    function = disassembly.assemble(resources.ptx)
+    paths = loops.main_loops(function)
+
+    def run(link: str, round_robin: bool) -> model.Modelled:
+        return model.simulate(paths, kernel.protocol, kernels.link(link, round_robin=round_robin))
+
+    cycles = {link: (run(link, True), run(link, False)) for link in kernel.links}
+    return Reading(kernel, resources, _registers(function), tuple(map(counts.work, paths)), cycles)
+
+
+def _registers(function: disassembly.Function) -> str:
+    traded = [int(i.args.split(",")[-1], 16) for i in function.instructions if i.op.startswith("USETMAXREG")]
+    return "/".join(map(str, sorted(traded, reverse=True)))
+
+
+def _said(reading: Reading) -> Reading:
+    print(f"read {reading.kernel.name}", file=sys.stderr, flush=True)
+    return reading
+
+
+def report(readings: Sequence[Reading]) -> Iterator[str]:
+    """Writes the tables as Markdown."""
+    yield from ("## What the model assumes", "", OTHERS["calibration"], "")
+    yield from table(
+        ("assumption", "value", "unit", "where from"),
+        ((name, f"{a.value:g}", a.unit, a.where_from) for name, a in model.ASSUMPTIONS.items()),
+    )
+    yield from ("", "## Main loops", "")
+    yield from table(
+        ("kernel", "a pass", "instructions", "stall counts", "registers", "spilled bytes", "TMA arrivals"),
+        (row for reading in readings for row in _loop_rows(reading)),
+    )
+    yield from ("", "## Instructions by class, per warp and pass", "")
+    yield from _class_table(readings)
+    yield from ("", "## Bounds and modelled cycles of a pass", "")
+    yield from table(
+        ("kernel", *RESOURCES, "link", "cycles", "tensor use", "theirs / ours"),
+        (row for reading in readings for row in _cycle_rows(reading)),
+    )
+    yield from ("", "## What each warpgroup waits for, in cycles of a pass (round robin)", "")
+    yield from table(
+        ("kernel", "link", "warpgroup 0", "warpgroup 1"),
+        (row for reading in readings for row in _waiting_rows(reading)),
+    )
+    yield from ("", "## Whose the stored figures are", "")
+    yield OTHERS["about"]
+    yield from (f"- {name}: {source}" for name, source in OTHERS["sources"].items())
+
+
+def _loop_rows(reading: Reading) -> Iterator[tuple]:
+    kernel, numbers = reading.kernel, reading.resources
+    yield (
+        kernel.name,
+        kernel.passes,
+        " + ".join(str(work.instructions) for work in reading.roles),
+        " + ".join(str(work.stalls) for work in reading.roles),
+        reading.registers,
+        numbers.spill_bytes,
+        len({load.full for load in kernel.protocol.loads}),
+    )
+    if kernel.other is not None:
+        loop = OTHERS["loops"][kernel.other]
+        yield (
+            f"*{kernel.other}*",
+            loop["pass"],
+            " + ".join(map(str, loop["instructions"])),
+            " + ".join(map(str, loop["stalls"] or ())),
+            loop["registers"] or "",
+            loop["spill_bytes"],
+            loop["arrivals"] or "",
+        )
+
+
+def _class_table(readings: Sequence[Reading]) -> Iterator[str]:
+    rows = [(reading, number, work) for reading in readings for number, work in enumerate(reading.roles)]
+    names = [name for name, _ in counts.CLASSES] + ["other"]
+    used = [name for name in names if any(work.classes.get(name) for _, _, work in rows)]
+    yield from table(
+        ("kernel, warpgroup", *used),
+        (
+            (f"{reading.kernel.name}, {number}", *(work.classes.get(name, 0) for name in used))
+            for reading, number, work in rows
+        ),
+    )
+
+
+def _cycle_rows(reading: Reading) -> Iterator[tuple]:
+    kernel, bounds = reading.kernel, reading.bounds()
+    binding = max(bounds, key=bounds.__getitem__)
+    cells = [_bound(bounds.get(name), name == binding) for name in RESOURCES]
+    other = OTHERS["loops"][kernel.other] if kernel.other is not None else {"cycles": {}, "bounds": {}}
+    for name, runs in reading.cycles.items():
+        theirs = other["cycles"].get(name)
+        yield (
+            kernel.name,
+            *cells,
+            name,
+            " / ".join(f"{run.cycles:,.0f}" for run in runs),
+            " / ".join(f"{run.utilisation:.0%}" for run in runs),
+            _ratio(reading, runs, other, theirs),
+        )
+    for name, theirs in other["cycles"].items():
+        tensor = other["bounds"]["tensor core"]
+        yield (
+            f"*{kernel.other}*",
+            *(_bound(other["bounds"].get(resource), False) for resource in RESOURCES),
+            name,
+            " / ".join(f"{cycles:,}" for cycles in theirs),
+            " / ".join(f"{tensor / cycles:.0%}" for cycles in theirs),
+            "",
+        )
+
+
+def _ratio(reading: Reading, runs, other: dict, theirs: list[float] | None) -> str:
+    """Returns their cycles for the same work over ours, round robin and first come: above 1 ours is faster.
+
+    The work is products; where reading weights is the limit (`reads_as_much`) a pass is as much work as a pass.
+    """
+    if theirs is None:
+        return ""
+    share = 1 if other.get("reads_as_much") else reading.both.tensor_cycles / other["bounds"]["tensor core"]
+    return " / ".join(f"{cycles * share / run.cycles:.2f}" for cycles, run in zip(theirs, runs, strict=True))
+
+
+def _bound(cycles: float | None, binds: bool) -> str:
+    if cycles is None:
+        return ""
+    return f"**{cycles:,.0f}**" if binds else f"{cycles:,.0f}"
+
+
+def _waiting_rows(reading: Reading) -> Iterator[tuple]:
+    for name, (turns, _) in reading.cycles.items():
+        yield (reading.kernel.name, name, *map(_longest, turns.waiting))
+
+
+def _longest(waiting: dict[str, float]) -> str:
+    causes = sorted(waiting.items(), key=lambda item: -item[1])
+    return ", ".join(f"{cause} {cycles:,.0f}" for cause, cycles in causes[:4] if cycles >= 10)
+
+
+def table(head: Sequence[str], rows) -> Iterator[str]:
+    """Writes a Markdown table."""
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Machine code of a kernel as instructions: PTX through ptxas, the result through nvdisasm, control words decoded.
+
+nvdisasm prints an instruction's text and its 128 bits. The upper ones say what the hardware's scheduler has to heed:
+how many cycles to stall, which of six scoreboards to set, and for which to wait.
+"""
+
+import dataclasses
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+_CODE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;?\s*/\* (0x[0-9a-f]{16}) \*/")
+_UPPER_HALF = re.compile(r"\s*/\* (0x[0-9a-f]{16}) \*/\s*$")
+_LABEL = re.compile(r"\s*(\.L_\S+):")
+_PREDICATE = re.compile(r"@(!?U?P\w+)\s+(.*)")
+_TARGET = re.compile(r"`\((\.L\S+?)\)")
+_CONTROL_BIT = 105 - 64  # of the upper 64 bits
+
+
+class ToolMissingError(RuntimeError):
+    """ptxas or nvdisasm is not installed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One machine instruction of sm_90.
+
+    Attributes:
+      op: the opcode with its modifiers, as `HGMMA.64x256x16.F32.BF16`.
+      args: the operands as nvdisasm writes them.
+      predicate: `P0`, `!UP1` or None where it always runs.
+      target: label that a branch goes to, or None.
+      stall: cycles until the warp may issue its next instruction.
+      sets: scoreboards released when the result is written and when the operands are read; None where unused.
+      waits: scoreboards that must be free, as a bit mask.
+    """
+
+    op: str
+    args: str
+    predicate: str | None
+    target: str | None
+    stall: int
+    sets: tuple[int | None, int | None]
+    waits: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A kernel's instructions, and where its labels stand among them."""
+
+    instructions: tuple[Instruction, ...]
+    labels: dict[str, int]
+
+
+def assemble(ptx: str) -> Function:
+    """Assembles a module's PTX for sm_90a and reads its one kernel back.
+
+    Raises:
+      ToolMissingError: ptxas or nvdisasm is missing.
+      ValueError: there is not one kernel in it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        _run(tool("ptxas"), "-O3", "-arch=sm_90a", str(source), "-o", str(cubin))
+        functions = parse(_run(tool("nvdisasm"), "-hex", "-c", str(cubin)))
+    if len(functions) != 1:
+        raise ValueError(f"expected one kernel, found {sorted(functions)}")
+    return next(iter(functions.values()))
+
+
+def tool(name: str) -> str:
+    """Returns the path of a program of the `aot` extra's wheels, or of the CUDA toolkit.
+
+    Raises:
+      ToolMissingError: neither has it.
+    """
+    wheels = importlib.util.find_spec("nvidia")
+    folders = wheels.submodule_search_locations if wheels is not None else None
+    found = [str(path) for folder in folders or () for path in sorted(Path(folder).glob(f"*/bin/{name}"))]
+    path = found[0] if found else shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+    if path is None:
+        raise ToolMissingError(f"{name} was found neither in a wheel nor on the PATH: install the 'aot' extra")
+    return path
+
+
+def parse(listing: str) -> dict[str, Function]:
+    """Reads what `nvdisasm -hex -c` prints: a function per section of code."""
+    found: dict[str, tuple[list[Instruction], dict[str, int]]] = {}
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    pending = None
+    for line in listing.splitlines():
+        if section := re.match(r"\s*\.section\s+\.text\.([^\s,]+)", line):
+            code, labels = found.setdefault(section[1].strip('"'), ([], {}))
+        elif label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif first := _CODE.match(line):
+            pending = first[2]
+        elif pending is not None and (second := _UPPER_HALF.match(line)):
+            code.append(decode(pending, int(second[1], 16)))
+            pending = None
+    return {name: Function(tuple(code), labels) for name, (code, labels) in found.items() if code}
+
+
+def decode(text: str, upper: int) -> Instruction:
+    """Decodes an instruction from its text and the upper 64 of its bits."""
+    control = upper >> _CONTROL_BIT
+    predicate = None
+    if match := _PREDICATE.match(text):
+        predicate, text = match.groups()
+    op, _, args = text.partition(" ")
+    target = _TARGET.search(args)
+    write, read = (control >> 5) & 7, (control >> 8) & 7
+    return Instruction(
+        op=op,
+        args=args.strip(),
+        predicate=predicate,
+        target=target[1] if target else None,
+        stall=control & 15,
+        sets=(None if write == 7 else write, None if read == 7 else read),
+        waits=(control >> 11) & 63,
+    )
+
+
+def _run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{Path(command[0]).name} failed: {result.stderr[-2000:]}")
+    return result.stdout

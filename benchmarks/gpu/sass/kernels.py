@@ -1,0 +1,208 @@
+"""The kernels whose main loops `machine_code.py` reads: programs at production shapes, and what they wait for.
+
+A protocol names the mbarriers on the usual path of a loop in program order. A change of a kernel that adds or removes
+one must be made here too; the model refuses a loop that does not fit.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.gpu import fp8_cases, mla_cases
+from benchmarks.gpu.sass.model import Link, Load, Protocol, Role, assumed
+from pallas_kernels.backend import Backend
+from pallas_kernels.gemm.dispatch import kernel_of_plan
+from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
+from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
+from pallas_kernels.gemm.schedule import Dense
+from pallas_kernels.grouped import choose_tile_m
+from pallas_kernels.mla.layout import PAGE_SIZE
+
+E4M3 = jnp.float8_e4m3fn
+FAST, SHARED = "700, no limit", "700, 40"
+MEMORY = "900, 19.9"
+_PAGE_ROW = 2 * mla_cases.WIDTH
+_FP8_ROW = 656
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel at one shape.
+
+    Attributes:
+      name: what the tables call it.
+      symbol: how its name in ptxas' report begins.
+      program: makes the function to compile and the shapes of its arguments.
+      protocol: of its main loops.
+      passes: what one pass through the loop does.
+      memory_bytes: of a pass that come from the GPU's memory, not the L2 cache, per block; 0 where that is not known.
+      other: the loop of others that it is compared with (`others.json`), or None.
+      links: under which the model runs it.
+    """
+
+    name: str
+    symbol: str
+    program: Callable[[], tuple[Callable, tuple]]
+    protocol: Protocol
+    passes: str
+    memory_bytes: float = 0
+    other: str | None = None
+    links: tuple[str, ...] = (FAST, SHARED)
+
+
+def link(name: str, *, round_robin: bool) -> Link:
+    """Returns the link by its name in the tables: latency in cycles, bytes per cycle."""
+    latency, rate = {
+        FAST: (assumed("TMA latency"), float("inf")),
+        SHARED: (assumed("TMA latency"), assumed("L2 to multiprocessor")),
+        MEMORY: (assumed("latency of memory"), assumed("memory of an H200")),
+    }[name]
+    return Link(latency, rate, round_robin)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Lists attention first, then products."""
+    for heads, fp8 in ((128, False), (16, False), (128, True), (16, True)):
+        yield decode(heads, fp8=fp8)
+    yield prefill()
+    for m, n, k, other in (
+        (4096, 4096, 7168, "DeepGEMM dense 256x128"),
+        (4096, 2112, 7168, "DeepGEMM dense 128x192"),
+        (128, 4096, 7168, None),
+        (64, 7168, 16384, "DeepGEMM dense 64x64"),
+    ):
+        yield dense(m, n, k, other)
+    yield contiguous(8, 4096, 4096, 7168, "DeepGEMM contiguous 128x192")
+    yield experts(32, 20, 4096, 7168, "DeepGEMM masked 64x128")
+
+
+def decode(heads: int, *, fp8: bool = False) -> Kernel:
+    """Decode attention of 128 requests with 8,192 tokens."""
+    case = mla_cases.Decode(heads, 1, 8192, fp8=fp8)
+
+    def program():
+        def attend(q, pages, table, lengths):
+            return case.call(Backend.MOSAIC)(q, pages, table, lengths, case.schedule(lengths))
+
+        return attend, case.shapes()
+
+    few = heads < 128
+    row = _FP8_ROW if fp8 else _PAGE_ROW
+    return Kernel(
+        name=f"decode, {heads} heads{', FP8 pages' if fp8 else ''}",
+        symbol="mla_decode",
+        program=program,
+        protocol=_fp8_pages() if fp8 else _pages(),
+        passes="2 pages of 64 tokens, 64 rows",
+        memory_bytes=2 * PAGE_SIZE * row / (1 if few else 2),  # two blocks of 64 rows share a page
+        other=None if fp8 else "FlashMLA decode",
+        links=(FAST, SHARED, *((MEMORY,) if few else ())),
+    )
+
+
+def _pages() -> Protocol:
+    quarter, rope = PAGE_SIZE * mla_cases.LATENT // 2, PAGE_SIZE * (_PAGE_ROW - 2 * mla_cases.LATENT)
+
+    def full(stage: str, *parts: int) -> tuple[str, ...]:
+        return tuple(f"part {part} of {stage}" for part in parts)
+
+    left = Role(
+        waits=(*full("a", *range(5)), "weights_b", *full("b", 0, 1)),
+        arrives=("weights_a", "left_free_a", "right_free_a", "left_free_b", "right_free_b"),
+    )
+    right = Role(
+        waits=(*full("b", *range(5)), "weights_a", *full("a", 2, 3)),
+        arrives=("weights_b", "right_free_a", "right_free_b"),
+    )
+    loads = tuple(
+        Load(f"part {part} of {stage}", f"{'left' if part < 2 else 'right'}_free_{stage}", size)
+        for stage in "ab"
+        for part, size in enumerate((quarter, quarter, quarter, quarter, rope))
+    )
+    return Protocol((left, right), loads, arrivals={"right_free_a": 2, "right_free_b": 2})
+
+
+def _fp8_pages() -> Protocol:
+    left = Role(("full_a", "weights_b"), ("weights_a", "free_a", "free_b"))
+    right = Role(("full_b", "weights_a"), ("weights_b", "free_a", "free_b"))
+    loads = tuple(Load(f"full_{stage}", f"free_{stage}", PAGE_SIZE * _FP8_ROW) for stage in "ab")
+    return Protocol((left, right), loads, arrivals={"free_a": 2, "free_b": 2})
+
+
+def prefill() -> Kernel:
+    """Expanded attention of 8,192 tokens with 128 heads."""
+    case, keys = mla_cases.Prefill(8192, 1), 128
+    waits, arrives = ("key_full", "turn", "value_full", "turn"), ("turn", "key_free", "turn", "value_free")
+    first, second = Role(waits, arrives), Role(waits, arrives, before=("turn",))
+    loads = (Load("key_full", "key_free", keys * 2 * 192), Load("value_full", "value_free", keys * 2 * 128))
+    return Kernel(
+        name="prefill, 192 and 128",
+        symbol="mla_prefill",
+        program=lambda: (case.call(Backend.MOSAIC), case.shapes()),
+        protocol=Protocol((first, second), loads, 2, {"turn": 2, "key_free": 2, "value_free": 2}),
+        passes="128 keys, 128 tokens",
+        other="FA3 prefill",
+    )
+
+
+def dense(m: int, n: int, k: int, other: str | None = None, plan: TilePlan | None = None) -> Kernel:
+    """One product of FP8 values, under its default plan or another."""
+    case = fp8_cases.dense_case(m, n, k, Backend.MOSAIC, plan)
+    return _product(f"dense {m}", "dense", case, plan or plan_dense(m, n, k, 1), (n, k), other)
+
+
+def contiguous(groups: int, rows: int, n: int, k: int, other: str | None = None) -> Kernel:
+    """Experts in prefill."""
+    case = fp8_cases.contiguous_case(groups, rows, n, k, E4M3, Backend.MOSAIC)
+    return _grouped(f"contiguous {groups} of {rows}", case, 128, (n, k), other)
+
+
+def experts(groups: int, rows: int, n: int, k: int, other: str | None = None) -> Kernel:
+    """Experts in decode."""
+    case = fp8_cases.decode_case(groups, rows, n, k, E4M3, Backend.MOSAIC)
+    tile_m = choose_tile_m(groups * rows, groups, backend=Backend.MOSAIC)
+    return _grouped(f"contiguous {groups} of {rows}", case, tile_m, (n, k), other)
+
+
+def _grouped(name: str, case: fp8_cases.Case, tile_m: int, shape: tuple[int, int], other: str | None) -> Kernel:
+    aligned = jax.eval_shape(case.operands, jax.random.key(0))["x"][0].shape[0]
+    return _product(name, "contiguous", case, plan_contiguous(aligned, tile_m, *shape, 1), shape, other)
+
+
+def _product(
+    name: str, schedule: str, case: fp8_cases.Case, plan: TilePlan, shape: tuple[int, int], other: str | None
+) -> Kernel:
+    tile = f"{plan.tile_m}x{plan.tile_n}"
+    splits = f", K in {plan.splits}" if plan.splits > 1 else ""
+    shared = "weights" if plan.shares_weights else "activations"
+    cluster = f", {shared} by multicast" if plan.cluster > 1 else ""
+    kind = "wide" if plan.wide else "split" if plan.splits > 1 else "narrow"
+    return Kernel(
+        name=f"{name} x {shape[0]} x {shape[1]}: {kind} {tile}{splits}{cluster}",
+        symbol=f"fp8_{schedule}_{kind}_{tile}",
+        program=functools.partial(_case_program, case),
+        protocol=ring(plan, *shape),
+        passes="128 of K",
+        other=other,
+    )
+
+
+def ring(plan: TilePlan, n: int, k: int) -> Protocol:
+    """Returns the protocol of a product's ring of stages; a pass is a step of 128 of K."""
+    w, split = jax.ShapeDtypeStruct((1, n, k), E4M3), plan.splits > 1
+    out = ((plan.splits, n, 8), jnp.float32) if split else ((1, 8, n), jnp.bfloat16)
+    schedule = Dense(8, plan.tile_m, plan.splits)
+    kernel = kernel_of_plan(plan, schedule, w, w, out, SplitKernel if split else NarrowKernel)
+    x_bytes, w_bytes = plan.tile_m * (128 + 4), plan.tile_n * 128
+    by_others = x_bytes * (1 - 1 / plan.cluster_n) + w_bytes * (1 - 1 / plan.cluster_m)
+    load = Load("full", "empty", x_bytes + w_bytes, by_others)
+    consumer = Role(("full",), ("empty",))
+    return Protocol((consumer, consumer), (load,), kernel.depth, {"empty": 2})
+
+
+def _case_program(case: fp8_cases.Case) -> tuple[Callable, tuple]:
+    operands = jax.eval_shape(case.operands, jax.random.key(0))
+    return case.call, (operands, jax.ShapeDtypeStruct((), jnp.int32))

@@ -1,0 +1,139 @@
+"""What the Triton kernels take of each GPU, compiled without one: registers, spills and shared memory.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu.triton_kernels [--gpu 86 --gpu 120] [--only decode]
+
+Compiles every kernel at DeepSeek-V3's shapes for every compute capability of `pallas_kernels/gpus.py` and prints a
+table. Exits with 1 if a kernel spills, or does not fit the shared memory of a program. It says nothing of speed: no GPU
+has run these kernels.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import gpus
+from pallas_kernels.backend import Backend
+from pallas_kernels.dense import head_gemm, layer_gemm
+from pallas_kernels.float8 import E4M3
+from pallas_kernels.fp8 import fp8_gemm, swiglu_quantize
+from pallas_kernels.grouped import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
+from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_context, write_pages
+from pallas_kernels.triton.resources import TritonResources, kernel_resources
+
+type Case = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
+TRITON = Backend.TRITON
+PAGES, TABLE = 256, 64
+"""Pages of a layer, and of the longest request."""
+
+
+def main() -> int:
+    args = _arguments()
+    kinds = [gpus.by_number(number) for number in args.gpu] or list(gpus.KINDS)
+    names = [name for name in cases() if not args.only or args.only in name]
+    print("| kernel | " + " | ".join(kind.architecture for kind in kinds) + " |")
+    print("|---" * (len(kinds) + 1) + "|")
+    wrong = 0
+    with ProcessPoolExecutor(args.processes) as pool:
+        rows = pool.map(_compile, [name for name in names for _ in kinds], [k.number for _ in names for k in kinds])
+        for name in names:
+            cells = [_cell(next(rows), kind) for kind in kinds]
+            wrong += sum("**" in cell for cell in cells)
+            print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+    print(f"{wrong} of {len(names) * len(kinds)} spill or do not fit", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def cases() -> dict[str, Case]:
+    """Returns the operations by name, with shapes of DeepSeek-V3 and bfloat16 but where FP8 is meant."""
+    return dict([*_attention(), *_products(), *_rows()])
+
+
+def _attention() -> Iterator[tuple[str, Case]]:
+    place = {"scale": 0.1, "pages_per_layer": PAGES, "backend": TRITON}
+    table, lengths = _array(64, TABLE, dtype=jnp.int32), _array(64, dtype=jnp.int32)
+    for heads, queries in ((128, 1), (16, 1), (16, 4)):
+        decode = functools.partial(mla_decode, **place)
+        q = _array(64, queries, heads, 576)
+        yield f"decode, {heads} heads, {queries} rows", (decode, (q, _array(2 * PAGES, 64, 576), table, lengths))
+    fp8 = _array(2 * PAGES, 64, fp8_row_bytes(512, 64), dtype=jnp.uint8)
+    yield "decode, 128 heads, FP8 pages", (decode, (_array(64, 1, 128, 576), fp8, table, lengths))
+    narrow = functools.partial(mla_decode, value_width=256, **place)
+    yield "decode, latents of 256", (narrow, (_array(64, 1, 32, 320), _array(2 * PAGES, 64, 320), table, lengths))
+    context = functools.partial(mla_prefill_context, **place)
+    arrays = _array(512, 128, 576), _array(2 * PAGES, 64, 576), table, lengths, _array(65, dtype=jnp.int32)
+    yield "context, 128 heads", (context, arrays)
+    prefill = functools.partial(mla_prefill, scale=0.1, backend=TRITON)
+    for keys, values in ((192, 128), (256, 256), (128, 128)):
+        arrays = (*(_array(4096, 16, width) for width in (keys, keys, values)), _array(9, dtype=jnp.int32))
+        yield f"prefill, heads of {keys} and {values}", (prefill, arrays)
+
+
+def _products() -> Iterator[tuple[str, Case]]:
+    dense = functools.partial(fp8_gemm, backend=TRITON)
+    for rows in (1, 64, 4096):
+        yield f"FP8, {rows} rows, 4096 x 7168", (dense, (*_fp8(rows, 7168), *_fp8_weight(4096, 7168)))
+    for tile_m in (16, 64, 128):
+        grouped = functools.partial(fp8_grouped_gemm_contiguous, tile_m=tile_m, backend=TRITON)
+        arrays = (*_fp8(32 * tile_m, 7168), *_fp8_weight(8, 4096, 7168), _array(32, dtype=jnp.int32))
+        yield f"FP8 experts, tiles of {tile_m}", (grouped, arrays)
+    plain = functools.partial(grouped_gemm_contiguous, tile_m=128, backend=TRITON)
+    arrays = _array(512, 7168), _array(8, 4096, 7168), _array(4, dtype=jnp.int32)
+    yield "bfloat16 experts, tiles of 128", (plain, arrays)
+    router = functools.partial(layer_gemm, layer=1, out_dtype=jnp.float32, backend=TRITON)
+    yield "router, 64 rows, float32 result", (router, (_array(64, 7168), _array(4, 256, 7168)))
+    for transposed in (True, False):
+        heads = functools.partial(head_gemm, layer=1, transposed=transposed, backend=TRITON)
+        arrays = _array(64, 128, 128 if transposed else 512), _array(4, 128, 128, 512)
+        yield f"{'k_up' if transposed else 'v_up'} per head, 64 rows", (heads, arrays)
+
+
+def _rows() -> Iterator[tuple[str, Case]]:
+    yield "SwiGLU and quantization", (functools.partial(swiglu_quantize, backend=TRITON), (_array(4096, 4096),))
+    write = functools.partial(write_pages, pages_per_layer=PAGES, backend=TRITON)
+    places = _array(64, dtype=jnp.int32)
+    yield "cache write", (write, (_array(2 * PAGES, 64, 576), _array(64, 576), places, places))
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _fp8(rows: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    return _array(rows, k, dtype=E4M3), _array(k // 128, rows, dtype=jnp.float32)
+
+
+def _fp8_weight(*shape: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    *lead, n, k = shape
+    return _array(*shape, dtype=E4M3), _array(*lead, n // 128, k // 128, dtype=jnp.float32)
+
+
+def _compile(name: str, number: int) -> TritonResources:
+    fn, arguments = cases()[name]
+    (kernel,) = kernel_resources(fn, *arguments, gpu=gpus.by_number(number))
+    return kernel
+
+
+def _cell(kernel: TritonResources, gpu: gpus.GpuKind) -> str:
+    """Writes registers, warps and KiB of shared memory, in bold where the kernel spills or does not fit."""
+    text = f"{kernel.registers} x {kernel.warps}, {kernel.shared_memory / 1024:.0f}"
+    if kernel.spilled_bytes:
+        text += f", {kernel.spilled_bytes} B spilled"
+    return text if not kernel.spilled_bytes and kernel.shared_memory <= gpu.shared_memory else f"**{text}**"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", type=int, action="append", default=[], help="compute capability, such as 86 (all)")
+    parser.add_argument("--only", help="part of a kernel's name")
+    parser.add_argument("--processes", type=int, default=2, help="compilations at a time")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The indexer of sparse attention (DeepSeek-V3.2): small queries and keys whose products say which tokens matter."""
+
+import dataclasses
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv3.config import IndexerConfig, ModelConfig
+from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear
+from dsv3.model.layers.norm import layer_norm
+from dsv3.model.layers.rope import Rotation, rotate, rotate_halves
+from dsv3.model.layers.router import router_logits
+from dsv3.model.params import IndexerParams
+
+_KEY_NORM_EPS = 1e-6  # of every published model, whatever rms_norm_eps says
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexTokens:
+    """T tokens as the indexer takes them.
+
+    Queries `[T, Hi, Y]` and keys `[T, Y]` are rotated. `weights` `[T, Hi]` float32 are the heads' factors on a score.
+    """
+
+    q: jax.Array
+    key: jax.Array
+    weights: jax.Array
+
+
+class IndexLayers(NamedTuple):
+    """Which cache layers have an indexer, `[C]` each: whether, and its number in its stack and in the pool of keys.
+
+    A layer without one has the numbers of the last one before it.
+    """
+
+    has: np.ndarray  # bool
+    in_stack: np.ndarray  # int32
+    in_pool: np.ndarray  # int32
+
+
+@functools.cache
+def index_layers(cfg: ModelConfig) -> IndexLayers:
+    """Returns the table of a model with sparse attention."""
+    has = np.isin(np.arange(cfg.num_cache_layers), cfg.index_layers)
+    starts = (0, cfg.num_dense_layers, cfg.num_hidden_layers, cfg.num_cache_layers)
+    stacks = [np.cumsum(has[first:stop]) - 1 for first, stop in itertools.pairwise(starts)]
+    in_stack, in_pool = np.maximum(np.concatenate(stacks), 0), np.cumsum(has) - 1
+    return IndexLayers(has, in_stack.astype(np.int32), in_pool.astype(np.int32))
+
+
+def indexer_of(cfg: ModelConfig) -> IndexerConfig:
+    """Returns the indexer of a model that has one."""
+    assert cfg.indexer is not None
+    return cfg.indexer
+
+
+def lookup(table: np.ndarray, cache_layer: Index) -> Index:
+    """Returns an entry of a table by cache layer: a number where the layer is one, else a traced scalar."""
+    return table[cache_layer].item() if isinstance(cache_layer, int) else jnp.asarray(table)[cache_layer]
+
+
+@jax.named_scope("indexer")
+def index_tokens(
+    x: jax.Array,
+    q_latent: jax.Array,
+    params: IndexerParams | None,
+    cache_layer: Index,
+    cfg: ModelConfig,
+    rotation: Rotation,
+    numerics: Numerics,
+) -> IndexTokens:
+    """Returns what the indexer makes of `x` `[T, D]` and the normed query latents `[T, Q]`.
+
+    In a layer without an indexer it is zeros, which nobody reads; nothing is computed for it.
+    """
+    indexer, has = indexer_of(cfg), index_layers(cfg).has
+
+    def made() -> IndexTokens:
+        assert params is not None  # a stack that has indexers
+        layer = lookup(index_layers(cfg).in_stack, cache_layer)
+        q = linear(q_latent, params.q_b, layer, numerics).reshape(len(x), indexer.num_heads, indexer.head_dim)
+        key = linear(x, params.k, layer, numerics)
+        key = layer_norm(key, layer_slice(params.k_norm, layer), layer_slice(params.k_bias, layer), _KEY_NORM_EPS)
+        weights = router_logits(x, params.weights, layer, numerics.backend)
+        factor = (indexer.num_heads * indexer.head_dim) ** -0.5
+        return IndexTokens(_rotated(q, cfg, rotation), _rotated(key, cfg, rotation), weights * factor)
+
+    def nothing() -> IndexTokens:
+        q = jnp.zeros((len(x), indexer.num_heads, indexer.head_dim), x.dtype)
+        return IndexTokens(q, q[:, 0], jnp.zeros(q.shape[:2]))
+
+    if has.all():
+        return made()
+    return nothing() if params is None else jax.lax.cond(lookup(has, cache_layer), made, nothing)
+
+
+def _rotated(x: jax.Array, cfg: ModelConfig, rotation: Rotation) -> jax.Array:
+    """Rotates the first P values of `x` `[..., Y]`: the heads' rotated values are their last."""
+    turn, P = rotate if indexer_of(cfg).interleaved else rotate_halves, cfg.qk_rope_head_dim
+    return jnp.concatenate([turn(x[..., :P], rotation), x[..., P:]], axis=-1)

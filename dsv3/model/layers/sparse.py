@@ -1,0 +1,268 @@
+"""Sparse attention (DeepSeek-V3.2) in prefill and decode: each query attends to the tokens that its indexer chooses.
+
+Where no query of a step sees more tokens than are chosen, all would be, and the step runs dense attention: the bits are
+those of DeepSeek-V3. Otherwise both modes do the same for each query row: scores of all cached tokens, the best of
+them, and absorbed attention to copies of their rows. Rows go in groups that bound the memory of scores and copies.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsv3.cache.layout import IndexedPages
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.config import ModelConfig
+from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.layers.attention import (
+    Attend,
+    Core,
+    Places,
+    absorb,
+    decode_core,
+    decode_places,
+    decode_positions,
+    prefill_core,
+    prefill_places,
+    values_of,
+    write_latents,
+)
+from dsv3.model.layers.indexer import IndexTokens, index_layers, indexer_of, lookup
+from dsv3.model.layers.linear import Index
+from pallas_kernels import dsa
+from pallas_kernels.backend import Backend
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SharedChoice:
+    """The attention state of a model in which layers share an indexer's choice: the pages, and the last choice.
+
+    `chosen` has, for each micro-batch of the step, the positions `[T, Kt]` of the tokens that its rows attend to.
+    """
+
+    pages: Any
+    chosen: tuple[jax.Array, ...]
+
+
+class Rows(NamedTuple):
+    """The query rows of a batch: where they are written, whose they are, and how many tokens they see."""
+
+    places: Places
+    requests: jax.Array  # [T] int32, row of the page table
+    visible: jax.Array  # [T] int32, 0 in padding
+    page_table: jax.Array  # [B, Mp]
+
+
+def prefill_rows(batch: PrefillBatch) -> Rows:
+    """Returns the rows of a prefill batch: each token sees those before it, and itself."""
+    B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right").astype(jnp.int32)
+    visible = jnp.where(chunk < B, batch.positions + 1, 0)
+    return Rows(prefill_places(batch), jnp.minimum(chunk, B - 1), visible, batch.page_table)
+
+
+def decode_rows(batch: DecodeBatch) -> Rows:
+    """Returns the rows `[B * S]` of a decode batch."""
+    B, S = batch.tokens.shape
+    requests = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
+    visible = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0)
+    return Rows(decode_places(batch), requests, visible, batch.page_table)
+
+
+def sparse_prefill_attend(
+    cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None, number: int = 0
+) -> Attend:
+    """Attends in prefill; `number` is that of the micro-batch. The state is the page pool, or `SharedChoice`."""
+    dense = prefill_core(cfg, batch, pages_per_layer, backend)
+    return _attend(cfg, prefill_rows(batch), pages_per_layer, backend, dense, number)
+
+
+def sparse_decode_attend(
+    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int, number: int = 0
+) -> Attend:
+    """Attends in decode, as `sparse_prefill_attend` does in prefill; `heads` is the number of heads on this device."""
+    dense = decode_core(cfg, batch, pages_per_layer, backend, heads)
+    return _attend(cfg, decode_rows(batch), pages_per_layer, backend, dense, number)
+
+
+def begin(cfg: ModelConfig, pages: Any, rows: tuple[int, ...]) -> Any:
+    """Returns the attention state of a step whose micro-batches have `rows` rows each, from its pages."""
+    if cfg.indexer is None or not cfg.indexer.shared_layers:
+        return pages
+    return SharedChoice(pages, tuple(jnp.zeros((n, cfg.indexer.topk), jnp.int32) for n in rows))
+
+
+def pages_of(state: Any) -> Any:
+    """Returns the pages of an attention state."""
+    return state.pages if isinstance(state, SharedChoice) else state
+
+
+def _attend(
+    cfg: ModelConfig, rows: Rows, pages_per_layer: int, backend: Backend | None, dense: Core, number: int
+) -> Attend:
+    best = indexer_of(cfg).topk
+    may_choose = rows.page_table.shape[1] * PAGE_SIZE > best
+    must_choose = (rows.visible > best).any()
+
+    def attend(tokens, params, layer, cache_layer, state):
+        pages = _written(cfg, tokens, rows.places, cache_layer, pages_of(state), pages_per_layer, backend)
+
+        def all_tokens() -> jax.Array:
+            return dense(tokens, params, layer, cache_layer, pages.latents)
+
+        if not may_choose:
+            return all_tokens(), _with(state, pages)
+        last = state.chosen[number] if isinstance(state, SharedChoice) else None
+        choose = _chooser(cfg, rows, tokens.index, cache_layer, pages, pages_per_layer, last, backend)
+
+        def best_tokens(chosen: jax.Array) -> jax.Array:
+            first_page = cache_layer * pages_per_layer
+            queries = absorb(tokens, params, layer, backend)
+            out = _attend_chosen(cfg, rows, queries, chosen, pages.latents, first_page, backend)
+            return values_of(out, params, layer, backend)
+
+        if last is None:
+            return lax.cond(must_choose, lambda: best_tokens(choose()), all_tokens), _with(state, pages)
+        chosen = lax.cond(must_choose, choose, lambda: last)
+        return lax.cond(must_choose, lambda: best_tokens(chosen), all_tokens), _with(state, pages, chosen, number)
+
+    return attend
+
+
+def _with(state: Any, pages: Any, chosen: jax.Array | None = None, number: int = 0) -> Any:
+    """Returns the state with new pages, and with a new choice of a micro-batch."""
+    if not isinstance(state, SharedChoice):
+        return pages
+    if chosen is None:
+        return dataclasses.replace(state, pages=pages)
+    return SharedChoice(pages, (*state.chosen[:number], chosen, *state.chosen[number + 1 :]))
+
+
+def _written(
+    cfg: ModelConfig,
+    tokens: Any,
+    places: Places,
+    cache_layer: Index,
+    pages: IndexedPages,
+    pages_per_layer: int,
+    backend: Backend | None,
+) -> IndexedPages:
+    """Returns the pages with the tokens' latents, and with their index keys in a layer that has an indexer."""
+    table = index_layers(cfg)
+    ids = places.page_ids if table.has.all() else jnp.where(lookup(table.has, cache_layer), places.page_ids, -1)
+    layer = lookup(table.in_pool, cache_layer)
+    return IndexedPages(
+        write_latents(cfg, pages.latents, tokens, places, cache_layer, pages_per_layer, backend),
+        dsa.write_keys(pages.keys, tokens.index.key, ids, places.offsets, layer=layer, pages_per_layer=pages_per_layer),
+    )
+
+
+def _chooser(
+    cfg: ModelConfig,
+    rows: Rows,
+    index: IndexTokens,
+    cache_layer: Index,
+    pages: IndexedPages,
+    pages_per_layer: int,
+    last: jax.Array | None,
+    backend: Backend | None,
+) -> Callable[[], jax.Array]:
+    """Returns what chooses the tokens `[T, Kt]` of each row; a layer without an indexer keeps the `last` choice."""
+    table, best = index_layers(cfg), indexer_of(cfg).topk
+    first_page = lookup(table.in_pool, cache_layer) * pages_per_layer
+
+    def group(q: jax.Array, weights: jax.Array, requests: jax.Array, visible: jax.Array) -> jax.Array:
+        page_table = rows.page_table[requests]
+        where: dict[str, Any] = {"first_page": first_page, "best": best, "backend": backend}
+        return dsa.choose(q, weights, pages.keys, page_table, visible, **where)
+
+    def choose() -> jax.Array:
+        size = dsa.rows_at_once(pages.latents, rows.page_table, best)
+        return _by_groups(group, size, (index.q, index.weights, rows.requests, rows.visible))
+
+    if last is None or table.has.all():
+        return choose
+    return lambda: lax.cond(lookup(table.has, cache_layer), choose, lambda: last)
+
+
+def _attend_chosen(
+    cfg: ModelConfig,
+    rows: Rows,
+    queries: jax.Array,
+    chosen: jax.Array,
+    latents: jax.Array,
+    first_page: jax.Array,
+    backend: Backend | None,
+) -> jax.Array:
+    """Returns the attention `[T, H, R]` of absorbed queries `[T, H, R + P]` to the chosen tokens `[T, Kt]`."""
+    best = indexer_of(cfg).topk
+    padding = dsa.chosen_width(best) - best
+
+    def group(q: jax.Array, positions: jax.Array, requests: jax.Array, visible: jax.Array) -> jax.Array:
+        return dsa.attend_chosen(
+            q,
+            latents,
+            rows.page_table[requests],
+            jnp.pad(positions, ((0, 0), (0, padding))),
+            jnp.minimum(visible, best),
+            scale=cfg.softmax_scale,
+            first_page=first_page,
+            value_width=cfg.kv_lora_rank,
+            backend=backend,
+        )
+
+    size = dsa.rows_at_once(latents, rows.page_table, best)
+    return _by_groups(group, size, (queries, chosen, rows.requests, rows.visible))
+
+
+def _by_groups(
+    group: Callable[..., jax.Array], size: int, arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+) -> jax.Array:
+    """Runs `group` on `size` rows of `arrays` at a time; a group of padding alone is zeros.
+
+    The last array is how many tokens a row sees.
+    """
+    count = len(arrays[0])
+    if count <= size:
+        return group(*arrays)
+
+    def split(array: jax.Array) -> jax.Array:
+        padded = jnp.pad(array, ((0, -count % size), *(((0, 0),) * (array.ndim - 1))))
+        return padded.reshape(-1, size, *array.shape[1:])
+
+    parts = tuple(map(split, arrays))
+    shape = jax.eval_shape(group, *(part[0] for part in parts))
+
+    def one(part: tuple[jax.Array, ...]) -> jax.Array:
+        return lax.cond(part[-1].any(), lambda: group(*part), lambda: jnp.zeros(shape.shape, shape.dtype))
+
+    out = lax.map(one, parts)
+    return out.reshape(-1, *out.shape[2:])[:count]
+
+
+def visible_pairs(cfg: ModelConfig, index: IndexTokens, batch: int, cache_layer: Index, last: Any) -> jax.Array:
+    """Returns which tokens see which, bool `[batch, S, S]`, of whole sequences without a cache.
+
+    `last` is what the layer before gave; a layer without an indexer gives the same.
+    """
+    best = indexer_of(cfg).topk
+    q, key, weights = (a.reshape(batch, -1, *a.shape[1:]) for a in (index.q, index.key, index.weights))
+    S = key.shape[1]
+    causal = jnp.tril(jnp.ones((S, S), jnp.bool))
+    if best >= S:
+        return jnp.broadcast_to(causal, (batch, S, S))
+
+    def made() -> jax.Array:
+        products = jnp.einsum("bqhi,bki->bqhk", q, key, preferred_element_type=jnp.float32)
+        sums = jnp.einsum("bqh,bqhk->bqk", weights, jax.nn.relu(products))
+        scores = jnp.where(causal, jnp.where(sums == 0, 0.0, sums), -jnp.inf).reshape(batch * S, S)
+        chosen = dsa.select_best(lax.stop_gradient(scores), jnp.tile(jnp.arange(1, S + 1), batch), best)
+        pairs = jnp.zeros((batch * S, S), jnp.bool).at[jnp.arange(batch * S)[:, None], chosen].set(True, mode="drop")
+        return pairs.reshape(batch, S, S)
+
+    has = index_layers(cfg).has
+    return made() if has.all() else lax.cond(lookup(has, cache_layer), made, lambda: last)

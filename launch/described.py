@@ -1,0 +1,57 @@
+"""Models and deployments that a command line names: published ones, a model's directory, a file of one's own."""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch import flags
+
+if TYPE_CHECKING:
+    from dsv3.config import ModelConfig
+    from dsv3.plan.deployment import Deployment
+
+MODELS = {
+    "deepseek_v3": "DEEPSEEK_V3",
+    "deepseek_v31": "DEEPSEEK_V31",
+    "deepseek_v32": "DEEPSEEK_V32",
+    "deepseek_v2": "DEEPSEEK_V2",
+    "deepseek_v2_lite": "DEEPSEEK_V2_LITE",
+    "kimi_k2": "KIMI_K2",
+    "kimi_k2_thinking": "KIMI_K2_THINKING",
+    "kimi_k25": "KIMI_K25",
+    "moonlight": "MOONLIGHT_16B_A3B",
+    "glm_4_7_flash": "GLM_4_7_FLASH",
+    "glm_5": "GLM_5",
+    "mistral_large_3": "MISTRAL_LARGE_3",
+    "mistral_small_4": "MISTRAL_SMALL_4",
+    "axk1": "AXK1",
+}
+
+
+def model(name: str) -> "ModelConfig":
+    """Returns a model by its name or directory; raises UsageError where there is none."""
+    if name in MODELS:
+        return getattr(importlib.import_module(f"configs.{name}"), MODELS[name])
+    from dsv3.hf_config import ConfigError, has_config, load_config
+
+    if not has_config(name):
+        raise flags.UsageError(f"--model {name}: neither one of {', '.join(MODELS)} nor a directory with a config.json")
+    try:
+        return load_config(Path(name))
+    except ConfigError as error:
+        raise flags.UsageError(f"--model {name}: {error}") from error
+
+
+def deployment(name: str) -> "Deployment":
+    """Returns a deployment by its name or file; raises UsageError where there is none."""
+    from configs.deployments import DEPLOYMENTS, DEVICES
+    from dsv3.plan.deployment import DeploymentError, read_deployment
+
+    if name in DEPLOYMENTS:
+        return DEPLOYMENTS[name]
+    if not Path(name).is_file():
+        raise flags.UsageError(f"{name} is neither one of {', '.join(DEPLOYMENTS)} nor a file")
+    try:
+        return read_deployment(Path(name), DEVICES)
+    except DeploymentError as error:
+        raise flags.UsageError(str(error)) from error

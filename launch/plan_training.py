@@ -1,0 +1,193 @@
+"""The part of `launch.plan` that plans a training run: whether it fits, what it sends, how long a step could take."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from absl import flags as absl_flags
+
+from launch import flags, training
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dsv3.plan.deployment import Device
+    from dsv3.plan.training import LayerTimes
+    from dsv3.training.pipeline.memory import RankMemory
+    from dsv3.training.pipeline.schedules import Schedule
+
+_DEVICE = absl_flags.DEFINE_enum("device", "H800", ["H800", "H200"], "train: on this GPU, in nodes of eight.")
+absl_flags.adopt_module_key_flags(training)
+_UTILIZATION = 0.9
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPlan:
+    """What is planned, in bytes and seconds of one device; `rows` are a micro-batch's on a rank.
+
+    `stage` is the one that takes longest; `pair_wire_bytes` leave a device in an overlapped pair of one MoE layer.
+    """
+
+    schedule: "Schedule"
+    rows: int
+    memory: "tuple[RankMemory, ...]"
+    budget: int
+    stage: "LayerTimes"
+    bubble: float
+    step: float
+    pair_wire_bytes: int
+    tokens: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's devices have room."""
+        return max(rank.needed for rank in self.memory) <= self.budget
+
+
+def given() -> list[str]:
+    """Returns the names of this module's flags that the command line has."""
+    return [flag.name for flag in (*training.FLAGS, _DEVICE) if absl_flags.FLAGS[flag.name].present]
+
+
+def plan() -> tuple[dict[str, Any], bool]:
+    """Plans and prints a training run; returns it for JSON, and whether it fits.
+
+    Raises UsageError for a configuration, a mesh or a schedule that cannot be.
+    """
+    from rich.console import Console
+
+    from configs.deployments import DEVICES
+
+    device = DEVICES[_DEVICE.value]
+    try:
+        made = _make(device)
+    except ValueError as error:
+        raise flags.UsageError(str(error)) from error
+    console = Console()
+    for table in (_memory_table(made), _time_table(made), _check_table()):
+        console.print(table)
+    need = max(rank.needed for rank in made.memory)
+    verdict = "fits" if made.fits else "does not fit"
+    console.print(
+        f"{verdict}: needs {need / GB:.1f} GB of {made.budget / GB:.1f} GB ({_UTILIZATION:g} of {device.name})"
+    )
+    return _as_json(made, device), made.fits
+
+
+def _make(device: "Device") -> TrainingPlan:
+    from dsv3.plan.roofline import rates_of
+    from dsv3.plan.training import gathered_wire
+    from dsv3.training.pipeline import simulator
+    from dsv3.training.pipeline.memory import memory_of
+    from dsv3.training.pipeline.size import rows_of
+
+    config, (ranks, size) = training.config(), training.mesh()
+    model, schedule = config.model, training.schedule(ranks)
+    rows = rows_of(config.batch_size, model.n_routed_experts, schedule.micro_batches, size)
+    tokens = rows // size.devices * config.sequence_length
+    wire_bytes, wire = gathered_wire(model, device, rates_of(device, model), tokens, size.experts)
+    stage = _longest_stage(config, device, schedule, tokens, wire)
+    forward, backward, weight = stage.alone
+    durations = simulator.Durations(forward, backward, weight, stage.pair)
+    timeline = simulator.simulate(schedule, durations)
+    return TrainingPlan(
+        schedule,
+        rows,
+        memory_of(config, schedule, rows, size),
+        int(_UTILIZATION * device.memory_bytes),
+        stage,
+        max(timeline.bubbles()) / timeline.makespan,
+        timeline.makespan,
+        2 * wire_bytes,
+        config.batch_size * config.sequence_length,
+    )
+
+
+def _longest_stage(config: Any, device: "Device", schedule: "Schedule", tokens: int, wire: float) -> "LayerTimes":
+    """Returns the times of the stage that takes longest; an MTP module counts as a MoE layer, the head is left out."""
+    from dsv3.plan.roofline import rates_of
+    from dsv3.plan.training import LayerTimes, layer_times
+    from dsv3.training.pipeline.stages import cut
+
+    model, rates = config.model, rates_of(device, config.model)
+    keys = (config.sequence_length + 1) / 2
+    dense, moe = (layer_times(model, rates, tokens, keys, wire, dense=kind) for kind in (True, False))
+    stages = []
+    for stage in cut(model, schedule.stages):
+        of = [dense if i < model.num_dense_layers else moe for i in range(stage.begin, stage.end)]
+        of += [moe] * (model.num_nextn_predict_layers if stage.last else 0)
+        parts = zip(*(dataclasses.astuple(layer) for layer in of), strict=True)
+        stages.append(LayerTimes(*map(sum, parts)))
+    return max(stages, key=lambda times: times.pair)
+
+
+def _memory_table(made: TrainingPlan) -> "Table":
+    table = _table("Memory of one device, GB", "rank", "weights", "gradients", "optimiser", "activations", "needed")
+    for number, rank in enumerate(made.memory):
+        values = (rank.weights, rank.gradients, rank.optimizer, rank.activations, rank.needed)
+        table.add_row(str(number), *(f"{value / GB:.3f}" for value in values))
+    return table
+
+
+def _time_table(made: TrainingPlan) -> "Table":
+    from dsv3.training.pipeline import simulator
+
+    schedule = made.schedule
+    table = _table(f"{schedule.algorithm}, {schedule.ranks} ranks (a model, not a measurement)", "", "")
+    table.add_row("micro-batches, of rows on a rank", f"{schedule.micro_batches}, {made.rows}")
+    table.add_row("micro-batches in flight at most", str(simulator.activations(schedule)))
+    table.add_row("MB that leave a device per pair of a MoE layer", f"{made.pair_wire_bytes / 1e6:,.1f}")
+    for name, value in zip(("forward", "backward", "weight gradient"), made.stage.alone, strict=True):
+        table.add_row(f"{name} of the longest stage", f"{value * 1e3:,.2f} ms")
+    table.add_row("overlapped pair of the longest stage", f"{made.stage.pair * 1e3:,.2f} ms")
+    table.add_row("idle, of a step", f"{made.bubble:.1%}")
+    table.add_row("step, without optimiser", f"{made.step:,.3f} s")
+    table.add_row("tokens/s, all devices", f"{made.tokens / made.step:,.0f}")
+    return table
+
+
+def _check_table() -> "Table":
+    from configs.deepseek_v3 import DEEPSEEK_V3
+    from configs.deployments import H800
+    from dsv3.plan import training as model
+
+    found = model.check(DEEPSEEK_V3, H800)
+    table = _table("The model against DeepSeek's profile: a pair of one layer", "", "estimate", "profile", "error")
+    profile = (model.PROFILE_PAIR_S, model.PROFILE_COMPUTE_S, model.PROFILE_WIRE_S)
+    rows = zip(("pair", "compute", "transfers"), dataclasses.astuple(found), profile, found.errors(), strict=True)
+    for name, estimate, measured, error in rows:
+        table.add_row(name, f"{estimate * 1e3:.1f} ms", f"{measured * 1e3:.1f} ms", f"{error:+.0%}")
+    return table
+
+
+def _as_json(made: TrainingPlan, device: "Device") -> dict[str, Any]:
+    from configs.deepseek_v3 import DEEPSEEK_V3
+    from configs.deployments import H800
+    from dsv3.plan.training import check
+
+    return {
+        "config": training.CONFIG.value,
+        "mesh": training.MESH.value,
+        "pipeline": made.schedule.algorithm,
+        "micro_batches": made.schedule.micro_batches,
+        "device": device.name,
+        "memory": [dataclasses.asdict(rank) | {"needed": rank.needed} for rank in made.memory],
+        "budget": made.budget,
+        "stage": dataclasses.asdict(made.stage) | {"pair": made.stage.pair},
+        "pair_wire_bytes": made.pair_wire_bytes,
+        "bubble": made.bubble,
+        "step": made.step,
+        "tokens": made.tokens,
+        "errors": dict(zip(("pair", "compute", "transfers"), check(DEEPSEEK_V3, H800).errors(), strict=True)),
+        "fits": made.fits,
+    }
+
+
+def _table(title: str, *columns: str) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table

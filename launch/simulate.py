@@ -1,0 +1,117 @@
+"""Replays traffic through the real scheduler and the router's choice, with device time from the plan. Needs no GPU.
+
+  python -m launch.simulate --prefill=prefill_ep32 --decode=decode_ep144 --times=times.json \\
+      --concurrency=13000 --seconds=600 --warm_up=200
+  python -m launch.simulate --instances=node_8xh200 --times=times.json --trace=mooncake.jsonl --plot=day.svg
+  python -m launch.simulate --instances=node_8xh200 --times=times.json --request_rate=20 --day --seconds=3600 --scale
+
+Deployments are named as for launch.plan. The first run compiles one program of each kind, in minutes, and keeps the
+step times in --times. docs/fleet.md says what is real in a simulation and what is modelled.
+"""
+
+import gc
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags as absl_flags
+
+from dsv3.simulate.options import SimulateOptions
+from launch import cli, described, flags
+
+if TYPE_CHECKING:
+    from dsv3.config import ModelConfig
+    from dsv3.plan.deployment import Deployment
+    from dsv3.simulate.times import InstanceTimes
+
+cli.define(SimulateOptions)
+_MODEL = absl_flags.DEFINE_string(
+    "model", "deepseek_v3", f"Serve this model: {', '.join(described.MODELS)}, or a Hugging Face directory."
+)
+_JSON = absl_flags.DEFINE_string("json", None, "Write all figures to this file as JSON.")
+_PLOT = absl_flags.DEFINE_string("plot", None, "Draw nodes, rates and waits over time to this SVG or PNG file.")
+
+
+def main() -> int:
+    """Simulates, and prints what came of it."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax starts: a GPU that is present must not be asked
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    options = cli.read(SimulateOptions)
+    _check_outputs()
+    from rich.console import Console
+
+    from dsv3.fleet.paper.traffic import TrafficError
+    from dsv3.simulate import picture, report
+    from dsv3.simulate.fleet import SettingError
+    from dsv3.simulate.simulation import simulate
+    from dsv3.simulate.times import TimesError
+
+    try:
+        by_name = _times(options, described.model(_MODEL.value))
+        gc.freeze()
+        gc.disable()  # requests that have ended leave no cycles behind, and there are millions of other objects
+        outcome = simulate(options, by_name)
+    except (SettingError, TimesError, TrafficError) as error:
+        raise flags.UsageError(str(error)) from error
+    Console().print(report.render(outcome.figures))
+    if _JSON.value:
+        Path(_JSON.value).write_text(json.dumps(outcome.figures, indent=1) + "\n")
+    if _PLOT.value:
+        picture.draw(outcome.series.looks, outcome.record, Path(_PLOT.value))
+    return 0
+
+
+def _check_outputs() -> None:
+    for name, path in (("json", _JSON.value), ("plot", _PLOT.value)):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise flags.UsageError(f"--{name} {path}: there is no such folder")
+    if _PLOT.value and Path(_PLOT.value).suffix not in (".svg", ".png"):
+        raise flags.UsageError(f"--plot {_PLOT.value}: the name must end in .svg or .png")
+    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
+        raise flags.UsageError("--plot needs matplotlib: install the 'plots' extra")
+
+
+def _times(options: SimulateOptions, model: "ModelConfig") -> "dict[str, InstanceTimes]":
+    """Returns the step times of the deployments: those that the file has, the others compiled and added to it."""
+    from dsv3.simulate.times import read_times, write_times
+
+    path = None if options.times is None else Path(options.times)
+    if path is not None and not path.absolute().parent.is_dir():
+        raise flags.UsageError(f"--times {path}: there is no such folder")
+    known = read_times(path) if path is not None and path.exists() else {}
+    names = [name for name in (options.prefill, options.decode, options.instances) if name]
+    found = {}
+    for name in names:
+        deployment = described.deployment(name)
+        found[name] = _fresh(known.get(name), model, deployment) or _compiled(model, deployment)
+        if path is not None and known.get(name) is not found[name]:
+            known[name] = found[name]
+            write_times(path, known)
+    return found
+
+
+def _fresh(times: "InstanceTimes | None", model: "ModelConfig", deployment: "Deployment") -> "InstanceTimes | None":
+    """Returns what is known if it is of this model and deployment."""
+    from dsv3.simulate.from_plan import digest_of
+
+    return times if times is not None and times.digest == digest_of(model, deployment) else None
+
+
+def _compiled(model: "ModelConfig", deployment: "Deployment") -> "InstanceTimes":
+    from rich.console import Console
+
+    from dsv3.plan.deployment import DeploymentError
+    from dsv3.simulate.from_plan import times_of
+    from pallas_kernels.aot import AotUnavailableError
+
+    try:
+        with Console(stderr=True).status("") as status:
+            return times_of(model, deployment, status.update)
+    except (DeploymentError, AotUnavailableError) as error:
+        raise flags.UsageError(str(error)) from error
+
+
+if __name__ == "__main__":
+    flags.run(main)

@@ -1,0 +1,52 @@
+"""The flags that say what is trained on which devices, for `launch.train` and `launch.plan train`. Imports no jax."""
+
+import dataclasses
+import importlib
+
+from absl import flags as absl_flags
+
+from dsv3.training.config import TrainingConfig
+from dsv3.training.pipeline import schedules
+from dsv3.training.pipeline.size import RankSize, read_mesh
+from launch import flags
+
+CONFIG = absl_flags.DEFINE_string("config", "tiny", "Train with the configuration in this module of `configs`.")
+MESH = absl_flags.DEFINE_string(
+    "mesh",
+    "stage=1",
+    "Train over stage x data x expert devices. stage=N spreads the layers over N pipeline ranks; data=N gives each "
+    "rank N teams of devices, which split the rows of a micro-batch; expert=N gives each team N devices, which split "
+    "the experts, and the team's rows. Example: stage=4,data=2,expert=2.",
+)
+PIPELINE = absl_flags.DEFINE_enum(
+    "pipeline", "DualPipe", list(schedules.ALGORITHMS), "Run the ranks of --mesh in this order."
+)
+MICRO_BATCHES = absl_flags.DEFINE_integer(
+    "micro_batches", None, "Cut each batch into this many for the pipeline; default: twice the ranks.", lower_bound=1
+)
+FLAGS = (CONFIG, MESH, PIPELINE, MICRO_BATCHES)
+
+
+def config(steps: int | None = None) -> TrainingConfig:
+    """Returns the configuration, of `steps` steps if given. Raises UsageError where there is none."""
+    try:
+        found = importlib.import_module(f"configs.{CONFIG.value}").TRAINING
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise flags.UsageError(f"--config={CONFIG.value}: no training configuration there ({error})") from error
+    try:
+        return dataclasses.replace(found, steps=steps) if steps else found
+    except ValueError as error:
+        raise flags.UsageError(f"--steps={steps}: {error}") from error
+
+
+def mesh() -> tuple[int, RankSize]:
+    """Returns the pipeline ranks and the devices of each. Raises UsageError for a mesh that cannot be."""
+    try:
+        return read_mesh(MESH.value)
+    except ValueError as error:
+        raise flags.UsageError(f"--mesh={MESH.value}: {error}") from error
+
+
+def schedule(ranks: int) -> schedules.Schedule:
+    """Returns the order of `ranks`. Raises ValueError as `schedules.build` does."""
+    return schedules.build(PIPELINE.value, ranks, MICRO_BATCHES.value or 2 * ranks)

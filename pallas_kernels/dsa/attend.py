@@ -1,0 +1,99 @@
+"""Attention to chosen tokens: their rows are copied side by side, as pages that decode attention takes."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mla
+from pallas_kernels.backend import Backend
+from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE, fp8_page_bytes, fp8_pages_of_rows, fp8_tiles, is_fp8
+
+BYTES_AT_ONCE = 2**28
+"""What the scores of a group of queries may take, and so may the rows that are copied for it."""
+
+
+def chosen_width(best: int) -> int:
+    """Returns the rows that a query gets for its `best` tokens: whole pages."""
+    return -(-best // PAGE_SIZE) * PAGE_SIZE
+
+
+def rows_at_once(pages: jax.Array, page_table: jax.Array, best: int) -> int:
+    """Returns how many queries are worked on at once, at least 1: their scores and copied rows stay within 256 MiB."""
+    scores = 4 * PAGE_SIZE * page_table.shape[1]
+    copied = chosen_width(best) * pages.shape[2] * pages.dtype.itemsize
+    return max(1, BYTES_AT_ONCE // max(scores, copied))
+
+
+def attend_chosen(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    counts: jax.Array,
+    *,
+    scale: float,
+    first_page: jax.Array | int,
+    value_width: int,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Computes absorbed latent attention of each query to tokens of its own.
+
+    Args:
+      q: `[T, H, R + P]`, as one query of `mla_decode`.
+      pages: the page pool of latents, as in `mla_decode`.
+      page_table: `[T, Mp]` int32, pages of each query's request.
+      positions: `[T, Kt]` int32, the chosen tokens, Kt a multiple of 64.
+      counts: `[T]` int32, how many of them count, from the first on.
+      scale, value_width, backend: as in `mla_decode`.
+      first_page: the layer's first page in the pool.
+
+    Returns:
+      `[T, H, R]` in the dtype of `q`; 0 for a query without tokens.
+
+    Raises:
+      ValueError: a shape, dtype or page size does not fit.
+    """
+    T, Kt = positions.shape
+    column = jnp.minimum(positions // PAGE_SIZE, page_table.shape[1] - 1)
+    ids = first_page + jnp.take_along_axis(page_table, column, axis=1)
+    rows = _rows(pages, ids, positions % PAGE_SIZE, value_width).reshape(-1, PAGE_SIZE, pages.shape[2])
+    compact = fp8_pages_of_rows(rows, value_width) if is_fp8(pages) else rows
+    table = jnp.arange(len(compact), dtype=jnp.int32).reshape(T, Kt // PAGE_SIZE)
+    out, _ = mla.mla_decode(
+        q[:, None],
+        compact,
+        table,
+        counts,
+        scale=scale,
+        pages_per_layer=len(compact),
+        value_width=value_width,
+        backend=backend,
+    )
+    return out[:, 0]
+
+
+def _rows(pages: jax.Array, ids: jax.Array, offsets: jax.Array, value_width: int) -> jax.Array:
+    """Returns rows `[T, Kt, W]` at `offsets` in pages `ids`, `[T, Kt]` each; any rows where ids are out of range."""
+    count, tokens, width = pages.shape
+    if not is_fp8(pages):
+        return pages.reshape(count * tokens, width).at[ids * tokens + offsets].get(mode="clip")
+    places, flat = jnp.asarray(fp8_page_bytes(value_width, width)), pages.reshape(count, tokens * width)
+    starts, first = [], 0
+    for size in _runs(value_width, width):
+        starts.append((first, size))
+        first += size
+    parts = [_windows(flat, ids, places[offsets, first], size) for first, size in starts]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _runs(value_width: int, row_bytes: int) -> list[int]:
+    """Returns the lengths of the runs of bytes that an FP8 row is kept in: tiles of values, scales, the rotated key."""
+    tiles = fp8_tiles(value_width)
+    values = [min(FP8_TILE, value_width)] * tiles
+    return [*values, *[4] * tiles, row_bytes - value_width - 4 * tiles]
+
+
+def _windows(flat: jax.Array, ids: jax.Array, starts: jax.Array, size: int) -> jax.Array:
+    """Returns `flat[ids, starts : starts + size]` `[T, Kt, size]` of bytes `[pages, n]`."""
+    numbers = lax.GatherDimensionNumbers(offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+    return lax.gather(flat, jnp.stack([ids, starts], axis=-1), numbers, (1, size), mode="clip")

@@ -1,0 +1,101 @@
+"""Pages of index keys: one key of width Y per token and layer, beside the page of latents.
+
+Keys are in the type of the latents, or FP8: `Y` e4m3 values and a float32 scale per 128 of them, 132 bytes for an Y of
+128. An FP8 page has the values of its 64 tokens first and then their scales, as DeepGEMM's kernels read them.
+
+FP8 keys are turned before they are rounded, by a Hadamard matrix over the root of Y, and so are the queries that meet
+them: no product changes, but a large value is spread over all, so that rounding costs less (DeepSeek's inference code).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.mla.layout import (
+    FP8_PAGES_DTYPE,
+    PAGE_SIZE,
+    fp8_row_bytes,
+    fp8_rows_of_pages,
+    is_fp8,
+    pack_fp8,
+    unpack_fp8,
+)
+from pallas_kernels.mla.write import DROPPED, write_fp8_rows, write_rows
+
+
+def key_row(head_dim: int, dtype: jax.typing.DTypeLike | None) -> tuple[int, jnp.dtype]:
+    """Returns width and type of a row of key pages: of a float `dtype`, or FP8 rows for None."""
+    return (fp8_row_bytes(head_dim, 0), FP8_PAGES_DTYPE) if dtype is None else (head_dim, jnp.dtype(dtype))
+
+
+def write_keys(
+    pool: jax.Array,
+    keys: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    *,
+    layer: jax.Array | int,
+    pages_per_layer: int,
+) -> jax.Array:
+    """Writes the index keys of new tokens into their pages; in place where the caller donates `pool`.
+
+    Args:
+      pool: `[layers * pages_per_layer, 64, Y]` of a float type, or FP8 pages, uint8 `[.., 64, fp8_row_bytes(Y, 0)]`.
+      keys: `[T, Y]` of a float type, rotated.
+      page_ids: `[T]` int32, page within the layer; keys of pages below 0 are dropped.
+      offsets: `[T]` int32, row within the page, 0..63.
+      layer: number of the layer in the pool, static or traced.
+      pages_per_layer: pages that the pool holds for one layer.
+
+    Raises:
+      ValueError: the pool has no rows for keys of this width.
+    """
+    check_keys(pool, keys.shape[-1])
+    targets = jnp.where(page_ids >= 0, layer * pages_per_layer + page_ids, DROPPED)
+    if is_fp8(pool):
+        width = keys.shape[-1]
+        return write_fp8_rows(pool, pack_fp8(_turned(keys), width), targets, offsets, width)
+    return write_rows(pool, keys.astype(pool.dtype), targets, offsets)
+
+
+def check_keys(pool: jax.Array, width: int) -> None:
+    """Raises ValueError where the rows of `pool` are no keys of this width."""
+    expected = key_row(width, None if is_fp8(pool) else pool.dtype)[0]
+    if pool.ndim != 3 or pool.shape[1:] != (PAGE_SIZE, expected):
+        raise ValueError(
+            f"pages of index keys must be [.., {PAGE_SIZE}, {expected}] for a width of {width}, not {pool.shape}"
+        )
+
+
+def queries_for(pool: jax.Array, q: jax.Array) -> jax.Array:
+    """Returns the index queries `[..., Y]` as they meet the keys of `pool`: turned where the keys are."""
+    return _turned(q) if is_fp8(pool) else q
+
+
+def keys_of_pages(pool: jax.Array, ids: jax.Array, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the keys `[..., 64, Y]` in `dtype` on pages `ids` `[...]` of the pool; ids out of range give any keys."""
+    rows = pool.at[ids].get(mode="clip")
+    if is_fp8(pool):
+        return unpack_fp8(fp8_rows_of_pages(rows, width), width, dtype)
+    return rows.astype(dtype)
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    """Multiplies the last axis of x by the Hadamard matrix, where its width has one that doubling makes."""
+    width = x.shape[-1]
+    if width & (width - 1):
+        return x
+    product = jnp.einsum("...i,ij->...j", x.astype(jnp.float32), _hadamard(width), precision=lax.Precision.HIGHEST)
+    return product.astype(x.dtype)
+
+
+@functools.cache
+def _hadamard(width: int) -> np.ndarray:
+    """Returns the orthonormal Hadamard matrix `[width, width]` float32; it is symmetric, and its own inverse."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < width:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.float32(width**0.5)

@@ -1,0 +1,78 @@
+"""Index scores: how much each cached token matters to a query, by the indexer's heads."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.dsa import mosaic_scores
+from pallas_kernels.dsa.keys import check_keys, keys_of_pages, queries_for
+from pallas_kernels.mla.layout import PAGE_SIZE
+
+_PAGES_PER_STEP = 2
+_SPAN = _PAGES_PER_STEP * PAGE_SIZE
+
+
+def index_scores(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    visible: jax.Array,
+    *,
+    first_page: jax.Array | int,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Scores the cached tokens for each query: the weighted sum over heads of `relu(q . k)`, in float32.
+
+    Args:
+      q: `[T, Hi, Y]` of a float type, rotated.
+      weights: `[T, Hi]` float32, one factor per head.
+      pool: pages of index keys, as in `write_keys`.
+      page_table: `[T, Mp]` int32, pages of each query's request. Entries past what it sees are never followed.
+      visible: `[T]` int32, tokens that each query sees, from the first of its request on; 0 for a query that is none.
+      first_page: the layer's first page in the pool.
+      backend: an implementation, or None for the one that suits the default device. The kernel takes keys of 16 bits;
+        FP8 keys go to the reference.
+
+    Returns:
+      float32 `[T, 64 * Mp']`, Mp' being Mp, or one more; -inf beyond what a query sees. Zeros are positive, so that
+      equal scores have equal bits.
+
+    Raises:
+      ValueError: the pool has no rows for keys of this width.
+    """
+    check_keys(pool, q.shape[-1])
+    arrays, obstacle = (queries_for(pool, q), weights, pool, page_table, visible), mosaic_scores.unsupported(q, pool)
+    if resolve_backend(requested=backend) is Backend.MOSAIC and obstacle is None:
+        sums = mosaic_scores.index_scores_mosaic(*arrays, first_page=first_page)
+    else:
+        sums = _sums(*arrays, first_page=first_page)
+    seen = jnp.arange(sums.shape[1]) < visible[:, None]
+    return jnp.where(seen, jnp.where(sums == 0, 0.0, sums), -jnp.inf)
+
+
+def _sums(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    visible: jax.Array,
+    *,
+    first_page: jax.Array | int,
+) -> jax.Array:
+    """Returns the scores `[T, 64 * Mp']`, with anything beyond what a query sees."""
+    (T, _, width), table = q.shape, jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % _PAGES_PER_STEP)))
+
+    def step(index: jax.Array, scores: jax.Array) -> jax.Array:
+        first = index * _SPAN
+        ids = lax.dynamic_slice_in_dim(table, index * _PAGES_PER_STEP, _PAGES_PER_STEP, axis=1)
+        starts = first + PAGE_SIZE * jnp.arange(_PAGES_PER_STEP)
+        ids = jnp.where(starts < visible[:, None], first_page + ids, 0)
+        keys = keys_of_pages(pool, ids, width, q.dtype).reshape(T, _SPAN, width)
+        products = jnp.einsum("thi,tki->thk", q, keys, preferred_element_type=jnp.float32)
+        sums = jnp.einsum("th,thk->tk", weights, jax.nn.relu(products), preferred_element_type=jnp.float32)
+        return lax.dynamic_update_slice_in_dim(scores, sums, first, axis=1)
+
+    steps = (jnp.max(visible) + _SPAN - 1) // _SPAN
+    return lax.fori_loop(0, steps, step, jnp.zeros((T, table.shape[1] * PAGE_SIZE)))

@@ -1,0 +1,133 @@
+"""Attention in Triton: absorbed over pages (decode, context), and expanded over a flat batch (prefill).
+
+Scores are kept in powers of two. The running maximum starts at a finite number below every score, so a row that sees
+nothing ends with sum 0, and no infinity is subtracted from another.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton.kernels.e4m3 import widen
+
+
+@triton.jit
+def paged(
+    q_ptr, pages_ptr, table_ptr, table_row_ptr, length_ptr, first_page_ptr, out_ptr, lse_ptr,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr, PAGE: tl.constexpr, TABLE_WIDTH: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attends the rows of a group to its share of the pages: q [groups, ROWS, R + P] -> [groups, SPLITS, ROWS, R]."""
+    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    length = tl.load(length_ptr + group)
+    table = table_ptr + tl.load(table_row_ptr + group).to(tl.int64) * TABLE_WIDTH
+    first_page = tl.load(first_page_ptr)
+    visible = length - (QUERIES - 1 - rows // HEADS)
+    in_rows = rows < ROWS
+    columns, rope_columns = tl.arange(0, R), tl.arange(0, P)
+    q_rows = q_ptr + (group * ROWS + rows)[:, None] * (R + P)
+    q = tl.load(q_rows + columns[None, :], mask=in_rows[:, None], other=0.0)
+    q_rope = tl.load(q_rows + R + rope_columns[None, :], mask=in_rows[:, None], other=0.0)
+
+    share = ((length + PAGE - 1) // PAGE + SPLITS - 1) // SPLITS * PAGE
+    top = tl.full([BLOCK_H], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    out = tl.zeros([BLOCK_H, R], tl.float32)
+    for start in tl.range(split * share, tl.minimum((split + 1) * share, length), BLOCK_N):
+        page = (first_page + tl.load(table + start // PAGE)).to(tl.int64)
+        tokens = start + tl.arange(0, BLOCK_N)
+        written = tokens < length  # the rest of the page may hold anything, NaN too
+        if FP8:
+            page_ptr = pages_ptr + page * (PAGE * (R + R // 32 + 2 * P))
+            latent = _fp8_latents(page_ptr, tokens % PAGE, written, q.dtype, R, PAGE)
+            rope = _fp8_rope(page_ptr + PAGE * (R + R // 32), tokens % PAGE, written, q.dtype, P)
+        else:
+            row = pages_ptr + (page * PAGE + tokens % PAGE)[:, None] * (R + P)
+            latent = tl.load(row + columns[None, :], mask=written[:, None], other=0.0)
+            rope = tl.load(row + R + rope_columns[None, :], mask=written[:, None], other=0.0)
+        scores = tl.dot(q_rope, tl.trans(rope), tl.dot(q, tl.trans(latent)))
+        scores = tl.where(tokens[None, :] < visible[:, None], scores * SCALE, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        out = tl.dot(weights.to(latent.dtype), latent, out * shrink[:, None])
+        top = new_top
+
+    seen = total > 0
+    total = tl.where(seen, total, 1.0)
+    place = (group * SPLITS + split) * ROWS + rows
+    out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place[:, None] * R + columns[None, :], out, mask=in_rows[:, None])
+    lse = tl.where(seen, (top + tl.log2(total)) * 0.6931471805599453, float("inf"))
+    tl.store(lse_ptr + place, lse, mask=in_rows)
+
+
+@triton.jit
+def _fp8_latents(page_ptr, tokens, written, dtype: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr):
+    """Returns rows [tokens, R] of an FP8 page (`mla/layout.py`): tiles of 128 values, then a scale for each row."""
+    tile, column = tl.arange(0, R // 128)[None, :, None], tl.arange(0, 128)[None, None, :]
+    row, mask = tile * PAGE + tokens[:, None, None], written[:, None, None]
+    raw = tl.load(page_ptr + row * 128 + column, mask=mask, other=0)
+    scales = (page_ptr + PAGE * R).to(tl.pointer_type(tl.float32), bitcast=True)
+    latents = widen(raw).to(tl.float32) * tl.load(scales + row, mask=mask, other=0.0)
+    return tl.reshape(latents.to(dtype), (tokens.shape[0], R))
+
+
+@triton.jit
+def _fp8_rope(rope_ptr, tokens, written, dtype: tl.constexpr, P: tl.constexpr):
+    """Returns the rotated keys [tokens, P] of an FP8 page, which are bfloat16 behind the scales."""
+    rope_ptr = rope_ptr.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    places = tokens[:, None] * P + tl.arange(0, P)[None, :]
+    return tl.load(rope_ptr + places, mask=written[:, None], other=0.0).to(dtype)
+
+
+@triton.jit
+def segments(
+    q_ptr, k_ptr, v_ptr, start_ptr, end_ptr, tokens, out_ptr, lse_ptr,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attends tokens to their segment up to themselves: q, k [tokens, HEADS, K1 + K2], v [tokens, HEADS, V].
+
+    `start` [tokens] is the first token of each token's segment, a huge number for padding, and `end` [1] where padding
+    begins. Keys are cut into powers of two, K1 and K2 (192 = 128 + 64).
+    """
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # late tiles see most keys: they go first
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    start = tl.load(start_ptr + row, mask=row < tokens, other=1 << 30)
+    end = tl.load(end_ptr)
+    in_rows = row < tokens
+    row64 = row.to(tl.int64) * HEADS + head
+    q_rows = q_ptr + row64[:, None] * (K1 + K2)
+    q = tl.load(q_rows + tl.arange(0, K1)[None, :], mask=in_rows[:, None], other=0.0)
+    if K2 > 0:
+        q2 = tl.load(q_rows + K1 + tl.arange(0, K2)[None, :], mask=in_rows[:, None], other=0.0)
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, V], tl.float32)
+    first = tl.min(start, 0) // BLOCK_N * BLOCK_N
+    for base in tl.range(first, tl.minimum((tile + 1) * BLOCK_M, end), BLOCK_N):
+        key = base + tl.arange(0, BLOCK_N)
+        real = (key < end)[:, None]  # padding may hold anything, NaN too
+        key64 = key.to(tl.int64) * HEADS + head
+        k_rows = k_ptr + key64[:, None] * (K1 + K2)
+        k = tl.load(k_rows + tl.arange(0, K1)[None, :], mask=real, other=0.0)
+        scores = tl.dot(q, tl.trans(k))
+        if K2 > 0:
+            k2 = tl.load(k_rows + K1 + tl.arange(0, K2)[None, :], mask=real, other=0.0)
+            scores = tl.dot(q2, tl.trans(k2), scores)
+        seen = (key[None, :] <= row[:, None]) & (key[None, :] >= start[:, None])
+        scores = tl.where(seen, scores * SCALE, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(v_ptr + key64[:, None] * V + tl.arange(0, V)[None, :], mask=real, other=0.0)
+        out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None])
+        top = new_top
+    any_seen = total > 0
+    total = tl.where(any_seen, total, 1.0)
+    out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row64[:, None] * V + tl.arange(0, V)[None, :], out, mask=in_rows[:, None])
+    lse = tl.where(any_seen, (top + tl.log2(total)) * 0.6931471805599453, float("inf"))
+    tl.store(lse_ptr + row64, lse, mask=in_rows)

@@ -1,0 +1,76 @@
+"""Matrix products in Triton: one kernel for dense and grouped ones, per head, plain or block-scaled e4m3."""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton.kernels.e4m3 import widen
+
+
+@triton.jit
+def product(
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, tile_group_ptr, first_group_ptr, rows, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    SPLITS: tl.constexpr, SCALED: tl.constexpr, BYTES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Multiplies a tile of x [rows, HEADS, K] with the weight of its group, w [groups, N, K] or transposed [_, K, N].
+
+    The group is `first_group`, plus the head, plus that of the tile where TILE_ROWS is above 0 (-1: nothing to do).
+    SCALED operands are e4m3 with scales [K / 128, rows] and [groups, N / 128, K / 128]; BYTES says that they come as
+    bytes, to be widened here. The result is [SPLITS, rows, HEADS, N], one part of K each.
+    """
+    split, head = tl.program_id(1), tl.program_id(2)
+    tile_m, tile_n = _tile(tl.program_id(0), N, BLOCK_M, BLOCK_N, BAND)
+    group = tl.load(first_group_ptr) + head
+    end = rows
+    if TILE_ROWS > 0:
+        # A tile of the kernel lies in one of the layout, or covers it where that has fewer rows than a product.
+        per_tile: tl.constexpr = (TILE_ROWS + BLOCK_M - 1) // BLOCK_M
+        tile = tile_m // per_tile
+        of_tile = tl.load(tile_group_ptr + tile)
+        if of_tile < 0:
+            return
+        group += of_tile
+        m = tile * TILE_ROWS + tile_m % per_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        end = (tile + 1) * TILE_ROWS
+    else:
+        m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    in_m, in_n = m < end, n < N
+    x_tile = x_ptr + (m.to(tl.int64) * HEADS + head)[:, None] * K
+    w_row: tl.constexpr = 1 if TRANSPOSED else K
+    w_column: tl.constexpr = N if TRANSPOSED else 1
+    w_tile = w_ptr + group.to(tl.int64) * N * K + n[None, :] * w_row
+    k_blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    share: tl.constexpr = (k_blocks + SPLITS - 1) // SPLITS
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for block in tl.range(split * share, tl.minimum((split + 1) * share, k_blocks)):
+        at = block * BLOCK_K + k
+        x_mask, w_mask = in_m[:, None], in_n[None, :]
+        if K % BLOCK_K != 0:
+            x_mask, w_mask = x_mask & (at < K)[None, :], w_mask & (at < K)[:, None]
+        x = tl.load(x_tile + at[None, :], mask=x_mask, other=0.0)
+        w = tl.load(w_tile + at[:, None] * w_column, mask=w_mask, other=0.0)
+        if BYTES:
+            x, w = widen(x), widen(w)
+        if SCALED:
+            # 128 of K are one sum, whose float32 the scales multiply: the tensor core's own accumulator keeps less.
+            x_scale = tl.load(x_scale_ptr + block * rows + m, mask=in_m, other=0.0)
+            w_scale_row = group.to(tl.int64) * ((N + 127) // 128) + n // 128
+            w_scale = tl.load(w_scale_ptr + w_scale_row * k_blocks + block, mask=in_n, other=0.0)
+            total += tl.dot(x, w) * (x_scale[:, None] * w_scale[None, :])
+        else:
+            total = tl.dot(x, w, total)
+    place = ((split * rows + m.to(tl.int64)) * HEADS + head)[:, None] * N + n[None, :]
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def _tile(number, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr):
+    """Returns the tile of a program: BAND tiles of rows take turns on a tile of columns, which stays in the cache."""
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_m = tl.num_programs(0) // tiles_n
+    band = number // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    within = number % (BAND * tiles_n)
+    return band * BAND + within % height, within // height

@@ -1,0 +1,38 @@
+"""Quantization to e4m3 per row and 128 channels in Triton, after SwiGLU or not: values read once, written once."""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton.kernels.e4m3 import narrow
+
+
+@triton.jit
+def quantize(
+    x_ptr, used_ptr, rows, values_ptr, scale_ptr,
+    CHANNELS: tl.constexpr, GATED: tl.constexpr, POWER_OF_TWO: tl.constexpr, FLOOR: tl.constexpr, MAX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Quantizes x [groups, rows, CHANNELS (twice if GATED)] to e4m3 and scales [groups, CHANNELS / BLOCK, rows]."""
+    group, block = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if tl.program_id(0) * BLOCK_M >= tl.load(used_ptr):
+        return
+    channel = block * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (channel < CHANNELS)[None, :]
+    width: tl.constexpr = CHANNELS * 2 if GATED else CHANNELS
+    source = x_ptr + (group * rows + row)[:, None] * width + channel[None, :]
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        x = x / (1.0 + tl.exp(-x)) * tl.load(source + CHANNELS, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), FLOOR), MAX)
+    if POWER_OF_TWO:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF).to(tl.float32, bitcast=True)
+    x = x * tl.div_rn(1.0, scale)[:, None]
+    x = tl.where(x > MAX, MAX, tl.where(x < -MAX, -MAX, x))  # NaN stays
+    place = (group * rows + row)[:, None] * CHANNELS + channel[None, :]
+    if values_ptr.dtype.element_ty == tl.uint8:
+        tl.store(values_ptr + place, narrow(x), mask=mask)
+    else:
+        tl.store(values_ptr + place, x.to(values_ptr.dtype.element_ty), mask=mask)
+    blocks: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    tl.store(scale_ptr + (group * blocks + block) * rows + row, scale, mask=row < rows)

@@ -1,0 +1,82 @@
+"""The tile of each Triton kernel, chosen to fit the shared memory and the registers of a GPU.
+
+Round figures, not measurements: `benchmarks/gpu/triton_kernels.py` compiles all of them for every GPU and says what
+they take, and nothing here has run on a GPU.
+"""
+
+import dataclasses
+
+from pallas_kernels.gpus import GpuKind
+
+_LEAST = 16
+"""Rows of a tensor core's smallest product."""
+_LARGE = 200 << 10
+"""Shared memory of the GPUs whose tensor cores read their operands there, and need fewer registers."""
+_RESERVED = 4 << 10  # bytes of shared memory that a compiler takes for reductions and changes of layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a tile; `depth` of the contracted dimension at once (products)."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    depth: int = 0
+
+
+def paged_tile(gpu: GpuKind, rows: int, width: int, itemsize: int, *, fp8_pages: bool) -> Tile:
+    """Returns rows of queries by keys of a page for decode attention.
+
+    Args:
+      rows: of one group: queries times heads.
+      width: R + P.
+      itemsize: bytes of a value that is multiplied.
+      fp8_pages: latents are widened in registers, which a large tile has none left for.
+    """
+    block = min(power_of_two(rows), 32)  # a row's output takes 512 registers
+    keys = 32 if gpu.shared_memory > 128 << 10 and not fp8_pages else 16
+    stages = max(1, min(3, (gpu.shared_memory - _RESERVED - block * width * itemsize) // (keys * width * itemsize)))
+    return Tile(block, keys, warps=8 if block > 16 else 4, stages=stages)
+
+
+def segments_tile(gpu: GpuKind, key_width: int, value_width: int, itemsize: int) -> Tile:
+    """Returns tokens by keys of a tile of prefill attention."""
+    keys = 32 if gpu.shared_memory < _LARGE or key_width > 192 else 64
+    per_stage = keys * (key_width + value_width) * itemsize
+    stages = 2 if 2 * per_stage + _RESERVED <= gpu.shared_memory else 1
+    if gpu.shared_memory >= _LARGE and key_width <= 192:
+        return Tile(128, keys, warps=8, stages=stages)
+    return Tile(64, keys, warps=4 if key_width <= 192 else 8, stages=stages)
+
+
+def product_tile(gpu: GpuKind, rows: int, itemsize: int) -> Tile:
+    """Returns the tile of a product of `rows` rows per weight, of operands of `itemsize` bytes."""
+    block = min(power_of_two(rows), 128)
+    widened = itemsize == 1 and not gpu.fp8 and block == 128  # takes registers
+    columns = 128 if block >= 64 and not widened else 64
+    depth = 128 if itemsize == 1 else 64
+    per_stage = (block + columns) * depth * itemsize
+    stages = max(2, min(4, (gpu.shared_memory - _RESERVED) // per_stage))
+    # Scaled products have two sums in registers, that of 128 of K and the total.
+    warps = 8 if block == 128 or (block == 64 and itemsize == 1) else 4
+    return Tile(block, columns, warps, stages, depth)
+
+
+def k_splits(gpu: GpuKind, tiles: int, k_blocks: int) -> int:
+    """Returns the parts of K that fill the multiprocessors when there are few tiles, of four blocks at least."""
+    return max(1, min(gpu.multiprocessors // tiles, k_blocks // 4, 16))
+
+
+def page_splits(gpu: GpuKind, groups: int, table_width: int) -> int:
+    """Returns the parts that a request's pages are cut into: two programs per multiprocessor, 32 parts at most."""
+    return max(1, min(-(-2 * gpu.multiprocessors // groups), table_width, 32))
+
+
+def power_of_two(rows: int) -> int:
+    """Returns the smallest power of two that holds `rows`, at least what a tensor core multiplies."""
+    power = _LEAST
+    while power < rows:
+        power *= 2
+    return power

@@ -1,0 +1,99 @@
+"""The engine on models with sparse attention: transformers' texts in chunks, from pages and tiers, drafted, spread."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from configs.deepseek_v32 import DEEPSEEK_V32
+from dsv3.cache.layout import IndexedPages
+from dsv3.cache.tiers import tiers
+from dsv3.engine.build import build_engine
+from dsv3.engine.description import describe
+from dsv3.engine.dtypes import EngineDtypes
+from dsv3.engine.engine import Engine
+from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
+from dsv3.options import EngineOptions
+from pallas_kernels.backend import Backend
+from tests.dsv3.engine.driving import request, run
+from tests.dsv3.model.golden import DIRECTORY, data, model
+
+LIMITS = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+LONG = np.random.default_rng(0).integers(4, 48, 200).tolist()
+
+
+def engine(family: str, **options) -> Engine:
+    return build_engine(DIRECTORY / family, EngineOptions(**(LIMITS | options)), progress=False)
+
+
+def texts(of: Engine, prompts: list[list[int]], length: int = 16) -> list[list[int]]:
+    found = run(of, *(request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)))
+    assert (of.stats().pages_in_use, of.stats().recompilations) == (0, 0)
+    return [found[str(i)].tokens for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("deepseek_v32", {"max_num_batched_tokens": 16, "speculative_config": DRAFTS}),
+        ("glm_moe_dsa", {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+    ids=["chunks_and_drafts", "two_ranks_of_two_devices"],
+)
+def test_greedy_tokens_are_those_of_transformers(family: str, options: dict) -> None:
+    golden = data(family)
+    of = engine(family, **options)
+    assert texts(of, [row[row >= 0].tolist() for row in golden["prompts"]]) == golden["greedy"].tolist()
+    if "speculative_config" in options:
+        assert of.stats().jobs["draft"].num_accepted_tokens > 0
+
+
+@pytest.fixture
+def tiered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine that keeps pages in the host's memory, and waits for them."""
+    for name in ("LOOK_UP_S", "LOAD_S"):
+        monkeypatch.setattr(tiers, name, 60.0)
+    monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
+    return engine("glm_moe_dsa", kv_offloading_size=4e-3)
+
+
+def test_a_prompt_from_the_cache_and_from_the_host_goes_on_alike(tiered: Engine) -> None:
+    """Index keys come with the latents: lost or stale ones would choose other tokens among the 192."""
+    first = texts(tiered, [LONG])
+    assert texts(tiered, [LONG]) == first
+    assert tiered.stats().prefix_hits == 192
+    for cache in tiered.scheduler.caches:
+        while any(tiered.scheduler.tiers._backlog.values()):
+            pass
+        cache.clear()
+    devices = tiered.executor.devices
+    devices.pages = jax.tree.map(lambda leaf: leaf.at[:].set(np.nan), devices.pages)
+    assert texts(tiered, [LONG]) == first
+    assert tiered.stats().jobs["pages"].tiers["host"].hits == 192
+
+
+def test_the_description_says_how_tokens_are_chosen() -> None:
+    served = dataclasses.replace(DEEPSEEK_V32, num_nextn_predict_layers=0)
+    line = describe(served, EngineDtypes(jax.numpy.dtype("bfloat16"), "fp8"), Backend.MOSAIC)
+    assert "family deepseek_v32, 672 billion parameters" in line and "48,068 bytes of cache per token (fp8)" in line
+    assert line.endswith("by Mosaic GPU kernels; each token attends to 2,048 at most, chosen by jax.numpy")
+
+
+def test_a_value_has_latents_and_keys_of_all_layers() -> None:
+    _, cfg = model("glm_moe_dsa")
+    shape, num_pages = value_shape(cfg, "bfloat16"), 5
+    assert shape.shape == (64 * 2 * (3 * cfg.latent_dim + 2 * cfg.indexer.head_dim),)
+    rng = np.random.default_rng(0)
+    layers = {"latents": (3, cfg.latent_dim), "keys": (2, cfg.indexer.head_dim)}
+    full = {name: rng.normal(size=(count * num_pages, 64, width)) for name, (count, width) in layers.items()}
+    pool = IndexedPages(**{name: jax.numpy.asarray(array, "bfloat16") for name, array in full.items()})
+    pages = np.array([3, -1, 0], np.int32)
+    values = take_out(pool, pages, num_pages)
+    assert values.shape == (3, *shape.shape) and not values[1].any()
+    empty, _ = put_in(jax.tree.map(lambda leaf: leaf * 0, pool), pages, values, num_pages)
+    for before, after in zip(jax.tree.leaves(pool), jax.tree.leaves(empty), strict=True):
+        kept = np.isin(np.arange(len(before)) % num_pages, [0, 3])
+        np.testing.assert_array_equal(after, np.where(kept[:, None, None], before, 0))

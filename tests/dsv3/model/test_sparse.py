@@ -1,0 +1,187 @@
+"""Sparse attention in the served steps: what the training form computes, and in short texts dense attention's bits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv3.cache.layout import FP8, IndexedPages, pool, token_bytes
+from dsv3.config import ModelConfig
+from dsv3.model import PAGE_SIZE, DecodeBatch, PrefillBatch, decode, logits, prefill
+from dsv3.model.params import AttentionParams, Params
+from dsv3.model.steps import predict_prefill
+from pallas_kernels.dsa import attend
+from tests.dsv3.model import needle, test_steps
+from tests.dsv3.model.golden import data, model, relative_error, run, with_module
+from tests.dsv3.model.test_families import batch
+from tests.dsv3.model.test_steps import POOL, Cache, close
+
+FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+
+
+class SparseCache(Cache):
+    """Drives the steps of a model with sparse attention, whose pool has index keys too."""
+
+    def __init__(self, family: str, tables: list[list[int]], cache_dtype: str = "float32"):
+        super().__init__(family, tables)
+        shapes = pool(self.cfg, cache_dtype, POOL)
+        self.pages = jax.tree.map(
+            lambda s: jnp.full(s.shape, 0xFF if s.dtype == jnp.uint8 else jnp.nan, s.dtype), shapes
+        )
+
+
+def expected(family: str) -> tuple[np.ndarray, np.ndarray]:
+    """A text of 64 tokens, a prompt and what follows it, and the training form's logits of all."""
+    tokens = batch(family)
+    row = int((tokens > 0).sum(axis=1).argmax())
+    return tokens[row], np.asarray(run(*model(family), tokens).logits[row])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_decode_equal_the_full_pass(family: str) -> None:
+    tokens, wanted = expected(family)
+    cache = SparseCache(family, [[3, 9], [5, 1]])
+    both = cache.prefill([(0, tokens[:20]), (1, tokens[:10])])
+    close(both[0], wanted[:20])
+    close(both[1], wanted[:10])
+    close(cache.prefill([(1, tokens[10:11]), (0, tokens[20:50])])[1], wanted[20:50])
+    for i in range(50, 54, 2):  # two tokens at once, as with a draft
+        both = cache.decode({0: tokens[i : i + 2], 1: tokens[i - 39 : i - 37]})
+        close(both[0], wanted[i : i + 2])
+        close(both[1], wanted[i - 39 : i - 37])
+
+
+def test_layers_without_an_indexer_write_no_keys() -> None:
+    tokens, _ = expected("glm_moe_dsa")
+    cache = SparseCache("glm_moe_dsa", [[4]])
+    assert cache.cfg.index_layers == (0, 2)
+    assert cache.pages.keys.shape[0] == 2 * POOL and cache.pages.latents.shape[0] == 3 * POOL
+    cache.prefill([(0, tokens[:30])])
+    written = np.isfinite(np.asarray(cache.pages.keys)).all(axis=-1).reshape(2, POOL, PAGE_SIZE)
+    assert (written.sum(axis=(1, 2)) == 30).all() and written[:, 4, :30].all()
+
+
+def without_indexer(params: Params, cfg: ModelConfig) -> tuple[Params, ModelConfig]:
+    """The same model, dense: DeepSeek-V3."""
+
+    def stripped(node):
+        return dataclasses.replace(node, indexer=None)
+
+    is_attention = lambda node: isinstance(node, AttentionParams)  # noqa: E731
+    return jax.tree.map(lambda n: stripped(n) if is_attention(n) else n, params, is_leaf=is_attention), (
+        dataclasses.replace(cfg, indexer=None)
+    )
+
+
+@pytest.mark.parametrize(("family", "topk"), [("glm_moe_dsa", 60), ("deepseek_v32", 1000)])
+def test_few_tokens_are_attended_to_as_densely_as_in_deepseek_v3(
+    family: str, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 60 tokens are chosen by a choice made while it runs; 1,000 are more than a table of pages can have."""
+    params, cfg = model(family)
+    sparse = dataclasses.replace(cfg, indexer=dataclasses.replace(cfg.indexer, topk=topk))
+    tokens, seen = expected(family)[0], []
+    for mine in ((params, sparse), without_indexer(params, cfg)):
+        monkeypatch.setattr(test_steps, "model", lambda _, mine=mine: mine)
+        cache = (SparseCache if mine[1].indexer else Cache)(family, [[2, 7]])
+        first = cache.prefill([(0, tokens[:33])])[0], cache.prefill([(0, tokens[33:58])])[0]
+        seen.append([*first, cache.decode({0: tokens[58:60]})[0]])
+    for ours, theirs in zip(*seen, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_groups_of_rows_give_what_all_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows at a time, in a batch of which most is padding."""
+    tokens, wanted = expected("glm_moe_dsa")
+    monkeypatch.setattr(attend, "BYTES_AT_ONCE", 5 * PAGE_SIZE * 24 * 4)
+    test_steps.programs.cache_clear()
+    try:
+        cache = SparseCache("glm_moe_dsa", [[1, 6]])
+        close(cache.prefill([(0, tokens[:60])])[0], wanted[:60])
+        close(cache.decode({0: tokens[60:61]})[0], wanted[60:61])
+    finally:
+        test_steps.programs.cache_clear()
+
+
+def test_fp8_pages_follow_the_training_form() -> None:
+    """Rounded scores choose a few other tokens; wrong ones, or keys that are read otherwise, would choose most."""
+    tokens, wanted = expected("deepseek_v32")
+    cache = SparseCache("deepseek_v32", [[3, 1]], FP8)
+    assert cache.pages.keys.dtype == cache.pages.latents.dtype == jnp.uint8
+    got = [cache.prefill([(0, tokens[:40])])[0], cache.prefill([(0, tokens[40:60])])[0]]
+    got = np.concatenate([*got, *(cache.decode({0: tokens[i : i + 1]})[0] for i in range(60, 64))])
+    assert np.isfinite(got).all()
+    dense = np.asarray(run(*without_indexer(*model("deepseek_v32")), tokens[None]).logits[0])
+    error, without = (np.abs(each - wanted)[17:].mean() for each in (got, dense))
+    assert 0 < error < without / 3
+
+
+def test_the_cache_counts_132_bytes_per_token_and_layer() -> None:
+    _, cfg = model("glm_moe_dsa")
+    wide = dataclasses.replace(cfg, indexer=dataclasses.replace(cfg.indexer, head_dim=128))
+    plain = dataclasses.replace(cfg, indexer=None)
+    assert token_bytes(wide, FP8) - token_bytes(plain, FP8) == 2 * 132
+    assert token_bytes(wide, "bfloat16") - token_bytes(plain, "bfloat16") == 2 * 256
+
+
+def test_dense_pages_are_refused() -> None:
+    params, cfg = model("deepseek_v32")
+    batch = DecodeBatch(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros((1, 1), jnp.int32))
+    with pytest.raises(ValueError, match="must be IndexedPages"):
+        decode(params, cfg, batch, jnp.zeros((2 * cfg.num_cache_layers, PAGE_SIZE, cfg.latent_dim)))
+
+
+def test_what_is_not_chosen_matters() -> None:
+    """The golden texts are long enough: with dense attention they come out otherwise."""
+    for family in FAMILIES:
+        golden = data(family)
+        assert relative_error(golden["dense"][0, :16], golden["logits"][0, :16]) < 1e-6
+        assert relative_error(golden["dense"][0, 16:], golden["logits"][0, 16:]) > 0.01
+
+
+def answer(cfg: ModelConfig, params: Params) -> int:
+    """What the model answers to the needle's prompt: four chunks of prefill, then the question in decode."""
+    tokens, rows = needle.prompt(), (needle.LENGTH - 1) // 4
+    table = jnp.arange(-(-needle.LENGTH // PAGE_SIZE), dtype=jnp.int32)[None]
+    pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), pool(cfg, "float32", table.shape[1]))
+    params, programs = jax.tree.map(jnp.asarray, params), test_steps.programs(cfg)
+    for start in range(0, needle.LENGTH - 1, rows):
+        positions = jnp.arange(start, start + rows, dtype=jnp.int32)
+        ends, context = jnp.array([0, rows], jnp.int32), jnp.array([start], jnp.int32)
+        chunk = PrefillBatch(jnp.asarray(tokens[start : start + rows]), positions, ends, context, table)
+        pages = programs[0](params, chunk, pages).pages
+    last = DecodeBatch(jnp.asarray(tokens[None, -1:]), jnp.array([needle.LENGTH], jnp.int32), table)
+    return int(programs[2](params, programs[1](params, last, pages).hidden)[0, 0].argmax())
+
+
+@pytest.mark.parametrize(
+    ("pairs", "interleaved", "digit"),
+    [(False, False, needle.NEEDLE), (True, True, needle.NEEDLE), (False, True, 3), (True, False, 4)],
+    ids=["deepseek", "glm", "deepseek_as_glm", "glm_as_deepseek"],
+)
+def test_a_needle_far_back_is_found_where_the_indexer_rotates_as_it_should(
+    pairs: bool, interleaved: bool, digit: int
+) -> None:
+    assert answer(needle.config(interleaved=interleaved), needle.params(pairs=pairs)) == digit
+
+
+def test_an_mtp_module_chooses_by_its_own_indexer() -> None:
+    """Its keys are in pages of its own; with the keys of another layer it would choose other tokens."""
+    params, cfg = with_module("deepseek_v32")
+    tokens, length = expected("deepseek_v32")[0], 60
+    wanted = np.asarray(run(params, cfg, tokens[None, : length + 1]).mtp_logits[0][0])
+    assert cfg.index_layers == (0, 1, 2)
+    pages = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan), pool(cfg, "float32", 2))
+    table, positions = jnp.array([[1, 0]], jnp.int32), jnp.arange(length, dtype=jnp.int32)
+    ends, context = jnp.array([0, length], jnp.int32), jnp.zeros(1, jnp.int32)
+
+    def both(params: Params, pages: IndexedPages) -> jax.Array:
+        batch = PrefillBatch(jnp.asarray(tokens[:length]), positions, ends, context, table)
+        out = prefill(params, cfg, batch, pages)
+        following = dataclasses.replace(batch, tokens=jnp.asarray(tokens[1 : length + 1]))
+        module = predict_prefill(params, cfg, following, out.pages, out.hidden)
+        return logits(params, cfg, module.hidden)
+
+    close(np.asarray(jax.jit(both)(params, pages)), wanted)

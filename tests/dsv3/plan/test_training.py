@@ -1,0 +1,30 @@
+"""The estimate of a training layer against the published profile, and what crosses the wire."""
+
+import pytest
+
+from configs.deepseek_v3 import DEEPSEEK_V3
+from configs.deployments import H800
+from dsv3.plan import training
+from dsv3.plan.roofline import TRANSFER_S, rates_of
+
+
+def test_errors_against_the_published_pair() -> None:
+    """DeepSeek's profile: 31.9 ms per pair of a layer, compute busy for 31.5 and transfers for 28.6."""
+    assert training.check(DEEPSEEK_V3, H800).errors() == pytest.approx((-0.26, -0.25, -0.48), abs=0.01)
+
+
+def test_a_team_gathers_all_rows_of_the_others() -> None:
+    rates = rates_of(H800, DEEPSEEK_V3)
+    sent, seconds = training.gathered_wire(DEEPSEEK_V3, H800, rates, tokens=100, team=8)
+    assert sent == 2 * 7 * 100 * 2 * DEEPSEEK_V3.hidden_size
+    assert seconds == pytest.approx(2 * TRANSFER_S + sent / rates.node_link)
+    assert training.gathered_wire(DEEPSEEK_V3, H800, rates, tokens=100, team=1) == (0, 0.0)
+
+
+def test_a_pair_takes_as_long_as_the_longer_lane() -> None:
+    rates = rates_of(H800, DEEPSEEK_V3)
+    moe = training.layer_times(DEEPSEEK_V3, rates, 4096, 2048.5, wire=1.0, dense=False)
+    dense = training.layer_times(DEEPSEEK_V3, rates, 4096, 2048.5, wire=1.0, dense=True)
+    assert moe.pair == 2.0
+    assert dense.pair == dense.forward + dense.backward > 3 * dense.weight
+    assert moe.alone == (moe.forward + 1.0, moe.backward + 1.0, moe.weight)

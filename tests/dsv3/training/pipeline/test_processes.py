@@ -1,0 +1,85 @@
+"""Two processes train together: their step is that of one device, and one device goes on from their checkpoint."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from dsv3.training.checkpoints import Checkpoints
+from dsv3.training.config import TrainingConfig
+from dsv3.training.loop import OneDevice
+from dsv3.training.step import initial_state, train_step
+from tests.dsv3.engine.cluster.local import free_port
+from tests.dsv3.training.pipeline.test_trainer import TOKENS, assert_close_states
+
+# One of two processes of two devices each: a step over two ranks, each with a device in each process.
+PROCESS = """
+import json, pathlib, pickle, sys
+import jax
+coordinator, process, directory = sys.argv[1:]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(coordinator, 2, int(process))
+from dsv3.training.checkpoints import Checkpoints
+from dsv3.training.pipeline.ranks import rank_meshes
+from dsv3.training.pipeline.schedules import build
+from dsv3.training.pipeline.size import RankSize
+from dsv3.training.pipeline.trainer import PipelineTrainer
+from dsv3.training.step import initial_state
+from sharding import processes
+
+config, tokens = pickle.loads(sys.stdin.buffer.read())
+meshes = rank_meshes(jax.devices(), 2, RankSize(data=2))
+trainer = PipelineTrainer(config, build("1F1B", 2, 2), meshes)
+state, metrics = trainer.step(trainer.place(initial_state(config)), tokens)
+with Checkpoints(pathlib.Path(directory), config) as checkpoints:
+    checkpoints.save(1, trainer.saved(state))
+whole = trainer.whole(state)
+stops = [processes.any_of(process == "1"), processes.any_of(False)]
+print(json.dumps({name: float(value) for name, value in metrics.items()} | {"step": int(whole.step), "stops": stops}))
+"""
+
+
+def two_processes(config: TrainingConfig, directory: Path) -> list[dict]:
+    """What each process says."""
+    settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", PROCESS, f"127.0.0.1:{free_port()}"]
+    started = [
+        subprocess.Popen(
+            [*command, str(i), str(directory)],
+            env={**os.environ, "PYTHONPATH": os.getcwd(), **settings},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for i in range(2)
+    ]
+    try:
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.write(pickle.dumps((config, TOKENS)))
+            process.stdin.close()
+            process.stdin = None
+        return [json.loads(process.communicate(timeout=540)[0].splitlines()[-1]) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_two_processes_do_what_one_device_does(tmp_path: Path, toy_config: TrainingConfig) -> None:
+    told = two_processes(toy_config, tmp_path / "checkpoints")
+    assert told[0] == told[1]
+    assert told[0]["step"] == 1
+    assert told[0]["stops"] == [True, False]
+    alone, wanted = train_step(initial_state(toy_config), TOKENS, config=toy_config)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(told[0][name], value, rtol=1e-6, err_msg=name)
+    one = OneDevice(toy_config)
+    with Checkpoints(tmp_path / "checkpoints", toy_config) as checkpoints:
+        step, saved = checkpoints.restore(one.shapes())
+    assert step == 1
+    assert_close_states(one.resumed(saved, step), jax.device_get(alone))

@@ -1,0 +1,30 @@
+"""Holds the main loops of kernels that tests compile anyway to what `benchmarks/gpu/README.md` says of them."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.gpu import machine_code
+from benchmarks.gpu.sass import disassembly, kernels
+
+
+def assert_no_longer(kernel, compiled, *, instructions, cycles):
+    """Fails where a pass takes more instructions or, in the model, more cycles than it did; fewer are good news.
+
+    Args:
+      kernel: of `benchmarks.gpu.sass.kernels`.
+      compiled: resources of the program's kernels.
+      instructions: of a warp of each kind of computing warpgroup, added up.
+      cycles: modelled, round robin and first come first served, at 40 bytes per cycle from the L2 cache.
+    """
+    try:
+        reading = machine_code.interpret(dataclasses.replace(kernel, links=(kernels.SHARED,)), compiled)
+    except disassembly.ToolMissingError as error:
+        pytest.skip(f"machine code is not looked at: {error}")
+    found = sum(work.instructions for work in reading.roles)
+    modelled = tuple(round(run.cycles) for run in reading.cycles[kernels.SHARED])
+    if found > instructions or any(now > before * 1.01 for now, before in zip(modelled, cycles, strict=True)):
+        pytest.fail(
+            f"{kernel.name}: {found} instructions and {modelled} modelled cycles, where there were {instructions} and "
+            f"{cycles}. If that is meant, or ptxas is another, correct this test and benchmarks/gpu/README.md"
+        )

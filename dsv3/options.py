@@ -2,7 +2,7 @@
 
 All else is derived from the fields below: command-line flags and their help (`launch.cli`), `LLM`'s parameters
 (`dsv3.llm`), the message that starts an engine (`dsv3.api.engine.messages`), what the processes of an instance must
-agree on and the key of stored executables (`dsv3.engine.cluster.fingerprint`). A new option is one field here.
+agree on and the key of stored executables (`dsv3.engine.fingerprint`). A new option is one field here.
 """
 
 import dataclasses

@@ -28,6 +28,7 @@ from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs.experts import layer_bytes
 from dsv3.engine.limits import DeviceMemory, Hardware, engine_config
 from dsv3.engine.parts import Parts
+from dsv3.engine.stored import own_store
 from dsv3.hf_config import load_config, stored_dtype
 from dsv3.model.tensor_parallel import check_shards
 from dsv3.options import EngineOptions
@@ -51,10 +52,11 @@ def build_engine(
     `progress` shows a bar while weights load. Raises `ConfigError` or `CheckpointError` for a directory that cannot
     be served, ValueError where the limits do not fit the device.
     """
-    parts = load_parts(model_dir, options or EngineOptions(), progress=progress)
+    options = options or EngineOptions()
+    parts = load_parts(model_dir, options, progress=progress)
     _log.info("model: %s", parts.description)
     _log.info("cache: %d pages of 64 tokens, up to %d tokens per request", parts.cfg.num_pages, parts.cfg.max_model_len)
-    return Engine(parts)
+    return Engine(parts, store=own_store(Path(model_dir), options, parts))
 
 
 def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, progress: bool = True) -> Parts:

@@ -11,6 +11,7 @@ import jax
 
 _log = logging.getLogger(__name__)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _watched = threading.local()
 
 
@@ -31,6 +32,26 @@ class CompilationCounter:
             _watched.counter = before
 
 
+class CacheHits:
+    """Counts, inside of its block, the executables of this thread that jax's persistent cache had."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> "CacheHits":
+        _watched.hits = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _watched.hits = None
+
+
+def _on_hit(event: str, **_: str | int) -> None:
+    hits = getattr(_watched, "hits", None)
+    if hits is not None and event == _HIT_EVENT:
+        hits.count += 1
+
+
 def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
     counter = getattr(_watched, "counter", None)
     if counter is not None and event == _COMPILE_EVENT:
@@ -40,6 +61,7 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
         )
 
 
+jax.monitoring.register_event_listener(_on_hit)
 jax.monitoring.register_event_duration_secs_listener(_on_event)  # jax offers no way to take one listener off again
 
 

@@ -60,12 +60,19 @@ class Engine:
       parts: the model, its limits and its devices; the engine's from then on.
       executor: launches the steps; the devices of this process if not given.
       kinds: the kinds of work a step may hold.
+      store: programs of earlier starts.
     """
 
-    def __init__(self, parts: Parts, executor: Executor | None = None, kinds: Series[JobKind] = JOB_KINDS) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        executor: Executor | None = None,
+        kinds: Series[JobKind] = JOB_KINDS,
+        store: Store | None = None,
+    ) -> None:
         self.cfg, self.model_cfg, self.description = parts.cfg, parts.model_cfg, parts.description
         self.failure: BaseException | None = None
-        self.executor = executor or LocalExecutor(parts, kinds)
+        self.executor, self.store = executor or LocalExecutor(parts, kinds), store
         self.scheduler = Scheduler(self.cfg, self.model_cfg.vocab_size, keys_per_token(self.model_cfg))
         self.events = _publisher(self.cfg)
         if self.events is not None:
@@ -97,9 +104,9 @@ class Engine:
         """How many requests `submit` would take now."""
         return self.cfg.max_num_queued_reqs + self.scheduler.slots.num_free - self._num_waiting
 
-    def warm_up(self, progress: Progress | None = None, store: Store | None = None) -> None:
-        """Compiles every program that is not in `store`; from then on a compilation is counted and logged."""
-        self.executor.compile_all(progress, store)
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compiles every program that no earlier start has kept; from then on a compilation is counted and logged."""
+        self.executor.compile_all(progress, self.store)
         self._warm = True
 
     @property

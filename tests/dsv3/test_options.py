@@ -14,8 +14,8 @@ from dsv3 import LLM
 from dsv3.api import frames
 from dsv3.api.engine import messages
 from dsv3.batch.options import BatchOptions
-from dsv3.engine.cluster.fingerprint import agreed, fields_of, shaping
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.fingerprint import agreed, fields_of, shaping
 from dsv3.options import (
     ClusterOptions,
     EngineOptions,

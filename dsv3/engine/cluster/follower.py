@@ -21,7 +21,6 @@ from typing import NoReturn
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
-from dsv3.engine.cluster.fingerprint import fields_of
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -36,9 +35,10 @@ from dsv3.engine.cluster.messages import (
     Step,
     Stop,
 )
-from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
+from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.executor import InFlight, LocalExecutor
+from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.trust.certificates import Credentials, credentials_of
@@ -99,7 +99,7 @@ class _Follower:
         self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages))
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
         executor = LocalExecutor(parts, JOB_KINDS)
-        store = program_store(self._cluster, model_dir, options, parts)
+        store = kept_programs(self._cluster, model_dir, options, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
         executor.compile_all(store=store)
         phases.end("compiling")

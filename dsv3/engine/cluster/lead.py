@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Protocol
 
 from dsv3.engine.cluster.executor import LeadingExecutor
-from dsv3.engine.cluster.fingerprint import fields_of
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
+from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
 from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.engine import Engine
+from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import with_pages
 from dsv3.options import LEADER, ClusterOptions, EngineOptions
@@ -56,9 +56,9 @@ def start_leader(
     parts = dataclasses.replace(parts, cfg=with_pages(parts.cfg, num_pages, options))
     leader.build(parts.cfg)
     ranks = parts.cfg.ranks_of(LEADER)
-    engine = Engine(parts, LeadingExecutor(LocalExecutor(parts, JOB_KINDS), leader, ranks))
-    store = program_store(cluster, model_dir, options, parts)
-    engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total), store)
+    store = kept_programs(cluster, model_dir, options, parts)
+    engine = Engine(parts, LeadingExecutor(LocalExecutor(parts, JOB_KINDS), leader, ranks), store=store)
+    engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total))
     leader.ready()
     phases.end("compiling")
     host.progress(f"{cluster.num_processes} processes are ready after {phases}; {store}")

@@ -15,11 +15,11 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.entrance import Entrance
-from dsv3.engine.cluster.fingerprint import Fields, differences
 from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Started, Stop
 from dsv3.engine.cluster.wire import Wire, WireError
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
+from dsv3.engine.fingerprint import Fields, differences
 from dsv3.engine.job import StepCommand
 from dsv3.options import LEADER, ClusterOptions
 from dsv3.trust.certificates import credentials_of

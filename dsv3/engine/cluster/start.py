@@ -1,6 +1,5 @@
 """What leader and followers do alike on their way to an engine: jax over all processes, parts, limits."""
 
-import hashlib
 import logging
 import socket
 import time
@@ -10,14 +9,12 @@ from pathlib import Path
 import jax
 
 from dsv3.engine.build import load_parts
-from dsv3.engine.cluster.compiled import ProgramStore
-from dsv3.engine.cluster.fingerprint import Fields, agreed, environment, shaping
+from dsv3.engine.fingerprint import Fields, agreed, shaping
 from dsv3.engine.parts import Parts
+from dsv3.engine.stored import ProgramStore, device_fields, program_store
 from dsv3.options import ClusterOptions, EngineOptions, split_address
 from dsv3.trust.certificates import IDENTITY, credentials_of
 from dsv3.trust.key_file import read_key
-from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend
 
 Load = Callable[[Path, EngineOptions], Parts]
 """Makes the parts of an engine; called in every process, with jax started over all of them."""
@@ -56,7 +53,7 @@ def start_jax(cluster: ClusterOptions) -> None:
     is far slower than ours, and its preemption service would take SIGTERM from us.
     """
     credentials = credentials_of(read_key(cluster.cluster_key_file))
-    jax.config.update("jax_enable_compilation_cache", False)  # see `compiled`
+    jax.config.update("jax_enable_compilation_cache", False)  # see `dsv3.engine.stored`
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -75,37 +72,15 @@ def start_jax(cluster: ClusterOptions) -> None:
     _log.info("%d devices, %d of them here", len(jax.devices()), jax.local_device_count())
 
 
-def program_store(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramStore:
+def kept_programs(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramStore:
     """Returns where this process keeps its compiled programs; `parts.cfg` are the limits that all use."""
-    depends = (shaping(cluster), shaping(options), {f"limit {k}": v for k, v in shaping(parts.cfg).items()})
-    fields = environment(model_dir) | _device_fields(parts) | _kernel_fields()
-    for each in depends:
-        fields |= each
     key = read_key(cluster.cluster_key_file)
-    return ProgramStore(options.compilation_cache_dir, key, fields, cluster.process_id, list(parts.mesh.devices.flat))
+    return program_store(model_dir, options, parts, key, shaping(cluster), cluster.process_id)
 
 
 def loaded_fields(parts: Parts) -> Fields:
     """Returns what must be the same once the weights are loaded; the room for the cache may differ."""
-    return _device_fields(parts) | agreed(parts.cfg)
-
-
-def _device_fields(parts: Parts) -> Fields:
-    leaves = jax.tree_util.tree_leaves_with_path(parts.params)
-    shapes = "\n".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves)
-    return {
-        "platform": jax.local_devices()[0].client.platform_version,
-        "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
-        "kernels": resolve_backend(jax.local_devices()[0]).value,
-        "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
-    }
-
-
-def _kernel_fields() -> Fields:
-    """Returns the names by which programs call C++ kernels, which are another CPU's own in another process."""
-    if resolve_backend(jax.local_devices()[0]) is not Backend.NATIVE:
-        return {}
-    return {"C++ kernels": ", ".join(native.library().targets.values())}
+    return device_fields(parts) | agreed(parts.cfg)
 
 
 def _bind_address(coordinator: str) -> str:

@@ -1,6 +1,7 @@
 """The compiled programs: a table by kind and bucket, filled before the first request."""
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -45,10 +46,10 @@ class ProgramSpec:
 
 
 class Store(Protocol):
-    """Programs of an earlier start; `dsv3.engine.cluster.compiled.ProgramStore` is one."""
+    """Programs of an earlier start; `dsv3.engine.stored.ProgramStore` is one."""
 
-    def load(self, name: str) -> Callable[..., Any] | None: ...
-    def save(self, name: str, program: Any) -> None: ...
+    def get(self, name: str, lower: Callable[[], Any], compile: Callable[[Any], Any]) -> Callable[..., Any]:
+        """Returns the program `name`, or what `compile` makes of `lower()`, kept for the next start."""
 
 
 class Programs:
@@ -97,16 +98,15 @@ class Programs:
         return program
 
     def _load_or_compile(self, key: Key) -> Callable[..., Any]:
+        lower = functools.partial(self._lower, key)
         if self.store is None:
-            return self._compile(key)
-        name = f"{key.kind}-{key.size}-{key.variant}-{key.width}"
-        program = self.store.load(name)
-        if program is None:
-            self.store.save(name, program := self._compile(key))
-        return program
+            return self._compile(lower())
+        return self.store.get(f"{key.kind}-{key.size}-{key.variant}-{key.width}", lower, self._compile)
 
-    def _compile(self, key: Key) -> Callable[..., Any]:
-        _log.debug("compiling %s", key)
+    def _lower(self, key: Key) -> Any:
+        _log.debug("tracing %s", key)
         spec = self._specs[key]
-        lowered = jax.jit(spec.body, donate_argnums=spec.donated).lower(*spec.arguments)
+        return jax.jit(spec.body, donate_argnums=spec.donated).lower(*spec.arguments)
+
+    def _compile(self, lowered: Any) -> Callable[..., Any]:
         return lowered.compile(compiler_options(self._platform))

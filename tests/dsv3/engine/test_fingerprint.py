@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dsv3.engine.cluster.fingerprint import differences, fields_of
+from dsv3.engine.fingerprint import differences, fields_of
 from dsv3.options import ClusterOptions, EngineOptions
 
 

@@ -1,0 +1,232 @@
+"""Compiled programs of one process, kept for its next start.
+
+jax's own cache needs every program traced again, which is most of a warm start's time, and it does not serve several
+processes: only process 0 writes it, and on a CPU each process has keys of its own. Here a start with the same code,
+versions, options and limits finds its executables by name, and neither traces nor compiles. A start with other options
+traces, and finds those that are the same nevertheless by their text.
+
+An executable that came out of jax's cache is not kept: it is not whole when it is serialised once more (XLA:CPU, jax
+0.12.0.1: "Function ... not found" when it runs).
+
+`jax.experimental.serialize_executable` unpickles what it loads, so a file is read only if its MAC shows that a process
+with the same key wrote it.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import importlib.metadata
+import logging
+import os
+import pickle
+import platform
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from dsv3.engine.compilation import CacheHits, default_cache_directory
+from dsv3.engine.fingerprint import Fields, environment, shaping
+from dsv3.engine.parts import Parts
+from dsv3.files import read_secret
+from dsv3.options import EngineOptions
+from pallas_kernels import native
+from pallas_kernels.backend import Backend, resolve_backend
+
+_log = logging.getLogger(__name__)
+_MAC_BYTES = 32
+# jax's own settings that change an executable.
+_SETTINGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
+
+
+class ProgramStore:
+    """The programs of one process.
+
+    Args:
+      base: the compilation cache's directory; None is the user's.
+      key: signs the files.
+      machine: what every executable depends on, whatever the program: versions, flags, devices.
+      fields: what the programs of this start depend on besides.
+      process_id: this process among those of an instance.
+      devices: those of the programs, in the order of their mesh.
+    """
+
+    def __init__(
+        self,
+        base: str | None,
+        key: bytes,
+        machine: Fields,
+        fields: Fields,
+        devices: Sequence[Any],
+        process_id: int = 0,
+    ) -> None:
+        self._key = hmac.digest(key, b"compiled programs", hashlib.sha256)
+        self._devices = devices
+        self._hits = self._misses = 0
+        root = Path(base or jax.config.jax_compilation_cache_dir or default_cache_directory())
+        machine = machine | {"process": str(process_id)}
+        self._executables = root / f"programs-{_digest(machine)}"
+        self._names = root / f"instance-{_digest(machine | fields)}" / f"process-{process_id}"
+        for directory in (self._executables, self._names):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def __str__(self) -> str:
+        return f"{self._hits} of {self._hits + self._misses} programs from the last start"
+
+    def get(self, name: str, lower: Callable[[], Any], compile: Callable[[Any], Any]) -> Callable[..., Any]:
+        """Returns the program `name`: kept by this name, or by the text of what `lower` returns, or compiled now."""
+        program = self._by_name(name)
+        if program is not None:
+            self._hits += 1
+            return program
+        self._misses += 1
+        lowered = lower()
+        text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        program = self._executable(text)
+        if program is None:
+            with CacheHits() as hits:
+                program = compile(lowered)
+            if hits.count or not self._keep(text, program):
+                return program
+        self._write(self._names / name, text.encode())
+        return program
+
+    def _by_name(self, name: str) -> Callable[..., Any] | None:
+        text = self._read(self._names / name)
+        return None if text is None else self._executable(text.decode())
+
+    def _executable(self, text: str) -> Callable[..., Any] | None:
+        """Returns the executable of a program with this digest of its text, None if there is none to use."""
+        body = self._read(self._executables / text)
+        if body is None:
+            return None
+        try:
+            return serialize_executable.deserialize_and_load(*pickle.loads(body), execution_devices=self._devices)
+        except Exception as error:
+            _log.warning("the stored program %s is not used: %s", text, error)
+            return None
+
+    def _keep(self, text: str, program: Any) -> bool:
+        """Keeps an executable; one that cannot be kept is compiled again next time."""
+        try:
+            body = pickle.dumps(serialize_executable.serialize(program))
+        except Exception as error:
+            _log.warning("a program is not kept for the next start: %s", error)
+            return False
+        return self._write(self._executables / text, body)
+
+    def _read(self, path: Path) -> bytes | None:
+        """Returns what was written to `path`, None if nothing was, or if somebody without the key wrote it."""
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        mac, body = content[:_MAC_BYTES], content[_MAC_BYTES:]
+        if hmac.compare_digest(mac, self._mac(path, body)):
+            return body
+        _log.warning("the stored program %s is not used: its MAC is wrong", path.name)
+        return None
+
+    def _write(self, path: Path, body: bytes) -> bool:
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            part.write_bytes(self._mac(path, body) + body)
+            part.replace(path)
+        except OSError as error:
+            _log.warning("the program %s is not kept for the next start: %s", path.name, error)
+            return False
+        return True
+
+    def _mac(self, path: Path, body: bytes) -> bytes:
+        return hmac.digest(self._key, f"{path}\0".encode() + body, hashlib.sha256)
+
+
+def program_store(
+    model_dir: Path, options: EngineOptions, parts: Parts, key: bytes, more: Fields, process_id: int = 0
+) -> ProgramStore:
+    """Returns where this process keeps its programs.
+
+    `parts.cfg` are the limits that all processes use, `more` is what programs depend on besides. Raises OSError where
+    nothing can be kept.
+    """
+    limits = {f"limit {name}": value for name, value in shaping(parts.cfg).items()}
+    fields = environment(model_dir) | device_fields(parts) | limits | shaping(options) | more
+    devices = list(parts.mesh.devices.flat)
+    return ProgramStore(options.compilation_cache_dir, key, _machine(), fields, devices, process_id)
+
+
+def own_store(model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramStore | None:
+    """Returns where the one process of an instance keeps its programs, None where it cannot.
+
+    Triton kernels are made while a program is lowered, so those programs come from jax's cache alone.
+    """
+    if resolve_backend(parts.mesh.devices.flat[0]) is Backend.TRITON:
+        return None
+    base = options.compilation_cache_dir or jax.config.jax_compilation_cache_dir or default_cache_directory()
+    try:
+        key = _own_key(Path(base))
+        return program_store(model_dir, options, parts, key, {"user": str(os.geteuid())})
+    except (OSError, ValueError) as error:
+        _log.warning("programs are not kept for the next start: %s", error)
+        return None
+
+
+def device_fields(parts: Parts) -> Fields:
+    """Returns what the devices and parameters say of the programs."""
+    leaves = jax.tree_util.tree_leaves_with_path(parts.params)
+    shapes = "\n".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}" for path, leaf in leaves)
+    return {
+        "platform": jax.local_devices()[0].client.platform_version,
+        "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
+        "kernels": resolve_backend(jax.local_devices()[0]).value,
+        "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+    }
+
+
+def _machine() -> Fields:
+    """Returns what an executable depends on besides its program's text."""
+    device = jax.local_devices()[0]
+    fields = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    fields |= {name: str(jax.config.values[name]) for name in _SETTINGS}
+    fields |= {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "platform": device.client.platform_version}
+    fields["devices"] = f"{jax.local_device_count()} x {device.device_kind}"
+    if device.platform == "cpu":
+        fields["processor"] = _processor()
+    if resolve_backend(device) is Backend.NATIVE:
+        # Programs call C++ kernels by these names, which are another CPU's own in another process.
+        fields["C++ kernels"] = ", ".join(native.library().targets.values())
+    return fields
+
+
+def _processor() -> str:
+    """Returns what the CPU can do: an executable for one with more instructions ends the process on this one."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return hashlib.sha256(line.encode()).hexdigest()[:16]
+    return platform.processor()
+
+
+def _own_key(directory: Path) -> bytes:
+    """Returns this user's key, made at its first use.
+
+    Raises OSError where it can be neither read nor made, ValueError where others may read it or have made it.
+    """
+    path = directory / f"programs-{os.geteuid()}.key"
+    if not path.exists():
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.touch(mode=0o600)
+        part.write_bytes(secrets.token_bytes(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(part, path)  # the first of two wins
+        part.unlink()
+    if path.stat().st_uid != os.geteuid():
+        raise ValueError(f"{path} belongs to somebody else; remove it, or choose another compilation_cache_dir")
+    return read_secret(path)
+
+
+def _digest(fields: Fields) -> str:
+    text = "\n".join(f"{name}={value}" for name, value in sorted(fields.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,101 @@
+"""Programs that outlive their process: found by name, or by their text; never those of somebody else.
+
+Each test compiles a program of its own, so that jax's cache, which all tests share, cannot have it.
+"""
+
+import functools
+import logging
+import stat
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dsv3.engine import stored
+from dsv3.engine.build import bundled_model, load_parts
+from dsv3.engine.stored import ProgramStore
+from dsv3.options import EngineOptions
+
+X = jnp.arange(8.0)
+KEY = b"k" * 32
+MACHINE = {"machine": "this"}
+
+
+class Start:
+    """One start of a process: what it had to trace and to compile."""
+
+    def __init__(self, base: Path, fields: str = "options", key: bytes = KEY) -> None:
+        self.store = ProgramStore(str(base), key, MACHINE, {"fields": fields}, jax.devices()[:1])
+        self.traced: list[float] = []
+        self.compiled = 0
+
+    def get(self, factor: float, name: str = "decode") -> float:
+        """Returns the program's sum of `factor * X`."""
+        return float(self.store.get(name, functools.partial(self._lower, factor), self._compile)(X))
+
+    def _lower(self, factor: float):
+        self.traced.append(factor)
+        return jax.jit(lambda x: jnp.sum(factor * x)).lower(X)
+
+    def _compile(self, lowered):
+        self.compiled += 1
+        return lowered.compile()
+
+
+def test_the_next_start_neither_traces_nor_compiles(tmp_path) -> None:
+    first, second = Start(tmp_path), Start(tmp_path)
+    assert first.get(1.25) == second.get(1.25) == 35
+    assert (first.traced, first.compiled) == ([1.25], 1)
+    assert (second.traced, second.compiled) == ([], 0)
+    assert str(second.store) == "1 of 1 programs from the last start"
+
+
+def test_other_options_trace_and_compile_only_what_is_new(tmp_path) -> None:
+    Start(tmp_path).get(1.5)
+    other = Start(tmp_path, "other options")
+    assert (other.get(1.5, "a"), other.get(1.75, "b")) == (42, 49)
+    assert (other.traced, other.compiled) == ([1.5, 1.75], 1)
+    again = Start(tmp_path, "other options")
+    assert (again.get(1.5, "a"), again.get(1.75, "b"), again.traced) == (42, 49, [])
+
+
+@pytest.mark.parametrize("damaged, factor", [("instance-*/process-0/decode", 2.25), ("programs-*/*", 2.75)])
+def test_a_file_that_somebody_else_wrote_is_not_used(tmp_path, damaged, factor, caplog) -> None:
+    Start(tmp_path).get(factor)
+    [path] = tmp_path.glob(damaged)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    second = Start(tmp_path)
+    assert second.get(factor) == 28 * factor
+    assert second.traced == [factor] and "its MAC is wrong" in caplog.text
+    assert Start(tmp_path, key=b"another" * 8).get(factor) == 28 * factor
+
+
+def test_an_executable_of_jaxs_own_cache_is_not_kept(tmp_path) -> None:
+    jax.jit(lambda x: jnp.sum(2.5 * x)).lower(X).compile()  # now jax's cache has it
+    jax.clear_caches()
+    Start(tmp_path).get(2.5)
+    second = Start(tmp_path)
+    assert second.get(2.5) == 70 and second.traced == [2.5]
+
+
+def test_a_full_disk_costs_only_the_next_start(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left")))
+    assert Start(tmp_path).get(3.25) == 91
+    assert "not kept for the next start" in caplog.text
+
+
+def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch, caplog) -> None:
+    options = EngineOptions(compilation_cache_dir=str(tmp_path), max_model_len=64)
+    directory = jax.config.jax_compilation_cache_dir
+    try:
+        parts = load_parts(bundled_model(), options, progress=False)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", directory)
+    assert stored.own_store(bundled_model(), options, parts) is not None
+    [key] = tmp_path.glob("programs-*.key")
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600 and len(key.read_bytes()) == 32
+    key.chmod(0o644)
+    with caplog.at_level(logging.WARNING):
+        assert stored.own_store(bundled_model(), options, parts) is None
+    assert "others than its owner may open it" in caplog.text

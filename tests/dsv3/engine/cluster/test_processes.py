@@ -88,8 +88,8 @@ def test_a_restart_uses_the_programs_of_the_last_start_but_one_that_was_tampered
     with instances.running(tmp_path, 2, tmp_path) as instance:
         check_tokens_and_stop(instance)
         assert "decode-1-0-1 is not used: its MAC is wrong" in instance.log(1)
-        assert "2 of 3 programs from the last start" in instance.log(1)
-        assert "3 of 3 programs from the last start" in instance.server.process.stdout.read()
+        assert "1 of 2 programs from the last start" in instance.log(1)
+        assert "2 of 2 programs from the last start" in instance.server.process.stdout.read()
 
 
 def test_killing_a_follower_ends_the_instance_and_names_it(two):

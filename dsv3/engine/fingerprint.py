@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import dsv3
 import pallas_kernels
 import sharding
 from dsv3.checkpoint.identity import weights_identity
@@ -19,6 +18,7 @@ Fields = dict[str, str]
 """Short texts: settings in the clear, files as the start of a sha256."""
 
 _DIGEST_CHARACTERS = 16
+_SOURCES = (Path(__file__).parents[1], *(Path(str(each.__file__)).parent for each in (sharding, pallas_kernels)))
 
 
 def fields_of(model_dir: Path, options: EngineOptions, cluster: ClusterOptions) -> Fields:
@@ -63,8 +63,7 @@ def differences(leader: Mapping[str, str], other: Mapping[str, str], process_id:
 def code_digest() -> str:
     """Digests every source file that can change what a program computes."""
     total = hashlib.sha256()
-    for package in (dsv3, sharding, pallas_kernels):
-        root = Path(str(package.__file__)).parent
+    for root in _SOURCES:
         for path in sorted([*root.rglob("*.py"), *root.rglob("*.cc"), *root.rglob("*.h")]):
             total.update(f"{root.name}/{path.relative_to(root)}\0".encode())
             total.update(hashlib.sha256(path.read_bytes()).digest())

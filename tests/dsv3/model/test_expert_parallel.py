@@ -96,8 +96,6 @@ def alone(ranks: int) -> tuple[np.ndarray, np.ndarray]:
     [
         (1, 1, Kind.ALL_TO_ALL, PLAIN),
         (1, 2, Kind.RING, HOOKED),
-        (1, 4, Kind.ALL_TO_ALL, PLAIN),
-        (2, 4, Kind.HIERARCHICAL, HOOKED),
         (2, 4, Kind.ALL_TO_ALL, OVERLAPPED),
         (2, 4, Kind.HIERARCHICAL, OVERLAPPED),
     ],

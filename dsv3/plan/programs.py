@@ -173,6 +173,7 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
         num_nodes=deployment.nodes,
         tensor_parallel_size=deployment.tensor_parallel,
         cache_dtype=deployment.kv_cache_dtype,
+        reserved_multiprocessors=deployment.reserved_multiprocessors,
         tokens_per_row=per_row,
         speculative_config=deployment.speculative_config,
     )
@@ -229,6 +230,7 @@ def _target(deployment: Deployment) -> aot.GpuTarget:
     return dataclasses.replace(
         aot.H200,
         name=f"NVIDIA {device.name}",
+        multiprocessors=device.multiprocessors,
         memory=device.memory_bytes,
         memory_bytes_per_second=int(device.hbm_bytes_per_second),
     )

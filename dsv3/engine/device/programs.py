@@ -55,12 +55,12 @@ class Programs:
     """Compiles, on demand or all at once, and remembers.
 
     What a program may overwrite is donated: pass it the newest arrays. A `store`, where one is set, is asked before
-    anything is traced, and given what is compiled.
+    anything is traced, and given what is compiled. `channels` bounds those of NCCL's transfers; 0: nothing does.
     """
 
-    def __init__(self, platform: str) -> None:
+    def __init__(self, platform: str, channels: int = 0) -> None:
         self.store: Store | None = None
-        self._platform = platform
+        self._options = compiler_options(platform, channels)
         self._specs: dict[Key, ProgramSpec] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
 
@@ -109,4 +109,4 @@ class Programs:
         _log.debug("compiling %s", key)
         spec = self._specs[key]
         lowered = jax.jit(spec.body, donate_argnums=spec.donated).lower(*spec.arguments)
-        return lowered.compile(compiler_options(self._platform))
+        return lowered.compile(self._options)

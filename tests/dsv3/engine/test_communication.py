@@ -8,10 +8,12 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.engine.assemble.communication import Communication
+from dsv3.engine.config import ForwardProgram
+from dsv3.engine.device.reserve import reserved
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from sharding.experts.kind import Kind
 from sharding.mesh import Machine, rank_mesh
-from sharding.wire.collectives import Overlap
+from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 
 GPUS = Communication(DEEPSEEK_V3, Machine(18, 8), 288, 1, Overlap.HOOKS, None, True, 2)
 LAYERS = DEEPSEEK_V3.num_moe_layers
@@ -71,3 +73,20 @@ def test_an_unknown_or_impossible_transport_is_refused() -> None:
         Communication.from_mesh(mesh, DEEPSEEK_V3, 256, transport="nccl")
     with pytest.raises(ValueError, match="XLA does not have on a cpu"):
         Communication.from_mesh(mesh, DEEPSEEK_V3, 256, transport="ragged")
+
+
+def test_overlapped_steps_leave_room_for_transfers() -> None:
+    """One number for an instance: NCCL's communicators belong to all its programs."""
+    overlaps = GPUS.overlaps
+    prefill, small = (ForwardProgram("prefill", size, size) for size in (4096, 64))
+    decode, few = (ForwardProgram("decode", size, size) for size in (128, 16))
+    assert reserved([prefill, small, decode, few], overlaps, None) == 24
+    assert reserved([small, decode, few], overlaps, None) == 8
+    assert reserved([small, few], overlaps, 20) == reserved([prefill], None, 20) == 0
+    assert [reserved([prefill, decode], overlaps, wanted) for wanted in (0, 20)] == [0, 20]
+
+
+def test_nccl_gets_as_many_channels() -> None:
+    channels = {name: value for name, value in (compiler_options("cuda", 24) or {}).items() if "channels" in name}
+    assert set(channels.values()) == ({24} if resolve_overlap("cuda") is Overlap.HOOKS else set())
+    assert not any("channels" in name for name in compiler_options("cuda") or {})

@@ -69,7 +69,13 @@ def test_kernels_leave_room_for_transfers_where_steps_overlap(step, module) -> N
     """The programs are compiled with the number: their kernels' grids, and NCCL's channels."""
     assert step.multiprocessors == Multiprocessors(132, 8)
     assert module.multiprocessors == Multiprocessors(132, 0), "the MTP module's batch is whole"
-    layout = lay_out(DEEPSEEK_V3, DECODE_EP144).layout
+
+
+@pytest.mark.parametrize(("count", "wanted", "reserved"), [(132, None, 8), (78, 6, 6)])
+def test_bodies_are_traced_for_the_gpus_multiprocessors(count: int, wanted: int | None, reserved: int) -> None:
+    device = dataclasses.replace(DECODE_EP144.device, multiprocessors=count)
+    unit = dataclasses.replace(DECODE_EP144, device=device, reserved_multiprocessors=wanted)
+    layout = lay_out(DEEPSEEK_V3, unit).layout
     seen = []
 
     def body(pages):
@@ -78,7 +84,7 @@ def test_kernels_leave_room_for_transfers_where_steps_overlap(step, module) -> N
 
     for key in (Key("decode", 128), Key("decode", 16), Key("sample", 128)):
         jax.eval_shape(layout.per_rank(key, body, (layout.pages,)).body, layout.pages)
-    assert seen == [Multiprocessors(132, 8), Multiprocessors(132), Multiprocessors(132)]
+    assert seen == [Multiprocessors(count, reserved), Multiprocessors(count), Multiprocessors(count)]
 
 
 def test_nothing_waits_for_the_host(step, module) -> None:

@@ -153,7 +153,7 @@ def program_plan(planned: LaidOut, compiled: Compiled) -> ProgramPlan:
     deployment = planned.deployment
     module = hlo.parse(compiled.text)
     found = collectives(module, deployment.gpus_per_node)
-    taken = planned.layout.multiprocessors(compiled.run.key)
+    taken = planned.reserve.of(compiled.run.key.kind, compiled.run.key.size)
     rates = roofline.rates_of(deployment.device, planned.model, taken.share)
     batches = Player(module, found, {}, rates).micro_batches
     stages = stages_of(planned, compiled.phase, compiled.run, rates, batches)

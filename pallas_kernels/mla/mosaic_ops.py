@@ -224,8 +224,8 @@ def prefill_mosaic(
     end = cu_lengths[-1]
     starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right", method="scan_unrolled")]
     items = padded // mosaic_prefill.BLOCK * H
-    room = gpu_multiprocessors.traced()
-    blocks = blocks or (room.taken if room.reserved else items)
+    all_of_them = gpu_multiprocessors.traced()
+    blocks = blocks or (all_of_them.taken if all_of_them.reserved else items)
     shape = mosaic_prefill.PrefillShape(
         tokens=padded,
         heads=H,

@@ -1,6 +1,5 @@
 """Shapes and places of everything on the devices, and programs over them; holds no array, so it needs no device."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -12,12 +11,12 @@ from jax.sharding import PartitionSpec
 from dsv3.cache.layout import pool
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.reserve import reserved
+from dsv3.engine.device.reserve import reserve
 from dsv3.engine.functions import StepResult
 from dsv3.engine.job import Watch
 from dsv3.engine.parts import Parts
 from pallas_kernels import gpus
-from pallas_kernels.multiprocessors import Multiprocessors, taking
+from pallas_kernels.multiprocessors import taking
 from sharding.mesh import RANK_SPEC, rank_sharding
 from sharding.processes import on_every_rank, spans_processes
 
@@ -41,21 +40,12 @@ class Layout:
         self.pages = jax.tree.map(lambda leaf: self.array(*leaf.shape, dtype=leaf.dtype), one)
         sizes = {name: watch.size for name, watch in watches.items()}
         self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
-        wanted = self.cfg.reserved_multiprocessors
-        self.reserved = reserved(self.cfg.forward_programs, self.functions.overlaps, wanted)
-        self._of_device = Multiprocessors(gpus.multiprocessors(self.mesh.devices.flat[0]), self.reserved)
+        self.reserve = reserve(self.cfg, self.functions.overlaps, gpus.multiprocessors(self.mesh.devices.flat[0]))
 
     @property
     def platform(self) -> str:
         """What the devices are: `cpu` or `cuda`."""
         return self.mesh.devices.flat[0].platform
-
-    def multiprocessors(self, key: Key) -> Multiprocessors:
-        """Returns the multiprocessors of a device that the kernels of a program take, and leave to transfers."""
-        overlaps = self.functions.overlaps or (lambda program: False)
-        programs = self.cfg.forward_programs
-        beside = any((each.kind, each.size) == (key.kind, key.size) and overlaps(each) for each in programs)
-        return self._of_device if beside else dataclasses.replace(self._of_device, reserved=0)
 
     @property
     def num_local_ranks(self) -> int:
@@ -132,11 +122,11 @@ class Layout:
     ) -> ProgramSpec:
         """Returns a program whose `body` sees one device's part of arrays that lie as the partitions say.
 
-        Its kernels take the multiprocessors of `multiprocessors`.
+        Its kernels leave to transfers what `reserve` says.
         """
 
         def body_of_device(*args: Any) -> Any:
-            with taking(self.multiprocessors(key)):
+            with taking(self.reserve.of(key.kind, key.size)):
                 return body(*args)
 
         mapped = jax.shard_map(body_of_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

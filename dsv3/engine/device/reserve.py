@@ -5,13 +5,15 @@ block per channel, and each of ours fills a multiprocessor. So ours leave as man
 channels. All programs of an instance have the same number: they share NCCL's communicators, which keep what the first
 program that runs says.
 
-Prefill gets what DeepSeek's does: 24 of 132 (its profile: 108 compute). A decode step sends 20 to 30 times less per
-layer. 8 channels are taken to fill a NIC of 50 GB/s several times over. Nothing of this has been measured with NCCL.
+Prefill gets what DeepSeek's does: 24 of 132 (its profile: 108 compute). Decode over 144 GPUs sends 70 MB per layer in an
+estimated 1.35 ms, 52 GB/s. A channel is taken to carry 15 GB/s, so 8 are twice that. Nothing of it has been measured.
 """
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable
 
-from dsv3.engine.config import ForwardProgram
+from dsv3.engine.config import EngineConfig, ForwardProgram
+from pallas_kernels.multiprocessors import Multiprocessors
 
 PREFILL = 24
 """Multiprocessors that an instance leaves to transfers if it has overlapped prefill steps."""
@@ -20,16 +22,33 @@ DECODE = 8
 """The same of an instance whose decode steps alone overlap."""
 
 
-def reserved(
-    programs: Iterable[ForwardProgram], overlaps: Callable[[ForwardProgram], bool] | None, wanted: int | None
-) -> int:
-    """Returns the multiprocessors that an instance with these programs leaves to transfers: 0 if nothing overlaps.
+@dataclasses.dataclass(frozen=True)
+class Reserve:
+    """Which programs of an instance leave multiprocessors to transfers, and the multiprocessors of these programs."""
 
-    `overlaps` tells which programs are overlapped; None: none is. `wanted` is what a user has asked for.
+    beside_transfers: Multiprocessors
+    overlapped: frozenset[tuple[str, int]]
+    """Kind and size of each overlapped program."""
+
+    @property
+    def reserved(self) -> int:
+        """Multiprocessors that overlapped programs leave to transfers, and NCCL's channels; 0 if nothing overlaps."""
+        return self.beside_transfers.reserved
+
+    def of(self, kind: str, size: int) -> Multiprocessors:
+        """Returns the multiprocessors that the kernels of a program take, and leave to transfers."""
+        own = self.beside_transfers
+        return own if (kind, size) in self.overlapped else dataclasses.replace(own, reserved=0)
+
+
+def reserve(cfg: EngineConfig, overlaps: Callable[[ForwardProgram], bool] | None, count: int) -> Reserve:
+    """Returns the reserve of an instance on devices of `count` multiprocessors.
+
+    `overlaps` tells which of its programs are overlapped; None: none is. Raises ValueError where `cfg` leaves kernels
+    no multiprocessor.
     """
-    kinds = {program.kind for program in programs if overlaps is not None and overlaps(program)}
-    if not kinds:
-        return 0
-    if wanted is not None:
-        return wanted
-    return PREFILL if "prefill" in kinds else DECODE
+    overlapped = frozenset((p.kind, p.size) for p in cfg.forward_programs if overlaps is not None and overlaps(p))
+    wanted = cfg.reserved_multiprocessors
+    if wanted is None:
+        wanted = PREFILL if any(kind == "prefill" for kind, _ in overlapped) else DECODE
+    return Reserve(Multiprocessors(count, wanted if overlapped else 0), overlapped)

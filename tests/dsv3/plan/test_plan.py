@@ -65,7 +65,7 @@ def test_neither_the_pool_nor_a_weight_is_copied(step) -> None:
     assert step.temporaries < 200e6
 
 
-def test_kernels_leave_room_for_transfers_where_steps_overlap(step, module) -> None:
+def test_kernels_leave_multiprocessors_to_transfers_where_steps_overlap(step, module) -> None:
     """The programs are compiled with the number: their kernels' grids, and NCCL's channels."""
     assert step.multiprocessors == Multiprocessors(132, 8)
     assert module.multiprocessors == Multiprocessors(132, 0), "the MTP module's batch is whole"

@@ -5,8 +5,9 @@ block per channel, and each of ours fills a multiprocessor. So ours leave as man
 channels. All programs of an instance have the same number: they share NCCL's communicators, which keep what the first
 program that runs says.
 
-Prefill gets what DeepSeek's does: 24 of 132 (its profile: 108 compute). Decode over 144 GPUs sends 70 MB per layer in an
-estimated 1.35 ms, 52 GB/s. A channel is taken to carry 15 GB/s, so 8 are twice that. Nothing of it has been measured.
+Prefill gets what DeepSeek's does: 24 of 132 (its profile: 108 compute). Decode over 144 GPUs sends 70 MB per layer in
+an estimated 1.35 ms, 52 GB/s. A channel is taken to carry 15 GB/s, so 8 are twice that. Nothing of it has been
+measured.
 """
 
 import dataclasses

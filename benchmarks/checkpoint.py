@@ -1,6 +1,6 @@
 """Speed of loading a checkpoint as a fraction of the disk's raw read speed; every case runs in a fresh process.
 
-    python -m benchmarks.checkpoint --size-gb=2 --rounds=3 --directory=/path/on/the/disk
+    python -m benchmarks.checkpoint --size-gb=2 --rounds=3 --directory=/path/on/the/disk [--only="hf bf16,stacked"]
 
 Makes a bfloat16 checkpoint of DeepSeek-V3's shape and about the given size, its FP8 twin, and the pre-stacked forms of
 both. Each round then reads
@@ -40,6 +40,11 @@ ROUNDS = absl_flags.DEFINE_integer("rounds", 3, "Rounds; each reads everything o
 DIRECTORY = absl_flags.DEFINE_string(
     "directory", None, "Directory on the disk to measure; files are removed at the end. Default: /tmp."
 )
+ONLY = absl_flags.DEFINE_list(
+    "only",
+    [],
+    "Measure only cases whose names contain one of these texts, and the raw ones, which all are compared with.",
+)
 CASE = absl_flags.DEFINE_string("case", None, "Case to run in this process; the benchmark calls itself with it.")
 
 READ_BYTES = 4 << 20
@@ -53,6 +58,7 @@ CASES = {
     "hf bf16": "bf16",
     "stacked bf16": "bf16-stacked",
     "raw fp8": "fp8",
+    "raw fp8 O_DIRECT": "fp8",
     "hf fp8 keep": "fp8",
     "hf fp8 dequantize": "fp8",
     "stacked fp8 keep": "fp8-stacked",
@@ -72,13 +78,18 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(dir=DIRECTORY.value) as directory:
         make(Path(directory), SIZE_GB.value)
-        results: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
+        chosen = {case: name for case, name in CASES.items() if "raw" in case or _is_wanted(case)}
+        results: dict[str, list[dict[str, float]]] = {case: [] for case in chosen}
         for _ in range(ROUNDS.value):
-            for case, name in CASES.items():
+            for case, name in chosen.items():
                 how = drop_cache(Path(directory) / name)
                 results[case].append(in_fresh_process(case, Path(directory) / name))
         report(results, how)
     return 0
+
+
+def _is_wanted(case: str) -> bool:
+    return not ONLY.value or any(text in case for text in ONLY.value)
 
 
 def make(root: Path, size_gb: float) -> None:
@@ -257,7 +268,7 @@ def report(results: dict[str, list[dict[str, float]]], how: str) -> None:
     print(f"page cache dropped by {how}; {rounds} rounds; median (all ratios)")
     print(f"{'case':22}{'GB':>7}{'from disk':>11}{'GB/s':>7}{'of raw':>8}{'CPU s':>7}{'peak GB':>9}")
     for case, runs in results.items():
-        bases = ["raw fp8"] if "fp8" in case else ["raw", "raw O_DIRECT"]
+        bases = ["raw fp8", "raw fp8 O_DIRECT"] if "fp8" in case else ["raw", "raw O_DIRECT"]
         ratios = [rates[case][i] / max(rates[base][i] for base in bases) for i in range(rounds)]
         middle = {key: statistics.median(r[key] for r in runs) for key in runs[0]}
         print(

@@ -220,6 +220,13 @@ class EngineOptions:
         "auto",
         "Send tokens to their experts in this way; auto chooses by a cost model, but never ragged, which needs GPUs.",
     )
+    reserved_multiprocessors: int | None = option(
+        None,
+        "Leave this many multiprocessors of each GPU to transfers in overlapped steps, and let NCCL have as many "
+        "channels; default: 24 if prefill steps overlap, 8 if decode steps alone do. 0: all for kernels, NCCL as it "
+        "likes.",
+        low=0,
+    )
     enable_eplb: bool = option(
         False, "Move experts between devices while serving, to even out the devices' load.", programs=False
     )
@@ -286,7 +293,12 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        for name, off in (("num_redundant_experts", 0), ("expert_transport", "auto"), ("enable_eplb", False)):
+        for name, off in (
+            ("num_redundant_experts", 0),
+            ("expert_transport", "auto"),
+            ("reserved_multiprocessors", None),
+            ("enable_eplb", False),
+        ):
             if (value := getattr(self, name)) != off and not self.spreads_experts:
                 raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
         if self.kv_store is not None:

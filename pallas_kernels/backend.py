@@ -45,7 +45,7 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
         raise TypeError(f"backend must be a Backend or None, got {requested!r}; write Backend.REFERENCE")
     if requested is not None and (device is None or requested is Backend.REFERENCE):
         return requested
-    device = _default_device() if device is None else device
+    device = gpus.default_device() if device is None else device
     chosen, reason = _on_cpu() if device.platform == "cpu" else _on_accelerator(device)
     if requested is Backend.TRITON and gpus.kind_of(device) is not None and _has_jax_triton():
         return requested  # on Hopper too, where it is not the first choice
@@ -77,7 +77,7 @@ def _has_jax_triton() -> bool:
 
 def traced_gpu() -> gpus.GpuKind:
     """Returns the GPU that Triton kernels are traced for: see `gpus.target`, which raises UnknownGpuError."""
-    return gpus.target(_default_device())
+    return gpus.target(gpus.default_device())
 
 
 def _on_cpu() -> tuple[Backend, str]:
@@ -92,13 +92,6 @@ def is_hopper(device: jax.Device) -> bool:
     """Returns True for a GPU of compute capability 9.0, attached or described by a compile-only topology."""
     kind = gpus.kind_of(device)
     return kind is not None and Backend(kind.kernels) is Backend.MOSAIC
-
-
-def _default_device() -> jax.Device:
-    configured = jax.config.jax_default_device
-    if configured is None:
-        return jax.devices()[0]
-    return jax.devices(configured)[0] if isinstance(configured, str) else configured
 
 
 def _describe(device: jax.Device) -> str:

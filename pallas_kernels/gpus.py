@@ -23,7 +23,7 @@ class GpuKind:
     fp8: bool
     """Whether tensor cores multiply e4m3. Where not, kernels widen it to float16, which is exact."""
     multiprocessors: int
-    """Those of the largest GPU of the kind: work is cut into so many parts at least."""
+    """Those of the largest GPU of the kind; `multiprocessors` asks the device."""
     names: tuple[str, ...]
     """Words of device names, for compile-only devices, which do not say their capability."""
 
@@ -64,6 +64,23 @@ def kind_of(device: jax.Device) -> GpuKind | None:
         return next((kind for kind in KINDS if _dotted(kind) == str(capability)), None)
     words = re.split(r"[\s-]+", device.device_kind)
     return next((kind for kind in KINDS if any(name in words for name in kind.names)), None)
+
+
+def multiprocessors(device: jax.Device) -> int:
+    """Returns the multiprocessors of a GPU, attached or described by a compile-only topology: 78 of an H20.
+
+    A device that does not say stands for the largest of its kind; the CPU that kernels are interpreted on, for an H200.
+    """
+    own = getattr(device, "core_count", None) if device.platform in ("gpu", "cuda") else None
+    return (kind_of(device) or by_number(90)).multiprocessors if own is None else int(own)
+
+
+def default_device() -> jax.Device:
+    """Returns the device that this process computes on where nothing says another."""
+    configured = jax.config.jax_default_device
+    if configured is None:
+        return jax.devices()[0]
+    return jax.devices(configured)[0] if isinstance(configured, str) else configured
 
 
 def by_number(number: int) -> GpuKind:

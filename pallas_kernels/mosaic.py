@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NUM_SMS = 132
-"""Streaming multiprocessors of an H100, H200 or H800 in SXM form."""
+"""Streaming multiprocessors of an H100, H200 or H800 in SXM form: what is planned for where nothing else is said."""
 
 SMEM_BYTES = 232_448
 """Shared memory one thread block may use on sm_90: 227 KiB, barriers included."""

@@ -1,6 +1,6 @@
 """Reads the main loops of the kernels from their machine code, and says in a model what binds them. No GPU is needed.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode] [--out FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu.machine_code [--only decode] [--multiprocessors 78] [--out FILE]
 
 Compiles each kernel at production shapes for sm_90a, disassembles it (ptxas and nvdisasm of the `aot` extra) and prints
 for each main loop: instructions by class, stall counts, registers, shared memory, arrivals, bounds by resource, and
@@ -19,6 +19,8 @@ from pathlib import Path
 
 from benchmarks.gpu.sass import counts, disassembly, kernels, loops, model
 from pallas_kernels import aot
+from pallas_kernels.mosaic import NUM_SMS
+from pallas_kernels.multiprocessors import Multiprocessors, taking
 
 RESOURCES = ("tensor core", "shared memory", "issue", "exp2", "L2", "memory")
 OTHERS = json.loads((Path(__file__).parent / "sass" / "others.json").read_text())
@@ -58,7 +60,7 @@ class Reading:
             "issue": both.instructions,
             "exp2": both.classes.get("exp2", 0) * model.assumed("exp2 per warp"),
             "L2": sum(load.fetched for load in loads) / model.assumed("L2 to multiprocessor"),
-            "memory": self.kernel.memory_bytes / model.assumed("memory of an H200"),
+            "memory": self.kernel.memory_bytes / kernels.memory_rate(),
         }
         return {name: cycles for name, cycles in found.items() if cycles}
 
@@ -66,8 +68,17 @@ class Reading:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--multiprocessors", type=int, default=NUM_SMS, help="that kernels take: 78 of an H20")
     parser.add_argument("--out", type=Path, help="file for the tables, beside standard output")
     args = parser.parse_args()
+    if args.multiprocessors < 1:
+        parser.error(f"--multiprocessors {args.multiprocessors}: at least 1")
+    with taking(Multiprocessors(args.multiprocessors)):
+        return print_tables(args)
+
+
+def print_tables(args: argparse.Namespace) -> int:
+    """Prints the tables of the kernels that were asked for; the exit status is 2 where there is none or no compiler."""
     chosen = [kernel for kernel in kernels.kernels() if args.only in kernel.name]
     if not chosen:
         print(f"no kernel is called {args.only!r}: {[kernel.name for kernel in kernels.kernels()]}", file=sys.stderr)

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import mla
+from pallas_kernels import mla, multiprocessors
 from pallas_kernels.backend import Backend
 from pallas_kernels.experimental.write_latents import cache_rows, write_new_latents
 from pallas_kernels.mla import mosaic_ops
 from pallas_kernels.mla.schedule import REQUEST_OVERHEAD
-from pallas_kernels.mosaic import NUM_SMS
 
 SCALE = 0.1352338
 BATCH, LATENT, WIDTH, PAGE = 128, 512, 576, 64
@@ -96,7 +95,7 @@ class Decode:
             lengths,
             queries=self.queries,
             heads=self.heads,
-            multiprocessors=NUM_SMS * split.waves,
+            multiprocessors=multiprocessors.traced().taken * split.waves,
             request_overhead=split.request_overhead,
         )
 

@@ -121,7 +121,7 @@ class PlannedStacks:
         array = self.plan.leaves[path][part]
         box = (slice(*rows.indices(array.shape[0])[:2]), *full_box(array.shape[1:]))
         out = aligned_empty(extents(box), array.dtype)
-        self.files.fill(array, box, out, _ignore)
+        self.files.fill(array, [(box, out)], _ignore)
         return out
 
 
@@ -152,7 +152,7 @@ def _write_leaf(files: Files, leaf: tuple[Array, ...], path: Path, advance: Adva
             checksums: list[int] = []
             for window in windows(array):
                 host = aligned_empty(extents(window), array.dtype)
-                files.fill(array, window, host, advance)
+                files.fill(array, [(window, host)], advance)
                 out.write(host.reshape(-1).view(np.uint8).data)
                 checksums += _checksums(array, window, host)
             entries[array.name] = {"file": path.name, "checksums": checksums}

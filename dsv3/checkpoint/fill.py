@@ -1,14 +1,13 @@
 """Reads boxes of arrays from files: bytes go straight into the array, or through a few MiB of scratch to be converted.
 
-`Files.fill` reads any box of an `Array` with several threads, and each block of a tensor once. Beyond the destination
-it takes at most `BLOCK_BYTES` of memory per thread, and six times that where values are converted.
+`Files.fill` reads any boxes of an `Array` with several threads, and each block of a tensor once for all of them.
+Beyond the destinations it takes at most two `BLOCK_BYTES` of memory per thread, seven where values are converted.
 """
 
 import dataclasses
 import math
-import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from dsv3.checkpoint.errors import CheckpointError
 from dsv3.checkpoint.layout import Piece, whole_piece
 from dsv3.checkpoint.load_plan import Array
 from dsv3.checkpoint.safetensors_file import Tensor
+from dsv3.checkpoint.source import ALIGNMENT, Buffers, Source
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.int4 import VALUES_PER_WORD, interleave
 
@@ -61,33 +61,62 @@ class Read:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an uninitialized array at an address divisible by 64, which JAX's CPU backend adopts without a copy.
+    """Returns an uninitialized array at an address divisible by 4,096.
 
-    The memory comes from numpy, which asks the kernel for huge pages: a load's processor time is mostly the kernel's
-    first touch of new pages, and 4 KiB pages have 512 times as many.
+    JAX's CPU backend adopts it without a copy (from 64 on), and direct reads go straight there. The memory comes from
+    numpy, which asks the kernel for huge pages: a load's processor time is mostly the kernel's first touch of new
+    pages, and 4 KiB pages have 512 times as many.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(nbytes + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
+    buffer = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
     return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def reads(array: Array, box: Box, out: np.ndarray) -> Iterator[Read]:
-    """Returns the reads that fill `out` with `array[box]`. A block that goes to several destinations is read once."""
+def reads(array: Array, wanted: Iterable[tuple[Box, np.ndarray]]) -> Iterator[Read]:
+    """Returns the reads that fill the array of each pair with `array[box]`.
+
+    A block that goes to several destinations is read once.
+    """
     found: dict[tuple[str, int], tuple[Piece, Box, list[tuple[Box, np.ndarray]]]] = {}
-    for piece, wanted in array.pieces_in(box):
-        tensor = array.tensors[piece.name]
-        to_view = tuple(t.start - p.start for t, p in zip(piece.take, piece.put, strict=True))
-        to_out = tuple(-v - b.start for v, b in zip(to_view, box, strict=True))
-        inside = moved(wanted, to_view)
-        limit = tensor.block_bytes or BLOCK_BYTES
-        for number, block in blocks(piece.view, tensor.dtype.itemsize, inside, limit):
-            part = intersection(block, inside)
-            assert part is not None
-            _, _, parts = found.setdefault((piece.name, number), (piece, block, []))
-            parts.append((moved(part, tuple(-s.start for s in block)), out[moved(part, to_out)]))
+    for box, out in wanted:
+        for piece, put in array.pieces_in(box):
+            to_out = tuple(
+                t - v - b.start for t, v, b in zip(_starts(piece.put), _starts(piece.take), box, strict=True)
+            )
+            for number, block, part in _blocks_of(array, piece, put):
+                _, _, parts = found.setdefault((piece.name, number), (piece, block, []))
+                parts.append((moved(part, tuple(-s.start for s in block)), out[moved(part, to_out)]))
     for (_, number), (piece, block, parts) in found.items():
         yield Read(array, piece, number, block, tuple(parts))
+
+
+def _blocks_of(array: Array, piece: Piece, put: Box) -> Iterator[tuple[int, Box, Box]]:
+    """Yields the blocks of a piece's tensor that fill `put` of the array: number, box, and the part of it."""
+    tensor = array.tensors[piece.name]
+    inside = moved(put, tuple(t - p for t, p in zip(_starts(piece.take), _starts(piece.put), strict=True)))
+    for number, block in blocks(piece.view, tensor.dtype.itemsize, inside, tensor.block_bytes or BLOCK_BYTES):
+        part = intersection(block, inside)
+        assert part is not None
+        yield number, block, part
+
+
+def _starts(box: Box) -> tuple[int, ...]:
+    return tuple(s.start for s in box)
+
+
+def read_together(array: Array, boxes: Sequence[Box], limit: int) -> list[list[Box]]:
+    """Groups boxes of an array that need the same blocks, as far as a group takes at most `limit` bytes."""
+    groups: list[tuple[set[tuple[str, int]], list[Box]]] = []
+    for box in boxes:
+        needed = {(piece.name, n) for piece, put in array.pieces_in(box) for n, _, _ in _blocks_of(array, piece, put)}
+        meeting = [group for group in groups if not needed.isdisjoint(group[0])]
+        together = [*(each for _, members in meeting for each in members), box]
+        if sum(math.prod(extents(each)) for each in together) * array.dtype.itemsize > limit:
+            meeting, together = [], [box]
+        groups = [group for group in groups if group not in meeting]
+        groups.append((needed.union(*(blocks_of for blocks_of, _ in meeting)), together))
+    return [members for _, members in groups]
 
 
 def dequantize(data: np.ndarray, scale: np.ndarray, first_row: int, matrix_rows: int) -> np.ndarray:
@@ -116,7 +145,8 @@ class Files:
 
     def __init__(self, threads: int = 8) -> None:
         self._stack = ExitStack()
-        self._descriptors: dict[Path, int] = {}
+        self._sources: dict[Path, Source] = {}
+        self._buffers = Buffers(BLOCK_BYTES)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint")
         self._scales: dict[str, np.ndarray] = {}
         self._scratch = threading.local()
@@ -130,19 +160,21 @@ class Files:
 
     def open(self, paths: Iterable[Path]) -> None:
         """Opens files that are not open yet. Only one thread may call it, and only before the files are read."""
-        for path in dict.fromkeys(paths).keys() - self._descriptors.keys():
+        for path in dict.fromkeys(paths).keys() - self._sources.keys():
             try:
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._sources[path] = Source(path, self._buffers)
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-            self._stack.callback(os.close, self._descriptors[path])
+            self._stack.callback(self._sources[path].close)
 
-    def fill(self, array: Array, box: Box, out: np.ndarray, advance: Callable[[int], None]) -> None:
-        """Reads `array[box]` into `out` and tells `advance` how many of `Array.bytes_to_read` each read brought.
+    def fill(self, array: Array, wanted: Iterable[tuple[Box, np.ndarray]], advance: Callable[[int], None]) -> None:
+        """Reads `array[box]` into the array of each pair.
+
+        Tells `advance` how many of `Array.bytes_to_read` each read brought.
 
         Raises `CheckpointError` if a file ends early, a checksum is wrong, or a scale is not finite and above zero.
         """
-        self._run(lambda read: self._execute(read, self._own_scratch), reads(array, box, out), advance)
+        self._run(lambda read: self._execute(read, self._own_scratch), reads(array, wanted), advance)
         self._scales.clear()
 
     def same_bytes(self, a: Tensor, b: Tensor, advance: Callable[[int], None]) -> bool:
@@ -227,7 +259,7 @@ class Files:
             shape = array.tensors[name].shape
             out = np.empty(shape, np.float32)
             scales = Array(name, shape, out.dtype, (whole_piece(name, shape),), array.tensors, positive=True)
-            for read in reads(scales, full_box(shape), out):
+            for read in reads(scales, [(full_box(shape), out)]):
                 # Not the thread's scratch, which holds the values to scale.
                 self._execute(read, lambda nbytes: np.empty(nbytes, np.uint8))
             self._scales[name] = out
@@ -235,15 +267,12 @@ class Files:
 
     def _read(self, tensor: Tensor, start: int, out: np.ndarray) -> None:
         """Fills `out`, uint8 [n], with the tensor's bytes from byte `start` on."""
-        descriptor, done, view = self._descriptors[tensor.path], 0, memoryview(out)
-        while done < len(view):
-            try:
-                n = os.preadv(descriptor, [view[done:]], tensor.offset + start + done)
-            except OSError as error:
-                raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: {error.strerror}") from error
-            if n == 0:
-                raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: the file ended while it was read")
-            done += n
+        try:
+            read = self._sources[tensor.path].read(tensor.offset + start, out)
+        except OSError as error:
+            raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: {error.strerror}") from error
+        if read < out.size:
+            raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: the file ended while it was read")
 
 
 def _check_positive(tensor: Tensor, values: np.ndarray) -> None:

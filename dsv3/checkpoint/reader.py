@@ -1,12 +1,12 @@
-"""Reads planned arrays and puts them on their devices, one at a time, so that host memory stays bounded."""
+"""Reads planned arrays and puts them on their devices, few at a time, so that host memory stays bounded."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from rich.console import Console
 from rich.filesize import decimal
@@ -14,12 +14,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from dsv3.checkpoint.boxes import Box, extents, full_box
 from dsv3.checkpoint.errors import CheckpointError
-from dsv3.checkpoint.fill import Files, aligned_empty
+from dsv3.checkpoint.fill import Files, aligned_empty, read_together
 from dsv3.checkpoint.load_plan import Array, LoadPlan
 from dsv3.model.params import Fp8Weight, Int4Weight
 from pallas_kernels.float8 import E4M3
 
 Advance = Callable[[int], None]
+
+TOGETHER_BYTES = 8 << 30
+"""Host memory that shares of an array take at most together, so that what several devices need is read once."""
+_COPIES = 2  # rounds of shares in host memory: one is read while the one before is copied to its devices
 
 
 def read_leaves(
@@ -34,8 +38,9 @@ def read_leaves(
 
     `shardings` has a `Sharding`, or an `Fp8Weight` of two, by leaf path; a leaf without one goes to the default device.
     Only files that hold something for this process's devices are opened. Host memory holds one device's share of one
-    array at a time: it is allocated once, read in place, moved to its device and dropped. A CPU device adopts the
-    memory instead of copying it. What `finish` makes of a parameter takes its place before the next one is read.
+    array, or those that need the same bytes of files (up to `TOGETHER_BYTES`), and the ones before, which are on their
+    way to their devices. A CPU device adopts the memory instead of copying it. What `finish` makes of a parameter takes
+    its place before the next one is read.
 
     Raises `CheckpointError` if a file cannot be read or is damaged, or if tensors that must be equal differ.
     """
@@ -46,7 +51,33 @@ def read_leaves(
         files.open(tensor.path for pair in plan.equal for tensor in pair)
         check_duplicates(files, plan, advance)
         files.open(path for array, box in needed for path in array.files(box))
-        return [finish(_leaf(files, leaf, advance)) for leaf in leaves]
+        copies = _Copies()
+        values = []
+        for leaf in leaves:
+            value = _leaf(files, leaf, advance, copies)
+            if isinstance(value, Int4Weight):
+                copies.wait()  # `finish` may give their memory to what it makes of them
+            values.append(finish(value))
+        copies.wait()
+        return values
+
+
+class _Copies:
+    """Arrays on their way to devices; disks are read meanwhile."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[list[jax.Array]] = deque()
+
+    def add(self, arrays: list[jax.Array]) -> None:
+        """Takes the copies of what was read together; waits for those before the last ones."""
+        self._under_way.append(arrays)
+        while len(self._under_way) >= _COPIES:
+            jax.block_until_ready(self._under_way.popleft())
+
+    def wait(self) -> None:
+        """Waits for all, and forgets them."""
+        while self._under_way:
+            jax.block_until_ready(self._under_way.popleft())
 
 
 def check_duplicates(files: Files, plan: LoadPlan, advance: Advance) -> None:
@@ -91,25 +122,30 @@ def shares(shape: tuple[int, ...], sharding: Sharding | None) -> dict[Box, list[
     return found
 
 
-def _leaf(files: Files, leaf: Sequence[tuple[Array, Sharding | None]], advance: Advance) -> Any:
-    values = [_read_array(files, array, sharding, advance) for array, sharding in leaf]
+def _leaf(files: Files, leaf: Sequence[tuple[Array, Sharding | None]], advance: Advance, copies: _Copies) -> Any:
+    values = [_read_array(files, array, sharding, advance, copies) for array, sharding in leaf]
     if len(values) == 1:
         return values[0]
     return (Fp8Weight if leaf[0][0].dtype == E4M3 else Int4Weight)(*values)
 
 
-def _read_array(files: Files, array: Array, sharding: Sharding | None, advance: Advance) -> jax.Array:
-    def read(box: Box) -> np.ndarray:
-        host = aligned_empty(extents(box), array.dtype)
-        files.fill(array, box, host, advance)
-        return host
-
+def _read_array(files: Files, array: Array, sharding: Sharding | None, advance: Advance, copies: _Copies) -> jax.Array:
+    on_devices: list[jax.Array] = []
+    needed = shares(array.shape, sharding)
+    for boxes in read_together(array, list(needed), TOGETHER_BYTES):
+        hosts = {box: aligned_empty(extents(box), array.dtype) for box in boxes}
+        files.fill(array, hosts.items(), advance)
+        sent = [jax.device_put(host, to) for box, host in hosts.items() for to in _places(needed[box], sharding)]
+        del hosts  # before the next ones are allocated
+        copies.add(sent)
+        on_devices += sent
     if sharding is None:
-        return jax.block_until_ready(jax.device_put(read(full_box(array.shape))))
-    on_devices = []
-    for box, devices in shares(array.shape, sharding).items():
-        host = read(box)
-        single = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
-        on_devices += jax.block_until_ready([jax.device_put(host, one) for one in single])
-        del host  # before the next share is allocated
+        return on_devices[0]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, on_devices, dtype=array.dtype)
+
+
+def _places(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sequence[Sharding | None]:
+    """Returns where a share goes: None is the default device."""
+    if sharding is None:
+        return [None]
+    return [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]

@@ -93,7 +93,8 @@ class StepFunctions:
     states. With `experts` the results have `expert_counts` `[L, E]` of their layers too, and `traffic(program)` tells
     what a device sends in the MoE layers of a forward program. `draft` is there where the model brings a module for it.
     Where a step `may_overflow`, the results have `overflows` `[]` too, equal on all ranks: above 0 the step means
-    nothing on any of them, and is to be computed again with fewer tokens in its bucket.
+    nothing on any of them, and is to be computed again with fewer tokens in its bucket. `overlaps(program)` says
+    whether a program computes while it communicates; None: none does.
     """
 
     prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array], StepResult]
@@ -105,6 +106,7 @@ class StepFunctions:
     draft: DraftFunctions | None = None
     dtype: Any = jnp.float32
     may_overflow: bool = False
+    overlaps: Callable[[ForwardProgram], bool] | None = None
 
 
 def model_functions(

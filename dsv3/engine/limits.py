@@ -87,6 +87,7 @@ def engine_config(
         num_ranks=hardware.num_ranks,
         num_nodes=hardware.num_nodes,
         tensor_parallel_size=options.tensor_parallel_size,
+        reserved_multiprocessors=options.reserved_multiprocessors,
         enable_prefix_caching=options.enable_prefix_caching,
         cache_dtype=dtypes.cache,
         identity=identity,

@@ -21,7 +21,7 @@ import os
 import pickle
 import platform
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +76,19 @@ class ProgramStore:
     def __str__(self) -> str:
         return f"{self._hits} of {self._hits + self._misses} programs from the last start"
 
-    def get(self, name: str, lower: Callable[[], Any], compile: Callable[[Any], Any]) -> Callable[..., Any]:
-        """Returns the program `name`: kept by this name, or by the text of what `lower` returns, or compiled now."""
+    def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+        """Returns the program `name`: kept by this name, or by the text of `lower()` and its `options`, or compiled."""
         program = self._by_name(name)
         if program is not None:
             self._hits += 1
             return program
         self._misses += 1
         lowered = lower()
-        text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        text = hashlib.sha256(f"{sorted(options.items())}\n{lowered.as_text()}".encode()).hexdigest()
         program = self._executable(text)
         if program is None:
             with CacheHits() as hits:
-                program = compile(lowered)
+                program = lowered.compile(options)
             if hits.count or not self._keep(text, program):
                 return program
         self._write(self._names / name, text.encode())

@@ -26,7 +26,7 @@ class Device:
     """One GPU: memory in bytes, peak rates per second, and one-way link rates in bytes per second that DeepEP-like
     transfers reach: `node_link` to each other GPU of its node together, `cross_link` to other nodes.
 
-    Only GPUs of compute capability 9.0 can be planned for; they have 132 multiprocessors.
+    Only GPUs of compute capability 9.0 can be planned for. Most have 132 `multiprocessors`, an H20 78.
     """
 
     name: str
@@ -36,10 +36,11 @@ class Device:
     bf16_flops: float
     node_link: float
     cross_link: float
+    multiprocessors: int = 132
 
     def __post_init__(self) -> None:
         _check_positive(self, "memory_bytes", "hbm_bytes_per_second", "fp8_flops", "bf16_flops")
-        _check_positive(self, "node_link", "cross_link")
+        _check_positive(self, "node_link", "cross_link", "multiprocessors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Deployment:
     for CUDA, NCCL's buffers and fragmentation. `speculative_config` asks for drafts as in `launch.serve`; `acceptance`
     says how many are right: a number is each draft's chance once those before it are, a tuple has the share of rows in
     which all drafts up to each place are.
+
+    `reserved_multiprocessors` of each device are left to transfers in overlapped steps, as in `launch.serve`.
 
     Raises DeploymentError for values that contradict each other.
     """
@@ -77,6 +80,7 @@ class Deployment:
     tensor_parallel: int = 1
     memory_utilization: float = 0.9
     kv_cache_dtype: str = "bfloat16"
+    reserved_multiprocessors: int | None = None
     speculative_config: dict[str, Any] | None = None
     acceptance: float | tuple[float, ...] | None = None
 
@@ -99,6 +103,11 @@ class Deployment:
         if self.kv_cache_dtype not in CACHE_DTYPES:
             raise DeploymentError(
                 f"{self.name}: kv_cache_dtype {self.kv_cache_dtype!r} is not one of {', '.join(CACHE_DTYPES)}"
+            )
+        if not 0 <= (self.reserved_multiprocessors or 0) < self.device.multiprocessors:
+            raise DeploymentError(
+                f"{self.name}: reserved_multiprocessors {self.reserved_multiprocessors} must be at least 0 and below "
+                f"the device's {self.device.multiprocessors}"
             )
         if self.gpus_per_node % self.tensor_parallel or (self.tensor_parallel > 1 and not self.expert_parallel):
             raise DeploymentError(

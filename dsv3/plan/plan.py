@@ -12,17 +12,20 @@ from dsv3.plan.memory import Memory, memory_of
 from dsv3.plan.programs import Compiled, LaidOut, Phase, Run, compile_step, lay_out
 from dsv3.plan.timeline import Player, Timeline
 from dsv3.plan.verdict import Verdict, judge
+from pallas_kernels.multiprocessors import Multiprocessors
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramPlan:
     """One compiled program of a step; `stages` and the times of `timeline` are estimates.
 
-    `host_waits` are the places in the program where the devices wait for the host (`hlo.Module.host_waits`).
+    `multiprocessors` are what its kernels take, and leave to transfers. `host_waits` are the places in the program
+    where the devices wait for the host (`hlo.Module.host_waits`).
     """
 
     phase: Phase
     run: Run
+    multiprocessors: Multiprocessors
     compile_seconds: float
     arguments: int
     results: int
@@ -150,12 +153,14 @@ def program_plan(planned: LaidOut, compiled: Compiled) -> ProgramPlan:
     deployment = planned.deployment
     module = hlo.parse(compiled.text)
     found = collectives(module, deployment.gpus_per_node)
-    rates = roofline.rates_of(deployment.device, planned.model)
+    taken = planned.reserve.of(compiled.run.key.kind, compiled.run.key.size)
+    rates = roofline.rates_of(deployment.device, planned.model, taken.share)
     batches = Player(module, found, {}, rates).micro_batches
     stages = stages_of(planned, compiled.phase, compiled.run, rates, batches)
     return ProgramPlan(
         phase=compiled.phase,
         run=compiled.run,
+        multiprocessors=taken,
         compile_seconds=compiled.seconds,
         arguments=compiled.arguments,
         results=compiled.results,

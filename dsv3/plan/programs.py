@@ -21,6 +21,7 @@ from dsv3.engine.config import EngineConfig, tokens_ahead
 from dsv3.engine.device.executor import lay_out as lay_out_engine
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, Programs
+from dsv3.engine.device.reserve import Reserve, reserve
 from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.parts import Parts
@@ -76,6 +77,11 @@ class LaidOut:
     mesh: Mesh
     functions: StepFunctions
     params: Any
+
+    @property
+    def reserve(self) -> Reserve:
+        """What the programs leave to transfers."""
+        return reserve(self.engine, self.functions.overlaps, self.deployment.device.multiprocessors)
 
     @property
     def layout(self) -> Layout:
@@ -173,6 +179,7 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
         num_nodes=deployment.nodes,
         tensor_parallel_size=deployment.tensor_parallel,
         cache_dtype=deployment.kv_cache_dtype,
+        reserved_multiprocessors=deployment.reserved_multiprocessors,
         tokens_per_row=per_row,
         speculative_config=deployment.speculative_config,
     )
@@ -229,6 +236,7 @@ def _target(deployment: Deployment) -> aot.GpuTarget:
     return dataclasses.replace(
         aot.H200,
         name=f"NVIDIA {device.name}",
+        multiprocessors=device.multiprocessors,
         memory=device.memory_bytes,
         memory_bytes_per_second=int(device.hbm_bytes_per_second),
     )

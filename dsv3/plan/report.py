@@ -70,6 +70,7 @@ def _program_json(program: ProgramPlan) -> dict[str, Any]:
     names = ("phase", "tokens", "compile_seconds", "arguments", "results", "temporaries", "stages", "seconds")
     return {name: getattr(program, name) for name in names} | {
         "part": program.run.part,
+        "multiprocessors": dataclasses.asdict(program.multiprocessors) | {"taken": program.multiprocessors.taken},
         "times": program.run.times,
         "host_waits": list(program.host_waits),
         "collectives": [dataclasses.asdict(c) | {"step_bytes": c.step_bytes} for c in program.collectives],
@@ -162,6 +163,8 @@ def _estimate_table(plan: Plan, step: StepPlan) -> Table:
     for role, seconds in line.exposed.items():
         table.add_row(f"waiting for {role}, per step", f"{seconds * 1e3:.1f} ms")
     table.add_row("host, per step", f"{HOST_S * 1e3:.1f} ms")
+    those = step.multiprocessors
+    table.add_row("multiprocessors: for kernels, for transfers", f"{those.taken}, {those.reserved}")
     _add_drafts(table, step)
     table.add_row("step", f"{step.seconds * 1e3:.1f} ms", style="bold")
     table.add_row("tokens/s per GPU", f"{step.tokens_per_device:,.0f}", style="bold")

@@ -24,11 +24,13 @@ KNOWN_ERRORS = (
 )
 
 # Shares of a device's peak, from published measurements on an H800 (3.35 TB/s, 1979 and 989 TFLOP/s, 160 and 50 GB/s).
+# Those of prefill were reached on 108 of 132 multiprocessors, the others on all.
+_PREFILL_TAKEN = 108 / 132
 _DENSE_BANDWIDTH = 2.4 / 3.35
 _DENSE_FLOPS = 900 / 1979
 _GROUPED_BANDWIDTH = 2.6 / 3.35
 _GROUPED_FLOPS = 1000 / 1979
-_PREFILL_FLOPS = 993 / 1979  # 108 of 132 multiprocessors
+_PREFILL_FLOPS = 993 / 1979
 _DECODE_CORE_FLOPS = 580 / 989
 _PREFILL_CORE_FLOPS = 535 / 989
 _PREFILL_OVERHEAD = 1.25  # norms, quantisation, rotation, routing
@@ -61,18 +63,23 @@ class Rates:
     combine_link: float
 
 
-def rates_of(device: Device, model: ModelConfig) -> Rates:
-    """Returns what published kernels would reach on `device`; products are bf16 where the model is not FP8."""
+def rates_of(device: Device, model: ModelConfig, taken: float | None = None) -> Rates:
+    """Returns what published kernels would reach on `device`; products are bf16 where the model is not FP8.
+
+    `taken` is the share of the device's multiprocessors that kernels take, with which arithmetic goes; None: as where
+    the rates were measured. Rates of memory are taken to need no more than some four fifths of them.
+    """
+    decoding, prefilling = (1.0, 1.0) if taken is None else (taken, taken / _PREFILL_TAKEN)
     product = device.fp8_flops if model.fp8 else device.bf16_flops
     hbm = device.hbm_bytes_per_second
     return Rates(
         dense_bandwidth=hbm * _DENSE_BANDWIDTH,
-        dense_flops=product * _DENSE_FLOPS,
+        dense_flops=product * _DENSE_FLOPS * decoding,
         grouped_bandwidth=hbm * _GROUPED_BANDWIDTH,
-        grouped_flops=product * _GROUPED_FLOPS,
-        prefill_flops=product * _PREFILL_FLOPS,
-        decode_core_flops=device.bf16_flops * _DECODE_CORE_FLOPS,
-        prefill_core_flops=device.bf16_flops * _PREFILL_CORE_FLOPS,
+        grouped_flops=product * _GROUPED_FLOPS * decoding,
+        prefill_flops=product * _PREFILL_FLOPS * prefilling,
+        decode_core_flops=device.bf16_flops * _DECODE_CORE_FLOPS * decoding,
+        prefill_core_flops=device.bf16_flops * _PREFILL_CORE_FLOPS * prefilling,
         hbm=hbm,
         node_link=device.node_link * _NODE_LINK,
         dispatch_link=device.cross_link * _DISPATCH_LINK,

@@ -82,7 +82,8 @@ class Played:
         self._planned, self._compiled = planned, compiled
         self._module = hlo.parse(compiled.text)
         self._found = list(collectives(self._module, planned.deployment.gpus_per_node))
-        self._rates: Rates = rates_of(planned.deployment.device, planned.model)
+        share = planned.reserve.of(compiled.run.key.kind, compiled.run.key.size).share
+        self._rates: Rates = rates_of(planned.deployment.device, planned.model, share)
         self._batches = Player(self._module, self._found, {}, self._rates).micro_batches
 
     def table(self, buckets: Iterable[int]) -> dict[int, tuple[float, ...]]:

@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import multiprocessors
 from pallas_kernels.gemm.heads import HeadKernel
 from pallas_kernels.gemm.kernel import GemmKernel
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, Schedule
 from pallas_kernels.gemm.wide import WideKernel
-from pallas_kernels.mosaic import NUM_SMS, TILE_ROWS, pad_to_tiles
+from pallas_kernels.mosaic import TILE_ROWS, pad_to_tiles
 
 _SCALES_PER_LOAD = 4
 """TMA wants strides in multiples of 16 bytes: the scales' rows are padded to four float32."""
@@ -18,13 +19,17 @@ _SPLIT_TILE_COLUMNS = 32
 
 
 def dense(
-    a, a_scale, b, b_scale, layer, out_dtype, *, plan: TilePlan | None = None, num_sms: int = NUM_SMS
+    a, a_scale, b, b_scale, layer, out_dtype, *, plan: TilePlan | None = None, num_sms: int | None = None
 ) -> jax.Array:
-    """Multiplies a [M, K] with b[layer] of [L, N, K] on Hopper. Operands are checked; scales are None for 16 bits."""
+    """Multiplies a [M, K] with b[layer] of [L, N, K] on Hopper. Operands are checked; scales are None for 16 bits.
+
+    `num_sms` None takes the multiprocessors that the program takes; so in the other products.
+    """
+    num_sms = num_sms or multiprocessors.traced().taken
     (m, k), n = a.shape, b.shape[1]
     _check_strides("dense gemm", n, k, a.dtype)
     float32 = jnp.dtype(out_dtype) == jnp.float32
-    wanted = plan or plan_dense(m, n, k, a.dtype.itemsize, float32=float32)
+    wanted = plan or plan_dense(m, n, k, a.dtype.itemsize, float32=float32, num_sms=num_sms)
     # A narrow tile leaves as float32 only untransposed, which is the form of a split product.
     split = not wanted.wide and (wanted.splits > 1 or float32)
     padded_m = _padded_rows(m, split)
@@ -39,19 +44,20 @@ def dense(
 
 def contiguous(
     x, x_scale, w, w_scale, tile_group, group_offset, tile_m, out_dtype, *, plan: TilePlan | None = None,
-    num_sms: int = NUM_SMS,
+    num_sms: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """Multiplies aligned rows x [A, K] with their tiles' weights on Hopper; operands are checked as in `dense`."""
+    num_sms = num_sms or multiprocessors.traced().taken
     (m, k), n = x.shape, w.shape[1]
     _check_strides("grouped gemm, contiguous", n, k, x.dtype)
-    wanted = plan or plan_contiguous(m, tile_m, n, k, x.dtype.itemsize)
+    wanted = plan or plan_contiguous(m, tile_m, n, k, x.dtype.itemsize, num_sms)
     _check_narrow_output("grouped gemm, contiguous", wanted, out_dtype)
     kernel = kernel_of_plan(wanted, Contiguous(m, tile_m), x, w, ((1, m, n), out_dtype))
     operands = (tile_group.astype(jnp.int32), _offset(group_offset))
     return kernel(x[None], w, _scales(x_scale, w_scale, lambda s: s[None]), operands, num_sms)[0]
 
 
-def heads(x, w, first_group, transposed: bool, *, num_sms: int = NUM_SMS) -> jax.Array:
+def heads(x, w, first_group, transposed: bool, *, num_sms: int | None = None) -> jax.Array:
     """Multiplies each head of x [M, H, K] with its w [G, N, K], or transposed [G, K, N], on Hopper."""
     (m, h, k), n = x.shape, w.shape[2 if transposed else 1]
     _check_strides("head gemm", n, k, x.dtype)
@@ -69,7 +75,7 @@ def heads(x, w, first_group, transposed: bool, *, num_sms: int = NUM_SMS) -> jax
         shape_k=k,
         transposed=transposed,
     )
-    return kernel(x, w, (), (_offset(first_group),), num_sms)[:m]
+    return kernel(x, w, (), (_offset(first_group),), num_sms or multiprocessors.traced().taken)[:m]
 
 
 def kernel_of_plan(

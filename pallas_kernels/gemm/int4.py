@@ -14,12 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import multiprocessors
 from pallas_kernels.gemm.kernel import MISC_BYTES, WG_ROWS, Refs
 from pallas_kernels.gemm.narrow import NarrowKernel
 from pallas_kernels.gemm.plan import NARROW_TILE_N, NARROW_TILES_M
 from pallas_kernels.gemm.schedule import Contiguous, Tile
 from pallas_kernels.int4 import GROUP, RUN, VALUES_PER_WORD
-from pallas_kernels.mosaic import NUM_SMS, SMEM_BYTES, swizzle_transforms
+from pallas_kernels.mosaic import SMEM_BYTES, swizzle_transforms
 
 _WEIGHT_BYTES = NARROW_TILE_N * (RUN // 2 + 2 * VALUES_PER_WORD)
 """Words and scales of a stage."""
@@ -126,7 +127,7 @@ def int4_contiguous(
     tile_m: int,
     *,
     stages: int | None = None,
-    num_sms: int = NUM_SMS,
+    num_sms: int | None = None,
 ) -> jax.Array:
     """Multiplies aligned rows x [A, K] with their tiles' INT4 weights on Hopper; operands are checked.
 
@@ -148,4 +149,5 @@ def int4_contiguous(
         shape_k=k,
     )
     offset = jnp.asarray(group_offset, jnp.int32).reshape(1)
-    return kernel(x[None], w, (w_scale,), (tile_group.astype(jnp.int32), offset), num_sms)[0]
+    blocks = num_sms or multiprocessors.traced().taken
+    return kernel(x[None], w, (w_scale,), (tile_group.astype(jnp.int32), offset), blocks)[0]

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.gemm.schedule import Schedule, Tile
-from pallas_kernels.mosaic import NUM_SMS, SMEM_BYTES, swizzle_transforms
+from pallas_kernels.mosaic import SMEM_BYTES, swizzle_transforms
 
 WG_ROWS = 64
 """Rows of a warpgroup's matrix product."""
@@ -133,7 +133,7 @@ class GemmKernel(abc.ABC):
         stage_bytes = (self.tile_m + self.tile_n) * _STAGE_BYTES_K + max(TMA_ALIGNMENT, self.tile_m * 4)
         return (SMEM_BYTES - MISC_BYTES - out_bytes) // stage_bytes
 
-    def __call__(self, x, w, scales: tuple, schedule_operands: tuple, num_sms: int = NUM_SMS) -> jax.Array:
+    def __call__(self, x, w, scales: tuple, schedule_operands: tuple, num_sms: int) -> jax.Array:
         return _traced_once(self, num_sms, x, w, *scales, *schedule_operands)
 
     def trace(self, num_sms: int, *operands: jax.Array) -> jax.Array:

@@ -67,17 +67,17 @@ class TilePlan:
 
 
 @functools.cache
-def plan_dense(m: int, n: int, k: int, itemsize: int, *, float32: bool = False) -> TilePlan:
+def plan_dense(m: int, n: int, k: int, itemsize: int, *, float32: bool = False, num_sms: int = NUM_SMS) -> TilePlan:
     """Returns the plan of a product [m, k] x [n, k] of FP8 (itemsize 1) or 16-bit values (2).
 
-    The result has 16 bits, or 32 with `float32`.
+    The result has 16 bits, or 32 with `float32`. `num_sms` are the multiprocessors that the kernel takes.
     """
     plans = (plan for plan in dense_plans(m, itemsize) if not float32 or plan.tile_n <= _MAX_FLOAT32_TILE_N)
-    return min(plans, key=lambda plan: estimated_cycles(plan, m, n, k, itemsize))
+    return min(plans, key=lambda plan: estimated_cycles(plan, m, n, k, itemsize, num_sms))
 
 
 @functools.cache
-def plan_contiguous(m: int, tile_m: int, n: int, k: int, itemsize: int) -> TilePlan:
+def plan_contiguous(m: int, tile_m: int, n: int, k: int, itemsize: int, num_sms: int = NUM_SMS) -> TilePlan:
     """Returns the plan of a grouped product of m aligned rows in tiles of `tile_m`: the layout fixes the kernel.
 
     Raises:
@@ -87,7 +87,7 @@ def plan_contiguous(m: int, tile_m: int, n: int, k: int, itemsize: int) -> TileP
         raise ValueError(f"grouped kernels have tiles of {NARROW_TILES_M} rows, got tile_m={tile_m}")
     if tile_m != WIDE_TILE_M:
         return TilePlan(False, tile_m, NARROW_TILE_N)
-    return _best_wide(m, n, k, itemsize)
+    return min(wide_plans(itemsize), key=lambda plan: estimated_cycles(plan, m, n, k, itemsize, num_sms))
 
 
 def dense_plans(m: int, itemsize: int) -> Iterator[TilePlan]:
@@ -115,16 +115,12 @@ def narrow_tile_m(rows: int) -> int:
     return next((tile for tile in NARROW_TILES_M if tile >= rows), NARROW_TILES_M[-1])
 
 
-def _best_wide(m: int, n: int, k: int, itemsize: int) -> TilePlan:
-    return min(wide_plans(itemsize), key=lambda plan: estimated_cycles(plan, m, n, k, itemsize))
-
-
-def estimated_cycles(plan: TilePlan, m: int, n: int, k: int, itemsize: int) -> float:
-    """Estimates the cycles of a product under a plan."""
+def estimated_cycles(plan: TilePlan, m: int, n: int, k: int, itemsize: int, num_sms: int = NUM_SMS) -> float:
+    """Estimates the cycles of a product under a plan on `num_sms` multiprocessors."""
     rows, columns = plan.tile_m * plan.cluster_m, plan.tile_n * plan.cluster_n
     clusters = math.ceil(m / rows) * math.ceil(n / columns) * plan.splits
     steps = math.ceil(k / 128 / plan.splits) * itemsize
-    waves = math.ceil(clusters / (NUM_SMS // plan.cluster)) * (steps * _step_cycles(plan) + _TILE_CYCLES)
+    waves = math.ceil(clusters / max(1, num_sms // plan.cluster)) * (steps * _step_cycles(plan) + _TILE_CYCLES)
     memory = (m + n) * k * itemsize / _MEMORY_BYTES_PER_CYCLE
     split = _SPLIT_CYCLES + 8 * plan.splits * m * n / _MEMORY_BYTES_PER_CYCLE if plan.splits > 1 else 0
     return max(waves, memory) + split

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import multiprocessors as gpu_multiprocessors
 from pallas_kernels.mla import mosaic_decode, mosaic_prefill
 from pallas_kernels.mla.layout import is_fp8
 from pallas_kernels.mla.mosaic_combine import combine_splits
 from pallas_kernels.mla.mosaic_fp8_cache import VALUE_WIDTH as FP8_VALUE_WIDTH
 from pallas_kernels.mla.schedule import REQUEST_OVERHEAD, DecodeSchedule, schedule_pages
-from pallas_kernels.mosaic import NUM_SMS
 
 _log = logging.getLogger(__name__)
 _HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -24,18 +24,22 @@ def decode_schedule(
     *,
     queries: int,
     heads: int,
-    multiprocessors: int = NUM_SMS,
+    multiprocessors: int | None = None,
     request_overhead: int = REQUEST_OVERHEAD,
 ) -> DecodeSchedule:
     """Returns the schedule of a decode step over `lengths` [B] int32: the same for all its layers, so compute it once.
 
     Args:
       queries, heads: S and H of the queries `[B, S, H, R + P]` of `mla_decode`.
-      multiprocessors: of the GPU; 132 for an H200.
+      multiprocessors: that the kernel takes; None for those that the program takes.
       request_overhead: what a request costs besides its pages, in pages; at least 1.
     """
     rows = mosaic_decode.padded_rows(queries * heads)
-    return schedule_pages(lengths, mosaic_decode.part_count(rows, multiprocessors), request_overhead)
+    return schedule_pages(lengths, _parts(rows, multiprocessors), request_overhead)
+
+
+def _parts(rows: int, multiprocessors: int | None) -> int:
+    return mosaic_decode.part_count(rows, multiprocessors or gpu_multiprocessors.traced().taken)
 
 
 def decode_mosaic(
@@ -47,7 +51,7 @@ def decode_mosaic(
     scale: float,
     first_page: jax.Array | int,
     schedule: DecodeSchedule | None = None,
-    multiprocessors: int = NUM_SMS,
+    multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_decode`."""
@@ -79,7 +83,7 @@ def context_mosaic(
     *,
     scale: float,
     first_page: jax.Array | int,
-    multiprocessors: int = NUM_SMS,
+    multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_prefill_context`. The decode kernel, with as many tokens of one request as fill 64 rows for a group."""
@@ -96,7 +100,7 @@ def context_mosaic(
         page_table,
         jnp.minimum(requests, page_table.shape[0] - 1),
         lengths,
-        schedule_pages(lengths, mosaic_decode.part_count(padded, multiprocessors)),
+        schedule_pages(lengths, _parts(padded, multiprocessors)),
         heads=H,
         queries=1,
         scale=scale,
@@ -205,9 +209,13 @@ def prefill_mosaic(
     scale: float,
     key_block: int | None = None,
     stages: int = 2,
+    blocks: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `mla_prefill`; `key_block` and `stages` are for tuning, None takes what fits in shared memory."""
+    """See `mla_prefill`; `key_block` and `stages` are for tuning, None takes what fits in shared memory.
+
+    `blocks` are the thread blocks that it takes at most; None for those that the program's transfers leave.
+    """
     T, H, key_width = q.shape
     key_block = key_block or mosaic_prefill.KEY_BLOCKS[key_width, v.shape[-1]]
     padded = -(-T // mosaic_prefill.BLOCK) * mosaic_prefill.BLOCK
@@ -215,6 +223,9 @@ def prefill_mosaic(
     token = jnp.arange(padded, dtype=jnp.int32)
     end = cu_lengths[-1]
     starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right", method="scan_unrolled")]
+    items = padded // mosaic_prefill.BLOCK * H
+    all_of_them = gpu_multiprocessors.traced()
+    blocks = blocks or (all_of_them.taken if all_of_them.reserved else items)
     shape = mosaic_prefill.PrefillShape(
         tokens=padded,
         heads=H,
@@ -225,6 +236,7 @@ def prefill_mosaic(
         interpreted=interpret is not None,
         key_block=key_block,
         stages=stages,
+        blocks=blocks if blocks < items else None,
     )
     starts = jnp.where(token < end, starts, mosaic_prefill.PADDING)
     out, lse = mosaic_prefill.attend_segments(shape, q, k, _clear_tail(v, end), starts, interpret=interpret)

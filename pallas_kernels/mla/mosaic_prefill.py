@@ -5,6 +5,9 @@ the tokens, a third feeds keys and values with TMA. Blocks of keys are 128 token
 that holds the first token of the first query's segment up to the queries' own. Only blocks that cross the diagonal or a
 segment's start are masked. The warpgroups take turns at the tensor core, so that one's softmax hides behind the other's
 products (FlashAttention-3, Shah et al. 2024, section 3.1). The longest blocks start first.
+
+There is a thread block per 128 tokens and head, unless the kernel has to leave multiprocessors to transfers. Then as
+many blocks as it may take walk over the same items in turns, there and back, so that long and short ones even out.
 """
 
 import dataclasses
@@ -54,6 +57,13 @@ class PrefillShape:
     """Keys of a step."""
     stages: int = 2
     """Blocks of keys and values in shared memory."""
+    blocks: int | None = None
+    """Thread blocks that walk over the items; None for one per item."""
+
+    @property
+    def items(self) -> int:
+        """Blocks of queries of all heads."""
+        return self.tokens // BLOCK * self.heads
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "interpret"))
@@ -78,8 +88,8 @@ def attend_segments(
             jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.value_width), shape.dtype),
             jax.ShapeDtypeStruct((shape.heads, shape.tokens), jnp.float32),
         ),
-        grid=(shape.tokens // BLOCK * shape.heads,),
-        grid_names=("item",),
+        grid=(shape.blocks or shape.items,),
+        grid_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=_scratch(shape),
@@ -108,12 +118,18 @@ def _scratch(shape: PrefillShape) -> dict[str, Any]:
         "value_free": plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
         "turn": plgpu.Barrier(num_arrivals=2),
     }
+    if shape.blocks is not None:
+        scratch["query_free"] = plgpu.Barrier(num_arrivals=2)
     return scratch | ({"weights": array(2, _ROWS, shape.key_block)} if shape.interpreted else {})
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """One thread block's tokens, head and range of key blocks."""
+    """One item of a thread block: its tokens, head and range of key blocks.
+
+    `number` and `done` count the items and the key blocks that the thread block has had before; Python's 0 where there
+    is one item.
+    """
 
     shape: PrefillShape
     q: Any
@@ -127,10 +143,57 @@ class _Work:
     first_token: Any
     first_block: Any
     blocks: Any
+    number: Any
+    done: Any
+
+    @property
+    def steps(self):
+        """Key blocks that the thread block has had after this item."""
+        return self.done + self.blocks
+
+    def stage(self, i):
+        """Returns the stage of the item's key block `i`."""
+        return lax.rem(self.done + i, jnp.int32(self.shape.stages))
 
 
-def _body(shape: PrefillShape, q, k, v, starts, out, lse, **smem):
-    item = lax.axis_index("item")
+def _body(shape: PrefillShape, *arrays, **smem):
+    memory = types.SimpleNamespace(**smem)
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        _drain(shape, memory, _walk(shape, arrays, memory, _produce))
+
+    @pl.when(warpgroup < 2)
+    def attend():
+        plgpu.set_max_registers(232, action="increase")
+        _walk(shape, arrays, memory, lambda work: _consume(work, warpgroup))
+
+
+def _walk(shape: PrefillShape, arrays: tuple, smem: Any, visit):
+    """Calls `visit` with each item of this thread block; returns how many key blocks they have."""
+    block = lax.axis_index("block")
+
+    def step(number, item, done):
+        work = _work(shape, arrays, smem, item, number, done)
+        visit(work)
+        return work.steps
+
+    if shape.blocks is None:
+        return step(0, block, 0)
+    blocks, full_rounds = shape.blocks, shape.items // shape.blocks
+
+    def place(number):  # to and fro: who had the longest item of a round has the shortest of the next one
+        return jnp.where(lax.rem(number, jnp.int32(2)) == 0, block, blocks - 1 - block)
+
+    more = place(jnp.int32(full_rounds)) < shape.items - full_rounds * blocks
+    rounds = full_rounds + jnp.where(more, 1, 0)
+    return lax.fori_loop(0, rounds, lambda n, done: step(n, n * blocks + place(n), done), jnp.int32(0))
+
+
+def _work(shape: PrefillShape, arrays: tuple, smem: Any, item, number, done) -> _Work:
+    q, k, v, starts, out, lse = arrays
     query_block = (shape.tokens // BLOCK - 1) - lax.div(item, jnp.int32(shape.heads))
     first_token = query_block * BLOCK
     start = starts[first_token]
@@ -138,24 +201,13 @@ def _body(shape: PrefillShape, q, k, v, starts, out, lse, **smem):
     last_block = lax.div(first_token + (BLOCK - 1), jnp.int32(shape.key_block))
     blocks = jnp.where(start == PADDING, 0, last_block - first_block + 1)
     head = lax.rem(item, jnp.int32(shape.heads))
-    work = _Work(
-        shape, q, k, v, starts, out, lse, types.SimpleNamespace(**smem), head, first_token, first_block, blocks
-    )
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == 2)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-        _produce(work)
-
-    @pl.when(warpgroup < 2)
-    def attend():
-        plgpu.set_max_registers(232, action="increase")
-        _consume(work, warpgroup)
+    return _Work(shape, q, k, v, starts, out, lse, smem, head, first_token, first_block, blocks, number, done)
 
 
 def _produce(work: _Work):
     smem, block = work.smem, work.shape.key_block
+    if work.shape.blocks is not None:
+        pl.when(work.number > 0)(lambda: plgpu.barrier_wait(smem.query_free))
 
     @pl.when(work.blocks > 0)
     def _():
@@ -164,26 +216,33 @@ def _produce(work: _Work):
             plgpu.copy_gmem_to_smem(work.q.at[rows, work.head], smem.query[0].at[half], smem.query_full)
 
     def step(i, _):
-        stage = lax.rem(i, jnp.int32(work.shape.stages))
+        stage = work.stage(i)
         tokens = pl.ds((work.first_block + i) * block, block)
         for source, target, full, free in (
             (work.k, smem.key, smem.key_full, smem.key_free),
             (work.v, smem.value, smem.value_full, smem.value_free),
         ):
 
-            @pl.when(i >= work.shape.stages)
+            @pl.when(work.done + i >= work.shape.stages)
             def _(free=free):
                 plgpu.barrier_wait(free.at[stage])
 
             plgpu.copy_gmem_to_smem(source.at[tokens, work.head], target.at[stage], full.at[stage])
 
     lax.fori_loop(0, work.blocks, step, None)
-    for stage in range(work.shape.stages):
 
-        @pl.when(work.blocks > stage)
+
+def _drain(shape: PrefillShape, smem: Any, steps) -> None:
+    """Waits until everything has been read: a barrier must not go with arrivals that nobody waited for."""
+    for stage in range(shape.stages):
+
+        @pl.when(steps > stage)
         def _(stage=stage):
             plgpu.barrier_wait(smem.key_free.at[stage])
             plgpu.barrier_wait(smem.value_free.at[stage])
+
+    if shape.blocks is not None:
+        plgpu.barrier_wait(smem.query_free)
 
 
 def _consume(work: _Work, warpgroup):
@@ -199,7 +258,7 @@ def _consume(work: _Work, warpgroup):
 
     def step(i, carry):
         output, top, total = carry
-        stage = lax.rem(i, jnp.int32(work.shape.stages))
+        stage = work.stage(i)
         scores = _scores(work, warpgroup, i, stage, first_row, starts, last_start)
         new_top = jnp.maximum(top, scores.max(axis=1))
         shrink = jnp.exp2(top - new_top)
@@ -287,3 +346,5 @@ def _store(work: _Work, warpgroup, first_row, output, lse):
     plgpu.copy_smem_to_gmem(staging, work.out.at[rows, work.head])
     plgpu.copy_smem_to_gmem(work.smem.row_lse.at[warpgroup], work.lse.at[work.head, rows])
     plgpu.wait_smem_to_gmem(0)
+    if work.shape.blocks is not None:
+        plgpu.barrier_arrive(work.smem.query_free)

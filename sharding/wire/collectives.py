@@ -20,6 +20,7 @@ import jax
 from jax import lax
 from jax.experimental.overlap import program_order
 
+_NCCL_CHANNELS = ("xla_gpu_nccl_collective_max_nchannels", "xla_gpu_nccl_p2p_max_nchannels")
 _MAX_IN_FLIGHT = 4  # a dispatch and a combine of each of two micro-batches
 
 
@@ -52,14 +53,16 @@ def in_program_order(f: Callable, overlap: Overlap) -> Callable:
     return f if overlap is Overlap.NONE else program_order(f, enforce=True)
 
 
-def compiler_options(platform: str) -> dict[str, int] | None:
+def compiler_options(platform: str, channels: int = 0) -> dict[str, int] | None:
     """Returns the options that XLA needs to compile a program with several collectives of two halves under way at once.
 
-    By default it allows one, and refuses to schedule a program written with more ("kExceedsOverlapLimit").
+    By default it allows one, and refuses to schedule a program written with more ("kExceedsOverlapLimit"). `channels`
+    bounds the multiprocessors that each NCCL communicator takes (its `maxCTAs`); 0 leaves that to NCCL.
     """
     if resolve_overlap(platform) is not Overlap.HOOKS:
         return None
-    return {"xla_gpu_experimental_parallel_collective_overlap_limit": _MAX_IN_FLIGHT}
+    limits = dict.fromkeys(_NCCL_CHANNELS, channels) if channels else {}
+    return {"xla_gpu_experimental_parallel_collective_overlap_limit": _MAX_IN_FLIGHT, **limits}
 
 
 @dataclasses.dataclass(frozen=True)

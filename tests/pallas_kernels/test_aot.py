@@ -42,7 +42,7 @@ def test_resources_are_reported_again_for_a_kernel_already_compiled():
     x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     jitted = jax.jit(doubled)
     aot.compile_for(jitted, x)
-    for fn in (jitted, jitted, doubled):
+    for fn in (jitted, doubled):
         (kernel,) = aot.kernel_resources(fn, x)
         assert kernel.name == "double"
         assert 0 < kernel.registers <= 255

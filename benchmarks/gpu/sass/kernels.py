@@ -20,6 +20,8 @@ from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Dense
 from pallas_kernels.grouped import choose_tile_m
 from pallas_kernels.mla.layout import PAGE_SIZE
+from pallas_kernels.mosaic import NUM_SMS
+from pallas_kernels.multiprocessors import traced
 
 E4M3 = jnp.float8_e4m3fn
 FAST, SHARED = "700, no limit", "700, 40"
@@ -58,9 +60,14 @@ def link(name: str, *, round_robin: bool) -> Link:
     latency, rate = {
         FAST: (assumed("TMA latency"), float("inf")),
         SHARED: (assumed("TMA latency"), assumed("L2 to multiprocessor")),
-        MEMORY: (assumed("latency of memory"), assumed("memory of an H200")),
+        MEMORY: (assumed("latency of memory"), memory_rate()),
     }[name]
     return Link(latency, rate, round_robin)
+
+
+def memory_rate() -> float:
+    """Returns the bytes per cycle that a multiprocessor gets from an H200's memory, shared by all that kernels take."""
+    return assumed("memory of an H200") * NUM_SMS / traced().taken
 
 
 def kernels() -> Iterator[Kernel]:
@@ -151,7 +158,7 @@ def prefill() -> Kernel:
 def dense(m: int, n: int, k: int, other: str | None = None, plan: TilePlan | None = None) -> Kernel:
     """One product of FP8 values, under its default plan or another."""
     case = fp8_cases.dense_case(m, n, k, Backend.MOSAIC, plan)
-    return _product(f"dense {m}", "dense", case, plan or plan_dense(m, n, k, 1), (n, k), other)
+    return _product(f"dense {m}", "dense", case, plan or plan_dense(m, n, k, 1, num_sms=traced().taken), (n, k), other)
 
 
 def contiguous(groups: int, rows: int, n: int, k: int, other: str | None = None) -> Kernel:
@@ -169,7 +176,7 @@ def experts(groups: int, rows: int, n: int, k: int, other: str | None = None) ->
 
 def _grouped(name: str, case: fp8_cases.Case, tile_m: int, shape: tuple[int, int], other: str | None) -> Kernel:
     aligned = jax.eval_shape(case.operands, jax.random.key(0))["x"][0].shape[0]
-    return _product(name, "contiguous", case, plan_contiguous(aligned, tile_m, *shape, 1), shape, other)
+    return _product(name, "contiguous", case, plan_contiguous(aligned, tile_m, *shape, 1, traced().taken), shape, other)
 
 
 def _product(

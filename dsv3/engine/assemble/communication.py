@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dsv3.config import ModelConfig
+from dsv3.engine.config import ForwardProgram
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from dsv3.model.schedules.overlapped import worth_overlapping
 from sharding.experts.kind import Kind
@@ -67,6 +68,10 @@ class Communication:
         if tokens % 2 == 0 and worth_overlapping(self._sent(tokens), self.machine.devices, is_prefill):
             return OVERLAPPED if self._transport(self._sent(tokens // 2)).hops else HOOKED
         return HOOKED
+
+    def overlaps(self, program: ForwardProgram) -> bool:
+        """Returns whether a program computes while it communicates."""
+        return not program.of_module and self.schedule(program.tokens, program.kind == "prefill") is OVERLAPPED
 
     def transport(self, tokens: int, is_prefill: bool) -> Transport[Any]:
         """Returns the transport of a step, or of each of its two micro-batches."""

@@ -147,7 +147,7 @@ def expert_parallel_functions(
     layers = (cfg.num_moe_layers, modules) if modules else (cfg.num_moe_layers,)
     groups, machine = cfg.n_group, communication.machine
     experts = SpreadExperts(layers, cfg.n_routed_experts, replicas, groups, machine, _take, _put)
-    return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, may_overflow=True)
+    return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, True, communication.overlaps)
 
 
 def _take(spread: SpreadParams) -> tuple[tuple[Any, ...], Placement]:

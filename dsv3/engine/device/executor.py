@@ -47,7 +47,8 @@ def lay_out(parts: Parts, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
     """
     kinds = [kind for kind in kinds if kind.applies(parts)]
     watches = {kind.name: watch for kind in kinds if (watch := kind.watch(parts)) is not None}
-    layout, programs = Layout(parts, watches), Programs(parts.mesh.devices.flat[0].platform)
+    layout = Layout(parts, watches)
+    programs = Programs(layout.platform, layout.reserve.reserved)
     for kind in kinds:
         programs.add(kind.programs(layout))
     return layout, programs

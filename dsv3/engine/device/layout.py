@@ -11,9 +11,12 @@ from jax.sharding import PartitionSpec
 from dsv3.cache.layout import pool
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.device.reserve import reserve
 from dsv3.engine.functions import StepResult
 from dsv3.engine.job import Watch
 from dsv3.engine.parts import Parts
+from pallas_kernels import gpus
+from pallas_kernels.multiprocessors import taking
 from sharding.mesh import RANK_SPEC, rank_sharding
 from sharding.processes import on_every_rank, spans_processes
 
@@ -37,6 +40,7 @@ class Layout:
         self.pages = jax.tree.map(lambda leaf: self.array(*leaf.shape, dtype=leaf.dtype), one)
         sizes = {name: watch.size for name, watch in watches.items()}
         self.state = self.sharded(device_state.decode_state_shapes(self.cfg, sizes))
+        self.reserve = reserve(self.cfg, self.functions.overlaps, gpus.multiprocessors(self.mesh.devices.flat[0]))
 
     @property
     def platform(self) -> str:
@@ -116,8 +120,16 @@ class Layout:
         in_specs: tuple[Any, ...],
         out_specs: Any,
     ) -> ProgramSpec:
-        """Returns a program whose `body` sees one device's part of arrays that lie as the partitions say."""
-        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        """Returns a program whose `body` sees one device's part of arrays that lie as the partitions say.
+
+        Its kernels leave to transfers what `reserve` says.
+        """
+
+        def body_of_device(*args: Any) -> Any:
+            with taking(self.reserve.of(key.kind, key.size)):
+                return body(*args)
+
+        mapped = jax.shard_map(body_of_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return ProgramSpec(key, mapped, arguments, donated)
 
     def _shared(self, gathered: Gathered) -> tuple[Callable[[Any], Any], Any]:

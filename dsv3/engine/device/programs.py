@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple, Protocol
 
@@ -48,20 +48,20 @@ class ProgramSpec:
 class Store(Protocol):
     """Programs of an earlier start; `dsv3.engine.stored.ProgramStore` is one."""
 
-    def get(self, name: str, lower: Callable[[], Any], compile: Callable[[Any], Any]) -> Callable[..., Any]:
-        """Returns the program `name`, or what `compile` makes of `lower()`, kept for the next start."""
+    def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+        """Returns the program `name`, or `lower()` compiled with `options` and kept for the next start."""
 
 
 class Programs:
     """Compiles, on demand or all at once, and remembers.
 
     What a program may overwrite is donated: pass it the newest arrays. A `store`, where one is set, is asked before
-    anything is traced, and given what is compiled.
+    anything is traced, and given what is compiled. `channels` bounds those of NCCL's transfers; 0: nothing does.
     """
 
-    def __init__(self, platform: str) -> None:
+    def __init__(self, platform: str, channels: int = 0) -> None:
         self.store: Store | None = None
-        self._platform = platform
+        self._options = compiler_options(platform, channels)
         self._specs: dict[Key, ProgramSpec] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
 
@@ -100,13 +100,10 @@ class Programs:
     def _load_or_compile(self, key: Key) -> Callable[..., Any]:
         lower = functools.partial(self._lower, key)
         if self.store is None:
-            return self._compile(lower())
-        return self.store.get(f"{key.kind}-{key.size}-{key.variant}-{key.width}", lower, self._compile)
+            return lower().compile(self._options)
+        return self.store.get(f"{key.kind}-{key.size}-{key.variant}-{key.width}", lower, self._options)
 
     def _lower(self, key: Key) -> Any:
         _log.debug("tracing %s", key)
         spec = self._specs[key]
         return jax.jit(spec.body, donate_argnums=spec.donated).lower(*spec.arguments)
-
-    def _compile(self, lowered: Any) -> Callable[..., Any]:
-        return lowered.compile(compiler_options(self._platform))

@@ -8,10 +8,12 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.engine.assemble.communication import Communication
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.reserve import Reserve, reserve
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from sharding.experts.kind import Kind
 from sharding.mesh import Machine, rank_mesh
-from sharding.wire.collectives import Overlap
+from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 
 GPUS = Communication(DEEPSEEK_V3, Machine(18, 8), 288, 1, Overlap.HOOKS, None, True, 2)
 LAYERS = DEEPSEEK_V3.num_moe_layers
@@ -71,3 +73,25 @@ def test_an_unknown_or_impossible_transport_is_refused() -> None:
         Communication.from_mesh(mesh, DEEPSEEK_V3, 256, transport="nccl")
     with pytest.raises(ValueError, match="XLA does not have on a cpu"):
         Communication.from_mesh(mesh, DEEPSEEK_V3, 256, transport="ragged")
+
+
+def test_overlapped_steps_leave_multiprocessors_to_transfers() -> None:
+    """One number for an instance: NCCL's communicators belong to all its programs."""
+
+    def reserve_of(prefill: int, decode: int, wanted: int | None = None, count: int = 132) -> Reserve:
+        sizes = {"max_num_batched_tokens": prefill, "max_num_seqs": decode, "reserved_multiprocessors": wanted}
+        return reserve(EngineConfig(max_model_len=64, num_pages=9, **sizes), GPUS.overlaps, count)  # type: ignore[arg-type]
+
+    both = reserve_of(4096, 128)
+    programs = (("prefill", 4096), ("decode", 128), ("decode", 16), ("sample", 128))
+    assert [both.of(*program).reserved for program in programs] == [24, 24, 0, 0]
+    assert [reserve_of(*of).reserved for of in ((64, 128), (64, 16), (4096, 128, 0), (4096, 128, 20))] == [8, 0, 0, 20]
+    assert reserve_of(4096, 128, count=78).of("prefill", 4096).taken == 54
+    with pytest.raises(ValueError, match="78 multiprocessors shall be left to transfers"):
+        reserve_of(4096, 128, 78, count=78)
+
+
+def test_nccl_gets_as_many_channels() -> None:
+    channels = {name: value for name, value in (compiler_options("cuda", 24) or {}).items() if "channels" in name}
+    assert set(channels.values()) == ({24} if resolve_overlap("cuda") is Overlap.HOOKS else set())
+    assert not any("channels" in name for name in compiler_options("cuda") or {})

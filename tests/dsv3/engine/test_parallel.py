@@ -84,6 +84,8 @@ def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
         (dict(num_redundant_experts=4), "needs enable_expert_parallel"),
         (dict(enable_expert_parallel=True, num_redundant_experts=-1), "-1 is not at least 0"),
         (dict(expert_transport="ring"), "'ring' needs enable_expert_parallel"),
+        (dict(reserved_multiprocessors=8), "8 needs enable_expert_parallel"),
+        (dict(reserved_multiprocessors=-1, enable_expert_parallel=True), "-1 is not at least 0"),
         (dict(expert_transport="nvshmem"), "'nvshmem' is not one of auto, ring, all_to_all, hierarchical, ragged"),
         (dict(enable_expert_parallel=True, expert_transport="ragged"), "not have on a cpu: use expert_transport=auto"),
         (dict(enable_expert_parallel=True, expert_transport="hierarchical"), "needs 2 nodes or more"),

@@ -7,6 +7,7 @@ import functools
 import logging
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +33,16 @@ class Start:
 
     def get(self, factor: float, name: str = "decode") -> float:
         """Returns the program's sum of `factor * X`."""
-        return float(self.store.get(name, functools.partial(self._lower, factor), self._compile)(X))
+        return float(self.store.get(name, functools.partial(self._lower, factor), {})(X))
 
     def _lower(self, factor: float):
         self.traced.append(factor)
-        return jax.jit(lambda x: jnp.sum(factor * x)).lower(X)
+        lowered = jax.jit(lambda x: jnp.sum(factor * x)).lower(X)
+        return SimpleNamespace(as_text=lowered.as_text, compile=functools.partial(self._compile, lowered))
 
-    def _compile(self, lowered):
+    def _compile(self, lowered, options):
         self.compiled += 1
-        return lowered.compile()
+        return lowered.compile(options)
 
 
 def test_the_next_start_neither_traces_nor_compiles(tmp_path) -> None:

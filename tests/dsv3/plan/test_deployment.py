@@ -26,11 +26,12 @@ def test_a_toml_file(tmp_path) -> None:
 
 def test_a_json_file_may_describe_its_device(tmp_path) -> None:
     device = {"name": "H20", "memory_bytes": 96e9, "hbm_bytes_per_second": 4e12, "fp8_flops": 296e12}
-    device |= {"bf16_flops": 148e12, "node_link": 360e9, "cross_link": 50e9}
+    device |= {"bf16_flops": 148e12, "node_link": 360e9, "cross_link": 50e9, "multiprocessors": 78}
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"name": "h20", "device": device, "nodes": 1, "prefill_tokens": 4096}))
     read = read_deployment(path, DEVICES)
     assert (read.name, read.device.name, read.device.memory_bytes) == ("h20", "H20", 96_000_000_000)
+    assert (read.device.multiprocessors, H800.multiprocessors) == (78, 132)
 
 
 def test_a_file_may_ask_for_drafts(tmp_path) -> None:
@@ -59,6 +60,10 @@ DRAFTS = {"method": "mtp"}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            {"reserved_multiprocessors": 132},
+            "reserved_multiprocessors 132 must be at least 0 and below the device's 132",
+        ),
         ({"device": "B200"}, "device 'B200' is not one of H800, H200"),
         ({"device": {"name": "H20"}}, "device.memory_bytes is missing"),
         ({"device": 80}, "device is 80, but must be Device"),

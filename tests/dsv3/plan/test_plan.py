@@ -3,19 +3,23 @@
 import dataclasses
 import io
 import json
+import re
 from collections import Counter
 
+import jax
 import pytest
 from rich.console import Console
 
 from benchmarks import overlap_orders
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144
+from dsv3.engine.device.programs import Key
 from dsv3.plan import report
 from dsv3.plan.memory import local_bytes, memory_of
 from dsv3.plan.picture import draw
 from dsv3.plan.plan import Plan, ProgramPlan, StepPlan, make_plan, program_plan
 from dsv3.plan.programs import LaidOut, compile_run, lay_out, runs
+from pallas_kernels.multiprocessors import Multiprocessors, traced
 from sharding.experts.kind import Kind
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
@@ -59,6 +63,28 @@ def test_the_compiler_counts_the_same_arguments(plan, step) -> None:
 def test_neither_the_pool_nor_a_weight_is_copied(step) -> None:
     """A copy of the pool would be 45 GB, one of a layer's smallest stack of products 66 MB."""
     assert step.temporaries < 200e6
+
+
+def test_kernels_leave_multiprocessors_to_transfers_where_steps_overlap(step, module) -> None:
+    """The programs are compiled with the number: their kernels' grids, and NCCL's channels."""
+    assert step.multiprocessors == Multiprocessors(132, 8)
+    assert module.multiprocessors == Multiprocessors(132, 0), "the MTP module's batch is whole"
+
+
+@pytest.mark.parametrize(("count", "wanted", "reserved"), [(132, None, 8), (78, 6, 6)])
+def test_bodies_are_traced_for_the_gpus_multiprocessors(count: int, wanted: int | None, reserved: int) -> None:
+    device = dataclasses.replace(DECODE_EP144.device, multiprocessors=count)
+    unit = dataclasses.replace(DECODE_EP144, device=device, reserved_multiprocessors=wanted)
+    layout = lay_out(DEEPSEEK_V3, unit).layout
+    seen = []
+
+    def body(pages):
+        seen.append(traced())
+        return pages
+
+    for key in (Key("decode", 128), Key("decode", 16), Key("sample", 128)):
+        jax.eval_shape(layout.per_rank(key, body, (layout.pages,)).body, layout.pages)
+    assert seen == [Multiprocessors(count, reserved), Multiprocessors(count), Multiprocessors(count)]
 
 
 def test_nothing_waits_for_the_host(step, module) -> None:
@@ -176,6 +202,7 @@ def test_report_json_and_picture(plan, tmp_path) -> None:
     assert "weights: routed experts" in text
     assert "fits: needs 70." in text
     assert "known error" in text
+    assert re.search(r"multiprocessors: for kernels, for transfers +124, 8", text)
     written = json.loads(json.dumps(report.as_json(plan)))
     assert written["steps"][0]["timeline"]["micro_batches"] == 2
     draw(plan, tmp_path / "plan.png")

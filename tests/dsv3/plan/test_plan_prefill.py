@@ -45,6 +45,12 @@ def test_the_layer_is_the_published_timeline(plan) -> None:
     assert list(dict.fromkeys(crossing)) == [("combine", 0), ("dispatch", 1), ("dispatch", 0), ("combine", 1)]
 
 
+def test_kernels_leave_what_deepseeks_leave(plan) -> None:
+    """108 of 132 multiprocessors compute in DeepSeek's profile of this step."""
+    (step,) = plan.steps
+    assert (step.multiprocessors.taken, step.multiprocessors.reserved) == (108, 24)
+
+
 def test_nothing_waits_for_the_host(plan) -> None:
     """Neither for overflow rounds, nor to ask whether a chunk has cached tokens before it."""
     (step,) = plan.steps

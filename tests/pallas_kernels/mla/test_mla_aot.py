@@ -19,6 +19,7 @@ from pallas_kernels.mla import (
     mla_prefill_context,
     write_pages,
 )
+from pallas_kernels.multiprocessors import Multiprocessors, taking
 from tests.pallas_kernels.main_loops import assert_no_longer
 
 pytestmark = pytest.mark.aot
@@ -80,11 +81,13 @@ def test_decode_from_latents_of_256():
     assert_clean(kernels, "mla_decode", "mla_combine")
 
 
-@pytest.mark.parametrize(("H", "key", "value"), [(20, 256, 256), (32, 128, 128)])
-def test_prefill_of_other_families(H, key, value):
+@pytest.mark.parametrize(("H", "key", "value", "reserved"), [(20, 256, 256, 0), (32, 128, 128, 0), (128, 192, 128, 24)])
+def test_prefill_of_other_families_and_beside_transfers(H, key, value, reserved):
     run = functools.partial(mla_prefill, scale=SCALE, backend=Backend.MOSAIC)
     shapes = [(4096, H, key), (4096, H, key), (4096, H, value)]
-    assert_clean(aot.kernel_resources(run, *map(array, shapes), array((9,), i32)), "mla_prefill")
+    with taking(Multiprocessors(132, reserved)):
+        kernels = aot.kernel_resources(run, *map(array, shapes), array((9,), i32))
+    assert_clean(kernels, "mla_prefill")
 
 
 def test_prefill_and_context():

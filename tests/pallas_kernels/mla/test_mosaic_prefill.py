@@ -20,11 +20,10 @@ def clean_interpreter():
     reset_interpreter()
 
 
-@functools.partial(jax.jit, static_argnames=("key_block", "stages"))
-def prefill(q, k, v, cu_lengths, key_block=64, stages=2):
-    return mosaic_ops.prefill_mosaic(
-        q, k, v, cu_lengths, scale=SCALE, key_block=key_block, stages=stages, interpret=interpret_params()
-    )
+@functools.partial(jax.jit, static_argnames=("key_block", "stages", "blocks"))
+def prefill(q, k, v, cu_lengths, key_block=64, stages=2, blocks=None):
+    how = {"key_block": key_block, "stages": stages, "blocks": blocks}
+    return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, scale=SCALE, interpret=interpret_params(), **how)
 
 
 def check(lengths, T, *, H=1, dtype=jnp.bfloat16, widths=(192, 128), **kwargs):
@@ -56,6 +55,12 @@ def test_two_heads_and_a_length_that_fills_no_block():
 
 def test_heads_of_256():
     check((70, 60), 150, widths=(256, 256), key_block=None)
+
+
+@pytest.mark.parametrize(("lengths", "blocks"), [((1, 130, 61), 3), ((70, 5), 1)], ids=str)
+def test_blocks_that_walk_over_several_items(lengths, blocks):
+    """Four items of two heads: the third block has one, and of one block's two have no tokens."""
+    check(lengths, 256, H=2, blocks=blocks)
 
 
 @pytest.mark.parametrize(("key_block", "stages"), [(128, 2), (64, 4)])

@@ -1,0 +1,106 @@
+"""An open file of a checkpoint: what the page cache has is copied from there, everything else is read past it.
+
+A direct read takes the disk's bytes to their place without the kernel's copy, and leaves other files in the cache. It
+needs offsets, lengths and addresses in multiples of 4,096 bytes. Where the destination has them the bytes go straight
+there, elsewhere through a buffer: one for each reading thread, as large as the largest read, for the whole load.
+"""
+
+import errno
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+
+ALIGNMENT = 4096
+"""Bytes; of disks' blocks, 512 to 4,096."""
+_PROBES = 8
+_NOT_HERE = (errno.EINVAL, errno.EOPNOTSUPP)  # from file systems without direct reads, of which some open such files
+
+
+class Buffers:
+    """The buffers of direct reads: one per thread that asks, of `nbytes` and more where that is not enough."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes + 2 * ALIGNMENT
+        self._local = threading.local()
+
+    def own(self, nbytes: int) -> np.ndarray:
+        """Returns the calling thread's buffer, uint8, of `nbytes` at an address divisible by `ALIGNMENT`."""
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.size < nbytes:
+            pages = mmap.mmap(-1, max(nbytes, self._nbytes))
+            buffer = self._local.buffer = np.frombuffer(pages, np.uint8)
+        return buffer[:nbytes]
+
+
+class Source:
+    """One open file. `read` may be called by several threads."""
+
+    def __init__(self, path: Path, buffers: Buffers) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._size = os.fstat(self._file).st_size
+        self._buffers = buffers
+        self._direct = None if _is_cached(self._file, self._size) else _open_direct(path)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        return self._direct is not None
+
+    def close(self) -> None:
+        """Closes the file."""
+        for descriptor in (self._file, self._direct):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def read(self, start: int, out: np.ndarray) -> int:
+        """Fills `out`, uint8 [n], from byte `start` on; returns how many bytes there were. Raises OSError."""
+        if self._direct is not None:
+            try:
+                return self._read_direct(self._direct, start, out)
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+        return _read_all(self._file, start, out)
+
+    def _read_direct(self, descriptor: int, start: int, out: np.ndarray) -> int:
+        end = min(start + out.size, self._size)
+        fits = start % ALIGNMENT == 0 and out.ctypes.data % ALIGNMENT == 0
+        if fits and out.size % ALIGNMENT == 0:
+            return _read_all(descriptor, start, out)
+        first = start // ALIGNMENT * ALIGNMENT
+        buffer = self._buffers.own(-(-(start + out.size - first) // ALIGNMENT) * ALIGNMENT)
+        wanted = slice(start - first, max(start, end) - first)
+        if _read_all(descriptor, first, buffer, least=wanted.stop) < wanted.stop:
+            return _read_all(self._file, start, out)  # it has become shorter: let the other way say so
+        out[: wanted.stop - wanted.start] = buffer[wanted]
+        return wanted.stop - wanted.start
+
+
+def _read_all(descriptor: int, start: int, out: np.ndarray, least: int | None = None) -> int:
+    """Reads until `out` is full, or has `least` bytes, or the file ends; returns how many bytes were read."""
+    done, view = 0, memoryview(out)
+    while done < (len(view) if least is None else least):
+        if not (n := os.preadv(descriptor, [view[done:]], start + done)):
+            break
+        done += n
+    return done
+
+
+def _open_direct(path: Path) -> int | None:
+    """Opens a file for direct reads; None where its file system has none."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return None
+
+
+def _is_cached(descriptor: int, size: int) -> bool:
+    """Returns whether the page cache holds a file, by what it says of a few bytes here and there."""
+    places = range(0, max(size, 1), max(1, size // _PROBES))
+    try:
+        return all(os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) for place in places if place < size)
+    except OSError:  # EAGAIN: it would have to be read; EOPNOTSUPP: the file system cannot say
+        return False

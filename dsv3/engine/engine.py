@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv3.cache.events.record import EventStats
+from dsv3.engine.aside import News
 from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.executor import Executor, LocalExecutor
@@ -60,9 +61,16 @@ class Engine:
       parts: the model, its limits and its devices; the engine's from then on.
       executor: launches the steps; the devices of this process if not given.
       kinds: the kinds of work a step may hold.
+      news: what the followers tell, where this process leads an instance of several.
     """
 
-    def __init__(self, parts: Parts, executor: Executor | None = None, kinds: Series[JobKind] = JOB_KINDS) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        executor: Executor | None = None,
+        kinds: Series[JobKind] = JOB_KINDS,
+        news: News | None = None,
+    ) -> None:
         self.cfg, self.model_cfg, self.description = parts.cfg, parts.model_cfg, parts.description
         self.failure: BaseException | None = None
         self.executor = executor or LocalExecutor(parts, kinds)
@@ -70,7 +78,7 @@ class Engine:
         self.events = _publisher(self.cfg)
         if self.events is not None:
             self.scheduler.tell_events_to(self.events.record)
-        view = EngineView(self.scheduler, parts)
+        view = EngineView(self.scheduler, parts, news)
         self.grammars = _grammars(parts)
         if self.grammars is not None:
             self.scheduler.masks = Masks(self.scheduler, self.grammars.vocabulary)

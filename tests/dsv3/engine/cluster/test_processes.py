@@ -4,11 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from dsv3.cache.identity import fingerprint
+from dsv3.cache.keys import extend_keys, root_key
 from dsv3.options import EngineOptions
+from dsv3.transfer.client import Peers
+from dsv3.transfer.protocol import VERSION, Hello, PeerError
 from tests.dsv3.api.test_lifecycle import Requests
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.cluster import instances, local
@@ -51,10 +57,14 @@ def failed(instance, requests, reason):
     assert f"the instance ends: {reason}" in instance.log(0)
 
 
+def prompts_for(instance):
+    """Two for each rank, the longest of which fill a page or two."""
+    return [[i + 1, *(5 + j % 60 for j in range(30 * i))] for i in range(2 * (1 + len(instance.followers)))]
+
+
 def check_tokens_and_stop(instance, drafts=False):
     """Pages, prompts in chunks, a cached prefix; then all end with status 0. Of `drafts` some were right."""
-    num_processes = 1 + len(instance.followers)
-    prompts = [[i + 1, *(5 + j % 60 for j in range(30 * i))] for i in range(2 * num_processes)]
+    prompts = prompts_for(instance)
     body = {"prompt": prompts, "max_tokens": 70, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     for _ in range(2):
         answer = instance.server.http.post("/v1/completions", json=body, timeout=120).json()
@@ -70,25 +80,55 @@ def check_tokens_and_stop(instance, drafts=False):
         assert "the leader has ended in order" in instance.log(process_id)
 
 
-def test_the_same_tokens_over_four_processes_with_drafts(tmp_path, cache):
+def test_the_same_tokens_over_three_processes_with_drafts(tmp_path, cache):
     """The texts are those of one process without drafts; the digests agree on every draft, right or wrong."""
     drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-    with instances.running(tmp_path, 4, cache, engine=drafts) as instance:
+    with instances.running(tmp_path, 3, cache, engine=drafts) as instance:
         check_tokens_and_stop(instance, drafts=True)
 
 
-def test_a_restart_uses_the_programs_of_the_last_start_but_one_that_was_tampered_with(tmp_path):
-    """The same tokens over two processes, the second time with stored executables."""
-    with instances.running(tmp_path, 2, tmp_path) as instance:
+def latents_of(prompt, peers, address):
+    """The toy's latents of a prompt's whole pages, as another instance gets them."""
+    keys, came = [], []
+    extend_keys(root_key(fingerprint("{}"), ""), keys, np.array(prompt, np.int32))
+    assert peers.fetch(address, keys, 5.0, lambda _, value: came.append(value.tobytes())) == len(keys)
+    return np.frombuffer(b"".join(came), np.float32).reshape(-1, 2).tolist()
+
+
+def check_pages_found_again(instance, key):
+    """What the hosts' memories have kept answers, and goes to others from whichever process has it."""
+    server, prompts = instance.server, [prompt for prompt in prompts_for(instance) if len(prompt) > 64]
+    found = []
+    for prompt in prompts:
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "kv_transfer_params": {"do_remote_decode": True}}
+        answer = server.http.post("/v1/completions", json=body, timeout=120).json()
+        found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == [len(prompt) // 64 * 64 for prompt in prompts]
+    addresses = answer["kv_transfer_params"]["remote_addresses"]
+    assert len(set(addresses)) == 2 and addresses[0].endswith(f":{answer['kv_transfer_params']['remote_port']}")
+    peers = Peers(key, Hello(VERSION, "{}", 512))
+    for prompt in prompts:
+        latents = latents_of(prompt, peers, ",".join(addresses))
+        assert latents == [[token, place] for place, token in enumerate(prompt[: len(prompt) // 64 * 64])]
+    instance.followers[1].kill()
+    with pytest.raises(PeerError):
+        peers.fetch(",".join(addresses), [bytes(32)], 60.0, lambda *_: None)
+
+
+def test_a_restart_finds_programs_and_pages_of_the_last_start_but_what_was_tampered_with(tmp_path):
+    """The same tokens over two processes, the second time with stored executables, and pages of each host."""
+    pages = {"kv_offloading_size": 1e-3, "transfer_key_file": local.write_key(tmp_path)}
+    with instances.running(tmp_path, 2, tmp_path, engine=pages) as instance:
         check_tokens_and_stop(instance)
     [path] = (tmp_path / "1").glob("instance-*/process-1/decode-*")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with instances.running(tmp_path, 2, tmp_path) as instance:
-        check_tokens_and_stop(instance)
+    with instances.running(tmp_path, 2, tmp_path, engine=pages) as instance:
         assert "decode-1-0-1 is not used: its MAC is wrong" in instance.log(1)
         assert "2 of 3 programs from the last start" in instance.log(1)
+        check_pages_found_again(instance, Path(pages["transfer_key_file"]).read_bytes())
+        assert instance.server.process.wait(60) == 1
         assert "3 of 3 programs from the last start" in instance.server.process.stdout.read()
 
 
@@ -133,6 +173,7 @@ def test_a_stranger_at_the_coordinators_port_disturbs_nobody(two):
     assert stranger.returncode != 0
     requests.send(ENDLESS | {"max_tokens": 20})
     assert [answer.status_code for answer in requests.wait()] == [200, 200], two.log(0) + two.log(1)
+    check_that_a_follower_drains(two)
 
 
 def test_a_follower_that_hangs_is_noticed(tmp_path, cache):
@@ -160,7 +201,8 @@ def test_a_follower_that_diverges_ends_the_instance(tmp_path, cache):
         assert instance.followers[1].wait(60) == 1
 
 
-def test_sigterm_to_a_follower_drains_the_instance(two):
+def check_that_a_follower_drains(two):
+    """SIGTERM to a follower drains the instance."""
     requests = Requests(two.server)
     requests.send(ENDLESS | {"max_tokens": 200})
     two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") == 1)

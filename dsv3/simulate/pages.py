@@ -175,6 +175,7 @@ class Pages:
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
         """Hands what has left the devices to the tiers."""
+        assert isinstance(planned.command, PagesCommand)
         copies = sum(len(copy.keys) for copy in planned.command.out)
         self._planner.collect(planned, [self._page] * copies, outputs)
 

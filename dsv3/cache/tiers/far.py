@@ -6,12 +6,12 @@ computed; or one is computed that was there.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import msgspec
 
-from dsv3.cache.events.record import Medium, Watch
+from dsv3.cache.events.record import Record, Watch
 from dsv3.cache.keys import Key
 from dsv3.cache.tiers.counts import TierCounts
 from dsv3.cache.tiers.orders import Bring, Change, Clear, Count, Drop, Forget, Load, Order, Rest, Told
@@ -31,12 +31,12 @@ class _Load(Future[FarBatch]):
 class FarTiers(HostTiers):
     """Tiers of another process, opened as those of this one, `like`. The engine's thread asks, and takes the orders.
 
-    `watches` hear of each medium what the other process tells; `hear` may be called by any one thread.
+    `events` hears what the other process tells of its `ranks`; `hear` may be called by any one thread.
     """
 
-    def __init__(self, like: Tiers, watches: Mapping[Medium, Watch]) -> None:
+    def __init__(self, like: Tiers, events: Record | None, ranks: range) -> None:
         super().__init__(like.value_bytes, like.buckets, like.now, like.compute_rate)
-        self._like, self._watches = like, watches
+        self._like, self._events, self._ranks = like, events, ranks
         self._keys: set[Key] = set()
         self._orders: list[Order] = []
         self._numbers = itertools.count()
@@ -133,5 +133,6 @@ class FarTiers(HostTiers):
     def _change(self, change: Change) -> None:
         if change.medium == "CPU":
             (self._keys.update if change.is_stored else self._keys.difference_update)(change.keys)
-        if (watch := self._watches.get(change.medium)) is not None:
+        if self._events is not None:
+            watch = Watch(self._events, change.medium, self._ranks)
             (watch.stored if change.is_stored else watch.removed)(change.keys)

@@ -25,8 +25,8 @@ class Copy(Command, frozen=True):
 
     def part(self, ranks: range) -> Self:
         """Returns what a process with `ranks` needs of it, ranks counted from its first one."""
-        pages = self.pages[ranks.start : ranks.stop]
-        return type(self)(pages, *(_part(each, ranks) for each in (self.keys, self.values, self.loads)))
+        pages, keys = self.pages[ranks.start : ranks.stop], _part(self.keys, ranks)
+        return type(self)(pages, keys, _part(self.values, ranks), _part(self.loads, ranks))
 
 
 class PagesCommand(Command, frozen=True):

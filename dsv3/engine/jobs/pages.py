@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dsv3.cache.events.record import Watch
 from dsv3.cache.keys import Key as PageKey
 from dsv3.cache.layout import page_bytes
 from dsv3.cache.page import PAGE_SIZE
@@ -121,8 +120,7 @@ class PagesPlanner:
             return self._tiers
         cfg, events = self._cfg, view.scheduler.events
         for ranks in map(cfg.ranks_of, range(1, cfg.num_nodes)):
-            watches = {} if events is None else {medium: Watch(events, medium, ranks) for medium in ("CPU", "STORAGE")}
-            self._far[ranks.start] = FarTiers(self._tiers, watches)
+            self._far[ranks.start] = FarTiers(self._tiers, events, ranks)
         view.news.listen(NAME, lambda process_id, body: self._far[cfg.ranks_of(process_id).start].hear(body))
         return Hosts([self._tiers, *self._far.values()], len(self._own))
 

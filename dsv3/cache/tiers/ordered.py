@@ -1,5 +1,6 @@
 """The tiers of a process that does not schedule: they do what they are ordered, and tell what comes of it."""
 
+import itertools
 import logging
 import queue
 import threading
@@ -14,7 +15,9 @@ from dsv3.cache.events.record import Note, Record, Removed, Stored
 from dsv3.cache.tiers.orders import Answer, Bring, Change, Clear, Count, Drop, Forget, Load, Order, Rest, Told
 from dsv3.cache.tiers.tiers import Batch, Tiers
 
-_MOST_AT_ONCE = 4096  # things that one message tells
+# One message tells so many things, and each so many keys: at most 36 MB, of the 64 MiB that fit a frame. A memory that
+# is found again at the start tells all of its keys.
+_MOST_AT_ONCE, _MOST_KEYS = 256, 4096
 _log = logging.getLogger(__name__)
 
 
@@ -28,7 +31,8 @@ class Happened(Record):
     def note(self, note: Note) -> None:
         """Has a change told."""
         if isinstance(note, Stored | Removed):
-            self.waiting.put(Change(note.medium, isinstance(note, Stored), list(note.keys)))
+            for keys in itertools.batched(note.keys, _MOST_KEYS):
+                self.waiting.put(Change(note.medium, isinstance(note, Stored), list(keys)))
 
     def take_all(self) -> list[Answer | Change]:
         """Waits for something, and returns what there is."""

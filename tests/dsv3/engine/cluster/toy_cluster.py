@@ -17,7 +17,7 @@ import numpy as np
 
 from dsv3.api.engine.factory import describe
 from dsv3.api.engine.messages import Start
-from dsv3.cache.tiers import shared_memory
+from dsv3.cache.tiers import shared_memory, tiers
 from dsv3.engine.cluster import follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache
@@ -42,6 +42,7 @@ def load(model_dir: Path, options: EngineOptions) -> Parts:
     limits = {"num_ranks": len(devices), "num_nodes": jax.process_count()} | LIMITS
     limits |= {name: getattr(options, name) for name in PAGES}
     shared_memory.FOLDER = Path(options.compilation_cache_dir)  # each process's own, as on a host
+    tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
     if options.speculative is None:
         return Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**limits), devices)
     limits |= {"speculative_config": options.speculative_config, "tokens_per_row": 1 + options.speculative.most_drafts}

@@ -5,6 +5,7 @@ import msgspec
 import numpy as np
 
 from dsv3.cache.tiers.ordered import Happened, OrderedTiers
+from dsv3.cache.tiers.orders import Order
 from dsv3.engine.aside import Tell
 from dsv3.engine.jobs.page_command import Copy, PagesCommand, value_rows
 from dsv3.engine.jobs.page_tiers import Opened, open_tiers
@@ -36,5 +37,5 @@ class PagesAside:
         return msgspec.structs.replace(copy, values=values)
 
 
-def _orders(command: PagesCommand) -> list:
+def _orders(command: PagesCommand) -> list[Order]:
     return command.orders.get(0, [])  # of the part that this process gets, the first rank is its own

@@ -245,9 +245,7 @@ class PagesWorker:
     def launch(self, command: PagesCommand) -> tuple[jax.Array, ...]:
         """Starts the copies; returns what has come out, one array of values `[1, n, ...]` per copy and rank with pages.
 
-        Ranks count from the first one of this process.
-
-        Behind them stands, for each copy in, something to wait for.
+        Behind them stands, for each copy in, something to wait for. Ranks count from the first one of this process.
         """
         out = [array for copy in command.out for array in self._take_out(copy)]
         return (*out, *(self._put_in(copy) for copy in command.into))

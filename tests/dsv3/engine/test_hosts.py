@@ -244,3 +244,32 @@ def test_pages_of_two_hosts_change_no_text_and_are_not_lost(make: MakeEngine) ->
     for engine in made:
         settle(engine)
         assert not engine.executor.aside._ordered._loads
+
+
+def test_a_host_whose_room_others_have_taken_is_left_for_another(
+    make: MakeEngine, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its pages travel to one host, others take the slots there: another host fetches them too."""
+    monkeypatch.setattr(tiers, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(several, "_PAUSE_S", 0.001)
+    addresses = free_address(), free_address()
+    prefill, decode = make(transfer_key_file=key, transfer_addresses=addresses), make(transfer_key_file=key)
+    decode.add(msgspec.structs.replace(request("moves", PROMPT, max_tokens=3), pages_from=",".join(addresses)))
+    gathered: dict = {}
+    take(decode.step(), gathered)
+    [asking] = decode.scheduler.admission.asking
+    assert asking.look_up.tiers is decode.scheduler.tiers.of(0)
+    for i in range(decode.cfg.max_num_seqs):
+        others = request(f"other {i}", [i + 1] * 3, max_tokens=60, ignore_eos=True)
+        decode.add(msgspec.structs.replace(others, rank=0))
+    take(decode.step(), gathered)
+    ask(prefill, "computed", PROMPT, rank=FAR)
+    deadline = time.monotonic() + 60
+    while not asking.look_up.is_over and time.monotonic() < deadline:
+        time.sleep(0.001)
+    drain(decode, gathered, limit=10**6)
+    assert gathered["moves"].tokens == toy.expected_tokens(PROMPT, 3)
+    assert gathered["moves"].outputs[0].num_cached_tokens == FULL
+    assert asking.look_up.tiers is decode.scheduler.tiers.of(FAR) and asking.look_up.is_second
+    assert far(decode).peer.hits == decode.planners["pages"]._tiers.peer.hits == FULL
+    assert decode.stats().pages_in_use == 0

@@ -243,7 +243,8 @@ class EngineOptions:
     enable_prefix_caching: bool = option(True, "Reuse the cached pages of equal prompt beginnings.", programs=False)
     kv_offloading_size: float = option(
         0.0,
-        "Keep pages in this many GiB of the host's memory, too, where a restarted engine finds them again; 0: in none.",
+        "Keep pages in this many GiB of the host's memory, too, where a restarted engine finds them again; 0: in none. "
+        "Each process of an instance takes so many.",
         low=0,
     )
     kv_store: str | None = option(
@@ -270,7 +271,8 @@ class EngineOptions:
     transfer_address: str | None = option(
         None,
         "Let other instances fetch pages at this HOST:PORT, a name of this host that they know. Needs "
-        "--kv_offloading_size and --transfer_key_file.",
+        "--kv_offloading_size and --transfer_key_file. Each process of an instance has its own.",
+        agree=False,
         programs=False,
     )
     transfer_key_file: str | None = option(

@@ -62,6 +62,9 @@ class EngineConfig:
     kv_events_config: dict[str, Any] | None = _carries("kv_events_config", None)
     role: Role = _carries("role", "both")
     transfer_address: str | None = _carries("transfer_address", None)
+    transfer_addresses: tuple[str, ...] = option(
+        (), "Give each process of an instance of several its own transfer_address.", agree=False, programs=False
+    )
     transfer_key_file: str | None = _carries("transfer_key_file", None)
     seed: int = _carries("seed", 0)
     eplb_interval: int = option(0, "Let this many steps pass between moves; 0: never move.", low=0, programs=False)
@@ -100,6 +103,10 @@ class EngineConfig:
         """Returns the ranks whose devices belong to a process of the instance."""
         each = self.num_ranks // self.num_nodes
         return range(process_id * each, (process_id + 1) * each)
+
+    def transfer_address_of(self, process_id: int) -> str | None:
+        """Returns where a process of the instance lets others fetch pages; None where it does not."""
+        return self.transfer_addresses[process_id] if self.transfer_addresses else self.transfer_address
 
     @property
     def pages_per_seq(self) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv3.cache.events.record import EventStats
+from dsv3.engine.aside import News
 from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.executor import Executor, LocalExecutor
@@ -61,6 +62,7 @@ class Engine:
       executor: launches the steps; the devices of this process if not given.
       kinds: the kinds of work a step may hold.
       store: programs of earlier starts.
+      news: what the followers tell, where this process leads an instance of several.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         executor: Executor | None = None,
         kinds: Series[JobKind] = JOB_KINDS,
         store: Store | None = None,
+        news: News | None = None,
     ) -> None:
         self.cfg, self.model_cfg, self.description = parts.cfg, parts.model_cfg, parts.description
         self.failure: BaseException | None = None
@@ -77,7 +80,7 @@ class Engine:
         self.events = _publisher(self.cfg)
         if self.events is not None:
             self.scheduler.tell_events_to(self.events.record)
-        view = EngineView(self.scheduler, parts)
+        view = EngineView(self.scheduler, parts, news)
         self.grammars = _grammars(parts)
         if self.grammars is not None:
             self.scheduler.masks = Masks(self.scheduler, self.grammars.vocabulary)

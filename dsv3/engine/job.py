@@ -18,6 +18,7 @@ import jax
 import msgspec
 import numpy as np
 
+from dsv3.engine.aside import Aside, News, Tell
 from dsv3.engine.functions import StepResult
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.scheduler import Scheduler
@@ -82,10 +83,14 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class EngineView:
-    """What planners see of the engine: the scheduler, which they change, and its parts, which they do not."""
+    """What planners see of the engine: the scheduler, which they change, and its parts, which they do not.
+
+    `news` are what followers tell; None in an instance of one process.
+    """
 
     scheduler: Scheduler
     parts: Parts
+    news: News | None = None
 
 
 class Planner(Protocol):
@@ -143,6 +148,7 @@ class JobKind:
       worker: makes the devices' half.
       applies: whether an engine of these parts has this kind.
       watch: the counters that it keeps, None if it keeps none.
+      aside: makes what a follower does for it beside running programs; None where that is nothing.
       results_agree: whether its results are the same in every process of an instance, which then compare them.
     """
 
@@ -154,3 +160,4 @@ class JobKind:
     applies: Callable[[Parts], bool] = _always
     watch: Callable[[Parts], Watch | None] = _no_watch
     results_agree: bool = False
+    aside: Callable[[Parts, Tell], Aside] | None = None

@@ -68,11 +68,6 @@ def engine_config(
         working += 4 * TIER_STEP_BYTES  # both ways, for the step under way and the next one
     budget = cache_budget(hardware.memory, options.gpu_memory_utilization, working)
     num_pages = min(pages_within(model, dtypes.cache, budget), max_num_seqs * pages_for(wanted + ahead))
-    if options.kv_offloading_size and hardware.num_nodes > 1:
-        raise ValueError(
-            f"kv_offloading_size: {options.kv_offloading_size} needs an instance of one process, and this one has "
-            f"{hardware.num_nodes}; leave it away"
-        )
     if num_pages < 1:
         raise ValueError(
             f"{max(0, budget)} bytes are left for the cache, but one page takes {page_bytes(model, dtypes.cache)}; "

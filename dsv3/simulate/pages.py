@@ -17,7 +17,9 @@ from dsv3.cache.tiers.arena import Arena, arena_bytes, cells_within
 from dsv3.cache.tiers.counts import TierCounts
 from dsv3.cache.tiers.tiers import LookUp, Tiers
 from dsv3.engine.job import EngineView, Planned
-from dsv3.engine.jobs.pages import Opened, PagesCommand, PagesPlanner, page_buckets
+from dsv3.engine.jobs.page_command import PagesCommand
+from dsv3.engine.jobs.page_tiers import Opened, page_buckets
+from dsv3.engine.jobs.pages import PagesPlanner
 from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.request import StepOutputs
 from dsv3.simulate.clock import Clock
@@ -173,7 +175,8 @@ class Pages:
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
         """Hands what has left the devices to the tiers."""
-        copies = sum(map(len, planned.context.keys))
+        assert isinstance(planned.command, PagesCommand)
+        copies = sum(len(copy.keys) for copy in planned.command.out)
         self._planner.collect(planned, [self._page] * copies, outputs)
 
     def counts(self) -> dict[str, TierCounts]:

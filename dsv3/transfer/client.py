@@ -6,7 +6,7 @@ import ssl
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,15 +14,13 @@ from dsv3.cache.keys import Key
 from dsv3.cache.tiers.value import HEADER_BYTES
 from dsv3.transfer import protocol
 from dsv3.transfer.protocol import Answer, Hello, PeerError, Want
+from dsv3.transfer.several import Land, fetch_from_any
 from dsv3.trust.certificates import credentials_of, tls_context
 
 _CONNECT_S = 3.0
 _MOST_IDLE = 16  # connections kept for the next fetch
 _AVOID_S = 10.0  # a peer that has failed
 _MOST_AVOIDED = 256
-
-Land = Callable[[Key, np.ndarray], object]
-"""Called with each page that has come and verifies; the array is written again after the call."""
 
 
 class Peers:
@@ -37,9 +35,12 @@ class Peers:
     def fetch(self, address: str, keys: Sequence[Key], patience_s: float, land: Land) -> int:
         """Fetches pages in the order of `keys` and hands each to `land`; returns how many have come.
 
-        Waits `patience_s` for each that `address` ("host:port") does not have yet. Raises PeerError where it cannot be
-        reached, refuses, or sends what does not verify; what came before has been landed.
+        Each page has been verified, and its array is written again after the call. Waits `patience_s` for each that
+        `address` does not have yet: "host:port", or those of an instance's processes with commas between. Raises
+        PeerError where it cannot be reached, refuses, or sends what does not verify; what came before has been landed.
         """
+        if "," in address:
+            return fetch_from_any(self.fetch, address.split(","), keys, patience_s, land)
         if time.monotonic() < self._avoided.get(address, 0.0):
             raise PeerError(f"{address} has failed a moment ago")
         try:

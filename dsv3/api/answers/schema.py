@@ -25,6 +25,7 @@ MAX_STOP_CHARS = 1024
 MAX_NAME_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_TOKENS_LISTED = 2**20
+MAX_ADDRESSES = 64
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
@@ -49,6 +50,10 @@ class TransferParams(msgspec.Struct):
     do_remote_prefill: bool | None = None
     remote_host: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    # Ours, and opaque to routers: those of all processes of an instance, "host:port" each.
+    remote_addresses: (
+        Annotated[list[Annotated[str, Meta(max_length=MAX_NAME_CHARS)]], Meta(max_length=MAX_ADDRESSES)] | None
+    ) = None
 
 
 class Resume(msgspec.Struct, forbid_unknown_fields=True):

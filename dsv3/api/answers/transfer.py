@@ -9,6 +9,7 @@ from typing import Any
 from dsv3.api.answers.errors import invalid
 from dsv3.api.answers.schema import TransferParams
 from dsv3.api.engine.messages import EngineInfo
+from dsv3.options import split_address
 
 _NAME = "kv_transfer_params"
 _HOST = re.compile(r"[0-9A-Za-z._:-]+")
@@ -17,16 +18,29 @@ _HOST = re.compile(r"[0-9A-Za-z._:-]+")
 def pages_from(params: TransferParams | None, info: EngineInfo) -> str:
     """Returns the "host:port" of the instance that has computed a request's prompt; "" for none.
 
-    Raises ApiError where the request asks for what this server does not do.
+    Those of several processes have commas between. Raises ApiError where the request asks for what this server does
+    not do.
     """
     if params is None or not params.do_remote_prefill:
         return ""
     if not info.fetches_pages:
         raise invalid("do_remote_prefill: this server fetches no pages; start it with --transfer_key_file", _NAME)
+    if params.remote_addresses:
+        return ",".join(map(_checked, params.remote_addresses))
     if params.remote_host is None or params.remote_port is None or not _HOST.fullmatch(params.remote_host):
         raise invalid("do_remote_prefill needs remote_host and remote_port, from the prefill server's answer", _NAME)
     host = f"[{params.remote_host}]" if ":" in params.remote_host else params.remote_host
     return f"{host}:{params.remote_port}"
+
+
+def _checked(address: str) -> str:
+    try:
+        host, _ = split_address(address, "remote_addresses")
+    except ValueError as error:
+        raise invalid(str(error), _NAME) from None
+    if not _HOST.fullmatch(host):
+        raise invalid(f"remote_addresses: {address!r} has no host's name", _NAME)
+    return address
 
 
 def told(
@@ -42,7 +56,8 @@ def told(
         raise invalid("do_remote_decode: ask for it without stream", "stream")
     if not info.transfer_address:
         raise invalid("do_remote_decode: nobody can fetch pages here; start it with --transfer_address", _NAME)
-    host, _, port = info.transfer_address.rpartition(":")
+    addresses = info.transfer_address.split(",")
+    host, _, port = addresses[0].rpartition(":")
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -51,4 +66,4 @@ def told(
         "remote_port": int(port),
         "remote_num_tokens": prompt_tokens,
         "tp_size": 1,
-    }
+    } | ({"remote_addresses": addresses} if len(addresses) > 1 else {})

@@ -29,7 +29,7 @@ def describe(engine: Any) -> tuple[EngineLike, EngineInfo]:
         rules=engine.rules,
         max_num_seqs=engine.cfg.max_num_seqs * engine.cfg.num_ranks,
         num_pages=engine.cfg.num_pages * engine.cfg.num_ranks,
-        transfer_address=engine.cfg.transfer_address or "",
+        transfer_address=",".join(engine.cfg.transfer_addresses) or engine.cfg.transfer_address or "",
         fetches_pages=engine.cfg.transfer_key_file is not None,
         model=engine.description,
     )

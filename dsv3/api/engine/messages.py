@@ -88,8 +88,8 @@ class StartProgress(msgspec.Struct, frozen=True, tag=True):
 class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     """The engine is ready: what a front needs to know about it.
 
-    Other instances fetch pages at `transfer_address`, if anywhere; it `fetches_pages` from them. `model` is a line for
-    people.
+    Other instances fetch pages at `transfer_address`, if anywhere, one address per process with commas between; it
+    `fetches_pages` from them. `model` is a line for people.
     """
 
     rules: RequestRules

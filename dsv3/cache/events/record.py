@@ -26,10 +26,14 @@ class Spelled(NamedTuple):
     tenant: Key | None = None
 
 
-class Stored(NamedTuple):
-    """Pages that can be found from now on; on all ranks where `rank` is None."""
+Where = int | range | None
+"""A rank, the ranks of one host, or None for all ranks."""
 
-    rank: int | None
+
+class Stored(NamedTuple):
+    """Pages that can be found from now on, by the ranks `rank`."""
+
+    rank: Where
     medium: Medium
     keys: Sequence[Key]
     spelled: Spelled | None = None
@@ -38,7 +42,7 @@ class Stored(NamedTuple):
 class Removed(NamedTuple):
     """Pages that cannot be found any more."""
 
-    rank: int | None
+    rank: Where
     medium: Medium
     keys: Sequence[Key]
 
@@ -100,11 +104,11 @@ class Record:
 
 
 class Watch(NamedTuple):
-    """Tells a record what happens in one place: a rank's prefix index, or a tier (`rank` None)."""
+    """Tells a record what happens in one place: a rank's prefix index, or a tier, which serves several ranks."""
 
     record: Record
     medium: Medium
-    rank: int | None = None
+    rank: Where = None
 
     def stored(self, keys: Sequence[Key], spelled: Spelled | None = None) -> None:
         """Notes pages that can be found from now on."""

@@ -73,7 +73,7 @@ class Encoder:
                 continue
             rank = None if isinstance(note, Cleared) else note.rank
             told = list(self._told(note))
-            for each in self._ranks if rank is None else (rank,):
+            for each in self._ranks if rank is None else (rank,) if isinstance(rank, int) else rank:
                 _append(events.setdefault(each, []), told)
         return [(rank, self._pack.encode(EventBatch(batch.time, mine, rank))) for rank, mine in events.items()]
 

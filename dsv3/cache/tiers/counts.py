@@ -4,7 +4,8 @@ import bisect
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 LOAD_BOUNDS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0)
 """Upper bounds in seconds of the histogram of loads; the last bucket has none."""
@@ -44,6 +45,17 @@ class TierCounts:
         """Adds `size` bytes written."""
         self.stored_bytes += size
         self.store_seconds += seconds
+
+
+def total(counts: Sequence[TierCounts]) -> TierCounts:
+    """Returns the counts of several hosts' tiers together."""
+    columns = zip(*(dataclasses.astuple(each) for each in counts), strict=True)
+    return TierCounts(*(_sum(column) for column in columns))
+
+
+def _sum(column: Sequence[Any]) -> Any:
+    """Returns the sum of numbers, or of lists of them place by place."""
+    return list(map(sum, zip(*column, strict=True))) if isinstance(column[0], list) else sum(column)
 
 
 class Rate:

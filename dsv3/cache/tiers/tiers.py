@@ -1,15 +1,16 @@
 """The tiers below the devices, as the engine's thread uses them: it asks and never waits; threads copy and verify.
 
 The host's memory is the gateway. What leaves a device goes there and, where there is a store, on to it. What comes back
-from the store goes there too.
+from the store goes there too. Each process of an instance has tiers of its own, for the ranks of its devices.
 """
 
+import abc
 import dataclasses
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -47,6 +48,19 @@ class Batch(NamedTuple):
     values: np.ndarray
     num_pages: int
 
+    @property
+    def bucket(self) -> int:
+        """Rows, padding included."""
+        return len(self.values)
+
+
+class FarBatch(NamedTuple):
+    """Values that another process has loaded, and keeps under a number until a command asks for them."""
+
+    number: int
+    bucket: int
+    num_pages: int
+
 
 class FetchesPages(Protocol):
     """Other instances; `dsv3.transfer.client.Peers` is one way to them."""
@@ -59,18 +73,24 @@ class FetchesPages(Protocol):
 
 @dataclasses.dataclass
 class LookUp:
-    """A question: how many of a request's keys, from `first` on, the store holds or another instance has given."""
+    """A question: how many of a request's keys, from `first` on, the store holds or another instance has given.
 
+    `tiers` are those that were asked; one request may ask twice, at two hosts.
+    """
+
+    tiers: "HostTiers"
     first: int
     answer: Future[int]
-    asked: float
     bound_s: float
-    now: Callable[[], float] = time.monotonic
+    is_second: bool = False
+
+    def __post_init__(self) -> None:
+        self._asked = self.tiers.now()
 
     @property
     def is_over(self) -> bool:
         """Whether there is an answer, or has been time enough."""
-        return self.answer.done() or self.now() - self.asked > self.bound_s
+        return self.answer.done() or self.tiers.now() - self._asked > self.bound_s
 
     @property
     def found(self) -> int:
@@ -83,11 +103,158 @@ class LookUp:
         return self.first + self.answer.result()
 
 
-class Tiers:
-    """Pages of `arena.value_bytes` bytes by key. One thread calls it.
+class HostTiers(abc.ABC):
+    """Pages of `value_bytes` bytes in the tiers of one process, as the engine's thread asks for them.
 
-    `buckets` are the numbers of pages, ascending, that go to or from a device at once. `workers(count, name)` does what
-    takes long, and `now` says the time; a simulator has its own (`dsv3.simulate.pages`).
+    `buckets` are the numbers of pages, ascending, that go to or from a device at once. `compute_rate` is in prompt
+    tokens per second.
+    """
+
+    def __init__(self, value_bytes: int, buckets: Sequence[int], now: Callable[[], float], compute_rate: Rate) -> None:
+        self.value_bytes, self.buckets, self.now = value_bytes, tuple(buckets), now
+        self.compute_rate = compute_rate
+        self._resting_until = 0.0
+        self.batches_under_way = 0
+        self.host, self.store, self.peer = TierCounts(), TierCounts(), TierCounts()
+        self._rates = {"host": Rate(now), "store": Rate(now), "peer": Rate(now)}
+
+    @abc.abstractmethod
+    def lacks(self, key: Key) -> bool:
+        """Returns whether a page is not in the host's memory."""
+
+    @abc.abstractmethod
+    def forget(self, keys: Sequence[Key]) -> None:
+        """Drops pages whose content cannot be trusted."""
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Empties the host's memory; a store, which others may share, stays as it is."""
+
+    @abc.abstractmethod
+    def counts(self) -> dict[str, TierCounts]:
+        """Returns what each tier has counted; any thread may ask."""
+
+    @abc.abstractmethod
+    def drop(self, load: "Future[Batch] | Future[FarBatch]") -> None:
+        """Gives up a batch that nobody wants any more."""
+
+    @property
+    @abc.abstractmethod
+    def stores(self) -> bool:
+        """Whether there is a store."""
+
+    @property
+    @abc.abstractmethod
+    def fetches(self) -> bool:
+        """Whether other instances can be asked."""
+
+    @abc.abstractmethod
+    def begin_load(self, keys: Sequence[Key], bucket: int) -> "Future[Batch] | Future[FarBatch]":
+        """Has a thread load a batch, as far as there is one."""
+
+    @abc.abstractmethod
+    def begin_count(self, keys: Sequence[Key]) -> Future[int]:
+        """Has a thread ask the store how many pages it holds, from the first on."""
+
+    @abc.abstractmethod
+    def begin_bring(self, address: str, keys: Sequence[Key]) -> Future[int]:
+        """Has a thread bring another instance's pages to the host's memory; gives how many, from the first on."""
+
+    def of(self, rank: int) -> "HostTiers":
+        """Returns the tiers that serve a rank: these, which serve all of the process."""
+        return self
+
+    def nearest(self, ranks: Iterator[int]) -> "HostTiers | None":
+        """Returns the tiers of the first of `ranks`; these without a look at it, since they serve all."""
+        return self
+
+    def depths(self, keys: Sequence[Key], look_up: LookUp | None) -> np.ndarray | None:
+        """Returns how many of the first `keys` a look-up has found, `[]` for all ranks alike; None without one.
+
+        What lies in the host's memory speaks for no rank, as all can have it.
+        """
+        return None if look_up is None else np.array(min(look_up.found, len(keys)))
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether other processes are still to be told what to do."""
+        return False
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store that answers."""
+        return self.stores and self.now() >= self._resting_until
+
+    def leading(self, keys: Sequence[Key]) -> int:
+        """Returns how many of `keys`, from the first on, are in the host's memory."""
+        return next((i for i, key in enumerate(keys) if self.lacks(key)), len(keys))
+
+    def note_query(self, pages: int) -> None:
+        """Counts pages that a request would load if the tiers had them."""
+        self.host.queries += pages * PAGE_SIZE
+
+    def look_up(self, keys: Sequence[Key], first: int) -> LookUp | None:
+        """Asks the store how many keys it holds from the first one on, behind `first`, that the host lacks.
+
+        Returns None where there is nothing to ask.
+        """
+        first += self.leading(keys[first:])
+        if first == len(keys) or not self.has_store:
+            return None
+        self.store.queries += (len(keys) - first) * PAGE_SIZE
+        return LookUp(self, first, self.begin_count(keys[first:]), LOOK_UP_S)
+
+    def ask_peer(self, address: str, keys: Sequence[Key], first: int) -> LookUp | None:
+        """Has another instance's pages brought to the host's memory: the keys from `first` on that it lacks.
+
+        None where there is nothing to bring, or computing is faster.
+        """
+        first += self.leading(keys[first:])
+        count = len(keys) - first
+        rate, compute = self._rates["peer"].value, self.compute_rate.value
+        if not self.fetches or not count:
+            return None
+        if not loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate, compute):
+            return None
+        self.peer.queries += count * PAGE_SIZE
+        return LookUp(self, first, self.begin_bring(address, keys[first:]), FETCH_S)
+
+    def within_reach(self, keys: Sequence[Key], first: int, found: int) -> int:
+        """Returns how many keys from `first` on can be loaded; 0 where computing them is faster.
+
+        A look-up has found the keys before `found`; those from there on may be in the host's memory.
+        """
+        stop = max(first, min(found, len(keys)))
+        stop += self.leading(keys[stop:])
+        count = stop - first
+        rate = self._rates["host" if self.leading(keys[first:stop]) == count else "store"]
+        pays = loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate.value, self.compute_rate.value)
+        return count if pays else 0
+
+    def fetch(self, keys: Sequence[Key]) -> "Fetch":
+        """Begins to load a run of pages that are `within_reach`."""
+        return Fetch(self, keys, self.buckets)
+
+    def submit_load(self, keys: Sequence[Key], bucket: int) -> "Future[Batch] | Future[FarBatch] | None":
+        """Begins to load a batch; None where too many are under way."""
+        if self.batches_under_way >= _MOST_BATCHES:
+            return None
+        self.batches_under_way += 1
+        return self.begin_load(keys, bucket)
+
+    def rest(self) -> None:
+        """Leaves the store alone for a while: it has kept somebody waiting too long."""
+        if self.has_store:
+            _log.warning("the key-value store does not answer; it is left alone for %.0f s", _REST_S)
+        self._resting_until = self.now() + _REST_S
+
+
+class Tiers(HostTiers):
+    """The tiers of this process, over `arena.value_bytes` bytes per page.
+
+    One thread calls what `HostTiers` has. Any may call `keep`, `begin_load`, `begin_count`, `begin_bring`, `forget` and
+    `clear`. `workers(count, name)` does what takes long, and `now` says the time; a simulator has its own
+    (`dsv3.simulate.pages`).
     """
 
     def __init__(
@@ -99,79 +266,34 @@ class Tiers:
         workers: Callable[[int, str], Executor] = ThreadPoolExecutor,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.value_bytes, self._buckets = arena.value_bytes, tuple(buckets)
+        super().__init__(arena.value_bytes, buckets, now, Rate(now))
         self._arena, self._store, self._peers = arena, store, peers
-        self.now = now
         self._loaders, self._fetchers = workers(_LOAD_THREADS, "kv-load"), workers(_FETCH_THREADS, "kv-fetch")
         self._host_writer, self._store_writer = workers(1, "kv-host"), workers(1, "kv-store")
         self._backlog = {"host": 0, "store": 0}  # bytes that wait to be written
         self._staging = Staging()
         self._lock = threading.Lock()
         self._news = threading.Event()
-        self._resting_until = self._complained = 0.0
-        self.batches_under_way = 0
-        self.host, self.store, self.peer = TierCounts(), TierCounts(), TierCounts()
-        self._rates = {"host": Rate(now), "store": Rate(now), "peer": Rate(now)}
-        self.compute_rate = Rate(now)  # prompt tokens per second
+        self._complained = 0.0
 
     @property
-    def has_store(self) -> bool:
-        """Whether there is a store that answers."""
-        return self._store is not None and self.now() >= self._resting_until
+    def stores(self) -> bool:
+        """Whether there is a store."""
+        return self._store is not None
+
+    @property
+    def fetches(self) -> bool:
+        """Whether other instances can be asked."""
+        return self._peers is not None
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Bytes per second of each tier that has been measured lately."""
+        return {name: value for name, rate in self._rates.items() if (value := rate.value) is not None}
 
     def lacks(self, key: Key) -> bool:
         """Returns whether a page is not in the host's memory."""
         return key not in self._arena
-
-    def note_query(self, pages: int) -> None:
-        """Counts pages that a request would load if the tiers had them."""
-        self.host.queries += pages * PAGE_SIZE
-
-    def look_up(self, keys: Sequence[Key], first: int) -> LookUp | None:
-        """Asks the store how many keys it holds from the first one on, behind `first`, that the host lacks.
-
-        Returns None where there is nothing to ask.
-        """
-        while first < len(keys) and keys[first] in self._arena:
-            first += 1
-        if first == len(keys) or not self.has_store:
-            return None
-        self.store.queries += (len(keys) - first) * PAGE_SIZE
-        return LookUp(first, self._submit_loader(self._count, keys[first:]), self.now(), LOOK_UP_S, self.now)
-
-    def ask_peer(self, address: str, keys: Sequence[Key], first: int) -> LookUp | None:
-        """Has another instance's pages brought to the host's memory: the keys from `first` on that it lacks.
-
-        None where there is nothing to bring, or computing is faster.
-        """
-        while first < len(keys) and keys[first] in self._arena:
-            first += 1
-        count = len(keys) - first
-        rate, compute = self._rates["peer"].value, self.compute_rate.value
-        if self._peers is None or not count:
-            return None
-        if not loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate, compute):
-            return None
-        self.peer.queries += count * PAGE_SIZE
-        answer = self._fetchers.submit(self._fetch, address, keys[first:])
-        return LookUp(first, answer, self.now(), FETCH_S, self.now)
-
-    def within_reach(self, keys: Sequence[Key], first: int, found: int) -> int:
-        """Returns how many keys from `first` on can be loaded; 0 where computing them is faster.
-
-        A look-up has found the keys before `found`; those from there on may be in the host's memory.
-        """
-        stop = first
-        while stop < len(keys) and (stop < found or keys[stop] in self._arena):
-            stop += 1
-        count = stop - first
-        rate = self._rates["host" if all(key in self._arena for key in keys[first:stop]) else "store"]
-        pays = loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate.value, self.compute_rate.value)
-        return count if pays else 0
-
-    def fetch(self, keys: Sequence[Key]) -> "Fetch":
-        """Begins to load a run of pages that are `within_reach`."""
-        return Fetch(self, keys, self._buckets)
 
     def keep(self, keys: Sequence[Key], values: np.ndarray) -> None:
         """Takes pages from a device, uint8 `[n, value_bytes]`; drops them where too many wait to be written."""
@@ -196,11 +318,9 @@ class Tiers:
         self._news.wait(seconds)
         self._news.clear()
 
-    def rest(self) -> None:
-        """Leaves the store alone for a while: it has kept somebody waiting too long."""
-        if self.has_store:
-            _log.warning("the key-value store does not answer; it is left alone for %.0f s", _REST_S)
-        self._resting_until = self.now() + _REST_S
+    def wake(self) -> None:
+        """Ends a `wait`."""
+        self._news.set()
 
     def counts(self) -> dict[str, TierCounts]:
         """Returns what each tier has counted; any thread may ask."""
@@ -216,17 +336,26 @@ class Tiers:
             )
         return counts
 
-    def submit_load(self, keys: Sequence[Key], bucket: int) -> Future[Batch] | None:
-        """Has a thread load a batch; None where too many are under way."""
-        if self.batches_under_way >= _MOST_BATCHES:
-            return None
-        self.batches_under_way += 1
+    def begin_load(self, keys: Sequence[Key], bucket: int) -> Future[Batch]:
+        """Has a thread load a batch, as far as there is one."""
         return self._submit_loader(self._load, keys, bucket)
+
+    def begin_count(self, keys: Sequence[Key]) -> Future[int]:
+        """Has a thread ask the store how many pages it holds, from the first on."""
+        return self._submit_loader(self._count, keys)
+
+    def begin_bring(self, address: str, keys: Sequence[Key]) -> Future[int]:
+        """Has a thread bring another instance's pages to the host's memory; gives how many, from the first on."""
+        return self._fetchers.submit(self._fetch, address, keys)
+
+    def drop(self, load: "Future[Batch] | Future[FarBatch]") -> None:
+        """Gives up a batch that nobody wants any more."""
+        load.cancel()
 
     def _submit_loader(self, work: Callable, *arguments: Any) -> Future:
         """Has a thread do something whose result ends a `wait`."""
         future = self._loaders.submit(work, *arguments)
-        future.add_done_callback(lambda _: self._news.set())
+        future.add_done_callback(lambda _: self.wake())
         return future
 
     def _load(self, keys: Sequence[Key], bucket: int) -> Batch:
@@ -280,12 +409,11 @@ class Tiers:
             self.peer.hits += landed * PAGE_SIZE
             self.peer.note_load(landed * self.value_bytes, seconds)
         self._rates["peer"].note(landed * self.value_bytes, seconds)
-        self._news.set()
-        return next((i for i, key in enumerate(keys) if key not in self._arena), len(keys))
+        self.wake()
+        return self.leading(keys)
 
     def _count(self, keys: Sequence[Key]) -> int:
-        assert self._store is not None
-        return self._guarded(self._store.count, keys) or 0
+        return 0 if self._store is None else self._guarded(self._store.count, keys) or 0
 
     def _put_in_host(self, keys: Sequence[Key], values: np.ndarray) -> None:
         started = self.now()
@@ -336,12 +464,12 @@ class Tiers:
 
 
 class Fetch:
-    """A run of pages on its way to a device, batch after batch; made by `Tiers.fetch`."""
+    """A run of pages on its way to a device, batch after batch; made by `HostTiers.fetch`."""
 
-    def __init__(self, tiers: Tiers, keys: Sequence[Key], buckets: Sequence[int]) -> None:
+    def __init__(self, tiers: HostTiers, keys: Sequence[Key], buckets: Sequence[int]) -> None:
         self._tiers, self._keys, self._buckets = tiers, keys, buckets
         self._asked = 0  # keys
-        self._coming: deque[tuple[Future[Batch], int]] = deque()  # with the number of keys
+        self._coming: deque[tuple[Future[Batch] | Future[FarBatch], int]] = deque()  # with the number of keys
         self._progress = tiers.now()
         self.advance()
 
@@ -361,7 +489,7 @@ class Fetch:
             self._coming.append((batch, len(keys)))
             self._asked += len(keys)
 
-    def take(self) -> Batch | None:
+    def take(self) -> Batch | FarBatch | None:
         """Returns the next batch once it is there. After one that is not whole nothing more comes."""
         if not self._coming:
             self._progress = self._tiers.now()
@@ -389,7 +517,7 @@ class Fetch:
     def cancel(self) -> None:
         """Gives up what has not come yet."""
         for future, _ in self._coming:
-            future.cancel()
+            self._tiers.drop(future)
             self._tiers.batches_under_way -= 1
         self._coming.clear()
         self._asked = len(self._keys)

@@ -1,9 +1,15 @@
-"""The executor of an instance of several processes: its leader launches what its followers launch too."""
+"""The executors of an instance of several processes: its leader launches what its followers launch too."""
 
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from dsv3.engine.aside import Aside
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.device.executor import InFlight, LocalExecutor, Results
 from dsv3.engine.device.programs import Progress, Store
-from dsv3.engine.job import StepCommand
+from dsv3.engine.job import Job, StepCommand
 
 
 class LeadingExecutor:
@@ -37,3 +43,33 @@ class LeadingExecutor:
             raise self._leader.explain(error) from error
         self._leader.results(in_flight.command.number, self.local.agreed(in_flight, results))
         return results
+
+
+class FollowingExecutor:
+    """Carries out the leader's commands, and what they ask for beside programs: `asides`, by the kind of job."""
+
+    def __init__(self, local: LocalExecutor, asides: Mapping[str, Aside]) -> None:
+        self._local, self._asides = local, asides
+
+    def compile_all(self, store: Store) -> None:
+        """Compiles this process's programs that are not in `store`."""
+        self._local.compile_all(store=store)
+
+    def launch(self, command: StepCommand) -> InFlight:
+        """Starts a step."""
+        return self._local.launch(dataclasses.replace(command, jobs=tuple(map(self._prepared, command.jobs))))
+
+    def fetch(self, in_flight: InFlight) -> tuple[Results, list[np.ndarray]]:
+        """Waits for the results of a step; returns them, and those that must be the same in every process."""
+        results = self._local.fetch(in_flight)
+        return results, self._local.agreed(in_flight, results)
+
+    def take(self, in_flight: InFlight, results: Results) -> None:
+        """Hands the results of a step to those who want them."""
+        for job, arrays in zip(in_flight.command.jobs, results, strict=True):
+            if (aside := self._asides.get(job.kind)) is not None:
+                aside.take(job.command, arrays)
+
+    def _prepared(self, job: Job) -> Job:
+        aside = self._asides.get(job.kind)
+        return job if aside is None else Job(job.kind, aside.prepared(job.command))

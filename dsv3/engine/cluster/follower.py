@@ -6,6 +6,7 @@ stuck in.
 """
 
 import dataclasses
+import functools
 import logging
 import os
 import queue
@@ -21,6 +22,7 @@ from typing import NoReturn
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
+from dsv3.engine.cluster.executor import FollowingExecutor
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -34,6 +36,7 @@ from dsv3.engine.cluster.messages import (
     Started,
     Step,
     Stop,
+    Told,
 )
 from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
@@ -96,12 +99,14 @@ class _Follower:
         phases.end("jax")
         parts = load(model_dir, options)
         phases.end("weights")
-        self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages))
+        self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages, parts.cfg.transfer_address or ""))
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
-        executor = LocalExecutor(parts, JOB_KINDS)
+        makers = {kind.name: kind.aside for kind in JOB_KINDS if kind.aside is not None and kind.applies(parts)}
+        asides = {name: make(parts, functools.partial(self._tell, name)) for name, make in makers.items()}
+        executor = FollowingExecutor(LocalExecutor(parts, JOB_KINDS), asides)
         store = kept_programs(self._cluster, model_dir, options, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
-        executor.compile_all(store=store)
+        executor.compile_all(store)
         phases.end("compiling")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._send(Ready())
@@ -146,6 +151,12 @@ class _Follower:
     def _send(self, message: messages.ToLeader) -> None:
         self._channel.send(messages.encode(message))
 
+    def _tell(self, kind: str, body: bytes) -> None:
+        try:
+            self._send(Told(kind, body))
+        except ChannelError as error:
+            self.give_up(error)
+
     def _take(self, body: bytes) -> None:
         message = messages.decode_for_follower(body)
         match message:
@@ -164,15 +175,16 @@ class _Follower:
             _end(1, text)
         threading.Thread(target=self.give_up, args=(WireError(text),), daemon=True).start()
 
-    def _report(self, executor: LocalExecutor) -> None:
-        """Reads the results of each step and sends their digest to the leader."""
+    def _report(self, executor: FollowingExecutor) -> None:
+        """Reads the results of each step, sends their digest to the leader, and takes in what stays here."""
         chain = Chain()
         try:
             while True:
                 in_flight = self._launched.get()
                 number = in_flight.command.number
-                results = executor.agreed(in_flight, executor.fetch(in_flight))
-                self._send(Digest(number, chain.add(number, results)))
+                results, agreed = executor.fetch(in_flight)
+                self._send(Digest(number, chain.add(number, agreed)))
+                executor.take(in_flight, results)
         except Exception as error:
             self.give_up(error)
 

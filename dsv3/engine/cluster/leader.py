@@ -11,11 +11,24 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dsv3.engine.aside import News
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.entrance import Entrance
-from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Started, Stop
+from dsv3.engine.cluster.messages import (
+    Build,
+    Digest,
+    Drain,
+    Failed,
+    Heartbeat,
+    Hello,
+    Loaded,
+    Ready,
+    Started,
+    Stop,
+    Told,
+)
 from dsv3.engine.cluster.wire import Wire, WireError
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
@@ -42,6 +55,7 @@ class Leader:
     `on_failure` is called when the instance must end, with a reason fit for clients; `on_drain` when a follower has
     been asked to end. Both are called on the leader's own threads. The constructor listens and `gather` accepts: no
     follower can fail before the caller has arranged that `end` is called. Raises ClusterError where it cannot listen.
+    `news` are what followers tell planners.
     """
 
     def __init__(
@@ -65,6 +79,7 @@ class Leader:
         self._launched = (-1, 0.0)  # the last step this process has launched, and when
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._ranks: dict[int, range] = {}
+        self.news = News()
         self._silence_s = options.starting_silence_s
         self._forgiven = 0.0  # when this process was last found to have been suspended
         credentials = credentials_of(read_key(options.cluster_key_file))
@@ -99,6 +114,22 @@ class Leader:
             if error := self._compare(process_id, fields, message.fields):
                 raise error
         return min(message.num_pages for message in said.values())
+
+    def transfer_addresses(self, own: str | None) -> tuple[str, ...]:
+        """Returns where each process lets other instances fetch pages, this one at `own`; empty where none does.
+
+        Call it behind `loaded`. Raises ClusterError where some do and others do not, or two at the same address.
+        """
+        others = {p: m.transfer_address for p, m in self._said[Loaded].items() if isinstance(m, Loaded)}
+        said = {LEADER: own or ""} | others
+        addresses = tuple(address for _, address in sorted(said.items()))
+        if not any(addresses):
+            return ()
+        if missing := frozenset(process_id for process_id, address in said.items() if not address):
+            raise self._fail(f"transfer_address: {_processes(missing)} has none, and others have; give each its own")
+        if len(set(addresses)) < len(addresses):
+            raise self._fail(f"transfer_address: two processes have the same one: {', '.join(addresses)}")
+        return addresses
 
     def build(self, config: EngineConfig) -> None:
         """Tells the followers the limits that all processes use."""
@@ -198,6 +229,8 @@ class Leader:
                 if self._compare(process_id, self._fields, message.fields) is None:
                     _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
                     self._note(process_id, message)
+            case Told():
+                self.news.put(message.kind, process_id, message.body)
             case Loaded() | Ready():
                 self._note(process_id, message)
             case Drain():

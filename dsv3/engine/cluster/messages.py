@@ -31,11 +31,12 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """A follower has its weights.
 
     `fields` are those of the fingerprint that are known only now, `num_pages` the cache pages that each of its ranks
-    has room for.
+    has room for. Other instances shall fetch pages at `transfer_address`, if anywhere.
     """
 
     fields: dict[str, str]
     num_pages: int
+    transfer_address: str = ""
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +67,13 @@ class Digest(msgspec.Struct, frozen=True, tag=True):
     digest: bytes
 
 
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """What the follower's half of a kind of job tells the planner, as the two encode it (`dsv3.engine.aside`)."""
+
+    kind: str
+    body: bytes
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """The process lives and has nothing to say. `launched` is the last step that its main thread has launched."""
 
@@ -92,7 +100,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFollower = Begin | Build | Started | Step | Heartbeat | Stop
-ToLeader = Hello | Loaded | Ready | Digest | Heartbeat | Drain | Failed
+ToLeader = Hello | Loaded | Ready | Digest | Told | Heartbeat | Drain | Failed
 
 
 def _to_plain(value: Any) -> Any:

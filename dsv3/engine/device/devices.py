@@ -46,13 +46,13 @@ class Devices:
         shape = (layout.cfg.num_ranks, *array.shape[1:])
         return jax.make_array_from_process_local_data(layout.rank_sharding, array, shape)
 
-    def put_some(self, parts: Mapping[int, np.ndarray], dtype: Any) -> Any:
-        """Returns an array over all ranks of which only the ranks in `parts` matter; all parts are of one shape.
+    def put_some(self, parts: Mapping[int, np.ndarray], shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns an array over all ranks of which only the ranks in `parts` matter; each part is of `shape`.
 
         The others' are zeros, which stay on their devices from call to call.
         """
         layout = self.layout
-        shape = (layout.cfg.num_ranks, *next(iter(parts.values())).shape)
+        shape = (layout.cfg.num_ranks, *shape)
         if layout.cfg.num_devices == 1:
             return parts[0][None]
         arrays = []

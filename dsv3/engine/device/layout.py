@@ -53,6 +53,11 @@ class Layout:
         return self.cfg.num_ranks // self.cfg.num_nodes if self.spans_processes else self.cfg.num_ranks
 
     @property
+    def first_local_rank(self) -> int:
+        """The first of these ranks."""
+        return self.cfg.ranks_of(jax.process_index()).start if self.spans_processes else 0
+
+    @property
     def sampled_shapes(self) -> list[tuple[int, int]]:
         """Rows and tokens per row of every batch that is sampled."""
         cfg = self.cfg

@@ -3,11 +3,13 @@
 A page goes out once it is findable, unless it has been given away by then. A request whose prefix reaches further in
 the tiers than on its device gets a slot and pages, and waits while threads bring the values. Each step takes up what
 has come. What does not come in time, or does not verify, is computed.
+
+Each process keeps and loads the pages of its own ranks. The leader's planner orders that in its commands, and knows
+from the followers what their hosts hold. A value never leaves its host but for another instance.
 """
 
 import dataclasses
 import functools
-import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,38 +17,29 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dsv3.cache.events.record import Record, Watch
-from dsv3.cache.identity import LAYOUT_VERSION
 from dsv3.cache.keys import Key as PageKey
 from dsv3.cache.layout import page_bytes
 from dsv3.cache.page import PAGE_SIZE
-from dsv3.cache.tiers.arena import Arena, arena_bytes, cells_within
-from dsv3.cache.tiers.shared_memory import SharedMemory
-from dsv3.cache.tiers.store import open_store
-from dsv3.cache.tiers.tiers import Batch, Fetch, Tiers
+from dsv3.cache.tiers.far import FarTiers
+from dsv3.cache.tiers.hosts import Hosts
+from dsv3.cache.tiers.tiers import Batch, FarBatch, Fetch, HostTiers
 from dsv3.engine.config import bucket
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.job import Command, EngineView, JobKind, Planned
+from dsv3.engine.job import EngineView, JobKind, Planned
+from dsv3.engine.jobs.page_aside import PagesAside
+from dsv3.engine.jobs.page_command import Copy, PagesCommand, value_rows
+from dsv3.engine.jobs.page_tiers import Opened, open_tiers, page_buckets
 from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.sequence import Sequence
-from dsv3.options import split_address
 from dsv3.request import StepOutputs
-from dsv3.transfer.client import Peers
-from dsv3.transfer.protocol import VERSION, Hello
-from dsv3.transfer.server import PageServer
-from dsv3.trust.key_file import read_key
 from sharding.processes import local_part
-
-_log = logging.getLogger(__name__)
 
 NAME = "pages"
 OUT, IN = "pages_out", "pages_in"
-BATCH_BYTES = 2**26  # per device: staging memory of one launch, twice
-_MOST_AT_ONCE = 64
 _IDLE_WAIT_S = 2e-3
 
 
@@ -62,28 +55,7 @@ class Incoming(NamedTuple):
 
     rank: int
     pages: list[int]
-    batch: Batch
-
-
-class Copy(Command, frozen=True):
-    """Pages of each rank to copy at once, -1 in padding; `values` are those of the ranks that load, by rank."""
-
-    pages: np.ndarray  # [ranks, bucket] int32
-    values: dict[int, np.ndarray]  # uint8 [bucket, bytes of a page]
-
-
-class PagesCommand(Command, frozen=True):
-    """Copies out, then copies in."""
-
-    out: list[Copy]
-    into: list[Copy]
-
-
-class Context(NamedTuple):
-    """What `collect` needs: keys of each copy by rank, and how far requests' prefixes are loaded."""
-
-    keys: list[dict[int, list[PageKey]]]
-    loaded: list[tuple[Sequence, int, int]]  # with the epoch of its slot, and its loaded tokens
+    batch: Batch | FarBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,53 +66,16 @@ class PageStats:
     tiers: dict[str, Any]
 
 
-def page_buckets(page_bytes: int) -> tuple[int, ...]:
-    """Returns how many pages are copied at once: 1, 8, 64, as far as they fit a batch's bytes."""
-    return tuple(n for n in (1, 8, _MOST_AT_ONCE) if n == 1 or n * page_bytes <= BATCH_BYTES)
-
-
-class Opened(NamedTuple):
-    """The tiers of an engine, the memory of the first, and the port for other instances."""
-
-    tiers: Tiers
-    memory: SharedMemory | None
-    server: PageServer | None
-
-
-def open_tiers(parts: Parts, events: Record | None = None) -> Opened:
-    """Opens the tiers that the limits ask for, and the port for other instances.
-
-    `events` hears what the tiers store and remove. Raises MemoryError, OSError or ValueError where one cannot be.
-    """
-    cfg, size = parts.cfg, page_bytes(parts.model_cfg, parts.cfg.cache_dtype)
-    cells = cells_within(int(cfg.kv_offloading_size * 2**30), size)
-    if not cells:
-        raise ValueError(
-            f"kv_offloading_size: {cfg.kv_offloading_size} GiB do not hold one page of {size} bytes; raise it"
-        )
-    name = f"{LAYOUT_VERSION}-{cfg.fingerprint[:16]}"
-    memory = SharedMemory(name, arena_bytes(cells, size))
-    on_host, on_store = (None if events is None else Watch(events, medium) for medium in ("CPU", "STORAGE"))
-    arena = Arena(memory.array, size, cells, on_host)
-    _log.info("host memory in %s: room for %d pages, %d found again", memory.path, cells, len(arena))
-    limit = int(cfg.kv_store_size * 2**30)
-    store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
-    if cfg.transfer_key_file is None:
-        return Opened(Tiers(page_buckets(size), arena, store), memory, None)
-    secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), Hello(VERSION, cfg.identity, size)
-    server = None
-    if cfg.transfer_address is not None:
-        server = PageServer(*split_address(cfg.transfer_address, "transfer_address"), secret, hello, arena)
-    return Opened(Tiers(page_buckets(size), arena, store, Peers(secret, hello)), memory, server)
-
-
 class PagesPlanner:
     """Decides which pages a step copies. `opened` are the tiers, those that the limits ask for if not given."""
 
     def __init__(self, view: EngineView, opened: Opened | None = None) -> None:
         self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
-        self._tiers, self.memory, self.server = opened or open_tiers(view.parts, view.scheduler.events)
-        view.scheduler.tiers = self._tiers
+        self._own = self._cfg.ranks_of(0) if view.news is not None else range(self._cfg.num_ranks)
+        where = self._own if view.news is not None else None
+        self._tiers, self.memory, self.server = opened or open_tiers(view.parts, view.scheduler.events, 0, where)
+        self._far: dict[int, FarTiers] = {}  # by the first rank of their process
+        self._by_rank = view.scheduler.tiers = self._with_followers(view)
         self._buckets = page_buckets(self._tiers.value_bytes)
         self._most = max(self._buckets[-1], TIER_STEP_BYTES // self._tiers.value_bytes)
         self._fetches: dict[int, tuple[Sequence, Fetch]] = {}  # by the epoch of the slot
@@ -152,24 +87,23 @@ class PagesPlanner:
         self._measure()
         self._scheduler.admission.take_answers()
         incoming, loaded = self._arrived()
-        out, keys = self._grouped_out(self._departing())
-        if out or incoming:
+        out = self._grouped_out(self._departing())
+        orders = {rank: tiers.take_orders() for rank, tiers in self._far.items() if tiers.has_orders}
+        if out or incoming or orders:
             self._under_way += 1
-            command = PagesCommand(out, self._grouped_in(incoming))
-            return [Planned(NAME, command, Context(keys, loaded))]
+            return [Planned(NAME, PagesCommand(out, self._grouped_in(incoming), orders), loaded)]
         if not step and self._scheduler.only_waits_for_tiers:
             self._tiers.wait(_IDLE_WAIT_S)
         return []
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
         """Hands what has left the devices to the tiers, and makes loaded pages findable."""
-        context, arrays = planned.context, iter(results)
-        for by_rank in context.keys:
-            for keys in by_rank.values():
-                values = next(arrays)[0]
-                self._keep(keys, values.reshape(len(values), -1).view(np.uint8)[: len(keys)])
-        slots = self._scheduler.slots
-        for sequence, epoch, tokens in context.loaded:
+        assert isinstance(planned.command, PagesCommand)
+        arrays, slots = iter(results), self._scheduler.slots
+        for rank, keys in (pair for copy in planned.command.out for pair in copy.keys.items()):
+            if rank in self._own:  # the others' processes keep theirs
+                self._keep(keys, value_rows(next(arrays), len(keys)))
+        for sequence, epoch, tokens in planned.context:
             if sequence.slot >= 0 and slots.epoch[sequence.slot] == epoch:
                 self._scheduler.publish(sequence, tokens)
         self._under_way -= 1
@@ -178,7 +112,17 @@ class PagesPlanner:
 
     def stats(self) -> PageStats:
         """Returns what the tiers have counted."""
-        return PageStats(len(self._scheduler.loading), dict(self._tiers.counts()))
+        return PageStats(len(self._scheduler.loading), dict(self._by_rank.counts()))
+
+    def _with_followers(self, view: EngineView) -> HostTiers | Hosts:
+        """Returns the tiers of all processes; those of followers hear what these tell."""
+        if view.news is None:
+            return self._tiers
+        cfg, events = self._cfg, view.scheduler.events
+        for ranks in map(cfg.ranks_of, range(1, cfg.num_nodes)):
+            self._far[ranks.start] = FarTiers(self._tiers, events, ranks)
+        view.news.listen(NAME, lambda process_id, body: self._far[cfg.ranks_of(process_id).start].hear(body))
+        return Hosts([self._tiers, *self._far.values()], len(self._own))
 
     def _keep(self, keys: list[PageKey], values: np.ndarray) -> None:
         """Hands over pages but those that have been distrusted since."""
@@ -208,7 +152,8 @@ class PagesPlanner:
             if epoch not in self._fetches:
                 first = sequence.prefilled // PAGE_SIZE
                 scheduler.spell(sequence, first, sequence.load_stop)
-                self._fetches[epoch] = sequence, self._tiers.fetch(sequence.keys[first : sequence.load_stop])
+                keys = sequence.keys[first : sequence.load_stop]
+                self._fetches[epoch] = sequence, self._by_rank.of(rank).fetch(keys)
             _, fetch = self._fetches[epoch]
             while taken[rank] < self._most and (batch := fetch.take()) is not None:
                 first = sequence.prefilled // PAGE_SIZE
@@ -239,42 +184,46 @@ class PagesPlanner:
             if len(mine[rank]) == self._most:
                 break
             outgoing.popleft()
-            if caches[rank].finds(key, page) and self._tiers.lacks(key):
+            if caches[rank].finds(key, page) and self._by_rank.of(rank).lacks(key):
                 mine[rank].append(Outgoing(key, page))
         return mine
 
-    def _grouped_out(self, departing: list[list[Outgoing]]) -> tuple[list[Copy], list[dict[int, list[PageKey]]]]:
-        copies, keys = [], []
-        most = self._buckets[-1]
+    def _grouped_out(self, departing: list[list[Outgoing]]) -> list[Copy]:
+        copies, most = [], self._buckets[-1]
         for start in range(0, max(map(len, departing), default=0), most):
             parts = {rank: mine[start : start + most] for rank, mine in enumerate(departing) if len(mine) > start}
-            copies.append(self._copy({rank: [each.page for each in part] for rank, part in parts.items()}, {}))
-            keys.append({rank: [each.key for each in part] for rank, part in parts.items()})
-        return copies, keys
+            pages = {rank: [each.page for each in part] for rank, part in parts.items()}
+            size = bucket(self._buckets, max(map(len, pages.values())))
+            copies.append(
+                Copy(self._table(pages, size), {rank: [each.key for each in part] for rank, part in parts.items()})
+            )
+        return copies
 
     def _grouped_in(self, incoming: list[Incoming]) -> list[Copy]:
         """Joins batches of different ranks and of one size, which are loaded at once."""
         queues: dict[tuple[int, int], list[Incoming]] = defaultdict(list)
         for each in incoming:
-            queues[len(each.batch.values), each.rank].append(each)
+            queues[each.batch.bucket, each.rank].append(each)
         turns: dict[tuple[int, int], dict[int, Incoming]] = defaultdict(dict)
         for (size, rank), mine in queues.items():
             for turn, each in enumerate(mine):
                 turns[size, turn][rank] = each
-        return [
-            self._copy(
-                {rank: each.pages for rank, each in group.items()},
-                {rank: each.batch.values for rank, each in group.items()},
-            )
-            for group in turns.values()
-        ]
+        return [self._copy_in(group, size) for (size, _), group in turns.items()]
 
-    def _copy(self, pages: dict[int, list[int]], values: dict[int, np.ndarray]) -> Copy:
-        size = max(map(len, values.values()), default=0) or bucket(self._buckets, max(map(len, pages.values())))
+    def _copy_in(self, group: dict[int, Incoming], size: int) -> Copy:
+        batches = {rank: each.batch for rank, each in group.items()}
+        return Copy(
+            self._table({rank: each.pages for rank, each in group.items()}, size),
+            values={rank: batch.values for rank, batch in batches.items() if isinstance(batch, Batch)},
+            loads={rank: batch.number for rank, batch in batches.items() if isinstance(batch, FarBatch)},
+        )
+
+    def _table(self, pages: dict[int, list[int]], size: int) -> np.ndarray:
+        """Returns pages by rank as `[X, size]` int32."""
         table = np.full((self._cfg.num_ranks, size), -1, np.int32)
         for rank, mine in pages.items():
             table[rank, : len(mine)] = mine
-        return Copy(table, values)
+        return table
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
@@ -296,7 +245,7 @@ class PagesWorker:
     def launch(self, command: PagesCommand) -> tuple[jax.Array, ...]:
         """Starts the copies; returns what has come out, one array of values `[1, n, ...]` per copy and rank with pages.
 
-        Behind them stands, for each copy in, something to wait for.
+        Behind them stands, for each copy in, something to wait for. Ranks count from the first one of this process.
         """
         out = [array for copy in command.out for array in self._take_out(copy)]
         return (*out, *(self._put_in(copy) for copy in command.into))
@@ -304,7 +253,8 @@ class PagesWorker:
     def _take_out(self, copy: Copy) -> list[jax.Array]:
         devices = self._devices
         program = devices.programs.get(Key(OUT, copy.pages.shape[1]))
-        taken = devices.of_ranks(program(devices.pages, devices.put(copy.pages)), np.flatnonzero(copy.pages[:, 0] >= 0))
+        ranks = devices.layout.first_local_rank + np.flatnonzero(copy.pages[:, 0] >= 0)
+        taken = devices.of_ranks(program(devices.pages, devices.put(copy.pages)), ranks)
         for array in taken:
             array.copy_to_host_async()
         return taken
@@ -312,9 +262,10 @@ class PagesWorker:
     def _put_in(self, copy: Copy) -> jax.Array:
         devices, layout, count = self._devices, self._devices.layout, copy.pages.shape[1]
         one = value_shape(layout.model_cfg, layout.cfg.cache_dtype)
-        values = {rank: each.view(one.dtype).reshape(count, *one.shape) for rank, each in copy.values.items()}
-        program = devices.programs.get(Key(IN, count))
-        devices.pages, written = program(devices.pages, devices.put(copy.pages), devices.put_some(values, one.dtype))
+        shape, first = (count, *one.shape), layout.first_local_rank
+        values = {first + rank: each.view(one.dtype).reshape(shape) for rank, each in copy.values.items()}
+        program, put = devices.programs.get(Key(IN, count)), devices.put_some(values, shape, one.dtype)
+        devices.pages, written = program(devices.pages, devices.put(copy.pages), put)
         return local_part(written)
 
 
@@ -322,4 +273,4 @@ def _applies(parts: Parts) -> bool:
     return parts.cfg.kv_offloading_size > 0
 
 
-KIND = JobKind(NAME, PagesCommand, PagesPlanner, programs, PagesWorker, _applies)
+KIND = JobKind(NAME, PagesCommand, PagesPlanner, programs, PagesWorker, _applies, aside=PagesAside)

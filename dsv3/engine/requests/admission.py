@@ -5,7 +5,8 @@ from time import perf_counter
 
 from dsv3.cache.keys import Key
 from dsv3.cache.page import PAGE_SIZE, pages_for
-from dsv3.cache.tiers.tiers import Tiers
+from dsv3.cache.tiers.hosts import Hosts
+from dsv3.cache.tiers.tiers import HostTiers
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.requests.balance import Balancer
 from dsv3.engine.requests.pages import RankPages
@@ -44,7 +45,7 @@ class Admission:
         self._taken: set[int] = set()  # ranks where one of these comes before whoever else is admitted
         self.prefix_queries = 0  # prompt tokens looked up
         self.prefix_hits = 0  # of these, found
-        self.tiers: Tiers | None = None
+        self.tiers: HostTiers | Hosts | None = None
         self.asking: list[Sequence] = []  # parked until the store says what it has of their prefix
 
     def admit(self) -> list[Sequence]:
@@ -74,6 +75,8 @@ class Admission:
                 waiting.append(sequence)
                 break
             rank, cached = choice
+            if self._asks_elsewhere(sequence, rank):
+                continue
             awaited = self._last_pending(sequence, rank, len(cached))
             if awaited is not None:
                 self._queue.park(sequence, rank, awaited)
@@ -117,18 +120,35 @@ class Admission:
     def _asks_store(self, sequence: Sequence) -> bool:
         """Returns whether a sequence now waits: for pages of another instance, or for what the store says it has.
 
-        Each asks once.
+        Each asks once, on the host where it would start now.
         """
         if self.tiers is None or sequence.look_up is not None:
             return False
-        useful = sequence.keys[: useful_pages(sequence)]
-        on_device = max(len(cache.match(useful)) for cache in self._pages.caches)
-        if sequence.request.pages_from:
-            sequence.look_up = self.tiers.ask_peer(sequence.request.pages_from, useful, on_device)
-        else:
-            sequence.look_up = self.tiers.look_up(useful, on_device)
-        if sequence.look_up is None:
+        useful, rank = sequence.keys[: useful_pages(sequence)], sequence.request.rank
+        ranks = self.balancer.ranked(sequence, useful) if rank is None else iter((rank,))
+        return self._asks(sequence, useful, self.tiers.nearest(ranks))
+
+    def _asks_elsewhere(self, sequence: Sequence, rank: int) -> bool:
+        """Returns whether a sequence asks once more: others have taken the room of the host where it has asked."""
+        before = sequence.look_up
+        if self.tiers is None or before is None or before.is_second or before.tiers is self.tiers.of(rank):
             return False
+        before.is_second = True
+        return self._asks(sequence, sequence.keys[: useful_pages(sequence)], self.tiers.of(rank))
+
+    def _asks(self, sequence: Sequence, useful: list[Key], tiers: HostTiers | None) -> bool:
+        """Asks the tiers of a host, and has the sequence wait for them; False where there is nothing to ask."""
+        assert self.tiers is not None
+        if tiers is None:
+            return False
+        caches = [cache for rank, cache in enumerate(self._pages.caches) if self.tiers.of(rank) is tiers]
+        on_device = max(len(cache.match(useful)) for cache in caches)
+        source, is_second = sequence.request.pages_from, sequence.look_up is not None
+        look_up = tiers.ask_peer(source, useful, on_device) if source else tiers.look_up(useful, on_device)
+        if look_up is None:
+            return False
+        look_up.is_second = is_second
+        sequence.look_up = look_up
         self.asking.append(sequence)
         self._queue.park(sequence, _STORE, _own_key(sequence))
         return True
@@ -192,7 +212,7 @@ class Admission:
         sequence.pages = [*cached, *(page for page in fresh if page is not None)]
         sequence.found = sequence.published = len(cached)
         sequence.prefilled = len(cached) * PAGE_SIZE
-        sequence.load_stop = len(cached) + self._within_reach(sequence, len(cached))
+        sequence.load_stop = len(cached) + self._within_reach(sequence, rank, len(cached))
         if sequence.queue_seconds is None:
             sequence.queue_seconds = perf_counter() - sequence.queued_at
         if self._cfg.enable_prefix_caching:
@@ -214,13 +234,14 @@ class Admission:
         sequence.pending = keys
         pending.update(dict.fromkeys(keys, sequence))
 
-    def _within_reach(self, sequence: Sequence, cached: int) -> int:
+    def _within_reach(self, sequence: Sequence, rank: int, cached: int) -> int:
         """Returns how many pages behind the cached ones a tier has, and gives sooner than they are computed."""
         if self.tiers is None:
             return 0
-        useful = sequence.keys[: useful_pages(sequence)]
-        self.tiers.note_query(len(useful) - cached)
-        return self.tiers.within_reach(useful, cached, 0 if sequence.look_up is None else sequence.look_up.found)
+        useful, tiers, look_up = sequence.keys[: useful_pages(sequence)], self.tiers.of(rank), sequence.look_up
+        tiers.note_query(len(useful) - cached)
+        found = look_up.found if look_up is not None and look_up.tiers is tiers else 0
+        return tiers.within_reach(useful, cached, found)
 
     def _count_prefix(self, sequence: Sequence) -> None:
         if sequence.started:

@@ -7,6 +7,8 @@ import numpy as np
 
 from dsv3.cache.keys import Key
 from dsv3.cache.page import PAGE_SIZE
+from dsv3.cache.tiers.hosts import Hosts
+from dsv3.cache.tiers.tiers import HostTiers
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.requests.pages import RankPages
 from dsv3.engine.requests.sequence import Sequence as Request
@@ -27,6 +29,7 @@ class Balancer:
     def __init__(self, cfg: EngineConfig, slots: SlotTable, pages: RankPages, keys: float = KEYS_PER_TOKEN) -> None:
         self._cfg, self._slots, self._pages, self.keys = cfg, slots, pages, keys
         self.backlog = np.zeros(cfg.num_ranks, np.int64)
+        self.tiers: HostTiers | Hosts | None = None
         self._held = np.zeros(cfg.num_ranks, np.int64)
 
     def begin(self) -> None:
@@ -44,8 +47,9 @@ class Balancer:
             return
         loads = Loads(self.backlog, self._held, self._slots.running)
         depths = self._pages.holders.depths(useful)
-        if request.look_up is not None:  # a store or another instance has these, for every rank
-            depths = np.maximum(0 if depths is None else depths, min(request.look_up.found, len(useful)))
+        below = None if self.tiers is None else self.tiers.depths(useful, request.look_up)
+        if below is not None:
+            depths = np.maximum(0 if depths is None else depths, below)
         own = self._own(len(request.tokens), depths)
         found = costs(loads, own, len(request.tokens), self._cfg.role != "prefill")
         found[self._slots.running >= self._cfg.max_num_seqs] = np.inf

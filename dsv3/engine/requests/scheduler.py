@@ -16,7 +16,8 @@ from dsv3.cache.events.record import Cleared, Record, Spelled, Watch
 from dsv3.cache.keys import Key, extend_keys, root_key
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.cache.page_cache import PageCache
-from dsv3.cache.tiers.tiers import Tiers
+from dsv3.cache.tiers.hosts import Hosts
+from dsv3.cache.tiers.tiers import HostTiers
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.requests.admission import Admission
 from dsv3.engine.requests.balance import Balancer
@@ -58,17 +59,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, or pages wait to leave or for a step to be collected."""
-        return bool(self.sequences or self.outgoing) or self.pages.holds_back
+        """Whether a request has not ended, or pages, or orders about them, wait to leave or for a step's results."""
+        told = self.tiers is None or not self.tiers.has_orders
+        return bool(self.sequences or self.outgoing) or self.pages.holds_back or not told
 
     @property
-    def tiers(self) -> Tiers | None:
+    def tiers(self) -> HostTiers | Hosts | None:
         """Where pages go beyond the devices, if anywhere."""
         return self.admission.tiers
 
     @tiers.setter
-    def tiers(self, tiers: Tiers) -> None:
-        self.admission.tiers = tiers
+    def tiers(self, tiers: HostTiers | Hosts) -> None:
+        self.admission.tiers = self.balancer.tiers = tiers
 
     @property
     def balancer(self) -> Balancer:
@@ -147,11 +149,12 @@ class Scheduler:
         Pages that it found in the prefix cache are others'. Forgetting them let one tenant empty the cache for all.
         """
         sequence.is_sound = False
-        self.caches[self.slots.rank_of(sequence.slot)].forget(sequence.pages[sequence.found :])
+        rank = self.slots.rank_of(sequence.slot)
+        self.caches[rank].forget(sequence.pages[sequence.found :])
         if self.tiers is not None:
             keys = sequence.keys[sequence.found : sequence.published]
             self.distrusted.update(keys)
-            self.tiers.forget(keys)
+            self.tiers.of(rank).forget(keys)
 
     def flush(self) -> None:
         """Empties the prefix cache, and the host's memory of pages; running requests keep theirs."""
@@ -185,7 +188,7 @@ class Scheduler:
             key = sequence.keys[index]
             if cache.publish(key, sequence.pages[index]):
                 fresh.append(index)
-            if self.tiers is not None and self.tiers.lacks(key):
+            if self.tiers is not None and self.tiers.of(rank).lacks(key):
                 self.distrusted.discard(key)
                 self.outgoing.append((rank, key, sequence.pages[index]))
             if key in sequence.pending:

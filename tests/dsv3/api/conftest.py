@@ -19,7 +19,7 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def server(model_dir):
     """Fast fake engine, tokenizer, chat template with reasoning markers; exchanges pages with other instances."""
-    with serving.running(model_dir, factory_options={"transfer_address": "[fd00::1]:7000"}) as server:
+    with serving.running(model_dir, factory_options={"transfer_address": "[fd00::1]:7000,host1:7001"}) as server:
         yield server
 
 

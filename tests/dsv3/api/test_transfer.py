@@ -20,6 +20,7 @@ def test_an_answer_says_where_its_pages_are(server, path):
         "remote_port": 7000,
         "remote_num_tokens": answer["usage"]["prompt_tokens"],
         "tp_size": 1,
+        "remote_addresses": ["[fd00::1]:7000", "host1:7001"],
     }
     second = server.http.post(path, json=request | {"kv_transfer_params": told | {"of_a_newer_router": 1}})
     assert second.status_code == 200 and "kv_transfer_params" not in second.json()
@@ -33,6 +34,10 @@ def test_an_answer_says_where_its_pages_are(server, path):
         ({"do_remote_prefill": True, "remote_host": "a b", "remote_port": 7}, "needs remote_host and remote_port"),
         ({"do_remote_prefill": True, "remote_host": "h/../x", "remote_port": 7}, "needs remote_host"),
         ({"do_remote_prefill": True, "remote_host": "h", "remote_port": 70000}, "remote_port"),
+        ({"do_remote_prefill": True, "remote_addresses": ["h:7", "a b:7"]}, "remote_addresses: 'a b:7' has no host"),
+        ({"do_remote_prefill": True, "remote_addresses": ["h"]}, "remote_addresses: 'h' is not HOST:PORT"),
+        ({"do_remote_prefill": True, "remote_addresses": ["h:7,h:8"]}, "remote_addresses: 'h:7,h:8' has no host"),
+        ({"do_remote_prefill": True, "remote_addresses": ["h:7"] * 65}, "remote_addresses"),
         ({"do_remote_decode": 7}, "do_remote_decode"),
         ("x", "kv_transfer_params"),
     ],

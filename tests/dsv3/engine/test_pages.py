@@ -312,7 +312,7 @@ def test_a_long_prefix_is_loaded_over_several_steps_beside_the_answers_of_others
     ask(engine, "first")
     forget(engine)
     planner, launched = engine.planners["pages"], []
-    planner._most, planner._tiers._buckets = 1, (1,)
+    planner._most, planner._tiers.buckets = 1, (1,)
     launch = engine.executor.launch
 
     def watched(command):

@@ -71,20 +71,26 @@ def running(
     engine: dict | None = None,
     **more,
 ) -> Iterator[Instance]:
-    """The toy served by `num_processes` processes with options `engine`; `more` goes to the followers' script."""
+    """The toy served by `num_processes` processes with options `engine`; `more` goes to the followers' script.
+
+    Where `engine` has a transfer_key_file, each process gives its pages to others.
+    """
     model_dir = directory / "model"
     model_dir.mkdir(exist_ok=True)
     (model_dir / "config.json").write_text("{}")
     cluster = local.options(directory, num_processes, cluster_silence_timeout=silence)
+    given = [dict(engine or {}) for _ in range(num_processes)]
+    for own in given if engine and "transfer_key_file" in engine else ():
+        own["transfer_address"] = f"127.0.0.1:{local.free_port()}"
     followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
     try:
         for i, log in logs.items():
             # As on hosts without a common file system.
-            own = EngineOptions(**(engine or {}), compilation_cache_dir=str(cache / str(i)))
-            followers[i] = start_follower(dataclasses.replace(cluster, process_id=i), model_dir, own, log, **more)
+            options = EngineOptions(**given[i], compilation_cache_dir=str(cache / str(i)))
+            followers[i] = start_follower(dataclasses.replace(cluster, process_id=i), model_dir, options, log, **more)
         settings = {
             "engine_factory": FACTORY,
-            "engine": {**(engine or {}), "compilation_cache_dir": str(cache / "0")},
+            "engine": {**given[0], "compilation_cache_dir": str(cache / "0")},
             "cluster": dataclasses.asdict(cluster),
         }
         with serving.running(model_dir, ready=False, **settings) as server:

@@ -28,6 +28,7 @@ from dsv3.engine.cluster.messages import (
     Started,
     Step,
     Stop,
+    Told,
 )
 from dsv3.engine.cluster.wire import connect
 from dsv3.engine.config import EngineConfig
@@ -164,6 +165,42 @@ def test_what_is_known_after_loading_must_be_the_same_too(lead) -> None:
     follower.send(Loaded({"devices": "2 x cpu"}, 5))
     with pytest.raises(ClusterError, match=r"devices \(1 x cpu there, 2 x cpu in process 1\)"):
         led.leader.loaded({"devices": "1 x cpu"})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (["h1:7", "h2:7"], ""),
+        (["", "h2:7"], "transfer_address: process 1 has none, and others have"),
+        (["h1:7", "h1:7"], "two processes have the same one: h0:7, h1:7, h1:7"),
+    ],
+)
+def test_transfer_addresses_of_all_or_of_none(lead, theirs, words) -> None:
+    led = lead(3)
+    followers = [led.follower(i) for i in (1, 2)]
+    assert led.gathered() is None
+    for address, follower in zip(theirs, followers, strict=True):
+        follower.send(Loaded({}, 5, address))
+    led.leader.loaded({})
+    if words:
+        with pytest.raises(ClusterError, match=words):
+            led.leader.transfer_addresses("h0:7")
+        assert words in led.failure()
+    else:
+        assert led.leader.transfer_addresses("h0:7") == ("h0:7", *theirs)
+
+
+def test_what_followers_tell_reaches_its_planner_in_order(lead) -> None:
+    """Also what comes before there is a planner."""
+    led, follower, _ = both(lead)
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    follower.send(Told("pages", b"1"))
+    follower.send(Told("others", b"-"))
+    follower.send(Loaded({}, 5))
+    led.leader.loaded({})
+    led.leader.news.listen("pages", lambda process_id, body: heard.put((process_id, body)))
+    follower.send(Told("pages", b"2"))
+    assert [heard.get(timeout=30) for _ in range(2)] == [(1, b"1"), (1, b"2")]
 
 
 def test_strangers_do_not_disturb_the_start(lead, tmp_path, caplog) -> None:

@@ -1,14 +1,21 @@
 """The toy model over real processes: the same tokens as in one, and every end that a process can come to."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from dsv3.cache.identity import fingerprint
+from dsv3.cache.keys import extend_keys, root_key
 from dsv3.options import EngineOptions
+from dsv3.transfer.client import Peers
+from dsv3.transfer.protocol import VERSION, Hello, PeerError
 from tests.dsv3.api.test_lifecycle import Requests
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.cluster import instances, local
@@ -51,51 +58,83 @@ def failed(instance, requests, reason):
     assert f"the instance ends: {reason}" in instance.log(0)
 
 
-def check_tokens_and_stop(instance, drafts=False):
-    """Pages, prompts in chunks, a cached prefix; then all end with status 0. Of `drafts` some were right."""
-    num_processes = 1 + len(instance.followers)
-    prompts = [[i + 1, *(5 + j % 60 for j in range(30 * i))] for i in range(2 * num_processes)]
+def prompts_for(instance):
+    """Two for each rank, the longest of which fill a page or two."""
+    return [[i + 1, *(5 + j % 60 for j in range(45 * i))] for i in range(2 * (1 + len(instance.followers)))]
+
+
+def check_tokens_and_stop(instance):
+    """Pages, prompts in chunks, a cached prefix, drafts of which some are right; then all end with status 0."""
+    prompts = prompts_for(instance)
     body = {"prompt": prompts, "max_tokens": 70, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     for _ in range(2):
         answer = instance.server.http.post("/v1/completions", json=body, timeout=120).json()
         tokens = [choice["token_ids"] for choice in answer["choices"]]
         assert tokens == [toy.expected_tokens(prompt, 70, ()) for prompt in prompts]
     assert instance.server.metric("vllm:prefix_cache_hits_total") > 0
-    if drafts:
-        right, all_ = (f"vllm:spec_decode_num_{which}_tokens_total" for which in ("accepted", "draft"))
-        instance.server.wait_for(lambda: 0 < instance.server.metric(right) < instance.server.metric(all_))
+    right, all_ = (f"vllm:spec_decode_num_{which}_tokens_total" for which in ("accepted", "draft"))
+    instance.server.wait_for(lambda: 0 < instance.server.metric(right) < instance.server.metric(all_))
     assert instance.server.stop(60) == 0
     for process_id, process in instance.followers.items():
         assert process.wait(60) == 0
         assert "the leader has ended in order" in instance.log(process_id)
 
 
-def test_the_same_tokens_over_four_processes_with_drafts(tmp_path, cache):
-    """The texts are those of one process without drafts; the digests agree on every draft, right or wrong."""
-    drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-    with instances.running(tmp_path, 4, cache, engine=drafts) as instance:
-        check_tokens_and_stop(instance, drafts=True)
+def latents_of(prompt, peers, address):
+    """The toy's latents of a prompt's whole pages, as another instance gets them."""
+    keys, came = [], []
+    extend_keys(root_key(fingerprint("{}"), ""), keys, np.array(prompt, np.int32))
+    assert peers.fetch(address, keys, 5.0, lambda _, value: came.append(value.tobytes())) == len(keys)
+    values = np.frombuffer(b"".join(came), np.float32).reshape(-1, 2, 64, 2)  # the model's layer, that of its drafts
+    return values[:, 0].reshape(-1, 2).tolist()
 
 
-def test_a_restart_uses_the_programs_of_the_last_start_but_one_that_was_tampered_with(tmp_path):
-    """The same tokens over two processes, the second time with stored executables."""
-    with instances.running(tmp_path, 2, tmp_path) as instance:
+def check_pages_found_again(instance, key):
+    """What the hosts' memories have kept answers, and goes to others from whichever process has it.
+
+    Returns the way there.
+    """
+    server, prompts = instance.server, [prompt for prompt in prompts_for(instance) if len(prompt) > 64]
+    found = []
+    for prompt in prompts:
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "kv_transfer_params": {"do_remote_decode": True}}
+        answer = server.http.post("/v1/completions", json=body, timeout=120).json()
+        found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == [len(prompt) // 64 * 64 for prompt in prompts]
+    addresses = answer["kv_transfer_params"]["remote_addresses"]
+    assert len(set(addresses)) == 3 and addresses[0].endswith(f":{answer['kv_transfer_params']['remote_port']}")
+    peers = Peers(key, Hello(VERSION, "{}", 1024))
+    for prompt in prompts:
+        latents = latents_of(prompt, peers, ",".join(addresses))
+        assert latents == [[token, place] for place, token in enumerate(prompt[: len(prompt) // 64 * 64])]
+    return peers, ",".join(addresses)
+
+
+def test_a_restart_finds_programs_and_pages_of_the_last_start(tmp_path):
+    """The tokens are those of one process without drafts, and digests agree on every draft, right or wrong.
+
+    The second time three processes take stored executables, and the pages that each host's memory has kept. A program
+    that was tampered with is not used. Killing a follower ends the instance, which names it, and the pages.
+    """
+    pages = {"kv_offloading_size": 1e-3, "transfer_key_file": local.write_key(tmp_path)}
+    pages |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    with instances.running(tmp_path, 3, tmp_path, engine=pages) as instance:
+        num_programs = int(re.search(r"0 of (\d+) programs", instance.log(1))[1])
         check_tokens_and_stop(instance)
     [path] = (tmp_path / "1").glob("instance-*/process-1/decode-*")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with instances.running(tmp_path, 2, tmp_path) as instance:
-        check_tokens_and_stop(instance)
-        assert "decode-1-0-1 is not used: its MAC is wrong" in instance.log(1)
-        assert "1 of 2 programs from the last start" in instance.log(1)
-        assert "2 of 2 programs from the last start" in instance.server.process.stdout.read()
-
-
-def test_killing_a_follower_ends_the_instance_and_names_it(two):
-    requests = busy(two)
-    two.followers[1].kill()
-    failed(two, requests, "process 1 has ended")
+    with instances.running(tmp_path, 3, tmp_path, engine=pages) as instance:
+        assert f"{path.name} is not used: its MAC is wrong" in instance.log(1)
+        assert f"{num_programs - 1} of {num_programs} programs from the last start" in instance.log(1)
+        peers, addresses = check_pages_found_again(instance, Path(pages["transfer_key_file"]).read_bytes())
+        requests = busy(instance)
+        instance.followers[1].kill()
+        failed(instance, requests, "process 1 has ended")
+        with pytest.raises(PeerError):
+            peers.fetch(addresses, [bytes(32)], 60.0, lambda *_: None)
+        assert f"{num_programs} of {num_programs} programs from the last start" in instance.server.process.stdout.read()
 
 
 def test_killing_the_leader_ends_the_followers(two):
@@ -133,6 +172,7 @@ def test_a_stranger_at_the_coordinators_port_disturbs_nobody(two):
     assert stranger.returncode != 0
     requests.send(ENDLESS | {"max_tokens": 20})
     assert [answer.status_code for answer in requests.wait()] == [200, 200], two.log(0) + two.log(1)
+    check_that_a_follower_drains(two)
 
 
 def test_a_follower_that_hangs_is_noticed(tmp_path, cache):
@@ -160,7 +200,8 @@ def test_a_follower_that_diverges_ends_the_instance(tmp_path, cache):
         assert instance.followers[1].wait(60) == 1
 
 
-def test_sigterm_to_a_follower_drains_the_instance(two):
+def check_that_a_follower_drains(two):
+    """SIGTERM to a follower drains the instance."""
     requests = Requests(two.server)
     requests.send(ENDLESS | {"max_tokens": 200})
     two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") == 1)

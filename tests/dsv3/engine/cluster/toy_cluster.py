@@ -17,6 +17,7 @@ import numpy as np
 
 from dsv3.api.engine.factory import describe
 from dsv3.api.engine.messages import Start
+from dsv3.cache.tiers import shared_memory, tiers
 from dsv3.engine.cluster import follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache
@@ -27,7 +28,8 @@ from dsv3.engine.parts import Parts
 from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import ClusterOptions, EngineOptions
 
-LIMITS = {"max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_file")
+LIMITS = {"identity": "{}", "max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
 
 
 def load(model_dir: Path, options: EngineOptions) -> Parts:
@@ -38,6 +40,9 @@ def load(model_dir: Path, options: EngineOptions) -> Parts:
     Programs.keys = _few_keys  # of the rest each process compiles what it needs
     devices = jax.devices()
     limits = {"num_ranks": len(devices), "num_nodes": jax.process_count()} | LIMITS
+    limits |= {name: getattr(options, name) for name in PAGES}
+    shared_memory.FOLDER = Path(options.compilation_cache_dir)  # each process's own, as on a host
+    tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
     if options.speculative is None:
         return Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**limits), devices)
     limits |= {"speculative_config": options.speculative_config, "tokens_per_row": 1 + options.speculative.most_drafts}
@@ -49,7 +54,8 @@ FEW = {"prefill": 64, "decode": 1, "sample": 1, "mtp prefill": 64, "mtp decode":
 
 
 def _few_keys(self: Programs) -> list[Key]:
-    return [key for key in self._specs if FEW.get(key.kind) == key.size and key.variant == GREEDY]
+    few = [key for key in self._specs if FEW.get(key.kind) == key.size]
+    return [key for key in few if key.kind != "sample" or key.variant == GREEDY]
 
 
 def start(start: Start, host):

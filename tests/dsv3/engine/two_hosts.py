@@ -1,0 +1,66 @@
+"""An engine over two hosts in one process: commands reach the second one's tiers as over the wire, news come back."""
+
+import dataclasses
+
+import msgspec
+import numpy as np
+
+from dsv3.engine.aside import News
+from dsv3.engine.cluster import messages
+from dsv3.engine.device.executor import InFlight, LocalExecutor, Results
+from dsv3.engine.engine import Engine
+from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.jobs.page_aside import PagesAside
+from dsv3.engine.jobs.page_command import PagesCommand
+from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.parts import Parts
+
+FAR = range(1, 2)
+
+
+class TwoHosts(LocalExecutor):
+    """The devices of both; rank 1 is the follower's, whose half of the pages is `aside`."""
+
+    def __init__(self, parts: Parts, news: News) -> None:
+        super().__init__(parts, JOB_KINDS)
+        addresses = parts.cfg.transfer_addresses[::-1]  # the aside takes this process for the first
+        theirs = dataclasses.replace(parts, cfg=dataclasses.replace(parts.cfg, transfer_addresses=addresses))
+        self.aside = PagesAside(theirs, lambda body: news.put("pages", 1, body))
+        self._sent: dict[int, PagesCommand] = {}
+
+    def launch(self, command: StepCommand) -> InFlight:
+        jobs = [self._with_far(command.number, job) if job.kind == "pages" else job for job in command.jobs]
+        return super().launch(StepCommand(command.number, tuple(jobs)))
+
+    def fetch(self, in_flight: InFlight) -> Results:
+        results = super().fetch(in_flight)
+        for index, job in enumerate(in_flight.command.jobs):
+            if job.kind == "pages":
+                results[index] = self._hand_over(in_flight.command.number, job, results[index])
+        return results
+
+    def _with_far(self, number: int, job: Job) -> Job:
+        part = StepCommand(number, (job,)).part(FAR)
+        body = messages.encode(messages.step_of(part))
+        [[_, sent]] = messages.command_of(messages.decode_for_follower(body), JOB_KINDS).jobs
+        self._sent[number] = sent = self.aside.prepared(sent)
+        assert all(copy.values.keys() == copy.loads.keys() for copy in sent.into)
+        into = [
+            msgspec.structs.replace(mine, values=mine.values | {FAR[rank]: rows for rank, rows in far.values.items()})
+            for mine, far in zip(job.command.into, sent.into, strict=True)
+        ]
+        return Job(job.kind, msgspec.structs.replace(job.command, into=into))
+
+    def _hand_over(self, number: int, job: Job, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Hands the follower what has left rank 1; returns the rest."""
+        ranks = [rank for copy in job.command.out for rank in copy.keys]
+        theirs = [array for rank, array in zip(ranks, arrays, strict=False) if rank in FAR]
+        self.aside.take(self._sent.pop(number), theirs)
+        return [array for rank, array in zip(ranks, arrays, strict=False) if rank not in FAR]
+
+
+def over_two_hosts(parts: Parts) -> Engine:
+    """The engine; `parts` lie on one host, so that programs compiled for these suit."""
+    parts = dataclasses.replace(parts, cfg=dataclasses.replace(parts.cfg, num_nodes=2))
+    news = News()
+    return Engine(parts, TwoHosts(parts, news), news=news)

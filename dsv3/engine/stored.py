@@ -76,7 +76,7 @@ class ProgramStore:
     def __str__(self) -> str:
         return f"{self._hits} of {self._hits + self._misses} programs from the last start"
 
-    def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
         """Returns the program `name`: kept by this name, or by the text of `lower()` and its `options`, or compiled."""
         program = self._by_name(name)
         if program is not None:
@@ -84,7 +84,7 @@ class ProgramStore:
             return program
         self._misses += 1
         lowered = lower()
-        text = hashlib.sha256(f"{sorted(options.items())}\n{lowered.as_text()}".encode()).hexdigest()
+        text = hashlib.sha256(f"{sorted((options or {}).items())}\n{lowered.as_text()}".encode()).hexdigest()
         program = self._executable(text)
         if program is None:
             with CacheHits() as hits:

@@ -48,7 +48,7 @@ class ProgramSpec:
 class Store(Protocol):
     """Programs of an earlier start; `dsv3.engine.stored.ProgramStore` is one."""
 
-    def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
         """Returns the program `name`, or `lower()` compiled with `options` and kept for the next start."""
 
 

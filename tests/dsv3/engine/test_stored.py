@@ -33,7 +33,7 @@ class Start:
 
     def get(self, factor: float, name: str = "decode") -> float:
         """Returns the program's sum of `factor * X`."""
-        return float(self.store.get(name, functools.partial(self._lower, factor), {})(X))
+        return float(self.store.get(name, functools.partial(self._lower, factor), None)(X))
 
     def _lower(self, factor: float):
         self.traced.append(factor)

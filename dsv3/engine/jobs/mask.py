@@ -6,7 +6,6 @@ by then: the devices work while the host computes masks, and the look-ahead stay
 job of this kind.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -84,7 +83,7 @@ class MaskPlanner:
     def stats(self) -> MaskStats | None:
         """Returns how many masks there were, and what they took."""
         masks = self._scheduler.masks
-        return None if masks is None else dataclasses.replace(masks.stats)
+        return None if masks is None else masks.stats()
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:

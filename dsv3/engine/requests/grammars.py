@@ -1,5 +1,6 @@
 """Compiles grammars on a thread, while requests that need them wait; those used last are kept."""
 
+import dataclasses
 import hashlib
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -9,6 +10,15 @@ from dsv3.text.matcher import GrammarError, Matcher, Vocabulary
 
 MAX_KEPT = 64
 _IDLE_WAIT_S = 2e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarStats:
+    """Totals since the start: grammars that were compiled, and times that one was kept already; how many are kept."""
+
+    num_compiled: int
+    num_found: int
+    num_kept: int
 
 
 class Grammars:
@@ -23,7 +33,7 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._kept: OrderedDict[bytes, Matcher] = OrderedDict()
         self._waiting: dict[int, tuple[Sequence, Future[Matcher]]] = {}
-        self.num_compiled = 0
+        self.num_compiled = self._num_found = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -64,6 +74,10 @@ class Grammars:
         waiting, self._waiting = self._waiting, {}
         return [sequence for sequence, _ in waiting.values()]
 
+    def stats(self) -> GrammarStats:
+        """Returns the numbers so far; any thread may ask."""
+        return GrammarStats(self.num_compiled, self._num_found, len(self._kept))
+
     def wait(self) -> None:
         """Waits a moment for the next one."""
         wait([future for _, future in self._waiting.values()], _IDLE_WAIT_S, FIRST_COMPLETED)
@@ -75,6 +89,8 @@ class Grammars:
         if kept is None:
             kept = self.vocabulary.compile(grammar)
             self.num_compiled += 1
+        else:
+            self._num_found += 1
         self._kept[key] = kept
         if len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)

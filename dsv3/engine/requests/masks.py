@@ -12,6 +12,7 @@ import numpy as np
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.engine.requests.sequence import Sequence
+from dsv3.engine.stats import HostTime
 from dsv3.request import EngineOutput, FinishReason, StepOutputs
 from dsv3.text.matcher import Matcher, Vocabulary, without
 
@@ -19,13 +20,17 @@ ALL = np.uint32(0xFFFFFFFF)
 """A word of a mask that allows everything."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class MaskStats:
-    """Totals since the start: rows that got a mask, the seconds that took, requests that were given up."""
+    """Totals since the start: rows that got a mask, the seconds that took, requests that were given up.
 
-    num_rows: int = 0
-    seconds: float = 0.0
-    num_failed: int = 0
+    `counts` is the histogram, over `HOST_TIME_BOUNDS`, of the seconds per step that had such rows.
+    """
+
+    num_rows: int
+    seconds: float
+    num_failed: int
+    counts: tuple[int, ...]
 
 
 class Masks:
@@ -34,10 +39,14 @@ class Masks:
     def __init__(self, scheduler: Scheduler, vocabulary: Vocabulary) -> None:
         self._scheduler, self._vocabulary = scheduler, vocabulary
         self.words = vocabulary.words
-        self.stats = MaskStats()
+        self._time, self._num_rows, self._num_failed = HostTime(), 0, 0
         total, drafts = len(scheduler.slots.epoch), scheduler.cfg.tokens_per_row - 1
         self._drafts = np.full((total, drafts), -1, np.int32)
         self._drafted = np.full(total, -1, np.int64)  # by slot: the epoch whose drafts these are
+
+    def stats(self) -> MaskStats:
+        """Returns the numbers so far; any thread may ask."""
+        return MaskStats(self._num_rows, self._time.total, self._num_failed, tuple(self._time.counts))
 
     def note_drafts(self, rows: BatchRows, drafts: np.ndarray) -> None:
         """Notes what was proposed behind the last tokens of `rows`: `drafts` `[ranks, B, S - 1]`, negative for none."""
@@ -58,8 +67,8 @@ class Masks:
             self._vocabulary.fill(matchers, masks)
         for i, mask in zip(held, masks, strict=True):
             self._finish(int(rows.slots[i]), mask, outputs)
-        self.stats.num_rows += len(held)
-        self.stats.seconds += perf_counter() - started
+        self._num_rows += len(held)
+        self._time.observe(perf_counter() - started)
         return np.stack([rows.rank[held], rows.position[held]], axis=1).astype(np.int32), masks
 
     def _live(self, rows: BatchRows) -> list[int]:
@@ -114,7 +123,7 @@ class Masks:
             masks[i] = without(masks[i], sequence.stop_ids)
 
     def _fail(self, slot: int, error: str, outputs: StepOutputs) -> None:
-        self.stats.num_failed += 1
+        self._num_failed += 1
         self._end(slot, outputs, "error", (), f"the answer could not be held to its grammar: {error}")
 
     def _end(

@@ -21,6 +21,7 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.mask import MaskCommand, mask_body
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests import grammars
+from dsv3.engine.requests.grammars import GrammarStats
 from dsv3.engine.requests.masks import Masks
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.scheduler import Scheduler
@@ -151,7 +152,7 @@ def test_held_and_free_requests_share_steps(make) -> None:
     assert letters.text(got["3"].tokens) in CONSTRAINTS[3].choice
     stats = engine.stats()
     assert (stats.pages_in_use, stats.recompilations, stats.jobs["mask"].num_failed) == (0, 0, 0)
-    assert stats.jobs["mask"].num_rows > 20
+    assert stats.jobs["mask"].num_rows > 20 and sum(stats.jobs["mask"].counts) > 10
 
 
 def test_drafts_are_walked_through_the_grammar(make_drafting) -> None:
@@ -237,6 +238,7 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(make_plain, monkeypatch) ->
         run(engine, held("a", [1], which, max_tokens=3))
         compiled.append(engine.grammars.num_compiled)
     assert compiled == [1, 1, 2, 2, 3, 4]
+    assert engine.stats().jobs["grammars"] == GrammarStats(num_compiled=4, num_found=2, num_kept=2)
 
 
 def test_a_grammar_that_does_not_compile_fails_its_request_alone(make_plain) -> None:

@@ -15,6 +15,7 @@ import httpx
 from dsv3.options import ClusterOptions, EngineOptions
 from tests.dsv3.api import serving
 from tests.dsv3.api.serving import ROOT, Server
+from tests.dsv3.engine import letters
 from tests.dsv3.engine.cluster import local
 
 FACTORY = "tests.dsv3.engine.cluster.toy_cluster:start"
@@ -69,12 +70,18 @@ def running(
     ready: bool = True,
     silence: float = 20.0,
     engine: dict | None = None,
+    spells: bool = False,
     **more,
 ) -> Iterator[Instance]:
-    """The toy served by `num_processes` processes with options `engine`; `more` goes to the followers' script."""
+    """The toy served by `num_processes` processes with options `engine`; `more` goes to the followers' script.
+
+    One that `spells` has letters for its tokens, so that it takes grammars.
+    """
     model_dir = directory / "model"
     model_dir.mkdir(exist_ok=True)
     (model_dir / "config.json").write_text("{}")
+    if spells:
+        letters.write(model_dir)
     cluster = local.options(directory, num_processes, cluster_silence_timeout=silence)
     followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
     try:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
-from dsv3.engine.jobs.mask import MaskCommand, mask_body
+from dsv3.engine.jobs.mask import MaskCommand, masked
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests import grammars
 from dsv3.engine.requests.grammars import GrammarStats
@@ -298,7 +298,7 @@ def test_bits_are_tokens() -> None:
     packed = np.packbits(np.pad(allowed, ((0, 0), (0, 0), (0, 96 - W))), axis=-1, bitorder="little").view("<u4")
     logits = np.random.default_rng(1).normal(size=(2, 3, W)).astype(np.float32)
     logits[0, 0, 5], logits[1, 2, 7] = np.nan, np.inf
-    got = np.asarray(mask_body(jnp.array(logits), jnp.array(packed)))
+    got = np.asarray(masked(jnp.array(logits), jnp.array(packed)))
     finite = np.isfinite(logits)
     np.testing.assert_array_equal(got[finite], np.where(allowed, logits, -np.inf)[finite])
     assert np.isnan(got[0, 0, 5]) and got[1, 2, 7] == np.inf

@@ -33,6 +33,7 @@ from dsv3.request import StepOutputs
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 NAME = "sample"
+# Samplers with masks. Batches of greedy rows take the one that draws, as those that are mixed do: one program less.
 _HELD = "held sample"
 
 
@@ -173,8 +174,8 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     for rows, width in layout.sampled_shapes:
         for variant in (GREEDY, DRAWN, FILTERED, FULL):
             yield _sampler(layout, rows, width, variant)
-            if layout.takes_grammars:
-                yield _sampler(layout, rows, width, variant, is_held=True)
+        for variant in (DRAWN, FILTERED, FULL) if layout.takes_grammars else ():
+            yield _sampler(layout, rows, width, variant, is_held=True)
         arguments = (_logits(layout, rows, width), layout.array(rows, width))
         yield layout.per_rank(Key("logprobs", rows, width=width), logprobs_body, arguments, gathered="all")
     adjust = adjust_shapes(layout)
@@ -227,9 +228,11 @@ class SampleWorker:
             self._set_adjustments(command.adjustments, i)
         rows, width = logits.shape[1:3]
         adjust = self._adjust_state() if command.variant == FULL else None
-        kind, masks = (NAME, ()) if forward.masks is None else (_HELD, (forward.masks,))
-        program = devices.programs.get(Key(kind, rows, command.variant, width))
-        devices.state, adjust, tokens, *of_all = program(devices.state, adjust, logits, slots, *masks)
+        if forward.masks is None:
+            key, masks = Key(NAME, rows, command.variant, width), ()
+        else:
+            key, masks = Key(_HELD, rows, max(command.variant, DRAWN), width), (forward.masks,)
+        devices.state, adjust, tokens, *of_all = devices.programs.get(key)(devices.state, adjust, logits, slots, *masks)
         if devices.layout.cfg.speculative is not None:
             devices.handed[command.source] = forward._replace(logits=None, masks=None, tokens=tokens)
         if command.variant == FULL:

@@ -208,6 +208,15 @@ def test_sampling_keeps_to_the_grammar_and_to_its_seed(make) -> None:
     assert texts[0] == texts[1] and len(set(texts[0])) > 1
 
 
+def test_bias_chooses_among_what_the_grammar_allows(make_plain) -> None:
+    """The letter that is wanted most is none of it; free requests beside it may have it."""
+    bias = {letters.LETTERS.index("x") + 1: 90.0, letters.LETTERS.index("n") + 1: 50.0}
+    free = request("free", [8], max_tokens=4, logit_bias=bias)
+    got = run(make_plain(), free, held("a", [7], 3, logit_bias=bias))
+    assert letters.text(got["a"].tokens) in ("no", "never")
+    assert letters.text(got["free"].tokens) == "xxxx"
+
+
 @pytest.mark.parametrize("sampling", [{"min_tokens": 20}, {"ignore_eos": True}, {"min_tokens": 20, "logprobs": 1}])
 def test_an_end_comes_no_earlier_than_it_must(make_plain, sampling) -> None:
     """Where the grammar leaves nothing but the end, the answer ends all the same."""

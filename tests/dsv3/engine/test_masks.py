@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.mask import MaskCommand, masked
 from dsv3.engine.parts import Parts
@@ -25,7 +26,7 @@ from dsv3.engine.requests.grammars import GrammarStats
 from dsv3.engine.requests.masks import Masks
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import sequence_of
+from dsv3.engine.requests.sequence import FULL, GREEDY, sequence_of
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest, InvalidRequest, QueueFull, StepOutputs
 from dsv3.structured_outputs import StructuredOutputsParams
@@ -88,9 +89,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return letters.write(tmp_path_factory.mktemp("letters"))
 
 
-def maker(tokenizer: Path, functions, model, **limits) -> Callable[..., Engine]:
-    """Makes engines that hold answers to grammars and share programs."""
+def maker(tokenizer: Path, functions, model, free: tuple[int, ...], **limits) -> Callable[..., Engine]:
+    """Makes engines that hold answers to grammars and share programs; `free` are the samplers of free requests."""
     programs = []
+
+    def keys(self: Programs) -> list[Key]:
+        return [key for key in self._specs if key.kind != "sample" or key.variant in free]
 
     def make(**changes) -> Engine:
         cfg = EngineConfig(**(LIMITS | limits | changes))
@@ -98,7 +102,9 @@ def maker(tokenizer: Path, functions, model, **limits) -> Callable[..., Engine]:
         engine = Engine(dataclasses.replace(parts, tokenizer=tokenizer))
         if programs:
             engine.executor.devices.programs = programs[0]
-        engine.warm_up()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Programs, "keys", keys)
+            engine.warm_up()
         programs[:] = [engine.executor.devices.programs]
         return engine
 
@@ -107,7 +113,7 @@ def maker(tokenizer: Path, functions, model, **limits) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def make_plain(tokenizer: Path) -> Callable[..., Engine]:
-    return maker(tokenizer, toy.FUNCTIONS, toy.toy_config())
+    return maker(tokenizer, toy.FUNCTIONS, toy.toy_config(), (GREEDY, FULL))
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +121,8 @@ def make_drafting(tokenizer: Path) -> Callable[..., Engine]:
     """Three drafts alone and one where there are several; a fourth of them is wrong."""
     given = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 4, 1]]}
     model = toy.toy_config(num_nextn_predict_layers=1)
-    return maker(tokenizer, toy.drafting(4), model, num_pages=8, speculative_config=given, tokens_per_row=4)
+    limits = {"num_pages": 8, "speculative_config": given, "tokens_per_row": 4}
+    return maker(tokenizer, toy.drafting(4), model, (GREEDY,), **limits)
 
 
 @pytest.fixture(params=["plain", "drafting"])

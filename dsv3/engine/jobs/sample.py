@@ -188,10 +188,8 @@ def _sampler(layout: Layout, rows: int, width: int, variant: int, is_held: bool 
     """Returns a sampler, one with masks where rows of its batches are held to grammars."""
     adjust = adjust_shapes(layout) if variant == FULL else None
     donated = (0, 1) if variant == FULL else (0,)
-    arguments = (layout.state, adjust, _logits(layout, rows, width), layout.array(rows))
-    if is_held:
-        words = num_words(layout.model_cfg.vocab_size)
-        arguments = (*arguments, layout.array(rows, width, words, dtype=jnp.uint32))
+    masks = layout.array(rows, width, num_words(layout.model_cfg.vocab_size), dtype=jnp.uint32)
+    arguments = (layout.state, adjust, _logits(layout, rows, width), layout.array(rows), *([masks] if is_held else []))
     speculative = layout.cfg.speculative
     chances = () if speculative is None else speculative.synthetic_chances[: width - 1]
     body = functools.partial(sample_body, variant, chances=chances)
@@ -229,9 +227,9 @@ class SampleWorker:
         rows, width = logits.shape[1:3]
         adjust = self._adjust_state() if command.variant == FULL else None
         if forward.masks is None:
-            key, masks = Key(NAME, rows, command.variant, width), ()
+            key, masks = Key(NAME, rows, command.variant, width), []
         else:
-            key, masks = Key(_HELD, rows, max(command.variant, DRAWN), width), (forward.masks,)
+            key, masks = Key(_HELD, rows, max(command.variant, DRAWN), width), [forward.masks]
         devices.state, adjust, tokens, *of_all = devices.programs.get(key)(devices.state, adjust, logits, slots, *masks)
         if devices.layout.cfg.speculative is not None:
             devices.handed[command.source] = forward._replace(logits=None, masks=None, tokens=tokens)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import threading
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
@@ -22,7 +23,10 @@ class GrammarStats:
 
 
 class Grammars:
-    """Gives sequences their matchers. One thread asks, and a second one compiles.
+    """Gives sequences their matchers. One thread asks, and a second one compiles; what is kept is there at once.
+
+    A sequence whose matcher came a step late would have its prompt computed in a step of its own: with half of 16
+    requests held, that was most of what they cost (benchmarks/structured.py).
 
     How long a grammar takes is bounded by what `Vocabulary.compile` allows; a server has its fronts compile each one
     in a process that can be killed, before it comes here.
@@ -30,7 +34,7 @@ class Grammars:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._thread, self._lock = ThreadPoolExecutor(1, "grammars"), threading.Lock()
         self._kept: OrderedDict[bytes, Matcher] = OrderedDict()
         self._waiting: dict[int, tuple[Sequence, Future[Matcher]]] = {}
         self.num_compiled = self._num_found = 0
@@ -46,8 +50,13 @@ class Grammars:
         self._thread.submit(self._matcher, grammar).result()
 
     def begin(self, sequence: Sequence) -> None:
-        """Begins to compile what a sequence is held to."""
-        self._waiting[sequence.id] = sequence, self._thread.submit(self._matcher, sequence.request.grammar)
+        """Begins to compile what a sequence is held to, unless it is kept."""
+        grammar, future = sequence.request.grammar, Future[Matcher]()
+        if (kept := self._find(_key(grammar))) is not None:
+            future.set_result(kept.copy())
+        else:
+            future = self._thread.submit(self._matcher, grammar)
+        self._waiting[sequence.id] = sequence, future
 
     def take(self) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
         """Returns the sequences that have their matcher now, and those that get none, with the reason."""
@@ -84,14 +93,26 @@ class Grammars:
 
     def _matcher(self, grammar: str) -> Matcher:
         """Returns a matcher of one's own; runs on the thread."""
-        key = hashlib.sha256(grammar.encode()).digest()
-        kept = self._kept.pop(key, None)
+        key = _key(grammar)
+        kept = self._find(key)
         if kept is None:
             kept = self.vocabulary.compile(grammar)
-            self.num_compiled += 1
-        else:
-            self._num_found += 1
-        self._kept[key] = kept
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+            with self._lock:
+                self.num_compiled += 1
+                self._kept[key] = kept
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
         return kept.copy()
+
+    def _find(self, key: bytes) -> Matcher | None:
+        """Returns what is kept of a grammar, which nobody advances, None if nothing is."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                self._num_found += 1
+            return kept
+
+
+def _key(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode()).digest()

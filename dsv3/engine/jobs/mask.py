@@ -86,7 +86,7 @@ class MaskPlanner:
 
 
 class MaskWorker:
-    """Hands masks to the sampler; a program of its own for them took as long as they do (benchmarks/structured.py)."""
+    """Hands masks to the sampler. A program of their own would cost a launch and one more pass over the logits."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices

@@ -255,6 +255,10 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(make_plain, monkeypatch) ->
         compiled.append(engine.grammars.num_compiled)
     assert compiled == [1, 1, 2, 2, 3, 4]
     assert engine.stats().jobs["grammars"] == GrammarStats(num_compiled=4, num_found=2, num_kept=2)
+    engine.add(held("b", [1], 1))
+    engine.step()
+    assert engine.stats().running == 1  # what is kept costs no step
+    drain(engine)
 
 
 def test_a_grammar_that_does_not_compile_fails_its_request_alone(make_plain) -> None:

@@ -203,6 +203,8 @@ class Engine:
         by_job = {name: planner.stats() for name, planner in self.planners.items()}
         if self.events is not None:
             by_job["kv_events"] = EventStats(self.events.record.dropped)
+        if self.grammars is not None:
+            by_job["grammars"] = self.grammars.stats()
         return EngineStats(
             running=scheduler.slots.total_running,
             waiting=self._num_waiting,

@@ -42,6 +42,11 @@ class Parts:
                 f"but the mesh has {ranks} of {rank_size(self.mesh)} devices each"
             )
 
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether answers may be held to grammars."""
+        return self.tokenizer is not None
+
     @classmethod
     def on_devices(
         cls,

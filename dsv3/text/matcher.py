@@ -121,8 +121,8 @@ class Matcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may follow but the end."""
-        return bool(self.inner.is_stopped()) and not self.inner.is_error()
+        """Whether nothing may follow but the end; so it is where there is an `error`."""
+        return bool(self.inner.is_stopped())
 
     @property
     def may_end(self) -> bool:

@@ -59,13 +59,14 @@ def detect(tokenizer: Tokenizer, chat_template: str | None) -> str | None:
     """Returns the name of the dialect in which a model writes calls, None where it seems to know none.
 
     Tokens and template decide, not the model's name: fine-tunes have others. V3.1 keeps the tokens of V3, and only the
-    template tells that the arguments have no fence.
+    template tells that the arguments have no fence. GLM-4.7 and GLM-5 keep those of GLM-4.5, and their templates show
+    that no line ends between a key and its value.
     """
     template = chat_template or ""
     if tokenizer.id_of("<|tool_calls_section_begin|>") is not None:
         return "kimi_k2"
     if tokenizer.id_of("<tool_call>") is not None and tokenizer.id_of("<arg_key>") is not None:
-        return "glm45"
+        return "glm47" if "</arg_key><arg_value>" in template else "glm45"
     if "｜DSML｜" in template:
         return "deepseek_v32"
     if tokenizer.id_of("<｜tool▁calls▁begin｜>") is not None and "<｜tool▁call" in template:

@@ -11,6 +11,22 @@ import pytest
 
 # Few and small programs, those that test_serve compiles too: this is about lines, not about speed.
 SMALL = ["--max-num-seqs=4", "--max-model-len=256", "--max-num-batched-tokens=64"]
+# One process for command lines that start no engine: what they import takes much longer than what they do.
+SEVERAL = """
+import contextlib, io, json, sys
+from absl.flags import FLAGS
+from launch import batch, flags
+
+told = []
+for line in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            flags.run(batch.main, "INPUT OUTPUT", ["launch.batch", *line])
+        except SystemExit as end:
+            told.append([end.code, out.getvalue(), errors.getvalue()])
+    FLAGS.unparse_flags()
+print(json.dumps(told))
+"""
 
 
 @pytest.fixture
@@ -24,6 +40,14 @@ def command(*arguments):
 
 def batch(*arguments):
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300)
+
+
+def several(*lines):
+    """Status, output and errors of command lines, one after the other."""
+    given = json.dumps([[*map(str, line)] for line in lines])
+    done = subprocess.run([sys.executable, "-c", SEVERAL, given], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def chat(i, **fields):
@@ -44,29 +68,11 @@ def answers(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_batch_of_both_kinds_with_bad_lines(files):
-    source, output = files
-    write(source, [completion(0), chat(1), "{bad", chat(2, temperature=9e9), completion(3, n=2), chat(1)])
-    done = batch(*files)
-    assert done.returncode == 0, done.stderr
-    assert "answered 6 lines" in done.stderr and "3 with an error" in done.stderr
-    rows = {row["id"]: row for row in answers(output)}
-    assert len(rows) == 6
-    bodies = {row["custom_id"]: row["response"]["body"] for row in rows.values() if row["response"]}
-    assert bodies["text-0"]["choices"][0]["text"] and bodies["text-0"]["usage"]["completion_tokens"] == 12
-    assert bodies["chat-1"]["object"] == "chat.completion"
-    assert bodies["chat-2"]["error"]["param"] == "temperature"
-    assert len(bodies["text-3"]["choices"]) == 2
-    assert rows["batch_req_3"]["error"]["code"] == "invalid_json"
-    assert rows["batch_req_6"]["error"]["code"] == "duplicate_custom_id"
-    again = batch(*files)
-    assert again.returncode == 0 and "answered already" in again.stderr
-    assert len(answers(output)) == 6
-
-
 def test_kills_and_signals_lose_nothing_and_double_nothing(files):
+    """A batch of both kinds with bad lines, killed, then interrupted, then answered to its end."""
     source, output = files
-    write(source, [completion(i, max_tokens=40) for i in range(40)])
+    others = [completion(40, n=2), chat(1), "{bad", chat(2, temperature=9e9), chat(1)]
+    write(source, [*(completion(i, max_tokens=40) for i in range(40)), *others])
     for number in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen(command(*files), stderr=subprocess.PIPE, text=True)
         before = output.read_bytes().count(b"\n") if output.exists() else 0
@@ -77,37 +83,48 @@ def test_kills_and_signals_lose_nothing_and_double_nothing(files):
         if number == signal.SIGTERM:
             assert process.returncode == 128 + signal.SIGTERM, errors
             assert "interrupted by SIGTERM" in errors and "the same command goes on" in errors
-    assert 10 <= len(answers(output)) < 40
+    num_before = len(answers(output))
+    assert 10 <= num_before < 40
     done = batch(*files)
     assert done.returncode == 0 and "resuming" in done.stderr, done.stderr
-    rows = answers(output)
-    assert sorted(row["custom_id"] for row in rows) == sorted(f"text-{i}" for i in range(40))
-    assert all(row["response"]["body"]["usage"]["completion_tokens"] == 40 for row in rows)
+    assert f"answered {45 - num_before} lines" in done.stderr and "3 with an error" in done.stderr
+    rows = {row["id"]: row for row in answers(output)}
+    assert len(rows) == len(answers(output)) == 45
+    bodies = {row["custom_id"]: row["response"]["body"] for row in rows.values() if row["response"]}
+    for i in range(40):
+        answer = bodies[f"text-{i}"]
+        assert answer["choices"][0]["text"] and answer["usage"]["completion_tokens"] == 40
+    assert len(bodies["text-40"]["choices"]) == 2
+    assert bodies["chat-1"]["object"] == "chat.completion"
+    assert bodies["chat-2"]["error"]["param"] == "temperature"
+    assert rows["batch_req_43"]["error"]["code"] == "invalid_json"
+    assert rows["batch_req_45"]["error"]["code"] == "duplicate_custom_id"
+    again = batch(*files)
+    assert again.returncode == 0 and "all 45 lines are answered already" in again.stderr
+    assert len(answers(output)) == 45
 
 
-def test_an_empty_file_needs_no_model(files):
-    source, output = files
-    source.write_text("")
-    done = batch(*files)
-    assert done.returncode == 0 and output.read_text() == ""
-
-
-def test_mistakes_say_what_to_do(files):
+def test_what_needs_no_model(files):
+    """An empty file, mistakes, each of which says what to change, and the help."""
     source, output = files
     write(source, [completion(0)])
-    assert batch(source, source).returncode == 2
-    assert batch(source).returncode == 2
-    missing = batch(source.with_name("nowhere"), output)
-    assert missing.returncode == 1 and "nowhere" in missing.stderr
-    output.write_text("something else\n")
-    refused = batch(source, output)
-    assert refused.returncode == 1 and "name another output" in refused.stderr
-    assert output.read_text() == "something else\n"
-    nothing = batch(source, output, f"--model={source.parent}")
-    assert nothing.returncode == 2 and "config.json" in nothing.stderr
-
-
-def test_help_reads_well():
-    done = batch("--help")
-    assert done.returncode == 0
-    assert "INPUT OUTPUT" in done.stdout and "--max_model_len" in done.stdout and os.path.sep not in done.stderr
+    empty, foreign = source.with_name("empty"), source.with_name("foreign")
+    empty.write_text("")
+    foreign.write_text("something else\n")
+    same, alone, missing, refused, nothing, no_model, helped = several(
+        (source, source),
+        (source,),
+        (source.with_name("nowhere"), output),
+        (source, foreign),
+        (empty, output),
+        (source, source.with_name("other"), f"--model={source.parent}"),
+        ("--help",),
+    )
+    assert (same[0], alone[0]) == (2, 2)
+    assert missing[0] == 1 and "nowhere" in missing[2]
+    assert refused[0] == 1 and "name another output" in refused[2]
+    assert foreign.read_text() == "something else\n"
+    assert nothing[0] == 0 and output.read_text() == ""
+    assert no_model[0] == 2 and "config.json" in no_model[2]
+    assert helped[0] == 0 and os.path.sep not in helped[2]
+    assert "INPUT OUTPUT" in helped[1] and "--max_model_len" in helped[1]

@@ -51,6 +51,7 @@ async def tried_grammar(service: Service, make: Callable[[], str], field: str, p
             raise invalid(f"{field}: too large for {prompts} prompts in one request; send several", field)
         await service.grammars.check(grammar, rules)
     except (GrammarError, VocabularyError, ValueError) as error:
+        service.metrics.add("grammars_refused", 1)
         raise invalid(f"{field}: {str(error).removeprefix(f'{field}: ')}", field) from None
     except WorkerDied as error:
         service.metrics.rejected("failed")

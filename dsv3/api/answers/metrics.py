@@ -64,6 +64,15 @@ _DRAFT_COUNTERS = {
     "draft_num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Of these, tokens that were right."),
 }
 _DRAFT_PLACES = ("vllm:spec_decode_num_accepted_tokens_per_pos", "The same by their place in the row, from 0.")
+# The same for answers that are held to grammars, where the engine takes some.
+_GRAMMAR_GAUGES = {"grammars_num_kept": ("dsv3:grammars_kept", "Compiled grammars that the engine keeps.")}
+_GRAMMAR_COUNTERS = {
+    "grammars_num_compiled": ("dsv3:grammars_compiled", "Grammars that the engine has compiled."),
+    "grammars_num_found": ("dsv3:grammars_found", "Times that a grammar was kept and not compiled again."),
+    "mask_num_rows": ("dsv3:masked_rows", "Rows of steps that were held to a grammar."),
+    "mask_num_failed": ("dsv3:mask_failures", "Requests that ended because their grammar took too much work."),
+}
+_MASK_TIME = ("dsv3:mask_step_seconds", "The host's time for the masks of a step that held a request to a grammar.")
 # The same where KV events are published.
 _EVENT_COUNTERS = {
     "kv_events_dropped": ("dsv3:kv_events_dropped_batches", "Batches of KV events lost for want of room."),
@@ -96,6 +105,7 @@ _TOTALS = {
     "continued": ("dsv3:continued", "Sequences that went on in another engine after theirs had died."),
     "given_up": ("dsv3:given_up", "Requests that engines died with, and that no other one was given."),
     "engine_restarts": ("dsv3:engine_restarts", "Times that the engine was started anew."),
+    "grammars_refused": ("dsv3:grammars_refused", "Constraints that no answer can be held to: their requests got 400."),
     "dropped_calls": ("dsv3:tool_calls_dropped", "Tool calls without a name, or that the client does not take."),
 }
 # (name, help, label) -> the label's values
@@ -217,19 +227,25 @@ class Metrics:
         stats = self._stats
         spread = "experts_balancedness" in stats
         of_ranks = {key: named for key, named in _RANK_GAUGES.items() if key in stats}
-        for key, (name, text) in (_GAUGES | (_EXPERT_GAUGES if spread else {}) | of_ranks).items():
+        takes_grammars = "grammars_num_kept" in stats
+        gauges = _GAUGES | (_EXPERT_GAUGES if spread else {}) | (_GRAMMAR_GAUGES if takes_grammars else {})
+        for key, (name, text) in (gauges | of_ranks).items():
             yield self._family(GaugeMetricFamily, name, text, {(): _number(stats, key)})
         drafts = _DRAFT_COUNTERS if "draft_num_drafts" in stats else {}
         events = _EVENT_COUNTERS if "kv_events_dropped" in stats else {}
-        for key, (name, text) in (_COUNTERS | (_EXPERT_COUNTERS if spread else {}) | drafts | events).items():
+        held = _GRAMMAR_COUNTERS if takes_grammars else {}
+        for key, (name, text) in (_COUNTERS | (_EXPERT_COUNTERS if spread else {}) | drafts | held | events).items():
             yield self._family(CounterMetricFamily, name, text, {(): _number(stats, key)})
         if isinstance(even := stats.get("experts_balancedness_by_layer"), list):
             yield self._family(GaugeMetricFamily, *_EXPERT_LAYERS, _numbered(even), ["layer"])
         if isinstance(accepted := stats.get("draft_num_accepted_tokens_per_pos"), list):
             yield self._family(CounterMetricFamily, *_DRAFT_PLACES, _numbered(accepted), ["position"])
-        counts = stats.get("host_time_counts")
-        if isinstance(counts, list) and len(counts) == len(HOST_TIME_BOUNDS) + 1:
-            yield self._histogram(*_HOST_TIME, HOST_TIME_BOUNDS, counts, _number(stats, "host_time_sum"))
+        for (name, text), counts, total in (
+            (_HOST_TIME, stats.get("host_time_counts"), "host_time_sum"),
+            (_MASK_TIME, stats.get("mask_counts"), "mask_seconds"),
+        ):
+            if isinstance(counts, list) and len(counts) == len(HOST_TIME_BOUNDS) + 1:
+                yield self._histogram(name, text, HOST_TIME_BOUNDS, counts, _number(stats, total))
         yield from self._of_tiers()
         yield from self._counted()
 

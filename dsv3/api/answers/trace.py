@@ -1,4 +1,9 @@
-"""A profile of steps as a Chrome trace for ui.perfetto.dev: what the host did, and when the devices had work."""
+"""A profile of steps as a Chrome trace for ui.perfetto.dev: what the host did, and when the devices had work.
+
+Times are whole microseconds, and a span's length is what lies between its rounded ends. A span that ended a rounding
+later than the one around it would overlap it, and Perfetto leaves such spans out. Fractions it cuts off after a product
+in floats.
+"""
 
 import gzip
 from collections.abc import Iterator, Sequence
@@ -51,7 +56,7 @@ def _of_devices(steps: Sequence[StepNote], start: float) -> Iterator[dict[str, A
     launched = {note.launched: (at, note) for note in steps if (at := _at(note, "launch")) is not None}
     free = start
     for note in steps:
-        done, (begun, cause) = _at(note, "wait"), launched.get(note.collected, (None, note))
+        done, (begun, cause) = _last(note, "wait"), launched.get(note.collected, (None, note))
         if begun is None or done is None:
             continue
         about = {job.kind: job.amount for job in cause.jobs}
@@ -64,10 +69,16 @@ def _at(note: StepNote, what: str) -> float | None:
     return next((part.at for part in note.parts if part.what == what), None)
 
 
+def _last(note: StepNote, what: str) -> float | None:
+    """Returns when the last such part ended; a step that was launched in two parts is waited for twice."""
+    return next((part.at for part in reversed(note.parts) if part.what == what), None)
+
+
 def _span(thread: int, name: str, start: float, end: float, about: dict[str, int] | None = None) -> dict[str, Any]:
-    span = {"ph": "X", "pid": 1, "tid": thread, "name": name, "ts": _us(start), "dur": _us(end - start)}
+    begins, ends = _us(start), _us(end)
+    span = {"ph": "X", "pid": 1, "tid": thread, "name": name, "ts": begins, "dur": ends - begins}
     return span if about is None else span | {"args": about}
 
 
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

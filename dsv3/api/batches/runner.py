@@ -27,9 +27,11 @@ from dsv3.request import BATCH_PRIORITY
 
 MAX_TENANTS_AT_ONCE = 4
 _POLL_S = 0.25
+_SWEEP_S = 60.0
 _RETRY_S = 30.0  # after an error of the disk
 _log = logging.getLogger("dsv3.batches")
 _replace = msgspec.structs.replace
+_DELETED = LineError("file_not_found", "the input file was deleted", "input_file_id")
 
 
 @contextlib.asynccontextmanager
@@ -62,6 +64,7 @@ class Runner:
         self._service, self._store = service, store
         self._running: dict[str, asyncio.Task[None]] = {}
         self._permits = asyncio.Semaphore(1)
+        self._swept = -math.inf
 
     async def run(self) -> None:
         """Looks for open batches again and again; a cancelled one gives up the lines that are being answered."""
@@ -69,7 +72,11 @@ class Runner:
         self._permits = asyncio.Semaphore(self._num_lines())
         try:
             while self._service.status in ("ok", "restarting"):
-                await self._look()
+                try:
+                    await self._sweep()
+                    await self._look()
+                except OSError as error:
+                    _log.error("%s: %s", self._store.directory, error.strerror)
                 await asyncio.sleep(_POLL_S)
         finally:
             tasks = list(self._running.values())
@@ -81,6 +88,13 @@ class Runner:
         """Returns how many lines are answered at a time: as many as run, and as many that wait for their slots."""
         info = self._service.engine.info
         return 1 if info is None else 2 * info.max_num_seqs
+
+    async def _sweep(self) -> None:
+        """Deletes from time to time what fronts that were killed have left."""
+        now = asyncio.get_running_loop().time()
+        if now - self._swept > _SWEEP_S:
+            self._swept = now
+            await asyncio.to_thread(self._store.sweep)
 
     async def _look(self) -> None:
         self._running = {tenant: task for tenant, task in self._running.items() if not task.done()}
@@ -136,26 +150,31 @@ class _OneBatch:
         try:
             path = self._store.content(self._tenant, self._batch.input_file_id)
         except NotFound:
-            found = [LineError("file_not_found", "the input file was deleted", "input_file_id")]
+            found = [_DELETED]
         else:
             found = await asyncio.to_thread(outcome.problems, path, self._batch.endpoint)
         if found:
-            await self._save(status="failed", failed_at=self._store.now(), errors=Errors(tuple(found)))
+            await self._fail(*found)
         else:
             await self._save(status="in_progress", in_progress_at=self._store.now())
 
+    async def _fail(self, *errors: LineError) -> None:
+        await self._save(status="failed", failed_at=self._store.now(), errors=Errors(errors))
+
     async def _answer(self) -> None:
         """Answers all lines, or as many as there is time for."""
-        path = self._store.content(self._tenant, self._batch.input_file_id)
+        try:
+            path = self._store.content(self._tenant, self._batch.input_file_id)
+        except NotFound:  # one front has deleted it while another one made a batch of it
+            await self._fail(_DELETED)
+            return
         answers = self._store.answers(self._tenant, self._id)
         summary = await asyncio.to_thread(summarize_input, path)
         try:
             model = self._service.config.model_names[0]
             journal = await asyncio.to_thread(Journal.open, answers, summary, model, math.inf)
         except BatchError as error:  # another model, above all: no later server would take it either
-            await self._save(
-                status="failed", failed_at=self._store.now(), errors=Errors((LineError("not_resumable", str(error)),))
-            )
+            await self._fail(LineError("not_resumable", str(error)))
             return
         try:
             before = await asyncio.to_thread(outcome.counts, answers, summary.lines)

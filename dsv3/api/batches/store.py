@@ -1,4 +1,4 @@
-"""A directory of files and batches. All processes of a server read it; each file in it has one writer.
+"""A directory of files and batches. All fronts of a server write to it; each file in it has one writer.
 
     DIR/lock                        held by the server that runs the batches
     DIR/open/ID                     a batch that has not ended: its tenant's name
@@ -33,6 +33,8 @@ _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}")
 _TENANT = re.compile(r"[A-Za-z0-9._-]{0,64}")
 # A batch whose record did not follow its mark in this time was never made.
 _STALE_S = 60.0
+# What an upload wrote last is no older than this: 60 s of silence end it.
+_ABANDONED_S = 600.0
 
 
 class StoreError(Exception):
@@ -83,7 +85,6 @@ class Store:
             os.close(descriptor)
             raise ValueError(f"batch_dir: {self.directory} is in use by another server") from None
         try:
-            self._sweep()
             yield
         finally:
             os.close(descriptor)
@@ -259,15 +260,23 @@ class Store:
             raise NotFound("file" if kind == "files" else "batch")
         return self._folder(tenant, kind) / (name + suffix)
 
-    def _sweep(self) -> None:
-        """Deletes what uploads that a kill has ended have left."""
-        for path in self.directory.glob("tenants/*/*/*.part"):
-            path.unlink(missing_ok=True)
+    def sweep(self) -> None:
+        """Deletes what a front has left that was killed while it wrote: long after the last byte, nobody goes on."""
+        for path in self.directory.glob("tenants/*/*/*"):
+            with contextlib.suppress(FileNotFoundError):
+                if _is_unfinished(path) and time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    path.unlink()
 
 
 def private(path: str, flags: int) -> int:
     """Opens a file that only its owner may read, for `open`."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Returns whether it is an upload, a record on its way, or content without a record."""
+    has_no_record = _ID.fullmatch(path.name) is not None and not path.with_name(f"{path.name}.json").exists()
+    return path.name.startswith(".") or path.suffix == ".part" or has_no_record
 
 
 def new_file_id() -> str:

@@ -15,7 +15,7 @@ class Forward(NamedTuple):
     """What a forward job leaves for the sampler, and what is left of that for a drafter.
 
     Shapes are one rank's. A prefill leaves its `batch` (tokens, chunks) too, and `hidden` of all its tokens. `tokens`
-    are what was sampled, once that is done. `masked` are the logits to sample from where a row is held to a grammar.
+    are what was sampled, once that is done. `masks` are there where a row is held to a grammar.
     """
 
     slots: Any  # [B] int32
@@ -23,7 +23,7 @@ class Forward(NamedTuple):
     hidden: Any = None  # [B, S, D] or [T, D]; None where nothing drafts
     batch: tuple[Any, ...] = ()
     tokens: Any = None  # [B, S] int32
-    masked: Any = None  # [B, S, W] float32
+    masks: Any = None  # [B, S, words] uint32
 
 
 class Devices:

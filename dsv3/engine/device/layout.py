@@ -33,7 +33,7 @@ class Layout:
 
     def __init__(self, parts: Parts, watches: Mapping[str, Watch]) -> None:
         self.functions, self.model_cfg, self.cfg, self.mesh = parts.functions, parts.model_cfg, parts.cfg, parts.mesh
-        self.watches = watches
+        self.watches, self.takes_grammars = watches, parts.takes_grammars
         self.rank_sharding, self.spans_processes = rank_sharding(self.mesh), spans_processes(self.mesh)
         self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), parts.params)
         one = pool(self.model_cfg, self.cfg.cache_dtype, self.cfg.num_pages)

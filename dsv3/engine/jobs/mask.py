@@ -6,8 +6,6 @@ by then: the devices work while the host computes masks, and the look-ahead stay
 job of this kind.
 """
 
-import dataclasses
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -16,7 +14,7 @@ import numpy as np
 
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
-from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.device.programs import ProgramSpec
 from dsv3.engine.job import Command, EngineView, JobKind, Later, Planned
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.masks import ALL, MaskStats
@@ -84,36 +82,26 @@ class MaskPlanner:
     def stats(self) -> MaskStats | None:
         """Returns how many masks there were, and what they took."""
         masks = self._scheduler.masks
-        return None if masks is None else dataclasses.replace(masks.stats)
-
-
-def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields one program per shape of logits."""
-    vocab_size = layout.model_cfg.vocab_size
-    for rows, width in layout.sampled_shapes:
-        logits = layout.array(rows, width, vocab_size, dtype=jnp.float32)
-        masks = layout.array(rows, width, _words(vocab_size), dtype=jnp.uint32)
-        yield layout.per_rank(Key(NAME, rows, width=width), mask_body, (logits, masks))
+        return None if masks is None else masks.stats()
 
 
 class MaskWorker:
-    """Puts masks on the devices; leaves the logits that are left for the sampler, beside those of the model."""
+    """Hands masks to the sampler. A program of their own would cost a launch and one more pass over the logits."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
 
     def launch(self, command: MaskCommand) -> tuple[jax.Array, ...]:
-        """Starts the masking of what a forward job has left."""
+        """Leaves the masks beside what a forward job has left."""
         devices = self._devices
         forward = devices.handed[command.source]
         rows, width, vocab_size = forward.logits.shape[1:]
-        masks = command.whole(devices.layout.num_local_ranks, rows, width, _words(vocab_size))
-        program = devices.programs.get(Key(NAME, rows, width=width))
-        devices.handed[command.source] = forward._replace(masked=program(forward.logits, devices.put(masks)))
+        masks = command.whole(devices.layout.num_local_ranks, rows, width, num_words(vocab_size))
+        devices.handed[command.source] = forward._replace(masks=devices.put(masks))
         return ()
 
 
-def mask_body(logits: jax.Array, masks: jax.Array) -> jax.Array:
+def masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
     """Returns logits `[B, S, W]` that are -inf where `masks` `[B, S, words]` have no bit.
 
     What is not finite stays, for the sampler to find: it fails a request whose logits mean nothing.
@@ -123,12 +111,17 @@ def mask_body(logits: jax.Array, masks: jax.Array) -> jax.Array:
     return jnp.where(allowed | ~(logits < jnp.inf), logits, -jnp.inf)
 
 
-def _words(vocab_size: int) -> int:
+def num_words(vocab_size: int) -> int:
+    """Returns how many words a mask has."""
     return -(-vocab_size // _WORD_BITS)
 
 
+def _no_programs(layout: Layout) -> tuple[ProgramSpec, ...]:
+    return ()
+
+
 def _applies(parts: Parts) -> bool:
-    return parts.tokenizer is not None
+    return parts.takes_grammars
 
 
-KIND = JobKind(NAME, MaskCommand, MaskPlanner, programs, MaskWorker, _applies)
+KIND = JobKind(NAME, MaskCommand, MaskPlanner, _no_programs, MaskWorker, _applies)

@@ -22,7 +22,7 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
-from dsv3.engine.jobs.mask import plan_mask
+from dsv3.engine.jobs.mask import masked, num_words, plan_mask
 from dsv3.engine.requests.accept import accept
 from dsv3.engine.requests.codes import NOT_FINITE, NOTHING, UNDRAFTED
 from dsv3.engine.requests.rows import BatchRows, Sampled
@@ -33,6 +33,8 @@ from dsv3.request import StepOutputs
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 NAME = "sample"
+# Samplers with masks. Batches of greedy rows take the one that draws, as those that are mixed do: one program less.
+_HELD = "held sample"
 
 
 class Adjustment(Command, frozen=True):
@@ -172,6 +174,8 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     for rows, width in layout.sampled_shapes:
         for variant in (GREEDY, DRAWN, FILTERED, FULL):
             yield _sampler(layout, rows, width, variant)
+        for variant in (DRAWN, FILTERED, FULL) if layout.takes_grammars else ():
+            yield _sampler(layout, rows, width, variant, is_held=True)
         arguments = (_logits(layout, rows, width), layout.array(rows, width))
         yield layout.per_rank(Key("logprobs", rows, width=width), logprobs_body, arguments, gathered="all")
     adjust = adjust_shapes(layout)
@@ -180,14 +184,17 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     yield layout.per_rank(Key("adjust"), adjust_body, (adjust, AdjustRow(*map(layout.like, row))), donated=(0,))
 
 
-def _sampler(layout: Layout, rows: int, width: int, variant: int) -> ProgramSpec:
+def _sampler(layout: Layout, rows: int, width: int, variant: int, is_held: bool = False) -> ProgramSpec:
+    """Returns a sampler, one with masks where rows of its batches are held to grammars."""
     adjust = adjust_shapes(layout) if variant == FULL else None
     donated = (0, 1) if variant == FULL else (0,)
-    arguments = (layout.state, adjust, _logits(layout, rows, width), layout.array(rows))
+    masks = layout.array(rows, width, num_words(layout.model_cfg.vocab_size), dtype=jnp.uint32)
+    arguments = (layout.state, adjust, _logits(layout, rows, width), layout.array(rows), *([masks] if is_held else []))
     speculative = layout.cfg.speculative
     chances = () if speculative is None else speculative.synthetic_chances[: width - 1]
     body = functools.partial(sample_body, variant, chances=chances)
-    return layout.per_rank(Key("sample", rows, variant, width), body, arguments, donated, gathered="last")
+    kind = _HELD if is_held else NAME
+    return layout.per_rank(Key(kind, rows, variant, width), body, arguments, donated, gathered="last")
 
 
 def adjust_shapes(layout: Layout) -> AdjustState:
@@ -219,11 +226,13 @@ class SampleWorker:
             self._set_adjustments(command.adjustments, i)
         rows, width = logits.shape[1:3]
         adjust = self._adjust_state() if command.variant == FULL else None
-        program = devices.programs.get(Key("sample", rows, command.variant, width))
-        choices = logits if forward.masked is None else forward.masked
-        devices.state, adjust, tokens, *of_all = program(devices.state, adjust, choices, slots)
+        if forward.masks is None:
+            key, masks = Key(NAME, rows, command.variant, width), []
+        else:
+            key, masks = Key(_HELD, rows, max(command.variant, DRAWN), width), [forward.masks]
+        devices.state, adjust, tokens, *of_all = devices.programs.get(key)(devices.state, adjust, logits, slots, *masks)
         if devices.layout.cfg.speculative is not None:
-            devices.handed[command.source] = forward._replace(logits=None, masked=None, tokens=tokens)
+            devices.handed[command.source] = forward._replace(logits=None, masks=None, tokens=tokens)
         if command.variant == FULL:
             self._adjust = adjust
         results = tuple(of_all) or (tokens,)
@@ -260,11 +269,13 @@ def sample_body(
     adjust: AdjustState | None,
     logits: jax.Array,
     slots: jax.Array,
+    masks: jax.Array | None = None,
     *,
     chances: tuple[float, ...] = (),
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
     """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, and advances their state.
 
+    Where rows are held to grammars, tokens without a bit in `masks` `[B, S, words]` are not drawn.
     Column i of the state's tokens is compared with what is sampled at position i - 1: a row goes on while they agree.
     Where a benchmark gives the `chances` of the drafts, a coin overrules what was sampled in front of each.
 
@@ -272,6 +283,7 @@ def sample_body(
     shall not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends).
     """
     num_slots, S = state.tokens.shape[0], logits.shape[1]
+    logits = logits if masks is None else masked(logits, masks)
     held = jnp.minimum(slots, num_slots - 1)
     drafts = state.tokens[held]
     going = slots < num_slots

@@ -6,12 +6,14 @@ that were wrong, nor after a pre-emption: a matcher takes in what is new when th
 
 import dataclasses
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.engine.requests.sequence import Sequence
+from dsv3.engine.stats import HostTime
 from dsv3.request import EngineOutput, FinishReason, StepOutputs
 from dsv3.text.matcher import Matcher, Vocabulary, without
 
@@ -19,13 +21,27 @@ ALL = np.uint32(0xFFFFFFFF)
 """A word of a mask that allows everything."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class MaskStats:
-    """Totals since the start: rows that got a mask, the seconds that took, requests that were given up."""
+    """Totals since the start: rows that got a mask, the seconds that took, requests that were given up.
 
-    num_rows: int = 0
-    seconds: float = 0.0
-    num_failed: int = 0
+    `counts` is the histogram, over `HOST_TIME_BOUNDS`, of the seconds per step that had such rows.
+    """
+
+    num_rows: int
+    seconds: float
+    num_failed: int
+    counts: tuple[int, ...]
+
+
+class _Held(NamedTuple):
+    """A row whose request is held: its slot, rank and row of the batch, the tokens known of it, and its matcher."""
+
+    slot: int
+    place: tuple[int, int]
+    known: int
+    sequence: Sequence
+    matcher: Matcher
 
 
 class Masks:
@@ -34,10 +50,14 @@ class Masks:
     def __init__(self, scheduler: Scheduler, vocabulary: Vocabulary) -> None:
         self._scheduler, self._vocabulary = scheduler, vocabulary
         self.words = vocabulary.words
-        self.stats = MaskStats()
+        self._time, self._num_rows, self._num_failed = HostTime(), 0, 0
         total, drafts = len(scheduler.slots.epoch), scheduler.cfg.tokens_per_row - 1
         self._drafts = np.full((total, drafts), -1, np.int32)
         self._drafted = np.full(total, -1, np.int64)  # by slot: the epoch whose drafts these are
+
+    def stats(self) -> MaskStats:
+        """Returns the numbers so far; any thread may ask."""
+        return MaskStats(self._num_rows, self._time.total, self._num_failed, tuple(self._time.counts))
 
     def note_drafts(self, rows: BatchRows, drafts: np.ndarray) -> None:
         """Notes what was proposed behind the last tokens of `rows`: `drafts` `[ranks, B, S - 1]`, negative for none."""
@@ -51,40 +71,40 @@ class Masks:
         `outputs`.
         """
         started = perf_counter()
-        held = [i for i in self._live(rows) if self._goes_on(int(rows.slots[i]), outputs)]
+        held = [row for row in self._held(rows) if self._goes_on(row, outputs)]
         masks = np.full((len(held), width, self.words), ALL, np.uint32)
-        matchers = [(self._matcher(int(rows.slots[i])), self._drafts_of(rows, i, width)) for i in held]
-        if matchers:
-            self._vocabulary.fill(matchers, masks)
-        for i, mask in zip(held, masks, strict=True):
-            self._finish(int(rows.slots[i]), mask, outputs)
-        self.stats.num_rows += len(held)
-        self.stats.seconds += perf_counter() - started
-        return np.stack([rows.rank[held], rows.position[held]], axis=1).astype(np.int32), masks
+        if held:
+            self._vocabulary.fill([(row.matcher, self._drafts_of(row, width)) for row in held], masks)
+        for row, mask in zip(held, masks, strict=True):
+            self._finish(row, mask, outputs)
+        self._num_rows += len(held)
+        self._time.observe(perf_counter() - started)
+        return np.array([row.place for row in held], np.int32).reshape(-1, 2), masks
 
-    def _live(self, rows: BatchRows) -> list[int]:
-        slots = self._scheduler.slots
-        return (slots.held[rows.slots] & (slots.epoch[rows.slots] == rows.epochs)).nonzero()[0].tolist()
+    def _held(self, rows: BatchRows) -> list["_Held"]:
+        """Returns the rows of requests that are held and have not ended."""
+        table = self._scheduler.slots
+        live = (table.held[rows.slots] & (table.epoch[rows.slots] == rows.epochs)).nonzero()[0]
+        slots, known = rows.slots[live], table.known[rows.slots[live]]
+        columns = (each.tolist() for each in (slots, rows.rank[live], rows.position[live], known))
+        found = []
+        for slot, rank, position, length in zip(*columns, strict=True):
+            sequence = table.sequences[slot]
+            assert sequence is not None and sequence.matcher is not None  # its slot is held
+            found.append(_Held(slot, (rank, position), length, sequence, sequence.matcher))
+        return found
 
-    def _matcher(self, slot: int) -> Matcher:
-        matcher = self._sequence(slot).matcher
-        assert matcher is not None  # the slot is held
-        return matcher
-
-    def _sequence(self, slot: int) -> Sequence:
-        sequence = self._scheduler.slots.sequences[slot]
-        assert sequence is not None  # its epoch is that of a running request
-        return sequence
-
-    def _goes_on(self, slot: int, outputs: StepOutputs) -> bool:
+    def _goes_on(self, row: "_Held", outputs: StepOutputs) -> bool:
         """Returns whether a request may have another token; ends it if not."""
-        slots, matcher = self._scheduler.slots, self._matcher(slot)
-        matcher.advance(slots.history[slot, self._sequence(slot).prompt_length : slots.known[slot]])
+        matcher, begin = row.matcher, row.sequence.prompt_length
+        matcher.advance(self._scheduler.slots.history[row.slot, begin : row.known])
+        if not matcher.is_over:
+            return True
         if matcher.error is not None:
-            self._fail(slot, matcher.error, outputs)
+            self._fail(row.sequence, matcher.error, outputs)
             return False
-        if matcher.is_over and self._has_one_end(slot):
-            self._end(slot, outputs, "stop", self._vocabulary.end_ids)
+        if self._has_one_end(row.slot):
+            self._end(row.sequence, outputs, "stop", self._vocabulary.end_ids)
             return False
         return True
 
@@ -93,40 +113,37 @@ class Masks:
         ends = self._vocabulary.end_ids
         return not ends or (len(ends) == 1 and not self._scheduler.slots.wants_logprobs[slot])
 
-    def _drafts_of(self, rows: BatchRows, i: int, width: int) -> list[int]:
+    def _drafts_of(self, row: "_Held", width: int) -> list[int]:
         """Returns the drafts of a row that may be drawn, up to one that ends the answer."""
-        slot = int(rows.slots[i])
-        if width == 1 or self._drafted[slot] != rows.epochs[i]:
+        if width == 1 or self._drafted[row.slot] != self._scheduler.slots.epoch[row.slot]:
             return []
-        stop_ids, drafts = self._sequence(slot).stop_ids, self._drafts[slot, : width - 1].tolist()
+        stop_ids, drafts = row.sequence.stop_ids, self._drafts[row.slot, : width - 1].tolist()
         ends = (at for at, token in enumerate(drafts) if token < 0 or token in stop_ids)
         return drafts[: next(ends, len(drafts))]
 
-    def _finish(self, slot: int, masks: np.ndarray, outputs: StepOutputs) -> None:
+    def _finish(self, row: "_Held", masks: np.ndarray, outputs: StepOutputs) -> None:
         """Takes ends out of a row's masks `[S, words]` that come too early; ends a request whose mask failed."""
-        matcher, sequence = self._matcher(slot), self._sequence(slot)
-        if matcher.error is not None:
-            self._fail(slot, matcher.error, outputs)
+        if row.matcher.is_over and row.matcher.error is not None:
+            self._fail(row.sequence, row.matcher.error, outputs)
             return
-        sampling, known = sequence.sampling, matcher.seen
-        early = len(masks) if sampling.ignore_eos else sampling.min_tokens - known
+        sampling = row.sequence.sampling
+        early = len(masks) if sampling.ignore_eos else sampling.min_tokens - row.matcher.seen
         for i in range(min(early, len(masks))):
-            masks[i] = without(masks[i], sequence.stop_ids)
+            masks[i] = without(masks[i], row.sequence.stop_ids)
 
-    def _fail(self, slot: int, error: str, outputs: StepOutputs) -> None:
-        self.stats.num_failed += 1
-        self._end(slot, outputs, "error", (), f"the answer could not be held to its grammar: {error}")
+    def _fail(self, sequence: Sequence, error: str, outputs: StepOutputs) -> None:
+        self._num_failed += 1
+        self._end(sequence, outputs, "error", (), f"the answer could not be held to its grammar: {error}")
 
     def _end(
         self,
-        slot: int,
+        sequence: Sequence,
         outputs: StepOutputs,
         reason: FinishReason,
         tokens: tuple[int, ...],
         error: str | None = None,
     ) -> None:
         """Ends a request, with an end token where there is one."""
-        sequence = self._sequence(slot)
         self._scheduler.remove(sequence)
         self._scheduler.generated_tokens += len(tokens)
         outputs.details.append(

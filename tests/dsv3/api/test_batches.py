@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import signal
 import time
 
 import httpx
@@ -20,6 +19,7 @@ from dsv3.api.batches.store import Conflict, NotFound, Store, TooMany
 from dsv3.api.http.uploads import Form
 from dsv3.batch.journal import Journal, summarize_input
 from tests.dsv3.api import serving
+from tests.dsv3.api.test_fronts import Pair
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ACME, ZETA, OPERATOR = (f"sk-{name}-0123456789abcdef" for name in ("acme", "zeta", "operator"))
@@ -35,8 +35,8 @@ def as_file(lines):
     return ("in.jsonl", text.encode())
 
 
-def client_of(server, key="none"):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+def client_of(server, key="none", **settings):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -208,31 +208,28 @@ def test_ids_lead_nowhere_else(keeper, name):
 
 
 def test_kills_lose_and_double_nothing(model_dir, tmp_path):
-    """The server is killed again and again; each next one goes on, until every line has one answer."""
-    options = {"batch_dir": str(tmp_path / "batches")}
-    total, before = 300, []
+    """The front that took the batch is killed, then the whole server; in the end every line has one answer."""
+    options = {"batch_dir": str(tmp_path / "batches"), "api_server_count": 2}
+    total = 300
     lines = [line(f"q{i}", prompt=[7, 8 + i % 400], max_tokens=20) for i in range(total)]
     slow = {"options": options, "engine": {"max_num_seqs": 4}, "factory_options": {"step_s": 0.002}}
-    batch_id = None
-    for attempt in itertools.count():
-        with serving.running(model_dir, **slow) as server, client_of(server) as client:
-            if batch_id is None:
-                file = client.files.create(file=as_file(lines), purpose="batch")
-                batch_id = client.batches.create(
-                    input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
-                ).id
-            if attempt < 2:
-                [journal] = wait_for(lambda: list(tmp_path.glob("batches/tenants/*/batches/*.answers")))
-                wanted = len(before) + 20
-                wait_for(lambda path=journal, n=wanted: path.read_bytes().count(b"\n") > n)
-                before = journal.read_bytes().splitlines()
-                os.kill(server.process.pid, signal.SIGKILL)
-                server.process.wait(30)
-                server.stop = lambda: None
-                continue
-            batch = finished(client, client.batches.retrieve(batch_id))
-            found = client.files.content(batch.output_file_id).text.splitlines()
-            break
+    with serving.running(model_dir, **slow) as server:
+        pair = Pair(server)
+        with client_of(server, http_client=pair.http[pair.other.pid]) as client:
+            file = client.files.create(file=as_file(lines), purpose="batch")
+            asked = {"endpoint": COMPLETIONS, "completion_window": "24h"}
+            batch_id = client.batches.create(input_file_id=file.id, **asked).id
+        [journal] = wait_for(lambda: list(tmp_path.glob("batches/tenants/*/batches/*.answers")))
+        for kill in (pair.other.kill, server.process.kill):
+            wanted = journal.read_bytes().count(b"\n") + 20
+            wait_for(lambda n=wanted: journal.read_bytes().count(b"\n") > n)
+            kill()
+        server.process.wait(30)
+        before = journal.read_bytes().splitlines()
+        server.stop = lambda: None
+    with serving.running(model_dir, **slow) as server, client_of(server) as client:
+        batch = finished(client, client.batches.retrieve(batch_id))
+        found = client.files.content(batch.output_file_id).text.splitlines()
     assert batch.status == "completed"
     kept = [path for path in (tmp_path / "batches").rglob("*") if path.is_file()]
     assert len(kept) > 4 and all(path.stat().st_mode & 0o77 == 0 for path in kept)
@@ -352,6 +349,22 @@ def test_old_batches_are_forgotten_and_open_ones_are_not(tmp_path, monkeypatch):
         kept.close_batch(batch.id)
     assert len(kept.batches("")) <= 5 and kept.batch("", first.id).status == "validating"
     assert kept.open_batches() == [("", first.id)]
+
+
+def test_what_killed_fronts_have_left_goes_and_what_is_being_written_stays(tmp_path):
+    """An upload, content whose record was to come, and a record on its way."""
+    kept = Store(tmp_path)
+    file, batch = put(kept), kept.create_batch("", make)
+    folder = kept.content("", file.id).parent
+    left = [kept.new_upload(""), folder / ("file-" + "0" * 24), folder / f".{file.id}.json.00112233"]
+    going = kept.new_upload("")
+    for path in (*left, going):
+        path.write_text("x")
+    for path in (*left, *folder.glob("file-*"), *folder.parent.glob("batches/*")):
+        os.utime(path, (1, 1))
+    kept.sweep()
+    assert not any(path.exists() for path in left) and going.exists()
+    assert kept.content("", file.id).read_text() == "x" and kept.batch("", batch.id).id == batch.id
 
 
 @pytest.mark.parametrize("tenant", [".", "..", "a", "a.b", ""])

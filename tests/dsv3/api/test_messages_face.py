@@ -153,6 +153,7 @@ def test_tokens_are_counted(tool_server):
         ({"tools": [{"type": "web_search_20250305", "name": "w", "input_schema": {}}]}, "tools[0].type: "),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: "),
         ({"mcp_servers": [{}]}, "mcp_servers "),
+        ({"resume": {"output_token_ids": [5]}}, "resume "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

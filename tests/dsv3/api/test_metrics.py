@@ -13,6 +13,8 @@ from dsv3.cache.tiers.counts import TierCounts
 from dsv3.engine.jobs.draft import DraftStats
 from dsv3.engine.jobs.experts import ExpertStats
 from dsv3.engine.jobs.pages import PageStats
+from dsv3.engine.requests.grammars import GrammarStats
+from dsv3.engine.requests.masks import MaskStats
 from dsv3.engine.stats import HOST_TIME_BOUNDS, EngineStats
 
 STATS = EngineStats(3, 1, 7, 0.5, 0, 0, 0, 0, 10, 20, 30, 0.1, (1, 2))
@@ -66,6 +68,27 @@ def test_drafts_have_the_metrics_of_vllm() -> None:
         labels = {"model_name": "m", "position": position}
         name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
         assert metrics.registry.get_sample_value(name, labels) == count
+
+
+def test_masks_and_grammars_are_counted_where_answers_can_be_held() -> None:
+    metrics = Metrics("m")
+    metrics.update(_numbers(STATS))
+    assert b"mask" not in metrics.text() and b"dsv3:grammars_kept" not in metrics.text()
+    counts = tuple(range(len(HOST_TIME_BOUNDS) + 1))
+    jobs = {"mask": MaskStats(40, 0.5, 1, counts), "grammars": GrammarStats(3, 9, 2)}
+    metrics.update(_numbers(dataclasses.replace(STATS, jobs=jobs)))
+    metrics.add("grammars_refused", 1)
+    for name, value in {
+        "dsv3:masked_rows_total": 40,
+        "dsv3:mask_failures_total": 1,
+        "dsv3:mask_step_seconds_sum": 0.5,
+        "dsv3:mask_step_seconds_count": sum(counts),
+        "dsv3:grammars_compiled_total": 3,
+        "dsv3:grammars_found_total": 9,
+        "dsv3:grammars_kept": 2,
+        "dsv3:grammars_refused_total": 1,
+    }.items():
+        assert sample(metrics, name) == value, name
 
 
 def test_tiers_have_labels() -> None:

@@ -133,6 +133,7 @@ def test_a_stream_that_is_cut_off_says_so(server):
         ({"temperature": -1}, "temperature: ", None),
         ({"store": True}, "store: this server stores no responses", "unsupported_parameter"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: this server stores no", "unsupported_parameter"),
+        ({"resume": {"output_token_ids": [5]}}, "resume: this API's events tell no token ids", "unsupported_parameter"),
         ({"conversation": {"id": "x"}}, "conversation: ", "unsupported_parameter"),
         ({"background": True}, "background: ", "unsupported_parameter"),
         ({"truncation": "auto"}, "truncation: ", "unsupported_parameter"),

@@ -193,6 +193,7 @@ def test_tools_that_cannot_be_called(held_server):
 
 
 def test_openais_client_asks_for_a_schema(held_server):
+    before = held_server.metric("dsv3:grammars_refused_total")
     with openai.OpenAI(base_url=f"{held_server.url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as refusal:
             client.chat.completions.create(
@@ -201,6 +202,7 @@ def test_openais_client_asks_for_a_schema(held_server):
                 response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": ODD}},
             )
         assert refusal.value.param == "response_format"
+    assert held_server.metric("dsv3:grammars_refused_total") == before + 1
 
 
 def test_the_event_loop_goes_on_while_a_grammar_is_tried(held_server):

@@ -4,6 +4,8 @@ import gzip
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsv3.api.answers.trace import events_of, write_trace
 from dsv3.engine.look import JobNote, Part, StepNote
@@ -28,9 +30,10 @@ def test_the_file_is_what_perfetto_reads(tmp_path) -> None:
     assert size == path.stat().st_size
     trace = json.loads(gzip.decompress(path.read_bytes()))
     for event in trace["traceEvents"]:
-        assert event["ph"] in "MXC" and event["pid"] == 1
-        assert event["ph"] == "M" or event["ts"] >= 0
-        assert event["ph"] != "X" or event["dur"] >= 0
+        assert event["ph"] in "MXC" and event["pid"] == 1 and event["name"]
+        assert event["ph"] == "M" or (isinstance(event["ts"], int) and event["ts"] >= 0)
+        assert event["ph"] != "X" or (isinstance(event["dur"], int) and event["dur"] >= 0)
+        assert event["ph"] != "C" or all(isinstance(value, int) for value in event["args"].values())
     with pytest.raises(FileExistsError):
         write_trace(STEPS, path)
 
@@ -45,6 +48,33 @@ def test_parts_lie_inside_their_step_without_gaps() -> None:
             assert part["ts"] == pytest.approx(end)
             end = part["ts"] + part["dur"]
         assert end == pytest.approx(step["ts"] + step["dur"])
+
+
+TIMES = st.lists(st.floats(0, 1e-3), min_size=1, max_size=5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(TIMES, min_size=1, max_size=8), st.floats(0, 1e5))
+def test_spans_of_a_lane_nest(steps, began) -> None:
+    """Perfetto's importer drops a span that begins inside of another one and ends behind it.
+
+    It keeps a lane's open spans on a stack, and closes those that have ended when the next one begins.
+    """
+    notes = []
+    for number, lengths in enumerate(steps, 1):
+        at, parts = began, []
+        for what, length in zip(("launch", "wait", "collect", "wait", "launch"), lengths, strict=False):
+            parts.append(Part(what, at := at + length))
+        notes.append(StepNote(number, number - 1, began, parts, [], 1, 0))
+        began = at
+    for lane in (1, 2):
+        open_ = []
+        for span in sorted((e for e in events_of(notes) if e["ph"] == "X" and e["tid"] == lane), key=lambda e: e["ts"]):
+            end = span["ts"] + span["dur"]
+            while open_ and (open_[-1] < span["ts"] or (open_[-1] == span["ts"] and span["dur"])):
+                open_.pop()
+            assert not open_ or span["ts"] >= open_[-1] or end <= open_[-1]
+            open_.append(end)
 
 
 def test_the_devices_do_one_step_after_the_other() -> None:

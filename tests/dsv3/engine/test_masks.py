@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.engine import Engine
-from dsv3.engine.jobs.mask import MaskCommand, mask_body
+from dsv3.engine.jobs.mask import MaskCommand, masked
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests import grammars
+from dsv3.engine.requests.grammars import GrammarStats
 from dsv3.engine.requests.masks import Masks
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import sequence_of
+from dsv3.engine.requests.sequence import FULL, GREEDY, sequence_of
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest, InvalidRequest, QueueFull, StepOutputs
 from dsv3.structured_outputs import StructuredOutputsParams
@@ -87,9 +89,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return letters.write(tmp_path_factory.mktemp("letters"))
 
 
-def maker(tokenizer: Path, functions, model, **limits) -> Callable[..., Engine]:
-    """Makes engines that hold answers to grammars and share programs."""
+def maker(tokenizer: Path, functions, model, free: tuple[int, ...], **limits) -> Callable[..., Engine]:
+    """Makes engines that hold answers to grammars and share programs; `free` are the samplers of free requests."""
     programs = []
+
+    def keys(self: Programs) -> list[Key]:
+        return [key for key in self._specs if key.kind != "sample" or key.variant in free]
 
     def make(**changes) -> Engine:
         cfg = EngineConfig(**(LIMITS | limits | changes))
@@ -97,7 +102,9 @@ def maker(tokenizer: Path, functions, model, **limits) -> Callable[..., Engine]:
         engine = Engine(dataclasses.replace(parts, tokenizer=tokenizer))
         if programs:
             engine.executor.devices.programs = programs[0]
-        engine.warm_up()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Programs, "keys", keys)
+            engine.warm_up()
         programs[:] = [engine.executor.devices.programs]
         return engine
 
@@ -106,7 +113,7 @@ def maker(tokenizer: Path, functions, model, **limits) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def make_plain(tokenizer: Path) -> Callable[..., Engine]:
-    return maker(tokenizer, toy.FUNCTIONS, toy.toy_config())
+    return maker(tokenizer, toy.FUNCTIONS, toy.toy_config(), (GREEDY, FULL))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +121,8 @@ def make_drafting(tokenizer: Path) -> Callable[..., Engine]:
     """Three drafts alone and one where there are several; a fourth of them is wrong."""
     given = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 4, 1]]}
     model = toy.toy_config(num_nextn_predict_layers=1)
-    return maker(tokenizer, toy.drafting(4), model, num_pages=8, speculative_config=given, tokens_per_row=4)
+    limits = {"num_pages": 8, "speculative_config": given, "tokens_per_row": 4}
+    return maker(tokenizer, toy.drafting(4), model, (GREEDY,), **limits)
 
 
 @pytest.fixture(params=["plain", "drafting"])
@@ -151,7 +159,7 @@ def test_held_and_free_requests_share_steps(make) -> None:
     assert letters.text(got["3"].tokens) in CONSTRAINTS[3].choice
     stats = engine.stats()
     assert (stats.pages_in_use, stats.recompilations, stats.jobs["mask"].num_failed) == (0, 0, 0)
-    assert stats.jobs["mask"].num_rows > 20
+    assert stats.jobs["mask"].num_rows > 20 and sum(stats.jobs["mask"].counts) > 10
 
 
 def test_drafts_are_walked_through_the_grammar(make_drafting) -> None:
@@ -207,6 +215,15 @@ def test_sampling_keeps_to_the_grammar_and_to_its_seed(make) -> None:
     assert texts[0] == texts[1] and len(set(texts[0])) > 1
 
 
+def test_bias_chooses_among_what_the_grammar_allows(make_plain) -> None:
+    """The letter that is wanted most is none of it; free requests beside it may have it."""
+    bias = {letters.LETTERS.index("x") + 1: 90.0, letters.LETTERS.index("n") + 1: 50.0}
+    free = request("free", [8], max_tokens=4, logit_bias=bias)
+    got = run(make_plain(), free, held("a", [7], 3, logit_bias=bias))
+    assert letters.text(got["a"].tokens) in ("no", "never")
+    assert letters.text(got["free"].tokens) == "xxxx"
+
+
 @pytest.mark.parametrize("sampling", [{"min_tokens": 20}, {"ignore_eos": True}, {"min_tokens": 20, "logprobs": 1}])
 def test_an_end_comes_no_earlier_than_it_must(make_plain, sampling) -> None:
     """Where the grammar leaves nothing but the end, the answer ends all the same."""
@@ -237,6 +254,11 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(make_plain, monkeypatch) ->
         run(engine, held("a", [1], which, max_tokens=3))
         compiled.append(engine.grammars.num_compiled)
     assert compiled == [1, 1, 2, 2, 3, 4]
+    assert engine.stats().jobs["grammars"] == GrammarStats(num_compiled=4, num_found=2, num_kept=2)
+    engine.add(held("b", [1], 1))
+    engine.step()
+    assert engine.stats().running == 1  # what is kept costs no step
+    drain(engine)
 
 
 def test_a_grammar_that_does_not_compile_fails_its_request_alone(make_plain) -> None:
@@ -296,7 +318,7 @@ def test_bits_are_tokens() -> None:
     packed = np.packbits(np.pad(allowed, ((0, 0), (0, 0), (0, 96 - W))), axis=-1, bitorder="little").view("<u4")
     logits = np.random.default_rng(1).normal(size=(2, 3, W)).astype(np.float32)
     logits[0, 0, 5], logits[1, 2, 7] = np.nan, np.inf
-    got = np.asarray(mask_body(jnp.array(logits), jnp.array(packed)))
+    got = np.asarray(masked(jnp.array(logits), jnp.array(packed)))
     finite = np.isfinite(logits)
     np.testing.assert_array_equal(got[finite], np.where(allowed, logits, -np.inf)[finite])
     assert np.isnan(got[0, 0, 5]) and got[1, 2, 7] == np.inf

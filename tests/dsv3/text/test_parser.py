@@ -65,7 +65,7 @@ def scribbles(draw, dialect, by_id=True):
     return ids[: draw(st.integers(0, len(ids)))] if draw(st.booleans()) else ids
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(st.data(), st.sampled_from(NAMES), st.booleans(), SIZES, PROMPTS, TOOLS)
 def test_any_split_of_the_tokens_gives_the_same_answer(data, dialect, by_id, sizes, prompt, tools):
     ids = data.draw(scribbles(dialect, by_id))
@@ -81,7 +81,7 @@ def test_any_split_of_the_tokens_gives_the_same_answer(data, dialect, by_id, siz
     assert Answer(dialect, ids, sizes, sampling, finish, **settings) == whole
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.data(), st.sampled_from(NAMES), PROMPTS, TOOLS)
 def test_any_cut_of_the_text_gives_the_same_answer(data, dialect, prompt, tools):
     """A vocabulary without the markers, whose tokens are as long as they like."""
@@ -96,7 +96,7 @@ def test_any_cut_of_the_text_gives_the_same_answer(data, dialect, prompt, tools)
     assert pieces(parts) == pieces([text]) == pieces(text)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.data(), st.sampled_from(NAMES), PROMPTS, TOOLS, st.sampled_from(["stop", "length"]))
 def test_no_marker_reaches_a_client(data, dialect, prompt, tools, finish):
     answer = Answer(dialect, data.draw(scribbles(dialect)), prompt=prompt, tools=tools, finish=finish)
@@ -108,7 +108,7 @@ def test_no_marker_reaches_a_client(data, dialect, prompt, tools, finish):
     assert tools is None or tools.parallel or len(answer.calls) <= 1
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(CALLS, st.sampled_from(NAMES), st.booleans(), st.sampled_from(["", "Let me see."]), SIZES, st.booleans())
 def test_calls_are_read_as_they_were_meant(calls, dialect, by_id, content, sizes, thinks):
     """Except that GLM has no quotes: a text that reads as JSON is JSON, and a key has no white space around it."""
@@ -125,7 +125,7 @@ def test_calls_are_read_as_they_were_meant(calls, dialect, by_id, content, sizes
     assert answer.num_reasoning_tokens == (len(tokens(dialect, "why</think>", by_id)) if thinks else 0)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(CALLS, st.sampled_from(NAMES), st.data())
 def test_an_answer_cut_off_tells_a_beginning_of_the_whole(calls, dialect, data):
     ids = tokens(dialect, written(dialect, calls, "Well."))
@@ -387,7 +387,7 @@ FLOODS = [
 @pytest.mark.parametrize("dialect", ["deepseek_v31", "deepseek_v32"])
 @pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: "".join(flood))
 def test_floods_cost_linear_work(dialect, flood, monkeypatch):
-    """64k tokens; what is held is looked at again, but never more than a tag's length of it."""
+    """What is held is looked at again, but never more than a tag's length of it. All of it would be 4,096 per token."""
     looked_at = 0
     find = MarkFinder.find
 
@@ -399,12 +399,12 @@ def test_floods_cost_linear_work(dialect, flood, monkeypatch):
     monkeypatch.setattr(MarkFinder, "find", counting)
     once = [tokens(dialect, text) for text in flood]
     head, unit = [i for ids in once[:-1] for i in ids], once[-1]
-    ids = head + unit * ((65_536 - len(head)) // len(unit))
+    ids = head + unit * ((8_192 - len(head)) // len(unit))
     Answer(dialect, ids, [1] * len(ids), prompt=THINKING, finish="length")
     assert looked_at <= 64 * len(ids)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 @given(st.data(), st.sampled_from(NAMES))
 def test_long_scribbles(data, dialect):
     """64k tokens of anything, again and again."""
@@ -431,7 +431,10 @@ def test_dialects_are_found_by_tokens_and_template():
     assert detect(tokenizer("deepseek_v3"), v3.replace("```json", "")) == "deepseek_v31"
     assert detect(tokenizer("deepseek_v3"), tiny.CHAT_TEMPLATE) is None
     assert detect(tokenizer("kimi_k2"), "") == "kimi_k2"
-    assert detect(tokenizer("glm45"), None) == "glm45"
+    glm = "<tool_call>{name}LINE<arg_key>{key}</arg_key>LINE<arg_value>{value}</arg_value>LINE</tool_call>"
+    for template in (None, "", glm.replace("LINE", "\n"), glm.replace("LINE", r"{{ '\n' }}")):
+        assert detect(tokenizer("glm45"), template) == "glm45"
+    assert detect(tokenizer("glm47"), glm.replace("LINE", "")) == "glm47"
     assert detect(tokenizer("deepseek_v32"), "<｜DSML｜function_calls>") == "deepseek_v32"
     assert detect(Tokenizer(tiny.backend(), tiny.config()), v3) is None
 

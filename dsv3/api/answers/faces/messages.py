@@ -165,7 +165,7 @@ def _stop_reason(last: Update) -> tuple[StopReason, str | None]:
 
 
 def _as_chat(asked: MessagesRequest) -> ChatRequest:
-    for name in ("container", "mcp_servers"):
+    for name in ("container", "mcp_servers", "resume"):
         if getattr(asked, name):
             raise invalid(f"{name} is not supported by this server", name, "unsupported_parameter")
     config, choice = asked.output_config, asked.tool_choice

@@ -111,6 +111,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     output_config: OutputConfig | None = None
     container: Any = None
     mcp_servers: Any = None
+    resume: Any = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     chat_template_kwargs: Kwargs | None = None
 

@@ -28,6 +28,7 @@ _REFUSED: dict[str, str] = {
     "background": "this server answers at once; send false or leave it out",
     "prompt": "this server stores no prompts; send instructions and input",
     "top_logprobs": "ask /v1/chat/completions for log-probabilities",
+    "resume": "this API's events tell no token ids; ask /v1/chat/completions",
 }
 _NAMES = {
     "messages": "input",

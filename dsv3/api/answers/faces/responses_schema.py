@@ -119,6 +119,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_logprobs: Int | None = None
     conversation: Any = None
     prompt: Any = None
+    resume: Any = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     chat_template_kwargs: Kwargs | None = None
 

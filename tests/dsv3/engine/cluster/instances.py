@@ -15,6 +15,7 @@ import httpx
 from dsv3.options import ClusterOptions, EngineOptions
 from tests.dsv3.api import serving
 from tests.dsv3.api.serving import ROOT, Server
+from tests.dsv3.engine import letters
 from tests.dsv3.engine.cluster import local
 
 FACTORY = "tests.dsv3.engine.cluster.toy_cluster:start"
@@ -69,15 +70,19 @@ def running(
     ready: bool = True,
     silence: float = 20.0,
     engine: dict | None = None,
+    spells: bool = False,
     **more,
 ) -> Iterator[Instance]:
     """The toy served by `num_processes` processes with options `engine`; `more` goes to the followers' script.
 
-    Where `engine` has a transfer_key_file, each process gives its pages to others.
+    Where `engine` has a transfer_key_file, each process gives its pages to others. One that `spells` has letters for
+    its tokens, so that it takes grammars.
     """
     model_dir = directory / "model"
     model_dir.mkdir(exist_ok=True)
     (model_dir / "config.json").write_text("{}")
+    if spells:
+        letters.write(model_dir)
     cluster = local.options(directory, num_processes, cluster_silence_timeout=silence)
     given = [dict(engine or {}) for _ in range(num_processes)]
     for own in given if engine and "transfer_key_file" in engine else ():

@@ -17,7 +17,7 @@ from dsv3.options import EngineOptions
 from dsv3.transfer.client import Peers
 from dsv3.transfer.protocol import VERSION, Hello, PeerError
 from tests.dsv3.api.test_lifecycle import Requests
-from tests.dsv3.engine import toy
+from tests.dsv3.engine import test_masks, toy
 from tests.dsv3.engine.cluster import instances, local
 
 PROMPT = [3, 4, 5]
@@ -172,7 +172,6 @@ def test_a_stranger_at_the_coordinators_port_disturbs_nobody(two):
     assert stranger.returncode != 0
     requests.send(ENDLESS | {"max_tokens": 20})
     assert [answer.status_code for answer in requests.wait()] == [200, 200], two.log(0) + two.log(1)
-    check_that_a_follower_drains(two)
 
 
 def test_a_follower_that_hangs_is_noticed(tmp_path, cache):
@@ -200,17 +199,24 @@ def test_a_follower_that_diverges_ends_the_instance(tmp_path, cache):
         assert instance.followers[1].wait(60) == 1
 
 
-def check_that_a_follower_drains(two):
-    """SIGTERM to a follower drains the instance."""
-    requests = Requests(two.server)
-    requests.send(ENDLESS | {"max_tokens": 200})
-    two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") == 1)
-    two.followers[1].send_signal(signal.SIGTERM)
-    [answer] = requests.wait()
-    assert answer.status_code == 200, answer.text + two.log(0) + two.log(1)
-    assert answer.json()["choices"][0]["finish_reason"] == "length"
-    assert two.server.process.wait(60) == 0
-    assert two.followers[1].wait(60) == 0
+def test_sigterm_to_a_follower_drains_the_instance(tmp_path, cache):
+    """Each process has a rank. Requests that are held to a grammar finish as in one process, on either rank."""
+    with instances.running(tmp_path, 2, cache, spells=True) as two:
+        requests = Requests(two.server)
+        pattern = {"structured_outputs": {"regex": test_masks.CONSTRAINTS[1].regex}, "return_token_ids": True}
+        for first in (2, 3):
+            requests.send(ENDLESS | pattern | {"prompt": [first, 5], "max_tokens": 120})
+        two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") == 2)
+        two.followers[1].send_signal(signal.SIGTERM)
+        told = {}
+        for answer in requests.wait():
+            assert answer.status_code == 200, answer.text + two.log(0) + two.log(1)
+            [choice] = answer.json()["choices"]
+            told[tuple(choice["token_ids"])] = choice["finish_reason"]
+        expected = [test_masks.expected([first, 5], 120, 1, ignore_eos=True) for first in (2, 3)]
+        assert told == {tuple(tokens): reason for tokens, reason in expected}
+        assert two.server.process.wait(60) == 0
+        assert two.followers[1].wait(60) == 0
 
 
 def test_other_settings_end_the_start_with_their_names(tmp_path, cache):

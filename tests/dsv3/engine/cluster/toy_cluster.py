@@ -3,6 +3,7 @@
 `diverge_at` makes a follower read something else from that step on, `follower_limits` gives it other limits.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -44,7 +45,9 @@ def load(model_dir: Path, options: EngineOptions) -> Parts:
     shared_memory.FOLDER = Path(options.compilation_cache_dir)  # each process's own, as on a host
     tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
     if options.speculative is None:
-        return Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**limits), devices)
+        parts = Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**limits), devices)
+        tokenizer = model_dir / "tokenizer.json"
+        return dataclasses.replace(parts, tokenizer=tokenizer) if tokenizer.exists() else parts
     limits |= {"speculative_config": options.speculative_config, "tokens_per_row": 1 + options.speculative.most_drafts}
     model, functions = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(4)  # a fourth is wrong
     return Parts.on_devices(functions, toy.PARAMS, model, EngineConfig(**limits), devices)

@@ -16,11 +16,15 @@ MAX_SENT_PAGES = 65_536
 
 @dataclasses.dataclass
 class Load:
-    """What an instance has to do for this router: cost of prompts without a token yet, tokens held, requests."""
+    """What an instance has to do for this router: cost of prompts without a token yet, tokens held, requests.
+
+    Its `ranks` share that.
+    """
 
     prefill: float = 0.0
     held: int = 0
     requests: int = 0
+    ranks: int = 1
 
 
 class SentPages:
@@ -50,6 +54,28 @@ class SentPages:
         self._keys.clear()
 
 
+class Flying:
+    """The pages of prompts that an instance computes: they will be there before the next request is."""
+
+    def __init__(self) -> None:
+        self._keys: collections.Counter[bytes] = collections.Counter()
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Notes the pages of a prompt."""
+        self._keys.update(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Notes that a prompt is computed."""
+        for key in keys:
+            self._keys[key] -= 1
+            if not self._keys[key]:
+                del self._keys[key]
+
+    def overlap(self, keys: Sequence[bytes]) -> int:
+        """Returns how many pages of a prompt, from its first on, are among them."""
+        return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
+
+
 def cost_of(prompt: Prompt, pages: int) -> float:
     """Returns what a prompt costs where that many of its pages are found. Its last token is always computed."""
     return prefill_cost(min(pages * PAGE_TOKENS, prompt.tokens - 1), prompt.tokens)
@@ -58,10 +84,12 @@ def cost_of(prompt: Prompt, pages: int) -> float:
 def choose(prompt: Prompt, loads: Sequence[Load], pages: Sequence[int], *, decodes: bool, chance: random.Random) -> int:
     """Returns the place of the instance where the prompt costs least; `chance` decides among equals.
 
+    One rank computes the prompt, and all of an instance's ranks share what it has to do: so loads are those per rank.
     `pages` says how many of the prompt's pages each instance may have. Equals are many where little is on its way, and
     two routers side by side must not agree on the first of them.
     """
     own = np.array([cost_of(prompt, each) for each in pages])
     columns = ([load.prefill for load in loads], [load.held for load in loads], [load.requests for load in loads])
-    found = costs(Loads(*(np.array(column, float) for column in columns)), own, prompt.tokens, decodes)
+    ranks = [load.ranks for load in loads]
+    found = costs(Loads(*(np.array(column) / ranks for column in columns)), own, prompt.tokens, decodes)
     return int(chance.choice(np.flatnonzero(found <= found.min() * (1 + 1e-9)).tolist()))

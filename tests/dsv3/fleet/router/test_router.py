@@ -8,9 +8,9 @@ import signal
 import httpx
 import pytest
 
-from tests.dsv3.api import serving
 from tests.dsv3.api.fake_engine import CRASH_STEP
 from tests.dsv3.api.test_resume import BODIES, CHAT, COMPLETIONS, told
+from tests.dsv3.api.test_tls import make_certificate, running
 from tests.dsv3.api.test_tools import MESSAGES
 from tests.dsv3.fleet.router.conftest import instances, routing, running_servers, wait_until
 
@@ -83,14 +83,31 @@ def test_what_is_refused_has_a_status_and_an_error(router, path, body, status):
     assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True)
 
 
-def test_the_same_prompt_goes_where_it_went(router, pair):
-    body = {"prompt": "a prompt that is long " * 60, "max_tokens": 2}
-    router.http.post(COMPLETIONS, json=body)
-    before = router.samples("dsv3:router_sent_total")
-    for _ in range(6):
-        assert router.http.post(COMPLETIONS, json=body).status_code == 200
-    after = router.samples("dsv3:router_sent_total")
-    assert sorted(b - a for a, b in zip(before, after, strict=True)) == [0, 6]
+def test_the_same_prompt_goes_where_it_went_also_through_another_router(router, pair):
+    """The second router knows from the instances alone where the pages are: of text, tokens and messages."""
+    text = "a prompt that is long " * 60
+    bodies = [
+        (COMPLETIONS, {"prompt": text}),
+        (COMPLETIONS, {"prompt": [i % 50 + 5 for i in range(600)]}),
+        (CHAT, {"messages": [{"role": "user", "content": f"chat {text}"}]}),
+    ]
+    with routing(instances(*pair)) as other:
+        for path, body in bodies:
+            body = body | {"max_tokens": 2}
+            before = sent(router)
+            assert router.http.post(path, json=body).status_code == 200
+            [place] = [i for i in range(2) if sent(router)[i] > before[i]]
+            wait_until(lambda body=body: all(each.listens() for each in (router, other)))
+            for each in (other, router):
+                before = sent(each)
+                for _ in range(3):
+                    assert each.http.post(path, json=body).status_code == 200
+                    wait_until(lambda each=each: not sum(each.samples("dsv3:router_running")))
+                assert [after - first for first, after in zip(before, sent(each), strict=True)][place] == 3
+
+
+def sent(router) -> list[float]:
+    return router.samples("dsv3:router_sent_total") or [0.0, 0.0]
 
 
 def go_through(router, server, end) -> None:
@@ -153,27 +170,53 @@ def is_alive(server) -> bool:
         return False
 
 
-def test_keys_both_ways(dialect_dir, tmp_path):
+def test_keys_and_certificates_both_ways_where_an_instance_registers_with_two_routers(
+    dialect_dir, tmp_path, monkeypatch
+):
+    certificate = make_certificate(tmp_path, "first")
+    tls = {"ssl_certfile": str(certificate), "ssl_keyfile": f"{certificate}.key"}
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # whom the instance trusts
     files = {"own": "alice alice-key-0123456789\noperator operator-key-0123456789\n", "instance": "sk-secret-key\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o600)
     keys = (f"--api_key_file={tmp_path / 'own'}", f"--instance_api_key_file={tmp_path / 'instance'}")
+    given = (*keys, "--registration", f"--instance_ca_file={certificate}")
     with (
-        serving.running(dialect_dir, options={"api_key": "sk-secret-key"}) as server,
-        routing(instances(server), *keys) as router,
+        routing(*given, *(f"--{name}={path}" for name, path in tls.items()), ready=False) as router,
+        routing(*given, ready=False) as other,
     ):
-        alice, operator = ({"Authorization": f"Bearer {name}-key-0123456789"} for name in ("alice", "operator"))
-        body = {"prompt": PROMPT, "max_tokens": 4, "cache_salt": "mine"}
-        assert router.http.post(COMPLETIONS, json=body, headers=alice).status_code == 200
-        assert router.http.get("/metrics", headers=operator).status_code == 200
-        assert router.http.get("/metrics", headers=alice).status_code == 403
-        urgent = body | {"priority": -1}
-        assert router.http.post(COMPLETIONS, json=urgent, headers=alice).status_code == 403
-        assert router.http.post(COMPLETIONS, json=urgent, headers=operator).status_code == 200
-        for headers in ({}, {"Authorization": "Bearer sk-secret-key"}):
-            refused = router.http.post(COMPLETIONS, json=body, headers=headers)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert router.url.startswith("https:") and router.http.get("/health").status_code == 503
+        there = {"Authorization": "Bearer sk-secret-key"}
+        about = {"url": "http://127.0.0.1:1", "role": "both"}
+        for headers, body, status in (
+            ({}, about, 401),
+            ({"Authorization": "Bearer alice-key-0123456789"}, about, 401),
+            (there, about | {"url": "ftp://x"}, 400),
+            (there, about | {"role": "nobody"}, 400),
+            (there, [], 400),
+        ):
+            assert router.http.post("/instances", json=body, headers=headers).status_code == status
+        options = {"api_key": "sk-secret-key", "register": [router.url, other.url], **tls}
+        options["register_key_file"] = str(tmp_path / "instance")
+        with running(dialect_dir, options) as server:
+            for each in (router, other):
+                wait_until(lambda each=each: each.http.get("/health").status_code == 200)
+            alice, operator = ({"Authorization": f"Bearer {name}-key-0123456789"} for name in ("alice", "operator"))
+            body = {"prompt": PROMPT, "max_tokens": 4, "cache_salt": "mine"}
+            assert router.http.post(COMPLETIONS, json=body, headers=alice).status_code == 200
+            assert router.http.get("/metrics", headers=operator).status_code == 200
+            assert router.http.get("/metrics", headers=alice).status_code == 403
+            urgent = body | {"priority": -1}
+            assert router.http.post(COMPLETIONS, json=urgent, headers=alice).status_code == 403
+            assert router.http.post(COMPLETIONS, json=urgent, headers=operator).status_code == 200
+            for headers in ({}, there):
+                refused = router.http.post(COMPLETIONS, json=body, headers=headers)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            other.process.kill()  # the other one knows all that there is to know
+            assert router.http.post(COMPLETIONS, json=body, headers=alice).status_code == 200
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: router.http.get("/health").json() == {"status": "no instance", "instances": []})
 
 
 def test_without_an_instance_requests_wait_and_are_refused(dialect_dir):

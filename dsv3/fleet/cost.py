@@ -16,6 +16,7 @@ requests.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -42,6 +43,18 @@ def keys_per_token(model: ModelConfig) -> float:
 def prefill_cost(start: int, stop: int, keys: float = KEYS_PER_TOKEN) -> float:
     """Returns the cost of computing the tokens `start` to `stop` of a prompt, each attending to all before it."""
     return (stop - start) * (1 + (start + stop) / (2 * keys))
+
+
+def chunks_cost(pending: Iterable[tuple[int, int]], taken: Iterable[int], keys: float) -> float:
+    """Returns the cost of the next `taken` tokens of each prompt of `pending`: tokens computed, and tokens in all.
+
+    It is the sum of `prefill_cost`, in one go: dealing a step's chunks asks for it hundreds of times.
+    """
+    tokens = pairs = 0
+    for (done, _), count in zip(pending, taken, strict=True):
+        tokens += count
+        pairs += count * (2 * done + count)
+    return tokens + pairs / (2 * keys)
 
 
 def affordable(cost: float, start: int, keys: float) -> int:

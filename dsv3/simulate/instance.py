@@ -118,10 +118,7 @@ class Instance:
 
     def found(self, keys: Sequence[Key]) -> int:
         """Returns how many pages of a prompt, from its first on, the rank finds that has the most."""
-        if self.cfg.num_ranks == 1:
-            return len(self.scheduler.caches[0].match(keys))
-        depths = self.scheduler.pages.holders.depths(keys)
-        return 0 if depths is None else int(depths.max())
+        return self.scheduler.pages.found(keys)
 
     @property
     def waiting_tokens(self) -> float:

@@ -228,7 +228,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         bucket,
         header,
         np.concatenate([c.sequence.tokens[c.start : c.stop] for _, c in flat]),
-        np.array([page for _, c in flat for page in c.sequence.pages], np.int32),
+        np.fromiter(itertools.chain.from_iterable(c.sequence.pages for _, c in flat), np.int32),
         any(c.is_last for _, c in flat),
         any(c.start for _, c in flat),
         any(c.sequence.tells_prompt for _, c in flat),

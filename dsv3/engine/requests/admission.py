@@ -122,7 +122,7 @@ class Admission:
         if self.tiers is None or sequence.look_up is not None:
             return False
         useful = sequence.keys[: useful_pages(sequence)]
-        on_device = max(len(cache.match(useful)) for cache in self._pages.caches)
+        on_device = self._pages.found(useful)
         if sequence.request.pages_from:
             sequence.look_up = self.tiers.ask_peer(sequence.request.pages_from, useful, on_device)
         else:
@@ -188,8 +188,7 @@ class Admission:
         cache = self._pages.caches[rank]
         cache.retain(cached)
         needed = pages_for(len(sequence.tokens) + self._cfg.tokens_ahead)
-        fresh = [cache.allocate() for _ in range(needed - len(cached))]
-        sequence.pages = [*cached, *(page for page in fresh if page is not None)]
+        sequence.pages = [*cached, *cache.allocate_several(needed - len(cached))]
         sequence.found = sequence.published = len(cached)
         sequence.prefilled = len(cached) * PAGE_SIZE
         sequence.load_stop = len(cached) + self._within_reach(sequence, len(cached))

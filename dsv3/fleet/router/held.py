@@ -45,7 +45,7 @@ def read_batch(payload: bytes) -> EventBatch:
 
 
 class Held:
-    """The pages of an instance of so many ranks, on whatever medium."""
+    """The pages of an instance of so many ranks, on whatever medium; its length counts those of all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self._holders = Holders(num_ranks)
@@ -59,7 +59,7 @@ class Held:
         return len(self._there)
 
     def __len__(self) -> int:
-        return len({name for name, _ in self._counts})
+        return len(self._counts)
 
     def overlap(self, keys: Sequence[bytes]) -> int:
         """Returns how many pages of a prompt, from its first on, the rank finds that has the most."""

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import re
 import signal
 
 import httpx
@@ -14,6 +15,7 @@ from tests.dsv3.api.test_tls import make_certificate, running
 from tests.dsv3.api.test_tools import MESSAGES
 from tests.dsv3.fleet.router.conftest import instances, routing, running_servers, wait_until
 
+PAGES = "dsv3:router_instance_pages"
 PROMPT = "def add(x, y):\n    return x + y\n"
 
 
@@ -92,22 +94,27 @@ def test_the_same_prompt_goes_where_it_went_also_through_another_router(router, 
         (CHAT, {"messages": [{"role": "user", "content": f"chat {text}"}]}),
     ]
     with routing(instances(*pair)) as other:
+        wait_until(lambda: router.listens() and other.listens())
         for path, body in bodies:
             body = body | {"max_tokens": 2}
-            before = sent(router)
+            wait_until(lambda: router.metric(PAGES) == other.metric(PAGES))
+            before, known = sent(router, pair), router.metric(PAGES)
             assert router.http.post(path, json=body).status_code == 200
-            [place] = [i for i in range(2) if sent(router)[i] > before[i]]
-            wait_until(lambda body=body: all(each.listens() for each in (router, other)))
+            [place] = [i for i in range(2) if sent(router, pair)[i] > before[i]]
+            wait_until(lambda known=known: known < router.metric(PAGES) == other.metric(PAGES))
             for each in (other, router):
-                before = sent(each)
+                before = sent(each, pair)
                 for _ in range(3):
                     assert each.http.post(path, json=body).status_code == 200
                     wait_until(lambda each=each: not sum(each.samples("dsv3:router_running")))
-                assert [after - first for first, after in zip(before, sent(each), strict=True)][place] == 3
+                assert [after - first for first, after in zip(before, sent(each, pair), strict=True)][place] == 3
 
 
-def sent(router) -> list[float]:
-    return router.samples("dsv3:router_sent_total") or [0.0, 0.0]
+def sent(router, servers) -> list[float]:
+    """How many requests each server has got of a router."""
+    text = router.http.get("/metrics").text
+    found = dict(re.findall(r'^dsv3:router_sent_total\{instance="(.*)"\} (\S+)$', text, re.MULTILINE))
+    return [float(found.get(server.url, 0)) for server in servers]
 
 
 def go_through(router, server, end) -> None:
@@ -126,10 +133,19 @@ def go_through(router, server, end) -> None:
 
 
 def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_killed(dialect_dir):
+    """A second router beside the first one has the same instances compute prompts and answer."""
+    settings = {"factory_options": {"step_s": 0.02, "transfer_address": "127.0.0.1:7000"}}
     with (
-        running_servers(dialect_dir, 2, factory_options={"step_s": 0.02}) as servers,
+        running_servers(dialect_dir, 2, **settings) as servers,
         routing(instances(*servers), "--health_timeout=0.5") as router,
+        routing(f"--prefill={servers[0].url}", f"--decode={servers[1].url}") as split,
     ):
+        wait_until(lambda: split.metric("dsv3:router_instance_up") == 2)
+        body = {"prompt": PROMPT * 20, "max_tokens": 9}
+        direct = told(stream(servers[1].http, COMPLETIONS, body), 1)
+        for count in (1, 2):
+            assert told(stream(split.http, COMPLETIONS, body), 1).text == direct.text
+            assert split.metric("dsv3:router_prefilled_total") == count
 
         def is_busy() -> bool:
             return servers[0].metric("vllm:num_requests_running") >= 4
@@ -151,16 +167,29 @@ def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_kille
         wait_until(lambda: router.http.get("/health").json()["instances"] == ["ok", "ok"])
         go_through(router, servers[1], die)
         assert router.metric("dsv3:router_resumed_total") >= resumed + 4
+        assert told(stream(split.http, COMPLETIONS, body), 1).text == direct.text
+        assert split.metric("dsv3:router_prefilled_total") == 2
 
 
-def test_a_request_that_ends_two_instances_ends_no_third(dialect_dir):
-    options = {"max_request_restarts": 0}
-    with running_servers(dialect_dir, 3, options=options) as servers, routing(instances(*servers)) as router:
+def test_a_request_that_ends_two_instances_ends_no_third_and_without_any_requests_are_refused(dialect_dir):
+    options, bounds = {"max_request_restarts": 0}, ("--queue_timeout=0.5", "--max_num_queued_reqs=1")
+    with (
+        running_servers(dialect_dir, 3, options=options) as servers,
+        routing(instances(*servers), *bounds) as router,
+    ):
+        wait_until(lambda: router.metric("dsv3:router_instance_up") == 3)
         body = {"prompt": [5, 6, CRASH_STEP], "stream": True, "max_tokens": 5}
         answer = router.http.post(COMPLETIONS, json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "instances_died")
-        assert sum(server.http.get("/health").status_code == 200 for server in servers if is_alive(server)) == 1
+        [alive] = [server for server in servers if is_alive(server) and server.http.get("/health").status_code == 200]
         assert stream(router.http, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 5})
+        kill(alive)
+        wait_until(lambda: router.http.get("/health").status_code == 503)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(router.http.post, COMPLETIONS, json={"prompt": "x"}) for _ in range(4)]
+            found = [future.result() for future in asked]
+        assert {(each.status_code, each.headers["retry-after"]) for each in found} == {(503, "1")}
+        assert "no_instance" in {each.json()["error"]["code"] for each in found}
 
 
 def is_alive(server) -> bool:
@@ -217,32 +246,3 @@ def test_keys_and_certificates_both_ways_where_an_instance_registers_with_two_ro
             assert router.http.post(COMPLETIONS, json=body, headers=alice).status_code == 200
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: router.http.get("/health").json() == {"status": "no instance", "instances": []})
-
-
-def test_without_an_instance_requests_wait_and_are_refused(dialect_dir):
-    options = "--queue_timeout=0.5", "--max_num_queued_reqs=1"
-    with running_servers(dialect_dir, 1) as [server], routing(instances(server), *options) as router:
-        kill(server)
-        wait_until(lambda: router.http.get("/health").status_code == 503)
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(router.http.post, COMPLETIONS, json={"prompt": "x"}) for _ in range(4)]
-            found = [future.result() for future in asked]
-        assert {(each.status_code, each.headers["retry-after"]) for each in found} == {(503, "1")}
-        assert "no_instance" in {each.json()["error"]["code"] for each in found}
-
-
-def test_prefill_and_decode(dialect_dir):
-    settings = {"factory_options": {"transfer_address": "127.0.0.1:7000"}}
-    with (
-        running_servers(dialect_dir, 2, **settings) as [prefill, decode],
-        routing(f"--prefill={prefill.url}", f"--decode={decode.url}") as router,
-    ):
-        wait_until(lambda: router.metric("dsv3:router_instance_up") == 2)
-        body = {"prompt": PROMPT * 20, "max_tokens": 9}
-        direct = told(stream(decode.http, COMPLETIONS, body), 1)
-        for count in (1, 2):
-            assert told(stream(router.http, COMPLETIONS, body), 1).text == direct.text
-            assert router.metric("dsv3:router_prefilled_total") == count
-        kill(prefill)
-        assert told(stream(router.http, COMPLETIONS, body), 1).text == direct.text
-        assert router.metric("dsv3:router_prefilled_total") == 2

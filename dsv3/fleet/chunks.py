@@ -8,7 +8,7 @@ attend to much, from deep inside a long prompt, with tokens that attend to littl
 
 from collections.abc import Sequence
 
-from dsv3.fleet.cost import affordable, chunks_cost, prefill_cost
+from dsv3.fleet.cost import affordable, chunks_cost
 
 TOLERANCE = 0.02
 """The share of the cost aimed at by which prompts in their order may miss it."""
@@ -34,7 +34,7 @@ def deal(ranks: Sequence[Pending], budget: int, rows: int, keys: float) -> list[
     if len(busy) < 2:
         return [in_order(pending, budget) for pending in ranks]
     aim = round(max(_LEAST_AIM * budget, sum(busy) / len(busy)))
-    cost = sum(prefill_cost(*prompt, keys) for pending in ranks for prompt in pending)
+    cost = sum(chunks_cost(pending, (length - done for done, length in pending), keys) for pending in ranks)
     level = aim * cost / sum(waiting)
     dealt = [_near(pending, aim, level, keys) if pending else [] for pending in ranks]
     for _ in range(_PASSES):

@@ -16,6 +16,7 @@ requests.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -60,7 +61,7 @@ def chunks_cost(pending: Iterable[tuple[int, int]], taken: Iterable[int], keys: 
 def affordable(cost: float, start: int, keys: float) -> int:
     """Returns how many tokens from `start` on can be computed for `cost`."""
     per_token = 1 + start / keys
-    return int(keys * (np.sqrt(per_token**2 + 2 * max(0.0, cost) / keys) - per_token))
+    return int(keys * (math.sqrt(per_token**2 + 2 * max(0.0, cost) / keys) - per_token))
 
 
 @dataclasses.dataclass(frozen=True)

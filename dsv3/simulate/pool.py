@@ -106,8 +106,10 @@ class Pool:
         if not free:
             return None
         if self._routing == "round_robin":
-            return Booking(free[next(self._turns) % len(free)], prompt)  # type: ignore[arg-type]
+            free = [free[next(self._turns) % len(free)]]
         pages = [place.overlap(prompt) for place in free]
         loads = [place.load for place in free]
-        chosen = choose(prompt, loads, pages, decodes=self._decodes, chance=self._chance)
-        return Booking(free[chosen], prompt)  # type: ignore[arg-type]
+        chosen = 0  # of one there is nothing to choose
+        if len(free) > 1:
+            chosen = choose(prompt, loads, pages, decodes=self._decodes, chance=self._chance)
+        return Booking(free[chosen], prompt, pages[chosen])  # type: ignore[arg-type]

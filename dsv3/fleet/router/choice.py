@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -39,15 +39,16 @@ class SentPages:
 
     def note(self, keys: Sequence[bytes]) -> None:
         """Remembers pages; the oldest ones are forgotten, and a prompt's last ones before its first."""
+        known, renew = self._keys, self._keys.move_to_end
         for key in reversed(keys):
-            self._keys[key] = None
-            self._keys.move_to_end(key)
+            known[key] = None
+            renew(key)
         while len(self._keys) > self._limit:
             self._keys.popitem(last=False)
 
     def overlap(self, keys: Sequence[bytes]) -> int:
         """Returns how many pages of a prompt, from its first on, went there."""
-        return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
+        return _overlap(keys, self._keys)
 
     def clear(self) -> None:
         """Forgets all: the instance has begun anew."""
@@ -73,7 +74,14 @@ class Flying:
 
     def overlap(self, keys: Sequence[bytes]) -> int:
         """Returns how many pages of a prompt, from its first on, are among them."""
-        return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
+        return _overlap(keys, self._keys)
+
+
+def _overlap(keys: Sequence[bytes], known: Container[bytes]) -> int:
+    for i, key in enumerate(keys):
+        if key not in known:
+            return i
+    return len(keys)
 
 
 def cost_of(prompt: Prompt, pages: int) -> float:

@@ -220,11 +220,11 @@ def _said(body: bytes) -> str:
 
 
 class Booking:
-    """One request at an instance, as far as its load is concerned."""
+    """One request at an instance, which finds `pages` of its prompt, as far as its load is concerned."""
 
-    def __init__(self, instance: Instance, prompt: Prompt):
+    def __init__(self, instance: Instance, prompt: Prompt, pages: int):
         self.instance = instance
-        self._cost, self._held = cost_of(prompt, instance.overlap(prompt)), prompt.tokens
+        self._cost, self._held = cost_of(prompt, pages), prompt.tokens
         self._flying = prompt.keys if prompt.spelled is not None else ()
         load = instance.load
         load.prefill, load.held, load.requests = load.prefill + self._cost, load.held + self._held, load.requests + 1

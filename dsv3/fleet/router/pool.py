@@ -71,7 +71,7 @@ class Pool:
         pages = [instance.overlap(prompt) for instance in free]
         loads = [instance.load for instance in free]
         place = choose(prompt, loads, pages, decodes=self._decodes, chance=self._chance)
-        return Booking(free[place], prompt)
+        return Booking(free[place], prompt, pages[place])
 
     async def _wait(self, prompt: Prompt) -> Booking:
         if len(self._waiting) >= self._max_queued:

@@ -205,7 +205,7 @@ def test_an_instance_is_there_until_its_lease_ends_or_it_leaves(monkeypatch):
         again = fleet.hear(Registration(f"{URL}23"))
         assert again == {"lease_s": 0.2} and len(pool.instances) == 2
         pool.instances[1].status = "ok"
-        with contextlib.closing(Booking(pool.instances[1], Prompt((), 1))):
+        with contextlib.closing(Booking(pool.instances[1], Prompt((), 1), 0)):
             while pool.instances[1].is_leased(time.monotonic()):
                 await asyncio.sleep(0.01)
             assert not pool.instances[1].has_room

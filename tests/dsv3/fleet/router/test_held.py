@@ -95,13 +95,13 @@ def test_a_rank_that_is_forgotten_finds_nothing():
 def test_what_an_instance_tells_outweighs_what_was_sent_there():
     instance = Instance(URL, None, 9, 1.0)
     text, salted = (Prompt((b"a", b"b"), 128, spelled_keys(tokens_of([1, 2])), each) for each in (False, True))
-    booking = Booking(instance, text)  # nobody is heard
+    booking = Booking(instance, text, 0)  # nobody is heard
     booking.close()
     assert instance.overlap(text) == instance.overlap(salted) == 2
     instance.listener = Listener(Source("tcp://*:1"), URL)
     instance.listener._heard = [True]
     assert instance.overlap(text) == 0
-    booking = Booking(instance, text)  # what is being computed will be there
+    booking = Booking(instance, text, 0)  # what is being computed will be there
     assert instance.overlap(text) == 2 and instance.overlap(salted) == 0
     booking.answer(1)
     assert instance.overlap(text) == 0

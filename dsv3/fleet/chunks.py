@@ -16,6 +16,7 @@ _LEAST_AIM = 0.25  # of the budget: smaller steps are not worth their fixed cost
 _HEAD_SHARE = 0.5  # of the cost aimed at, which the oldest prompt gets at least
 _LEAST_TOKENS = 64  # which it gets whatever they cost
 _STEP_TOKENS = 512  # that could be computed in the fixed time of a step: reading weights, waiting for links
+_MOST_STEPS = 16  # for the tokens of the fullest rank
 _HALVINGS = 8
 _PASSES = 3  # of lowering the cost aimed at
 
@@ -46,12 +47,15 @@ def deal(ranks: Sequence[Pending], budget: int, rows: int, keys: float) -> list[
 
 
 def batch_size(waiting: Sequence[int], sizes: Sequence[int]) -> int:
-    """Returns the size of batch, one of `sizes`, that computes the most tokens per time; ranks have `waiting` tokens.
+    """Returns which of the ascending `sizes` computes the most tokens per time, where ranks have `waiting` tokens.
 
     A program computes its padding, too, and sizes lie far apart. DeepSeek's prefill unit took 2.25 s for 5,000 tokens
-    per rank in a batch of 16,384, and takes 0.57 s for the first 4,096 of them.
+    per rank in a batch of 16,384, and takes 0.57 s for the first 4,096 of them. Many short prompts come before the rest
+    of a long one, which still goes on by a sixteenth per step.
     """
-    return max(sizes, key=lambda size: sum(min(size, tokens) for tokens in waiting) / (_STEP_TOKENS + size))
+    least = min(max(waiting), sizes[-1]) / _MOST_STEPS
+    allowed = [size for size in sizes if size >= least]
+    return max(allowed, key=lambda size: sum(min(size, tokens) for tokens in waiting) / (_STEP_TOKENS + size))
 
 
 def in_order(pending: Pending, budget: int) -> list[int]:

@@ -69,7 +69,7 @@ class Instance:
         return is_free and self.is_leased(now) and self.breaker.allows(now)
 
     def is_leased(self, now: float) -> bool:
-        """Whether it is in the fleet: its lease has not ended."""
+        """Returns whether it is in the fleet: its lease has not ended."""
         return self.lease_until is None or now < self.lease_until
 
     @property

@@ -50,14 +50,16 @@ class Registrar:
     async def _stay(self, router: str) -> None:
         told = ""
         while True:
+            level = logging.INFO
             try:
                 lease = await self._say(router, self._about)
                 said, pause = f"registered for {lease:g} s", max(lease / _BEATS, _ANSWER_S / 10)
             except (RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError) as error:
                 said, pause = f"cannot register ({str(error) or 'no answer'})", _AGAIN_S
+                level = logging.WARNING
             if said != told:
                 told = said
-                _log.warning("%s: %s", router, said)
+                _log.log(level, "%s: %s", router, said)
             await asyncio.sleep(pause)
 
     async def _say(self, router: str, about: dict[str, Any]) -> float:

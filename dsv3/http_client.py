@@ -76,12 +76,15 @@ class Response:
 
 
 class Client:
-    """Sends requests to one server, over connections that it keeps where the last answer was read to its end."""
+    """Sends requests to one server, over connections that it keeps where the last answer was read to its end.
 
-    def __init__(self, address: Address, api_key: str | None = None):
+    `tls` says whom to trust at https://, in place of the system's authorities.
+    """
+
+    def __init__(self, address: Address, api_key: str | None = None, tls: ssl.SSLContext | None = None):
         self._address = address
         self._idle: list[_Connection] = []
-        self._tls = ssl.create_default_context() if address.tls else None
+        self._tls = (tls or ssl.create_default_context()) if address.tls else None
         host = f"[{address.host}]" if ":" in address.host else address.host
         self._headers = {"Host": f"{host}:{address.port}", "User-Agent": "dsv3", "Accept": "*/*"}
         if api_key:

@@ -497,6 +497,15 @@ class ServerOptions(ServiceOptions):
     )
     ssl_keyfile: str | None = option(None, "Read the certificate's key from this PEM file; default: --ssl_certfile.")
     ssl_ca_certs: str | None = option(None, "Take only clients with a certificate that these authorities have signed.")
+    register: tuple[str, ...] = option(
+        (), "Tell the routers at these URLs, separated by commas, that this instance is there, until it drains."
+    )
+    register_as: str | None = option(
+        None, "Have the routers reach this instance at this URL; default: scheme, --host and --port."
+    )
+    register_key_file: str | None = option(
+        None, "Read the key that these routers ask instances for from this file, which nobody else may open."
+    )
     batch_dir: str | None = option(
         None, "Keep files and batches of /v1/files and /v1/batches in this directory; without it they answer 501."
     )
@@ -529,6 +538,18 @@ class ServerOptions(ServiceOptions):
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
+        self._check_register()
+
+    def _check_register(self) -> None:
+        for name in ("register_as", "register_key_file"):
+            if getattr(self, name) is not None and not self.register:
+                raise ValueError(f"{name}: {getattr(self, name)!r} needs register")
+        if self.register and self.register_as is None and self.host in ("", "0.0.0.0", "::"):
+            raise ValueError(f"register_as: with --host {self.host} routers need a URL that names this host")
+        for url in (*self.register, *([self.register_as] if self.register_as else [])):
+            if not re.fullmatch(r"https?://[^/\s]+/?", url):
+                name = "register_as" if url == self.register_as else "register"
+                raise ValueError(f"{name}: {url!r} is not http://HOST:PORT or https://HOST:PORT")
 
 
 def split_address(text: str, name: str) -> tuple[str, int]:

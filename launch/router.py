@@ -2,6 +2,7 @@
 
   python -m launch.router --instances http://127.0.0.1:8001,http://127.0.0.1:8002
   python -m launch.router --prefill http://a:8000,http://b:8000 --decode http://c:8000,http://d:8000
+  python -m launch.router --registration                    instances come and go: launch.serve --register URL
 
 It imports no jax and keeps nothing: a second one may run beside it. docs/fleet.md says what clients see when a process
 dies. GET /health answers 503 until an instance is ready. The first SIGTERM (or ^C) stops taking requests and lets those
@@ -34,8 +35,12 @@ def main() -> int:
         where = f"{options.host} port {options.port}"
         raise flags.UsageError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
     host = f"[{options.host}]" if ":" in options.host else options.host
-    _say(f"routing at http://{host}:{listener.getsockname()[1]}")
-    return uvloop.run(serve(options, tenants, api_key, listener, _say))
+    scheme = "http" if options.ssl_certfile is None else "https"
+    _say(f"routing at {scheme}://{host}:{listener.getsockname()[1]}")
+    try:
+        return uvloop.run(serve(options, tenants, api_key, listener, _say))
+    except ValueError as error:
+        raise flags.UsageError(f"--{error}") from None
 
 
 def _keys(options: RouterOptions) -> tuple[tuple[Tenant, ...], str | None]:

@@ -16,6 +16,8 @@ requests.
 """
 
 import dataclasses
+import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -44,10 +46,22 @@ def prefill_cost(start: int, stop: int, keys: float = KEYS_PER_TOKEN) -> float:
     return (stop - start) * (1 + (start + stop) / (2 * keys))
 
 
+def chunks_cost(pending: Iterable[tuple[int, int]], taken: Iterable[int], keys: float) -> float:
+    """Returns the cost of the next `taken` tokens of each prompt of `pending`: tokens computed, and tokens in all.
+
+    It is the sum of `prefill_cost`, in one go: dealing a step's chunks asks for it hundreds of times.
+    """
+    tokens = pairs = 0
+    for (done, _), count in zip(pending, taken, strict=True):
+        tokens += count
+        pairs += count * (2 * done + count)
+    return tokens + pairs / (2 * keys)
+
+
 def affordable(cost: float, start: int, keys: float) -> int:
     """Returns how many tokens from `start` on can be computed for `cost`."""
     per_token = 1 + start / keys
-    return int(keys * (np.sqrt(per_token**2 + 2 * max(0.0, cost) / keys) - per_token))
+    return int(keys * (math.sqrt(per_token**2 + 2 * max(0.0, cost) / keys) - per_token))
 
 
 @dataclasses.dataclass(frozen=True)

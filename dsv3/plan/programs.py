@@ -4,6 +4,7 @@ Nothing is written a second time: step bodies, transports, overlap and buffers a
 """
 
 import dataclasses
+import functools
 import time
 from typing import Any, Literal
 
@@ -90,10 +91,10 @@ class LaidOut:
 
     @property
     def programs(self) -> Programs:
-        """The engine's table of programs, of which none is compiled yet."""
+        """The engine's table of programs, which are compiled when they are first asked for."""
         return self._laid_out[1]
 
-    @property
+    @functools.cached_property
     def _laid_out(self) -> tuple[Layout, Programs]:
         parts = Parts(self.functions, self.params, self.model, self.engine, self.mesh)
         return lay_out_engine(parts, JOB_KINDS)

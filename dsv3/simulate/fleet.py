@@ -147,7 +147,8 @@ class Fleet:
             self.record.end(number, self.clock.now, "too long")
             ended("too long")
             return
-        prompt = Prompt(tuple(request.prefix_keys[:MAX_PAGES]), ask.prompt)
+        keys = tuple(request.prefix_keys[:MAX_PAGES])
+        prompt = Prompt(keys, ask.prompt, keys if self.setting.routing == "events" else None)
         active = self._active[number] = _Active(request, prompt, ended)
         if self.prefilling is not None and prompt.keys:
             active.is_prefill = True

@@ -6,11 +6,12 @@ What is the model's: a step takes what the table of its deployment says, and eve
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from dsv3.cache.keys import Key
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import EngineView, JobKind, Planned
@@ -114,6 +115,10 @@ class Instance:
     def requests(self) -> int:
         """Requests that run or wait here."""
         return len(self.scheduler.sequences)
+
+    def found(self, keys: Sequence[Key]) -> int:
+        """Returns how many pages of a prompt, from its first on, the rank finds that has the most."""
+        return self.scheduler.pages.found(keys)
 
     @property
     def waiting_tokens(self) -> float:

@@ -7,7 +7,7 @@ from dsv3.bench.metrics import Limit
 from dsv3.options import check, option
 from dsv3.simulate.scaling import Rule
 
-Routing = Literal["cost", "round_robin"]
+Routing = Literal["cost", "events", "round_robin"]
 _RULE = Rule()
 
 
@@ -47,7 +47,9 @@ class SimulateOptions:
     num_prefixes: int = option(256, "Draw them from this many prefixes, by Zipf's law.", low=1, high=10**6)
     max_model_len: int = option(32_768, "Limit prompt and answer together to this many tokens.", low=128, high=2**20)
     routing: Routing = option(
-        "cost", "Send a request where it costs least, as the router does, or to the next in turn."
+        "cost",
+        "Send a request where it costs least, as the router does, with what it has sent there or (events) with what "
+        "KV events say; or to the next in turn.",
     )
     kv_offloading_size: float = option(
         0.0, "Keep pages of prompts in this many GiB of each instance's host memory, too.", low=0

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from dsv3.fleet.router.breaker import Breaker
-from dsv3.fleet.router.choice import Load, SentPages, choose
+from dsv3.fleet.router.choice import Flying, Load, SentPages, choose
 from dsv3.fleet.router.instance import Booking
 from dsv3.fleet.router.prompt import Prompt
 from dsv3.simulate.clock import Clock
@@ -27,7 +27,8 @@ class Place:
 
     def __init__(self, instance: Instance, since: float) -> None:
         self.instance, self.since = instance, since
-        self.load, self.sent, self.breaker = Load(), SentPages(), Breaker()
+        self.load, self.sent, self.flying = Load(ranks=instance.cfg.num_ranks), SentPages(), Flying()
+        self.breaker = Breaker()
         self.concurrency = 2 * instance.cfg.max_num_seqs * instance.cfg.num_ranks
         self.is_up = self.is_draining = False
 
@@ -35,6 +36,12 @@ class Place:
     def has_room(self) -> bool:
         """Whether a request may be sent now."""
         return self.is_up and not self.is_draining and self.load.requests < self.concurrency
+
+    def overlap(self, prompt: Prompt) -> int:
+        """Returns how many pages of a prompt it finds: as its ranks know, or else as the router has sent there."""
+        if prompt.spelled is None:
+            return self.sent.overlap(prompt.keys)
+        return max(self.instance.found(prompt.spelled), self.flying.overlap(prompt.keys))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -99,8 +106,10 @@ class Pool:
         if not free:
             return None
         if self._routing == "round_robin":
-            return Booking(free[next(self._turns) % len(free)], prompt)  # type: ignore[arg-type]
-        pages = [place.sent.overlap(prompt.keys) for place in free]
+            free = [free[next(self._turns) % len(free)]]
+        pages = [place.overlap(prompt) for place in free]
         loads = [place.load for place in free]
-        chosen = choose(prompt, loads, pages, decodes=self._decodes, chance=self._chance)
-        return Booking(free[chosen], prompt)  # type: ignore[arg-type]
+        chosen = 0  # of one there is nothing to choose
+        if len(free) > 1:
+            chosen = choose(prompt, loads, pages, decodes=self._decodes, chance=self._chance)
+        return Booking(free[chosen], prompt, pages[chosen])  # type: ignore[arg-type]

@@ -1,31 +1,41 @@
 """Turns what a trace says of a prompt into tokens and prefix keys, as a front prepares them."""
 
+import functools
+
 import numpy as np
 
 from dsv3.cache.keys import Key, extend_keys, root_key
 from dsv3.prepare import PreparedRequest
 from dsv3.sampling_params import SamplingParams
-from dsv3.simulate.traffic import Ask
+from dsv3.simulate.traffic import Ask, Run
 
 VOCAB = 2**17
 _SAMPLING = SamplingParams(temperature=0, ignore_eos=True)
 _ROOT = root_key("", "")
 
 
-def prepared(ask: Ask, number: int, max_model_len: int) -> PreparedRequest | None:
-    """Returns a request with tokens that are equal where its runs are; None where its prompt leaves no room.
+@functools.lru_cache(maxsize=2**12)
+def _begun(run: Run) -> tuple[Key, ...]:
+    """Returns the keys of the pages that a prompt's first run fills: many prompts begin alike."""
+    keys: list[Key] = []
+    extend_keys(_ROOT, keys, _tokens(run))
+    return tuple(keys)
 
-    A run's tokens are one number but the first, so that nothing is drawn per token: keys chain what is before.
-    """
+
+def _tokens(run: Run) -> np.ndarray:
+    """Returns a run's tokens: one number but the first, so that nothing is drawn per token. Keys chain the rest."""
+    tokens = np.full(run.tokens, run.name % VOCAB, np.int32)
+    tokens[0] = run.name // VOCAB % VOCAB
+    return tokens
+
+
+def prepared(ask: Ask, number: int, max_model_len: int) -> PreparedRequest | None:
+    """Returns a request with tokens that are equal where its runs are; None where its prompt leaves no room."""
     count = ask.prompt
     if count >= max_model_len:
         return None
-    tokens, at = np.empty(count, np.int32), 0
-    for run in ask.content:
-        tokens[at : at + run.tokens] = run.name % VOCAB
-        tokens[at] = run.name // VOCAB % VOCAB
-        at += run.tokens
-    keys: list[Key] = []
+    tokens = np.concatenate([_tokens(run) for run in ask.content])
+    keys = list(_begun(ask.content[0]))
     extend_keys(_ROOT, keys, tokens)
     return PreparedRequest(
         request_id=number,

@@ -32,4 +32,6 @@ def describe(engine: Any) -> tuple[EngineLike, EngineInfo]:
         transfer_address=",".join(engine.cfg.transfer_addresses) or engine.cfg.transfer_address or "",
         fetches_pages=engine.cfg.transfer_key_file is not None,
         model=engine.description,
+        num_ranks=engine.cfg.num_ranks,
+        kv_events=None if engine.events is None else engine.cfg.kv_events.address(engine.cfg.num_ranks),
     )

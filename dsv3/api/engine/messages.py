@@ -1,6 +1,6 @@
 """Messages between the engine's process and its fronts; see `dsv3.api.frames`."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -89,7 +89,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     """The engine is ready: what a front needs to know about it.
 
     Other instances fetch pages at `transfer_address`, if anywhere, one address per process with commas between; it
-    `fetches_pages` from them. `model` is a line for people.
+    `fetches_pages` from them. `kv_events` says where routers hear what its `num_ranks` ranks hold, if anywhere. `model`
+    is a line for people.
     """
 
     rules: RequestRules
@@ -98,6 +99,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     transfer_address: str = ""
     fetches_pages: bool = False
     model: str = ""
+    num_ranks: int = 1
+    kv_events: dict[str, Any] | None = None
 
 
 Stats = dict[str, float | list[float]]

@@ -119,6 +119,8 @@ async def _models(service: Service, _: Request) -> Response:
             "parent": None,
             "max_model_len": None if info is None else info.rules.max_model_len,
             "max_num_seqs": None if info is None else info.max_num_seqs,
+            "data_parallel_size": None if info is None else info.num_ranks,
+            "kv_events": None if info is None else info.kv_events,
         }
         for name in service.config.model_names
     ]

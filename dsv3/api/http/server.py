@@ -15,6 +15,7 @@ from dsv3.api.config import ServerConfig
 from dsv3.api.engine.keeper import EngineKeeper
 from dsv3.api.http.fronts import OtherFronts
 from dsv3.api.http.listening import HttpServer
+from dsv3.api.http.registering import Registrar, registrar_of
 from dsv3.api.http.serving import drain, serving, wait_for_any
 from dsv3.api.tenants import reread
 
@@ -46,6 +47,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     ends a few seconds later (at once if the engine had never been ready) for a supervisor to start it anew.
     """
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
+    registrar = registrar_of(config, listener.getsockname()[1])
     engine = make_client(config)
     service = await make_service(config, engine, numbers)
     files = config.options.ssl_certfile, config.options.api_key_file
@@ -59,8 +61,9 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
             keeper.on_loss = lambda number, reason: _pass_on_loss(number, reason, service, fronts)
             engine.on_failure = lambda reason: _pass_on_failure(reason, keeper, fronts)
             try:
-                return await _serve(config, service, signals, fronts, on_ready)
+                return await _serve(config, service, signals, fronts, registrar, on_ready)
             finally:
+                await registrar.leave()
                 await fronts.close()
                 await keeper.close()
     finally:
@@ -72,14 +75,16 @@ async def _serve(
     service: Service,
     signals: "_Signals",
     fronts: OtherFronts,
+    registrar: Registrar,
     on_ready: Callable[[Service], None],
 ) -> int:
     engine = service.engine
-    announcing = asyncio.create_task(_announce(service, fronts, on_ready))
+    announcing = asyncio.create_task(_announce(service, fronts, registrar, on_ready))
     async with running_batches(service, config.options.batch_dir):
         await wait_for_any(engine.ended, signals.first, engine.asks_to_drain)
     announcing.cancel()
     if signals.first.is_set() or engine.asks_to_drain.is_set():
+        await registrar.leave()
         await _drain(config, service, signals, fronts)
         return 0
     if engine.info is not None:
@@ -127,10 +132,13 @@ def _reload(config: ServerConfig, service: Service, server: HttpServer, fronts: 
     fronts.reload(service.tenants.all)
 
 
-async def _announce(service: Service, fronts: OtherFronts, on_ready: Callable[[Service], None]) -> None:
+async def _announce(
+    service: Service, fronts: OtherFronts, registrar: Registrar, on_ready: Callable[[Service], None]
+) -> None:
     await service.engine.settled.wait()
     await fronts.ready()
     if service.engine.state == "ready":
+        registrar.start()
         on_ready(service)
 
 

@@ -33,6 +33,11 @@ class KvEventsConfig:
         """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
+    def address(self, num_ranks: int) -> dict[str, Any]:
+        """Returns what a router needs to know to listen to so many ranks."""
+        told = {name: getattr(self, name) for name in ("endpoint", "replay_endpoint", "topic")}
+        return told | {"num_ranks": num_ranks}
+
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "KvEventsConfig":
         """Reads the fields; raises ValueError with the field, its value and what may be."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
@@ -19,6 +20,7 @@ from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.requests.balance import PrefillBalance
+from dsv3.engine.requests.gathering import Gathering
 from dsv3.engine.requests.room import Room
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.sequence import Sequence
@@ -118,13 +120,14 @@ class PrefillPlanner:
     def __init__(self, view: EngineView) -> None:
         self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
         self._balance = PrefillBalance()
+        self._gathering = Gathering()
         self._room = Room(1 << (self._cfg.max_num_batched_tokens - 1).bit_length())
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans one batch of chunks, log-probabilities of their tokens, and sampling where one is a prompt's last."""
         scheduler = self._scheduler
         scheduler.admit()
-        if not any(scheduler.prefilling):
+        if not any(scheduler.prefilling) or self._waits(step):
             return []
         chunks = self._chunks()
         command = _command(chunks, self._bucket(chunks), self._cfg)
@@ -136,6 +139,13 @@ class PrefillPlanner:
             needs = Needs.from_slots(scheduler.slots, sampled.slots)
             planned += plan_sample(scheduler, NAME, sampled, needs, starting)
         return planned
+
+    def _waits(self, step: list[Planned]) -> bool:
+        """Returns whether prompts wait for others, on an instance where only their ends are to be computed."""
+        prompts = [sequence for mine in self._scheduler.prefilling for sequence in mine]
+        if self._cfg.role != "decode" or not step or any(len(s.tokens) - s.prefilled > PAGE_SIZE for s in prompts):
+            return False
+        return self._gathering.waits(len(prompts), int(np.count_nonzero(self._scheduler.slots.decoding)))
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
         """Makes the pages findable that the chunks have completed, or takes back chunks that found no room."""
@@ -218,7 +228,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         bucket,
         header,
         np.concatenate([c.sequence.tokens[c.start : c.stop] for _, c in flat]),
-        np.array([page for _, c in flat for page in c.sequence.pages], np.int32),
+        np.fromiter(itertools.chain.from_iterable(c.sequence.pages for _, c in flat), np.int32),
         any(c.is_last for _, c in flat),
         any(c.start for _, c in flat),
         any(c.sequence.tells_prompt for _, c in flat),

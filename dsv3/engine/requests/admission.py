@@ -141,8 +141,8 @@ class Admission:
         assert self.tiers is not None
         if tiers is None:
             return False
-        caches = [cache for rank, cache in enumerate(self._pages.caches) if self.tiers.of(rank) is tiers]
-        on_device = max(len(cache.match(useful)) for cache in caches)
+        ranks = [rank for rank in range(len(self._pages.caches)) if self.tiers.of(rank) is tiers]
+        on_device = self._pages.found(useful, ranks)
         source, is_second = sequence.request.pages_from, sequence.look_up is not None
         look_up = tiers.ask_peer(source, useful, on_device) if source else tiers.look_up(useful, on_device)
         if look_up is None:
@@ -208,8 +208,7 @@ class Admission:
         cache = self._pages.caches[rank]
         cache.retain(cached)
         needed = pages_for(len(sequence.tokens) + self._cfg.tokens_ahead)
-        fresh = [cache.allocate() for _ in range(needed - len(cached))]
-        sequence.pages = [*cached, *(page for page in fresh if page is not None)]
+        sequence.pages = [*cached, *cache.allocate_several(needed - len(cached))]
         sequence.found = sequence.published = len(cached)
         sequence.prefilled = len(cached) * PAGE_SIZE
         sequence.load_stop = len(cached) + self._within_reach(sequence, rank, len(cached))

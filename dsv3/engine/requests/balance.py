@@ -81,6 +81,9 @@ class Balancer:
         Where prompts of several priorities run, the earlier ones come first, whatever that does to the balance.
         """
         pending = [[(s.prefilled, len(s.tokens)) for s in mine[:rows]] for mine in prefilling]
+        waiting = [sum(length - done for done, length in mine) for mine in pending]
+        sizes = [max(1, size * budget // self._cfg.max_num_batched_tokens) for size in self._cfg.prefill_buckets]
+        budget = min(budget, chunks.batch_size(waiting, sizes))
         if self._slots.are_mixed:
             return [chunks.in_order(mine, budget) for mine in pending]
         return chunks.deal(pending, budget, rows, self.keys)

@@ -1,12 +1,13 @@
 """The pages of all ranks: their owners, those being filled, and those that a launched step may still write."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
 from dsv3.cache.holders import Holders
 from dsv3.cache.keys import Key
 from dsv3.cache.page_cache import PageCache
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.requests.sequence import Sequence
+from dsv3.engine.requests.sequence import Sequence as Request
 
 
 class RankPages:
@@ -25,11 +26,20 @@ class RankPages:
             for rank, cache in enumerate(self.caches):
                 cache.index.share(self.holders, rank)
         # Keys of pages being filled, with who tells when they are; `Sequence.pending` are those of one sequence.
-        self.pending: list[dict[Key, Sequence]] = [{} for _ in range(cfg.num_ranks)]
+        self.pending: list[dict[Key, Request]] = [{} for _ in range(cfg.num_ranks)]
         self.num_held = [0] * cfg.num_ranks
         self._held: deque[tuple[int, int, list[int]]] = deque()  # (step, rank, pages)
         self.launched = 0  # number of the last launched step
         self.collected = 0  # number of the last one whose results are here
+
+    def found(self, keys: Sequence[Key], ranks: Sequence[int] | None = None) -> int:
+        """Returns how many pages of a prompt, from its first on, that of `ranks` (None: of all) finds that has most."""
+        if len(self.caches) == 1:
+            return len(self.caches[0].match(keys))
+        depths = self.holders.depths(keys)
+        if depths is None:
+            return 0
+        return int(depths.max() if ranks is None else depths[ranks].max())
 
     @property
     def holds_back(self) -> bool:

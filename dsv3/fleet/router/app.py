@@ -25,6 +25,7 @@ from dsv3.api.http.operator import tenant_of
 from dsv3.api.tenants import OPERATOR, Tenants
 from dsv3.api.workers import WorkersBusy
 from dsv3.fleet.router.asked import read_asked
+from dsv3.fleet.router.members import Members, read_registration
 from dsv3.fleet.router.relay import Fleet, Relay, Reply
 from dsv3.http_client import RequestFailed
 
@@ -34,11 +35,18 @@ PASSED = (*KINDS, "/tokenize", "/detokenize", f"{MESSAGES}/count_tokens")
 _Route = Callable[[Request], Awaitable[Response]]
 
 
-class Site:
-    """What the routes share; `is_draining` has new requests refused, `active` counts those in flight."""
+REGISTER = "/instances"
+"""Where instances say that they are there: behind their own key and not the clients'."""
 
-    def __init__(self, fleet: Fleet, tenants: Tenants):
-        self.fleet, self.tenants, self.budget = fleet, tenants, Budget()
+
+class Site:
+    """What the routes share; `is_draining` has new requests refused, `active` counts those in flight.
+
+    `members` takes instances that register, if it is anybody's to do so.
+    """
+
+    def __init__(self, fleet: Fleet, tenants: Tenants, members: Members | None = None):
+        self.fleet, self.tenants, self.members, self.budget = fleet, tenants, members, Budget()
         self.is_draining, self.active = False, 0
 
     @property
@@ -64,13 +72,25 @@ def make_app(site: Site, host: str) -> ASGIApp:
         ("GET", "/v1/models"): functools.partial(_models, site),
     }
     handlers |= {("POST", path): functools.partial(_relay, site) for path in PASSED}
+    if site.members is not None:
+        handlers["POST", REGISTER] = functools.partial(_register, site.members, site)
     routes = [Route(path, endpoint(_bound(handler)), methods=[method]) for (method, path), handler in handlers.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     admitted = Admit(app, lambda _: site.fleet.numbers.requests.labels("503").inc())
     if site.tenants.all:
-        return RequireKey(admitted, site.tenants)
+        return _BesideKeys(RequireKey(admitted, site.tenants), admitted)
     return RequireLocalName(admitted, host) if is_loopback(host) else admitted
+
+
+class _BesideKeys:
+    """ASGI middleware that lets instances register, whose key the route itself asks for."""
+
+    def __init__(self, guarded: ASGIApp, bare: ASGIApp):
+        self._guarded, self._bare = guarded, bare
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._bare if scope["path"] == REGISTER else self._guarded)(scope, receive, send)
 
 
 def _bound(handler: _Route) -> _Route:
@@ -108,6 +128,13 @@ def _require_operator(site: Site, http: Request, what: str) -> None:
     if tenant is not None and tenant.name != OPERATOR and site.tenants.are_several:
         text = f"where there are several API keys, {what} is for the one named {OPERATOR}"
         raise ApiError(403, text, kind="permission_error", code="not_the_operator")
+
+
+async def _register(members: Members, site: Site, http: Request) -> Response:
+    """Takes in what an instance says of itself."""
+    members.admit(http.headers.get("authorization"))
+    with site.budget.hold() as holding:
+        return _json(members.hear(read_registration(await read_json_body(http, functools.partial(site.grow, holding)))))
 
 
 async def _models(site: Site, _: Request) -> Response:

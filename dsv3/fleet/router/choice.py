@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -16,11 +16,15 @@ MAX_SENT_PAGES = 65_536
 
 @dataclasses.dataclass
 class Load:
-    """What an instance has to do for this router: cost of prompts without a token yet, tokens held, requests."""
+    """What an instance has to do for this router: cost of prompts without a token yet, tokens held, requests.
+
+    Its `ranks` share that.
+    """
 
     prefill: float = 0.0
     held: int = 0
     requests: int = 0
+    ranks: int = 1
 
 
 class SentPages:
@@ -35,19 +39,49 @@ class SentPages:
 
     def note(self, keys: Sequence[bytes]) -> None:
         """Remembers pages; the oldest ones are forgotten, and a prompt's last ones before its first."""
+        known, renew = self._keys, self._keys.move_to_end
         for key in reversed(keys):
-            self._keys[key] = None
-            self._keys.move_to_end(key)
+            known[key] = None
+            renew(key)
         while len(self._keys) > self._limit:
             self._keys.popitem(last=False)
 
     def overlap(self, keys: Sequence[bytes]) -> int:
         """Returns how many pages of a prompt, from its first on, went there."""
-        return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
+        return _overlap(keys, self._keys)
 
     def clear(self) -> None:
         """Forgets all: the instance has begun anew."""
         self._keys.clear()
+
+
+class Flying:
+    """The pages of prompts that an instance computes: they will be there before the next request is."""
+
+    def __init__(self) -> None:
+        self._keys: collections.Counter[bytes] = collections.Counter()
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Notes the pages of a prompt."""
+        self._keys.update(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Notes that a prompt is computed."""
+        for key in keys:
+            self._keys[key] -= 1
+            if not self._keys[key]:
+                del self._keys[key]
+
+    def overlap(self, keys: Sequence[bytes]) -> int:
+        """Returns how many pages of a prompt, from its first on, are among them."""
+        return _overlap(keys, self._keys)
+
+
+def _overlap(keys: Sequence[bytes], known: Container[bytes]) -> int:
+    for i, key in enumerate(keys):
+        if key not in known:
+            return i
+    return len(keys)
 
 
 def cost_of(prompt: Prompt, pages: int) -> float:
@@ -58,10 +92,12 @@ def cost_of(prompt: Prompt, pages: int) -> float:
 def choose(prompt: Prompt, loads: Sequence[Load], pages: Sequence[int], *, decodes: bool, chance: random.Random) -> int:
     """Returns the place of the instance where the prompt costs least; `chance` decides among equals.
 
+    One rank computes the prompt, and all of an instance's ranks share what it has to do: so loads are those per rank.
     `pages` says how many of the prompt's pages each instance may have. Equals are many where little is on its way, and
     two routers side by side must not agree on the first of them.
     """
     own = np.array([cost_of(prompt, each) for each in pages])
     columns = ([load.prefill for load in loads], [load.held for load in loads], [load.requests for load in loads])
-    found = costs(Loads(*(np.array(column, float) for column in columns)), own, prompt.tokens, decodes)
+    ranks = [load.ranks for load in loads]
+    found = costs(Loads(*(np.array(column) / ranks for column in columns)), own, prompt.tokens, decodes)
     return int(chance.choice(np.flatnonzero(found <= found.min() * (1 + 1e-9)).tolist()))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,11 +11,15 @@ import msgspec
 
 from dsv3.api.answers.errors import ApiError
 from dsv3.fleet.router.breaker import Breaker
-from dsv3.fleet.router.choice import Load, SentPages, cost_of
+from dsv3.fleet.router.choice import Flying, Load, SentPages, cost_of
+from dsv3.fleet.router.listener import Listener, Source
 from dsv3.fleet.router.prompt import Prompt
 from dsv3.http_client import Address, Client, RequestFailed, Response
 
 DEFAULT_CONCURRENCY = 64
+Tls = ssl.SSLContext | None
+"""Whom to trust at https://; None is whom the system trusts."""
+
 _MAX_HEALTH_BYTES = 2**16
 _SILENCES = 3  # waits for /health without a word, after which what is in flight goes elsewhere
 _BUSY_S = 0.1, 2.0  # an instance that has refused a request is left alone; twice as long each time
@@ -33,6 +38,8 @@ class Broken(Exception):
 
 class _Model(msgspec.Struct):
     max_num_seqs: int | None = None
+    data_parallel_size: int | None = None
+    kv_events: Source | None = None
 
 
 class _Models(msgspec.Struct):
@@ -42,10 +49,13 @@ class _Models(msgspec.Struct):
 class Instance:
     """One instance. `status` is "ok" where /health says so, what it says instead, or "unknown", "gone" or "silent"."""
 
-    def __init__(self, url: str, api_key: str | None, concurrency: int | None, health_s: float):
+    def __init__(self, url: str, api_key: str | None, concurrency: int | None, health_s: float, tls: Tls = None):
         self.url, self.status = url, "unknown"
-        self.load, self.sent, self.breaker = Load(), SentPages(), Breaker()
-        self._client = Client(Address.parse(url), api_key)
+        self.load, self.sent, self.flying, self.breaker = Load(), SentPages(), Flying(), Breaker()
+        self.lease_until: float | None = None  # of a monotonic clock; None is for ever
+        self.listener: Listener | None = None
+        self._address = Address.parse(url)
+        self._client = Client(self._address, api_key, tls)
         self._given, self.concurrency = concurrency, concurrency or DEFAULT_CONCURRENCY
         self._health_s, self._silences = health_s, 0
         self._rests_until, self._rest_s = 0.0, _BUSY_S[0]
@@ -56,7 +66,27 @@ class Instance:
         """Whether a request may be sent now."""
         now = time.monotonic()
         is_free = self.status == "ok" and now >= self._rests_until and self.load.requests < self.concurrency
-        return is_free and self.breaker.allows(now)
+        return is_free and self.is_leased(now) and self.breaker.allows(now)
+
+    def is_leased(self, now: float) -> bool:
+        """Returns whether it is in the fleet: its lease has not ended."""
+        return self.lease_until is None or now < self.lease_until
+
+    @property
+    def tells(self) -> bool:
+        """Whether it says which pages it holds, and has been heard."""
+        return self.listener is not None and self.listener.is_live
+
+    def overlap(self, prompt: Prompt) -> int:
+        """Returns how many pages of a prompt it finds: as it tells, or else as this router has sent there.
+
+        What is salted finds its tenant's pages only, and events do not say whose a page is: so both must hold.
+        """
+        sent = self.sent.overlap(prompt.keys)
+        if self.listener is None or not self.listener.is_live or prompt.spelled is None:
+            return sent
+        held = self.listener.held.overlap(prompt.spelled)
+        return min(held, sent) if prompt.is_salted else max(held, self.flying.overlap(prompt.keys))
 
     def rest(self) -> None:
         """Notes that it has refused a request for want of room."""
@@ -110,6 +140,11 @@ class Instance:
         async with asyncio.timeout(self._health_s), self._client.exchange("GET", path) as response:
             return response.status, await response.read(_MAX_HEALTH_BYTES)
 
+    async def post(self, path: str, body: bytes, limit: int) -> tuple[int, bytes]:
+        """Returns status and the first `limit` bytes of what a POST gives; raises what `get` does."""
+        async with asyncio.timeout(self._health_s), self._client.exchange("POST", path, body) as response:
+            return response.status, await response.read(limit)
+
     async def probe(self) -> None:
         """Asks for the health and notes the answer."""
         before = self.status
@@ -129,8 +164,9 @@ class Instance:
             await self._greet(is_new=before != "silent")
 
     def close(self) -> None:
-        """Closes idle connections."""
+        """Closes idle connections, and listens no more."""
         self._client.close()
+        self._listen_to(None)
 
     def _note(self, status: str) -> None:
         self.status, self._silences = status, 0
@@ -140,11 +176,22 @@ class Instance:
         self.breaker.succeed()
         if is_new:
             self.sent.clear()
-        if self._given is None:
-            with contextlib.suppress(RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
-                models = msgspec.json.decode((await self.get("/v1/models"))[1], type=_Models)
-                runs = max((model.max_num_seqs or 0 for model in models.data), default=0)
-                self.concurrency = 2 * runs or DEFAULT_CONCURRENCY
+        with contextlib.suppress(RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError):
+            models = msgspec.json.decode((await self.get("/v1/models"))[1], type=_Models).data
+            if self._given is None:
+                self.concurrency = 2 * max((model.max_num_seqs or 0 for model in models), default=0)
+                self.concurrency = self.concurrency or DEFAULT_CONCURRENCY
+            self.load.ranks = max([1, *(model.data_parallel_size or 1 for model in models)])
+            source = next((model.kv_events for model in models if model.kv_events is not None), None)
+            if is_new or source is None:
+                self._listen_to(None if source is None else source.at(self._address.host))
+
+    def _listen_to(self, source: Source | None) -> None:
+        if self.listener is not None:
+            self.listener.close()
+        self.listener = None if source is None else Listener(source, self.url)
+        if self.listener is not None:
+            self.listener.start()
 
     @contextlib.asynccontextmanager
     async def _heard(self, seconds: float | None = None) -> AsyncIterator[None]:
@@ -173,14 +220,16 @@ def _said(body: bytes) -> str:
 
 
 class Booking:
-    """One request at an instance, as far as its load is concerned."""
+    """One request at an instance, which finds `pages` of its prompt, as far as its load is concerned."""
 
-    def __init__(self, instance: Instance, prompt: Prompt):
+    def __init__(self, instance: Instance, prompt: Prompt, pages: int):
         self.instance = instance
-        self._cost, self._held = cost_of(prompt, instance.sent.overlap(prompt.keys)), prompt.tokens
+        self._cost, self._held = cost_of(prompt, pages), prompt.tokens
+        self._flying = prompt.keys if prompt.spelled is not None else ()
         load = instance.load
         load.prefill, load.held, load.requests = load.prefill + self._cost, load.held + self._held, load.requests + 1
         instance.sent.note(prompt.keys)
+        instance.flying.add(self._flying)
         instance.breaker.send()
 
     def answer(self, tokens: int) -> None:
@@ -188,9 +237,15 @@ class Booking:
         self.instance.load.prefill -= self._cost
         self.instance.load.held += tokens
         self._cost, self._held = 0.0, self._held + tokens
+        self._land()
+
+    def _land(self) -> None:
+        self.instance.flying.remove(self._flying)
+        self._flying = ()
 
     def close(self) -> None:
         """Takes the request off the load."""
+        self._land()
         load = self.instance.load
         load.prefill, load.held, load.requests = load.prefill - self._cost, load.held - self._held, load.requests - 1
         if not load.requests:

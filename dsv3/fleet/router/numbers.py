@@ -29,11 +29,16 @@ class Numbers:
         """Yields the gauges (prometheus_client calls this)."""
         up = GaugeMetricFamily("dsv3:router_instance_up", "1 where an instance is well.", labels=["instance"])
         running = GaugeMetricFamily("dsv3:router_running", "Requests of this router there.", labels=["instance"])
+        tells = GaugeMetricFamily("dsv3:router_instance_tells", "1 where its KV events are heard.", labels=["instance"])
+        pages = GaugeMetricFamily("dsv3:router_instance_pages", "Pages that it says it holds.", labels=["instance"])
         for instance in (each for pool in self._pools for each in pool.instances):
             up.add_metric([instance.url], float(instance.status == "ok"))
             running.add_metric([instance.url], instance.load.requests)
+            tells.add_metric([instance.url], float(instance.tells))
+            pages.add_metric([instance.url], len(instance.listener.held) if instance.listener is not None else 0)
         waiting = sum(pool.num_waiting for pool in self._pools)
-        yield from (up, running, GaugeMetricFamily("dsv3:router_waiting", "Requests in the queue.", value=waiting))
+        yield from (up, running, tells, pages)
+        yield GaugeMetricFamily("dsv3:router_waiting", "Requests in the queue.", value=waiting)
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"dsv3:router_{name}", meaning, labels, registry=self._registry)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from dsv3.api.http.auth import is_loopback
 from dsv3.http_client import Address
 from dsv3.options import check, option
 
@@ -23,6 +24,19 @@ class RouterOptions:
     instance_api_key_file: str | None = option(
         None, "Read the key that the instances ask for from this file, which nobody else may open."
     )
+    instance_ca_file: str | None = option(
+        None, "Trust instances at https:// whose certificates the authorities in this PEM file have signed."
+    )
+    registration: bool = option(
+        False,
+        "Take instances that say themselves that they are there (--register of launch.serve). They must know the key "
+        "in --instance_api_key_file, unless only this machine reaches --host.",
+    )
+    ssl_certfile: str | None = option(
+        None, "Speak TLS with the certificate chain in this PEM file; SIGHUP has it read anew, with the next two."
+    )
+    ssl_keyfile: str | None = option(None, "Read the certificate's key from this PEM file; default: --ssl_certfile.")
+    ssl_ca_certs: str | None = option(None, "Take only clients with a certificate that these authorities have signed.")
     max_resumes: int = option(3, "Let a request go on elsewhere at most so often.", low=0, high=100)
     concurrency: int | None = option(
         None,
@@ -41,8 +55,16 @@ class RouterOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if bool(self.prefill) != bool(self.decode) or bool(self.instances) == bool(self.decode):
+        is_named = bool(self.instances) or bool(self.decode)
+        if bool(self.prefill) != bool(self.decode) or (self.instances and self.decode):
             raise ValueError("instances: give these, or else both prefill and decode")
+        if not is_named and not self.registration:
+            raise ValueError("instances: give these, or both prefill and decode, or --registration")
+        if self.registration and self.instance_api_key_file is None and not is_loopback(self.host):
+            raise ValueError(f"registration: with --host {self.host} it needs instance_api_key_file")
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
         for name in ("instances", "prefill", "decode"):
             urls = getattr(self, name)
             if len(set(urls)) != len(urls):

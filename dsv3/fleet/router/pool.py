@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator, Sequence
 
 from dsv3.api.answers.errors import QUEUE_FULL, unavailable
@@ -19,7 +20,7 @@ class Pool:
     """Gives each request the instance where it costs least, in order of arrival where none has room."""
 
     def __init__(self, instances: Sequence[Instance], *, decodes: bool, max_queued: int, queue_s: float):
-        self.instances = tuple(instances)
+        self.instances = list(instances)
         self._decodes, self._max_queued, self._queue_s = decodes, max_queued, queue_s
         self._waiting: collections.deque[tuple[Prompt, asyncio.Future[Booking]]] = collections.deque()
         self._chance = random.Random()
@@ -27,7 +28,8 @@ class Pool:
     @property
     def is_up(self) -> bool:
         """Whether any instance is well."""
-        return any(instance.status == "ok" for instance in self.instances)
+        now = time.monotonic()
+        return any(instance.status == "ok" and instance.is_leased(now) for instance in self.instances)
 
     @property
     def num_waiting(self) -> int:
@@ -66,10 +68,10 @@ class Pool:
         free = [instance for instance in self.instances if instance.has_room]
         if not free:
             return None
-        pages = [instance.sent.overlap(prompt.keys) for instance in free]
+        pages = [instance.overlap(prompt) for instance in free]
         loads = [instance.load for instance in free]
         place = choose(prompt, loads, pages, decodes=self._decodes, chance=self._chance)
-        return Booking(free[place], prompt)
+        return Booking(free[place], prompt, pages[place])
 
     async def _wait(self, prompt: Prompt) -> Booking:
         if len(self._waiting) >= self._max_queued:

@@ -24,10 +24,16 @@ _CONTENT = ("messages", "prompt", "input", "token_ids")
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Keys of the full pages, from the first on, and the number of tokens, about."""
+    """Keys of the full pages, from the first on, and the number of tokens, about.
+
+    `spelled` are its pages as `dsv3.fleet.router.held` names them, None where its tokens are not known. `is_salted`:
+    it finds its tenant's pages only.
+    """
 
     keys: tuple[bytes, ...]
     tokens: int
+    spelled: tuple[bytes, ...] | None = None
+    is_salted: bool = False
 
 
 def prompt_of(body: dict[str, Any]) -> Prompt:
@@ -35,7 +41,8 @@ def prompt_of(body: dict[str, Any]) -> Prompt:
     before = msgspec.json.encode([body.get(name) for name in _BEFORE])
     content = next((body[name] for name in _CONTENT if body.get(name) is not None), "")
     data = _bytes(content)
-    return Prompt(tuple(_keys(before, data)), max(1, len(data) // BYTES_PER_TOKEN))
+    tokens = max(1, len(data) // BYTES_PER_TOKEN)
+    return Prompt(tuple(_keys(before, data)), tokens, is_salted=bool(body.get("cache_salt")))
 
 
 def _bytes(content: Any) -> bytes:

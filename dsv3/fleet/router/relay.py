@@ -15,6 +15,7 @@ from dsv3.fleet.router.instance import Booking, Broken, Instance
 from dsv3.fleet.router.numbers import Numbers
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
+from dsv3.fleet.router.spelling import spelled
 from dsv3.fleet.router.trials import FATAL, Refused, Trials, broken_off
 from dsv3.http_client import Response
 
@@ -44,6 +45,11 @@ class Fleet:
     numbers: Numbers
     options: RouterOptions
 
+    @property
+    def instances(self) -> list[Instance]:
+        """All of them."""
+        return [*self.answering.instances, *(self.prefilling.instances if self.prefilling is not None else ())]
+
 
 class Relay:
     """Has a fleet answer one request. `run` is called once."""
@@ -59,6 +65,8 @@ class Relay:
 
         Nothing is told before an instance has accepted the request, so that a refusal has its proper status.
         """
+        prompt = await spelled(self._asked, self._fleet.instances)
+        self._asked = dataclasses.replace(self._asked, prompt=prompt)
         if self._fleet.prefilling is not None and self._asked.prompt.keys and self._asked.path in RESUMABLE:
             self._transfer = await self._prefilled(self._fleet.prefilling)
         if not self._asked.streams:

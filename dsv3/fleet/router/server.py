@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterable
 
 from dsv3.api.config import Deadlines
@@ -11,16 +12,22 @@ from dsv3.api.http import protocol
 from dsv3.api.http.admission import Admission, max_admitted
 from dsv3.api.http.listening import HttpServer
 from dsv3.api.http.serving import wait_for_any
+from dsv3.api.http.tls import certificate_of
 from dsv3.api.tenants import Tenant, Tenants
 from dsv3.files import read_secret
 from dsv3.fleet.router.app import Site, make_app
 from dsv3.fleet.router.instance import Instance
+from dsv3.fleet.router.members import Members
 from dsv3.fleet.router.numbers import Numbers
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
 from dsv3.fleet.router.relay import Fleet
+from dsv3.options import ServerOptions
+
+Make = Callable[[str], Instance]
 
 _FINISH_S = 0.05
+_TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 
 
 def instance_key(options: RouterOptions) -> str | None:
@@ -36,17 +43,37 @@ def instance_key(options: RouterOptions) -> str | None:
     return key
 
 
-def fleet_of(options: RouterOptions, api_key: str | None) -> Fleet:
-    """Returns the instances that the options name; nothing is known of them yet."""
+def maker(options: RouterOptions, api_key: str | None) -> Make:
+    """Returns what makes an instance of a URL, of which nothing is known yet; raises ValueError for a bad CA file."""
+    tls = None
+    if options.instance_ca_file is not None:
+        try:
+            tls = ssl.create_default_context(cafile=options.instance_ca_file)
+        except OSError as error:
+            raise ValueError(f"instance_ca_file: {options.instance_ca_file} cannot be used ({error})") from None
+    return lambda url: Instance(url, api_key, options.concurrency, options.health_timeout, tls)
+
+
+def fleet_of(options: RouterOptions, make: Make) -> Fleet:
+    """Returns the instances that the options name."""
 
     def pool(urls: Iterable[str], decodes: bool) -> Pool:
-        found = [Instance(url, api_key, options.concurrency, options.health_timeout) for url in urls]
+        found = [make(url) for url in urls]
         return Pool(found, decodes=decodes, max_queued=options.max_num_queued_reqs, queue_s=options.queue_timeout)
 
     answering = pool(options.instances or options.decode, True)
-    prefilling = pool(options.prefill, False) if options.prefill else None
+    is_split = bool(options.prefill) or options.registration
+    prefilling = pool(options.prefill, False) if is_split else None
     pools = (answering,) if prefilling is None else (answering, prefilling)
     return Fleet(answering, prefilling, Numbers(pools), options)
+
+
+def members_of(fleet: Fleet, make: Make, api_key: str | None, notify: Callable[[str], None]) -> Members:
+    """Returns who watches the instances, and takes those that register."""
+    pools = {"both": fleet.answering, "decode": fleet.answering}
+    if fleet.prefilling is not None:
+        pools["prefill"] = fleet.prefilling
+    return Members(pools, make, fleet.options.health_interval, notify, api_key)
 
 
 async def serve(
@@ -58,16 +85,21 @@ async def serve(
 ) -> int:
     """Serves until a signal; returns 0.
 
-    The first SIGTERM or SIGINT refuses new requests and lets those in flight finish; the second ends them.
+    The first SIGTERM or SIGINT refuses new requests and lets those in flight finish; the second ends them. SIGHUP has
+    the certificate read anew. Raises ValueError for files that cannot be used.
     """
     first, second = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (second if first.is_set() else first).set())
-    fleet = fleet_of(options, api_key)
-    site = Site(fleet, Tenants(tenants))
+    make = maker(options, api_key)
+    fleet = fleet_of(options, make)
+    members = members_of(fleet, make, api_key, notify)
+    site = Site(fleet, Tenants(tenants), members if options.registration else None)
     deadlines, admission = Deadlines(), Admission(max_admitted(None, 1))
-    server = HttpServer(protocol.Site(make_app(site, options.host), deadlines, admission), listener)
-    async with _watching(fleet, notify):
+    certificate = certificate_of(ServerOptions(**{name: getattr(options, name) for name in _TLS}))
+    server = HttpServer(protocol.Site(make_app(site, options.host), deadlines, admission), listener, certificate)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
+    async with _watching(fleet, members):
         server.start()
         await first.wait()
         site.is_draining = True
@@ -83,28 +115,14 @@ async def _drained(site: Site, second: asyncio.Event, seconds: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _watching(fleet: Fleet, notify: Callable[[str], None]):
+async def _watching(fleet: Fleet, members: Members):
     pools = [pool for pool in (fleet.answering, fleet.prefilling) if pool is not None]
     tasks = [asyncio.create_task(pool.keep_looking()) for pool in pools]
-    pairs = [(pool, instance) for pool in pools for instance in pool.instances]
-    tasks += [asyncio.create_task(_watch(*pair, fleet.options.health_interval, notify)) for pair in pairs]
+    members.start()
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for _, instance in pairs:
-            instance.close()
-
-
-async def _watch(pool: Pool, instance: Instance, seconds: float, notify: Callable[[str], None]) -> None:
-    """Asks an instance for its health again and again."""
-    told = ""
-    while True:
-        await instance.probe()
-        if instance.status != told:
-            told = instance.status
-            notify(f"{instance.url}: {told}")
-        pool.look()
-        await asyncio.sleep(seconds)
+        await members.close()

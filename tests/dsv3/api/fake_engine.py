@@ -12,6 +12,9 @@ from collections import deque
 import numpy as np
 
 from dsv3.api.engine.messages import EngineInfo
+from dsv3.cache.events.config import KvEventsConfig
+from dsv3.cache.events.publisher import Publisher
+from dsv3.cache.events.record import Spelled, Stored
 from dsv3.engine.look import JobNote, Look, StepLog
 from dsv3.prepare import PreparedRequest, RequestRules
 from dsv3.request import EngineOutput, InvalidRequest, PromptLogprobs, QueueFull, StepOutputs, TokenLogprobs, Tokens
@@ -55,6 +58,7 @@ class FakeEngine:
         self._running: list[_Sequence] = []
         self._steps = self._flushed = 0
         self._cached: set[bytes] | None = set() if caches else None
+        self.events: Publisher | None = None  # tells at once what a prompt's pages will be
 
     @property
     def has_work(self) -> bool:
@@ -75,6 +79,9 @@ class FakeEngine:
         if done := request.num_answered:  # else the sequences of a prompt share it
             prompt = prompt[:-done]
         self._waiting.append(_Sequence(request, prompt, trouble, done))
+        if self.events is not None:
+            keys, tokens = request.prefix_keys, np.frombuffer(request.tokens, "<i4")
+            self.events.record.note(Stored(0, "GPU", keys, Spelled(keys, None, tokens[: 64 * len(keys)])))
 
     def abort(self, request_id: int) -> None:
         self._waiting = deque(s for s in self._waiting if s.request.request_id != request_id)
@@ -200,7 +207,10 @@ def make(start, host):
     time.sleep(options.get("start_s", 0))
     limits = engine.max_model_len or 2048, engine.max_num_seqs or 64, engine.max_num_queued_reqs
     address = options.get("transfer_address", "")
-    return FakeEngine(*limits, options.get("step_s", 0.001), options.get("caches", False)), EngineInfo(
+    fake = FakeEngine(*limits, options.get("step_s", 0.001), options.get("caches", False))
+    if events := start.engine.kv_events_config:
+        fake.events = Publisher(KvEventsConfig.from_json(events), 1)
+    return fake, EngineInfo(
         RequestRules(
             vocab_size=VOCAB,
             max_model_len=limits[0],
@@ -212,4 +222,5 @@ def make(start, host):
         1000,
         transfer_address=address,
         fetches_pages=bool(address),
+        kv_events=KvEventsConfig.from_json(events).address(1) if events else None,
     )

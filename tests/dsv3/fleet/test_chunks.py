@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.fleet.chunks import deal
+from dsv3.fleet.chunks import batch_size, deal
 from dsv3.fleet.cost import prefill_cost
 
 PROMPT = st.tuples(st.integers(0, 30_000), st.integers(1, 30_000)).map(lambda pair: (pair[0], sum(pair)))
@@ -69,3 +69,18 @@ def test_a_prompt_so_deep_that_it_holds_up_a_step_is_cut_and_goes_on() -> None:
     ranks = [[(100_000, 110_000)], *([(0, 4000)] for _ in range(7))]
     dealt = deal(ranks, 4000, 16, KEYS)
     assert 64 <= dealt[0][0] < 1000 and [sum(taken) for taken in dealt[1:]] == [4000] * 7
+
+
+SIZES = (64, 256, 1024, 4096, 16_384)
+
+
+def test_a_batch_is_as_large_as_it_is_full() -> None:
+    assert [batch_size([n] * 32, SIZES) for n in (30, 200, 5000, 16_384, 10**6)] == [64, 256, 4096, 16_384, 16_384]
+    assert batch_size([16_384, *[0] * 31], SIZES) == 16_384  # others have nothing to wait for
+    assert batch_size([5000, *[64] * 31], SIZES) == 1024  # short prompts first, but the long one goes on
+
+
+@given(st.lists(st.integers(0, 10**5), min_size=1, max_size=8).filter(any))
+def test_a_long_prompt_goes_on_whatever_comes(waiting) -> None:
+    size = batch_size(waiting, SIZES)
+    assert size in SIZES and 16 * size >= min(max(waiting), SIZES[-1])

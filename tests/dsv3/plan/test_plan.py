@@ -53,9 +53,14 @@ def test_it_fits_80_gb(plan) -> None:
     assert memory.tokens_left > 128 * 4989
 
 
-def test_the_compiler_counts_the_same_arguments(plan, step) -> None:
+@pytest.fixture(scope="module")
+def laid_out() -> LaidOut:
+    return lay_out(DEEPSEEK_V3, DECODE_EP144)
+
+
+def test_the_compiler_counts_the_same_arguments(plan, step, laid_out) -> None:
     """What is computed from shapes is what XLA allots; the batch and pointers come on top."""
-    layout = lay_out(DEEPSEEK_V3, DECODE_EP144).layout
+    layout = laid_out.layout
     computed = sum(plan.memory.weights.values()) + plan.memory.cache + local_bytes(layout.state)
     assert 0 <= step.arguments - computed < 1e6
 
@@ -91,8 +96,7 @@ def test_nothing_waits_for_the_host(step, module) -> None:
     assert step.host_waits == module.host_waits == ()
 
 
-def test_bytes_are_those_of_the_transports_formula(step) -> None:
-    laid_out = lay_out(DEEPSEEK_V3, DECODE_EP144)
+def test_bytes_are_those_of_the_transports_formula(step, laid_out) -> None:
     traffic, size = laid_out.functions.traffic, DECODE_EP144.decode_requests
     assert traffic is not None
     programs = laid_out.layout.cfg.forward_programs

@@ -199,26 +199,27 @@ def test_more_instances_are_no_worse(routing) -> None:
 
 def test_a_closed_loop_holds_its_requests() -> None:
     """Little's law: requests per second times their time is what is on its way."""
-    fleet = Fleet(Setting(Group(table(seqs=16, pages=256), 1)), Clock(), Record(20.0))
-    hold(fleet, (ask(64, 20, i) for i in itertools.count()), 10, 1.0, 60.0)
-    fleet.clock.run(60.0)
+    fleet = Fleet(Setting(Group(table(seqs=16, pages=256), 1)), Clock(), Record(5.0))
+    hold(fleet, (ask(64, 20, i) for i in itertools.count()), 10, 1.0, 25.0)
+    fleet.clock.run(25.0)
     assert fleet.in_flight == 10
-    figures = fleet.record.figures(60.0)
+    figures = fleet.record.figures(25.0)
     assert figures["requests_per_second"] * figures["e2e_ms"]["mean"] / 1e3 == pytest.approx(10, rel=0.02)
 
 
 def test_a_full_pair_reaches_what_its_table_says() -> None:
     """All 32 slots of two ranks decode: a step is that of the mean context, prompt and half of the answer."""
     decode = table("decode", ranks=2, seqs=16, pages=256)
-    fleet = Fleet(Setting(Group(decode, 1), Group(table("prefill", ranks=2, batched=1024), 2)), Clock(), Record(20.0))
-    hold(fleet, (ask(300, 40 + i % 41, i) for i in itertools.count()), 64, 2.0, 60.0)
-    fleet.clock.run(60.0)
+    fleet = Fleet(Setting(Group(decode, 1), Group(table("prefill", ranks=2, batched=1024), 2)), Clock(), Record(5.0))
+    hold(fleet, (ask(300, 40 + i % 41, i) for i in itertools.count()), 64, 2.0, 15.0)
+    fleet.clock.run(15.0)
     _, (pool, _) = fleet.pools
     _, done = fleet.done(pool)
     expected = decode_s(16, 300 + 60 / 2)
     assert done.decode_s / done.decode_steps == pytest.approx(expected, rel=0.05)
-    between = done.busy_s / done.steps  # with the prompts' last tokens, which a plan leaves out
-    assert fleet.record.figures(60.0)["output_tokens_per_second"] == pytest.approx(32 / between, rel=0.05)
+    most = 32 * done.steps / done.busy_s  # with the prompts' last tokens, which a plan leaves out
+    # Those that wait for others' ends of prompts, to be computed together, hold slots and have no token.
+    assert 0.85 * most < fleet.record.figures(15.0)["output_tokens_per_second"] < 1.01 * most
 
 
 def test_host_memory_gives_back_what_the_device_has_given_up() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +23,16 @@ class Router:
 
     def __init__(self, process: subprocess.Popen[str], url: str):
         self.process, self.url = process, url
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=60, verify=False)
 
     def samples(self, name: str) -> list[float]:
         """A metric's samples, in the order of their labels."""
         lines = self.http.get("/metrics").text.splitlines()
         return [float(line.rpartition(" ")[2]) for line in sorted(lines) if line.split("{")[0].split(" ")[0] == name]
+
+    def listens(self) -> bool:
+        """Whether it hears all instances' KV events."""
+        return set(self.samples("dsv3:router_instance_tells")) == {1.0}
 
     def metric(self, name: str) -> float:
         """Their sum."""
@@ -35,19 +40,20 @@ class Router:
 
 
 @contextlib.contextmanager
-def routing(*arguments: str) -> Iterator[Router]:
-    """A router that says it is well."""
+def routing(*arguments: str, ready: bool = True) -> Iterator[Router]:
+    """A router that says it is well, or one that has just begun to listen."""
     command = [sys.executable, "-m", "launch.router", "--port=0", *QUICK, *arguments]
     process = subprocess.Popen(command, cwd=serving.ROOT, stdout=subprocess.PIPE, text=True)
     try:
         first = process.stdout.readline()
         assert first.startswith("routing at "), first
         router = Router(process, first.split()[-1])
-        wait_until(lambda: router.http.get("/health").status_code == 200)
+        wait_until(lambda: not ready or router.http.get("/health").status_code == 200)
         yield router
         router.http.close()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -77,11 +83,20 @@ def dialect_dir(tmp_path_factory) -> Path:
     return write(tmp_path_factory.mktemp("routed"))
 
 
+def telling(directory: Path) -> dict:
+    """Settings of a server that says which pages it holds."""
+    directory.mkdir()
+    endpoints = {"endpoint": f"ipc://{directory}/live", "replay_endpoint": f"ipc://{directory}/replay"}
+    return {"engine": {"kv_events_config": {"enable_kv_cache_events": True, **endpoints}}}
+
+
 @pytest.fixture(scope="session")
 def pair(dialect_dir):
-    """Two servers that nobody ends."""
-    with serving.running(dialect_dir) as one, serving.running(dialect_dir) as other:
-        yield one, other
+    """Two servers that nobody ends, and that say which pages they hold."""
+    with tempfile.TemporaryDirectory() as short:  # a socket's path has room for a hundred bytes
+        first, second = telling(Path(short, "a")), telling(Path(short, "b"))
+        with serving.running(dialect_dir, **first) as one, serving.running(dialect_dir, **second) as other:
+            yield one, other
 
 
 @pytest.fixture(scope="session")

@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.api.answers.errors import ENGINE_DIED, ApiError
+from dsv3.fleet.router import members
 from dsv3.fleet.router.breaker import Breaker
 from dsv3.fleet.router.choice import Load, SentPages, choose
-from dsv3.fleet.router.instance import Broken, Instance
+from dsv3.fleet.router.instance import Booking, Broken, Instance
+from dsv3.fleet.router.members import Members, Registration
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
 from dsv3.fleet.router.prompt import Prompt, prompt_of
@@ -191,6 +194,37 @@ def test_who_waits_too_long_is_refused():
     asyncio.run(run())
 
 
+def test_an_instance_is_there_until_its_lease_ends_or_it_leaves(monkeypatch):
+    monkeypatch.setattr(members, "LEASE_S", 0.2)
+
+    async def run() -> None:
+        pool, told = pool_of(1), []
+        pool.instances[0].close()
+        fleet = Members({"both": pool}, lambda url: Instance(url, None, 2, 1.0), 0.01, told.append)
+        fleet.hear(Registration(f"{URL}23"))
+        again = fleet.hear(Registration(f"{URL}23"))
+        assert again == {"lease_s": 0.2} and len(pool.instances) == 2
+        pool.instances[1].status = "ok"
+        with contextlib.closing(Booking(pool.instances[1], Prompt((), 1), 0)):
+            while pool.instances[1].is_leased(time.monotonic()):
+                await asyncio.sleep(0.01)
+            assert not pool.instances[1].has_room
+            await asyncio.sleep(0.05)
+            assert len(pool.instances) == 2  # what it has it may finish
+        while len(pool.instances) > 1:
+            await asyncio.sleep(0.01)
+        fleet.hear(Registration(f"{URL}23"))
+        fleet.hear(Registration(f"{URL}23", leaves=True))
+        while len(pool.instances) > 1:
+            await asyncio.sleep(0.01)
+        assert told.count(f"{URL}23: left") == 2
+        with pytest.raises(ApiError, match="no use for prefill"):
+            fleet.hear(Registration(URL, role="prefill"))
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_trials_end():
     trials = Trials(max_resumes=2, patience_s=5, since=0)
     trials.broke(Broken("x"), has_died=True, now=1)
@@ -212,7 +246,8 @@ def test_trials_end():
 
 @pytest.mark.parametrize(
     "given", [{}, {"instances": (URL,), "prefill": (URL,), "decode": (URL,)}, {"prefill": (URL,)}, {"decode": (URL,)},
-              {"instances": (URL, URL)}, {"instances": ("x",)}, {"instances": (URL,), "max_resumes": -1}],
+              {"instances": (URL, URL)}, {"instances": ("x",)}, {"instances": (URL,), "max_resumes": -1},
+              {"registration": True, "host": "0.0.0.0"}, {"instances": (URL,), "ssl_keyfile": "x"}],
 )  # fmt: skip
 def test_options_that_cannot_be(given):
     with pytest.raises(ValueError):

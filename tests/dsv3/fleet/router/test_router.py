@@ -3,17 +3,19 @@
 import concurrent.futures
 import json
 import os
+import re
 import signal
 
 import httpx
 import pytest
 
-from tests.dsv3.api import serving
 from tests.dsv3.api.fake_engine import CRASH_STEP
 from tests.dsv3.api.test_resume import BODIES, CHAT, COMPLETIONS, told
+from tests.dsv3.api.test_tls import make_certificate, running
 from tests.dsv3.api.test_tools import MESSAGES
 from tests.dsv3.fleet.router.conftest import instances, routing, running_servers, wait_until
 
+PAGES = "dsv3:router_instance_pages"
 PROMPT = "def add(x, y):\n    return x + y\n"
 
 
@@ -83,14 +85,36 @@ def test_what_is_refused_has_a_status_and_an_error(router, path, body, status):
     assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True)
 
 
-def test_the_same_prompt_goes_where_it_went(router, pair):
-    body = {"prompt": "a prompt that is long " * 60, "max_tokens": 2}
-    router.http.post(COMPLETIONS, json=body)
-    before = router.samples("dsv3:router_sent_total")
-    for _ in range(6):
-        assert router.http.post(COMPLETIONS, json=body).status_code == 200
-    after = router.samples("dsv3:router_sent_total")
-    assert sorted(b - a for a, b in zip(before, after, strict=True)) == [0, 6]
+def test_the_same_prompt_goes_where_it_went_also_through_another_router(router, pair):
+    """The second router knows from the instances alone where the pages are: of text, tokens and messages."""
+    text = "a prompt that is long " * 60
+    bodies = [
+        (COMPLETIONS, {"prompt": text}),
+        (COMPLETIONS, {"prompt": [i % 50 + 5 for i in range(600)]}),
+        (CHAT, {"messages": [{"role": "user", "content": f"chat {text}"}]}),
+    ]
+    with routing(instances(*pair)) as other:
+        wait_until(lambda: router.listens() and other.listens())
+        for path, body in bodies:
+            body = body | {"max_tokens": 2}
+            wait_until(lambda: router.metric(PAGES) == other.metric(PAGES))
+            before, known = sent(router, pair), router.metric(PAGES)
+            assert router.http.post(path, json=body).status_code == 200
+            [place] = [i for i in range(2) if sent(router, pair)[i] > before[i]]
+            wait_until(lambda known=known: known < router.metric(PAGES) == other.metric(PAGES))
+            for each in (other, router):
+                before = sent(each, pair)
+                for _ in range(3):
+                    assert each.http.post(path, json=body).status_code == 200
+                    wait_until(lambda each=each: not sum(each.samples("dsv3:router_running")))
+                assert [after - first for first, after in zip(before, sent(each, pair), strict=True)][place] == 3
+
+
+def sent(router, servers) -> list[float]:
+    """How many requests each server has got of a router."""
+    text = router.http.get("/metrics").text
+    found = dict(re.findall(r'^dsv3:router_sent_total\{instance="(.*)"\} (\S+)$', text, re.MULTILINE))
+    return [float(found.get(server.url, 0)) for server in servers]
 
 
 def go_through(router, server, end) -> None:
@@ -109,10 +133,19 @@ def go_through(router, server, end) -> None:
 
 
 def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_killed(dialect_dir):
+    """A second router beside the first one has the same instances compute prompts and answer."""
+    settings = {"factory_options": {"step_s": 0.02, "transfer_address": "127.0.0.1:7000"}}
     with (
-        running_servers(dialect_dir, 2, factory_options={"step_s": 0.02}) as servers,
+        running_servers(dialect_dir, 2, **settings) as servers,
         routing(instances(*servers), "--health_timeout=0.5") as router,
+        routing(f"--prefill={servers[0].url}", f"--decode={servers[1].url}") as split,
     ):
+        wait_until(lambda: split.metric("dsv3:router_instance_up") == 2)
+        body = {"prompt": PROMPT * 20, "max_tokens": 9}
+        direct = told(stream(servers[1].http, COMPLETIONS, body), 1)
+        for count in (1, 2):
+            assert told(stream(split.http, COMPLETIONS, body), 1).text == direct.text
+            assert split.metric("dsv3:router_prefilled_total") == count
 
         def is_busy() -> bool:
             return servers[0].metric("vllm:num_requests_running") >= 4
@@ -134,16 +167,29 @@ def test_every_answer_goes_on_when_an_instance_falls_silent_and_when_it_is_kille
         wait_until(lambda: router.http.get("/health").json()["instances"] == ["ok", "ok"])
         go_through(router, servers[1], die)
         assert router.metric("dsv3:router_resumed_total") >= resumed + 4
+        assert told(stream(split.http, COMPLETIONS, body), 1).text == direct.text
+        assert split.metric("dsv3:router_prefilled_total") == 2
 
 
-def test_a_request_that_ends_two_instances_ends_no_third(dialect_dir):
-    options = {"max_request_restarts": 0}
-    with running_servers(dialect_dir, 3, options=options) as servers, routing(instances(*servers)) as router:
+def test_a_request_that_ends_two_instances_ends_no_third_and_without_any_requests_are_refused(dialect_dir):
+    options, bounds = {"max_request_restarts": 0}, ("--queue_timeout=0.5", "--max_num_queued_reqs=1")
+    with (
+        running_servers(dialect_dir, 3, options=options) as servers,
+        routing(instances(*servers), *bounds) as router,
+    ):
+        wait_until(lambda: router.metric("dsv3:router_instance_up") == 3)
         body = {"prompt": [5, 6, CRASH_STEP], "stream": True, "max_tokens": 5}
         answer = router.http.post(COMPLETIONS, json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "instances_died")
-        assert sum(server.http.get("/health").status_code == 200 for server in servers if is_alive(server)) == 1
+        [alive] = [server for server in servers if is_alive(server) and server.http.get("/health").status_code == 200]
         assert stream(router.http, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 5})
+        kill(alive)
+        wait_until(lambda: router.http.get("/health").status_code == 503)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(router.http.post, COMPLETIONS, json={"prompt": "x"}) for _ in range(4)]
+            found = [future.result() for future in asked]
+        assert {(each.status_code, each.headers["retry-after"]) for each in found} == {(503, "1")}
+        assert "no_instance" in {each.json()["error"]["code"] for each in found}
 
 
 def is_alive(server) -> bool:
@@ -153,53 +199,50 @@ def is_alive(server) -> bool:
         return False
 
 
-def test_keys_both_ways(dialect_dir, tmp_path):
+def test_keys_and_certificates_both_ways_where_an_instance_registers_with_two_routers(
+    dialect_dir, tmp_path, monkeypatch
+):
+    certificate = make_certificate(tmp_path, "first")
+    tls = {"ssl_certfile": str(certificate), "ssl_keyfile": f"{certificate}.key"}
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # whom the instance trusts
     files = {"own": "alice alice-key-0123456789\noperator operator-key-0123456789\n", "instance": "sk-secret-key\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o600)
     keys = (f"--api_key_file={tmp_path / 'own'}", f"--instance_api_key_file={tmp_path / 'instance'}")
+    given = (*keys, "--registration", f"--instance_ca_file={certificate}")
     with (
-        serving.running(dialect_dir, options={"api_key": "sk-secret-key"}) as server,
-        routing(instances(server), *keys) as router,
+        routing(*given, *(f"--{name}={path}" for name, path in tls.items()), ready=False) as router,
+        routing(*given, ready=False) as other,
     ):
-        alice, operator = ({"Authorization": f"Bearer {name}-key-0123456789"} for name in ("alice", "operator"))
-        body = {"prompt": PROMPT, "max_tokens": 4, "cache_salt": "mine"}
-        assert router.http.post(COMPLETIONS, json=body, headers=alice).status_code == 200
-        assert router.http.get("/metrics", headers=operator).status_code == 200
-        assert router.http.get("/metrics", headers=alice).status_code == 403
-        urgent = body | {"priority": -1}
-        assert router.http.post(COMPLETIONS, json=urgent, headers=alice).status_code == 403
-        assert router.http.post(COMPLETIONS, json=urgent, headers=operator).status_code == 200
-        for headers in ({}, {"Authorization": "Bearer sk-secret-key"}):
-            refused = router.http.post(COMPLETIONS, json=body, headers=headers)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
-
-
-def test_without_an_instance_requests_wait_and_are_refused(dialect_dir):
-    options = "--queue_timeout=0.5", "--max_num_queued_reqs=1"
-    with running_servers(dialect_dir, 1) as [server], routing(instances(server), *options) as router:
-        kill(server)
-        wait_until(lambda: router.http.get("/health").status_code == 503)
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(router.http.post, COMPLETIONS, json={"prompt": "x"}) for _ in range(4)]
-            found = [future.result() for future in asked]
-        assert {(each.status_code, each.headers["retry-after"]) for each in found} == {(503, "1")}
-        assert "no_instance" in {each.json()["error"]["code"] for each in found}
-
-
-def test_prefill_and_decode(dialect_dir):
-    settings = {"factory_options": {"transfer_address": "127.0.0.1:7000"}}
-    with (
-        running_servers(dialect_dir, 2, **settings) as [prefill, decode],
-        routing(f"--prefill={prefill.url}", f"--decode={decode.url}") as router,
-    ):
-        wait_until(lambda: router.metric("dsv3:router_instance_up") == 2)
-        body = {"prompt": PROMPT * 20, "max_tokens": 9}
-        direct = told(stream(decode.http, COMPLETIONS, body), 1)
-        for count in (1, 2):
-            assert told(stream(router.http, COMPLETIONS, body), 1).text == direct.text
-            assert router.metric("dsv3:router_prefilled_total") == count
-        kill(prefill)
-        assert told(stream(router.http, COMPLETIONS, body), 1).text == direct.text
-        assert router.metric("dsv3:router_prefilled_total") == 2
+        assert router.url.startswith("https:") and router.http.get("/health").status_code == 503
+        there = {"Authorization": "Bearer sk-secret-key"}
+        about = {"url": "http://127.0.0.1:1", "role": "both"}
+        for headers, body, status in (
+            ({}, about, 401),
+            ({"Authorization": "Bearer alice-key-0123456789"}, about, 401),
+            (there, about | {"url": "ftp://x"}, 400),
+            (there, about | {"role": "nobody"}, 400),
+            (there, [], 400),
+        ):
+            assert router.http.post("/instances", json=body, headers=headers).status_code == status
+        options = {"api_key": "sk-secret-key", "register": [router.url, other.url], **tls}
+        options["register_key_file"] = str(tmp_path / "instance")
+        with running(dialect_dir, options) as server:
+            for each in (router, other):
+                wait_until(lambda each=each: each.http.get("/health").status_code == 200)
+            alice, operator = ({"Authorization": f"Bearer {name}-key-0123456789"} for name in ("alice", "operator"))
+            body = {"prompt": PROMPT, "max_tokens": 4, "cache_salt": "mine"}
+            assert router.http.post(COMPLETIONS, json=body, headers=alice).status_code == 200
+            assert router.http.get("/metrics", headers=operator).status_code == 200
+            assert router.http.get("/metrics", headers=alice).status_code == 403
+            urgent = body | {"priority": -1}
+            assert router.http.post(COMPLETIONS, json=urgent, headers=alice).status_code == 403
+            assert router.http.post(COMPLETIONS, json=urgent, headers=operator).status_code == 200
+            for headers in ({}, there):
+                refused = router.http.post(COMPLETIONS, json=body, headers=headers)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            other.process.kill()  # the other one knows all that there is to know
+            assert router.http.post(COMPLETIONS, json=body, headers=alice).status_code == 200
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: router.http.get("/health").json() == {"status": "no instance", "instances": []})

@@ -10,6 +10,7 @@ import pytest
 from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.cache.layout import IndexedPages
 from dsv3.cache.tiers import tiers
+from dsv3.checkpoint import save_hf
 from dsv3.engine.build import build_engine
 from dsv3.engine.description import describe
 from dsv3.engine.dtypes import EngineDtypes
@@ -18,7 +19,7 @@ from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.options import EngineOptions
 from pallas_kernels.backend import Backend
 from tests.dsv3.engine.driving import request, run
-from tests.dsv3.model.golden import DIRECTORY, data, model
+from tests.dsv3.model.golden import DIRECTORY, data, model, with_module
 
 LIMITS = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
@@ -49,6 +50,23 @@ def test_greedy_tokens_are_those_of_transformers(family: str, options: dict) -> 
     assert texts(of, [row[row >= 0].tolist() for row in golden["prompts"]]) == golden["greedy"].tolist()
     if "speculative_config" in options:
         assert of.stats().jobs["draft"].num_accepted_tokens > 0
+
+
+def test_a_modules_drafts_change_no_text(tmp_path: Path) -> None:
+    """A request alone gets two drafts, of two each gets one, of four none: with an indexer of the module's own."""
+    params, cfg = with_module("deepseek_v32")
+    save_hf(tmp_path / "drafting", cfg, params)
+    drafts = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 2, 1]]}
+    limits = LIMITS | {"max_num_batched_tokens": 16, "speculative_config": drafts}
+    of = build_engine(tmp_path / "drafting", EngineOptions(**limits), progress=False)
+    golden, drafted = data("deepseek_v32"), [0]
+    for first, count in ((0, 4), (4, 2), (6, 2), (8, 1), (9, 1)):
+        rows = slice(first, first + count)
+        prompts = [row[row >= 0].tolist() for row in golden["prompts"][rows]]
+        assert texts(of, prompts) == golden["greedy"][rows].tolist()
+        drafted.append(of.stats().jobs["draft"].num_draft_tokens)
+    none, *some = np.diff(drafted)
+    assert none == 0 and all(n > 15 for n in some), drafted
 
 
 @pytest.fixture

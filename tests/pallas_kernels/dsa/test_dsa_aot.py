@@ -1,4 +1,4 @@
-"""The kernel of index scores compiled for sm_90a at DeepSeek-V3.2's shapes: no spills, no copy of pages."""
+"""The kernels of sparse attention compiled for sm_90a at DeepSeek-V3.2's shapes: no spills, no copy of pages."""
 
 import functools
 
@@ -6,27 +6,60 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import aot
-from pallas_kernels.dsa import mosaic_scores
+from pallas_kernels import aot, dsa, gpus
+from pallas_kernels.backend import Backend
+from pallas_kernels.triton.resources import kernel_resources
 
 pytestmark = pytest.mark.aot
+T, TABLE, PAGES = 64, 2560, 8 * 2560  # 64 queries on 163,840 tokens each
+BEST = 2048
 
 
-def test_index_scores() -> None:
-    T, table, pages = 64, 512, 64 * 512
+def array(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
-    def array(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
 
-    arguments = (
+def choose_and_attend(q, weights, keys, latents, queries, table, visible):
+    picked = dsa.choose(q, weights, keys, table, visible, first_page=0, best=BEST, backend=Backend.MOSAIC)
+    counts = jnp.minimum(visible, BEST)
+    where = dict(first_page=0, scale=0.1, value_width=512, backend=Backend.MOSAIC)
+    return dsa.attend_chosen(queries, latents, table, picked, counts, **where)
+
+
+def arguments(*, fp8: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    row = dsa.key_row(128, None if fp8 else jnp.bfloat16)
+    latents = array((PAGES, 64, 656), jnp.uint8) if fp8 else array((PAGES, 64, 576), jnp.bfloat16)
+    return (
         array((T, 64, 128), jnp.bfloat16),
         array((T, 64), jnp.float32),
-        array((pages, 64, 128), jnp.bfloat16),
-        array((T, table), jnp.int32),
-        array((T,), jnp.int32),
+        array((PAGES, 64, row[0]), row[1]),
+        latents,
+        array((T, 128, 576), jnp.bfloat16),
+        array((T, TABLE)),
+        array((T,)),
     )
-    run = functools.partial(mosaic_scores.index_scores_mosaic, first_page=0)
-    compiled, kernels = aot.compile_with_resources(run, *arguments)
-    assert [kernel.name for kernel in kernels] == ["dsa_scores"]
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bfloat16"])
+def test_sparse_attention_is_its_kernels(fp8: bool) -> None:
+    """Scores, choice, copy and attention are one kernel each; temporaries are the scores and the copied rows."""
+    compiled, kernels = aot.compile_with_resources(choose_and_attend, *arguments(fp8=fp8))
+    assert [kernel.name for kernel in kernels] == ["dsa_scores", "mla_combine", "mla_decode"]
     assert all(kernel.spill_bytes == kernel.stack_bytes == 0 for kernel in kernels), kernels
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+    text = compiled.as_text()
+    calls = [line for line in text.splitlines() if " custom-call(" in line]
+    assert sum("triton_kernel_call" in line for line in calls) == 2
+    assert "sort(" not in text and "DeviceRadixSort" not in text and "topk" not in text.lower()
+    scores, copied = 4 * T * 64 * TABLE, T * BEST * (656 if fp8 else 1152)
+    partial = 2 * 132 * 64 * 513 * 4 * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < scores + copied + partial + (32 << 20)
+
+
+@pytest.mark.parametrize("number", [90, 86])
+def test_the_choice_and_the_copies_spill_nothing(number: int) -> None:
+    gpu = gpus.by_number(number)
+    kernels = kernel_resources(functools.partial(choose_and_attend), *arguments(fp8=True), gpu=gpu)
+    assert [kernel.name for kernel in kernels] == ["select", "copy_rows"]
+    for kernel in kernels:
+        assert kernel.spilled_bytes == 0, kernel
+        assert kernel.shared_memory <= gpu.shared_memory

@@ -1,5 +1,7 @@
 """Index scores: how much each cached token matters to a query, by the indexer's heads."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -58,11 +60,17 @@ def raw_scores(
 ) -> jax.Array:
     """Returns what `index_scores` does, but with anything beyond what a query sees, and zeros of both signs."""
     check_keys(pool, q.shape[-1])
-    obstacle = mosaic_scores.unsupported(q, pool)
-    if resolve_backend(requested=backend) is Backend.MOSAIC and obstacle is None:
+    if scores_unsupported(q, pool, resolve_backend(requested=backend)) is None:
         meeting = fp8_queries(q, weights) if is_fp8(pool) else (q, weights)
         return mosaic_scores.index_scores_mosaic(*meeting, pool, page_table, visible, first_page=first_page)
     return _sums(queries_for(pool, q), weights, pool, page_table, visible, first_page=first_page)
+
+
+def scores_unsupported(q: Any, pool: Any, backend: Backend) -> str | None:
+    """Returns why there is no kernel for these arrays (or their shapes and types), or None where there is one."""
+    if backend is not Backend.MOSAIC:
+        return f"{backend.value} has no kernel of scores"
+    return mosaic_scores.unsupported(q, pool)
 
 
 def _sums(

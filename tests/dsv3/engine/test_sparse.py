@@ -53,20 +53,19 @@ def test_greedy_tokens_are_those_of_transformers(family: str, options: dict) -> 
 
 
 def test_a_modules_drafts_change_no_text(tmp_path: Path) -> None:
-    """A request alone gets two drafts, of two each gets one, of four none: with an indexer of the module's own."""
+    """A request alone gets two drafts, of two each gets one: with an indexer of the module's own."""
     params, cfg = with_module("deepseek_v32")
     save_hf(tmp_path / "drafting", cfg, params)
     drafts = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 2, 1]]}
-    limits = LIMITS | {"max_num_batched_tokens": 16, "speculative_config": drafts}
+    limits = LIMITS | {"max_num_seqs": 2, "max_model_len": 64, "speculative_config": drafts}
     of = build_engine(tmp_path / "drafting", EngineOptions(**limits), progress=False)
     golden, drafted = data("deepseek_v32"), [0]
-    for first, count in ((0, 4), (4, 2), (6, 2), (8, 1), (9, 1)):
+    for first, count in ((0, 2), (2, 2), (4, 1), (5, 1)):
         rows = slice(first, first + count)
         prompts = [row[row >= 0].tolist() for row in golden["prompts"][rows]]
         assert texts(of, prompts) == golden["greedy"][rows].tolist()
         drafted.append(of.stats().jobs["draft"].num_draft_tokens)
-    none, *some = np.diff(drafted)
-    assert none == 0 and all(n > 15 for n in some), drafted
+    assert all(np.diff(drafted) >= 15), drafted
 
 
 @pytest.fixture
@@ -97,7 +96,9 @@ def test_the_description_says_how_tokens_are_chosen() -> None:
     served = dataclasses.replace(DEEPSEEK_V32, num_nextn_predict_layers=0)
     line = describe(served, EngineDtypes(jax.numpy.dtype("bfloat16"), "fp8"), Backend.MOSAIC)
     assert "family deepseek_v32, 672 billion parameters" in line and "48,068 bytes of cache per token (fp8)" in line
-    assert line.endswith("by Mosaic GPU kernels; each token attends to 2,048 at most, chosen by jax.numpy")
+    assert line.endswith("by Mosaic GPU kernels; each token attends to 2,048 at most")
+    triton = describe(served, EngineDtypes(jax.numpy.dtype("bfloat16"), "bfloat16"), Backend.TRITON)
+    assert triton.endswith("2,048 at most, scored by jax.numpy, because triton has no kernel of scores")
 
 
 def test_a_value_has_latents_and_keys_of_all_layers() -> None:

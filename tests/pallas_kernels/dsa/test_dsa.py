@@ -32,9 +32,7 @@ def indexer(case, dtype=jnp.float32, seed=0):
     is_fp8 = dtype == jnp.uint8
     width, kind = dsa.key_row(KEY, None if is_fp8 else dtype)
     pool = np.full((2 * case.pages_per_layer, PAGE, width), 255 if is_fp8 else np.nan, kind)
-    rows, places = (
-        np.concatenate(each) for each in zip(*((np.full(n, b), np.arange(n)) for b, n in enumerate(LENGTHS)))
-    )
+    rows, places = np.repeat(np.arange(B), LENGTHS), np.concatenate([np.arange(length) for length in LENGTHS])
     ids = np.asarray(case.page_table)[rows, places // PAGE]
     pool = _write(pool, keys[rows, places], ids, places % PAGE, layer=case.layer, pages_per_layer=case.pages_per_layer)
     return jnp.asarray(q), jnp.asarray(weights), jnp.asarray(keys), pool

@@ -139,8 +139,8 @@ def _comments(schema: Any, indent: str) -> str:
     if not isinstance(schema, dict):
         return ""
     kind = schema.get("type")
-    plain = isinstance(kind, str) and not {"$ref", "anyOf", "enum"} & set(schema)
-    bounds = [f"{name}: {schema[name]}" for name in _BOUNDS.get(kind, ()) if name in schema] if plain else []
+    known = _BOUNDS.get(kind, ()) if isinstance(kind, str) and not {"$ref", "anyOf", "enum"} & set(schema) else ()
+    bounds = [f"{name}: {schema[name]}" for name in known if name in schema]
     return _comment(schema.get("description", ""), indent) + (f"{indent}// {', '.join(bounds)}\n" if bounds else "")
 
 

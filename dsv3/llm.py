@@ -272,7 +272,7 @@ class LLM:
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError("this model directory has no tokenizer.json or tiktoken.model; give prompts as token ids")
+            raise ValueError("there is no tokenizer.json, nor another tokenizer; give prompts as token ids")
         return self.tokenizer
 
 

@@ -34,6 +34,7 @@ COMPANIONS = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "tiktoken.model",
+    "tekken.json",
     "tokenization_kimi.py",
     "tokenization_moonshot.py",
     "generation_config.json",

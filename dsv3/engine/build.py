@@ -196,7 +196,7 @@ def _cache_identity(
 
 def _tokenizer_identity(directory: Path) -> str:
     """Returns a digest of the tokenizer's files."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model")
+    names = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "tekken.json")
     files = [directory / name for name in names] + sorted(directory.glob("tokenization_*.py"))
     digest = hashlib.sha256()
     for content in (file.read_bytes() for file in files if file.is_file()):

@@ -10,7 +10,7 @@ from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.model.params import declare
-from pallas_kernels import mla
+from pallas_kernels import dsa, mla
 from pallas_kernels.backend import Backend
 
 
@@ -22,16 +22,22 @@ def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, int4: str
         f"family {cfg.family or 'unknown'}, {short(total)} parameters, {short(active)} of them per token; "
         f"{cache:,} bytes of cache per token ({dtypes.cache}); {kernels(cfg, dtypes, backend)}"
         + (_int4_experts(dtypes, backend, int4) if cfg.int4_experts else "")
-        + _choice(cfg, backend)
+        + _choice(cfg, dtypes, backend)
     )
 
 
-def _choice(cfg: ModelConfig, backend: Backend) -> str:
+def _choice(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
     """Returns how the tokens of sparse attention are chosen; nothing of dense attention."""
     if cfg.indexer is None:
         return ""
-    how = "" if backend is Backend.REFERENCE else ", chosen by jax.numpy"
-    return f"; each token attends to {cfg.indexer.topk:,} at most{how}"
+    text = f"; each token attends to {cfg.indexer.topk:,} at most"
+    if backend is Backend.REFERENCE:
+        return text
+    if not dsa.has_kernels(backend):
+        return f"{text}, chosen by jax.numpy"
+    q = jax.ShapeDtypeStruct((1, cfg.indexer.num_heads, cfg.indexer.head_dim), jnp.dtype(dtypes.compute))
+    obstacle = dsa.scores_unsupported(q, pool(cfg, dtypes.cache, 1).keys, backend)
+    return text + (f", scored by jax.numpy, because {obstacle}" if obstacle else "")
 
 
 def count_parameters(cfg: ModelConfig) -> tuple[int, int]:

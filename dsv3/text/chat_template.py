@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 
+from dsv3.text import typescript_tools
 from dsv3.text.markers import Markers, has_nul
 
 Message = Mapping[str, Any]
@@ -36,6 +37,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], markers: Markers | None = None):
         self._special_tokens = {name: markers.hide(each) if markers else each for name, each in special_tokens.items()}
         self._hides = markers is not None
+        self._declares_types = typescript_tools.VARIABLE in source
         environment = _environment()
         try:
             parsed = environment.parse(source)
@@ -69,12 +71,19 @@ class ChatTemplate:
             **(kwargs or {}),
             **self._special_tokens,
             "messages": _marked(messages, mark) if mark else list(messages),
-            "tools": list(tools) if tools else None,
+            **self._told(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
         return _cut(self._render(variables), mark)
+
+    def _told(self, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+        """Returns the variables that tell of tools: as JSON values, and as types where the template asks for them."""
+        if not tools or not self._declares_types:
+            return {"tools": list(tools) if tools else None}
+        ordered = typescript_tools.in_order(tools)
+        return {"tools": ordered, typescript_tools.VARIABLE: typescript_tools.declare(ordered)}
 
     def _render(self, variables: dict[str, Any]) -> str:
         try:

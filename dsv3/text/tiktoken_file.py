@@ -9,7 +9,7 @@ is run.
 import ast
 import base64
 import binascii
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from dsv3.files import open_regular
 
 FILE = "tiktoken.model"
 _MAX_BYTES = 2**26
-_MAX_TOKEN_BYTES = 2**10
+MAX_TOKEN_BYTES = 2**10
 _RESERVED = 256  # ids behind the ranks that the models keep for markers
 _LETTERS = r"\p{Lo}\p{M}&&[^\p{Han}]]"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -54,19 +54,36 @@ def read_tiktoken(directory: Path, config: Mapping[str, Any], char_of_byte: Mapp
       TiktokenError: the file is damaged, its ranks have gaps, or a marker has an id that is not the models'.
     """
     ranks = read_ranks(directory / FILE)
+    try:
+        tokenizer = byte_pairs(ranks, own_pattern(directory) or _PATTERN, char_of_byte)
+    except TiktokenError as error:
+        raise TiktokenError(f"{directory}: {error}") from None
+    tokenizer.add_tokens(list(_markers(config, len(ranks))))
+    return tokenizer
+
+
+def byte_pairs(
+    ranks: Mapping[bytes, int], pattern: str, char_of_byte: Mapping[int, str], markers: Sequence[str] = ()
+) -> tokenizers.Tokenizer:
+    """Returns byte-level BPE that merges by `ranks`, within the pieces that `pattern` cuts.
+
+    Ids are those of `markers`, from 0 on, and then the ranks. Raises TiktokenError for a pattern that is not
+    understood, and a marker that is spelled as a token.
+    """
     spelled = {token: "".join(map(char_of_byte.__getitem__, token)) for token in ranks}
-    vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
+    if both := sorted(set(markers) & set(spelled.values())):
+        raise TiktokenError(f"the marker {both[0]!r} is spelled as an ordinary token")
+    vocabulary = {marker: number for number, marker in enumerate(markers)}
+    vocabulary |= {spelled[token]: len(markers) + rank for token, rank in ranks.items()}
     merges = [(spelled[left], spelled[right]) for left, right in pairs(ranks)]
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    pattern = own_pattern(directory) or _PATTERN
     try:
         cut = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     except Exception as error:  # the library raises bare Exception
-        raise TiktokenError(f"{directory}: the pattern that cuts text is not understood: {error}") from None
+        raise TiktokenError(f"the pattern that cuts text is not understood: {error}") from None
     whole_pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, whole_pieces])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(list(_markers(config, len(ranks))))
     return tokenizer
 
 
@@ -89,10 +106,15 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         if rank != number or token in ranks:
             raise TiktokenError(f"{path}: line {number + 1} has rank {rank}, or a token that stands twice")
         ranks[token] = rank
+    require_all_bytes(path, ranks)
+    return ranks
+
+
+def require_all_bytes(path: Path, ranks: Mapping[bytes, int]) -> None:
+    """Raises TiktokenError where a single byte has no rank: text with it could not be encoded."""
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing:
         raise TiktokenError(f"{path}: {len(missing)} single bytes have no rank, such as {missing[0]}")
-    return ranks
 
 
 def _line(path: Path, line: bytes) -> tuple[bytes, int]:
@@ -101,8 +123,8 @@ def _line(path: Path, line: bytes) -> tuple[bytes, int]:
         read = base64.b64decode(token, validate=True), int(rank)
     except (binascii.Error, ValueError):
         raise TiktokenError(f"{path}: {line[:80]!r} is no token in base64 with its rank") from None
-    if not 0 < len(read[0]) <= _MAX_TOKEN_BYTES:
-        raise TiktokenError(f"{path}: a token has {len(read[0])} bytes, not 1 to {_MAX_TOKEN_BYTES}")
+    if not 0 < len(read[0]) <= MAX_TOKEN_BYTES:
+        raise TiktokenError(f"{path}: a token has {len(read[0])} bytes, not 1 to {MAX_TOKEN_BYTES}")
     return read
 
 

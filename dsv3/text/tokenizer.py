@@ -1,8 +1,8 @@
 """The tokenizer of a model directory: text to token ids, token ids to bytes; no code from the directory is run.
 
-Reads `tokenizer.json` (the `tokenizers` library's format), or Kimi's `tiktoken.model`, and `tokenizer_config.json`
-beside it. Byte-level BPE is what the DeepSeek family uses and the only kind supported: each token stands for a fixed
-string of bytes, so that text can be produced token by token in linear time.
+Reads `tokenizer.json` (the `tokenizers` library's format), or Kimi's `tiktoken.model` or Mistral's `tekken.json`, and
+`tokenizer_config.json` beside it. Byte-level BPE is what the DeepSeek family uses and the only kind supported: each
+token stands for a fixed string of bytes, so that text can be produced token by token in linear time.
 """
 
 import json
@@ -13,9 +13,8 @@ from typing import Any, Self
 import tokenizers
 
 from dsv3.files import read_json
-from dsv3.text import deepseek_v32
+from dsv3.text import deepseek_v32, tekken_file, tiktoken_file
 from dsv3.text.markers import Markers
-from dsv3.text.tiktoken_file import FILE, TiktokenError, read_tiktoken
 
 _PIECE_CHARS = 64 * 1024
 
@@ -25,7 +24,7 @@ class TokenizerError(ValueError):
 
 
 class TokenizerNotFound(TokenizerError):
-    """The model directory has neither `tokenizer.json` nor `tiktoken.model`."""
+    """The model directory has none of `tokenizer.json`, `tiktoken.model` and `tekken.json`."""
 
 
 class Tokenizer:
@@ -63,14 +62,15 @@ class Tokenizer:
     def from_directory(cls, directory: str | Path) -> Self:
         """Reads the tokenizer of a Hugging Face model directory.
 
-        Raises TokenizerNotFound without a `tokenizer.json` or `tiktoken.model`, TokenizerError for files that cannot be
-        used.
+        Raises TokenizerNotFound where there is none, TokenizerError for files that cannot be used.
         """
         directory = Path(directory)
         backend = _from_json(directory / "tokenizer.json")
         config = _read_json(directory / "tokenizer_config.json")
         if backend is None:
-            backend = _from_tiktoken(directory, config)
+            if (directory / tekken_file.FILE).is_file():
+                config = tekken_file.CONFIG | config
+            backend = _converted(directory, config)
         return cls(backend, config, _chat_template(directory, config))
 
     def hiding_markers(self) -> "Tokenizer":
@@ -181,13 +181,17 @@ def _from_json(path: Path) -> tokenizers.Tokenizer | None:
         raise TokenizerError(f"{path}: {error}") from None
 
 
-def _from_tiktoken(directory: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    if not (directory / FILE).is_file():
-        raise TokenizerNotFound(f"{directory} has no tokenizer.json, nor a {FILE}: prompts must be token ids")
+def _converted(directory: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Reads a tokenizer in another form than the library's."""
     try:
-        return read_tiktoken(directory, config, _CHAR_OF_BYTE)
-    except TiktokenError as error:
+        if (directory / tiktoken_file.FILE).is_file():
+            return tiktoken_file.read_tiktoken(directory, config, _CHAR_OF_BYTE)
+        if (directory / tekken_file.FILE).is_file():
+            return tekken_file.read_tekken(directory, _CHAR_OF_BYTE)
+    except (tiktoken_file.TiktokenError, tekken_file.TekkenError) as error:
         raise TokenizerError(str(error)) from None
+    files = f"tokenizer.json, {tiktoken_file.FILE} and {tekken_file.FILE}"
+    raise TokenizerNotFound(f"{directory} has none of {files}: prompts must be token ids")
 
 
 def _to_bytes(token: str) -> bytes:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mla
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.dsa import triton_ops
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE, fp8_page_bytes, fp8_pages_of_rows, fp8_tiles, is_fp8
 
 BYTES_AT_ONCE = 2**28
@@ -54,10 +55,12 @@ def attend_chosen(
       ValueError: a shape, dtype or page size does not fit.
     """
     T, Kt = positions.shape
-    column = jnp.minimum(positions // PAGE_SIZE, page_table.shape[1] - 1)
-    ids = first_page + jnp.take_along_axis(page_table, column, axis=1)
-    rows = _rows(pages, ids, positions % PAGE_SIZE, value_width).reshape(-1, PAGE_SIZE, pages.shape[2])
-    compact = fp8_pages_of_rows(rows, value_width) if is_fp8(pages) else rows
+    backend = resolve_backend(requested=backend)
+    arrays = pages, page_table, positions
+    if triton_ops.usable(backend) and triton_ops.copy_unsupported(pages, value_width) is None:
+        compact = triton_ops.copy_rows(*arrays, counts, first_page, value_width, backend)
+    else:
+        compact = _copied(*arrays, first_page, value_width)
     table = jnp.arange(len(compact), dtype=jnp.int32).reshape(T, Kt // PAGE_SIZE)
     out, _ = mla.mla_decode(
         q[:, None],
@@ -70,6 +73,16 @@ def attend_chosen(
         backend=backend,
     )
     return out[:, 0]
+
+
+def _copied(
+    pages: jax.Array, page_table: jax.Array, positions: jax.Array, first_page: jax.Array | int, value_width: int
+) -> jax.Array:
+    """Returns pages `[T * Kt / 64, 64, W]` with the rows at the positions of each query."""
+    column = jnp.minimum(positions // PAGE_SIZE, page_table.shape[1] - 1)
+    ids = first_page + jnp.take_along_axis(page_table, column, axis=1)
+    rows = _rows(pages, ids, positions % PAGE_SIZE, value_width).reshape(-1, PAGE_SIZE, pages.shape[2])
+    return fp8_pages_of_rows(rows, value_width) if is_fp8(pages) else rows
 
 
 def _rows(pages: jax.Array, ids: jax.Array, offsets: jax.Array, value_width: int) -> jax.Array:

@@ -1,10 +1,12 @@
 """Pages of index keys: one key of width Y per token and layer, beside the page of latents.
 
 Keys are in the type of the latents, or FP8: `Y` e4m3 values and a float32 scale per 128 of them, 132 bytes for an Y of
-128. An FP8 page has the values of its 64 tokens first and then their scales, as DeepGEMM's kernels read them.
+128. An FP8 page has values first, 32 columns of its 64 tokens after the other, and then scales. Its 8,448 bytes are 33
+times 256: TMA can fetch swizzled tiles of 8 rows and 32 columns, and no larger ones.
 
 FP8 keys are turned before they are rounded, by a Hadamard matrix over the root of Y, and so are the queries that meet
-them: no product changes, but a large value is spread over all, so that rounding costs less (DeepSeek's inference code).
+them: no product changes, but a large value is spread over all, so that rounding costs less. Queries are rounded as keys
+are, so that tensor cores multiply e4m3 with e4m3 (DeepSeek's inference code).
 """
 
 import functools
@@ -14,16 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.float8 import E4M3
 from pallas_kernels.mla.layout import (
     FP8_PAGES_DTYPE,
     PAGE_SIZE,
     fp8_row_bytes,
-    fp8_rows_of_pages,
     is_fp8,
     pack_fp8,
     unpack_fp8,
 )
-from pallas_kernels.mla.write import DROPPED, write_fp8_rows, write_rows
+from pallas_kernels.mla.write import DROPPED, write_bytes, write_rows
 
 
 def key_row(head_dim: int, dtype: jax.typing.DTypeLike | None) -> tuple[int, jnp.dtype]:
@@ -57,7 +59,7 @@ def write_keys(
     targets = jnp.where(page_ids >= 0, layer * pages_per_layer + page_ids, DROPPED)
     if is_fp8(pool):
         width = keys.shape[-1]
-        return write_fp8_rows(pool, pack_fp8(_turned(keys), width), targets, offsets, width)
+        return write_bytes(pool, pack_fp8(_turned(keys), width), targets, offsets, _fp8_page_bytes(width))
     return write_rows(pool, keys.astype(pool.dtype), targets, offsets)
 
 
@@ -71,15 +73,51 @@ def check_keys(pool: jax.Array, width: int) -> None:
 
 
 def queries_for(pool: jax.Array, q: jax.Array) -> jax.Array:
-    """Returns the index queries `[..., Y]` as they meet the keys of `pool`: turned where the keys are."""
-    return _turned(q) if is_fp8(pool) else q
+    """Returns the index queries `[..., Y]` as they meet the keys of `pool`: turned and rounded where the keys are."""
+    return unpack_fp8(pack_fp8(_turned(q), q.shape[-1]), q.shape[-1], q.dtype) if is_fp8(pool) else q
+
+
+def fp8_queries(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns e4m3 queries for FP8 keys, and the heads' `weights` `[T, Hi]` times the queries' scales.
+
+    Queries are `[T, Y / chunk * Hi, chunk]`, cut as keys are in their pages. Y is at most 128: a query has one scale.
+    """
+    T, heads, width = q.shape
+    packed, chunk = pack_fp8(_turned(q), width), fp8_chunk(width)
+    scales = lax.bitcast_convert_type(packed[..., width:], jnp.float32)
+    values = lax.bitcast_convert_type(packed[..., :width], E4M3).reshape(T, heads, -1, chunk)
+    return values.swapaxes(1, 2).reshape(T, -1, chunk), weights * scales
+
+
+def fp8_views(pool: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """Views FP8 pages of keys as e4m3 `[pages, n, chunk]` and as float32 `[pages, m]`; XLA copies nothing.
+
+    Of each page the first `64 * Y / chunk` rows of e4m3 are its keys, and the last 64 floats their scales.
+    """
+    count, floats = len(pool), lax.bitcast_convert_type(pool.reshape(len(pool), -1, 4), jnp.float32)
+    return lax.bitcast_convert_type(pool, E4M3).reshape(count, -1, fp8_chunk(width)), floats
+
+
+def fp8_chunk(width: int) -> int:
+    """Returns the columns of keys that lie side by side in an FP8 page."""
+    return 32 if width % 32 == 0 else width
+
+
+@functools.cache
+def _fp8_page_bytes(width: int) -> np.ndarray:
+    """Returns where in its page each byte of an FP8 row lies, `[64, W]`: chunks of columns, then scales."""
+    row_bytes = fp8_row_bytes(width, 0)
+    values = np.arange(PAGE_SIZE * width).reshape(-1, PAGE_SIZE, fp8_chunk(width)).swapaxes(0, 1)
+    scales = np.arange(PAGE_SIZE * width, PAGE_SIZE * row_bytes).reshape(-1, PAGE_SIZE, 4).swapaxes(0, 1)
+    return np.concatenate([part.reshape(PAGE_SIZE, -1) for part in (values, scales)], axis=1).astype(np.int32)
 
 
 def keys_of_pages(pool: jax.Array, ids: jax.Array, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns the keys `[..., 64, Y]` in `dtype` on pages `ids` `[...]` of the pool; ids out of range give any keys."""
     rows = pool.at[ids].get(mode="clip")
     if is_fp8(pool):
-        return unpack_fp8(fp8_rows_of_pages(rows, width), width, dtype)
+        flat = rows.reshape(*rows.shape[:-2], rows.shape[-2] * rows.shape[-1])
+        return unpack_fp8(flat[..., jnp.asarray(_fp8_page_bytes(width))], width, dtype)
     return rows.astype(dtype)
 
 

@@ -1,9 +1,12 @@
-"""Index scores for Hopper: the kernel behind `index_scores` for keys of 16 bits.
+"""Index scores for Hopper: the kernel behind `index_scores`, for keys of 16 bits and for FP8 keys.
 
 A thread block of one warpgroup takes one query and up to `PAGES` pages of its request. The tensor core multiplies a
 page's 64 keys with the query's heads, so that a head is a column: its weight is a factor on the column, and the sum
 over heads stays within a row. Pages come by TMA through a ring of `STAGES`. Blocks beyond what a query sees end at
 once.
+
+FP8 keys are multiplied as they lie, with queries of e4m3: a key's scale is a factor on its sum, a query's is one of its
+weight. So nothing is converted, and a page is 8,448 bytes in place of 16,384.
 """
 
 import dataclasses
@@ -17,7 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla.layout import PAGE_SIZE
+from pallas_kernels.dsa.keys import fp8_views
+from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8
 from pallas_kernels.mosaic import swizzle_transforms
 
 PAGES = 32
@@ -36,6 +40,8 @@ class _Work:
     table: Any
     first_page: Any
     smem: Any
+    scales: Any
+    """FP8 pages as float32, with the keys' scales at the end of each; None for keys of 16 bits."""
     row: Any
     begin: Any
     count: Any
@@ -51,9 +57,11 @@ def index_scores_mosaic(
     first_page: jax.Array | int,
     interpret: Any = None,
 ) -> jax.Array:
-    """See `index_scores`; scores beyond the pages that a query sees are not written."""
-    (T, heads, width), columns = q.shape, page_table.shape[1]
+    """See `raw_scores`; FP8 pages take what `fp8_queries` gives. Scores beyond a query's last page are not written."""
+    T, heads, columns, fp8 = len(q), weights.shape[1], page_table.shape[1], is_fp8(pool)
+    chunks, width = q.shape[1] // heads, q.shape[2]  # keys of 16 bits are one chunk
     tiled = swizzle_transforms(q.dtype, width)
+    scales = {"scales": plgpu.SMEM((STAGES, PAGE_SIZE), jnp.float32)} if fp8 else {}
     kernel = plgpu.kernel(
         _body,
         out_type=jax.ShapeDtypeStruct((T, columns * PAGE_SIZE), jnp.float32),
@@ -62,17 +70,19 @@ def index_scores_mosaic(
         num_threads=1,
         thread_name="warpgroup",
         scratch_types={
-            "query": plgpu.SMEM((heads, width), q.dtype, transforms=tiled),
-            "keys": plgpu.SMEM((STAGES, PAGE_SIZE, width), q.dtype, transforms=tiled),
+            "query": plgpu.SMEM((chunks * heads, width), q.dtype, transforms=tiled),
+            "keys": plgpu.SMEM((STAGES, chunks * PAGE_SIZE, width), q.dtype, transforms=tiled),
             "sums": plgpu.SMEM((2, PAGE_SIZE), jnp.float32),
             "query_full": plgpu.Barrier(),
-            "keys_full": plgpu.Barrier(num_barriers=STAGES),
+            "keys_full": plgpu.Barrier(num_arrivals=1 + fp8, num_barriers=STAGES),
+            **scales,
         },
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         kernel_name="dsa_scores",
         interpret=interpret,
     )
-    return kernel(q, weights, pool, page_table, visible, jnp.asarray(first_page, jnp.int32).reshape(1))
+    first = jnp.asarray(first_page, jnp.int32).reshape(1)
+    return kernel(q, weights, fp8_views(pool, chunks * width) if fp8 else (pool,), page_table, visible, first)
 
 
 def _body(q, weights, pool, table, visible, first_page, out, **smem):
@@ -80,7 +90,9 @@ def _body(q, weights, pool, table, visible, first_page, out, **smem):
     pages = lax.div(jnp.maximum(visible[row], 0) + (PAGE_SIZE - 1), jnp.int32(PAGE_SIZE))
     begin = part * PAGES
     count = jnp.clip(pages - begin, 0, PAGES)
-    work = _Work(pool, table, first_page, types.SimpleNamespace(**smem), row, begin, count)
+    values, *scales = pool
+    memory = types.SimpleNamespace(**smem)
+    work = _Work(values, table, first_page, memory, scales[0] if scales else None, row, begin, count)
 
     @pl.when(count > 0)
     def _():
@@ -97,7 +109,12 @@ def _load(work: _Work, index) -> None:
     """Fetches page `index` of the block's into its stage, which nobody reads any more."""
     stage = lax.rem(index, jnp.int32(STAGES))
     page = work.first_page[0] + work.table[work.row, work.begin + index]
-    plgpu.copy_gmem_to_smem(work.pool.at[page], work.smem.keys.at[stage], work.smem.keys_full.at[stage])
+    full = work.smem.keys_full.at[stage]
+    keys = work.smem.keys.at[stage]
+    plgpu.copy_gmem_to_smem(work.pool.at[page, pl.ds(0, keys.shape[0])], keys, full)
+    if work.scales is not None:
+        last = pl.ds(work.scales.shape[1] - PAGE_SIZE, PAGE_SIZE)
+        plgpu.copy_gmem_to_smem(work.scales.at[page, last], work.smem.scales.at[stage], full)
 
 
 def _score(work: _Work, out, factors, index) -> None:
@@ -105,15 +122,19 @@ def _score(work: _Work, out, factors, index) -> None:
     plgpu.barrier_wait(smem.keys_full.at[stage])
 
     def products(accumulator):
-        plgpu.wgmma(accumulator, smem.keys.at[stage], smem.query.T)
+        for chunk in range(smem.keys.shape[1] // PAGE_SIZE):
+            keys, heads = pl.ds(chunk * PAGE_SIZE, PAGE_SIZE), pl.ds(chunk * len(factors), len(factors))
+            plgpu.wgmma(accumulator, smem.keys.at[stage, keys], smem.query.at[heads].T)
         return accumulator[...]
 
-    scores = pl.run_scoped(products, plgpu.ACC((PAGE_SIZE, smem.query.shape[0]), jnp.float32))
-    pl.when(index + STAGES < work.count)(functools.partial(_load, work, index + STAGES))
+    scores = pl.run_scoped(products, plgpu.ACC((PAGE_SIZE, len(factors)), jnp.float32))
     sums = (jnp.maximum(scores, 0.0) * lax.broadcast_in_dim(factors, scores.shape, [1])).sum(axis=1)
+    if work.scales is not None:
+        sums = sums * plgpu.load(smem.scales.at[stage], layout=_LAYOUT.reduce(1))
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     smem.sums.at[buffer][...] = sums
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # of the scales' readers too, before their stage is filled again
+    pl.when(index + STAGES < work.count)(functools.partial(_load, work, index + STAGES))
     place = pl.ds((work.begin + index) * PAGE_SIZE, PAGE_SIZE)
     plgpu.copy_smem_to_gmem(smem.sums.at[buffer], out.at[work.row, place])
 
@@ -121,6 +142,8 @@ def _score(work: _Work, out, factors, index) -> None:
 def unsupported(q: Any, pool: Any) -> str | None:
     """Returns why the kernel cannot take these arrays (or their shapes and types), or None where it can."""
     heads, width = q.shape[-2:]
+    if is_fp8(pool):
+        return None if width == 128 and heads % 8 == 0 else f"{heads} heads of {width} on FP8 keys are not 8n of 128"
     if q.dtype not in _HALF_TYPES or pool.dtype != q.dtype:
         return f"queries of {q.dtype} and index keys of {pool.dtype} are not of one type of 16 bits"
     if heads % 8 or width % 64:

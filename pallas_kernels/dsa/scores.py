@@ -1,13 +1,15 @@
 """Index scores: how much each cached token matters to a query, by the indexer's heads."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.dsa import mosaic_scores
-from pallas_kernels.dsa.keys import check_keys, keys_of_pages, queries_for
-from pallas_kernels.mla.layout import PAGE_SIZE
+from pallas_kernels.dsa.keys import check_keys, fp8_queries, keys_of_pages, queries_for
+from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8
 
 _PAGES_PER_STEP = 2
 _SPAN = _PAGES_PER_STEP * PAGE_SIZE
@@ -32,8 +34,7 @@ def index_scores(
       page_table: `[T, Mp]` int32, pages of each query's request. Entries past what it sees are never followed.
       visible: `[T]` int32, tokens that each query sees, from the first of its request on; 0 for a query that is none.
       first_page: the layer's first page in the pool.
-      backend: an implementation, or None for the one that suits the default device. The kernel takes keys of 16 bits;
-        FP8 keys go to the reference.
+      backend: an implementation, or None for the one that suits the default device.
 
     Returns:
       float32 `[T, 64 * Mp']`, Mp' being Mp, or one more; -inf beyond what a query sees. Zeros are positive, so that
@@ -42,14 +43,34 @@ def index_scores(
     Raises:
       ValueError: the pool has no rows for keys of this width.
     """
-    check_keys(pool, q.shape[-1])
-    arrays, obstacle = (queries_for(pool, q), weights, pool, page_table, visible), mosaic_scores.unsupported(q, pool)
-    if resolve_backend(requested=backend) is Backend.MOSAIC and obstacle is None:
-        sums = mosaic_scores.index_scores_mosaic(*arrays, first_page=first_page)
-    else:
-        sums = _sums(*arrays, first_page=first_page)
+    sums = raw_scores(q, weights, pool, page_table, visible, first_page=first_page, backend=backend)
     seen = jnp.arange(sums.shape[1]) < visible[:, None]
     return jnp.where(seen, jnp.where(sums == 0, 0.0, sums), -jnp.inf)
+
+
+def raw_scores(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    visible: jax.Array,
+    *,
+    first_page: jax.Array | int,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Returns what `index_scores` does, but with anything beyond what a query sees, and zeros of both signs."""
+    check_keys(pool, q.shape[-1])
+    if scores_unsupported(q, pool, resolve_backend(requested=backend)) is None:
+        meeting = fp8_queries(q, weights) if is_fp8(pool) else (q, weights)
+        return mosaic_scores.index_scores_mosaic(*meeting, pool, page_table, visible, first_page=first_page)
+    return _sums(queries_for(pool, q), weights, pool, page_table, visible, first_page=first_page)
+
+
+def scores_unsupported(q: Any, pool: Any, backend: Backend) -> str | None:
+    """Returns why there is no kernel for these arrays (or their shapes and types), or None where there is one."""
+    if backend is not Backend.MOSAIC:
+        return f"{backend.value} has no kernel of scores"
+    return mosaic_scores.unsupported(q, pool)
 
 
 def _sums(

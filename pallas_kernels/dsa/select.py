@@ -4,15 +4,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import Backend
-from pallas_kernels.dsa.scores import index_scores
+from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.dsa import triton_ops
+from pallas_kernels.dsa.scores import index_scores, raw_scores
 
 
 def select_best(scores: jax.Array, visible: jax.Array, best: int) -> jax.Array:
     """Returns the positions int32 `[T, best]` of the `best` highest `scores` `[T, N]` of each row, in rising order.
 
-    Only the first `visible` `[T]` scores of a row count, and none of them is NaN. Of equal scores the first win. A row
-    with less than `best` to choose from ends in N.
+    Only the first `visible` `[T]` scores of a row count, and none of them is NaN; the others are -inf. Of equal scores
+    the first win. A row with less than `best` to choose from ends in N.
     """
     N = scores.shape[1]
     _, positions = lax.top_k(scores, min(best, N))
@@ -36,5 +37,8 @@ def choose(
     The arguments are those of `index_scores`. A query that sees less than `best` tokens has positions that it does not
     see in the last places.
     """
-    scores = index_scores(q, weights, pool, page_table, visible, first_page=first_page, backend=backend)
-    return select_best(scores, visible, best)
+    arrays, chosen_backend = (q, weights, pool, page_table, visible), resolve_backend(requested=backend)
+    if triton_ops.usable(chosen_backend):
+        scores = raw_scores(*arrays, first_page=first_page, backend=chosen_backend)
+        return triton_ops.select_best(scores, visible, best, chosen_backend)
+    return select_best(index_scores(*arrays, first_page=first_page, backend=chosen_backend), visible, best)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.mla.layout import fp8_page_bytes
@@ -24,8 +25,15 @@ def write_fp8_rows(
     pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array, value_width: int
 ) -> jax.Array:
     """Does what `write_rows` does for FP8 rows `[T, W]`, whose bytes lie apart in their page."""
+    return write_bytes(pages, rows, targets, offsets, fp8_page_bytes(value_width, pages.shape[2]))
+
+
+def write_bytes(
+    pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array, page_bytes: np.ndarray
+) -> jax.Array:
+    """Does what `write_rows` does for rows of bytes `[T, W]` whose places in a page are `page_bytes` `[64, W]`."""
     count, tokens, row_bytes = pages.shape
-    places = jnp.asarray(fp8_page_bytes(value_width, row_bytes))[jnp.clip(offsets, 0, tokens - 1)]  # [T, W]
+    places = jnp.asarray(page_bytes)[jnp.clip(offsets, 0, tokens - 1)]  # [T, W]
     flat = pages.reshape(count, tokens * row_bytes)
     return flat.at[_droppable(pages, targets)[:, None], places].set(rows, mode="drop").reshape(pages.shape)
 

@@ -77,6 +77,11 @@ def kernel_function(kernel: str) -> Any:
     return getattr(importlib.import_module(f"pallas_kernels.triton.kernels.{module}"), name)
 
 
+def require() -> None:
+    """Raises BackendUnavailableError where `start` would, for want of jax-triton."""
+    _jax_triton()
+
+
 @functools.cache
 def _jax_triton() -> Any:
     try:

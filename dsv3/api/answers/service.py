@@ -242,7 +242,7 @@ def _tokenizer(config: ServerConfig) -> Tokenizer | None:
     try:
         return Tokenizer.from_directory(config.model_dir)
     except TokenizerNotFound:
-        config.notify("no tokenizer.json or tiktoken.model in the model directory: prompts must be token ids")
+        config.notify("no tokenizer.json, tiktoken.model or tekken.json with the model: prompts must be token ids")
         return None
 
 

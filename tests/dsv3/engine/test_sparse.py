@@ -10,6 +10,7 @@ import pytest
 from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.cache.layout import IndexedPages
 from dsv3.cache.tiers import tiers
+from dsv3.checkpoint import save_hf
 from dsv3.engine.build import build_engine
 from dsv3.engine.description import describe
 from dsv3.engine.dtypes import EngineDtypes
@@ -18,10 +19,9 @@ from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.options import EngineOptions
 from pallas_kernels.backend import Backend
 from tests.dsv3.engine.driving import request, run
-from tests.dsv3.model.golden import DIRECTORY, data, model
+from tests.dsv3.model.golden import DIRECTORY, data, model, with_module
 
 LIMITS = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64}
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
 LONG = np.random.default_rng(0).integers(4, 48, 200).tolist()
 
 
@@ -35,20 +35,33 @@ def texts(of: Engine, prompts: list[list[int]], length: int = 16) -> list[list[i
     return [found[str(i)].tokens for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("deepseek_v32", {"max_num_batched_tokens": 16, "speculative_config": DRAFTS}),
-        ("glm_moe_dsa", {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
-    ],
-    ids=["chunks_and_drafts", "two_ranks_of_two_devices"],
-)
-def test_greedy_tokens_are_those_of_transformers(family: str, options: dict) -> None:
-    golden = data(family)
-    of = engine(family, **options)
-    assert texts(of, [row[row >= 0].tolist() for row in golden["prompts"]]) == golden["greedy"].tolist()
-    if "speculative_config" in options:
-        assert of.stats().jobs["draft"].num_accepted_tokens > 0
+def prompts(family: str) -> list[list[int]]:
+    return [row[row >= 0].tolist() for row in data(family)["prompts"]]
+
+
+def test_two_ranks_of_two_devices_give_transformers_tokens() -> None:
+    of = engine("glm_moe_dsa", data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=True)
+    assert texts(of, prompts("glm_moe_dsa")) == data("glm_moe_dsa")["greedy"].tolist()
+
+
+def test_drafts_give_transformers_tokens(tmp_path: Path) -> None:
+    """In chunks of 16 tokens, with a module that has an indexer of its own.
+
+    A request alone gets two drafts, of four each gets one, and of five none: until one of them ends.
+    """
+    params, cfg = with_module("deepseek_v32")
+    save_hf(tmp_path / "drafting", cfg, params)
+    drafts = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 4, 1]]}
+    limits = LIMITS | {"max_num_seqs": 5, "max_num_batched_tokens": 16, "speculative_config": drafts}
+    of = build_engine(tmp_path / "drafting", EngineOptions(**limits), progress=False)
+    asked, wanted, before = prompts("deepseek_v32"), data("deepseek_v32")["greedy"].tolist(), [0]
+    for first, last, together in ((0, 20, 5), (20, 28, 4), (28, 32, 1)):
+        for row in range(first, last, together):
+            assert texts(of, asked[row : row + together]) == wanted[row : row + together]
+        before.append(of.stats().jobs["draft"].num_draft_tokens)
+    few, one, two = np.diff(before) / (20, 8, 4)
+    assert few < 10 < one < 20 < two, before
+    assert of.stats().jobs["draft"].num_accepted_tokens > 0
 
 
 @pytest.fixture
@@ -79,7 +92,9 @@ def test_the_description_says_how_tokens_are_chosen() -> None:
     served = dataclasses.replace(DEEPSEEK_V32, num_nextn_predict_layers=0)
     line = describe(served, EngineDtypes(jax.numpy.dtype("bfloat16"), "fp8"), Backend.MOSAIC)
     assert "family deepseek_v32, 672 billion parameters" in line and "48,068 bytes of cache per token (fp8)" in line
-    assert line.endswith("by Mosaic GPU kernels; each token attends to 2,048 at most, chosen by jax.numpy")
+    assert line.endswith("by Mosaic GPU kernels; each token attends to 2,048 at most")
+    triton = describe(served, EngineDtypes(jax.numpy.dtype("bfloat16"), "bfloat16"), Backend.TRITON)
+    assert triton.endswith("2,048 at most, scored by jax.numpy, because triton has no kernel of scores")
 
 
 def test_a_value_has_latents_and_keys_of_all_layers() -> None:

@@ -71,7 +71,7 @@ def changed(family: str) -> tuple[Params, ModelConfig]:
     return params, dataclasses.replace(cfg, norm_topk_prob=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "glm_moe_dsa"])  # as deepseek_v32
 def test_the_golden_data_needs_what_sets_a_family_apart(family: str) -> None:
     params, cfg = changed(family)
     assert error(run(params, cfg, batch(family)).logits, family) > 0.01

@@ -15,6 +15,8 @@ LENGTHS = [150, 0, 64, 7]
 WIDTHS = {"value_width": 32, "scale": 0.3}
 HEADS, KEY = 3, 16
 _select = jax.jit(dsa.select_best, static_argnames="best")
+_score = jax.jit(dsa.index_scores)
+_write = jax.jit(dsa.write_keys, static_argnames=("layer", "pages_per_layer"))
 
 
 def latents(dtype=jnp.float32):
@@ -29,15 +31,10 @@ def indexer(case, dtype=jnp.float32, seed=0):
     q, weights, keys = (rng.normal(size=s).astype(np.float32) for s in ((B, HEADS, KEY), (B, HEADS), (B, N, KEY)))
     is_fp8 = dtype == jnp.uint8
     width, kind = dsa.key_row(KEY, None if is_fp8 else dtype)
-    pool = jnp.full((2 * case.pages_per_layer, PAGE, width), 255 if is_fp8 else jnp.nan, kind)
-    for row in np.flatnonzero(LENGTHS):
-        length = LENGTHS[row]
-        places = np.arange(length)
-        ids = np.asarray(case.page_table)[row, places // PAGE]
-        where = dict(layer=jnp.int32(case.layer), pages_per_layer=case.pages_per_layer)
-        pool = dsa.write_keys(
-            pool, jnp.asarray(keys[row, :length]), jnp.asarray(ids), jnp.asarray(places % PAGE), **where
-        )
+    pool = np.full((2 * case.pages_per_layer, PAGE, width), 255 if is_fp8 else np.nan, kind)
+    rows, places = np.repeat(np.arange(B), LENGTHS), np.concatenate([np.arange(length) for length in LENGTHS])
+    ids = np.asarray(case.page_table)[rows, places // PAGE]
+    pool = _write(pool, keys[rows, places], ids, places % PAGE, layer=case.layer, pages_per_layer=case.pages_per_layer)
     return jnp.asarray(q), jnp.asarray(weights), jnp.asarray(keys), pool
 
 
@@ -50,9 +47,7 @@ def expected_scores(q, weights, keys):
 def test_scores_are_those_of_the_formula(dtype, tolerance) -> None:
     case = latents()
     q, weights, keys, pool = indexer(case, dtype)
-    scores = dsa.index_scores(
-        q, weights, pool, case.page_table, case.lengths, first_page=case.layer * case.pages_per_layer
-    )
+    scores = _score(q, weights, pool, case.page_table, case.lengths, first_page=case.layer * case.pages_per_layer)
     wanted = expected_scores(q, weights, keys)
     for row, length in enumerate(LENGTHS):
         assert np.abs(scores[row, :length] - wanted[row, :length]).max(initial=0) < tolerance * np.abs(wanted).max()
@@ -85,9 +80,7 @@ def test_a_sum_of_nothing_but_negative_zeros_ties_with_zero() -> None:
     case = latents()
     _, _, _, pool = indexer(case)
     q, weights = jnp.zeros((len(LENGTHS), HEADS, KEY)), -jnp.ones((len(LENGTHS), HEADS))
-    scores = dsa.index_scores(
-        q, weights, pool, case.page_table, case.lengths, first_page=case.layer * case.pages_per_layer
-    )
+    scores = _score(q, weights, pool, case.page_table, case.lengths, first_page=case.layer * case.pages_per_layer)
     assert not np.signbit(scores[0, : LENGTHS[0]]).any() and (scores[0, : LENGTHS[0]] == 0).all()
 
 

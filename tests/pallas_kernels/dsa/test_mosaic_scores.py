@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dsa import mosaic_scores
+from pallas_kernels.dsa.keys import fp8_queries, keys_of_pages, queries_for, write_keys
 from pallas_kernels.mosaic import interpret_params, reset_interpreter
 from tests.pallas_kernels.mla.cases import PAGE, UNUSED_PAGE
 
@@ -18,27 +19,41 @@ def clean_interpreter():
     reset_interpreter()
 
 
-def test_scores_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs six pages over two blocks of four, so that a ring of two goes round; and a query that sees nothing."""
+@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
+def test_scores_in_the_interpreter(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs six pages over two blocks of four, so that a ring of two goes round; and a query that sees nothing.
+
+    FP8 queries and keys are compared as they are after rounding: their products are exact in float32.
+    """
     monkeypatch.setattr(mosaic_scores, "PAGES", 4)
     monkeypatch.setattr(mosaic_scores, "STAGES", 2)
-    rng, visible, heads, width = np.random.default_rng(0), [350, 0, 64], 16, 64
+    rng, visible, heads, width = np.random.default_rng(0), [350, 0, 64], 16, 128 if fp8 else 64
     q, weights = rng.normal(size=(3, heads, width)), rng.normal(size=(3, heads)).astype(np.float32)
     pool, table = rng.normal(size=(20, PAGE, width)), np.full((3, 6), UNUSED_PAGE, np.int32)
     table[0], table[2, 0] = rng.permutation(9)[:6], 9
     q, pool = jnp.asarray(q, jnp.bfloat16), jnp.asarray(pool, jnp.bfloat16)
+    if fp8:
+        places = jnp.arange(20 * PAGE, dtype=jnp.int32)
+        empty = jnp.zeros((20, PAGE, width + 4), jnp.uint8)
+        keys = pool.reshape(-1, width)
+        pool = write_keys(empty, keys, places // PAGE, places % PAGE, layer=0, pages_per_layer=20)
     kernel = jax.jit(functools.partial(mosaic_scores.index_scores_mosaic, interpret=interpret_params()))
-    found = np.asarray(kernel(q, weights, pool, table, np.array(visible, np.int32), first_page=10))
-    for row, count in enumerate(visible):
-        keys = np.asarray(pool, np.float64)[10 + table[row, : -(-count // PAGE)]].reshape(-1, width)[:count]
-        wanted = weights[row] @ np.maximum(np.asarray(q, np.float64)[row] @ keys.T, 0)
+    meeting = fp8_queries(q, jnp.asarray(weights)) if fp8 else (q, weights)
+    found = np.asarray(kernel(*meeting, pool, table, np.array(visible, np.int32), first_page=10))
+    q = np.asarray(queries_for(pool, q), np.float64)
+    for row, count in ((row, count) for row, count in enumerate(visible) if count):
+        ids = jnp.asarray(10 + table[row, : -(-count // PAGE)])
+        keys = np.asarray(keys_of_pages(pool, ids, width, jnp.float32), np.float64).reshape(-1, width)[:count]
+        wanted = weights[row] @ np.maximum(q[row] @ keys.T, 0)
         np.testing.assert_allclose(found[row, :count], wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("q", "pool", "message"),
     [
-        (((8, 128), jnp.bfloat16), jnp.uint8, "bfloat16 and index keys of uint8 are not of one type"),
+        (((8, 128), jnp.bfloat16), jnp.uint8, None),
+        (((4, 128), jnp.bfloat16), jnp.uint8, "4 heads of 128 on FP8 keys"),
+        (((8, 64), jnp.bfloat16), jnp.uint8, "8 heads of 64 on FP8 keys"),
         (((8, 128), jnp.float32), jnp.float32, "not of one type of 16 bits"),
         (((4, 128), jnp.bfloat16), jnp.bfloat16, "4 heads of 128 are no multiples"),
         (((64, 128), jnp.bfloat16), jnp.bfloat16, None),

@@ -45,7 +45,7 @@ def assert_clean(kernels, *names):
         assert kernel.registers <= LAUNCH_REGISTERS, kernel
 
 
-@pytest.mark.parametrize(("H", "S", "dtype"), [(128, 1, bf16), (16, 1, bf16), (128, 2, jnp.float16)])
+@pytest.mark.parametrize(("H", "S", "dtype"), [(128, 1, bf16), (128, 2, jnp.float16)])
 def test_decode(H, S, dtype):
     kernels = aot.kernel_resources(
         functools.partial(decode, pages_per_layer=PAGES_PER_LAYER),
@@ -60,11 +60,11 @@ def test_decode(H, S, dtype):
         assert_no_longer(main_loop_kernels.decode(H), kernels, instructions=1625, cycles=(5952, 5696))
 
 
-@pytest.mark.parametrize(("H", "S"), [(128, 1), (16, 2)])
-def test_decode_from_fp8_pages_copies_nothing(H, S):
+def test_decode_from_fp8_pages_copies_nothing():
+    """Takes 16 heads; those with 128 are compiled in `dsa/test_dsa_aot.py`."""
     pool = array((PAGES_PER_LAYER, 64, 656), jnp.uint8)
     run = functools.partial(decode, pages_per_layer=PAGES_PER_LAYER)
-    arguments = (array((BATCH, S, H, 576)), pool, array((BATCH, TABLE), i32), array((BATCH,), i32))
+    arguments = (array((BATCH, 2, 16, 576)), pool, array((BATCH, TABLE), i32), array((BATCH,), i32))
     compiled, kernels = aot.compile_with_resources(run, *arguments)
     assert_clean(kernels, "mla_decode", "mla_combine")
     assert compiled.memory_analysis().temp_size_in_bytes < 128 << 20
@@ -154,7 +154,7 @@ def test_eight_gpus_scan_layers_over_a_pool_that_is_never_copied():
     B, per_device = 8 * 16, LAYERS * 4096
     shapes = [
         ((8 * per_device, 64, 576), bf16),
-        ((B, 1, 128, 576), bf16),
+        ((B, 1, 16, 576), bf16),
         ((B, 576), bf16),
         ((B,), i32),
         ((B,), i32),

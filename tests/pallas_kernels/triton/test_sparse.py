@@ -1,0 +1,104 @@
+"""The kernels of sparse attention in Triton's interpreter: choices against Python's sort, copies against jax.numpy.
+
+The interpreter runs one program after the other and looks for no races. A program of either kernel writes to places of
+its own, each once: `test_a_choice_...` would find a place that two wrote, since as many would be missing.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from pallas_kernels import dsa, mla
+from pallas_kernels.backend import Backend
+from pallas_kernels.dsa import attend, triton_ops
+from pallas_kernels.mla.layout import fp8_rows_of_pages
+from tests.pallas_kernels.mla.cases import PAGE, decode_case
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+TRITON, ROWS, N = Backend.TRITON, 6, 192
+SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, 1e-45, -1e-45, 3.4e38, np.nextafter(np.float32(1), 2)]
+SCORES = st.one_of(
+    arrays.arrays(np.float32, (ROWS, N), elements=st.sampled_from(SPECIAL)),
+    arrays.arrays(np.float32, (ROWS, N), elements=st.floats(width=32, allow_nan=False)),
+)
+
+
+def wanted(scores: np.ndarray, visible: int, best: int) -> list[int]:
+    """The positions, by a sort of the scores that count."""
+    chosen = sorted(sorted(range(visible), key=lambda i: (-float(scores[i]), i))[:best])
+    return chosen + [len(scores)] * (best - len(chosen))
+
+
+@settings(deadline=None, max_examples=12)
+@given(SCORES, st.lists(st.integers(0, N), min_size=ROWS, max_size=ROWS), st.sampled_from([16, 64, 100]))
+def test_a_choice_is_exact_and_of_equal_scores_the_first_win(scores, visible, best) -> None:
+    """Scores behind those that count are NaN; blocks are smaller than rows, so that sums are carried on."""
+    for row, count in zip(scores, visible, strict=True):
+        row[count:] = np.nan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_ops, "_SELECT_BLOCK", 64)
+        found = triton_ops.select_best(jnp.asarray(scores), jnp.asarray(visible, jnp.int32), best, TRITON)
+    for row, count, chosen in zip(scores, visible, np.asarray(found), strict=True):
+        assert chosen.tolist() == wanted(row, count, best)
+
+
+def test_a_long_row() -> None:
+    """Ten blocks as they are on a GPU, whose scores agree in all but the last bits."""
+    bits = 0x3F800000 + np.random.default_rng(0).integers(0, 500, 40_000, np.int32)
+    scores = bits.view(np.float32)
+    found = triton_ops.select_best(jnp.asarray(scores)[None], jnp.asarray([39_990], jnp.int32), 2048, TRITON)
+    assert np.asarray(found)[0].tolist() == wanted(scores, 39_990, 2048)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_copies_have_the_bits_of_the_chosen_rows(fp8: bool) -> None:
+    case, rng = decode_case([150, 0, 64, 7], H=4, R=32, P=16, dtype=jnp.float32), np.random.default_rng(1)
+    pages = case.pages
+    if fp8:
+        pages = mla.fp8_pages_of_rows(mla.pack_fp8(jnp.nan_to_num(pages), 32), 32)
+    positions, counts = np.full((4, 2 * PAGE), 10**6, np.int32), np.minimum(case.lengths, 100).astype(np.int32)
+    for row, count in enumerate(counts):
+        positions[row, :count] = np.sort(rng.permutation(int(case.lengths[row]))[:count])
+    given = pages, case.page_table, jnp.asarray(positions), jnp.asarray(counts)
+    first = case.layer * case.pages_per_layer
+    ours = triton_ops.copy_rows(*given, first, 32, TRITON)
+    theirs = attend._copied(*given[:3], first, 32)
+    rows = [fp8_rows_of_pages(each, 32) if fp8 else each for each in (ours, theirs)]
+    ours, theirs = (np.asarray(each).reshape(4, 2 * PAGE, -1) for each in rows)
+    for row, count in enumerate(counts):
+        np.testing.assert_array_equal(ours[row, :count], theirs[row, :count])
+        unwritten = 255 if fp8 else np.nan
+        np.testing.assert_array_equal(ours[row, count:], unwritten, "rows that do not count are left alone")
+
+
+def test_sparse_attention_takes_the_kernels() -> None:
+    """The choice and attention to it are those of jax.numpy, on the same cache."""
+    case, rng = decode_case([150, 0, 64, 7], H=4, R=32, P=16, dtype=jnp.bfloat16), np.random.default_rng(2)
+    q, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 8, 16), (4, 8)))
+    pool = jnp.asarray(rng.normal(size=(2 * case.pages_per_layer, PAGE, 16)), jnp.float32)
+    first = case.layer * case.pages_per_layer
+    where = dict(scale=0.3, first_page=first, value_width=32)
+
+    def attended(backend: Backend) -> tuple[jax.Array, jax.Array]:
+        picked = dsa.choose(q, weights, pool, case.page_table, case.lengths, first_page=first, best=64, backend=backend)
+        counts = jnp.minimum(case.lengths, 64)
+        return picked, dsa.attend_chosen(
+            case.q[:, 0], case.pages, case.page_table, picked, counts, backend=backend, **where
+        )
+
+    ours, theirs = attended(TRITON), attended(Backend.REFERENCE)
+    np.testing.assert_array_equal(ours[0], theirs[0])
+    np.testing.assert_allclose(*(np.asarray(each[1], np.float32) for each in (ours, theirs)), atol=0.02)
+
+
+def test_widths_that_are_no_powers_of_two_are_left_to_jax_numpy() -> None:
+    def pages(values: int, rope: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, PAGE, mla.fp8_row_bytes(values, rope)), jnp.uint8)
+
+    assert triton_ops.copy_unsupported(pages(512, 64), 512) is None
+    assert "of 96 values and 128 bytes" in triton_ops.copy_unsupported(pages(96, 64), 96)
+    assert "of 512 values and 96 bytes" in triton_ops.copy_unsupported(pages(512, 48), 512)

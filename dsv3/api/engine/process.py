@@ -23,6 +23,7 @@ from dsv3.api.engine import messages
 from dsv3.api.engine.fronts import FrontConnections
 from dsv3.api.engine.intake import EngineLike, Intake
 from dsv3.engine.errors import public_text
+from dsv3.logs import configure_logging
 from dsv3.request import StepOutputs
 
 _STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
@@ -91,27 +92,6 @@ def main(fd: int) -> NoReturn:
         _report(error)
         kind = str(error) if isinstance(error, EngineFailed) else public_text(error)
         host.fail(f"the engine stopped after an error ({kind})")
-
-
-def configure_logging() -> None:
-    """Has jax warn only, through its own handler, and say in a line why a GPU plugin does not start.
-
-    Told to use the CPU it does not say that at all.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("jax").setLevel(logging.WARNING)
-    logging.getLogger("jax").propagate = False
-    plugins = logging.getLogger("jax._src.xla_bridge")
-    plugins.addFilter(_without_traceback)
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        plugins.setLevel(logging.CRITICAL)
-
-
-def _without_traceback(record: logging.LogRecord) -> bool:
-    if record.exc_info and record.exc_info[1] is not None:
-        record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]}", ()
-        record.exc_info = record.exc_text = None
-    return True
 
 
 def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:

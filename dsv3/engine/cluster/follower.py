@@ -22,6 +22,8 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
 from dsv3.engine.cluster.fingerprint import fields_of
+from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster.link import Alone, Begun, Serving, Tell
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -54,10 +56,18 @@ _EXPLANATION_S = 3.0
 _SWITCH_INTERVAL_S = 0.0005
 
 
-def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: Load = load_model) -> NoReturn:
+def run(
+    cluster: ClusterOptions,
+    model_dir: Path,
+    options: EngineOptions,
+    load: Load = load_model,
+    last: Generation | None = None,
+    tell: Tell = lambda _: None,
+) -> NoReturn:
     """Follows the leader until it ends, then ends the process: with status 0 if that was in order, else 1.
 
-    `options` are those of the leader. Raises ValueError for a key file that cannot be used.
+    `options` are those of the leader, `last` is the generation that this place was in before. A supervisor hears by
+    `tell` how far it has come. Raises ValueError for a key file that cannot be used.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = credentials_of(read_key(cluster.cluster_key_file))
@@ -65,8 +75,9 @@ def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: 
     try:
         wire = _reach(cluster, credentials)
     except WireError as error:
+        tell(Alone())
         _end(1, str(error))
-    follower = _Follower(cluster, wire)
+    follower = _Follower(cluster, wire, last, tell)
     signals.hand_to(follower)
     try:
         follower.follow(model_dir, options, load)
@@ -75,8 +86,10 @@ def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: 
 
 
 class _Follower:
-    def __init__(self, cluster: ClusterOptions, wire: Wire) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, cluster: ClusterOptions, wire: Wire, last: Generation | None = None, tell: Tell = lambda _: None
+    ) -> None:
+        self._cluster, self._last, self._tell = cluster, last, tell
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
@@ -89,10 +102,14 @@ class _Follower:
         """Starts together with the leader, then executes what it sends."""
         phases = Phases()
         fields = fields_of(model_dir, options, self._cluster)
-        self._send(Hello(fields, socket.gethostname(), os.getpid()))
-        self._expect(Begin)
+        self._send(Hello(fields, socket.gethostname(), os.getpid(), self._last))
+        generation = self._expect(Begin).generation
+        if generation.is_over_for(self._last):
+            raise WireError(f"the leader is of {generation}, which is over: this process has been in {self._last}")
+        self._tell(Begun(generation))
+        _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.front)
         phases.end("all have come")
-        start_jax(self._cluster)
+        start_jax(self._cluster, generation)
         phases.end("jax")
         parts = load(model_dir, options)
         phases.end("weights")
@@ -155,6 +172,7 @@ class _Follower:
                 _end(1, f"the leader ends the instance: {failure}")
             case Started():
                 self._silence_s = self._cluster.cluster_silence_timeout
+                self._tell(Serving())
             case Begin() | Build() | Step():
                 self._inbox.put(message)
 

@@ -16,6 +16,7 @@ from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.entrance import Entrance
 from dsv3.engine.cluster.fingerprint import Fields, differences
+from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.cluster.messages import Build, Digest, Drain, Failed, Heartbeat, Hello, Loaded, Ready, Started, Stop
 from dsv3.engine.cluster.wire import Wire, WireError
 from dsv3.engine.config import EngineConfig
@@ -50,8 +51,9 @@ class Leader:
         fields: Fields,
         on_failure: Callable[[str], None],
         on_drain: Callable[[str], None],
+        generation: Generation = FIRST,
     ) -> None:
-        self._options, self._fields = options, fields
+        self._options, self._fields, self._generation = options, fields, generation
         self._on_failure, self._on_drain = on_failure, on_drain
         self._followers = frozenset(range(1, options.num_processes))
         self._channels: dict[int, Channel] = {}
@@ -86,7 +88,7 @@ class Leader:
                 f"{self._options.cluster_start_timeout:g} s (listening at {address})"
             )
         self._entrance.close()
-        self._broadcast(messages.encode(messages.Begin()))
+        self._broadcast(messages.encode(messages.Begin(self._generation)))
 
     def loaded(self, fields: Fields) -> int:
         """Waits until every follower has its weights; returns the number of cache pages that all have room for.
@@ -195,7 +197,9 @@ class Leader:
                 self._reached[process_id] = max(self._reached[process_id], message.number)
                 self._diverged(self._book.follow(process_id, message.number, message.digest), message.number)
             case Hello():
-                if self._compare(process_id, self._fields, message.fields) is None:
+                if self._generation.is_over_for(message.last):
+                    self._fail(f"process {process_id} has been in {message.last}: {self._generation} is over")
+                elif self._compare(process_id, self._fields, message.fields) is None:
                     _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
                     self._note(process_id, message)
             case Loaded() | Ready():

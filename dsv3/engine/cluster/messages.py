@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import Job, JobKind, StepCommand
 
@@ -16,15 +17,21 @@ _MAX_DIMENSIONS = 8
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a follower: the fields of its fingerprint, and where it runs, for the log."""
+    """The first message of a follower: the fields of its fingerprint, and where it runs, for the log.
+
+    `last` is the generation that its place was in before, as far as its supervisor knows.
+    """
 
     fields: dict[str, str]
     host: str
     pid: int
+    last: Generation | None = None
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Every process has come and agrees: start jax and load the weights."""
+    """Every process has come and agrees: start jax and load the weights, as this generation."""
+
+    generation: Generation = FIRST
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -99,10 +99,10 @@ def main() -> int:
     import uvloop
 
     from dsv3.api.config import Deadlines, ServerConfig
-    from dsv3.api.engine.keeper import RestartPolicy
     from dsv3.api.http.server import bind, serve
     from dsv3.api.tenants import tenants_of
     from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
+    from dsv3.restarts import RestartPolicy
 
     settings = json.loads(sys.argv[1])
     kinds = {"options": ServerOptions, "engine": EngineOptions, "cluster": ClusterOptions, "deadlines": Deadlines}

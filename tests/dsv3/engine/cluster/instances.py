@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -24,9 +24,15 @@ class Instance:
     """A server and its followers by process id, each with its log, and where jax's coordinator listens."""
 
     def __init__(
-        self, server: Server, followers: dict[int, subprocess.Popen[str]], logs: dict[int, Path], coordinator: str
+        self,
+        server: Server,
+        followers: dict[int, subprocess.Popen[str]],
+        logs: dict[int, Path],
+        cluster: ClusterOptions,
+        start: Callable[[int], None],
     ):
-        self.server, self.followers, self._logs, self.coordinator = server, followers, logs, coordinator
+        self.server, self.followers, self._logs, self.start = server, followers, logs, start
+        self.coordinator, self.key = cluster.coordinator, cluster.cluster_key_file
 
     def wait_ready(self) -> None:
         """Until requests are served; tells all logs if they will never be."""
@@ -69,26 +75,37 @@ def running(
     ready: bool = True,
     silence: float = 20.0,
     engine: dict | None = None,
+    supervised: bool = False,
     **more,
 ) -> Iterator[Instance]:
-    """The toy served by `num_processes` processes with options `engine`; `more` goes to the followers' script."""
+    """The toy served by `num_processes` processes with options `engine`; `more` goes to the followers' script.
+
+    The first failure ends it, unless it is `supervised`: then the processes that are given are those of supervisors.
+    """
     model_dir = directory / "model"
     model_dir.mkdir(exist_ok=True)
     (model_dir / "config.json").write_text("{}")
     cluster = local.options(directory, num_processes, cluster_silence_timeout=silence)
     followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
+
+    def start(i: int) -> None:
+        """Starts follower `i`, for the first time or anew, with caches as on hosts without a common file system."""
+        own = EngineOptions(**(engine or {}), compilation_cache_dir=str(cache / str(i)))
+        place = dataclasses.replace(cluster, process_id=i)
+        followers[i] = start_follower(place, model_dir, own, logs[i], supervised=supervised, **more)
+
     try:
-        for i, log in logs.items():
-            # As on hosts without a common file system.
-            own = EngineOptions(**(engine or {}), compilation_cache_dir=str(cache / str(i)))
-            followers[i] = start_follower(dataclasses.replace(cluster, process_id=i), model_dir, own, log, **more)
+        for i in logs:
+            start(i)
         settings = {
             "engine_factory": FACTORY,
             "engine": {**(engine or {}), "compilation_cache_dir": str(cache / "0")},
             "cluster": dataclasses.asdict(cluster),
+            "options": {"max_request_restarts": 1000 if supervised else 0},
+            "restarts": {"most": 1000},
         }
         with serving.running(model_dir, ready=False, **settings) as server:
-            instance = Instance(server, followers, logs, cluster.coordinator)
+            instance = Instance(server, followers, logs, cluster, start)
             if ready:
                 instance.wait_ready()
             yield instance

@@ -1,0 +1,81 @@
+"""A process of a generation that is over: who refuses it, and by which name."""
+
+import queue
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop
+from dsv3.engine.errors import ClusterError
+from dsv3.options import EngineOptions
+from tests.dsv3.engine.cluster import local
+from tests.dsv3.engine.cluster.test_follower import Played, played  # noqa: F401
+
+generations = st.builds(Generation, st.integers(0, 5), st.sampled_from(["a", "b"]))
+
+
+@given(generations, generations)
+def test_generations_of_one_front_have_an_order_and_a_secret_each(one, other) -> None:
+    assert not one.is_over_for(None)
+    assert one.is_over_for(one)
+    if one != other and one.front == other.front:
+        assert one.is_over_for(other) != other.is_over_for(one)
+    if one.front != other.front:
+        assert not one.is_over_for(other)
+    assert (one.secret(b"key") == other.secret(b"key")) == (one == other)
+    assert one.secret(b"key") != one.secret(b"other key")
+
+
+@pytest.mark.parametrize(("last", "is_refused"), [(2, True), (3, True), (1, False)])
+def test_a_leader_whose_generation_is_over_ends(tmp_path, last, is_refused) -> None:
+    """A follower has been in a later one already."""
+    cluster = local.options(tmp_path, 2)
+    failures: queue.Queue[str] = queue.Queue()
+    leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Generation(2, "a"))
+    follower = threading.Thread(target=follow, args=(cluster, Generation(last, "a"), failures))
+    follower.start()
+    reason = f"process 1 has been in generation {last}: generation 2 is over"
+    if is_refused:
+        with pytest.raises(ClusterError, match=reason):
+            leader.gather()
+        assert failures.get(timeout=30) == reason
+    else:
+        leader.gather()
+    leader.end(reason if is_refused else None)
+    follower.join(30)
+    assert failures.get(timeout=30) == str(Stop(reason) if is_refused else Begin(Generation(2, "a")))
+
+
+def follow(cluster, last: Generation, heard: queue.Queue[str]) -> None:
+    """Says hello, notes the answer and goes."""
+    wire = local.Follower(cluster, 1, fields=local.FIELDS, last=last)
+    heard.put(str(next(wire.received())))
+    wire.wire.close()
+
+
+def test_a_follower_refuses_a_leader_whose_generation_is_over(played: Played, tmp_path, monkeypatch) -> None:  # noqa: F811
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("dsv3.engine.cluster.follower.fields_of", lambda *_: {})
+    played.follower._last = Generation(3, "a")
+    main = threading.Thread(target=run, args=(played, tmp_path))
+    main.start()
+    hello = played.heard()
+    assert isinstance(hello, Hello) and hello.last == Generation(3, "a")
+    played.leader.send(messages.encode(Begin(Generation(2, "a"))))
+    failed = played.heard()
+    assert isinstance(failed, Failed)
+    assert "the leader is of generation 2, which is over: this process has been in generation 3" in failed.text
+    played.leader.end()
+    main.join(30)
+
+
+def run(played: Played, directory) -> None:  # noqa: F811
+    try:
+        played.follower.follow(directory, EngineOptions(), lambda *_: pytest.fail("it has begun"))
+    except Exception as error:
+        played.follower.give_up(error)

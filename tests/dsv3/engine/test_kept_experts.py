@@ -38,7 +38,7 @@ def test_an_engine_that_never_moves_experts_keeps_nothing(tmp_path) -> None:
     balancer, cfg = make_balancer(eplb_state=str(tmp_path / "experts"), eplb_interval=0)
     drive(balancer, cfg, 300)
     balancer._thread.shutdown()
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "experts").exists()
 
 
 @pytest.mark.parametrize(("replicas", "devices"), [(20, 4), (18, 6), (32, 8)])

@@ -14,7 +14,7 @@ from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop
 from dsv3.engine.errors import ClusterError
 from dsv3.options import EngineOptions
 from tests.dsv3.engine.cluster import local
-from tests.dsv3.engine.cluster.test_follower import Played, played  # noqa: F401
+from tests.dsv3.engine.cluster.test_follower import Played, played, pytestmark  # noqa: F401
 
 generations = st.builds(Generation, st.integers(0, 5), st.sampled_from(["a", "b"]))
 

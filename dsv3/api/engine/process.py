@@ -1,8 +1,8 @@
 """The process that owns the engine: steps it on the main thread, while other threads carry frames in and out.
 
-Started by `dsv3.api.engine.launcher` as `python -m dsv3.api.engine.process FD`. FD is one end of a Unix socket pair,
-through which the first front hands over a connection for each front. When the first front goes away, this process ends
-at once, whatever it is doing. When another one goes away, its requests are aborted.
+Started by `dsv3.api.engine.launcher` as `python -m dsv3.api.engine.process FD [MODULE ...]`. FD is one end of a Unix
+socket pair, through which the first front hands over a connection for each front. When the first front goes away, this
+process ends at once, whatever it is doing. When another one goes away, its requests are aborted.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -77,12 +77,17 @@ class Host:
         self.end(0, "the HTTP process of the leader has gone")
 
 
-def main(fd: int) -> NoReturn:
-    """Runs an engine for the fronts whose connections come through the socket `fd`."""
+def main(fd: int, imports: Sequence[str] = ()) -> NoReturn:
+    """Runs an engine for the fronts whose connections come through the socket `fd`.
+
+    The modules `imports` are imported before: so a process that waits for the end of another one has that behind it.
+    """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
     configure_logging()
     host = Host(socket.socket(fileno=fd))
+    for name in imports:
+        importlib.import_module(name)
     try:
         engine, info = _build(host.fronts.start(), host)
         host.fronts.announce(info)
@@ -151,4 +156,4 @@ def _report(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -365,7 +365,7 @@ class ClusterOptions:
         programs=False,
     )
     num_processes: int = option(
-        help="Serve with this many processes, one on each host. Found under Slurm.", low=2, high=_MAX_PROCESSES
+        help="Serve with this many processes, one on each host. Found under Slurm.", low=1, high=_MAX_PROCESSES
     )
     process_id: int = option(
         help="Be this one of them, from 0; process 0 serves HTTP. Found under Slurm.",
@@ -384,6 +384,13 @@ class ClusterOptions:
     cluster_silence_timeout: float = option(
         5.0,
         "Take a process for hanging after this many seconds of silence, after six times as many while they start.",
+        above=0,
+        programs=False,
+    )
+    cluster_return_timeout: float | None = option(
+        None,
+        "After a failure, go on without processes that have not come back after this many seconds; default: wait "
+        "--cluster_start_timeout for them, and never go on without one.",
         above=0,
         programs=False,
     )

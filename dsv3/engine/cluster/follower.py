@@ -38,6 +38,7 @@ from dsv3.engine.cluster.messages import (
     Step,
     Stop,
 )
+from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.executor import InFlight, LocalExecutor
@@ -103,20 +104,22 @@ class _Follower:
         phases = Phases()
         fields = fields_of(model_dir, options, self._cluster)
         self._send(Hello(fields, socket.gethostname(), os.getpid(), self._last))
-        generation = self._expect(Begin).generation
+        begin = self._expect(Begin)
+        generation = begin.generation
         if generation.is_over_for(self._last):
             raise WireError(f"the leader is of {generation}, which is over: this process has been in {self._last}")
         self._tell(Begun(generation))
         _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.front)
         phases.end("all have come")
-        start_jax(self._cluster, generation)
+        cluster = place_in(self._cluster, begin)
+        start_jax(cluster, generation)
         phases.end("jax")
-        parts = load(model_dir, options)
+        parts = load(model_dir, fitted(options, model_dir, self._cluster, cluster))
         phases.end("weights")
         self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages))
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
         executor = LocalExecutor(parts, JOB_KINDS)
-        store = program_store(self._cluster, model_dir, options, parts)
+        store = program_store(cluster, model_dir, options, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
         executor.compile_all(store=store)
         phases.end("compiling")
@@ -204,6 +207,13 @@ class _Follower:
                 self._channel.forgive()
             elif now - self._channel.last_heard_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
+
+
+def place_in(cluster: ClusterOptions, begin: Begin) -> ClusterOptions:
+    """Returns the place of a follower among those that begin."""
+    if begin.num_processes is None:
+        return cluster
+    return dataclasses.replace(cluster, num_processes=begin.num_processes, process_id=begin.process_id)
 
 
 def _reach(cluster: ClusterOptions, credentials: Credentials) -> Wire:

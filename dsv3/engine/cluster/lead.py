@@ -10,6 +10,7 @@ from dsv3.engine.cluster.executor import LeadingExecutor
 from dsv3.engine.cluster.fingerprint import fields_of
 from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, Phases, load_model, loaded_fields, program_store, start_jax
 from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.engine import Engine
@@ -47,11 +48,12 @@ def start_leader(
     leader = Leader(cluster, fields, host.fail, host.drain, generation)
     host.at_end(leader.end)
     host.progress(f"waiting for {cluster.num_processes - 1} other processes")
-    leader.gather()
+    given, cluster = cluster, leader.gather()
     phases.end("all have come")
     start_jax(cluster, generation)
     phases.end("jax")
     host.progress("loading the weights")
+    options = fitted(options, model_dir, given, cluster)
     parts = load(model_dir, options)
     num_pages = leader.loaded(loaded_fields(parts))
     phases.end("weights")

@@ -11,6 +11,7 @@ import numpy as np
 from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import Job, JobKind, StepCommand
+from dsv3.options import LEADER
 
 _DTYPES = {np.dtype(name) for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
 _MAX_DIMENSIONS = 8
@@ -29,9 +30,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Every process has come and agrees: start jax and load the weights, as this generation."""
+    """Every process has come and agrees: start jax and load the weights, as this generation.
+
+    Where the others go on without some, `num_processes` of them do, and the one that reads this is `process_id`.
+    """
 
     generation: Generation = FIRST
+    num_processes: int | None = None
+    process_id: int = LEADER
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

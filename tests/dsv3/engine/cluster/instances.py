@@ -76,22 +76,23 @@ def running(
     silence: float = 20.0,
     engine: dict | None = None,
     supervised: bool = False,
+    cluster: dict | None = None,
     **more,
 ) -> Iterator[Instance]:
-    """The toy served by `num_processes` processes with options `engine`; `more` goes to the followers' script.
+    """The toy served by `num_processes` processes with options `engine`, `cluster`; `more` goes to followers' scripts.
 
     The first failure ends it, unless it is `supervised`: then the processes that are given are those of supervisors.
     """
     model_dir = directory / "model"
     model_dir.mkdir(exist_ok=True)
     (model_dir / "config.json").write_text("{}")
-    cluster = local.options(directory, num_processes, cluster_silence_timeout=silence)
+    leader = local.options(directory, num_processes, cluster_silence_timeout=silence, **(cluster or {}))
     followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
 
     def start(i: int) -> None:
         """Starts follower `i`, for the first time or anew, with caches as on hosts without a common file system."""
         own = EngineOptions(**(engine or {}), compilation_cache_dir=str(cache / str(i)))
-        place = dataclasses.replace(cluster, process_id=i)
+        place = dataclasses.replace(leader, process_id=i)
         followers[i] = start_follower(place, model_dir, own, logs[i], supervised=supervised, **more)
 
     try:
@@ -100,12 +101,12 @@ def running(
         settings = {
             "engine_factory": FACTORY,
             "engine": {**(engine or {}), "compilation_cache_dir": str(cache / "0")},
-            "cluster": dataclasses.asdict(cluster),
+            "cluster": dataclasses.asdict(leader),
             "options": {"max_request_restarts": 1000 if supervised else 0},
             "restarts": {"most": 1000},
         }
         with serving.running(model_dir, ready=False, **settings) as server:
-            instance = Instance(server, followers, logs, cluster, start)
+            instance = Instance(server, followers, logs, leader, start)
             if ready:
                 instance.wait_ready()
             yield instance

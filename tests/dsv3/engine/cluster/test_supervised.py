@@ -110,3 +110,20 @@ def test_all_end_in_order(two):
     assert two.server.stop(60) == 0
     assert two.followers[1].wait(60) == 0
     assert not psutil.wait_procs(family, 60)[1]
+
+
+def test_the_others_go_on_without_a_process_that_does_not_come_back(tmp_path):
+    """The leader is alone at last; programs for fewer devices are compiled on the way."""
+    alone = {"cluster_return_timeout": 1.0}
+    with instances.running(tmp_path, 2, tmp_path, silence=5.0, supervised=True, cluster=alone) as instance:
+        instance.server.http.timeout = 120
+        streams = answers(instance.server)
+        instance.server.wait_for(lambda: instance.server.metric("vllm:generation_tokens_total") > COUNT)
+        instance.followers[1].kill()
+        check(streams)
+        assert "going on without process 1 of 2" in instance.log(0)
+        refused = instance.server.http.post(
+            COMPLETIONS, json=BODY | {"prompt": [1]}, headers={"X-data-parallel-rank": "1"}
+        )
+        assert refused.status_code == 400
+        assert instance.server.stop(60) == 0

@@ -147,7 +147,8 @@ class EngineKeeper:
         self._first_start_s = self._first_start_s or seconds
         if self.number:
             _log.warning("the engine is there again after %.1f s (process %d)", seconds, self._process.pid)
-        if self._start.cluster is not None and self._policy is not None and self._spare is None:
+        cluster = self._start.cluster
+        if cluster is not None and cluster.cluster_spare and self._policy is not None and self._spare is None:
             self._spare = EngineProcess(_IMPORTS)
 
     def _forget_deadline(self) -> None:

@@ -153,7 +153,7 @@ class Supervisor:
             self._forget(child)
         elif child.is_serving and not was_serving:
             self._has_served = True
-            if self._deaths is not None:
+            if self._deaths is not None and self._cluster.cluster_spare:
                 self._spare = self._spare or self._start()
 
     def _forget(self, child: Child) -> None:

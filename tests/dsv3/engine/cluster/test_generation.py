@@ -1,7 +1,9 @@
 """A process of a generation that is over: who refuses it, and by which name."""
 
+import dataclasses
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,8 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop
+from dsv3.engine.cluster.smaller import redundant_experts
+from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
 from dsv3.options import EngineOptions
 from tests.dsv3.engine.cluster import local
@@ -49,6 +53,37 @@ def test_a_leader_whose_generation_is_over_ends(tmp_path, last, is_refused) -> N
     leader.end(reason if is_refused else None)
     follower.join(30)
     assert failures.get(timeout=30) == str(Stop(reason) if is_refused else Begin(Generation(2, "a")))
+
+
+def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> None:
+    """Those that have come are numbered anew; no gang was there before the first one."""
+    cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5)
+    leader = Leader(cluster, local.FIELDS, print, print, Generation(1, "a"))
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(leader.gather)
+        followers = [local.Follower(cluster, i, fields=local.FIELDS, last=Generation(0, "a")) for i in (1, 3)]
+        assert gathered.result(30) == dataclasses.replace(cluster, num_processes=3)
+    begun = [next(follower.received()) for follower in followers]
+    assert begun == [Begin(Generation(1, "a"), 3, 1), Begin(Generation(1, "a"), 3, 2)]
+    leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_nodes=3))
+    assert leader._ranks == {1: range(2, 4), 3: range(4, 6)}
+    for follower in followers:
+        follower.wire.close()
+    leader.end()
+    first = Leader(dataclasses.replace(cluster, cluster_start_timeout=0.7), local.FIELDS, print, print)
+    with pytest.raises(ClusterError, match="processes 1, 2, 3 of 4 did not come"):
+        first.gather()
+    first.end()
+
+
+@given(st.integers(1, 64), st.integers(0, 64), st.integers(2, 12))
+def test_as_many_replicas_as_before_fit_fewer_devices(experts, redundant, before) -> None:
+    """Each device stores as many as it did, where all experts fit so, and never more than they need."""
+    replicas = -(-(experts + redundant) // before) * before
+    for devices in range(1, before):
+        found = experts + redundant_experts(experts, replicas, before, devices)
+        assert found % devices == 0 and found >= experts
+        assert found // devices == max(replicas // before, -(-experts // devices))
 
 
 def follow(cluster, last: Generation, heard: queue.Queue[str]) -> None:

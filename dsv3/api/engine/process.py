@@ -86,8 +86,8 @@ def main(fd: int, imports: Sequence[str] = ()) -> NoReturn:
         signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
     configure_logging()
     host = Host(socket.socket(fileno=fd))
-    for name in imports:
-        importlib.import_module(name)
+    for module in imports:
+        importlib.import_module(module)
     try:
         engine, info = _build(host.fronts.start(), host)
         host.fronts.announce(info)

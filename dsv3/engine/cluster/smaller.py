@@ -20,13 +20,14 @@ def fitted(options: EngineOptions, model_dir: Path, given: ClusterOptions, clust
     """
     if cluster.num_processes == given.num_processes:
         return options
-    redundant = options.num_redundant_experts
+    devices, redundant = jax.device_count(), options.num_redundant_experts
     if options.spreads_experts:
-        experts, devices = load_config(model_dir).n_routed_experts, jax.device_count()
+        experts = load_config(model_dir).n_routed_experts
         before = devices * given.num_processes // cluster.num_processes
         redundant = redundant_experts(experts, experts + redundant, before, devices)
-        _log.warning("%d redundant experts over %d devices, in place of %d", redundant, devices, before)
-    return dataclasses.replace(options, data_parallel_size=None, num_redundant_experts=redundant)
+        _log.warning("%d devices are left of %d, with %d redundant experts", devices, before, redundant)
+    ranks = devices // options.tensor_parallel_size
+    return dataclasses.replace(options, data_parallel_size=ranks, num_redundant_experts=redundant)
 
 
 def redundant_experts(experts: int, replicas: int, before: int, devices: int) -> int:

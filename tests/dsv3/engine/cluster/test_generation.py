@@ -13,12 +13,13 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop
-from dsv3.engine.cluster.smaller import redundant_experts
+from dsv3.engine.cluster.smaller import fitted, redundant_experts
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
 from dsv3.options import EngineOptions
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.engine.cluster.test_follower import Played, played, pytestmark  # noqa: F401
+from tests.dsv3.model.golden import DIRECTORY
 
 generations = st.builds(Generation, st.integers(0, 5), st.sampled_from(["a", "b"]))
 
@@ -84,6 +85,16 @@ def test_as_many_replicas_as_before_fit_fewer_devices(experts, redundant, before
         found = experts + redundant_experts(experts, replicas, before, devices)
         assert found % devices == 0 and found >= experts
         assert found // devices == max(replicas // before, -(-experts // devices))
+
+
+@pytest.mark.parametrize(("redundant", "shards", "fits"), [(16, 1, (8, 0)), (32, 1, (8, 8)), (0, 2, (4, 0))])
+def test_options_for_fewer_processes(tmp_path, redundant, shards, fits) -> None:
+    """All eight devices of the one process that is left are used, where there were sixteen."""
+    given = local.options(tmp_path, 2)
+    options = EngineOptions(enable_expert_parallel=True, num_redundant_experts=redundant, tensor_parallel_size=shards)
+    found = fitted(options, DIRECTORY / "greedy", given, dataclasses.replace(given, num_processes=1))
+    assert (found.data_parallel_size, found.num_redundant_experts) == fits
+    assert fitted(options, DIRECTORY / "greedy", given, given) is options
 
 
 def follow(cluster, last: Generation, heard: queue.Queue[str]) -> None:

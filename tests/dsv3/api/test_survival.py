@@ -167,8 +167,10 @@ def test_a_front_that_dies_during_a_restart_is_replaced(server):
     kill(server)
     for front in fronts:
         front.kill()
+    assert not psutil.wait_procs(fronts, 30)[1]
     server.wait_for(lambda: engine_of(server) is not None)
-    answers = [server.http.post(COMPLETIONS, json=LONG | {"return_token_ids": True}) for _ in range(4)]
+    body = LONG | {"return_token_ids": True}  # by new connections: old ones may lead to a front that has gone
+    answers = [httpx.post(server.url + COMPLETIONS, json=body, timeout=60) for _ in range(4)]
     assert [answer.json()["choices"][0]["token_ids"] for answer in answers] == [LONG["prompt"] * 12] * 4
     server.wait_ready()
 

@@ -240,6 +240,13 @@ class EngineOptions:
         high=1,
         programs=False,
     )
+    eplb_state: str | None = option(
+        None,
+        "Keep the experts' places and loads in this file of process 0, and start with what it holds; default: they "
+        "outlive an engine, but not the server.",
+        agree=False,
+        programs=False,
+    )
     enable_prefix_caching: bool = option(True, "Reuse the cached pages of equal prompt beginnings.", programs=False)
     kv_offloading_size: float = option(
         0.0,
@@ -372,7 +379,7 @@ class ClusterOptions:
         programs=False,
     )
     num_processes: int = option(
-        help="Serve with this many processes, one on each host. Found under Slurm.", low=2, high=_MAX_PROCESSES
+        help="Serve with this many processes, one on each host. Found under Slurm.", low=1, high=_MAX_PROCESSES
     )
     process_id: int = option(
         help="Be this one of them, from 0; process 0 serves HTTP. Found under Slurm.",
@@ -389,9 +396,24 @@ class ClusterOptions:
         300.0, "Wait this many seconds for all processes to come.", above=0, agree=False, programs=False
     )
     cluster_silence_timeout: float = option(
-        10.0,
+        5.0,
         "Take a process for hanging after this many seconds of silence, after six times as many while they start.",
         above=0,
+        programs=False,
+    )
+    cluster_return_timeout: float | None = option(
+        None,
+        "After a failure, go on without processes that have not come back after this many seconds; default: wait "
+        "--cluster_start_timeout for them, and never go on without one.",
+        above=0,
+        programs=False,
+    )
+
+    cluster_spare: bool = option(
+        True,
+        "Keep a process on each host that has imported jax and waits for the next failure: a restart takes half the "
+        "processor time, and the host some 200 MB.",
+        agree=False,
         programs=False,
     )
 
@@ -483,7 +505,7 @@ class ServerOptions(ServiceOptions):
     max_request_restarts: int = option(
         3,
         "Start an engine that has died anew, and let a request go on in at most this many engines after its first; 0: "
-        "the server ends with its engine. Instances of several processes do.",
+        "the server ends with its engine. Over several processes all are started anew together.",
         low=0,
     )
     max_connections: int | None = option(

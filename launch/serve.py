@@ -23,9 +23,11 @@ import uvloop
 
 from dsv3.api.answers.service import Service
 from dsv3.api.config import ServerConfig
-from dsv3.api.engine.process import configure_logging
 from dsv3.api.http.server import bind, serve
 from dsv3.api.tenants import Tenant, tenants_of
+from dsv3.engine.cluster.link import Follow
+from dsv3.engine.cluster.supervisor import Supervisor
+from dsv3.logs import configure_logging
 from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
 from launch import cli, flags
 from launch.cluster import cluster_options
@@ -57,11 +59,10 @@ def main() -> int:
 
 
 def _follow(cluster: ClusterOptions, config: ServerConfig) -> int:
-    """Executes what process 0 sends, without HTTP."""
-    from dsv3.engine.cluster.follower import run
-
+    """Executes what process 0 sends, without HTTP, in a process that is started anew when it dies."""
     _say(f"process {cluster.process_id} of {cluster.num_processes}, following {cluster.coordinator}")
-    run(cluster, config.model_dir, config.engine)
+    order = Follow(cluster, str(config.model_dir), config.engine)
+    return Supervisor(order, config.restarts if config.max_restarts else None).run()
 
 
 def _config() -> ServerConfig:

@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from dsv3.api.engine.client import WATCHDOG_S
-from dsv3.api.engine.keeper import RestartPolicy
+from dsv3.api.engine.client import PULSE_WATCHDOG_S, WATCHDOG_S
 from dsv3.api.templates.pool import DEADLINE_S
 from dsv3.api.tenants import Tenant
 from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
+from dsv3.restarts import RestartPolicy
 
 # Time for load balancers to read the reason from /health before the process ends with status 1.
 FAILURE_LINGER_S = 5.0
+_LEAST_SILENCE_S = 3.0  # a sign of life comes once per second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,13 @@ class ServerConfig:
 
     @property
     def max_restarts(self) -> int:
-        """How many engines a request is given after its first; those of several processes are not started anew."""
-        return 0 if self.cluster is not None else self.options.max_request_restarts
+        """How many engines a request is given after its first; 0: the first death is the last."""
+        return self.options.max_request_restarts
+
+    @property
+    def pulse_watchdog_s(self) -> float:
+        """Seconds without a sign of life after which the engine's process is taken for stopped."""
+        return PULSE_WATCHDOG_S if self.cluster is None else max(_LEAST_SILENCE_S, self.cluster.cluster_silence_timeout)
 
     def __post_init__(self) -> None:
         if not self.tenants and (self.options.api_key is not None or self.options.api_key_file is not None):

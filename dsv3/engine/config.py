@@ -69,6 +69,7 @@ class EngineConfig:
     seed: int = _carries("seed", 0)
     eplb_interval: int = option(0, "Let this many steps pass between moves; 0: never move.", low=0, programs=False)
     eplb_threshold: float = _carries("eplb_threshold", 0.9)
+    eplb_state: str | None = _carries("eplb_state", None)
     speculative_config: dict[str, Any] | None = _carries("speculative_config", None)
 
     def __post_init__(self) -> None:

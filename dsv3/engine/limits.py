@@ -96,6 +96,7 @@ def engine_config(
         seed=options.seed,
         eplb_interval=options.eplb_interval if options.enable_eplb else 0,
         eplb_threshold=options.eplb_threshold,
+        eplb_state=options.eplb_state,
         tokens_per_row=per_row,
         speculative_config=options.speculative_config,
     )

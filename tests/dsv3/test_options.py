@@ -90,7 +90,7 @@ def test_processes_compare_what_they_must_agree_on(tmp_path: Path) -> None:
     fields = fields_of(tmp_path, EngineOptions(), CLUSTER)
     declared = [each for cls in (EngineOptions, ClusterOptions) for each in options_of(cls)]
     assert {f"--{each.name}" for each in declared if each.terms.agree} == {k for k in fields if k.startswith("--")}
-    alone = {"max_num_queued_reqs", "compilation_cache_dir", "kv_events_config", "transfer_address"}
+    alone = {"max_num_queued_reqs", "compilation_cache_dir", "kv_events_config", "transfer_address", "eplb_state"}
     assert {each.name for each in options_of(EngineOptions) if not each.terms.agree} == alone
 
 

@@ -10,15 +10,18 @@ import subprocess
 import httpx
 import pytest
 
-from dsv3.checkpoint import save_hf
+from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.errors import ClusterError
+from dsv3.engine.fingerprint import fields_of
+from dsv3.options import EngineOptions
 from tests.dsv3.engine.cluster import local
-from tests.dsv3.model.golden import DIRECTORY, with_module
-from tests.launch.test_serve import COMMAND, ROOT, metric, run
+from tests.dsv3.model.golden import DIRECTORY
+from tests.launch.preloaded import run
+from tests.launch.test_serve import COMMAND, ROOT, metric
 
 SMALL = ["--model", str(DIRECTORY / "greedy"), "--max_num_seqs", "1", "--max_model_len", "128"]
 SMALL += ["--max_num_batched_tokens", "64", "--enable_expert_parallel"]
 SETTINGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}  # two devices per process
-DRAFTING = ["--speculative_config", '{"method": "mtp", "num_speculative_tokens": 1}']
 MOVING = ["--num_redundant_experts=4", "--enable_eplb", "--eplb_interval=8", "--eplb_threshold=1"]
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
 
@@ -62,16 +65,14 @@ def ready_log(leader, follower):
     raise AssertionError(f"the leader has ended with status {leader.wait()}\n{logs}")
 
 
-def test_experts_over_two_processes_give_transformers_tokens(start, tmp_path):
-    """Two devices each, with experts that move between all four while serving, and drafts by an MTP module.
+def test_experts_over_two_processes_give_transformers_tokens(start):
+    """Two devices each, with experts that move between all four while serving.
 
-    The module's experts are spread and move too. The processes compare what they sample, drafts that fail included. The
-    follower finds its place in Slurm's environment; SIGTERM ends both with status 0.
+    The processes compare what they sample. The follower finds its place in Slurm's environment; SIGTERM ends both with
+    status 0.
     """
     golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
-    params, cfg = with_module("greedy")
-    save_hf(tmp_path / "greedy", cfg, params)
-    arguments = [*SMALL, *MOVING, *DRAFTING, "--model", str(tmp_path / "greedy")]
+    arguments = [*SMALL, *MOVING, "--nocluster_spare"]
     coordinator = f"localhost:{local.free_port()}"
     follower = start(coordinator, 1, *arguments, environment=SLURM | {"SLURM_PROCID": "1"})
     leader = start(coordinator, 0, *arguments, *flags(0))
@@ -89,28 +90,35 @@ def test_experts_over_two_processes_give_transformers_tokens(start, tmp_path):
     sampled = {"prompt": prompts[0], "max_tokens": 4, "logprobs": 2, "seed": 3, "logit_bias": {"5": 1}}
     assert httpx.post(f"{url}/v1/completions", json={"model": "greedy"} | sampled, timeout=120).status_code == 200
     assert metric(url, "dsv3:recompilations_total") == 0
-    assert metric(url, "vllm:spec_decode_num_draft_tokens_total") > 0
     leader.send_signal(signal.SIGTERM)
     assert leader.wait(60) == follower.wait(60) == 0
     assert "the leader has ended in order" in follower.stdout.read()
 
 
-def test_other_settings_end_both_with_their_names(start):
-    coordinator = f"localhost:{local.free_port()}"
-    processes = [start(coordinator, 0, *SMALL, *flags(0)), start(coordinator, 1, *SMALL, *flags(1), "--fp8=dequantize")]
-    for process in processes:
-        text = process.communicate(timeout=120)[0]
-        assert process.returncode == 1
-        assert "--fp8 ('keep' there, 'dequantize' in process 1)" in text
-        assert "Traceback" not in text
-
-
-def test_processes_that_do_not_come_are_named(start):
+def test_a_leader_alone_ends_with_the_names_of_the_missing(start):
     process = start(f"localhost:{local.free_port()}", 0, *SMALL, *flags(0), "--cluster_start_timeout", "1")
     text = process.communicate(timeout=120)[0]
     assert process.returncode == 1
     assert "process 1 of 2 did not come within 1 s" in text
     assert "Traceback" not in text
+
+
+def test_a_follower_with_other_settings_ends_with_their_names(start, tmp_path):
+    """The leader is in this process; what it says then is what it says of missing processes above."""
+    cluster = local.options(tmp_path, 2)
+    options = EngineOptions(max_num_seqs=1, max_model_len=128, max_num_batched_tokens=64, enable_expert_parallel=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", SETTINGS["XLA_FLAGS"])
+        fields = fields_of(DIRECTORY / "greedy", options, cluster)
+    leader = Leader(cluster, fields, lambda reason: leader.end(reason), print)
+    follower = start(cluster.coordinator, 1, *SMALL, *flags(1), "--fp8=dequantize")
+    words = "--fp8 ('keep' there, 'dequantize' in process 1)"
+    with pytest.raises(ClusterError, match="process 1 is not configured as process 0") as refused:
+        leader.gather()
+    text = follower.communicate(timeout=120)[0]
+    assert follower.returncode == 1
+    assert str(refused.value).endswith(f": {words}")
+    assert words in text and "Traceback" not in text
 
 
 @pytest.mark.parametrize(

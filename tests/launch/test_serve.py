@@ -17,6 +17,8 @@ import openai
 import psutil
 import pytest
 
+from tests.launch.preloaded import run
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "launch.serve"]
 SMALL = ["--max-num-seqs", "4", "--max_model_len=256", "--max_num_batched_tokens=64", "--max-num-queued-reqs", "20"]
@@ -246,12 +248,6 @@ def test_sigterm_ends_it_with_status_0(server, url, client):
     assert server[0].wait(60) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
-
-
-def run(*arguments):
-    return subprocess.run(
-        [*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ}
-    )
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded():

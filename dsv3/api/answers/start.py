@@ -14,6 +14,7 @@ def make_client(config: ServerConfig) -> EngineClient:
     return EngineClient(
         max_num_queued_reqs=config.engine.max_num_queued_reqs,
         watchdog_s=config.watchdog_s,
+        pulse_watchdog_s=config.pulse_watchdog_s,
         max_restarts=config.max_restarts,
     )
 

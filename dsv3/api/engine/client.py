@@ -26,7 +26,7 @@ WATCHDOG_S = 300.0
 # An idle engine sends a frame per second.
 _IDLE_WATCHDOG_S = 30.0
 # So does a thread of any engine's process, unless that is stopped, or gets no processor time for as long.
-_PULSE_WATCHDOG_S = 30.0
+PULSE_WATCHDOG_S = 30.0
 # Outputs that are handed over in one piece; then others of the event loop have their turn.
 SLICE = 256
 _MAX_ADD_BYTES = 2**20  # of tokens and grammars in one message, or one request
@@ -81,7 +81,14 @@ class EngineClient:
     any more, `on_failure` is called with the reason.
     """
 
-    def __init__(self, *, max_num_queued_reqs: int, watchdog_s: float = WATCHDOG_S, max_restarts: int = 0):
+    def __init__(
+        self,
+        *,
+        max_num_queued_reqs: int,
+        watchdog_s: float = WATCHDOG_S,
+        pulse_watchdog_s: float = PULSE_WATCHDOG_S,
+        max_restarts: int = 0,
+    ):
         self.state: EngineState = "starting"
         self.reason = "the engine is starting"
         self.info: messages.EngineInfo | None = None
@@ -100,7 +107,7 @@ class EngineClient:
         self.settled = asyncio.Event()
         self.asks_to_drain = asyncio.Event()
         self._max_num_queued_reqs = max_num_queued_reqs
-        self._watchdog_s = watchdog_s
+        self._watchdog_s, self._pulse_watchdog_s = watchdog_s, min(watchdog_s, pulse_watchdog_s)
         self._next_id = 0
         self._lives = Lives(max_restarts)
         self._ready: deque[Sink] = deque()
@@ -266,11 +273,11 @@ class EngineClient:
         What was silence at the last look is judged, since everything that had come by then has been read meanwhile.
         Time in which this process or its event loop stood still counts as two intervals at most.
         """
-        interval = min(1.0, self._watchdog_s / 10)
+        interval = min(1.0, self._pulse_watchdog_s / 10)
         while True:
             before = time.monotonic()
             await asyncio.sleep(interval)
-            is_stopped = self._deaf_s > min(self._watchdog_s, _PULSE_WATCHDOG_S)
+            is_stopped = self._deaf_s > self._pulse_watchdog_s
             if self.state == "ready" and (is_stopped or self._silent_s > self._allowed_silence_s):
                 self.on_silence(f"the engine has not answered for {self._silent_s:.0f} s")
             passed = min(time.monotonic() - before, 2 * interval)
@@ -312,8 +319,9 @@ class EngineClient:
 
     def _begin(self, info: messages.EngineInfo) -> None:
         """Takes an engine that is ready into use, behind what goes on there."""
-        if self.info is not None and info.rules != self.info.rules:
-            names = [name for name in info.rules.__struct_fields__ if _differ(name, info.rules, self.info.rules)]
+        old = info.rules if self.info is None else self.info.rules
+        fixed = (name for name in old.__struct_fields__ if name != "num_ranks")  # fewer may have come back
+        if names := [name for name in fixed if _differ(name, info.rules, old)]:
             self.fail(f"the engine that was started anew has another {', '.join(names)}: what it serves has changed")
             return
         self.info = info

@@ -16,7 +16,7 @@ def start_engine(start: Start, host: Host) -> tuple[EngineLike, EngineInfo]:
 
     model_dir = Path(start.model_dir)
     if start.cluster is not None:
-        return describe(start_leader(start.cluster, model_dir, start.engine, host))
+        return describe(start_leader(start.cluster, model_dir, start.engine, host, generation=start.generation))
     host.progress("loading the weights")
     engine = build_engine(model_dir, start.engine, progress=os.isatty(sys.stderr.fileno()))
     engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total))

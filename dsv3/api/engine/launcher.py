@@ -5,19 +5,23 @@ import contextlib
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 SENDER_BYTES = 4
 """Bytes that come with a connection: the sender's number, little endian."""
 
 
 class EngineProcess:
-    """The engine's process, for the front that starts it. Raises OSError where the system has no room for it."""
+    """The engine's process, for the front that starts it. Raises OSError where the system has no room for it.
 
-    def __init__(self) -> None:
+    It imports the modules `imports` at once, whenever its first connection comes.
+    """
+
+    def __init__(self, imports: Sequence[str] = ()) -> None:
         self._usher, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dsv3.api.engine.process", str(theirs.fileno())],
+                [sys.executable, "-m", "dsv3.api.engine.process", str(theirs.fileno()), *imports],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's ^C is the first front's to handle
@@ -26,6 +30,11 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
 
     def connect(self, sender: int) -> socket.socket:
         """Returns a new connection to the engine, for the front with that number."""

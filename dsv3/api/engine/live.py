@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from dsv3.prepare import PreparedRequest, RequestRules, behind
@@ -50,7 +51,10 @@ class Live:
 
     def request_behind(self, rules: RequestRules) -> PreparedRequest:
         """Returns the request that goes on behind the tokens that have come."""
-        return behind(self.request, self.index, np.array(self.tokens, "<i4"), rules)
+        request = self.request
+        if request.rank is not None and request.rank >= rules.num_ranks:  # some have gone
+            request = msgspec.structs.replace(request, rank=None)
+        return behind(request, self.index, np.array(self.tokens, "<i4"), rules)
 
     def note_death(self) -> None:
         """Notes that its engine has died."""

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.look import Look, StepNote
 from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.prepare import PreparedRequest, RequestRules
@@ -14,7 +15,8 @@ from dsv3.request import EngineOutput, StepOutputs, Tokens
 class Start(msgspec.Struct, frozen=True, tag=True):
     """The first front's first message; `factory` is "module:function" of `factory(start, host)`.
 
-    With `cluster` the process leads an instance of several. `factory_options` are for factories of tests.
+    With `cluster` the process leads an instance of several, as `generation`. `factory_options` are for factories of
+    tests.
     """
 
     factory: str
@@ -22,6 +24,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     engine: EngineOptions
     cluster: ClusterOptions | None = None
     factory_options: dict[str, object] = {}
+    generation: Generation = FIRST
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

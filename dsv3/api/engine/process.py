@@ -1,8 +1,8 @@
 """The process that owns the engine: steps it on the main thread, while other threads carry frames in and out.
 
-Started by `dsv3.api.engine.launcher` as `python -m dsv3.api.engine.process FD`. FD is one end of a Unix socket pair,
-through which the first front hands over a connection for each front. When the first front goes away, this process ends
-at once, whatever it is doing. When another one goes away, its requests are aborted.
+Started by `dsv3.api.engine.launcher` as `python -m dsv3.api.engine.process FD [MODULE ...]`. FD is one end of a Unix
+socket pair, through which the first front hands over a connection for each front. When the first front goes away, this
+process ends at once, whatever it is doing. When another one goes away, its requests are aborted.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -23,6 +23,7 @@ from dsv3.api.engine import messages
 from dsv3.api.engine.fronts import FrontConnections
 from dsv3.api.engine.intake import EngineLike, Intake
 from dsv3.engine.errors import public_text
+from dsv3.logs import configure_logging
 from dsv3.request import StepOutputs
 
 _STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
@@ -76,12 +77,17 @@ class Host:
         self.end(0, "the HTTP process of the leader has gone")
 
 
-def main(fd: int) -> NoReturn:
-    """Runs an engine for the fronts whose connections come through the socket `fd`."""
+def main(fd: int, imports: Sequence[str] = ()) -> NoReturn:
+    """Runs an engine for the fronts whose connections come through the socket `fd`.
+
+    The modules `imports` are imported before: so a process that waits for the end of another one has that behind it.
+    """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
     configure_logging()
     host = Host(socket.socket(fileno=fd))
+    for module in imports:
+        importlib.import_module(module)
     try:
         engine, info = _build(host.fronts.start(), host)
         host.fronts.announce(info)
@@ -91,27 +97,6 @@ def main(fd: int) -> NoReturn:
         _report(error)
         kind = str(error) if isinstance(error, EngineFailed) else public_text(error)
         host.fail(f"the engine stopped after an error ({kind})")
-
-
-def configure_logging() -> None:
-    """Has jax warn only, through its own handler, and say in a line why a GPU plugin does not start.
-
-    Told to use the CPU it does not say that at all.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("jax").setLevel(logging.WARNING)
-    logging.getLogger("jax").propagate = False
-    plugins = logging.getLogger("jax._src.xla_bridge")
-    plugins.addFilter(_without_traceback)
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        plugins.setLevel(logging.CRITICAL)
-
-
-def _without_traceback(record: logging.LogRecord) -> bool:
-    if record.exc_info and record.exc_info[1] is not None:
-        record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]}", ()
-        record.exc_info = record.exc_text = None
-    return True
 
 
 def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
@@ -171,4 +156,4 @@ def _report(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -69,5 +69,6 @@ class Book:
             return None
         wrong = next((process for process, digest in theirs.items() if digest != mine[0]), None)
         if wrong is None and len(theirs) == len(self._followers):
-            del self._mine[number], self._theirs[number]
+            del self._mine[number]
+            self._theirs.pop(number, None)  # nothing is there where nobody follows
         return wrong

@@ -23,6 +23,8 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
 from dsv3.engine.cluster.executor import FollowingExecutor
+from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster.link import Alone, Begun, Serving, Tell
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -38,6 +40,7 @@ from dsv3.engine.cluster.messages import (
     Stop,
     Told,
 )
+from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.executor import InFlight, LocalExecutor
@@ -57,10 +60,18 @@ _EXPLANATION_S = 3.0
 _SWITCH_INTERVAL_S = 0.0005
 
 
-def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: Load = load_model) -> NoReturn:
+def run(
+    cluster: ClusterOptions,
+    model_dir: Path,
+    options: EngineOptions,
+    load: Load = load_model,
+    last: Generation | None = None,
+    tell: Tell = lambda _: None,
+) -> NoReturn:
     """Follows the leader until it ends, then ends the process: with status 0 if that was in order, else 1.
 
-    `options` are those of the leader. Raises ValueError for a key file that cannot be used.
+    `options` are those of the leader, `last` is the generation that this place was in before. A supervisor hears by
+    `tell` how far it has come. Raises ValueError for a key file that cannot be used.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     credentials = credentials_of(read_key(cluster.cluster_key_file))
@@ -68,8 +79,9 @@ def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: 
     try:
         wire = _reach(cluster, credentials)
     except WireError as error:
+        tell(Alone())
         _end(1, str(error))
-    follower = _Follower(cluster, wire)
+    follower = _Follower(cluster, wire, last, tell)
     signals.hand_to(follower)
     try:
         follower.follow(model_dir, options, load)
@@ -78,8 +90,10 @@ def run(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, load: 
 
 
 class _Follower:
-    def __init__(self, cluster: ClusterOptions, wire: Wire) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, cluster: ClusterOptions, wire: Wire, last: Generation | None = None, tell: Tell = lambda _: None
+    ) -> None:
+        self._cluster, self._last, self._tell = cluster, last, tell
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
@@ -92,19 +106,25 @@ class _Follower:
         """Starts together with the leader, then executes what it sends."""
         phases = Phases()
         fields = fields_of(model_dir, options, self._cluster)
-        self._send(Hello(fields, socket.gethostname(), os.getpid()))
-        self._expect(Begin)
+        self._send(Hello(fields, socket.gethostname(), os.getpid(), self._last))
+        begin = self._expect(Begin)
+        generation = begin.generation
+        if generation.is_over_for(self._last):
+            raise WireError(f"the leader is of {generation}, which is over: this process has been in {self._last}")
+        self._tell(Begun(generation))
+        _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.front)
         phases.end("all have come")
-        start_jax(self._cluster)
+        cluster = place_in(self._cluster, begin)
+        start_jax(cluster, generation)
         phases.end("jax")
-        parts = load(model_dir, options)
+        parts = load(model_dir, fitted(options, model_dir, self._cluster, cluster))
         phases.end("weights")
         self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages, parts.cfg.transfer_address or ""))
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
         makers = {kind.name: kind.aside for kind in JOB_KINDS if kind.aside is not None and kind.applies(parts)}
-        asides = {name: make(parts, functools.partial(self._tell, name)) for name, make in makers.items()}
+        asides = {name: make(parts, functools.partial(self._pass_on, name)) for name, make in makers.items()}
         executor = FollowingExecutor(LocalExecutor(parts, JOB_KINDS), asides)
-        store = kept_programs(self._cluster, model_dir, options, parts)
+        store = kept_programs(cluster, model_dir, options, parts)
         del parts  # the executor alone holds the weights: experts that it moves are written in place
         executor.compile_all(store)
         phases.end("compiling")
@@ -151,7 +171,7 @@ class _Follower:
     def _send(self, message: messages.ToLeader) -> None:
         self._channel.send(messages.encode(message))
 
-    def _tell(self, kind: str, body: bytes) -> None:
+    def _pass_on(self, kind: str, body: bytes) -> None:
         try:
             self._send(Told(kind, body))
         except ChannelError as error:
@@ -166,6 +186,7 @@ class _Follower:
                 _end(1, f"the leader ends the instance: {failure}")
             case Started():
                 self._silence_s = self._cluster.cluster_silence_timeout
+                self._tell(Serving())
             case Begin() | Build() | Step():
                 self._inbox.put(message)
 
@@ -198,6 +219,13 @@ class _Follower:
                 self._channel.forgive()
             elif now - self._channel.last_heard_s > limit:
                 _end(1, f"the leader (process 0) has been silent for {limit:g} s: it hangs, or its host is gone")
+
+
+def place_in(cluster: ClusterOptions, begin: Begin) -> ClusterOptions:
+    """Returns the place of a follower among those that begin."""
+    if begin.num_processes is None:
+        return cluster
+    return dataclasses.replace(cluster, num_processes=begin.num_processes, process_id=begin.process_id)
 
 
 def _reach(cluster: ClusterOptions, credentials: Credentials) -> Wire:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from dsv3.engine.cluster.executor import LeadingExecutor
+from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
 from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.engine import Engine
@@ -34,6 +36,7 @@ def start_leader(
     options: EngineOptions,
     host: Host,
     load: Load = load_model,
+    generation: Generation = FIRST,
 ) -> Engine:
     """Returns an engine over the devices of all processes, warm; every follower is ready when it returns.
 
@@ -42,14 +45,15 @@ def start_leader(
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     phases = Phases()
     fields = fields_of(model_dir, options, cluster)
-    leader = Leader(cluster, fields, host.fail, host.drain)
+    leader = Leader(cluster, fields, host.fail, host.drain, generation)
     host.at_end(leader.end)
     host.progress(f"waiting for {cluster.num_processes - 1} other processes")
-    leader.gather()
+    given, cluster = cluster, leader.gather()
     phases.end("all have come")
-    start_jax(cluster)
+    start_jax(cluster, generation)
     phases.end("jax")
     host.progress("loading the weights")
+    options = fitted(options, model_dir, given, cluster)
     parts = load(model_dir, options)
     num_pages = leader.loaded(loaded_fields(parts))
     phases.end("weights")

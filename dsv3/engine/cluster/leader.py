@@ -4,7 +4,9 @@ Its own threads accept, receive, send and watch. A main thread that compiles, lo
 none of them. The first failure of any process ends the instance: `on_failure` is called with it, once.
 """
 
+import dataclasses
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
 from dsv3.engine.cluster.entrance import Entrance
+from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.cluster.messages import (
     Build,
     Digest,
@@ -47,6 +50,7 @@ _LAST_WORD_S = 10.0
 _REFUSAL_S = 5.0  # the bound for a process that is turned away
 # A collective may raise a little before the leader's receiving thread has seen the broken connection behind it.
 _EXPLANATION_S = 2.0
+_TOO_LATE = messages.encode(Stop("it has come too late: the others have gone on without it"))
 
 
 class Leader:
@@ -64,10 +68,12 @@ class Leader:
         fields: Fields,
         on_failure: Callable[[str], None],
         on_drain: Callable[[str], None],
+        generation: Generation = FIRST,
     ) -> None:
-        self._options, self._fields = options, fields
+        self._options, self._fields, self._generation = options, fields, generation
         self._on_failure, self._on_drain = on_failure, on_drain
         self._followers = frozenset(range(1, options.num_processes))
+        self._left_out: frozenset[int] = frozenset()
         self._channels: dict[int, Channel] = {}
         self._said: dict[type, dict[int, messages.ToLeader]] = {Hello: {}, Loaded: {}, Ready: {}}
         self._changed = threading.Condition()
@@ -80,28 +86,55 @@ class Leader:
         self._reached = dict.fromkeys(self._followers, -1)  # the last step each follower is known to have launched
         self._ranks: dict[int, range] = {}
         self.news = News()
+        self._places: dict[int, int] = {}  # by process: its number among those that have begun
         self._silence_s = options.starting_silence_s
         self._forgiven = 0.0  # when this process was last found to have been suspended
         credentials = credentials_of(read_key(options.cluster_key_file))
         self._entrance = Entrance(options, credentials, self._admit)
 
-    def gather(self) -> None:
+    def gather(self) -> ClusterOptions:
         """Waits until every follower has come and has the leader's fingerprint, then lets them begin.
 
-        Raises ClusterError when the time is over, with the missing processes, and where fingerprints differ.
+        Returns this process's place among those that begin: in a gang that takes the place of another one these are
+        all that have come when `cluster_return_timeout` is over. Otherwise raises ClusterError when the time is over,
+        with the missing processes, and always where fingerprints differ.
         """
         address = self._entrance.address
         self._entrance.open()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         _log.info("waiting for %d processes at %s", len(self._followers), address)
-        missing = self._wait_for(Hello, "to come", self._options.cluster_start_timeout)
-        if missing:
+        returning_s = self._options.cluster_return_timeout if self._generation.number else None
+        timeout_s = returning_s or self._options.cluster_start_timeout
+        missing = self._wait_for(Hello, "to come", timeout_s)
+        if missing and returning_s is None:
             raise self._fail(
-                f"{_processes(missing)} of {self._options.num_processes} did not come within "
-                f"{self._options.cluster_start_timeout:g} s (listening at {address})"
+                f"{_processes(missing)} of {self._options.num_processes} did not come within {timeout_s:g} s "
+                f"(listening at {address})"
             )
         self._entrance.close()
-        self._broadcast(messages.encode(messages.Begin()))
+        return self._begin_without(missing)
+
+    def _begin_without(self, missing: frozenset[int]) -> ClusterOptions:
+        """Lets the others begin, numbered anew where some are missing."""
+        number = None
+        if missing:
+            _log.warning("going on without %s of %d", _processes(missing), self._options.num_processes)
+            number = 1 + self._leave_out(missing)
+        self._places = {process_id: place for place, process_id in enumerate(sorted(self._followers), 1)}
+        for process_id, place in self._places.items():
+            begin = messages.Begin(self._generation, number, LEADER if number is None else place)
+            self._post(process_id, messages.encode(begin))
+        return dataclasses.replace(self._options, num_processes=number or self._options.num_processes)
+
+    def _leave_out(self, missing: frozenset[int]) -> int:
+        """Forgets processes that have not come, or have not said so; returns how many followers are left."""
+        with self._changed:
+            self._left_out, self._followers = missing, self._followers - missing
+            late = [self._channels.pop(process_id) for process_id in missing & self._channels.keys()]
+        self._book, self._reached = Book(self._followers), dict.fromkeys(self._followers, -1)
+        for channel in late:
+            channel.send_last(_TOO_LATE)
+        return len(self._followers)
 
     def loaded(self, fields: Fields) -> int:
         """Waits until every follower has its weights; returns the number of cache pages that all have room for.
@@ -113,7 +146,7 @@ class Leader:
         for process_id, message in sorted(said.items()):
             if error := self._compare(process_id, fields, message.fields):
                 raise error
-        return min(message.num_pages for message in said.values())
+        return min((message.num_pages for message in said.values()), default=sys.maxsize)
 
     def transfer_addresses(self, own: str | None) -> tuple[str, ...]:
         """Returns where each process lets other instances fetch pages, this one at `own`; empty where none does.
@@ -133,7 +166,7 @@ class Leader:
 
     def build(self, config: EngineConfig) -> None:
         """Tells the followers the limits that all processes use."""
-        self._ranks = {process_id: config.ranks_of(process_id) for process_id in self._followers}
+        self._ranks = {process_id: config.ranks_of(place) for process_id, place in self._places.items()}
         self._broadcast(messages.encode(Build(config)))
 
     def ready(self) -> None:
@@ -205,7 +238,7 @@ class Leader:
             self._options.heartbeat_s,
         )
         with self._changed:
-            last_word = self._last_word
+            last_word = self._last_word or (_TOO_LATE if process_id in self._left_out else None)
             known = self._channels.setdefault(process_id, channel) is not channel
         if known:
             wire.send(messages.encode(Stop(f"another process has --process_id {process_id} already")))
@@ -226,11 +259,13 @@ class Leader:
                 self._reached[process_id] = max(self._reached[process_id], message.number)
                 self._diverged(self._book.follow(process_id, message.number, message.digest), message.number)
             case Hello():
-                if self._compare(process_id, self._fields, message.fields) is None:
+                if self._generation.is_over_for(message.last):
+                    self._fail(f"process {process_id} has been in {message.last}: {self._generation} is over")
+                elif self._compare(process_id, self._fields, message.fields) is None:
                     _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
                     self._note(process_id, message)
             case Told():
-                self.news.put(message.kind, process_id, message.body)
+                self.news.put(message.kind, self._places[process_id], message.body)
             case Loaded() | Ready():
                 self._note(process_id, message)
             case Drain():
@@ -262,7 +297,7 @@ class Leader:
                 del self._channels[process_id]
         if is_new:
             _log.warning("process %d %s, before its first message", process_id, end)
-        elif not self._ending:
+        elif not self._ending and process_id not in self._left_out:
             self._fail(f"process {process_id} {end}")
 
     def _watch(self) -> None:
@@ -288,7 +323,7 @@ class Leader:
         """
         limit = self._silence_s
         for process_id, channel in list(self._channels.items()):
-            if now - channel.last_heard_s > limit:
+            if now - channel.last_heard_s > limit and process_id in self._followers:
                 self._fail(f"process {process_id} has been silent for {limit:g} s: it hangs, or its host is gone")
         number, since = self._launched
         for process_id, reached in self._reached.items():

@@ -8,23 +8,36 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import Job, JobKind, StepCommand
+from dsv3.options import LEADER
 
 _DTYPES = {np.dtype(name) for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
 _MAX_DIMENSIONS = 8
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a follower: the fields of its fingerprint, and where it runs, for the log."""
+    """The first message of a follower: the fields of its fingerprint, and where it runs, for the log.
+
+    `last` is the generation that its place was in before, as far as its supervisor knows.
+    """
 
     fields: dict[str, str]
     host: str
     pid: int
+    last: Generation | None = None
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Every process has come and agrees: start jax and load the weights."""
+    """Every process has come and agrees: start jax and load the weights, as this generation.
+
+    Where the others go on without some, `num_processes` of them do, and the one that reads this is `process_id`.
+    """
+
+    generation: Generation = FIRST
+    num_processes: int | None = None
+    process_id: int = LEADER
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

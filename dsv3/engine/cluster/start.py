@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from dsv3.engine.build import load_parts
+from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.fingerprint import Fields, agreed, shaping
 from dsv3.engine.parts import Parts
 from dsv3.engine.stored import ProgramStore, device_fields, program_store
@@ -45,14 +46,15 @@ def load_model(model_dir: Path, options: EngineOptions) -> Parts:
     return load_parts(model_dir, options, progress=False)
 
 
-def start_jax(cluster: ClusterOptions) -> None:
-    """Joins this process's devices with those of the others, all of which are there already.
+def start_jax(cluster: ClusterOptions, generation: Generation = FIRST) -> None:
+    """Joins this process's devices with those of the others of its generation, all of which are there already.
 
     The coordinator listens at the given address alone, not at all of the host's. It and its clients show each other
-    certificates of the instance: without them one call of a stranger would end every process. Its own failure detection
-    is far slower than ours, and its preemption service would take SIGTERM from us.
+    certificates of the generation: without them one call of a stranger, or of a process that is late to leave an
+    earlier generation, would end every process. Its own failure detection is far slower than ours, and its preemption
+    service would take SIGTERM from us.
     """
-    credentials = credentials_of(read_key(cluster.cluster_key_file))
+    credentials = credentials_of(generation.secret(read_key(cluster.cluster_key_file)))
     jax.config.update("jax_enable_compilation_cache", False)  # see `dsv3.engine.stored`
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)

@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import SpreadExperts, StepResult
 from dsv3.engine.job import Command, EngineView, JobKind, Planned, Watch
+from dsv3.engine.jobs.kept_experts import keep, start_from
 from dsv3.engine.look import ExpertLoad
 from dsv3.engine.parts import Parts
 from dsv3.request import StepOutputs
@@ -116,10 +118,13 @@ def judge(
     new = rebalance_experts(load, experts.num_replicas, experts.num_groups, nodes, devices)
     new = keep_in_place(new, expert_map, experts.num_groups, nodes, devices)
     gain = balancedness(load, new, devices) - even
-    placement, source = placement_of(new, max_copies), sources(new, expert_map).astype(np.int32)
-    layers = np.flatnonzero(gain > MIN_GAIN)
-    moves = [MoveCommand(np.array(i, np.int32), source[i], placement.replicas[i], placement.copies[i]) for i in layers]
-    return Judgement(load, even, moves)
+    return Judgement(load, even, moves_to(new, expert_map, max_copies, np.flatnonzero(gain > MIN_GAIN)))
+
+
+def moves_to(new: ExpertMap, old: ExpertMap, max_copies: int, layers: np.ndarray) -> list[MoveCommand]:
+    """Returns the moves that take these layers from one map to another, both of as many replicas."""
+    placement, source = placement_of(new, max_copies), sources(new, old).astype(np.int32)
+    return [MoveCommand(np.array(i, np.int32), source[i], placement.replicas[i], placement.copies[i]) for i in layers]
 
 
 class TrafficCounter:
@@ -182,6 +187,9 @@ class Balancer:
         self._rebalances = self._moved = self._failures = 0
         self._version = 0  # of what `look` shows
         self._last_move: tuple[np.ndarray, ExpertMap] | None = None  # the load that decided it, the map before it
+        self._file = Path(cfg.eplb_state) if cfg.eplb_state and self._interval else None
+        if self._file is not None:
+            self._start_from(self._file)
         self._stats = self._summed_up()
 
     @property
@@ -227,6 +235,8 @@ class Balancer:
         if command.moves and not self._moving:
             self._rebalances += 1
             _log.info("experts rebalanced: %d moved so far", self._moved)
+        if self._file is not None and not self._moving:
+            self._thread.submit(keep, self._file, self._map, list(self._window))
         self._stats = self._summed_up()
 
     def stats(self) -> ExpertStats:
@@ -261,6 +271,14 @@ class Balancer:
             in_node_bytes=sent.device_bytes - sent.node_bytes,
             cross_node_bytes=sent.node_bytes,
         )
+
+    def _start_from(self, file: Path) -> None:
+        """Begins with the loads of the engine before, and with the moves to the places that its experts had."""
+        if (found := start_from(file, self._experts, self._map)) is not None:
+            wanted, loads = found
+            self._window.extend(loads)
+            differ = np.flatnonzero((wanted.phy2log != self._map.phy2log).any(axis=1))
+            self._moves.extend(moves_to(wanted, self._map, self._max_copies, differ))
 
     def _note_load(self, load: np.ndarray) -> None:
         pairs, programs = split_load(load, self._experts, self._num_ranks)

@@ -54,10 +54,10 @@ class Server:
         return all(self.metric(name) == 0 for name in names)
 
     def engine_process(self) -> psutil.Process:
-        [engine] = [
-            p for p in psutil.Process(self.process.pid).children() if "dsv3.api.engine.process" in " ".join(p.cmdline())
-        ]
-        return engine
+        """The engine's; a younger one may wait to take its place."""
+        children = psutil.Process(self.process.pid).children()
+        engines = [p for p in children if "dsv3.api.engine.process" in " ".join(p.cmdline())]
+        return min(engines, key=lambda each: each.create_time())
 
     def stop(self, seconds: float = 30) -> int:
         self.http.close()
@@ -99,10 +99,10 @@ def main() -> int:
     import uvloop
 
     from dsv3.api.config import Deadlines, ServerConfig
-    from dsv3.api.engine.keeper import RestartPolicy
     from dsv3.api.http.server import bind, serve
     from dsv3.api.tenants import tenants_of
     from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
+    from dsv3.restarts import RestartPolicy
 
     settings = json.loads(sys.argv[1])
     kinds = {"options": ServerOptions, "engine": EngineOptions, "cluster": ClusterOptions, "deadlines": Deadlines}

@@ -337,7 +337,7 @@ def _wait_until_asleep(process, seconds=60):
 def test_jax_speaks_in_lines():
     """A GPU plugin that cannot start is a line in the log, once, not two tracebacks."""
     code = (
-        "import logging; from dsv3.api.engine.process import configure_logging; configure_logging()\n"
+        "import logging; from dsv3.logs import configure_logging; configure_logging()\n"
         "import jax\n"
         "log = logging.getLogger('jax._src.xla_bridge')\n"
         "try:\n    raise RuntimeError('no cuDNN')\n"

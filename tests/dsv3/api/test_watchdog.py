@@ -79,10 +79,9 @@ class Waiting:
 def test_who_may_be_silent_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle engine for less time than one that works, and a process that does not even send its pulse."""
     monkeypatch.setattr(client_module, "_IDLE_WATCHDOG_S", 0.1)
-    monkeypatch.setattr(client_module, "_PULSE_WATCHDOG_S", 1.5)
 
     async def run() -> None:
-        idle, working, stopped = (EngineClient(max_num_queued_reqs=0) for _ in range(3))
+        idle, working, stopped = (EngineClient(max_num_queued_reqs=0, pulse_watchdog_s=1.5) for _ in range(3))
         beating = [await connected(working, WORKING), await connected(idle, IDLE)]
         ends = [*beating, await connected(stopped, WORKING)]
         pulses = asyncio.create_task(beat(beating))

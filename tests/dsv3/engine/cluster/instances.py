@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -25,9 +25,15 @@ class Instance:
     """A server and its followers by process id, each with its log, and where jax's coordinator listens."""
 
     def __init__(
-        self, server: Server, followers: dict[int, subprocess.Popen[str]], logs: dict[int, Path], coordinator: str
+        self,
+        server: Server,
+        followers: dict[int, subprocess.Popen[str]],
+        logs: dict[int, Path],
+        cluster: ClusterOptions,
+        start: Callable[[int], None],
     ):
-        self.server, self.followers, self._logs, self.coordinator = server, followers, logs, coordinator
+        self.server, self.followers, self._logs, self.start = server, followers, logs, start
+        self.coordinator, self.key = cluster.coordinator, cluster.cluster_key_file
 
     def wait_ready(self) -> None:
         """Until requests are served; tells all logs if they will never be."""
@@ -71,10 +77,13 @@ def running(
     silence: float = 20.0,
     engine: dict | None = None,
     spells: bool = False,
+    supervised: bool = False,
+    cluster: dict | None = None,
     **more,
 ) -> Iterator[Instance]:
-    """The toy served by `num_processes` processes with options `engine`; `more` goes to the followers' script.
+    """The toy served by `num_processes` processes with options `engine`, `cluster`; `more` goes to followers' scripts.
 
+    The first failure ends it, unless it is `supervised`: then the processes that are given are those of supervisors.
     Where `engine` has a transfer_key_file, each process gives its pages to others. One that `spells` has letters for
     its tokens, so that it takes grammars.
     """
@@ -83,23 +92,30 @@ def running(
     (model_dir / "config.json").write_text("{}")
     if spells:
         letters.write(model_dir)
-    cluster = local.options(directory, num_processes, cluster_silence_timeout=silence)
+    leader = local.options(directory, num_processes, cluster_silence_timeout=silence, **(cluster or {}))
     given = [dict(engine or {}) for _ in range(num_processes)]
     for own in given if engine and "transfer_key_file" in engine else ():
         own["transfer_address"] = f"127.0.0.1:{local.free_port()}"
     followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
+
+    def start(i: int) -> None:
+        """Starts follower `i`, for the first time or anew, with caches as on hosts without a common file system."""
+        own = EngineOptions(**given[i], compilation_cache_dir=str(cache / str(i)))
+        place = dataclasses.replace(leader, process_id=i)
+        followers[i] = start_follower(place, model_dir, own, logs[i], supervised=supervised, **more)
+
     try:
-        for i, log in logs.items():
-            # As on hosts without a common file system.
-            options = EngineOptions(**given[i], compilation_cache_dir=str(cache / str(i)))
-            followers[i] = start_follower(dataclasses.replace(cluster, process_id=i), model_dir, options, log, **more)
+        for i in logs:
+            start(i)
         settings = {
             "engine_factory": FACTORY,
             "engine": {**given[0], "compilation_cache_dir": str(cache / "0")},
-            "cluster": dataclasses.asdict(cluster),
+            "cluster": dataclasses.asdict(leader),
+            "options": {"max_request_restarts": 1000 if supervised else 0},
+            "restarts": {"most": 1000},
         }
         with serving.running(model_dir, ready=False, **settings) as server:
-            instance = Instance(server, followers, logs, cluster.coordinator)
+            instance = Instance(server, followers, logs, leader, start)
             if ready:
                 instance.wait_ready()
             yield instance

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.wire import Wire, accept, connect
 from dsv3.options import ClusterOptions
 from dsv3.trust.certificates import Credentials, credentials_of
@@ -53,9 +54,10 @@ class Follower:
         process_id: int,
         fields: dict[str, str] | None = None,
         connection: socket.socket | None = None,
+        last: Generation | None = None,
     ):
         self.wire: Wire = connect(connection or dial(cluster), credentials(cluster), process_id)
-        self.send(messages.Hello(FIELDS if fields is None else fields, "host", 1))
+        self.send(messages.Hello(FIELDS if fields is None else fields, "host", 1, last))
 
     def send(self, message: messages.ToLeader) -> None:
         self.wire.send(messages.encode(message))

@@ -68,7 +68,7 @@ def test_the_control_port_is_the_next_one() -> None:
     assert member("host:80", 2, 0).control_address == ("host", 81)
 
 
-@pytest.mark.parametrize(("processes", "process_id"), [(1, 0), (2, 2), (2, -1), (10**6, 0)])
+@pytest.mark.parametrize(("processes", "process_id"), [(0, 0), (2, 2), (2, -1), (10**6, 0)])
 def test_counts_that_cannot_be(processes: int, process_id: int) -> None:
     with pytest.raises(ValueError, match=r"num_processes|process_id"):
         member("host:80", processes, process_id)

@@ -21,6 +21,8 @@ from dsv3.api.engine.messages import Start
 from dsv3.cache.tiers import shared_memory, tiers
 from dsv3.engine.cluster import follower
 from dsv3.engine.cluster.lead import start_leader
+from dsv3.engine.cluster.link import Follow
+from dsv3.engine.cluster.supervisor import Supervisor
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.executor import LocalExecutor
@@ -28,7 +30,9 @@ from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.restarts import RestartPolicy
 
+LOAD = "tests.dsv3.engine.cluster.toy_cluster"
 PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_file")
 LIMITS = {"identity": "{}", "max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
 
@@ -63,7 +67,7 @@ def _few_keys(self: Programs) -> list[Key]:
 
 def start(start: Start, host):
     """What the server is given as its engine's factory."""
-    return describe(start_leader(start.cluster, Path(start.model_dir), start.engine, host, load))
+    return describe(start_leader(start.cluster, Path(start.model_dir), start.engine, host, load, start.generation))
 
 
 def _diverging(step: int):
@@ -77,7 +81,12 @@ def _diverging(step: int):
     return other
 
 
-def main(cluster, model_dir: str, engine, diverge_at: int | None = None, follower_limits=None) -> None:
+def main(
+    cluster, model_dir: str, engine, diverge_at: int | None = None, follower_limits=None, supervised=False
+) -> None:
+    if supervised:
+        order = Follow(ClusterOptions(**cluster), model_dir, EngineOptions(**engine), f"{LOAD}:load")
+        sys.exit(Supervisor(order, RestartPolicy(most=1000)).run())
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     LIMITS.update(follower_limits or {})
     if diverge_at is not None:

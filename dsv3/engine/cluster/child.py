@@ -1,0 +1,50 @@
+"""A follower's process, as its supervisor starts it: `python -m dsv3.engine.cluster.child FD`.
+
+FD is one end of a Unix socket pair. jax is imported before the supervisor's order is read, so that a process that was
+started ahead of time has that behind it. When the supervisor goes away this process ends at once.
+"""
+
+import importlib
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from dsv3.engine.cluster.link import Link, Pulse
+from dsv3.logs import configure_logging
+
+PULSE_S = 0.5
+
+
+def main(descriptor: int) -> NoReturn:
+    """Follows as soon as the supervisor says so."""
+    configure_logging()
+    link = Link(socket.socket(fileno=descriptor))
+    threading.Thread(target=_beat, args=(link,), name="pulse", daemon=True).start()
+    from dsv3.engine.cluster import follower
+
+    order = link.order()
+    if order is None:
+        os._exit(0)
+    threading.Thread(target=_end_with, args=(link,), name="supervisor", daemon=True).start()
+    module, _, name = order.load.partition(":")
+    load = getattr(importlib.import_module(module), name)
+    follower.run(order.cluster, Path(order.model_dir), order.engine, load, order.last, link.send)
+
+
+def _beat(link: Link) -> None:
+    while True:
+        link.send(Pulse())
+        time.sleep(PULSE_S)
+
+
+def _end_with(link: Link) -> NoReturn:
+    link.wait_for_end()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,97 @@
+"""Declares what a follower and its supervisor tell each other, as lines of JSON over a Unix socket. Imports no jax."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from dsv3.engine.cluster.generation import Generation
+from dsv3.options import ClusterOptions, EngineOptions
+
+LOAD = "dsv3.engine.cluster.start:load_model"
+
+
+class Follow(msgspec.Struct, frozen=True, tag=True):
+    """Follow the leader. `load` is "module:function" of what loads the parts of the engine.
+
+    `last` is the generation that the process before has been in.
+    """
+
+    cluster: ClusterOptions
+    model_dir: str
+    engine: EngineOptions
+    load: str = LOAD
+    last: Generation | None = None
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The process runs: comes from a thread of its own, whatever the process does."""
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """The leader has let the process into this generation."""
+
+    generation: Generation
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True):
+    """All processes of the generation are ready."""
+
+
+class Alone(msgspec.Struct, frozen=True, tag=True):
+    """No leader was found in time, or the one found lets this process not in: there is no use in another try."""
+
+
+News = Begun | Serving | Alone
+Tell = Callable[[News], None]
+FromFollower = Pulse | News
+
+_to_follower = msgspec.json.Decoder(Follow)
+_from_follower: msgspec.json.Decoder[FromFollower] = msgspec.json.Decoder(FromFollower)
+_READ_BYTES = 2**16
+
+
+class Link:
+    """One end of the socket. Any thread may send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+        self._received = b""
+
+    def send(self, message: Follow | FromFollower) -> None:
+        """Sends a message; one to a process that has gone is dropped."""
+        with self._lock, contextlib.suppress(OSError):
+            self.connection.sendall(msgspec.json.encode(message) + b"\n")
+
+    def order(self) -> Follow | None:
+        """Waits for the supervisor's order; None when it has gone."""
+        line = next(self._lines(), None)
+        return None if line is None else _to_follower.decode(line)
+
+    def news(self) -> list[FromFollower] | None:
+        """Returns what has come since, waiting for something to come; None when the follower has gone."""
+        received = self._receive()
+        if not received:
+            return None
+        *lines, self._received = (self._received + received).split(b"\n")
+        return [_from_follower.decode(line) for line in lines]
+
+    def wait_for_end(self) -> None:
+        """Waits until the other process has gone."""
+        while self._receive():
+            pass
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yields whole lines until the other process has gone."""
+        while received := self._receive():
+            *lines, self._received = (self._received + received).split(b"\n")
+            yield from lines
+
+    def _receive(self) -> bytes:
+        try:
+            return self.connection.recv(_READ_BYTES)
+        except OSError:
+            return b""

@@ -1,0 +1,54 @@
+"""A follower's process without jax, which does what its order's `load` says, a word after the other."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster.link import Alone, Begun, Link, Pulse, Serving
+
+
+def _exit_on_signal(*_: object) -> None:
+    os._exit(0)
+
+
+def main(descriptor: int) -> None:
+    """Says its pulse ten times per second until it ends."""
+    link = Link(socket.socket(fileno=descriptor))
+    order = link.order()
+    if order is None:
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    number = 0 if order.last is None else order.last.number + 1
+    threading.Thread(target=beat, args=(link,), daemon=True).start()
+    print(f"life {number}: {order.load}", flush=True)
+    words = order.load.split("; ")[min(number, order.load.count("; "))]
+    for word in words.split():
+        match word:
+            case "begin":
+                link.send(Begun(Generation(number, "a")))
+            case "serve":
+                link.send(Serving())
+            case "alone":
+                link.send(Alone())
+            case "hang":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "ask":  # for the end
+                os.kill(os.getppid(), signal.SIGTERM)
+            case "wait":
+                time.sleep(60)
+            case status:
+                os._exit(int(status))
+
+
+def beat(link: Link) -> None:
+    while True:
+        link.send(Pulse())
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,127 @@
+"""A process of a generation that is over: who refuses it, and by which name."""
+
+import dataclasses
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.generation import Generation
+from dsv3.engine.cluster.leader import Leader
+from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop
+from dsv3.engine.cluster.smaller import fitted, redundant_experts
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.errors import ClusterError
+from dsv3.options import EngineOptions
+from tests.dsv3.engine.cluster import local
+from tests.dsv3.engine.cluster.test_follower import Played, played, pytestmark  # noqa: F401
+from tests.dsv3.model.golden import DIRECTORY
+
+generations = st.builds(Generation, st.integers(0, 5), st.sampled_from(["a", "b"]))
+
+
+@given(generations, generations)
+def test_generations_of_one_front_have_an_order_and_a_secret_each(one, other) -> None:
+    assert not one.is_over_for(None)
+    assert one.is_over_for(one)
+    if one != other and one.front == other.front:
+        assert one.is_over_for(other) != other.is_over_for(one)
+    if one.front != other.front:
+        assert not one.is_over_for(other)
+    assert (one.secret(b"key") == other.secret(b"key")) == (one == other)
+    assert one.secret(b"key") != one.secret(b"other key")
+
+
+@pytest.mark.parametrize(("last", "is_refused"), [(2, True), (3, True), (1, False)])
+def test_a_leader_whose_generation_is_over_ends(tmp_path, last, is_refused) -> None:
+    """A follower has been in a later one already."""
+    cluster = local.options(tmp_path, 2)
+    failures: queue.Queue[str] = queue.Queue()
+    leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Generation(2, "a"))
+    follower = threading.Thread(target=follow, args=(cluster, Generation(last, "a"), failures))
+    follower.start()
+    reason = f"process 1 has been in generation {last}: generation 2 is over"
+    if is_refused:
+        with pytest.raises(ClusterError, match=reason):
+            leader.gather()
+        assert failures.get(timeout=30) == reason
+    else:
+        leader.gather()
+    leader.end(reason if is_refused else None)
+    follower.join(30)
+    assert failures.get(timeout=30) == str(Stop(reason) if is_refused else Begin(Generation(2, "a")))
+
+
+def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> None:
+    """Those that have come are numbered anew; no gang was there before the first one."""
+    cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5)
+    leader = Leader(cluster, local.FIELDS, print, print, Generation(1, "a"))
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(leader.gather)
+        followers = [local.Follower(cluster, i, fields=local.FIELDS, last=Generation(0, "a")) for i in (1, 3)]
+        assert gathered.result(30) == dataclasses.replace(cluster, num_processes=3)
+    begun = [next(follower.received()) for follower in followers]
+    assert begun == [Begin(Generation(1, "a"), 3, 1), Begin(Generation(1, "a"), 3, 2)]
+    leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_nodes=3))
+    assert leader._ranks == {1: range(2, 4), 3: range(4, 6)}
+    for follower in followers:
+        follower.wire.close()
+    leader.end()
+    first = Leader(dataclasses.replace(cluster, cluster_start_timeout=0.7), local.FIELDS, print, print)
+    with pytest.raises(ClusterError, match="processes 1, 2, 3 of 4 did not come"):
+        first.gather()
+    first.end()
+
+
+@given(st.integers(1, 64), st.integers(0, 64), st.integers(2, 12))
+def test_as_many_replicas_as_before_fit_fewer_devices(experts, redundant, before) -> None:
+    """Each device stores as many as it did, where all experts fit so, and never more than they need."""
+    replicas = -(-(experts + redundant) // before) * before
+    for devices in range(1, before):
+        found = experts + redundant_experts(experts, replicas, before, devices)
+        assert found % devices == 0 and found >= experts
+        assert found // devices == max(replicas // before, -(-experts // devices))
+
+
+@pytest.mark.parametrize(("redundant", "shards", "fits"), [(16, 1, (8, 0)), (32, 1, (8, 8)), (0, 2, (4, 0))])
+def test_options_for_fewer_processes(tmp_path, redundant, shards, fits) -> None:
+    """All eight devices of the one process that is left are used, where there were sixteen."""
+    given = local.options(tmp_path, 2)
+    options = EngineOptions(enable_expert_parallel=True, num_redundant_experts=redundant, tensor_parallel_size=shards)
+    found = fitted(options, DIRECTORY / "greedy", given, dataclasses.replace(given, num_processes=1))
+    assert (found.data_parallel_size, found.num_redundant_experts) == fits
+    assert fitted(options, DIRECTORY / "greedy", given, given) is options
+
+
+def follow(cluster, last: Generation, heard: queue.Queue[str]) -> None:
+    """Says hello, notes the answer and goes."""
+    wire = local.Follower(cluster, 1, fields=local.FIELDS, last=last)
+    heard.put(str(next(wire.received())))
+    wire.wire.close()
+
+
+def test_a_follower_refuses_a_leader_whose_generation_is_over(played: Played, tmp_path, monkeypatch) -> None:  # noqa: F811
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("dsv3.engine.cluster.follower.fields_of", lambda *_: {})
+    played.follower._last = Generation(3, "a")
+    main = threading.Thread(target=run, args=(played, tmp_path))
+    main.start()
+    hello = played.heard()
+    assert isinstance(hello, Hello) and hello.last == Generation(3, "a")
+    played.leader.send(messages.encode(Begin(Generation(2, "a"))))
+    failed = played.heard()
+    assert isinstance(failed, Failed)
+    assert "the leader is of generation 2, which is over: this process has been in generation 3" in failed.text
+    played.leader.end()
+    main.join(30)
+
+
+def run(played: Played, directory) -> None:  # noqa: F811
+    try:
+        played.follower.follow(directory, EngineOptions(), lambda *_: pytest.fail("it has begun"))
+    except Exception as error:
+        played.follower.give_up(error)

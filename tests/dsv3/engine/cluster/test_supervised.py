@@ -1,0 +1,113 @@
+"""A gang that loses a process under its clients: all processes start anew, and every stream goes on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.dsv3.api.test_resume import COMPLETIONS
+from tests.dsv3.api.test_survival import Streams
+from tests.dsv3.engine import toy
+from tests.dsv3.engine.cluster import instances
+
+PROMPTS = [[i + 1, *(5 + j % 60 for j in range(20 * i))] for i in range(4)]
+COUNT = 70
+TOKENS = "vllm:generation_tokens_total"
+BODY = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Every test restarts it; the last one takes its follower away."""
+    directory = tmp_path_factory.mktemp("supervised")
+    cluster = {"cluster_spare": False, "cluster_return_timeout": 40.0}
+    with instances.running(directory, 2, directory, silence=5.0, supervised=True, cluster=cluster) as instance:
+        instance.server.http.timeout = 120
+        yield instance
+
+
+def answers(server):
+    """Two of four run, and the others wait for a slot."""
+    return Streams(server, [(COMPLETIONS, BODY | {"prompt": prompt}, 1) for prompt in PROMPTS])
+
+
+def check(streams):
+    expected = [[toy.expected_tokens(prompt, COUNT, ())] for prompt in PROMPTS]
+    assert [state["ids"] for state in streams.wait()] == expected
+
+
+def follower_of(instance, process_id=1) -> psutil.Process:
+    """The process that follows; a younger one waits to take its place."""
+    children = psutil.Process(instance.followers[process_id].pid).children()
+    return min(children, key=lambda each: each.create_time())
+
+
+def stop_the_follower(instance):
+    os.kill(follower_of(instance).pid, signal.SIGSTOP)
+
+
+def kill_the_leader(instance):
+    instance.server.engine_process().kill()
+
+
+STALE = """
+import sys
+from dsv3.engine.cluster import start
+from dsv3.engine.cluster.generation import Generation
+from dsv3.options import ClusterOptions
+start._CONNECT_S = 3
+cluster = ClusterOptions(coordinator=sys.argv[1], num_processes=2, process_id=1, cluster_key_file=sys.argv[2])
+start.start_jax(cluster, Generation(int(sys.argv[3]), sys.argv[4]))
+"""
+
+
+@pytest.mark.parametrize("end", [kill_the_leader, stop_the_follower])
+def test_every_stream_goes_on_where_a_process_has_died(two, end):
+    server = two.server
+    restarts, tokens = (server.metric(name) for name in ("dsv3:engine_restarts_total", TOKENS))
+    streams = answers(server)
+    server.wait_for(lambda: server.metric(TOKENS) > tokens + 20)
+    end(two)
+    check(streams)
+    assert server.metric("dsv3:engine_restarts_total") > restarts
+
+
+def test_a_process_of_an_older_generation_disturbs_nobody(two):
+    """It has the key, and the certificates of a generation that is over."""
+    number, front = re.findall(r"generation (\d+) of (\w+)", two.log(1))[-1]
+    before = two.server.metric("dsv3:engine_restarts_total")
+    arguments = [two.coordinator, two.key, str(int(number) - 1), front]
+    stale = subprocess.run([sys.executable, "-c", STALE, *arguments], capture_output=True, timeout=120, text=True)
+    assert stale.returncode != 0 and "RegisterTask" in stale.stderr, stale.stderr
+    body = BODY | {"prompt": PROMPTS[1], "max_tokens": 8}
+    answer = two.server.http.post(COMPLETIONS, json=body).json()
+    assert answer["choices"][0]["token_ids"] == toy.expected_tokens(PROMPTS[1], 8, ())
+    assert two.server.metric("dsv3:engine_restarts_total") == before
+
+
+def test_a_supervisor_that_is_killed_takes_its_follower_with_it_and_may_come_back(two):
+    streams = answers(two.server)
+    two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") > 0)
+    family = psutil.Process(two.followers[1].pid).children()
+    two.followers[1].kill()
+    gone, there = psutil.wait_procs(family, 60)
+    assert gone and not there
+    two.start(1)
+    check(streams)
+
+
+def test_the_others_go_on_without_a_process_that_does_not_come_back(two):
+    """The leader is alone; programs for fewer devices are compiled on the way. The last test of this instance."""
+    streams = answers(two.server)
+    two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") > 0)
+    two.followers[1].kill()
+    check(streams)
+    assert "going on without process 1 of 2" in two.log(0)
+    rank = {"X-data-parallel-rank": "1"}
+    refused = two.server.http.post(COMPLETIONS, json=BODY | {"prompt": [1]}, headers=rank)
+    assert refused.status_code == 400
+    assert two.server.stop(60) == 0

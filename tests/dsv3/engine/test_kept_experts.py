@@ -1,0 +1,84 @@
+"""An engine that comes after another one begins with its experts' places and loads. The host's part alone."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dsv3.engine.jobs.kept_experts import keep, start_from
+from sharding.experts.eplb import balancedness, rebalance_experts
+from tests.dsv3.engine.test_balance import EXPERTS, drive, make_balancer
+
+FIRST = rebalance_experts(np.ones((4, 16)), 24, 1, 1, 8)
+LOAD = (100 * np.random.default_rng(0).lognormal(sigma=1.5, size=(4, 16))).astype(np.int64)
+SUITED = rebalance_experts(LOAD, 24, 1, 1, 8)
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    keep(tmp_path / "experts", SUITED, [LOAD, LOAD])
+    return tmp_path / "experts"
+
+
+def test_the_next_engine_moves_its_experts_to_where_they_were(tmp_path) -> None:
+    file = str(tmp_path / "experts")
+    before, cfg = make_balancer(eplb_state=file)
+    drive(before, cfg, 12)
+    before._thread.shutdown()
+    after, cfg = make_balancer(eplb_state=file, eplb_threshold=0.01)
+    np.testing.assert_array_equal(after.load, before.load)
+    assert (after.expert_map.phy2log != before.expert_map.phy2log).any()
+    moves = [[int(move.layer) for move in command.moves] for command in drive(after, cfg, 5) if command.moves]
+    assert moves == [[0, 1, 2], [3]]
+    np.testing.assert_array_equal(after.expert_map.phy2log, before.expert_map.phy2log)
+
+
+def test_an_engine_that_never_moves_experts_keeps_nothing(tmp_path) -> None:
+    balancer, cfg = make_balancer(eplb_state=str(tmp_path / "experts"), eplb_interval=0)
+    drive(balancer, cfg, 300)
+    balancer._thread.shutdown()
+    assert not (tmp_path / "experts").exists()
+
+
+@pytest.mark.parametrize(("replicas", "devices"), [(20, 4), (18, 6), (32, 8)])
+def test_other_devices_get_a_map_that_suits_the_load(file, replicas, devices) -> None:
+    machine = dataclasses.replace(EXPERTS.machine, gpus=devices)
+    experts = dataclasses.replace(EXPERTS, num_replicas=replicas, machine=machine)
+    first = rebalance_experts(np.ones((4, 16)), replicas, 1, 1, devices)
+    wanted, loads = start_from(file, experts, first)
+    assert wanted.phy2log.shape == (4, replicas) and wanted.logcnt.min() >= 1
+    even = balancedness(LOAD, wanted, devices)
+    assert (even >= balancedness(LOAD, rebalance_experts(LOAD, replicas, 1, 1, devices), devices) - 1e-9).all()
+    assert even.mean() > balancedness(LOAD, first, devices).mean()
+    assert len(loads) == 2
+
+
+def test_without_a_load_the_first_map_stays(tmp_path) -> None:
+    keep(tmp_path / "experts", SUITED, [])
+    experts = dataclasses.replace(EXPERTS, num_replicas=32)
+    first = rebalance_experts(np.ones((4, 16)), 32, 1, 1, 8)
+    wanted, loads = start_from(tmp_path / "experts", experts, first)
+    assert wanted is first and not loads
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"x"), "damaged"),
+        (lambda file: file.write_bytes(b""), "damaged"),
+        (lambda file: keep(file, rebalance_experts(np.ones((3, 16)), 24, 1, 1, 8), []), "3 layers of 16 experts"),
+        (lambda file: keep(file, SUITED._replace(phy2log=np.zeros((4, 24), np.int64)), []), "every expert"),
+        (lambda file: (file.unlink(), file.mkdir()), "directory"),
+    ],
+    ids=["changed", "empty", "another model's", "experts missing", "a directory"],
+)
+def test_a_file_that_is_of_no_use_is_told_of(file, caplog, spoil, words) -> None:
+    spoil(file)
+    assert start_from(file, EXPERTS, FIRST) is None
+    assert words in caplog.text
+
+
+def test_a_file_that_cannot_be_written_is_told_of(tmp_path, caplog) -> None:
+    keep(tmp_path / "nowhere" / "experts", SUITED, [LOAD])
+    assert "are not kept in" in caplog.text

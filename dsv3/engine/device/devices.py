@@ -15,15 +15,15 @@ class Forward(NamedTuple):
     """What a forward job leaves for the sampler, and what is left of that for a drafter.
 
     Shapes are one rank's. A prefill leaves its `batch` (tokens, chunks) too, and `hidden` of all its tokens. `tokens`
-    are what was sampled, once that is done. `masked` are the logits to sample from where a row is held to a grammar.
+    are what was sampled, once that is done. `masked` are the scores to sample from where a row is held to a grammar.
     """
 
     slots: Any  # [B] int32
-    logits: Any = None  # [B, S, W] float32
+    scores: Any = None  # [Xn, B, S, W / Xn] float32
     hidden: Any = None  # [B, S, D] or [T, D]; None where nothing drafts
     batch: tuple[Any, ...] = ()
     tokens: Any = None  # [B, S] int32
-    masked: Any = None  # [B, S, W] float32
+    masked: Any = None  # [Xn, B, S, W / Xn] float32
 
 
 class Devices:

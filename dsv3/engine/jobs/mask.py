@@ -7,12 +7,14 @@ job of this kind.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
@@ -22,6 +24,7 @@ from dsv3.engine.parts import Parts
 from dsv3.engine.requests.masks import ALL, MaskStats
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.scheduler import Scheduler
+from dsv3.model.vocabulary import Vocabulary
 from dsv3.request import StepOutputs
 
 NAME = "mask"
@@ -91,13 +94,13 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per shape of logits."""
     vocab_size = layout.model_cfg.vocab_size
     for rows, width in layout.sampled_shapes:
-        logits = layout.array(rows, width, vocab_size, dtype=jnp.float32)
         masks = layout.array(rows, width, _words(vocab_size), dtype=jnp.uint32)
-        yield layout.per_rank(Key(NAME, rows, width=width), mask_body, (logits, masks))
+        body = functools.partial(mask_scores_body, layout.functions.vocabulary)
+        yield layout.per_rank(Key(NAME, rows, width=width), body, (layout.scores(rows, width), masks))
 
 
 class MaskWorker:
-    """Puts masks on the devices; leaves the logits that are left for the sampler, beside those of the model."""
+    """Puts masks on the devices; leaves the scores that are left for the sampler, beside those of the model."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
@@ -106,20 +109,27 @@ class MaskWorker:
         """Starts the masking of what a forward job has left."""
         devices = self._devices
         forward = devices.handed[command.source]
-        rows, width, vocab_size = forward.logits.shape[1:]
-        masks = command.whole(devices.layout.num_local_ranks, rows, width, _words(vocab_size))
+        rows, width = forward.scores.shape[2:4]
+        words = _words(devices.layout.model_cfg.vocab_size)
+        masks = command.whole(devices.layout.num_local_ranks, rows, width, words)
         program = devices.programs.get(Key(NAME, rows, width=width))
-        devices.handed[command.source] = forward._replace(masked=program(forward.logits, devices.put(masks)))
+        devices.handed[command.source] = forward._replace(masked=program(forward.scores, devices.put(masks)))
         return ()
 
 
-def mask_body(logits: jax.Array, masks: jax.Array) -> jax.Array:
-    """Returns logits `[B, S, W]` that are -inf where `masks` `[B, S, words]` have no bit.
+def mask_scores_body(vocabulary: Vocabulary, scores: jax.Array, masks: jax.Array) -> jax.Array:
+    """Does what `mask_body` does for the scores `[Xn, B, S, W / Xn]` of all ranks; `masks` are this rank's."""
+    return mask_body(scores, vocabulary.of_all(masks), vocabulary.first_word(scores.shape[-1]))
+
+
+def mask_body(logits: jax.Array, masks: jax.Array, first: jax.Array | int = 0) -> jax.Array:
+    """Returns logits `[..., n]` of the words from `first` on, -inf where `masks` `[..., words]` have no bit.
 
     What is not finite stays, for the sampler to find: it fails a request whose logits mean nothing.
     """
     bits = (masks[..., None] >> jnp.arange(_WORD_BITS, dtype=jnp.uint32)) & 1
-    allowed = bits.reshape(*masks.shape[:-1], -1)[..., : logits.shape[-1]] > 0
+    bits = bits.reshape(*masks.shape[:-1], -1)
+    allowed = lax.dynamic_slice_in_dim(bits, first, logits.shape[-1], axis=-1) > 0
     return jnp.where(allowed | ~(logits < jnp.inf), logits, -jnp.inf)
 
 

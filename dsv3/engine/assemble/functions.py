@@ -79,6 +79,7 @@ def expert_parallel_functions(
     backend: Backend | None = None,
     *,
     transport: str = "auto",
+    combine: str = "auto",
     dtype: DTypeLike = jnp.bfloat16,
     fp8: bool | None = None,
 ) -> StepFunctions:
@@ -86,11 +87,13 @@ def expert_parallel_functions(
 
     Transport and schedule are chosen per bucket while its step is traced.
 
-    `transport` is "auto" or a name. `dtype` of activations and `fp8` (whether expert weights are FP8; None: as in the
-    configuration) say what a row takes on the wire. Raises ValueError for a transport these devices do not have.
+    `transport` is "auto" or a name, `combine` "auto" or "int8" (sums come back packed). `dtype` of activations and
+    `fp8` (whether expert weights are FP8; None: as in the configuration) say what a row takes on the wire. Raises
+    ValueError for a transport these devices do not have.
     """
     replicas = cfg.n_routed_experts + num_redundant_experts
-    communication = Communication.from_mesh(mesh, cfg, replicas, transport=transport, dtype=dtype, fp8=fp8)
+    how_sent: dict[str, Any] = {"transport": transport, "combine": combine, "dtype": dtype, "fp8": fp8}
+    communication = Communication.from_mesh(mesh, cfg, replicas, **how_sent)
     shards, vocabulary = Shards(rank_size(mesh)), Vocabulary.from_mesh(cfg, mesh)
 
     def own(spread: SpreadParams) -> Params:

@@ -161,6 +161,7 @@ def test_tensor_parallelism_splits_attention_and_keeps_the_cache() -> None:
         ({"redundant_experts": 30}, "add redundant experts to reach 288"),
         ({"tensor_parallel": 8, "nodes": 16, "gpus_per_node": 24}, "add redundant experts to reach 384"),
         ({"expert_transport": "pigeon"}, "'pigeon' is not one of auto, ring, all_to_all"),
+        ({"expert_combine": "fp8"}, "'fp8' is not one of auto, int8"),
     ],
 )
 def test_what_cannot_be_laid_out(change, message) -> None:

@@ -59,6 +59,7 @@ class Vocabulary:
         parts = self._join_rank(self.exchange(rows))
         return jnp.moveaxis(parts, 0, -2).reshape(*tokens.shape, -1)
 
+    @jax.named_scope("head")
     def scores(self, logits: Callable[[jax.Array], jax.Array], hidden: jax.Array) -> jax.Array:
         """Returns the logits of the words of this device's rank, for all ranks: float32 `[Xn, ..., W / Xn]`.
 

@@ -6,52 +6,51 @@ its three bits of mantissa make four times the error for values of one size, whi
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from sharding.wire.words import WORD_BYTES, from_words, to_words
+from sharding.wire.words import WORD_BYTES
 
 GROUP = 128
 _LARGEST = 127.0
-
-
-class Packed(NamedTuple):
-    """Rows of sums: int8 steps `[T, D]` and the size of a step, float32 `[T, ceil(D / 128)]`."""
-
-    steps: Any
-    scale: Any
+_SHIFTS = tuple(range(0, 32, 8))
 
 
 def packed_bytes(width: int) -> int:
     """Returns the bytes of a packed row of `width` channels, in whole words."""
-    return -(-width // WORD_BYTES) * WORD_BYTES + 4 * -(-width // GROUP)
+    return WORD_BYTES * (-(-width // WORD_BYTES) + -(-width // GROUP))
 
 
 @jax.jit
 def pack(sums: jax.Array) -> jax.Array:
-    """Returns sums `[T, D]` as words `[T, U]` uint32."""
-    groups = _groups(sums.astype(jnp.float32))
-    scale = jnp.max(jnp.abs(groups), axis=-1) / _LARGEST
-    steps = jnp.round(groups / jnp.where(scale > 0, scale, 1)[..., None])
-    steps = jnp.clip(steps, -_LARGEST, _LARGEST).astype(jnp.int8)
-    return to_words(Packed(steps.reshape(len(sums), -1)[:, : sums.shape[1]], scale))
+    """Returns sums `[T, D]` as words `[T, U]` uint32: four channels in each, the first lowest, and then the scales.
+
+    Shifts in place of casts of int8 arrays: XLA fuses them, where it would write out an array before a cast.
+    """
+    x = sums.astype(jnp.float32)
+    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
+    scale = jnp.max(jnp.abs(padded.reshape(len(x), -1, GROUP)), axis=-1) / _LARGEST
+    steps = jnp.round(x / _of_channels(jnp.where(scale > 0, scale, 1), x.shape[1]))
+    steps = jnp.clip(steps, -_LARGEST, _LARGEST).astype(jnp.int32) & 0xFF
+    fours = jnp.pad(steps, ((0, 0), (0, -x.shape[1] % WORD_BYTES))).reshape(len(x), -1, WORD_BYTES)
+    words = functools.reduce(jnp.bitwise_or, (fours[..., i] << shift for i, shift in enumerate(_SHIFTS)))
+    return jnp.concatenate([lax.bitcast_convert_type(each, jnp.uint32) for each in (words, scale)], axis=1)
 
 
 @functools.partial(jax.jit, static_argnames="like")
 def unpack(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns the sums `[T, D]` of shape and type `like` that `pack` has made `words` `[T, U]` of."""
     rows, width = like.shape
-    shapes = Packed(
-        jax.ShapeDtypeStruct((rows, width), jnp.int8), jax.ShapeDtypeStruct((rows, -(-width // GROUP)), jnp.float32)
-    )
-    packed = from_words(words, shapes)
-    sums = _groups(packed.steps.astype(jnp.float32)) * packed.scale[..., None]
-    return sums.reshape(rows, -1)[:, :width].astype(like.dtype)
+    count = -(-width // WORD_BYTES)
+    values = lax.bitcast_convert_type(words[:, :count], jnp.int32)
+    steps = (values[..., None] << (24 - jnp.array(_SHIFTS, jnp.int32))) >> 24  # the sign bit is shifted in
+    scale = lax.bitcast_convert_type(words[:, count:], jnp.float32)
+    sums = steps.reshape(rows, -1)[:, :width].astype(jnp.float32) * _of_channels(scale, width)
+    return sums.astype(like.dtype)
 
 
-def _groups(x: jax.Array) -> jax.Array:
-    """Returns `[T, D]` as `[T, groups, 128]`, padded with zeros."""
-    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
-    return padded.reshape(len(x), -1, GROUP)
+def _of_channels(scale: jax.Array, width: int) -> jax.Array:
+    """Returns the scale of each channel `[T, width]`, given those of groups `[T, groups]`."""
+    return jnp.repeat(scale, GROUP, axis=1)[:, :width]

@@ -140,10 +140,10 @@ def down(gated: Gated, layer: ExpertLayer) -> jax.Array:
         out = _fp8_product(gated.inner, gated.scale, params.down, gated.dtype, tiles)
     else:
         out = _product(gated.inner, params.down, tiles)
-    return _weighted_sum(out, gated).astype(gated.dtype)
+    return weighted_sum(out, gated).astype(gated.dtype)
 
 
-def _weighted_sum(out: jax.Array, gated: Gated) -> jax.Array:
+def weighted_sum(out: jax.Array, gated: Gated) -> jax.Array:
     """Returns the weighted sum of each token's aligned rows `out` `[A, D]`, float32 `[T, D]`, in the order of K.
 
     Each row is weighted as it is read. Gathered before a product with the weights, rows are written out for XLA, in

@@ -174,7 +174,7 @@ def shown(plan: Plan) -> str:
 def test_report_json_and_picture(plan, tmp_path) -> None:
     text = shown(plan)
     assert "weights: routed experts" in text
-    assert "fits: needs 70." in text
+    assert "fits: needs 67." in text
     assert "known error" in text
     written = json.loads(json.dumps(report.as_json(plan)))
     assert written["steps"][0]["timeline"]["micro_batches"] == 2

@@ -108,7 +108,7 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> LaidOut:
         mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)
         if deployment.expert_parallel:
             first_expert_map(model, mesh, deployment.redundant_experts)
-            how = {"transport": deployment.expert_transport, "combine": deployment.expert_combine}
+            how: dict[str, Any] = {"transport": deployment.expert_transport, "combine": deployment.expert_combine}
             functions = expert_parallel_functions(model, mesh, deployment.redundant_experts, Backend.MOSAIC, **how)
         else:
             functions = model_functions(Backend.MOSAIC, dtype=jnp.bfloat16, drafts=bool(modules))

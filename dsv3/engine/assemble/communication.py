@@ -110,12 +110,9 @@ class Communication:
     def _rows(self, tokens: int) -> LayerRows:
         cfg = self.cfg
         k, hidden = cfg.num_experts_per_tok, cfg.hidden_size
-        how: dict[str, Any] = {
-            "fp8_dispatch": self.fp8_dispatch,
-            "itemsize": self.itemsize,
-            "int8_sums": self.int8_sums,
-        }
-        return LayerRows.from_widths(tokens, k, hidden, **how)
+        return LayerRows.from_widths(
+            tokens, k, hidden, fp8_dispatch=self.fp8_dispatch, itemsize=self.itemsize, int8_sums=self.int8_sums
+        )
 
     def _transport(self, tokens: int) -> Transport[Any]:
         rows = self._rows(tokens)

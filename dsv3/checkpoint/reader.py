@@ -34,13 +34,14 @@ def read_leaves(
 
     `shardings` has a `Sharding`, or an `Fp8Weight` of two, by leaf path; a leaf without one goes to the default device.
     Only files that hold something for this process's devices are opened. Host memory holds one device's share of one
-    array at a time: it is allocated once, read in place, moved to its device and dropped. A CPU device adopts the
-    memory instead of copying it. What `finish` makes of a parameter takes its place before the next one is read.
+    array at a time (and all of a matrix that devices split by columns): it is allocated once, read in place, moved to
+    its device and dropped. A CPU device adopts the memory instead of copying it. What `finish` makes of a parameter
+    takes its place before the next one is read.
 
     Raises `CheckpointError` if a file cannot be read or is damaged, or if tensors that must be equal differ.
     """
     leaves = [[(a, sharding_of(a, shardings.get(path))) for a in arrays] for path, arrays in plan.leaves.items()]
-    needed = [(array, box) for leaf in leaves for array, sharding in leaf for box in shares(array.shape, sharding)]
+    needed = [(array, box) for leaf in leaves for array, sharding in leaf for box in reads(array.shape, sharding)]
     total = plan.bytes_to_compare + sum(array.bytes_to_read(box) for array, box in needed)
     with Files(threads) as files, reporter(total, "loading", shown=progress) as advance:
         files.open(tensor.path for pair in plan.equal for tensor in pair)
@@ -91,6 +92,18 @@ def shares(shape: tuple[int, ...], sharding: Sharding | None) -> dict[Box, list[
     return found
 
 
+def reads(shape: tuple[int, ...], sharding: Sharding | None) -> list[Box]:
+    """Returns the boxes of an array that are read for this process.
+
+    These are `shares`, but one for all where devices split a matrix by columns (the embedding): each of them would read
+    all of its rows.
+    """
+    boxes = list(shares(shape, sharding))
+    if len(shape) != 2 or len({(box[0].start, box[0].stop) for box in boxes}) > 1:
+        return boxes
+    return [(boxes[0][0], slice(min(box[1].start for box in boxes), max(box[1].stop for box in boxes)))]
+
+
 def _leaf(files: Files, leaf: Sequence[tuple[Array, Sharding | None]], advance: Advance) -> Any:
     values = [_read_array(files, array, sharding, advance) for array, sharding in leaf]
     if len(values) == 1:
@@ -106,9 +119,19 @@ def _read_array(files: Files, array: Array, sharding: Sharding | None, advance: 
 
     if sharding is None:
         return jax.block_until_ready(jax.device_put(read(full_box(array.shape))))
+    found, (first, *others) = shares(array.shape, sharding), reads(array.shape, sharding)
+    together = read(first) if len(found) > 1 + len(others) else None
+
+    def share(box: Box) -> np.ndarray:
+        if together is None:
+            return read(box)
+        host = aligned_empty(extents(box), array.dtype)
+        host[...] = together[:, box[1].start - first[1].start : box[1].stop - first[1].start]
+        return host
+
     on_devices = []
-    for box, devices in shares(array.shape, sharding).items():
-        host = read(box)
+    for box, devices in found.items():
+        host = share(box)
         single = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
         on_devices += jax.block_until_ready([jax.device_put(host, one) for one in single])
         del host  # before the next share is allocated

@@ -25,10 +25,19 @@ CacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 Isolation = Literal["tenant", "salt", "none"]
 Role = Literal["both", "prefill", "decode"]
 Transport = Literal["auto", "ring", "all_to_all", "hierarchical", "ragged"]
+Combine = Literal["auto", "int8"]
 
 LEADER = 0
 """Process id of the one that owns the scheduler."""
 
+_OF_SPREAD_EXPERTS: dict[str, Any] = {
+    "num_redundant_experts": 0,
+    "expert_transport": "auto",
+    "expert_combine": "auto",
+    "reserved_multiprocessors": None,
+    "enable_eplb": False,
+}
+"""Options that mean nothing where each device has all experts, and their values then."""
 _MAX_PROCESSES = 4096
 _MAX_FRONTS = 256
 _KINDS: dict[type, tuple[type, str]] = {
@@ -227,6 +236,11 @@ class EngineOptions:
         "likes.",
         low=0,
     )
+    expert_combine: Combine = option(
+        "auto",
+        "Send the experts' sums back in this form: auto as they are, in --dtype; int8 with a scale per 128 channels, "
+        "half the bytes and less exact (docs/expert_parallel.md).",
+    )
     enable_eplb: bool = option(
         False, "Move experts between devices while serving, to even out the devices' load.", programs=False
     )
@@ -302,12 +316,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        for name, off in (
-            ("num_redundant_experts", 0),
-            ("expert_transport", "auto"),
-            ("reserved_multiprocessors", None),
-            ("enable_eplb", False),
-        ):
+        for name, off in _OF_SPREAD_EXPERTS.items():
             if (value := getattr(self, name)) != off and not self.spreads_experts:
                 raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
         if self.kv_store is not None:

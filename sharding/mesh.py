@@ -18,6 +18,8 @@ NODE, GPU, TENSOR = DEVICES = ("node", "gpu", "tensor")
 """Axes of the mesh, outermost first: `gpu` counts the ranks of a node, `tensor` the devices of a rank."""
 RANKS = (NODE, GPU)
 """Axes of the data-parallel ranks: batches, pages and decode state lie along these, equal on the devices of a rank."""
+OF_NODE = (GPU, TENSOR)
+"""Axes of the devices of a node."""
 RANK_SPEC = PartitionSpec(RANKS)
 """Partition of an array whose leading axis is the rank: a batch, the pages, the decode state."""
 
@@ -38,6 +40,7 @@ class AxisTable:
     layers: MeshAxes = ()
     experts: MeshAxes = DEVICES
     vocab: MeshAxes = ()
+    channels: MeshAxes = ()
     heads: MeshAxes = (TENSOR,)
     heads_latent: MeshAxes = (TENSOR,)
     mlp: MeshAxes = (TENSOR,)
@@ -64,7 +67,8 @@ class AxisTable:
 
 
 AXES = AxisTable()
-"""The table that is served."""
+"""The table that is served, but for embedding and head, which the devices of a node may share
+(`dsv3.model.vocabulary`)."""
 
 
 class HasAxes(Protocol):

@@ -120,9 +120,8 @@ def _functions(
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
     fp8 = options.int4 == "fp8" if cfg.int4_experts else cfg.fp8 is not None and options.fp8 == "keep"
-    functions = expert_parallel_functions(
-        cfg, mesh, redundant, transport=options.expert_transport, dtype=dtype, fp8=fp8
-    )
+    how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": dtype, "fp8": fp8}
+    functions = expert_parallel_functions(cfg, mesh, redundant, **how)
     return functions, load_spread(model_dir, cfg, functions.param_specs, mesh, redundant, read)
 
 
@@ -181,13 +180,17 @@ def _move_bytes(functions: StepFunctions, params: Any) -> int:
 def _cache_identity(
     directory: Path, model_cfg: ModelConfig, options: EngineOptions, dtypes: EngineDtypes
 ) -> CacheIdentity:
-    """Returns what the pages of this engine depend on beside tokens."""
+    """Returns what the pages of this engine depend on beside tokens.
+
+    Latents of engines that round experts' sums differ from those of engines that do not.
+    """
+    compute = jnp.dtype(dtypes.compute).name + (", int8 sums" if options.expert_combine == "int8" else "")
     return CacheIdentity(
         weights=weights_identity(directory),
         tokenizer=_tokenizer_identity(directory),
         model=model_identity(model_cfg),
         cache_dtype=dtypes.cache,
-        compute_dtype=jnp.dtype(dtypes.compute).name,
+        compute_dtype=compute,
         fp8=options.fp8,
         int4=options.int4,
         page_size=PAGE_SIZE,

@@ -14,6 +14,7 @@ from dsv3.config import ModelConfig
 from dsv3.engine.config import ForwardProgram
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.vocabulary import WHOLE, Vocabulary
 from pallas_kernels.backend import Backend
 from sharding.experts.placement import Placement
 from sharding.experts.traffic import Traffic
@@ -88,7 +89,8 @@ class StepFunctions:
     """The model, as the engine sees it.
 
     `prefill(params, cfg, PrefillBatch, pages)` gives hidden `[T, D]`, `decode(params, cfg, DecodeBatch, pages)` hidden
-    `[B, S, D]`, both with the new pages; `logits(params, cfg, hidden)` is float32 `[..., W]`. `param_specs` says how
+    `[B, S, D]`, both with the new pages; `logits(params, cfg, hidden)` is float32 `[..., W]`, or has only the words of
+    this device where several share them (`vocabulary`): `scores` is the same for either. `param_specs` says how
     the parameters lie on the ranks: a tree of partitions, or one for all of them. `dtype` is the type of the hidden
     states. With `experts` the results have `expert_counts` `[L, E]` of their layers too, and `traffic(program)` tells
     what a device sends in the MoE layers of a forward program. `draft` is there where the model brings a module for it.
@@ -107,6 +109,11 @@ class StepFunctions:
     dtype: Any = jnp.float32
     may_overflow: bool = False
     overlaps: Callable[[ForwardProgram], bool] | None = None
+    vocabulary: Vocabulary = WHOLE
+
+    def scores(self, params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+        """Returns the logits that follow from `hidden` `[..., D]`, as `Vocabulary.scores`: `[Xn, ..., W / Xn]`."""
+        return self.vocabulary.scores(functools.partial(self.logits, params, cfg), hidden)
 
 
 def model_functions(

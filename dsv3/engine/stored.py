@@ -104,7 +104,10 @@ class ProgramStore:
         if body is None:
             return None
         try:
-            return serialize_executable.deserialize_and_load(*pickle.loads(body), execution_devices=self._devices)
+            executable, arguments, results = pickle.loads(body)
+            return serialize_executable.deserialize_and_load(
+                executable, arguments, results, execution_devices=self._devices
+            )
         except Exception as error:
             _log.warning("the stored program %s is not used: %s", text, error)
             return None

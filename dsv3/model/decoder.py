@@ -15,6 +15,7 @@ from dsv3.model.layers.norm import rms_norm
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.layers.router import Routing, route, router_logits
 from dsv3.model.params import LayerParams, MoeParams, Params
+from dsv3.model.vocabulary import lookup
 from pallas_kernels import dense
 from pallas_kernels.backend import Backend
 from sharding.experts.placement import Placement
@@ -190,12 +191,13 @@ def final_norm(params: Params, cfg: ModelConfig, x: jax.Array) -> jax.Array:
     return rms_norm(x, params.norm, cfg.rms_norm_eps)
 
 
+@jax.named_scope("embed")
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Returns the embeddings `[..., D]` of `tokens` `[...]`.
 
     Ids out of range give the last row, never undefined memory.
     """
-    return params.embed.at[tokens].get(mode="clip")
+    return lookup(params.embed, tokens)
 
 
 @jax.named_scope("head")

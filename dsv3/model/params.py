@@ -17,8 +17,9 @@ import numpy as np
 
 from dsv3.config import ModelConfig
 
-Axis = Literal["layers", "experts", "vocab", "heads", "heads_latent", "mlp", "gate_up"] | None
-"""What a dimension counts. "gate_up" is "mlp" twice, "heads_latent" the rows of all heads and then of the latent."""
+Axis = Literal["layers", "experts", "vocab", "channels", "heads", "heads_latent", "mlp", "gate_up"] | None
+"""What a dimension counts: "channels" those of an embedding, "gate_up" is "mlp" twice, "heads_latent" the rows of all
+heads and then of the latent."""
 Init = Literal["normal", "ones", "zeros"]
 
 
@@ -172,7 +173,7 @@ def declare(cfg: ModelConfig) -> Params:
     """Returns the parameter tree of `cfg` with a `ParamSpec` at every leaf."""
     D, W, M = cfg.hidden_size, cfg.vocab_size, cfg.num_nextn_predict_layers
     return Params(
-        embed=ParamSpec((W, D), ("vocab", None)),
+        embed=ParamSpec((W, D), (None, "channels")),
         dense=_layers(cfg, 0, cfg.num_dense_layers, moe=False) if cfg.num_dense_layers else None,
         moe=_layers(cfg, cfg.num_dense_layers, cfg.num_moe_layers, moe=True) if cfg.num_moe_layers else None,
         norm=ParamSpec((D,), (None,), "ones"),

@@ -15,7 +15,19 @@ from dsv3.plan import hlo
 
 _KINDS = ("ragged-all-to-all", "all-to-all", "all-reduce", "all-gather", "reduce-scatter", "collective-permute")
 _ROLES = ("dispatch", "combine")
-LABELS = ("project", "router", "shared_expert", "experts", "dispatch", "combine", "head", "mlp", "attention", "eh_proj")
+LABELS = (
+    "project",
+    "router",
+    "shared_expert",
+    "experts",
+    "dispatch",
+    "combine",
+    "head",
+    "mlp",
+    "attention",
+    "eh_proj",
+    "embed",
+)
 """Names of `jax.named_scope` that tell the stages of a layer apart; the innermost one counts."""
 _ELEMENTWISE_KERNELS = ("quantize", "mla_write")
 

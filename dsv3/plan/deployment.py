@@ -9,8 +9,9 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from dsv3.options import Combine
 from dsv3.speculative import SpeculativeConfig, acceptance_by_place
 
 CACHE_DTYPES = ("bfloat16", "fp8")
@@ -52,12 +53,12 @@ class Deployment:
     tokens that a request has in the cache (of a prompt, in prefill); `prompt_per_answer` are the prompt tokens per
     token of answers, 608 to 168 billion on DeepSeek's published day. `prefix_hit_rate` is the share of prompt tokens
     found in the cache. `max_model_len` None: what the model was made for. `expert_parallel` spreads the routed experts
-    over all devices, with `redundant_experts` replicas more than there are experts; `expert_transport` is as in
-    `launch.serve`. `kv_cache_dtype` is the type of the pages: bfloat16, as activations are, or fp8.
-    `memory_utilization` is the share of a device's memory that weights, cache and working memory may take; the rest is
-    for CUDA, NCCL's buffers and fragmentation. `speculative_config` asks for drafts as in `launch.serve`; `acceptance`
-    says how many are right: a number is each draft's chance once those before it are, a tuple has the share of rows in
-    which all drafts up to each place are.
+    over all devices, with `redundant_experts` replicas more than there are experts; `expert_transport` and
+    `expert_combine` are as in `launch.serve`. `kv_cache_dtype` is the type of the pages: bfloat16, as activations are,
+    or fp8. `memory_utilization` is the share of a device's memory that weights, cache and working memory may take; the
+    rest is for CUDA, NCCL's buffers and fragmentation. `speculative_config` asks for drafts as in `launch.serve`;
+    `acceptance` says how many are right: a number is each draft's chance once those before it are, a tuple has the
+    share of rows in which all drafts up to each place are.
 
     `reserved_multiprocessors` of each device are left to transfers in overlapped steps, as in `launch.serve`.
 
@@ -77,6 +78,7 @@ class Deployment:
     expert_parallel: bool = True
     redundant_experts: int = 0
     expert_transport: str = "auto"
+    expert_combine: str = "auto"
     tensor_parallel: int = 1
     memory_utilization: float = 0.9
     kv_cache_dtype: str = "bfloat16"
@@ -99,6 +101,10 @@ class Deployment:
         if self.redundant_experts < 0 or (self.redundant_experts and not self.expert_parallel):
             raise DeploymentError(
                 f"{self.name}: redundant_experts {self.redundant_experts} must be at least 0, and needs expert_parallel"
+            )
+        if self.expert_combine not in get_args(Combine):
+            raise DeploymentError(
+                f"{self.name}: expert_combine {self.expert_combine!r} is not one of {', '.join(get_args(Combine))}"
             )
         if self.kv_cache_dtype not in CACHE_DTYPES:
             raise DeploymentError(

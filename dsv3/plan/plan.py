@@ -186,15 +186,21 @@ def stages_of(planned: LaidOut, phase: Phase, run: Run, rates: roofline.Rates, m
         width=run.width,
     )
     found = (roofline.prefill_stages if is_prefill else roofline.decode_stages)(model, rates, batch)
-    head, D = roofline.sizes_of(model).head, model.hidden_size
+    D = model.hidden_size
     if run.part == "model":
-        return found if is_prefill else found | {"head": roofline.bf16_product(model, rates, run.tokens, head)}
+        return found if is_prefill else found | {"head": head_seconds(planned, rates, run.tokens)}
     rows = planned.engine.prefill_rows(run.tokens) if is_prefill else run.tokens // run.width
     return found | {
         "mlp": 0.0,
-        "head": roofline.bf16_product(model, rates, rows, head),
+        "head": head_seconds(planned, rates, rows),
         "eh_proj": roofline.bf16_product(model, rates, run.tokens, 2 * D * D),
     }
+
+
+def head_seconds(planned: LaidOut, rates: roofline.Rates, rows: int) -> float:
+    """Returns the seconds of the head for `rows` of each rank: a device has its words' logits for all who share it."""
+    shared, elements = planned.functions.vocabulary, roofline.sizes_of(planned.model).head
+    return roofline.bf16_product(planned.model, rates, rows * shared.ranks, elements // shared.devices)
 
 
 def experts_per_device(planned: LaidOut) -> int:
@@ -216,4 +222,5 @@ def _floor(planned: LaidOut, compiled: Compiled) -> roofline.DecodeFloor | None:
         experts_per_device(planned),
         deployment.kv_cache_dtype,
         compiled.run.width,
+        planned.functions.vocabulary.devices,
     )

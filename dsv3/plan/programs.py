@@ -115,9 +115,8 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> LaidOut:
         mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)
         if deployment.expert_parallel:
             first_expert_map(model, mesh, deployment.redundant_experts)
-            functions = expert_parallel_functions(
-                model, mesh, deployment.redundant_experts, Backend.MOSAIC, transport=deployment.expert_transport
-            )
+            how: dict[str, Any] = {"transport": deployment.expert_transport, "combine": deployment.expert_combine}
+            functions = expert_parallel_functions(model, mesh, deployment.redundant_experts, Backend.MOSAIC, **how)
         else:
             functions = model_functions(Backend.MOSAIC, dtype=jnp.bfloat16, drafts=bool(modules))
         params = _placed(abstract_params(model, deployment), functions.param_specs, mesh)

@@ -121,16 +121,18 @@ def floor_decode(
     experts_per_device: int,
     cache_dtype: str = "bfloat16",
     width: int = 1,
+    sharing: int = 1,
 ) -> DecodeFloor:
     """Returns the bare roofline of one device that decodes `width` tokens of `requests` with `context` tokens each.
 
+    `sharing` devices share the head.
     The wire carries each chosen expert's copy of a token over the slower link, as DeepEP's low-latency kernels do.
     """
     sizes, L, moe = sizes_of(model), model.num_hidden_layers, model.num_moe_layers
     expert_item, item = itemsizes(model)
     Li, seen = index_share(model) * L, attended(model, context)
     shared = moe * sizes.shared + model.num_dense_layers * sizes.dense + L * sizes.attention + Li * sizes.indexer
-    read = item * shared + expert_item * moe * experts_per_device * sizes.expert + 2 * sizes.head
+    read = item * shared + expert_item * moe * experts_per_device * sizes.expert + 2 * sizes.head / sharing
     tokens = requests * width
     done = 2 * tokens * (shared + moe * model.num_experts_per_tok * sizes.expert)
     head = 2 * tokens * sizes.head

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import multiprocessors
 from pallas_kernels.gemm.heads import HeadKernel
@@ -57,11 +58,16 @@ def contiguous(
     return kernel(x[None], w, _scales(x_scale, w_scale, lambda s: s[None]), operands, num_sms)[0]
 
 
-def heads(x, w, first_group, transposed: bool, *, num_sms: int | None = None) -> jax.Array:
-    """Multiplies each head of x [M, H, K] with its w [G, N, K], or transposed [G, K, N], on Hopper."""
-    (m, h, k), n = x.shape, w.shape[2 if transposed else 1]
+def heads(x, w, first_group, transposed: bool, *, carried: int = 0, num_sms: int | None = None) -> jax.Array:
+    """Multiplies each head of x [M, H, K] with its w [G, N, K], or transposed [G, K, N], on Hopper.
+
+    With `carried` x has as many columns more, which are copied behind the product, in place.
+    """
+    (m, h, width), n = x.shape, w.shape[2 if transposed else 1]
+    k = width - carried
+    _check_strides("head gemm", n + carried, width, x.dtype)
     _check_strides("head gemm", n, k, x.dtype)
-    x = pad_to_tiles(x.reshape(1, m, h * k)).reshape(-1, h, k)
+    x = pad_to_tiles(x.reshape(1, m, h * width)).reshape(-1, h, width)
     tile_m = 64 if m <= 64 else 128
     kernel = HeadKernel(
         tile_m=tile_m,
@@ -70,12 +76,13 @@ def heads(x, w, first_group, transposed: bool, *, num_sms: int | None = None) ->
         cluster=1,
         schedule=Heads(h, m, tile_m),
         dtype=jnp.dtype(x.dtype),
-        out_type=jax.ShapeDtypeStruct((x.shape[0], h, n), x.dtype),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], h, n + carried), x.dtype),
         shape_n=n,
         shape_k=k,
         transposed=transposed,
     )
-    return kernel(x, w, (), (_offset(first_group),), num_sms or multiprocessors.traced().taken)[:m]
+    out = kernel(x, w, (), (_offset(first_group),), num_sms or multiprocessors.traced().taken)
+    return (lax.dynamic_update_slice(out, x[..., k:], (0, 0, n)) if carried else out)[:m]
 
 
 def kernel_of_plan(

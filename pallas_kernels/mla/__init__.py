@@ -10,6 +10,7 @@ from pallas_kernels.mla.ops import (
     mla_prefill,
     mla_prefill_context,
     prefill_unsupported,
+    whole_keys,
     write_pages,
 )
 
@@ -28,5 +29,6 @@ __all__ = [
     "pack_fp8",
     "prefill_unsupported",
     "unpack_fp8",
+    "whole_keys",
     "write_pages",
 ]

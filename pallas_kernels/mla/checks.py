@@ -16,17 +16,31 @@ def check_decode(
     _check_ints("lengths", lengths, "B", q.shape[0])
 
 
-def check_prefill(q: jax.Array, k: jax.Array, v: jax.Array, cu_lengths: jax.Array) -> None:
+def check_prefill(
+    q: jax.Array, k: jax.Array, v: jax.Array, cu_lengths: jax.Array, shared_key: jax.Array | None = None
+) -> None:
     _check_rank("q", q, "[T, H, N + P]")
     _check_float("q", q)
-    if k.shape != q.shape:
+    if shared_key is None and k.shape != q.shape:
         raise ValueError(f"k must have the shape of q, {q.shape}, but is {k.shape}")
+    if shared_key is not None:
+        _check_key_parts(q, k, shared_key)
     if v.ndim != 3 or v.shape[:2] != q.shape[:2]:
         raise ValueError(f"v must be [T, H, V] with T, H = {q.shape[:2]}, but is {v.shape}")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, but is {x.dtype}")
     _check_cu_lengths(cu_lengths)
+
+
+def _check_key_parts(q: jax.Array, k: jax.Array, shared_key: jax.Array) -> None:
+    _check_rank("shared_key", shared_key, "[T, P]")
+    if shared_key.shape[0] != q.shape[0] or k.shape != (*q.shape[:2], q.shape[2] - shared_key.shape[1]):
+        raise ValueError(
+            f"k {k.shape} and shared_key {shared_key.shape} must be the parts [T, H, N] and [T, P] of keys {q.shape}"
+        )
+    if shared_key.dtype != q.dtype:
+        raise ValueError(f"shared_key must have the dtype of q, {q.dtype}, but is {shared_key.dtype}")
 
 
 def check_context(

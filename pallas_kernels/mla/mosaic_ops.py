@@ -205,6 +205,7 @@ def prefill_mosaic(
     k: jax.Array,
     v: jax.Array,
     cu_lengths: jax.Array,
+    shared_key: jax.Array | None = None,
     *,
     scale: float,
     key_block: int | None = None,
@@ -237,10 +238,17 @@ def prefill_mosaic(
         key_block=key_block,
         stages=stages,
         blocks=blocks if blocks < items else None,
+        shared_width=0 if shared_key is None else shared_key.shape[1],
     )
     starts = jnp.where(token < end, starts, mosaic_prefill.PADDING)
-    out, lse = mosaic_prefill.attend_segments(shape, q, k, _clear_tail(v, end), starts, interpret=interpret)
+    keys = k if shared_key is None else (k, jnp.pad(shared_key, ((0, padded - T), (0, 0))))
+    out, lse = mosaic_prefill.attend_segments(shape, q, keys, _clear_tail(v, end), starts, interpret=interpret)
     return out[:T], lse[:, :T].T
+
+
+def takes_parts(k: Any, shared_key: Any) -> bool:
+    """Returns whether the prefill kernel takes these parts of keys: shared memory has them in tiles of 64 columns."""
+    return k.shape[-1] % mosaic_prefill.TILE_COLUMNS == shared_key.shape[-1] % mosaic_prefill.TILE_COLUMNS == 0
 
 
 def _clear_tail(v: jax.Array, end: jax.Array) -> jax.Array:

@@ -30,6 +30,9 @@ BLOCK = 128
 PADDING = 1 << 30
 """The segment start of a padding token: above every key."""
 
+TILE_COLUMNS = 64
+"""Columns of a tile of 16-bit values in shared memory: 128 bytes, the widest swizzle."""
+
 KEY_BLOCKS = {(128, 128): 128, (192, 128): 128, (256, 256): 64}
 """Keys of a step by the widths of keys and values that the kernel takes: two steps' and the queries fit in 227 KiB."""
 
@@ -57,8 +60,15 @@ class PrefillShape:
     """Keys of a step."""
     stages: int = 2
     """Blocks of keys and values in shared memory."""
+    shared_width: int = 0
+    """Columns of a key that are the same for all heads, and come as an array of their own."""
     blocks: int | None = None
     """Thread blocks that walk over the items; None for one per item."""
+
+    @property
+    def own_width(self) -> int:
+        """Columns of a key that are a head's own."""
+        return self.key_width - self.shared_width
 
     @property
     def items(self) -> int:
@@ -68,14 +78,21 @@ class PrefillShape:
 
 @functools.partial(jax.jit, static_argnames=("shape", "interpret"))
 def attend_segments(
-    shape: PrefillShape, q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, *, interpret: Any = None
+    shape: PrefillShape,
+    q: jax.Array,
+    k: jax.Array | tuple[jax.Array, jax.Array],
+    v: jax.Array,
+    starts: jax.Array,
+    *,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the attention of every token to those of its segment up to itself.
 
     Equal calls of a program share a trace and a lowering.
 
     Args:
-      q, k: `[T, H, key_width]`, T a multiple of 128.
+      q: `[T, H, key_width]`, T a multiple of 128.
+      k: `[T, H, key_width]`; or with a `shared_width` `[T, H, own_width]` and `[T, shared_width]`.
       v: `[T, H, value_width]`, finite in every block of 128 tokens that holds a token of a segment.
       starts: `[T]` int32, first token of each token's segment, PADDING for padding.
 
@@ -97,22 +114,22 @@ def attend_segments(
         kernel_name="mla_prefill",
         interpret=interpret,
     )
-    return kernel(q, k, v, starts)
+    return kernel(q, *(k if isinstance(k, tuple) else (k,)), v, starts)
 
 
 def _scratch(shape: PrefillShape) -> dict[str, Any]:
-    tiled = swizzle_transforms(shape.dtype, 64)
+    tiled = swizzle_transforms(shape.dtype, TILE_COLUMNS)
 
     def array(*dims: int):
         return plgpu.SMEM(dims, shape.dtype, transforms=tiled)
 
     scratch = {
         "query": plgpu.RefUnion(array(2, _ROWS, shape.key_width), array(2, _ROWS, shape.value_width)),
-        "key": array(shape.stages, shape.key_block, shape.key_width),
+        "key": array(shape.stages, shape.key_block, shape.own_width),
         "value": array(shape.stages, shape.key_block, shape.value_width),
         "row_lse": plgpu.SMEM((2, _ROWS), jnp.float32),
         "query_full": plgpu.Barrier(num_arrivals=2),
-        "key_full": plgpu.Barrier(num_barriers=shape.stages),
+        "key_full": plgpu.Barrier(num_arrivals=2 if shape.shared_width else 1, num_barriers=shape.stages),
         "value_full": plgpu.Barrier(num_barriers=shape.stages),
         "key_free": plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
         "value_free": plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
@@ -120,6 +137,8 @@ def _scratch(shape: PrefillShape) -> dict[str, Any]:
     }
     if shape.blocks is not None:
         scratch["query_free"] = plgpu.Barrier(num_arrivals=2)
+    if shape.shared_width:
+        scratch["shared_key"] = array(shape.stages, shape.key_block, shape.shared_width)
     return scratch | ({"weights": array(2, _ROWS, shape.key_block)} if shape.interpreted else {})
 
 
@@ -134,6 +153,7 @@ class _Work:
     shape: PrefillShape
     q: Any
     k: Any
+    shared: Any
     v: Any
     starts: Any
     out: Any
@@ -193,7 +213,8 @@ def _walk(shape: PrefillShape, arrays: tuple, smem: Any, visit):
 
 
 def _work(shape: PrefillShape, arrays: tuple, smem: Any, item, number, done) -> _Work:
-    q, k, v, starts, out, lse = arrays
+    q, k, *others = arrays
+    shared, v, starts, out, lse = others if shape.shared_width else (None, *others)
     query_block = (shape.tokens // BLOCK - 1) - lax.div(item, jnp.int32(shape.heads))
     first_token = query_block * BLOCK
     start = starts[first_token]
@@ -201,7 +222,7 @@ def _work(shape: PrefillShape, arrays: tuple, smem: Any, item, number, done) -> 
     last_block = lax.div(first_token + (BLOCK - 1), jnp.int32(shape.key_block))
     blocks = jnp.where(start == PADDING, 0, last_block - first_block + 1)
     head = lax.rem(item, jnp.int32(shape.heads))
-    return _Work(shape, q, k, v, starts, out, lse, smem, head, first_token, first_block, blocks, number, done)
+    return _Work(shape, q, k, shared, v, starts, out, lse, smem, head, first_token, first_block, blocks, number, done)
 
 
 def _produce(work: _Work):
@@ -228,6 +249,8 @@ def _produce(work: _Work):
                 plgpu.barrier_wait(free.at[stage])
 
             plgpu.copy_gmem_to_smem(source.at[tokens, work.head], target.at[stage], full.at[stage])
+            if source is work.k and work.shared is not None:
+                plgpu.copy_gmem_to_smem(work.shared.at[tokens], smem.shared_key.at[stage], full.at[stage])
 
     lax.fori_loop(0, work.blocks, step, None)
 
@@ -304,8 +327,14 @@ def _scores(work: _Work, warpgroup, i, stage, first_row, starts, last_start):
     zero = lax.shift_right_logical(i, 30)
     plgpu.barrier_wait(smem.key_full.at[stage])
 
+    query, own = smem.query[0].at[warpgroup + zero], work.shape.own_width
+
     def products(accumulator):
-        plgpu.wgmma(accumulator, smem.query[0].at[warpgroup + zero], smem.key.at[stage].T)
+        if work.shared is None:
+            plgpu.wgmma(accumulator, query, smem.key.at[stage].T)
+        else:
+            plgpu.wgmma(accumulator, query.at[:, pl.ds(0, own)], smem.key.at[stage].T)
+            plgpu.wgmma(accumulator, query.at[:, pl.ds(own, work.shape.shared_width)], smem.shared_key.at[stage].T)
         _take_turn(smem)
         return accumulator[...]
 

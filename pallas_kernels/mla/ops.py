@@ -72,6 +72,7 @@ def mla_prefill(
     cu_lengths: jax.Array,
     *,
     scale: float,
+    shared_key: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes causal attention of new tokens among themselves, in expanded form, several requests in one flat batch.
@@ -82,6 +83,8 @@ def mla_prefill(
       cu_lengths: `[G + 1]` int32, 0 and then the running total of the requests' token counts (not decreasing).
         Tokens at or past `cu_lengths[-1]` are padding and may hold anything.
       scale: factor on the scores before the softmax.
+      shared_key: `[T, P]`, the last part of the keys of all heads; `k` is then `[T, H, N]`. The Hopper kernel takes the
+        parts as they are, the others join them first.
       backend: an implementation, or None for the one that suits the default device.
 
     Returns:
@@ -91,9 +94,18 @@ def mla_prefill(
     Raises:
       ValueError: a shape or dtype does not fit.
     """
-    checks.check_prefill(q, k, v, cu_lengths)
+    checks.check_prefill(q, k, v, cu_lengths, shared_key)
     chosen = _kernels("mla_prefill", backend, prefill_unsupported(q, v, backend))
+    if shared_key is not None and chosen is Backend.MOSAIC and mosaic_ops.takes_parts(k, shared_key):
+        return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, shared_key, scale=scale)
+    k = k if shared_key is None else whole_keys(k, shared_key)
     return _PREFILL[chosen](q, k, v, cu_lengths, scale=scale)
+
+
+def whole_keys(k: jax.Array, shared_key: jax.Array) -> jax.Array:
+    """Returns the keys `[T, H, N + P]` whose parts are each head's own `[T, H, N]` and that of all heads `[T, P]`."""
+    shared = jnp.broadcast_to(shared_key[:, None], (*k.shape[:2], shared_key.shape[1]))
+    return jnp.concatenate([k, shared], axis=-1)
 
 
 def mla_prefill_context(

@@ -56,7 +56,7 @@ class Exchange:
         """Returns one hop over all devices, with buffers for `rows`; `replicas` live on each device."""
         T, K, devices = rows.tokens, rows.experts_per_token, machine.devices
         capacity = expected_capacity(T, devices, K, devices * devices, replicas)
-        return cls(machine, replicas, (Hop(machine.axes, devices, replicas, capacity, overlap),))
+        return cls(machine, replicas, (Hop(machine.axes, devices, replicas, capacity, overlap, rows.int8_sums),))
 
     @classmethod
     def from_layer_by_node(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Exchange":
@@ -73,7 +73,7 @@ class Exchange:
             (machine.axes[:1], machine.nodes, replicas * machine.gpus, outer),
             (machine.axes[1:], machine.gpus, replicas, inner),
         ]
-        return cls(machine, replicas, tuple(Hop(*size, overlap) for size in sizes))
+        return cls(machine, replicas, tuple(Hop(*size, overlap, rows.int8_sums) for size in sizes))
 
     @property
     def kind(self) -> Kind:
@@ -96,9 +96,10 @@ class Exchange:
         """Returns the bytes of all hops."""
         K = rows.experts_per_token
         columns = [K, *(min(K, hop.replicas_per_peer) for hop in self.hops)]  # of ids, before each hop
+        sizes = [rows.row_bytes(each, by_hop=True) for each in columns]
         parts = [
-            Traffic.from_peers(hop.peers - 1, self._outside(hop), hop.capacity * rows.row_bytes(columns[h]))
-            for h, hop in enumerate(self.hops)
+            Traffic.from_peers(hop.peers - 1, self._outside(hop), hop.capacity * size)
+            for hop, size in zip(self.hops, sizes, strict=False)
         ]
         return functools.reduce(operator.add, parts)
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from sharding.experts.rows import TokenRows, fill_buffers, localize, sum_at
 from sharding.wire.collectives import Overlap, Transfer, start_all_to_all
+from sharding.wire.sums import pack, unpack
 from sharding.wire.words import from_words, shapes_of, to_words
 
 
@@ -27,7 +28,8 @@ from sharding.wire.words import from_words, shapes_of, to_words
 class Hop:
     """One crossing: `peers` devices along `axes`, each of which owns or leads to `replicas_per_peer` replicas.
 
-    Each pair of peers has `capacity` rows.
+    Each pair of peers has `capacity` rows. With `int8_sums` the way back carries int8 and scales
+    (`sharding.wire.sums`).
     """
 
     axes: tuple[str, ...]
@@ -35,6 +37,7 @@ class Hop:
     replicas_per_peer: int
     capacity: int
     overlap: Overlap = Overlap.NONE
+    int8_sums: bool = False
 
 
 class Queued(NamedTuple):
@@ -93,7 +96,10 @@ def receive(sent: Sent, hop: Hop) -> TokenRows:
 @jax.named_scope("combine")
 def send_back(sums: jax.Array, hop: Hop) -> Transfer:
     """Starts returning the partial sum of each row, `[J * C, D]`, to the peer that the row came from."""
-    return start_all_to_all(sums, hop.axes, hop.overlap)
+    if not hop.int8_sums:
+        return start_all_to_all(sums, hop.axes, hop.overlap)
+    started = start_all_to_all(pack(sums), hop.axes, hop.overlap)
+    return dataclasses.replace(started, like=shapes_of(sums))
 
 
 @jax.named_scope("combine")
@@ -102,7 +108,7 @@ def receive_back(transfer: Transfer, queued: Queued, hop: Hop) -> jax.Array:
 
     Adds in the order of k and in float32; the result has the dtype of the sums.
     """
-    return _sum(transfer.finish(), queued, hop)
+    return _sum(transfer.finish(), queued, hop, transfer.like)
 
 
 @functools.partial(jax.jit, static_argnames="hop")
@@ -111,10 +117,10 @@ def _fill(queued: Queued, hop: Hop) -> jax.Array:
     return to_words(fill_buffers(queued.rows, _place(queued, hop), hop.peers * hop.capacity))
 
 
-@functools.partial(jax.jit, static_argnames="hop")
-def _sum(returned: jax.Array, queued: Queued, hop: Hop) -> jax.Array:
-    """Returns the sum of each row's partial sums."""
-    return sum_at(returned, _place(queued, hop))
+@functools.partial(jax.jit, static_argnames=("hop", "like"))
+def _sum(returned: jax.Array, queued: Queued, hop: Hop, like: jax.ShapeDtypeStruct | None) -> jax.Array:
+    """Returns the sum of each row's partial sums; packed ones are `like` that."""
+    return sum_at(returned if like is None else unpack(returned, like), _place(queued, hop))
 
 
 def _place(queued: Queued, hop: Hop) -> jax.Array:

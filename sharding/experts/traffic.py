@@ -8,6 +8,7 @@ published for H800 (DeepEP: 160 GB/s NVLink, 50 GB/s per NIC, one NIC per GPU). 
 import dataclasses
 
 from sharding.mesh import Machine
+from sharding.wire.sums import packed_bytes
 
 _ID_AND_WEIGHT = 8  # bytes of an int32 id and a float32 weight
 
@@ -23,16 +24,28 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class LayerRows:
-    """The token rows that one device sends in one MoE layer: T tokens, K experts per token, bytes per row each way."""
+    """The token rows that one device sends in one MoE layer: T tokens, K experts per token, bytes per row each way.
+
+    With `int8_sums` transports with hops send sums back as int8 and scales, `packed_bytes` per row.
+    """
 
     tokens: int
     experts_per_token: int
     dispatch_bytes: int
     combine_bytes: int
+    int8_sums: bool = False
+    packed_bytes: int = 0
 
     @classmethod
     def from_widths(
-        cls, tokens: int, experts_per_token: int, hidden_size: int, *, fp8_dispatch: bool, itemsize: int = 2
+        cls,
+        tokens: int,
+        experts_per_token: int,
+        hidden_size: int,
+        *,
+        fp8_dispatch: bool,
+        itemsize: int = 2,
+        int8_sums: bool = False,
     ) -> "LayerRows":
         """Returns the rows as they travel: FP8 with a float32 scale per 128 channels, or activations.
 
@@ -42,11 +55,16 @@ class LayerRows:
         """
         activations = hidden_size + 4 * -(-hidden_size // 128) if fp8_dispatch else itemsize * hidden_size
         dispatch = activations + _ID_AND_WEIGHT * experts_per_token
-        return cls(tokens, experts_per_token, dispatch, itemsize * hidden_size)
+        packed = packed_bytes(hidden_size)
+        return cls(tokens, experts_per_token, dispatch, itemsize * hidden_size, int8_sums, packed)
 
-    def row_bytes(self, columns: int) -> int:
-        """Returns the bytes of a row there and back, where `columns` of its K ids and weights are sent."""
-        return self.dispatch_bytes + self.combine_bytes - _ID_AND_WEIGHT * (self.experts_per_token - columns)
+    def row_bytes(self, columns: int, *, by_hop: bool = False) -> int:
+        """Returns the bytes of a row there and back, where `columns` of its K ids and weights are sent.
+
+        Rows that go `by_hop` come back packed where that was asked for.
+        """
+        back = self.packed_bytes if by_hop and self.int8_sums else self.combine_bytes
+        return self.dispatch_bytes + back - _ID_AND_WEIGHT * (self.experts_per_token - columns)
 
 
 @dataclasses.dataclass(frozen=True)

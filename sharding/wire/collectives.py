@@ -67,10 +67,14 @@ def compiler_options(platform: str, channels: int = 0) -> dict[str, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A collective under way; `pending` is jax's future, or the result where collectives are synchronous."""
+    """A collective under way; `pending` is jax's future, or the result where collectives are synchronous.
+
+    `like` says what the words are that it carries, where only their sender knows.
+    """
 
     pending: Any
     is_future: bool
+    like: Any = None
 
     def finish(self) -> jax.Array:
         """Waits for the collective and returns its result."""

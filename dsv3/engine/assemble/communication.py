@@ -24,7 +24,8 @@ class Communication:
 
     `replicas` of experts live on the devices of `machine`. Each of the `shards` devices of a rank sends a part of its
     tokens. `kind` is what a user asked for, None to let `choose` decide. `fp8_dispatch` says whether rows travel as
-    FP8; otherwise, and on the way back, a channel takes `itemsize` bytes.
+    FP8; otherwise, and on the way back, a channel takes `itemsize` bytes. With `int8_sums` those transports that have
+    hops send sums back as int8 and scales.
     """
 
     cfg: ModelConfig
@@ -35,6 +36,7 @@ class Communication:
     kind: Kind | None
     fp8_dispatch: bool
     itemsize: int
+    int8_sums: bool = False
 
     @classmethod
     def from_mesh(
@@ -44,10 +46,13 @@ class Communication:
         replicas: int,
         *,
         transport: str = "auto",
+        combine: str = "auto",
         dtype: DTypeLike = jnp.bfloat16,
         fp8: bool | None = None,
     ) -> "Communication":
         """Returns the choices for the devices of `mesh`; `transport` as in `Kind.from_name`, `fp8` None: as `cfg` says.
+
+        `combine` "int8" packs sums, "auto" leaves them as they are. Raises ValueError where the transport cannot.
 
         Raises ValueError for a transport that does not exist, or not on these devices, and where they do not divide the
         replicas. A bucket too large for a ragged transport is refused when its transport is asked for.
@@ -56,8 +61,13 @@ class Communication:
         if kind is Kind.RAGGED:
             check_ragged(platform)
         fp8 = cfg.fp8 is not None if fp8 is None else fp8
-        overlap, itemsize = resolve_overlap(platform), jnp.dtype(dtype).itemsize
-        result = cls(cfg, Machine.from_mesh(mesh), replicas, rank_size(mesh), overlap, kind, fp8, itemsize)
+        if combine == "int8" and kind in (Kind.RING, Kind.RAGGED):
+            raise ValueError(
+                f"expert_combine: 'int8' needs expert_transport auto, all_to_all or hierarchical, not {transport!r}: "
+                "its sums are added on their way"
+            )
+        overlap, itemsize, int8 = resolve_overlap(platform), jnp.dtype(dtype).itemsize, combine == "int8"
+        result = cls(cfg, Machine.from_mesh(mesh), replicas, rank_size(mesh), overlap, kind, fp8, itemsize, int8)
         result.transport(1, is_prefill=False)  # refuses now what no bucket can have
         return result
 
@@ -105,7 +115,9 @@ class Communication:
     def _rows(self, tokens: int) -> LayerRows:
         cfg = self.cfg
         k, hidden = cfg.num_experts_per_tok, cfg.hidden_size
-        return LayerRows.from_widths(tokens, k, hidden, fp8_dispatch=self.fp8_dispatch, itemsize=self.itemsize)
+        return LayerRows.from_widths(
+            tokens, k, hidden, fp8_dispatch=self.fp8_dispatch, itemsize=self.itemsize, int8_sums=self.int8_sums
+        )
 
     def _transport(self, tokens: int) -> Transport[Any]:
         rows = self._rows(tokens)

@@ -4,6 +4,7 @@ Routed experts are spread over all devices; with tensor parallelism the devices 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,11 +24,12 @@ from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import LayerParams, MoeParams, Params, declare
 from dsv3.model.steps import StepOutput
 from dsv3.model.tensor_parallel import Shards, arrange
+from dsv3.model.vocabulary import SharedEmbedding, Vocabulary
 from pallas_kernels.backend import Backend
 from sharding.experts.eplb import ExpertMap
 from sharding.experts.placement import Placement, placement_of
 from sharding.experts.traffic import Traffic
-from sharding.mesh import partitions, rank_size
+from sharding.mesh import Machine, partitions, rank_size
 
 
 @jax.tree_util.register_dataclass
@@ -78,19 +80,23 @@ def expert_parallel_functions(
     backend: Backend | None = None,
     *,
     transport: str = "auto",
+    combine: str = "auto",
     dtype: DTypeLike = jnp.bfloat16,
     fp8: bool | None = None,
 ) -> StepFunctions:
     """Returns the step functions on `SpreadParams`.
 
-    Transport and schedule are chosen per bucket while its step is traced.
-
-    `transport` is "auto" or a name. `dtype` of activations and `fp8` (whether expert weights are FP8; None: as in the
-    configuration) say what a row takes on the wire. Raises ValueError for a transport these devices do not have.
+    Transport and schedule are chosen per bucket while its step is traced. `transport` is "auto" or a name, `combine`
+    "auto" or "int8" (sums come back packed). `dtype` of activations and `fp8` (whether expert weights are FP8; None:
+    as in the configuration) say what a row takes on the wire. Raises ValueError for a transport these devices do not
+    have.
     """
     replicas = cfg.n_routed_experts + num_redundant_experts
-    communication = Communication.from_mesh(mesh, cfg, replicas, transport=transport, dtype=dtype, fp8=fp8)
-    shards = Shards(rank_size(mesh))
+    how_sent: dict[str, Any] = {"transport": transport, "combine": combine, "dtype": dtype, "fp8": fp8}
+    communication = Communication.from_mesh(mesh, cfg, replicas, **how_sent)
+    shards, vocabulary = Shards(rank_size(mesh)), Vocabulary.from_mesh(cfg, mesh)
+
+    own = functools.partial(_own, vocabulary)
 
     def how(spread: SpreadParams, tokens: int, is_prefill: bool) -> dict[str, Any]:
         """Returns how a step of `tokens` tokens per rank runs, as arguments of `steps.prefill` or `decode`."""
@@ -115,11 +121,11 @@ def expert_parallel_functions(
 
     def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> StepOutput:
         chosen = how(spread, batch.tokens.shape[0], True)
-        return agreed(steps.prefill(spread.params, cfg, batch, pages, **chosen), chosen["routed"])
+        return agreed(steps.prefill(own(spread), cfg, batch, pages, **chosen), chosen["routed"])
 
     def decode(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> StepOutput:
         chosen = how(spread, batch.tokens.size, False)
-        return agreed(steps.decode(spread.params, cfg, batch, pages, **chosen), chosen["routed"])
+        return agreed(steps.decode(own(spread), cfg, batch, pages, **chosen), chosen["routed"])
 
     def logits(spread: SpreadParams, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
         return decoder.logits(spread.params, cfg, hidden, backend)
@@ -128,26 +134,38 @@ def expert_parallel_functions(
         spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, hidden: jax.Array
     ) -> StepOutput:
         chosen = predicting(spread, batch.tokens.shape[0])
-        return agreed(steps.predict_prefill(spread.params, cfg, batch, pages, hidden, **chosen), chosen["routed"])
+        return agreed(steps.predict_prefill(own(spread), cfg, batch, pages, hidden, **chosen), chosen["routed"])
 
     def predict_decode(
         spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, hidden: jax.Array
     ) -> StepOutput:
         chosen = predicting(spread, batch.tokens.size)
-        return agreed(steps.predict_decode(spread.params, cfg, batch, pages, hidden, **chosen), chosen["routed"])
+        return agreed(steps.predict_decode(own(spread), cfg, batch, pages, hidden, **chosen), chosen["routed"])
 
     def traffic(program: ForwardProgram) -> Traffic:
         if program.of_module:
             return communication.draft_traffic(program.tokens)
         return communication.traffic(program.tokens, program.kind == "prefill")
 
-    placed = SpreadParams(partitions(declare(cfg)), Placement(PartitionSpec(), PartitionSpec()))
-    modules = cfg.num_nextn_predict_layers
-    draft = DraftFunctions(dtype, predict_prefill, predict_decode) if modules else None
-    layers = (cfg.num_moe_layers, modules) if modules else (cfg.num_moe_layers,)
-    groups, machine = cfg.n_group, communication.machine
-    experts = SpreadExperts(layers, cfg.n_routed_experts, replicas, groups, machine, _take, _put)
-    return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, True, communication.overlaps)
+    placed = SpreadParams(partitions(declare(cfg), vocabulary.table), Placement(PartitionSpec(), PartitionSpec()))
+    draft = DraftFunctions(dtype, predict_prefill, predict_decode) if cfg.num_nextn_predict_layers else None
+    experts = _experts(cfg, replicas, communication.machine)
+    overlaps = communication.overlaps
+    return StepFunctions(
+        prefill, decode, logits, placed, experts, traffic, draft, dtype, True, overlaps=overlaps, vocabulary=vocabulary
+    )
+
+
+def _own(vocabulary: Vocabulary, spread: SpreadParams) -> Params:
+    """Returns the parameters of this device, as the steps take them."""
+    params = spread.params
+    return dataclasses.replace(params, embed=SharedEmbedding(params.embed, vocabulary))
+
+
+def _experts(cfg: ModelConfig, replicas: int, machine: Machine) -> SpreadExperts:
+    """Returns what the engine knows of the experts: stacks of the main model, and of its MTP modules if it has some."""
+    layers = tuple(filter(None, (cfg.num_moe_layers, cfg.num_nextn_predict_layers)))
+    return SpreadExperts(layers, cfg.n_routed_experts, replicas, cfg.n_group, machine, _take, _put)
 
 
 def _take(spread: SpreadParams) -> tuple[tuple[Any, ...], Placement]:

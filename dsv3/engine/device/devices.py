@@ -19,7 +19,7 @@ class Forward(NamedTuple):
     """
 
     slots: Any  # [B] int32
-    logits: Any = None  # [B, S, W] float32
+    scores: Any = None  # [Xn, B, S, W / Xn] float32
     hidden: Any = None  # [B, S, D] or [T, D]; None where nothing drafts
     batch: tuple[Any, ...] = ()
     tokens: Any = None  # [B, S] int32

@@ -64,6 +64,11 @@ class Layout:
         sizes = {(rows, 1) for rows in map(cfg.prefill_rows, cfg.prefill_buckets)}
         return sorted(sizes | {(rows, cfg.width(rows)) for rows in cfg.decode_buckets})
 
+    def scores(self, rows: int, width: int) -> jax.ShapeDtypeStruct:
+        """Returns the shape of the scores of a batch that is sampled, over all ranks."""
+        ranks = self.functions.vocabulary.ranks
+        return self.array(ranks, rows, width, self.model_cfg.vocab_size // ranks, dtype=jnp.float32)
+
     def count(self, counters: dict[str, Any], result: StepResult, program: int) -> dict[str, Any]:
         """Returns the watches' counters after a forward pass; called while its program is traced."""
         return {name: self.watches[name].update(values, result, program) for name, values in counters.items()}

@@ -183,16 +183,16 @@ class DecodeWorker:
         self._devices = devices
 
     def launch(self, command: DecodeCommand) -> tuple[jax.Array, ...]:
-        """Starts the batch; leaves logits, hidden states and slots for the sampler and the drafter.
+        """Starts the batch; leaves scores, hidden states and slots for the sampler and the drafter.
 
         Returns the slots where they may say that the step is to be computed again.
         """
         devices = self._devices
         program = devices.programs.get(Key(NAME, command.rows.shape[1], width=command.width))
-        devices.pages, devices.state, logits, hidden, slots = program(
+        devices.pages, devices.state, scores, hidden, slots = program(
             devices.params, devices.pages, devices.state, devices.put(command.rows)
         )
-        devices.handed[NAME] = Forward(slots, logits, hidden)
+        devices.handed[NAME] = Forward(slots, scores, hidden)
         if not devices.layout.functions.may_overflow:
             return ()
         told = slots.addressable_data(0)  # the same on every rank
@@ -212,9 +212,10 @@ def decode_body(
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array | None, jax.Array]:
     """Runs the last token and the drafts of the slots in `rows` `[B, 3]` (see `DecodeCommand`), for one rank.
 
-    Returns pages, state, logits `[B, S, W]`, hidden states `[B, S, D]` where something drafts from them, and the slots
-    `[B]` that shall sample: none where a buffer between devices was too small. The state does not change then, but for
-    its page table, and what was written into pages is written again. `program` is the number under which it counts.
+    Returns pages, state, scores `[Xn, B, S, W / Xn]`, hidden states `[B, S, D]` where something drafts from them, and
+    the slots `[B]` that shall sample: none where a buffer between devices was too small. The state does not change
+    then, but for its page table, and what was written into pages is written again. `program` is the number under which
+    it counts.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, new_page, index = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -223,10 +224,10 @@ def decode_body(
     lengths = jnp.where(slots < num_slots, state.lengths[held] + (width - 1), 0)
     page_table = state.page_table.at[jnp.where(new_page >= 0, slots, num_slots), index].set(new_page, mode="drop")
     out = functions.decode(params, cfg, DecodeBatch(state.tokens[held, :width], lengths, page_table[held]), pages)
-    logits = functions.logits(params, cfg, out.hidden)
+    scores = functions.scores(params, cfg, out.hidden)
     counters = layout.count(state.counters, out, program)
     state = dataclasses.replace(state, page_table=page_table, counters=counters)
-    return out.pages, state, logits, out.hidden if functions.draft else None, layout.sampling(slots, out)
+    return out.pages, state, scores, out.hidden if functions.draft else None, layout.sampling(slots, out)
 
 
 def _applies(parts: Parts) -> bool:

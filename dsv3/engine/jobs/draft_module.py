@@ -20,7 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.engine.device import ragged, sampling
+from dsv3.engine.device import ragged
+from dsv3.engine.device.best import best_words
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -172,7 +173,8 @@ def _with_draft(
     layout: Layout, params: object, state: DecodeState, hidden: jax.Array, slots: jax.Array, number: int
 ) -> DecodeState:
     """Returns the state with draft `number` of `slots`: the likeliest by the module's hidden states `[B, D]`."""
-    token = sampling.greedy(layout.functions.logits(params, layout.model_cfg, hidden))
+    functions = layout.functions
+    token = best_words(functions.vocabulary, functions.scores(params, layout.model_cfg, hidden)).words
     return with_drafts(state, slots, token[:, None], number)
 
 

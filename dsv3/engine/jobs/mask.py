@@ -95,8 +95,9 @@ class MaskWorker:
         """Leaves the masks beside what a forward job has left."""
         devices = self._devices
         forward = devices.handed[command.source]
-        rows, width, vocab_size = forward.logits.shape[1:]
-        masks = command.whole(devices.layout.num_local_ranks, rows, width, num_words(vocab_size))
+        rows, width = forward.scores.shape[2:4]
+        num_bits = devices.layout.model_cfg.vocab_size
+        masks = command.whole(devices.layout.num_local_ranks, rows, width, num_words(num_bits))
         devices.handed[command.source] = forward._replace(masks=devices.put(masks))
         return ()
 

@@ -261,19 +261,19 @@ class PrefillWorker:
         self._devices = devices
 
     def launch(self, command: PrefillCommand) -> tuple[jax.Array, ...]:
-        """Starts the batch; leaves logits, hidden states and slots for the sampler and the drafter."""
+        """Starts the batch; leaves scores, hidden states and slots for the sampler and the drafter."""
         devices = self._devices
         tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
         variant = max(int(command.has_context), min(_variants(devices.layout)))
         program = devices.programs.get(Key(NAME, command.bucket, variant))
         batch = devices.put(tokens), devices.put(rows)
-        devices.pages, devices.state, logits, hidden, slots = program(
+        devices.pages, devices.state, scores, hidden, slots = program(
             devices.params, devices.pages, devices.state, *batch
         )
         if command.tells:
             devices.handed[prompt_logprobs.NAME] = Forward(slots, hidden=hidden, batch=batch)
         if command.samples or devices.layout.cfg.speculative is not None:
-            devices.handed[NAME] = Forward(slots, logits if command.samples else None, hidden, batch)
+            devices.handed[NAME] = Forward(slots, scores if command.samples else None, hidden, batch)
         if command.samples and not devices.layout.functions.may_overflow:
             return ()
         # Whether there was room. Where there is no token to read it is also what to wait for: pages are shared once
@@ -294,16 +294,16 @@ def prefill_body(
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array]:
     """Runs the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`, for one rank; enters them into the state.
 
-    Returns pages, state, logits `[B, 1, W]` after each chunk's last token, hidden states, and the slots `[B]` that
-    shall sample: none where a buffer between devices was too small. The hidden states are those of all tokens `[T, D]`
-    where something drafts from them, and else those of the first, of which log-probabilities may be told. The host
-    knows whether a chunk `has_context`, so no device asks. `program` is the number under which it counts.
+    Returns pages, state, scores `[Xn, B, 1, W / Xn]` after each chunk's last token, hidden states, and the slots `[B]`
+    that shall sample: none where a buffer between devices was too small. The hidden states are those of all tokens
+    `[T, D]` where something drafts from them, and else those of the first, of which log-probabilities may be told. The
+    host knows whether a chunk `has_context`, so no device asks. `program` is the number under which it counts.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, count, context, follows = (rows[:, i] for i in range(4))
     batch = ragged_batch(tokens, rows, has_context)
     out = functions.prefill(params, cfg, batch, pages)
-    logits = functions.logits(params, cfg, out.hidden[last_rows(batch)])
+    scores = functions.scores(params, cfg, out.hidden[last_rows(batch)][:, None])
     state = DecodeState(
         tokens=state.tokens,
         lengths=state.lengths.at[slots].set(context + count, mode="drop"),
@@ -313,7 +313,7 @@ def prefill_body(
     )
     sampling = jnp.where(follows < 0, slots, state.lengths.shape[0])
     hidden = out.hidden[: prompt_logprobs.rows_left(layout, tokens.shape[0])]
-    return out.pages, state, logits[:, None], hidden, layout.sampling(sampling, out)
+    return out.pages, state, scores, hidden, layout.sampling(sampling, out)
 
 
 KIND = JobKind(NAME, PrefillCommand, PrefillPlanner, programs, PrefillWorker)

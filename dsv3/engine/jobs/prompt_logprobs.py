@@ -149,7 +149,8 @@ def prompt_logprobs_body(
     padding = blocks * _BLOCK - count
 
     def told(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        logits = layout.functions.logits(params, layout.model_cfg, block[0])
+        functions = layout.functions
+        logits = functions.vocabulary.whole(functions.scores(params, layout.model_cfg, block[0]))
         own, ids, top = sampling.log_probabilities(logits, block[1], MAX_LOGPROBS)
         return own, sampling.rank_of(logits, block[1]), ids, top
 

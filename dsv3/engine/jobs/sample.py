@@ -7,7 +7,7 @@ draft at their place was right. So the text is the same with any drafts and with
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device import sampling
 from dsv3.engine.device import state as device_state
+from dsv3.engine.device.best import best_words
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -29,6 +30,7 @@ from dsv3.engine.requests.rows import BatchRows, Sampled
 from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL, GREEDY, Sequence
 from dsv3.engine.requests.slots import SlotTable
+from dsv3.model.vocabulary import Vocabulary
 from dsv3.request import StepOutputs
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
@@ -176,8 +178,9 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
             yield _sampler(layout, rows, width, variant)
         for variant in (DRAWN, FILTERED, FULL) if layout.takes_grammars else ():
             yield _sampler(layout, rows, width, variant, is_held=True)
-        arguments = (_logits(layout, rows, width), layout.array(rows, width))
-        yield layout.per_rank(Key("logprobs", rows, width=width), logprobs_body, arguments, gathered="all")
+        body = functools.partial(logprobs_body, layout.functions.vocabulary)
+        arguments = (layout.scores(rows, width), layout.array(rows, width))
+        yield layout.per_rank(Key("logprobs", rows, width=width), body, arguments, gathered="all")
     adjust = adjust_shapes(layout)
     yield layout.per_rank(Key("new_adjust"), functools.partial(_zeros, adjust), (layout.array(),))
     row = _adjust_rows([], cfg.num_ranks, cfg, layout.model_cfg.vocab_size)
@@ -188,11 +191,11 @@ def _sampler(layout: Layout, rows: int, width: int, variant: int, is_held: bool 
     """Returns a sampler, one with masks where rows of its batches are held to grammars."""
     adjust = adjust_shapes(layout) if variant == FULL else None
     donated = (0, 1) if variant == FULL else (0,)
-    masks = layout.array(rows, width, num_words(layout.model_cfg.vocab_size), dtype=jnp.uint32)
-    arguments = (layout.state, adjust, _logits(layout, rows, width), layout.array(rows), *([masks] if is_held else []))
+    masks = [layout.array(rows, width, num_words(layout.model_cfg.vocab_size), dtype=jnp.uint32)] if is_held else []
+    arguments = (layout.state, adjust, layout.scores(rows, width), layout.array(rows), *masks)
     speculative = layout.cfg.speculative
     chances = () if speculative is None else speculative.synthetic_chances[: width - 1]
-    body = functools.partial(sample_body, variant, chances=chances)
+    body = functools.partial(sample_scores_body, layout.functions.vocabulary, variant, chances=chances)
     kind = _HELD if is_held else NAME
     return layout.per_rank(Key(kind, rows, variant, width), body, arguments, donated, gathered="last")
 
@@ -200,10 +203,6 @@ def _sampler(layout: Layout, rows: int, width: int, variant: int, is_held: bool 
 def adjust_shapes(layout: Layout) -> AdjustState:
     """Returns the shapes of what requests need that change their logits."""
     return layout.sharded(device_state.adjust_state_shapes(layout.cfg, layout.model_cfg.vocab_size))
-
-
-def _logits(layout: Layout, rows: int, width: int) -> jax.ShapeDtypeStruct:
-    return layout.array(rows, width, layout.model_cfg.vocab_size, dtype=jnp.float32)
 
 
 def _zeros(shapes: AdjustState, _: jax.Array) -> AdjustState:
@@ -221,23 +220,23 @@ class SampleWorker:
         """Samples what the forward job has left."""
         devices = self._devices
         forward = devices.handed.pop(command.source)
-        logits, slots = forward.logits, forward.slots
+        scores, slots = forward.scores, forward.slots
         for i in range(command.adjust_launches):
             self._set_adjustments(command.adjustments, i)
-        rows, width = logits.shape[1:3]
+        rows, width = scores.shape[2:4]
         adjust = self._adjust_state() if command.variant == FULL else None
         if forward.masks is None:
             key, masks = Key(NAME, rows, command.variant, width), []
         else:
             key, masks = Key(_HELD, rows, max(command.variant, DRAWN), width), [forward.masks]
-        devices.state, adjust, tokens, *of_all = devices.programs.get(key)(devices.state, adjust, logits, slots, *masks)
+        devices.state, adjust, tokens, *of_all = devices.programs.get(key)(devices.state, adjust, scores, slots, *masks)
         if devices.layout.cfg.speculative is not None:
-            devices.handed[command.source] = forward._replace(logits=None, masks=None, tokens=tokens)
+            devices.handed[command.source] = forward._replace(scores=None, masks=None, tokens=tokens)
         if command.variant == FULL:
             self._adjust = adjust
         results = tuple(of_all) or (tokens,)
         if command.logprobs:
-            results += devices.programs.get(Key("logprobs", rows, width=width))(logits, tokens)
+            results += devices.programs.get(Key("logprobs", rows, width=width))(scores, tokens)
         for array in results:
             array.copy_to_host_async()
         return results
@@ -263,6 +262,33 @@ class SampleWorker:
         return self._adjust
 
 
+Draw = Callable[[AdjustState | None, jax.Array, int], jax.Array]
+"""Samples position i of each row: from the adjust state so far, the slots `[B]` and i, to tokens `[B]`."""
+
+
+def sample_scores_body(
+    vocabulary: Vocabulary,
+    variant: int,
+    state: DecodeState,
+    adjust: AdjustState | None,
+    scores: jax.Array,
+    slots: jax.Array,
+    masks: jax.Array | None = None,
+    *,
+    chances: tuple[float, ...] = (),
+) -> tuple[DecodeState, AdjustState | None, jax.Array]:
+    """Does what `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
+
+    Where devices share the words, greedy sampling asks each for its best one. All else takes the logits of all words.
+    """
+    if variant != GREEDY or vocabulary.ranks == 1:
+        return sample_body(variant, state, adjust, vocabulary.whole(scores), slots, masks, chances=chances)
+    words, top = best_words(vocabulary, scores)
+    drawn = jnp.where(jnp.isfinite(top), words, NOT_FINITE)
+    coins = _Coins(chances, scores.shape[-1] * vocabulary.ranks)
+    return _advanced(state, adjust, slots, drawn.shape[1], lambda adjust, held, i: drawn[:, i], coins)
+
+
 def sample_body(
     variant: int,
     state: DecodeState,
@@ -282,21 +308,39 @@ def sample_body(
     Returns state, adjust state and tokens `[B, S]`: `NOTHING` or `UNDRAFTED` behind the accepted ones and in rows that
     shall not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends).
     """
-    num_slots, S = state.tokens.shape[0], logits.shape[1]
     logits = logits if masks is None else masked(logits, masks)
+
+    def draw(adjust: AdjustState | None, held: jax.Array, i: int) -> jax.Array:
+        return _sample_position(variant, state, adjust, logits[:, i], held, i)
+
+    return _advanced(state, adjust, slots, logits.shape[1], draw, _Coins(chances, logits.shape[-1]))
+
+
+class _Coins(NamedTuple):
+    """The chances of drafts that a benchmark gives, and how many words there are."""
+
+    chances: tuple[float, ...]
+    vocab_size: int
+
+
+def _advanced(
+    state: DecodeState, adjust: AdjustState | None, slots: jax.Array, width: int, draw: Draw, coins: _Coins
+) -> tuple[DecodeState, AdjustState | None, jax.Array]:
+    """Samples `width` tokens of each row by `draw`; returns as `sample_body` does."""
+    num_slots = state.tokens.shape[0]
     held = jnp.minimum(slots, num_slots - 1)
     drafts = state.tokens[held]
     going = slots < num_slots
     last, columns = drafts[:, 0], []
-    for i in range(S):
-        drawn = _sample_position(variant, state, adjust, logits[:, i], held, i)
-        if i < len(chances):
+    for i in range(width):
+        drawn = draw(adjust, held, i)
+        if i < len(coins.chances):
             controls = controls_at(state, held, i)
-            drawn = sampling.overrule(drawn, drafts[:, i + 1], controls, chances[i], logits.shape[-1])
+            drawn = sampling.overrule(drawn, drafts[:, i + 1], controls, coins.chances[i], coins.vocab_size)
         adjust = _counted(adjust, drawn, jnp.where(going, slots, num_slots))
         columns.append(jnp.where(going, drawn, jnp.where(drafts[:, i] == NO_DRAFT, UNDRAFTED, NOTHING)))
         last = jnp.where(going, jnp.maximum(drawn, 0), last)
-        if i + 1 < S:
+        if i + 1 < width:
             going &= (drawn >= 0) & (drawn == drafts[:, i + 1])
     tokens = jnp.stack(columns, axis=1)
     state = dataclasses.replace(
@@ -330,9 +374,14 @@ def _counted(adjust: AdjustState | None, drawn: jax.Array, slots: jax.Array) -> 
     return dataclasses.replace(adjust, counts=counts)
 
 
-def logprobs_body(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the log-probabilities of `tokens` `[B, S]` and of the 20 best, of the model's own distribution."""
-    return sampling.log_probabilities(logits, tokens, MAX_LOGPROBS)
+def logprobs_body(
+    vocabulary: Vocabulary, scores: jax.Array, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the log-probabilities of `tokens` `[B, S]` and of the 20 best, of the model's own distribution.
+
+    `scores` are `[Xn, B, S, W / Xn]`.
+    """
+    return sampling.log_probabilities(vocabulary.whole(scores), tokens, MAX_LOGPROBS)
 
 
 def adjust_body(adjust: AdjustState, row: AdjustRow) -> AdjustState:

@@ -60,13 +60,12 @@ def decode_places(batch: DecodeBatch) -> Places:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projected:
-    """T tokens as attention takes them: query parts `[T, H, N]` and `[T, H, P]` (rotated), latents `[T, R + P]`.
+    """T tokens as attention takes them: queries `[T, H, N + P]`, their last part rotated, and latents `[T, R + P]`.
 
     `index` is what the indexer takes, None in dense attention.
     """
 
-    q_nope: jax.Array
-    q_rope: jax.Array
+    q: jax.Array
     latent: jax.Array
     index: IndexTokens | None = None
 
@@ -93,13 +92,13 @@ def project(
     q = scale_queries(q.reshape(-1, params.k_up.shape[1], cfg.qk_head_dim), rotation)  # the heads of this device
     latent = rms_norm(latent, layer_slice(params.kv_norm, layer), cfg.latent_norm_eps)
     row = jnp.concatenate([latent, rotate(k_rope, rotation)], axis=1)
-    return Projected(q[..., :N], rotate(q[..., N:], rotation), row, index)
+    return Projected(jnp.concatenate([q[..., :N], rotate(q[..., N:], rotation)], axis=-1), row, index)
 
 
 def expand(
     latent: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys `[T, H, N + P]` and values `[T, H, V]` of every head, from latents `[T, R + P]`."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the parts of keys, `[T, H, N]` and for all heads `[T, P]`, and values `[T, H, V]`, from `[T, R + P]`."""
     R = params.k_up.shape[-1]
 
     def up(stack: jax.Array) -> jax.Array:
@@ -107,15 +106,13 @@ def expand(
         flat = dense.layer_gemm(latent[:, :R], stack.reshape(L, H * width, R), layer, backend=backend)
         return flat.reshape(-1, H, width)
 
-    k_nope = up(params.k_up)
-    k_rope = jnp.broadcast_to(latent[:, None, R:], (*k_nope.shape[:2], latent.shape[1] - R))
-    return jnp.concatenate([k_nope, k_rope], axis=-1), up(params.v_up)
+    return up(params.k_up), latent[:, R:], up(params.v_up)
 
 
 def absorb(tokens: Projected, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
     """Returns the queries `[T, H, R + P]` that score cached latents directly."""
-    q_latent = dense.head_gemm(tokens.q_nope, params.k_up, layer, transposed=True, backend=backend)
-    return jnp.concatenate([q_latent, tokens.q_rope], axis=-1)
+    carried = tokens.q.shape[-1] - params.k_up.shape[2]
+    return dense.head_gemm(tokens.q, params.k_up, layer, transposed=True, carried=carried, backend=backend)
 
 
 def values_of(out: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None) -> jax.Array:
@@ -189,9 +186,9 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-        k, v = expand(tokens.latent, params, layer, backend)
-        q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
-        out, lse = mla.mla_prefill(q, k, v, batch.cu_lengths, scale=cfg.softmax_scale, backend=backend)
+        k, shared, v = expand(tokens.latent, params, layer, backend)
+        how: dict[str, Any] = {"scale": cfg.softmax_scale, "backend": backend}
+        out, lse = mla.mla_prefill(tokens.q, k, v, batch.cu_lengths, shared_key=shared, **how)
 
         def with_context() -> jax.Array:
             latent_out, context_lse = mla.mla_prefill_context(

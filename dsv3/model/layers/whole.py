@@ -10,6 +10,7 @@ from dsv3.model.layers.attention import Attend, Projected, expand
 from dsv3.model.layers.linear import Index
 from dsv3.model.layers.sparse import visible_pairs
 from dsv3.model.params import AttentionParams
+from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 
 
@@ -44,9 +45,9 @@ def attention_weights(
     backend: Backend | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns attention weights float32 `[B, H, S, S]`, values `[B, S, H, V]`, and who sees whom, bool `[B, S, S]`."""
-    k, v = expand(tokens.latent, params, layer, backend)
-    q = jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1)
-    q, k, v = (a.reshape(batch, -1, *a.shape[1:]) for a in (q, k, v))
+    own, shared, v = expand(tokens.latent, params, layer, backend)
+    k = mla.whole_keys(own, shared)
+    q, k, v = (a.reshape(batch, -1, *a.shape[1:]) for a in (tokens.q, k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * cfg.softmax_scale
     if tokens.index is None:
         pairs = jnp.tril(jnp.ones((1, *scores.shape[-2:]), jnp.bool))

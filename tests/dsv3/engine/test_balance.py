@@ -71,16 +71,16 @@ class Served:
         engine.warm_up()
         return engine
 
-    def serve(self, engine: Engine, rounds: int = 1) -> None:
-        """Serves the prompts, eight at once; a request that has got a token gets some in every step until its end.
+    def serve(self, engine: Engine, count: int = 32) -> None:
+        """Serves the first `count` prompts, eight at once.
 
-        Where the last ones may all be planned, it waits for one step's results.
+        A request that has got a token gets some in every step until its end. Where the last ones may all be planned, it
+        waits for one step's results.
         """
-        numbered = [f"{n}:{i}" for n in range(rounds) for i in range(len(self.prompts))]
+        names = [str(i) for i in range(count)]
         gathered: dict[str, Gathered] = {}
         steps: dict[str, list[int]] = {}
-        for name in numbered:
-            prompt = self.prompts[int(name.split(":")[1])]
+        for name, prompt in zip(names, self.prompts, strict=False):
             engine.add(request(name, prompt, max_tokens=LENGTH, ignore_eos=True))
         while engine.has_work:
             if engine.planners["experts"]._judging is not None:
@@ -90,7 +90,7 @@ class Served:
             for output in outputs:
                 steps.setdefault(name_of(output.request_id), []).append(engine.stats().steps)
         assert all(max(np.diff(seen)) <= 2 and len(seen) > LENGTH // 2 for seen in steps.values())
-        assert [gathered[name].tokens for name in numbered] == self.answers * rounds
+        assert [gathered[name].tokens for name in names] == self.answers[:count]
         assert engine.failure is None
         assert engine.stats().recompilations == 0
         assert engine.stats().pages_in_use == 0
@@ -141,7 +141,7 @@ def test_a_damaged_layer_stays_and_tokens_are_right(served: Served, monkeypatch,
     damaged = [damage(served, engine, key) for key in (MOVE, MOVE_MODULE)]
     engine.warm_up()
     before = engine.planners["experts"].expert_map
-    served.serve(engine)
+    served.serve(engine, 8)
     for key, sound, spec in damaged:
         served.programs._compiled[key], served.programs._specs[key] = sound, spec
     stats = engine.stats().jobs["experts"]
@@ -171,7 +171,7 @@ def test_an_error_in_the_judge_leaves_the_experts_where_they_are(served: Served,
 
     monkeypatch.setattr(experts, "rebalance_experts", fail)
     engine = served.engine()
-    served.serve(engine)
+    served.serve(engine, 8)
     assert engine.stats().jobs["experts"].moved == 0
     assert "could not be judged" in caplog.text and "a bug" in caplog.text
 
@@ -179,12 +179,12 @@ def test_an_error_in_the_judge_leaves_the_experts_where_they_are(served: Served,
 def test_without_an_interval_the_load_is_known_and_nothing_moves(served: Served, monkeypatch) -> None:
     monkeypatch.setattr(experts, "READ_STEPS", 8)
     engine = served.engine(eplb_interval=0)
-    served.serve(engine)
+    served.serve(engine, count := 16)
     stats = engine.stats().jobs["experts"]
     assert 0 < stats.balancedness_min <= stats.balancedness < 0.95 and stats.rebalances == 0
     assert stats.in_node_bytes > 0 and stats.cross_node_bytes > 0 and stats.repeats >= 0
-    prompts = sum(map(len, served.prompts))
-    rows = prompts + 2 * len(served.prompts) * (LENGTH - 1)  # at most: with each of a row's two tokens once
+    prompts = sum(map(len, served.prompts[:count]))
+    rows = prompts + 2 * count * (LENGTH - 1)  # at most: with each of a row's two tokens once
     per_layer = engine.planners["experts"].load.sum(axis=1)
     assert (per_layer <= rows * served.cfg.num_experts_per_tok).all()
     assert (per_layer > rows * served.cfg.num_experts_per_tok / 3).all()

@@ -33,7 +33,7 @@ CFG = dataclasses.replace(
 RANKS, WIDTH = 8, 4
 PAGES = CFG.num_cache_layers * 64
 STEPS = ["prefill, overlapped", "decode, overlapped", "decode, hooked"]
-TOKENS = dict(zip(STEPS, (1024, 128, 128), strict=True))
+TOKENS = dict(zip(STEPS, (1024, 128, 64), strict=True))  # the last: as many as a micro-batch of the second
 MATRIX_WORK = re.compile(r"gemm_fusion|fp8_dense|fp8_contiguous|bf16_dense|bf16_heads|mla_decode|mla_prefill")
 ITEM_SIZES = {"f8e4m3fn": 1, "bf16": 2, "f32": 4}
 

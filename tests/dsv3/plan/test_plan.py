@@ -204,7 +204,7 @@ def shown(plan: Plan) -> str:
 def test_report_json_and_picture(plan, tmp_path) -> None:
     text = shown(plan)
     assert "weights: routed experts" in text
-    assert "fits: needs 70." in text
+    assert "fits: needs 67." in text
     assert "known error" in text
     assert re.search(r"multiprocessors: for kernels, for transfers +124, 8", text)
     written = json.loads(json.dumps(report.as_json(plan)))

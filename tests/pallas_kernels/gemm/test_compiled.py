@@ -122,9 +122,10 @@ def test_contiguous(tile_m):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("m", "heads"), [(16, 128), (64, 16), (128, 128), (1024, 128)])
 def test_heads(m, heads, transposed):
-    """The up-projections of the latents: queries to latents is transposed, latents to values is not."""
-    args = spec(BF16, m, heads, 128 if transposed else 512), spec(BF16, 4, heads, 128, 512), spec(I32)
-    assert_in_registers(lambda x, w, layer: head_gemm(x, w, layer, transposed=transposed, backend=MOSAIC), *args)
+    """The up-projections of the latents: queries to latents is transposed and carries rotated parts, back is not."""
+    args = spec(BF16, m, heads, 192 if transposed else 512), spec(BF16, 4, heads, 128, 512), spec(I32)
+    how = dict(transposed=transposed, carried=64 if transposed else 0, backend=MOSAIC)
+    assert_in_registers(lambda x, w, layer: head_gemm(x, w, layer, **how), *args)
 
 
 def test_quantization():

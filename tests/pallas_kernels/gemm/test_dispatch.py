@@ -70,15 +70,18 @@ def test_a_plain_stack_with_a_float32_result():
     assert calc_diff(layer_gemm(x, w, 2, out_dtype=F32), x_true @ w_true[2].T) < 1e-12
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_heads_of_a_stack(transposed):
-    (x, x_true), (w, w_true) = bfloat16(0, 9, 2, 64), bfloat16(1, 3, 2, 64, 64)
-    expected = np.einsum("mhk,hkn->mhn" if transposed else "mhk,hnk->mhn", x_true, w_true[2])
-    out = interpret(lambda layer: head_gemm(x, w, layer, transposed=transposed, backend=MOSAIC), 2)
-    assert calc_diff(out, expected) < 1e-5
-    reference = head_gemm(x, w, 2, transposed=transposed)
-    assert reference.dtype == out.dtype == jnp.bfloat16
-    assert calc_diff(reference, expected) < 1e-5
+@pytest.mark.parametrize(("transposed", "carried"), [(False, 0), (True, 16)])
+def test_heads_of_a_stack(transposed, carried):
+    """Columns that are carried stand behind the product, unchanged."""
+    (x, x_true), (w, w_true) = bfloat16(0, 9, 2, 64 + carried), bfloat16(1, 3, 2, 64, 64)
+    product = np.einsum("mhk,hkn->mhn" if transposed else "mhk,hnk->mhn", x_true[..., :64], w_true[2])
+    how = dict(transposed=transposed, carried=carried)
+    out = interpret(lambda layer: head_gemm(x, w, layer, backend=MOSAIC, **how), 2)
+    reference = head_gemm(x, w, 2, **how)
+    for result in (out, reference):
+        assert result.dtype == jnp.bfloat16 and result.shape == (9, 2, 64 + carried)
+        assert calc_diff(result[..., :64], product) < 1e-5
+        np.testing.assert_array_equal(result[..., 64:], x[..., 64:])
 
 
 def test_gradients_of_a_plain_stack():

@@ -68,6 +68,10 @@ def test_prefill():
     ):
         with pytest.raises(ValueError, match=named):
             mla_prefill(*args, scale=1.0)
+    k, v = array((10, 2, 16)), array((10, 2, 16))
+    for shared, named in (((10, 9), r"\(10, 9\)"), ((9, 8), r"\(9, 8\)"), ((10, 2, 8), r"\[T, P\]")):
+        with pytest.raises(ValueError, match=named):
+            mla_prefill(q, k, v, cu, scale=1.0, shared_key=array(shared))
 
 
 def test_context_needs_one_table_row_and_length_for_each_segment():

@@ -93,9 +93,9 @@ def test_prefill_of_other_families_and_beside_transfers(H, key, value, reserved)
 def test_prefill_and_context():
     T, H, G = 4096, 128, 8
 
-    def attend(q, k, v, cu_lengths, absorbed, pages, table, contexts, layer):
+    def attend(q, k, shared_key, v, cu_lengths, absorbed, pages, table, contexts, layer):
         return (
-            mla_prefill(q, k, v, cu_lengths, scale=SCALE, backend=Backend.MOSAIC),
+            mla_prefill(q, k, v, cu_lengths, scale=SCALE, shared_key=shared_key, backend=Backend.MOSAIC),
             mla_prefill_context(
                 absorbed,
                 pages,
@@ -112,7 +112,8 @@ def test_prefill_and_context():
     kernels = aot.kernel_resources(
         attend,
         array((T, H, 192)),
-        array((T, H, 192)),
+        array((T, H, 128)),
+        array((T, 64)),
         array((T, H, 128)),
         array((G + 1,), i32),
         array((T, H, 576)),

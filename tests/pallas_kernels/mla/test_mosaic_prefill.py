@@ -21,19 +21,23 @@ def clean_interpreter():
 
 
 @functools.partial(jax.jit, static_argnames=("key_block", "stages", "blocks"))
-def prefill(q, k, v, cu_lengths, key_block=64, stages=2, blocks=None):
-    how = {"key_block": key_block, "stages": stages, "blocks": blocks}
-    return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, scale=SCALE, interpret=interpret_params(), **how)
+def prefill(q, k, v, cu_lengths, shared_key=None, key_block=64, stages=2, blocks=None):
+    how = {"key_block": key_block, "stages": stages, "blocks": blocks, "interpret": interpret_params()}
+    return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, shared_key, scale=SCALE, **how)
 
 
-def check(lengths, T, *, H=1, dtype=jnp.bfloat16, widths=(192, 128), **kwargs):
+def check(lengths, T, *, H=1, dtype=jnp.bfloat16, widths=(192, 128), shared=0, **kwargs):
+    """With `shared` the last columns of the keys are the same for all heads, and given apart."""
     rng = np.random.default_rng(0)
     q, k, v = (np.clip(rng.standard_normal((T, H, w)) / 3, -1, 1) for w in (widths[0], *widths))
     for x in (q, k, v):
         x[sum(lengths) :] = np.nan
+    own = widths[0] - shared
+    k[:, :, own:] = k[:, :1, own:]
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
     cu_lengths = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
-    out, lse = prefill(q, k, v, cu_lengths, **kwargs)
+    shared_key = k[:, 0, own:] if shared else None
+    out, lse = prefill(q, k[:, :, :own], v, cu_lengths, shared_key, **kwargs)
     expected_out, expected_lse = cases.prefill_oracle(q, k, v, lengths, SCALE)
     np.testing.assert_array_equal(np.isinf(lse), np.isinf(expected_lse))
     finite = np.isfinite(expected_lse)
@@ -46,11 +50,13 @@ def check(lengths, T, *, H=1, dtype=jnp.bfloat16, widths=(192, 128), **kwargs):
 
 @pytest.mark.parametrize("lengths", [(256, 0, 0), (1, 130, 61), (127, 1, 128), (0, 0, 5), (0, 0, 0)], ids=str)
 def test_segments(lengths):
-    check(lengths, 256)
+    """Keys in their parts, as the model hands them over."""
+    check(lengths, 256, shared=64)
 
 
-def test_two_heads_and_a_length_that_fills_no_block():
-    check((70, 60), 150, H=2, dtype=jnp.float16)
+@pytest.mark.parametrize("shared", [0, 64])
+def test_two_heads_and_a_length_that_fills_no_block(shared):
+    check((70, 60), 150, H=2, dtype=jnp.float16, shared=shared)
 
 
 def test_heads_of_256():

@@ -1,0 +1,56 @@
+"""Partial sums on their way back as int8: 128 channels share a float32 scale, 1.03 bytes per channel in place of 2.
+
+The largest of a group's magnitudes becomes 127, and all round to the nearest step. FP8 (e4m3) takes as many bytes, and
+its three bits of mantissa make four times the error for values of one size, which the channels of a sum are
+(`benchmarks/combine_error.py`). A group that is not finite stays so: its scale is not, so its sums are found out.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding.wire.words import WORD_BYTES
+
+GROUP = 128
+_LARGEST = 127.0
+_SHIFTS = tuple(range(0, 32, 8))
+
+
+def packed_bytes(width: int) -> int:
+    """Returns the bytes of a packed row of `width` channels, in whole words."""
+    return WORD_BYTES * (-(-width // WORD_BYTES) + -(-width // GROUP))
+
+
+@jax.jit
+def pack(sums: jax.Array) -> jax.Array:
+    """Returns sums `[T, D]` as words `[T, U]` uint32: four channels in each, the first lowest, and then the scales.
+
+    Shifts in place of casts of int8 arrays: XLA fuses them, where it would write out an array before a cast.
+    """
+    x = sums.astype(jnp.float32)
+    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
+    scale = jnp.max(jnp.abs(padded.reshape(len(x), -1, GROUP)), axis=-1) / _LARGEST
+    steps = jnp.round(x / _of_channels(jnp.where(scale > 0, scale, 1), x.shape[1]))
+    steps = jnp.clip(steps, -_LARGEST, _LARGEST).astype(jnp.int32) & 0xFF
+    fours = jnp.pad(steps, ((0, 0), (0, -x.shape[1] % WORD_BYTES))).reshape(len(x), -1, WORD_BYTES)
+    words = functools.reduce(jnp.bitwise_or, (fours[..., i] << shift for i, shift in enumerate(_SHIFTS)))
+    return jnp.concatenate([lax.bitcast_convert_type(each, jnp.uint32) for each in (words, scale)], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames="like")
+def unpack(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns the sums `[T, D]` of shape and type `like` that `pack` has made `words` `[T, U]` of."""
+    rows, width = like.shape
+    count = -(-width // WORD_BYTES)
+    values = lax.bitcast_convert_type(words[:, :count], jnp.int32)
+    steps = (values[..., None] << (24 - jnp.array(_SHIFTS, jnp.int32))) >> 24  # the sign bit is shifted in
+    scale = lax.bitcast_convert_type(words[:, count:], jnp.float32)
+    sums = steps.reshape(rows, -1)[:, :width].astype(jnp.float32) * _of_channels(scale, width)
+    return sums.astype(like.dtype)
+
+
+def _of_channels(scale: jax.Array, width: int) -> jax.Array:
+    """Returns the scale of each channel `[T, width]`, given those of groups `[T, groups]`."""
+    return jnp.repeat(scale, GROUP, axis=1)[:, :width]

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dsv3.declaration import options_text, refuse_unknown, signature_with
 from dsv3.engine.build import build_engine, bundled_model, rich_progress
 from dsv3.engine.device.executor import LocalExecutor
 from dsv3.model.inspection import Hook, Inspection, inspect
 from dsv3.model.params import Params
-from dsv3.options import EngineOptions, options_text, refuse_unknown, signature_with
+from dsv3.options import EngineOptions
 from dsv3.prepare import PreparedRequest, fan_out, prepare
 from dsv3.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull, TokenLogprobs
 from dsv3.sampling_params import SamplingParams

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from dsv3.options import check, option
+from dsv3.declaration import check, option
 from dsv3.request import MAX_PRIORITY
 
 ANSWER_FIELDS = ("reasoning", "finish_reason", "error", "prompt_tokens", "completion_tokens")

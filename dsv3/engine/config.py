@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from dsv3.cache.events.config import KvEventsConfig
 from dsv3.cache.identity import fingerprint
 from dsv3.cache.page import pages_for
-from dsv3.options import EngineOptions, Role, check, option, options_of
+from dsv3.declaration import check, option, options_of
+from dsv3.options import EngineOptions, Role
 from dsv3.speculative import SpeculativeConfig
 
 _MIN_PREFILL_TOKENS = 64

@@ -12,7 +12,8 @@ from typing import Any
 import pallas_kernels
 import sharding
 from dsv3.checkpoint.identity import weights_identity
-from dsv3.options import ClusterOptions, EngineOptions, options_of
+from dsv3.declaration import options_of
+from dsv3.options import ClusterOptions, EngineOptions
 
 Fields = dict[str, str]
 """Short texts: settings in the clear, files as the start of a sha256."""

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from dsv3.bench.metrics import Limit
-from dsv3.options import check, option
+from dsv3.declaration import check, option
 from dsv3.simulate.scaling import Rule
 
 Routing = Literal["cost", "events", "round_robin"]

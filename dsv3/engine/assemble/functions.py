@@ -150,10 +150,8 @@ def expert_parallel_functions(
     placed = SpreadParams(partitions(declare(cfg), vocabulary.table), Placement(PartitionSpec(), PartitionSpec()))
     draft = DraftFunctions(dtype, predict_prefill, predict_decode) if cfg.num_nextn_predict_layers else None
     experts = _experts(cfg, replicas, communication.machine)
-    overlaps = communication.overlaps
-    return StepFunctions(
-        prefill, decode, logits, placed, experts, traffic, draft, dtype, True, overlaps=overlaps, vocabulary=vocabulary
-    )
+    which = communication.overlaps, vocabulary
+    return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, True, *which)
 
 
 def _own(vocabulary: Vocabulary, spread: SpreadParams) -> Params:

@@ -3,8 +3,8 @@
 import dataclasses
 
 from dsv3.api.http.auth import is_loopback
+from dsv3.declaration import check, option
 from dsv3.http_client import Address
-from dsv3.options import check, option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

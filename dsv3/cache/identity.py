@@ -5,7 +5,7 @@ import hashlib
 import json
 from typing import Any
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Counts changes of what the bytes of a page mean."""
 
 

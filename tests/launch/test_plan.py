@@ -17,7 +17,7 @@ def test_one_node_of_80_gb_is_refused(tmp_path) -> None:
     result = plan("node_8xh800", f"--json={written}", f"--plot={tmp_path / 'plan.png'}")
     assert result.returncode == 1, result.stderr
     assert "does not fit" in result.stdout
-    assert "101.864" in result.stdout
+    assert "98.621" in result.stdout
     plan_json = json.loads(written.read_text())
     assert plan_json["verdict"]["fits"] is False
     assert (

@@ -56,7 +56,7 @@ class Server:
     def engine_process(self) -> psutil.Process:
         """The engine's; a younger one may wait to take its place."""
         children = psutil.Process(self.process.pid).children()
-        engines = [p for p in children if "dsv3.api.engine.process" in " ".join(p.cmdline())]
+        engines = [p for p in children if "dsv3.api.engine.process" in command_of(p)]
         return min(engines, key=lambda each: each.create_time())
 
     def stop(self, seconds: float = 30) -> int:
@@ -64,6 +64,13 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
+
+
+def command_of(process: psutil.Process) -> str:
+    """The command line of a process; nothing of one that has just gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ class Pair:
     def _is_listening(self):
         """The other front's process, once it accepts connections."""
         children = psutil.Process(self.server.process.pid).children()
-        found = [child for child in children if "dsv3.api.http.front" in " ".join(child.cmdline())]
+        found = [child for child in children if "dsv3.api.http.front" in serving.command_of(child)]
         for child in found:
             if any(connection.status == psutil.CONN_LISTEN for connection in child.net_connections("tcp")):
                 return child

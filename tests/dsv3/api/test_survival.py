@@ -213,7 +213,9 @@ def test_a_spare_takes_the_place_of_an_engine_of_several_processes(model_dir, tm
         first = server.engine_process()
 
         def others():
-            engines = (p for p in psutil.Process(server.process.pid).children() if "dsv3.engine.build" in p.cmdline())
+            engines = (
+                p for p in psutil.Process(server.process.pid).children() if "dsv3.engine.build" in serving.command_of(p)
+            )
             return [each.pid for each in engines if each != first]
 
         server.wait_for(others)

@@ -9,6 +9,7 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, PREFILL_EP32
 from dsv3.engine.device.programs import Key
+from dsv3.model.vocabulary import WHOLE
 from dsv3.plan.deployment import Deployment, DeploymentError
 from dsv3.plan.plan import StepPlan, step_plan
 from dsv3.plan.programs import Compiled, LaidOut, Phase, Run, engine_config
@@ -20,7 +21,7 @@ SLOW = 4
 
 
 def laid_out(deployment: Deployment) -> LaidOut:
-    functions: Any = types.SimpleNamespace(overlaps=lambda program: not program.of_module)
+    functions: Any = types.SimpleNamespace(overlaps=lambda program: not program.of_module, vocabulary=WHOLE)
     return LaidOut(DEEPSEEK_V3, deployment, engine_config(DEEPSEEK_V3, deployment), None, functions, None)  # type: ignore[arg-type]
 
 

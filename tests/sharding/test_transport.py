@@ -42,7 +42,7 @@ def one_layer(transport: Transport, k: int):
 def test_the_program_sends_what_the_formula_says(kind: Kind, experts: int, k: int) -> None:
     """All of it is outside of loops: no device asks whether there is more to send."""
     load = LayerRows.from_widths(T, k, D, fp8_dispatch=True)
-    assert load == LayerRows(T, k, D + 4 + 8 * k, 2 * D)
+    assert load == LayerRows(T, k, D + 4 + 8 * k, 2 * D, packed_bytes=D + 4)
     transport = build(kind, MACHINE, experts, load)
     assert sent(one_layer(transport, k), AXIS_SIZES, "node") == [transport.traffic(load)]
 

@@ -27,7 +27,7 @@ def prefill(q, k, v, cu_lengths, shared_key=None, key_block=64, stages=2, blocks
 
 
 def check(lengths, T, *, H=1, dtype=jnp.bfloat16, widths=(192, 128), shared=0, **kwargs):
-    """With `shared` the last columns of the keys are the same for all heads, and given apart."""
+    """Compares with the reference; the last `shared` columns of keys are the same for all heads, and given apart."""
     rng = np.random.default_rng(0)
     q, k, v = (np.clip(rng.standard_normal((T, H, w)) / 3, -1, 1) for w in (widths[0], *widths))
     for x in (q, k, v):

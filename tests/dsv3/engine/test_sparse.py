@@ -45,7 +45,7 @@ def test_two_ranks_of_two_devices_give_transformers_tokens() -> None:
 
 
 def test_drafts_give_transformers_tokens(tmp_path: Path) -> None:
-    """In chunks of 16 tokens, with a module that has an indexer of its own.
+    """Prompts come in chunks of 16 tokens; the module has an indexer of its own.
 
     A request alone gets two drafts, of four each gets one, and of five none: until one of them ends.
     """

@@ -236,6 +236,13 @@ def _produce(work: _Work):
             rows = pl.ds(work.first_token + half * _ROWS, _ROWS)
             plgpu.copy_gmem_to_smem(work.q.at[rows, work.head], smem.query[0].at[half], smem.query_full)
 
+    if work.shape.blocks is not None:
+
+        @pl.when(work.blocks == 0)
+        def _():  # zeros are staged in the queries' place too, and a second `query_free` must not overtake the first
+            for _ in range(2):
+                plgpu.barrier_arrive(smem.query_full)
+
     def step(i, _):
         stage = work.stage(i)
         tokens = pl.ds((work.first_block + i) * block, block)
@@ -274,10 +281,8 @@ def _consume(work: _Work, warpgroup):
     starts = plgpu.load(work.starts.at[pl.ds(first_row, _ROWS)], layout=_ROW, optimized=False)
     last_start = work.starts[first_row + (_ROWS - 1)]
 
-    @pl.when(work.blocks > 0)
-    def _():
-        plgpu.barrier_wait(smem.query_full)
-        pl.when(warpgroup == 1)(lambda: _take_turn(smem))
+    pl.when((work.blocks > 0) | (shape.blocks is not None))(lambda: plgpu.barrier_wait(smem.query_full))
+    pl.when((work.blocks > 0) & (warpgroup == 1))(lambda: _take_turn(smem))
 
     def step(i, carry):
         output, top, total = carry

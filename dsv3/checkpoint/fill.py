@@ -8,7 +8,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -140,6 +140,23 @@ def dequantize(data: np.ndarray, scale: np.ndarray, first_row: int, matrix_rows:
     return values
 
 
+class Filling:
+    """Reads under way that fill the arrays of one call of `Files.start`."""
+
+    def __init__(self, futures: Sequence[Future[int]], advance: Callable[[int], None]) -> None:
+        self._futures = futures
+        self._advance = advance
+
+    def wait(self) -> None:
+        """Waits for all of them. Raises what `Files.fill` raises, and then begins no further one."""
+        try:
+            for future in as_completed(self._futures):
+                self._advance(future.result())
+        finally:
+            for future in self._futures:
+                future.cancel()
+
+
 class Files:
     """Open files of one checkpoint and the threads that read them; a context manager."""
 
@@ -148,7 +165,6 @@ class Files:
         self._sources: dict[Path, Source] = {}
         self._buffers = Buffers(BLOCK_BYTES)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint")
-        self._scales: dict[str, np.ndarray] = {}
         self._scratch = threading.local()
 
     def __enter__(self) -> "Files":
@@ -174,8 +190,12 @@ class Files:
 
         Raises `CheckpointError` if a file ends early, a checksum is wrong, or a scale is not finite and above zero.
         """
-        self._run(lambda read: self._execute(read, self._own_scratch), reads(array, wanted), advance)
-        self._scales.clear()
+        self.start(array, wanted, advance).wait()
+
+    def start(self, array: Array, wanted: Iterable[tuple[Box, np.ndarray]], advance: Callable[[int], None]) -> Filling:
+        """Begins what `fill` does; reads of calls before are done first."""
+        scales: dict[str, np.ndarray] = {}
+        return self._submit(lambda read: self._execute(read, scales, self._own_scratch), reads(array, wanted), advance)
 
     def same_bytes(self, a: Tensor, b: Tensor, advance: Callable[[int], None]) -> bool:
         """Returns whether two tensors have the same dtype, shape and bytes."""
@@ -191,17 +211,11 @@ class Files:
             equal.append(np.array_equal(ours, theirs))
             return 2 * n
 
-        self._run(compare, range(0, a.nbytes, BLOCK_BYTES), advance)
+        self._submit(compare, range(0, a.nbytes, BLOCK_BYTES), advance).wait()
         return all(equal)
 
-    def _run[T](self, task: Callable[[T], int], items: Iterable[T], advance: Callable[[int], None]) -> None:
-        futures = [self._pool.submit(task, item) for item in items]
-        try:
-            for future in as_completed(futures):
-                advance(future.result())
-        finally:
-            for future in futures:
-                future.cancel()
+    def _submit[T](self, task: Callable[[T], int], items: Iterable[T], advance: Callable[[int], None]) -> Filling:
+        return Filling([self._pool.submit(task, item) for item in items], advance)
 
     def _own_scratch(self, nbytes: int) -> np.ndarray:
         """Returns the thread's scratch, reused because the kernel must zero new memory and the allocator keeps it."""
@@ -209,7 +223,7 @@ class Files:
             self._scratch.buffer = np.empty(nbytes, np.uint8)
         return self._scratch.buffer[:nbytes]
 
-    def _execute(self, read: Read, scratch: Callable[[int], np.ndarray]) -> int:
+    def _execute(self, read: Read, scales: dict[str, np.ndarray], scratch: Callable[[int], np.ndarray]) -> int:
         tensor, shape, direct = read.tensor, extents(read.block), read.direct
         nbytes = math.prod(shape) * tensor.dtype.itemsize
         raw = read.parts[0][1].reshape(-1).view(np.uint8) if direct else scratch(nbytes)
@@ -221,7 +235,7 @@ class Files:
         if tensor.checksums is not None and checksum(raw) != tensor.checksums[read.number]:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: block {read.number} has a wrong checksum")
         if not direct:
-            values = self._values(read, raw).reshape(shape)
+            values = self._values(read, raw, scales).reshape(shape)
             for inner, out in read.parts:
                 out[...] = values[inner]
         if read.array.positive:
@@ -229,7 +243,7 @@ class Files:
                 _check_positive(tensor, out)
         return sum(out.size for _, out in read.parts) * tensor.dtype.itemsize
 
-    def _values(self, read: Read, raw: np.ndarray) -> np.ndarray:
+    def _values(self, read: Read, raw: np.ndarray, scales: dict[str, np.ndarray]) -> np.ndarray:
         tensor, scale = read.tensor, read.piece.scale
         if read.piece.packed:
             self._check_stated_shape(read)
@@ -237,7 +251,7 @@ class Files:
         if scale is None:
             return raw.view(tensor.dtype)
         rows, K = tensor.shape[-2:]
-        return dequantize(raw.reshape(-1, K), self._scale(read.array, scale), read.first // K, rows)
+        return dequantize(raw.reshape(-1, K), self._scale(read.array, scale, scales), read.first // K, rows)
 
     def _check_stated_shape(self, read: Read) -> None:
         """Compares the shape that a packed matrix states with that of its words, once for each matrix."""
@@ -253,17 +267,17 @@ class Files:
                 f"{[rows, width * VALUES_PER_WORD]}"
             )
 
-    def _scale(self, array: Array, name: str) -> np.ndarray:
-        """Returns all scales of tensor `name`, kept until the current fill ends (one byte per 4,096 of FP8)."""
-        if name not in self._scales:
+    def _scale(self, array: Array, name: str, scales: dict[str, np.ndarray]) -> np.ndarray:
+        """Returns all scales of tensor `name`, kept in `scales` for one fill (one byte per 4,096 of FP8)."""
+        if name not in scales:
             shape = array.tensors[name].shape
             out = np.empty(shape, np.float32)
-            scales = Array(name, shape, out.dtype, (whole_piece(name, shape),), array.tensors, positive=True)
-            for read in reads(scales, [(full_box(shape), out)]):
+            wanted = Array(name, shape, out.dtype, (whole_piece(name, shape),), array.tensors, positive=True)
+            for read in reads(wanted, [(full_box(shape), out)]):
                 # Not the thread's scratch, which holds the values to scale.
-                self._execute(read, lambda nbytes: np.empty(nbytes, np.uint8))
-            self._scales[name] = out
-        return self._scales[name]
+                self._execute(read, {}, lambda nbytes: np.empty(nbytes, np.uint8))
+            scales[name] = out
+        return scales[name]
 
     def _read(self, tensor: Tensor, start: int, out: np.ndarray) -> None:
         """Fills `out`, uint8 [n], with the tensor's bytes from byte `start` on."""

@@ -1,5 +1,8 @@
 """Reads planned arrays and puts them on their devices, few at a time, so that host memory stays bounded."""
 
+import dataclasses
+import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from rich.console import Console
 from rich.filesize import decimal
@@ -14,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from dsv3.checkpoint.boxes import Box, extents, full_box
 from dsv3.checkpoint.errors import CheckpointError
-from dsv3.checkpoint.fill import Files, aligned_empty, read_together
+from dsv3.checkpoint.fill import Files, Filling, aligned_empty, read_together
 from dsv3.checkpoint.load_plan import Array, LoadPlan
 from dsv3.model.params import Fp8Weight, Int4Weight
 from pallas_kernels.float8 import E4M3
@@ -23,6 +27,11 @@ Advance = Callable[[int], None]
 
 TOGETHER_BYTES = 8 << 30
 """Host memory that shares of an array take at most together, so that what several devices need is read once."""
+AHEAD_BYTES = 256 << 20
+"""Host memory of arrays whose reads are under way beside those of an array that is waited for.
+
+A disk must not wait between small arrays: a layer has a score of them, and a norm is 14 KB.
+"""
 _COPIES = 2  # rounds of shares in host memory: one is read while the one before is copied to its devices
 
 
@@ -38,9 +47,9 @@ def read_leaves(
 
     `shardings` has a `Sharding`, or an `Fp8Weight` of two, by leaf path; a leaf without one goes to the default device.
     Only files that hold something for this process's devices are opened. Host memory holds one device's share of one
-    array, or those that need the same bytes of files (up to `TOGETHER_BYTES`), and the ones before, which are on their
-    way to their devices. A CPU device adopts the memory instead of copying it. What `finish` makes of a parameter takes
-    its place before the next one is read.
+    array, or those that need the same bytes of files (up to `TOGETHER_BYTES`). It also holds the shares before, which
+    are on their way to their devices, and up to `AHEAD_BYTES` of the next. A CPU device adopts the memory instead of
+    copying it. What `finish` makes of a parameter takes its place before the next one is asked for.
 
     Raises `CheckpointError` if a file cannot be read or is damaged, or if tensors that must be equal differ.
     """
@@ -53,8 +62,9 @@ def read_leaves(
         files.open(path for array, box in needed for path in array.files(box))
         copies = _Copies()
         values = []
+        read = _arrays(files, [pair for leaf in leaves for pair in leaf], advance, copies)
         for leaf in leaves:
-            value = _leaf(files, leaf, advance, copies)
+            value = _leaf([array for array, _ in leaf], list(itertools.islice(read, len(leaf))))
             if isinstance(value, Int4Weight):
                 copies.wait()  # `finish` may give their memory to what it makes of them
             values.append(finish(value))
@@ -122,26 +132,65 @@ def shares(shape: tuple[int, ...], sharding: Sharding | None) -> dict[Box, list[
     return found
 
 
-def _leaf(files: Files, leaf: Sequence[tuple[Array, Sharding | None]], advance: Advance, copies: _Copies) -> Any:
-    values = [_read_array(files, array, sharding, advance, copies) for array, sharding in leaf]
+def _leaf(arrays: Sequence[Array], values: Sequence[jax.Array]) -> Any:
     if len(values) == 1:
         return values[0]
-    return (Fp8Weight if leaf[0][0].dtype == E4M3 else Int4Weight)(*values)
+    return (Fp8Weight if arrays[0].dtype == E4M3 else Int4Weight)(*values)
 
 
-def _read_array(files: Files, array: Array, sharding: Sharding | None, advance: Advance, copies: _Copies) -> jax.Array:
-    on_devices: list[jax.Array] = []
-    needed = shares(array.shape, sharding)
-    for boxes in read_together(array, list(needed), TOGETHER_BYTES):
-        hosts = {box: aligned_empty(extents(box), array.dtype) for box in boxes}
-        files.fill(array, hosts.items(), advance)
-        sent = [jax.device_put(host, to) for box, host in hosts.items() for to in _places(needed[box], sharding)]
-        del hosts  # before the next ones are allocated
-        copies.add(sent)
-        on_devices += sent
-    if sharding is None:
-        return on_devices[0]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, on_devices, dtype=array.dtype)
+@dataclasses.dataclass(frozen=True)
+class _Shares:
+    """Boxes of one array that are read together, the host memory that they go to, and the reads under way."""
+
+    number: int
+    hosts: dict[Box, np.ndarray]
+    filling: Filling
+
+    @property
+    def nbytes(self) -> int:
+        return sum(host.nbytes for host in self.hosts.values())
+
+
+def _arrays(
+    files: Files, arrays: Sequence[tuple[Array, Sharding | None]], advance: Advance, copies: _Copies
+) -> Iterator[jax.Array]:
+    """Yields the arrays on their devices, in order."""
+    read = _read_ahead(files, arrays, advance)
+    for number, several in itertools.groupby(read, lambda each: each.number):
+        array, sharding = arrays[number]
+        needed = shares(array.shape, sharding)
+        on_devices: list[jax.Array] = []
+        for each in several:
+            sent = [
+                jax.device_put(host, to) for box, host in each.hosts.items() for to in _places(needed[box], sharding)
+            ]
+            each.hosts.clear()  # before the next ones are allocated
+            copies.add(sent)
+            on_devices += sent
+        if sharding is None:
+            yield on_devices[0]
+        else:
+            yield jax.make_array_from_single_device_arrays(array.shape, sharding, on_devices, dtype=array.dtype)
+
+
+def _read_ahead(files: Files, arrays: Sequence[tuple[Array, Sharding | None]], advance: Advance) -> Iterator[_Shares]:
+    """Yields shares of arrays that have been read; up to `AHEAD_BYTES` are being read meanwhile."""
+    under_way: deque[_Shares] = deque()
+    for number, (array, sharding) in enumerate(arrays):
+        for boxes in read_together(array, list(shares(array.shape, sharding)), TOGETHER_BYTES):
+            nbytes = sum(math.prod(extents(box)) for box in boxes) * array.dtype.itemsize
+            while under_way and sum(each.nbytes for each in under_way) + nbytes > AHEAD_BYTES:
+                yield _finished(under_way)
+            hosts = {box: aligned_empty(extents(box), array.dtype) for box in boxes}
+            under_way.append(_Shares(number, hosts, files.start(array, hosts.items(), advance)))
+    while under_way:
+        yield _finished(under_way)
+
+
+def _finished(under_way: deque[_Shares]) -> _Shares:
+    first = under_way.popleft()
+    first.filling.wait()
+    return first
 
 
 def _places(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sequence[Sharding | None]:

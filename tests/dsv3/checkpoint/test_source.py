@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsv3.checkpoint import source
+from dsv3.checkpoint import reader, source
 from dsv3.checkpoint.boxes import extents
-from dsv3.checkpoint.fill import Files, aligned_empty, read_together
+from dsv3.checkpoint.fill import Files, Filling, aligned_empty, read_together
 from dsv3.checkpoint.layout import whole_piece
-from dsv3.checkpoint.load_plan import Array
+from dsv3.checkpoint.load_plan import Array, LoadPlan
 from dsv3.checkpoint.safetensors_file import Tensor
 from dsv3.checkpoint.source import ALIGNMENT, Buffers, Source
 
@@ -118,3 +118,28 @@ def test_blocks_that_several_boxes_need_are_read_once(path: Path, monkeypatch: p
     assert sorted(read) == [0, 128]
     for box, out in wanted:
         np.testing.assert_array_equal(out, CONTENT[77 : 77 + 256].reshape(4, 64)[box])
+
+
+@pytest.mark.parametrize(("ahead", "most"), [(0, 1), (32, 2), (1 << 20, 4)])
+def test_arrays_are_read_ahead_of_the_one_that_is_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, most: int
+) -> None:
+    """Four arrays of 16 bytes: as many are under way at once as fit `AHEAD_BYTES`, and they come in order."""
+    tensors = {name: Tensor(name, path, CONTENT.dtype, (16,), 16 * i) for i, name in enumerate("abcd")}
+    leaves = {n: (Array(n, (16,), CONTENT.dtype, (whole_piece(n, (16,)),), tensors),) for n in tensors}
+    under_way, seen = set(), []
+
+    def start(files: Files, array: Array, *args) -> Filling:
+        under_way.add(array.name)
+        seen.append(len(under_way))
+        filling = real(files, array, *args)
+        monkeypatch.setattr(filling, "wait", lambda: (Filling.wait(filling), under_way.discard(array.name)))
+        return filling
+
+    real = Files.start
+    monkeypatch.setattr(Files, "start", start)
+    monkeypatch.setattr(reader, "AHEAD_BYTES", ahead)
+    values = reader.read_leaves(LoadPlan(path.parent, leaves), {}, progress=False)
+    assert max(seen) == most
+    for i, value in enumerate(values):
+        np.testing.assert_array_equal(value, CONTENT[16 * i : 16 * (i + 1)])

@@ -113,6 +113,15 @@ def test_text_of_the_server_is_text(browser, server) -> None:
         assert page.complaints == []
 
 
+def test_a_step_launched_in_two_parts_is_waited_for_twice(browser, server) -> None:
+    """Devices have its work from the first launch to the end of the last wait."""
+    parts = [["launch", 1e6], ["wait", 2e6], ["launch", 3e6], ["wait", 4e6], ["collect", 5e6]]
+    with shown(browser, server.url) as page:
+        ends = page.evaluate("step => [launchOf(step), waitOf(step)]", {"began": 10, "parts": parts})
+        assert ends == [11, 14]
+        assert page.evaluate("step => waitOf(step)", {"began": 10, "parts": parts[:1]}) is None
+
+
 def test_moves_of_experts_are_heat_maps(browser, server) -> None:
     """Data as an instance with spread experts sends them; a page that knows a version is sent numbers only."""
     told = {"version": 3, "layers": 2, "experts": 4, "devices": 2, "experts_moved": 5, "experts_balancedness": 0.9}

@@ -210,7 +210,9 @@ function drawSteps(card) {
   fill(card, head, svg, make("ul", { class: "legend" }, make("li", {}, "median step ", make("b", {}, text(seconds(middle)))), make("li", {}, make("b", {}, text(perSecond(last("steps_per_second")))), " steps"), ...names, ...jobs));
 }
 const duration = (step) => step.parts.length ? step.parts.at(-1)[1] : 0;
-const endOf = (step, what) => { const part = step.parts.find(([name]) => name === what); return part ? step.began + part[1] / 1e6 : null; };
+const endOf = (step, part) => part ? step.began + part[1] / 1e6 : null;
+const launchOf = (step) => endOf(step, step.parts.find(([name]) => name === "launch"));
+const waitOf = (step) => endOf(step, step.parts.findLast(([name]) => name === "wait"));  // a step launched in two parts is waited for twice
 
 function hostBars(svg, step, x) {
   let before = 0;
@@ -226,7 +228,7 @@ function deviceBars(svg, steps, x) {
   const launched = new Map(steps.map((step) => [step.launched, step]));
   let free = steps[0].began;
   for (const step of steps) {
-    const cause = launched.get(step.collected), done = endOf(step, "wait"), begun = cause && endOf(cause, "launch");
+    const cause = launched.get(step.collected), done = waitOf(step), begun = cause && launchOf(cause);
     if (!begun || !done) continue;
     const left = x(Math.max(begun, free)), kinds = cause.jobs.map(([kind, amount]) => amount ? `${kind} ${amount}` : kind).join(", ");
     const bar = make("rect", { class: cause.jobs.some(([kind]) => kind === "prefill") ? "f2" : "f1", x: left + 0.5, width: Math.max(0.3, x(done) - left - 1), y: 74, height: 48, rx: 3 });

@@ -55,8 +55,10 @@ class EngineOptions:
         "Store the latent cache in this type; auto is that of --dtype, fp8 holds 1.76 times the tokens of bfloat16 in "
         "the same memory for DeepSeek-V3, and rounds them.",
     )
-    fp8: Literal["keep", "dequantize"] = option(
-        "keep", "Keep FP8 weights in memory as FP8, or turn them into --dtype while they load."
+    fp8: Literal["keep", "dequantize", "quantize"] = option(
+        "keep",
+        "Keep FP8 weights in memory as FP8, or turn them into --dtype while they load. quantize keeps them and rounds "
+        "the products of other weights to FP8 too: half the memory of bfloat16.",
     )
     int4: Literal["keep", "fp8", "dequantize"] = option(
         "keep",

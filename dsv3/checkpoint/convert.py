@@ -58,7 +58,7 @@ def convert_to_stacked(
 
     Raises `CheckpointError` if the source is not what `cfg` describes, `FileExistsError` if `target` holds anything.
     """
-    plan = plan_directory(source, cfg, dtype, fp8)
+    plan = _plan(source, cfg, dtype, fp8)
     check_free(target)
     partial = partial_path(target)
     done = _resume(partial, _fingerprint(plan, cfg))
@@ -90,7 +90,7 @@ def convert_to_hf(
 
     `target` appears whole; after a kill the next run starts afresh. Raises as `convert_to_stacked` does.
     """
-    plan = plan_directory(source, cfg, dtype, fp8)
+    plan = _plan(source, cfg, dtype, fp8)
     refuse_int4(path for path, leaf in plan.leaves.items() if leaf[0].dtype == int4.WORD)
     with Files(threads) as files:
         files.open(plan.files)
@@ -104,6 +104,12 @@ def convert_to_hf(
             companions=_companions(source),
             progress=progress,
         )
+
+
+def _plan(source: Path, cfg: ModelConfig, dtype: Any, fp8: Fp8Mode) -> LoadPlan:
+    if fp8 == "quantize":
+        raise ValueError("fp8 'quantize' is for serving, which rounds on its devices; files can keep or dequantize")
+    return plan_directory(source, cfg, dtype, fp8)
 
 
 @dataclasses.dataclass(frozen=True)

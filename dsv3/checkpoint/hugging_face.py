@@ -139,7 +139,7 @@ def _leaf(
     findings: Findings,
 ) -> tuple[Array, ...]:
     quantized = [p for p in pieces if tensors[p.name].dtype == E4M3]
-    if spec.quantizable and quantized and fp8 == "keep":
+    if spec.quantizable and quantized and fp8 != "dequantize":
         findings["weights that cannot stay FP8; load with fp8='dequantize'"] += _obstacles(path, pieces, tensors)
         scales = tuple(scale_piece(p) for p in quantized)
         return (

@@ -17,10 +17,11 @@ from jax.sharding import Sharding
 from dsv3.checkpoint.arrange import with_replicas, with_row_order
 from dsv3.checkpoint.directory import read_directory
 from dsv3.checkpoint.hugging_face import plan_hf
-from dsv3.checkpoint.int4 import Int4Mode, converted
+from dsv3.checkpoint.int4 import Int4Mode, converted, is_int4
 from dsv3.checkpoint.layout import leaf_path, leaves
 from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan
 from dsv3.checkpoint.naming import in_deepseek_form
+from dsv3.checkpoint.quantize import plain_products
 from dsv3.checkpoint.reader import read_leaves
 from dsv3.checkpoint.stacked import is_stacked, plan_stacked
 from dsv3.config import ModelConfig
@@ -49,8 +50,9 @@ def load_params(
     `dtype` is float32, bfloat16, float16, or None for the embedding's dtype in the checkpoint. All parameters have it,
     with three exceptions. The router's bias is float32. The router's weights are float32, unless the checkpoint holds
     them in `dtype` (`ParamSpec.dtype_in`). FP8 products become `Fp8Weight`s under `fp8` "keep"; "dequantize" multiplies
-    them out. kv_b_proj (`k_up`, `v_up`) is always dequantized, because absorbed attention runs in bfloat16. INT4
-    experts become `Int4Weight`s under `int4` "keep", `Fp8Weight`s under "fp8", and of `dtype` under "dequantize".
+    them out; "quantize" keeps them and rounds the other products to FP8 too. kv_b_proj (`k_up`, `v_up`) is always
+    dequantized, because absorbed attention runs in bfloat16. INT4 experts become `Int4Weight`s under `int4` "keep",
+    `Fp8Weight`s under "fp8", and of `dtype` under "dequantize".
 
     `shardings` is one `jax.sharding.Sharding` for all leaves, or a tree like the parameters' with a `Sharding` per leaf
     (or an `Fp8Weight` of two, for data and scales). Each process reads only what its devices hold. None means the
@@ -79,8 +81,11 @@ def load_params(
             plan = with_row_order(plan, cfg, tensor_parallel_size)
     if plan.skipped_mtp_layers:
         _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
-    finish = functools.partial(converted, mode=int4, dtype=plan.leaves["embed"][0].dtype)
-    values = read_leaves(plan, where, progress=progress, threads=threads, finish=finish)
+    experts = functools.partial(converted, mode=int4, dtype=plan.leaves["embed"][0].dtype)
+    convert = {path: experts for path, spec in leaves(cfg).items() if is_int4(cfg, spec)}
+    if fp8 == "quantize":
+        convert |= dict(plain_products(plan, cfg, where))
+    values = read_leaves(plan, where, progress=progress, threads=threads, convert=convert)
     return jax.tree.unflatten(jax.tree.structure(declare(cfg)), values)
 
 

@@ -14,7 +14,8 @@ from dsv3.checkpoint.boxes import Box, extents, full_box, intersection
 from dsv3.checkpoint.layout import Piece, stated_shape_name
 from dsv3.checkpoint.safetensors_file import Tensor
 
-Fp8Mode = Literal["keep", "dequantize"]
+Fp8Mode = Literal["keep", "dequantize", "quantize"]
+"""What products are served as: FP8 where the checkpoint has it, the model's dtype, or FP8 whatever it has."""
 
 
 @dataclasses.dataclass(frozen=True)

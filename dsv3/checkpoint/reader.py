@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def read_leaves(
     *,
     progress: bool,
     threads: int = 8,
-    finish: Callable[[Any], Any] = lambda leaf: leaf,
+    convert: Mapping[str, Callable[[Any], Any]] = types.MappingProxyType({}),
 ) -> list[Any]:
     """Returns the parameters in the order of the plan: `jax.Array`s, or `Fp8Weight`s or `Int4Weight`s of them.
 
@@ -49,7 +50,7 @@ def read_leaves(
     Only files that hold something for this process's devices are opened. Host memory holds one device's share of one
     array, or those that need the same bytes of files (up to `TOGETHER_BYTES`). It also holds the shares before, which
     are on their way to their devices, and up to `AHEAD_BYTES` of the next. A CPU device adopts the memory instead of
-    copying it. What `finish` makes of a parameter takes its place before the next one is asked for.
+    copying it. What `convert` makes of a parameter, by its path, takes its place before the next one is asked for.
 
     Raises `CheckpointError` if a file cannot be read or is damaged, or if tensors that must be equal differ.
     """
@@ -63,11 +64,12 @@ def read_leaves(
         copies = _Copies()
         values = []
         read = _arrays(files, [pair for leaf in leaves for pair in leaf], advance, copies)
-        for leaf in leaves:
+        for path, leaf in zip(plan.leaves, leaves, strict=True):
             value = _leaf([array for array, _ in leaf], list(itertools.islice(read, len(leaf))))
-            if isinstance(value, Int4Weight):
-                copies.wait()  # `finish` may give their memory to what it makes of them
-            values.append(finish(value))
+            if path in convert:
+                copies.wait()  # they hold the memory of what is converted
+                value = convert[path](value)
+            values.append(value)
         copies.wait()
         return values
 

@@ -16,7 +16,7 @@ import dsv3
 from dsv3.cache.identity import CacheIdentity, model_identity
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.checkpoint.identity import weights_identity
-from dsv3.config import ModelConfig
+from dsv3.config import Fp8Config, ModelConfig
 from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.compilation import use_compilation_cache
@@ -67,7 +67,7 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
     use_compilation_cache(options.compilation_cache_dir)
     model_cfg = _served(load_config(Path(model_dir)), options)
     shards = options.tensor_parallel_size
-    check_shards(model_cfg, shards, fp8=model_cfg.fp8 is not None and options.fp8 == "keep")
+    check_shards(model_cfg, shards, fp8=model_cfg.fp8 is not None and options.fp8 != "dequantize")
     devices = _devices(options.data_parallel_size, shards)
     mine = next(device for device in devices if device.process_index == jax.process_index())
     # This builds what a CPU lacks, and names its kernels to XLA before a stored program calls them.
@@ -99,7 +99,8 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
 def _served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
     """Returns the model as it is served: with its first MTP module where that proposes drafts, else with none.
 
-    Weights that nothing uses are not loaded, and get no share of the cache. Raises ValueError for a model without.
+    It has FP8 products where options make them. Weights that nothing uses are not loaded, and get no share of the
+    cache. Raises ValueError for a model without.
     """
     wanted = options.speculative is not None and options.speculative.method == "mtp"
     if wanted and not model_cfg.num_nextn_predict_layers:
@@ -107,7 +108,8 @@ def _served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
             "speculative_config: method 'mtp' needs a model with a multi-token prediction module, and this one has "
             "none; choose 'ngram' or leave speculative_config away"
         )
-    return dataclasses.replace(model_cfg, num_nextn_predict_layers=int(wanted))
+    fp8 = model_cfg.fp8 or (Fp8Config() if options.fp8 == "quantize" else None)
+    return dataclasses.replace(model_cfg, num_nextn_predict_layers=int(wanted), fp8=fp8)
 
 
 def _functions(
@@ -119,7 +121,7 @@ def _functions(
         functions = model_functions(dtype=dtype, drafts=bool(cfg.num_nextn_predict_layers))
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
-    fp8 = options.int4 == "fp8" if cfg.int4_experts else cfg.fp8 is not None and options.fp8 == "keep"
+    fp8 = options.int4 == "fp8" if cfg.int4_experts else cfg.fp8 is not None and options.fp8 != "dequantize"
     how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": dtype, "fp8": fp8}
     functions = expert_parallel_functions(cfg, mesh, redundant, **how)
     return functions, load_spread(model_dir, cfg, functions.param_specs, mesh, redundant, read)

@@ -34,7 +34,7 @@ def resolve_dtypes(
     """
     compute = _compute_name(options.dtype, device, stored)
     cache = compute if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    if compute == "float16" and model.fp8 is not None and options.fp8 == "keep":
+    if compute == "float16" and model.fp8 is not None and options.fp8 != "dequantize":
         raise ValueError(
             "dtype: 'float16' does not go with FP8 weights, whose products are bfloat16 or float32; "
             "set dtype to bfloat16, or fp8 to dequantize"

@@ -21,7 +21,7 @@ class Reading:
     """How weights are read: their dtype, whether a progress bar is shown, and what FP8 and INT4 become."""
 
     dtype: Any
-    fp8: Literal["keep", "dequantize"]
+    fp8: Literal["keep", "dequantize", "quantize"]
     progress: bool
     int4: Literal["keep", "fp8", "dequantize"] = "keep"
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import CheckpointError, fill, layout, load_params
 from dsv3.model.params import Fp8Weight, declare
+from pallas_kernels.fp8 import quantize_128x128
 from tests.dsv3.checkpoint import hf
 from tests.dsv3.checkpoint.trees import assert_same_bits, by_path
 
@@ -207,6 +208,33 @@ def test_devices_read_only_their_share(tmp_path, fp8):
     assert experts.sharding == shardings.moe.moe.gate_up
     assert {s.data.shape for s in experts.addressable_shards} == {(2, 2, 256, 200)}
     assert sharded.embed.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("stored", ["plain", "fp8"])
+def test_plain_products_become_fp8_on_their_devices(tmp_path, stored):
+    """Each stack is rounded where it lies, as if files had it so; FP8 ones and all else stay as they are."""
+    cfg = hf.fp8_config() if stored == "fp8" else hf.config(num_nextn_predict_layers=0)
+    hf.write(tmp_path, hf.random_tensors(cfg, dtype=np.float32))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, PartitionSpec(*("d" if a == "experts" else None for a in spec.axes))),
+        declare(cfg),
+    )
+    kept = load_params(tmp_path, cfg, dtype=np.float32, shardings=shardings, progress=False)
+    rounded = load_params(tmp_path, cfg, dtype=np.float32, shardings=shardings, fp8="quantize", progress=False)
+    if stored == "fp8":
+        return assert_same_bits(by_path(cfg, rounded), by_path(cfg, kept))
+    is_quantizable = jax.tree.map(lambda spec: spec.quantizable, declare(cfg))
+
+    def check(quantizable, before, after):
+        if not quantizable:
+            return np.testing.assert_array_equal(after, before)
+        data, scale = jax.jit(quantize_128x128)(np.asarray(before))
+        np.testing.assert_array_equal(np.asarray(after.data).view(np.uint8), np.asarray(data).view(np.uint8))
+        np.testing.assert_array_equal(after.scale, scale)
+        assert after.data.sharding == after.scale.sharding == before.sharding
+
+    jax.tree.map(check, is_quantizable, kept, rounded)
 
 
 def test_columns_may_be_split(tmp_path):

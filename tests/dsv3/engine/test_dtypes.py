@@ -63,6 +63,8 @@ def test_what_cannot_be_right_is_refused() -> None:
         resolve_dtypes(DEEPSEEK_V3, half, CPU)
     multiplied_out = dataclasses.replace(half, fp8="dequantize")
     assert resolve_dtypes(DEEPSEEK_V3, multiplied_out, CPU).compute == jnp.float16
+    with pytest.raises(ValueError, match="'float16' does not go with FP8 weights"):
+        build_engine(bundled_model(), dataclasses.replace(half, fp8="quantize"), progress=False)
     odd = dataclasses.replace(PLAIN, kv_lora_rank=200)
     with pytest.raises(ValueError, match="kv_lora_rank is 200"):
         resolve_dtypes(odd, EngineOptions(kv_cache_dtype=FP8), CPU)

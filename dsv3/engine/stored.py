@@ -21,6 +21,7 @@ import os
 import pickle
 import platform
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,8 @@ class ProgramStore:
         return None
 
     def _write(self, path: Path, body: bytes) -> bool:
-        part = path.with_name(f".{path.name}.{os.getpid()}")
+        # Threads compile side by side, and two of their programs may have the same text.
+        part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             part.write_bytes(self._mac(path, body) + body)
             part.replace(path)

@@ -6,6 +6,8 @@ Each test compiles a program of its own, so that jax's cache, which all tests sh
 import functools
 import logging
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,6 +81,28 @@ def test_an_executable_of_jaxs_own_cache_is_not_kept(tmp_path) -> None:
     Start(tmp_path).get(2.5)
     second = Start(tmp_path)
     assert second.get(2.5) == 70 and second.traced == [2.5]
+
+
+def test_programs_of_one_text_are_written_side_by_side(tmp_path, monkeypatch) -> None:
+    """Two threads have both begun to write the executable before either is done."""
+    meet, write = threading.Barrier(2, timeout=60), Path.write_bytes
+    lowered = jax.jit(lambda x: jnp.sum(3.5 * x)).lower(X)
+    program = lowered.compile()
+    same = SimpleNamespace(as_text=lowered.as_text, compile=lambda options: program)
+
+    def write_together(path: Path, content: bytes) -> int:
+        written = write(path, content[: len(content) // 2])
+        if path.parent.name.startswith("programs-"):
+            meet.wait()
+        with path.open("ab") as file:
+            file.write(content[len(content) // 2 :])
+        return written
+
+    monkeypatch.setattr(Path, "write_bytes", write_together)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: Start(tmp_path).store.get(name, lambda: same, None), "ab"))
+    second = Start(tmp_path)
+    assert (second.get(3.5, "a"), second.get(3.5, "b"), second.traced) == (98, 98, [])
 
 
 def test_a_full_disk_costs_only_the_next_start(tmp_path, monkeypatch, caplog) -> None:

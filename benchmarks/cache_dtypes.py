@@ -1,10 +1,11 @@
 """What rounding the latent cache costs: log-probabilities of real text, read from pages of each type.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.cache_dtypes [--model DIR] [--tokens 512]
+    JAX_PLATFORMS=cpu python -m benchmarks.cache_dtypes [--model DIR] [--tokens 512] [--fp8 quantize]
 
 Eight modules of the standard library are decoded token by token, each token given (teacher forcing), so that attention
 reads everything from pages. The yardstick is float32 with float32 pages. A row of the table compares, at every
-position, the log-probability of the token that follows and the most likely token.
+position, the log-probability of the token that follows and the most likely token. `--fp8 quantize` rounds the products
+of all rows to FP8 besides, weights and activations, and leaves the yardstick as it is.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from jax import lax
 from dsv3.cache.layout import FP8, pool, row_bytes
 from dsv3.cache.page import pages_for
 from dsv3.checkpoint import load_params
+from dsv3.checkpoint.load_plan import Fp8Mode
 from dsv3.config import ModelConfig
 from dsv3.engine.build import bundled_model
 from dsv3.hf_config import load_config
@@ -31,6 +33,7 @@ from dsv3.text.tokenizer import Tokenizer
 
 MODULES = ("argparse", "bisect", "calendar", "configparser", "fractions", "heapq", "statistics", "textwrap")
 SETTINGS = (
+    ("float32", "float32"),
     ("float32", "bfloat16"),
     ("float32", "float16"),
     ("float32", FP8),
@@ -96,21 +99,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, default=bundled_model())
     parser.add_argument("--tokens", type=int, default=512, help="of each text")
+    parser.add_argument("--fp8", default="dequantize", choices=("dequantize", "quantize"), help="form of products")
     args = parser.parse_args()
     cfg = dataclasses.replace(load_config(args.model), num_nextn_predict_layers=0)
     tokens = texts(Tokenizer.from_directory(args.model), args.tokens)
 
     @functools.cache
-    def params(dtype: str) -> Params:
-        return load_params(args.model, cfg, dtype=jnp.dtype(dtype), fp8="dequantize", progress=False)
+    def params(dtype: str, fp8: Fp8Mode) -> Params:
+        return load_params(args.model, cfg, dtype=jnp.dtype(dtype), fp8=fp8, progress=False)
 
-    expected = read(params("float32"), cfg, tokens, "float32")
+    expected = read(params("float32", "dequantize"), cfg, tokens, "float32")
     rows, length = tokens.shape
     print(f"{rows} texts of {length} tokens; mean log-probability of a token {expected.logprobs.mean():.3f}")
     print("| activations | pages | bytes per token and layer | mean difference | largest | best token the same |")
     print("|---|---|---|---|---|---|")
     for activations, pages in SETTINGS:
-        seen = Difference.between(read(params(activations), cfg, tokens, pages), expected)
+        if args.fp8 == "quantize" and activations == "float16":
+            continue  # FP8 products are bfloat16 or float32
+        seen = Difference.between(read(params(activations, args.fp8), cfg, tokens, pages), expected)
         print(
             f"| {activations} | {pages} | {row_bytes(cfg, pages)} | {seen.mean:.4f} | {seen.largest:.2f} | "
             f"{seen.same_best:.1%} |",

@@ -61,7 +61,7 @@ class PageCache:
     def publish(self, key: Key, page: int) -> bool:
         """Makes a completely written page findable; returns whether it was not before.
 
-        Of two equal pages the first stays, the other remains private.
+        The first of two equal pages stays; the other remains private.
         """
         return self._sharing and self.index.insert(key, page)
 

@@ -38,7 +38,7 @@ from dsv3.model.params import Params
 from pallas_kernels.backend import Backend
 
 MAX_BYTES = 4 * 2**30
-"""Of all values that one inspection keeps."""
+"""Bounds the values that one inspection keeps."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,7 +92,7 @@ def fp8_queries(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]
 def fp8_views(pool: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """Views FP8 pages of keys as e4m3 `[pages, n, chunk]` and as float32 `[pages, m]`; XLA copies nothing.
 
-    Of each page the first `64 * Y / chunk` rows of e4m3 are its keys, and the last 64 floats their scales.
+    The first `64 * Y / chunk` rows of e4m3 of a page are its keys, its last 64 floats their scales.
     """
     count, floats = len(pool), lax.bitcast_convert_type(pool.reshape(len(pool), -1, 4), jnp.float32)
     return lax.bitcast_convert_type(pool, E4M3).reshape(count, -1, fp8_chunk(width)), floats

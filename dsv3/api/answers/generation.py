@@ -101,7 +101,7 @@ class Generation:
     ) -> None:
         """Sends the requests, each choice with a parser of its own; raises ApiError where they cannot be taken.
 
-        From then on `on_update` is called with what comes, and `on_end` once after it: with an error if not all choices
+        `on_update` is called with what comes, and `on_end` once after it: with an error if not all choices
         have ended as they should.
         """
         self._on_update, self._on_end = on_update, on_end

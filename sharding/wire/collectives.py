@@ -56,8 +56,9 @@ def in_program_order(f: Callable, overlap: Overlap) -> Callable:
 def compiler_options(platform: str, channels: int = 0) -> dict[str, int] | None:
     """Returns the options that XLA needs to compile a program with several collectives of two halves under way at once.
 
-    XLA allows one unless it is told otherwise, and refuses to schedule a program written with more ("kExceedsOverlapLimit"). `channels`
-    bounds the multiprocessors that each NCCL communicator takes (its `maxCTAs`); 0 leaves that to NCCL.
+    XLA allows one unless it is told otherwise, and refuses to schedule a program written with more
+    ("kExceedsOverlapLimit"). `channels` bounds the multiprocessors that each NCCL communicator takes (its `maxCTAs`);
+    0 leaves that to NCCL.
     """
     if resolve_overlap(platform) is not Overlap.HOOKS:
         return None

@@ -1,6 +1,6 @@
 """Where the time of a decode step goes on this CPU: C++ products beside XLA's, and beside the memory's speed.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.cpu_step [--model bundled|random] [--layers 4] [--dtypes float32 bfloat16]
+    JAX_PLATFORMS=cpu python -m benchmarks.cpu_step [--model bundled|random] [--layers 4] [--dtypes float32 bfloat16 fp8]
         [--rows 1 2 4 16] [--rounds 7] [--profile]
 
 A step is the model's decode program with the head, after `--context` tokens, as the engine compiles it. The random
@@ -33,11 +33,12 @@ import numpy as np
 from dsv3.cache.layout import pool
 from dsv3.cache.page import pages_for
 from dsv3.checkpoint import load_params
+from dsv3.checkpoint.quantize import quantized
 from dsv3.config import ModelConfig
 from dsv3.engine.build import bundled_model
 from dsv3.hf_config import load_config
 from dsv3.model import DecodeBatch, decode, logits
-from dsv3.model.params import Params, initialize
+from dsv3.model.params import Params, declare, initialize
 from pallas_kernels.backend import Backend, resolve_backend
 
 COPIED_BYTES = 256 << 20
@@ -77,7 +78,10 @@ class Step:
 
 
 def load(model: str, layers: int, dtype: str) -> tuple[Params, ModelConfig]:
-    """Returns the bundled model, or a random one of `layers` layers."""
+    """Returns the bundled model, or a random one of `layers` layers; "fp8" is bfloat16 under `--fp8=quantize`."""
+    if dtype == "fp8":
+        params, cfg = load(model, layers, "bfloat16")
+        return jax.tree.map(lambda spec, w: quantized(w) if spec.quantizable else w, declare(cfg), params), cfg
     if model == "random":
         cfg = dataclasses.replace(RANDOM, num_hidden_layers=layers)
         return jax.jit(lambda: initialize(cfg, jax.random.key(0), jnp.dtype(dtype)))(), cfg
@@ -196,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("bundled", "random"), default="bundled")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="or fp8")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 16])
     parser.add_argument("--context", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=7)

@@ -1,6 +1,6 @@
 """Where the time of a decode step goes on this CPU: C++ products beside XLA's, and beside the memory's speed.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.cpu_step [--model bundled|random] [--layers 4] [--dtypes float32 bfloat16 fp8]
+    JAX_PLATFORMS=cpu python -m benchmarks.cpu_step [--model bundled|random] [--layers 4] [--dtypes float32 bfloat16]
         [--rows 1 2 4 16] [--rounds 7] [--profile]
 
 A step is the model's decode program with the head, after `--context` tokens, as the engine compiles it. The random

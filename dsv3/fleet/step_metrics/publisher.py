@@ -69,9 +69,9 @@ def _serve(
 ) -> None:
     number = 0
     while waiting or not stop.is_set():
-        if not waiting:
-            news.wait(_IDLE_S)
-            news.clear()
+        if not waiting and news.wait(_IDLE_S):
+            news.clear()  # it may be of a step that has been sent already
+            continue
         step = waiting.popleft() if waiting else idle
         for socket, metrics in zip(sockets, step, strict=True):
             try:

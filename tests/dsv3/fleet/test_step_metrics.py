@@ -1,5 +1,6 @@
 """Step metrics on the wire are Dynamo's `ForwardPassMetrics`, version 1: names, frames, numbers and signs of life."""
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -38,11 +39,16 @@ def test_each_rank_has_a_socket_and_an_idle_one_says_that_it_lives(tmp_path: Pat
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(endpoint + suffix)
             assert socket.poll(60_000), "an idle one is heard, so whoever comes late knows that it is connected"
-        sender.publish([StepMetrics(worker_id="me", dp_rank=rank, wall_time=0.25) for rank in range(2)])
+        monkeypatch.setattr(publisher, "_IDLE_S", 300.0)
+        for i in range(1, 6):
+            sender.publish([StepMetrics(worker_id="me", dp_rank=rank, wall_time=float(i)) for rank in range(2)])
+            time.sleep(2e-3)  # so that some are sent alone
         for rank, socket in enumerate(sockets):
             heard = [_heard(socket)]
-            while not heard[-1].wall_time:
+            while heard[-1].wall_time < 5:
                 heard.append(_heard(socket))
+            assert [each.wall_time for each in heard if each.wall_time] == [1, 2, 3, 4, 5]
+            assert all(each.wall_time for each in heard[-5:]), "one that works is not idle in between"
             numbers = [each.counter_id for each in heard]
             assert numbers == list(range(numbers[0], numbers[0] + len(heard)))
             assert {(each.worker_id, each.dp_rank, each.version) for each in heard} == {("me", rank, 1)}

@@ -5,7 +5,8 @@
   python -m benchmarks.other_routers 'python toy_proxy_server.py --port {port} --prefiller-ports {prefill_port} \
       --decoder-ports {decode_port} --prefiller-hosts 127.0.0.1 --decoder-hosts 127.0.0.1'
 
-The argument is the router's command; what is in braces is filled in. Prints how many texts equal those of one instance
+The argument is the router's command; what is in braces is filled in. Commands behind `--then` run once it has started,
+each until it succeeds: they tell the router more of the instances. Prints how many texts equal those of one instance
 asked directly, as answers and as streams, and how many tokens came with pages. Then it kills the prefill instance,
 starts nothing in its place, and prints how requests end; then the decode instance.
 """
@@ -51,20 +52,31 @@ def requests(count: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 @contextlib.contextmanager
-def routing(command: str, names: dict[str, str]) -> Iterator[str]:
-    """Starts a router and waits until it answers; yields its address."""
+def routing(command: str, then: list[str], names: dict[str, str]) -> Iterator[str]:
+    """Starts a router, tells it what it does not know, and waits until it answers; yields its address."""
     url = f"http://127.0.0.1:{names['port']}"
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             shlex.split(command.format(**names)), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
+            tell(then, names)
             _await_answer(process, url, log)
             yield url
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def tell(commands: list[str], names: dict[str, str]) -> None:
+    """Runs what the router is to be told with, each command until it succeeds."""
+    deadline = time.monotonic() + _START_S
+    for command in commands:
+        while subprocess.run(shlex.split(command.format(**names)), capture_output=True).returncode:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"this does not succeed: {command.format(**names)}")
+            time.sleep(0.2)
 
 
 def _await_answer(process: subprocess.Popen[bytes], url: str, log: Any) -> None:
@@ -128,6 +140,17 @@ async def compare(router: str, alone: Instance, count: int) -> dict[str, int]:
     return found
 
 
+def fetched(decode: Instance) -> dict[str, float]:
+    """Returns what the decode instance has counted of pages from other instances, and the pages that requests hold."""
+    names = {f"kv_tier_{name}": name for name in ("queries_total", "hits_total", "failures_total")}
+    found = {"pages_in_use": 0.0}
+    for line in httpx.get(f"{decode.url}/metrics", timeout=_PATIENCE_S).text.splitlines():
+        name = line.partition("{")[0].removeprefix("dsv3:")
+        if ('tier="peer"' in line and name in names) or name in found:
+            found[names.get(name, name)] = float(line.split()[-1])
+    return found
+
+
 async def under_load(router: str, count: int, clients: int, victim: Instance | None) -> dict[str, Any]:
     """Sends requests from several clients, and kills an instance after a quarter of them; returns how they end."""
     queue, ends, longest = iter(requests(count)), dict[str, int](), 0.0
@@ -156,6 +179,7 @@ async def under_load(router: str, count: int, clients: int, victim: Instance | N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command")
+    parser.add_argument("--then", action="append", default=[])
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--clients", type=int, default=4)
     args = parser.parse_args()
@@ -169,11 +193,12 @@ def main() -> None:
         names = {"prefill": prefill.url, "decode": decode.url, "transfer_port": transfer_port}
         names |= {f"{role}_port": re.sub(r".*:", "", names[role]) for role in ("prefill", "decode")}
         names |= {"port": str(free_port()), "other_port": str(free_port())}
-        router = stack.enter_context(routing(args.command, names))
+        router = stack.enter_context(routing(args.command, args.then, names))
         print("compared:", asyncio.run(compare(router, alone, args.requests)), flush=True)
+        print("tokens of pages from the prefill instance:", fetched(decode), flush=True)
         for what, victim in (("nobody dies", None), ("kill -9 prefill", prefill), ("kill -9 decode", decode)):
             ends = asyncio.run(under_load(router, args.requests, args.clients, victim))
-            print(f"{what}:", ends, flush=True)
+            print(f"{what}:", ends, "" if victim is decode else fetched(decode), flush=True)
 
 
 if __name__ == "__main__":

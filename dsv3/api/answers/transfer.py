@@ -55,9 +55,10 @@ def told(
 ) -> dict[str, Any] | None:
     """Returns what an answer tells the instance that goes on with it; None where nobody asked.
 
-    Raises ApiError where other instances cannot reach this one, and for a stream, which has no place for it.
+    A prefill instance tells it unasked, too: there are routers that look for it and do not ask (smg 1.13). Raises
+    ApiError where other instances cannot reach this one, and for a stream, which has no place for it.
     """
-    if params is None or not params.do_remote_decode:
+    if (params is None or not params.do_remote_decode) and (streams or not info.rules.prefills_only):
         return None
     if streams:
         raise invalid("do_remote_decode: ask for it without stream", "stream")

@@ -211,14 +211,15 @@ class HostTiers(abc.ABC):
         """Has another instance's pages brought to the host's memory: the keys from `first` on that it lacks.
 
         `address` is "host:port", or "host:port#meeting" where that instance is to be asked for a meeting's request.
-        None where there is nothing to bring, or computing is faster.
+        None where there is nothing to bring, or computing is faster; not asked of a meeting.
         """
         first += self.leading(keys[first:])
         count = len(keys) - first
         rate, compute = self._rates["peer"].value, self.compute_rate.value
         if not self.fetches or not count:
             return None
-        if not loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate, compute):
+        is_met = "#" in address  # the other instance computes the prompt now, whatever is done here
+        if not is_met and not loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate, compute):
             return None
         self.peer.queries += count * PAGE_SIZE
         return LookUp(self, first, self.begin_bring(address, keys[first:]), FETCH_S)
@@ -361,7 +362,7 @@ class Tiers(HostTiers):
     def _bring(self, found: Future[str], keys: Sequence[Key], brought: Future[int]) -> None:
         """Has a thread bring pages from where they have been found, if they have."""
         if (error := found.exception()) is None:
-            work = self._fetchers.submit(self._fetch, found.result(), keys)
+            work = self._fetchers.submit(self._fetch, found.result(), keys, measures=False)
         else:
             work = self._fetchers.submit(self._missed, error, keys)
         work.add_done_callback(lambda done: _hand_on(done, brought))
@@ -407,8 +408,11 @@ class Tiers(HostTiers):
                 counts.note_load(got * self.value_bytes, seconds)
         return got
 
-    def _fetch(self, address: str, keys: Sequence[Key]) -> int:
-        """Brings pages of another instance to the host's memory; returns how many, from the first on, are there."""
+    def _fetch(self, address: str, keys: Sequence[Key], measures: bool = True) -> int:
+        """Brings pages of another instance to the host's memory; returns how many, from the first on, are there.
+
+        Where pages are waited for until they are computed, the time `measures` nothing of the way between the two.
+        """
         assert self._peers is not None
         started, landed = self.now(), 0
 
@@ -425,7 +429,8 @@ class Tiers(HostTiers):
         with self._lock:
             self.peer.hits += landed * PAGE_SIZE
             self.peer.note_load(landed * self.value_bytes, seconds)
-        self._rates["peer"].note(landed * self.value_bytes, seconds)
+        if measures:
+            self._rates["peer"].note(landed * self.value_bytes, seconds)
         self.wake()
         return self.leading(keys)
 

@@ -6,6 +6,7 @@ import pytest
 from dsv3.api.answers.bootstrap import bootstrap_of
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.schema import ChatRequest, CompletionRequest
+from dsv3.api.answers.transfer import told
 from dsv3.api.engine.messages import EngineInfo
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest
@@ -19,6 +20,15 @@ HALF = {"bootstrap_host": "10.0.0.7", "bootstrap_port": 7001, "bootstrap_room": 
 def info(*, prefills: bool = False, fetches: bool = True) -> EngineInfo:
     rules = RequestRules(vocab_size=500, max_model_len=512, prefills_only=prefills)
     return EngineInfo(rules, 4, 100, fetches_pages=fetches)
+
+
+def test_a_prefill_instance_tells_unasked_where_its_pages_are():
+    """smg 1.13 takes us for vLLM: it asks for one token, and looks for the parameters in the answer."""
+    reached = msgspec.structs.replace(info(prefills=True), transfer_address="h:7")
+    assert told(None, reached, 9, streams=False)["remote_host"] == "h"
+    assert told(None, reached, 9, streams=True) is None
+    both = msgspec.structs.replace(info(), transfer_address="h:7")
+    assert told(None, both, 9, streams=False) is None
 
 
 def prepared(count: int) -> list:

@@ -27,9 +27,9 @@ class TakesSteps(Protocol):
 
 
 class Moments(NamedTuple):
-    """Count, sum and variance of numbers, by rank."""
+    """How many numbers, their sum and their variance, by rank."""
 
-    count: list[int]
+    number: list[int]
     total: list[int]
     variance: list[float]
 
@@ -58,7 +58,7 @@ class _Launched:
         held, tokens = np.concatenate([np.zeros((2, 0), np.int64), *self.rows], axis=1)
         prompts = moments(ranks, lengths, num_ranks)
         columns = (
-            prompts.count,
+            prompts.number,
             moments(ranks, computed, num_ranks).total,
             prompts.variance,
             moments(ranks, before, num_ranks).total,

@@ -362,7 +362,7 @@ class Tiers(HostTiers):
     def _bring(self, found: Future[str], keys: Sequence[Key], brought: Future[int]) -> None:
         """Has a thread bring pages from where they have been found, if they have."""
         if (error := found.exception()) is None:
-            work = self._fetchers.submit(self._fetch, found.result(), keys, measures=False)
+            work = self._fetchers.submit(self._fetch, found.result(), keys, False)
         else:
             work = self._fetchers.submit(self._missed, error, keys)
         work.add_done_callback(lambda done: _hand_on(done, brought))

@@ -29,9 +29,9 @@ def test_moments_are_those_of_each_rank():
     found = moments(ranks, values, 4)
     for rank in range(3):
         mine = values[ranks == rank]
-        assert (found.count[rank], found.total[rank]) == (len(mine), mine.sum())
+        assert (found.number[rank], found.total[rank]) == (len(mine), mine.sum())
         np.testing.assert_allclose(found.variance[rank], mine.var())
-    assert (found.count[3], found.total[3], found.variance[3]) == (0, 0, 0.0)
+    assert (found.number[3], found.total[3], found.variance[3]) == (0, 0, 0.0)
 
 
 def test_one_request_step_by_step(engine: Engine):

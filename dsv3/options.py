@@ -13,6 +13,7 @@ from typing import Any, Literal
 from dsv3.cache.events.config import KvEventsConfig
 from dsv3.cache.tiers.store import check_address
 from dsv3.declaration import check, option
+from dsv3.fleet.step_metrics.config import StepMetricsConfig
 from dsv3.speculative import SpeculativeConfig
 from dsv3.text.dialects import ReasoningParser, ToolCallParser
 
@@ -165,6 +166,13 @@ class EngineOptions:
         agree=False,
         programs=False,
     )
+    step_metrics_config: dict[str, Any] | None = option(
+        None,
+        "Tell planners over ZMQ what each step did and how long it took, as Dynamo's ForwardPassMetrics; a JSON object "
+        'such as \'{"endpoint": "tcp://127.0.0.1:20380"}\' (docs/fleet.md).',
+        agree=False,
+        programs=False,
+    )
     role: Role = option(
         "both",
         "Serve whole answers, or be a half of that: prefill computes prompts and one token, for others that fetch the "
@@ -207,6 +215,8 @@ class EngineOptions:
             raise ValueError(f"kv_offloading_size: {self.kv_offloading_size!r} needs enable_prefix_caching")
         if self.kv_events_config is not None:
             self._check_events(self.kv_events_config)
+        if self.step_metrics_config is not None:
+            self._check_step_metrics(self.step_metrics_config)
         try:
             speculative = self.speculative
         except ValueError as error:
@@ -244,6 +254,12 @@ class EngineOptions:
             raise ValueError(f"kv_events_config: {error}") from None
         if is_on and not self.enable_prefix_caching:
             raise ValueError(f"kv_events_config: {given!r} needs enable_prefix_caching")
+
+    def _check_step_metrics(self, given: Mapping[str, Any]) -> None:
+        try:
+            StepMetricsConfig.from_json(given)
+        except ValueError as error:
+            raise ValueError(f"step_metrics_config: {error}") from None
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

@@ -62,9 +62,9 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     It stands for `sampling.n` sequences: `fan_out` makes those, and the engine takes nothing else. `tokens` is the
     prompt as int32, `keys` the 32-byte prefix keys of its full pages one after the other. The last `num_answered` of
     the tokens are the beginning of the answer. `max_length` bounds prompt and answer together. `stop_ids` end the
-    answer. `pages_from` is an instance that has computed the prompt, `rank` the only one that may serve it.
-    Requests of a lower `priority` are served earlier, and those of a higher one give way to them. `grammar` is what the
-    answer is held to, "" for nothing.
+    answer. `pages_from` is an instance that has computed the prompt, `meeting` the number under which another instance
+    asks this one for its pages, `rank` the only one that may serve it. Requests of a lower `priority` are served
+    earlier, and those of a higher one give way to them. `grammar` is what the answer is held to, "" for nothing.
     """
 
     request_id: int
@@ -75,6 +75,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int
     stop_ids: tuple[int, ...]
     pages_from: str = ""
+    meeting: int | None = None
     rank: int | None = None
     num_answered: int = 0
     priority: int = 0
@@ -135,6 +136,7 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
         max_length=max_length,
         stop_ids=tuple(sorted(stop)),
         pages_from=request.pages_from,
+        meeting=request.meeting,
         rank=request.rank,
         num_answered=len(request.answer_token_ids),
         priority=request.priority,

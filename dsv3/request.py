@@ -35,10 +35,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to continue in `sampling.n` sequences, with the ids from `request_id` on.
 
     `cache_salt` keeps the prefix cache of one tenant apart from another's. `pages_from` is the "host:port" of an
-    instance that has computed the prompt. `rank` is where it must run, None for wherever it costs least. A lower
-    `priority` is served earlier. The answer goes on behind `answer_token_ids`, which count as its first tokens.
-    `grammar` is what the answer is held to, in llguidance's form, where that is not what `sampling.structured_outputs`
-    alone says. Stop strings belong to the text layer; the engine only knows tokens.
+    instance that has computed the prompt, or "host:port#meeting" of one that has been handed it under that number, its
+    `meeting` there. `rank` is where it must run, None for wherever it costs least. A lower `priority` is served
+    earlier. The answer goes on behind `answer_token_ids`, which count as its first tokens. `grammar` is what the answer
+    is held to, in llguidance's form, where that is not what `sampling.structured_outputs` alone says. Stop strings
+    belong to the text layer; the engine only knows tokens.
     """
 
     request_id: int
@@ -46,6 +47,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     cache_salt: str = ""
     pages_from: str = ""
+    meeting: int | None = None
     rank: int | None = None
     answer_token_ids: Sequence[int] = ()
     priority: int = 0

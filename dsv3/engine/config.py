@@ -8,6 +8,7 @@ from dsv3.cache.events.config import KvEventsConfig
 from dsv3.cache.identity import fingerprint
 from dsv3.cache.page import pages_for
 from dsv3.declaration import check, option, options_of
+from dsv3.fleet.step_metrics.config import StepMetricsConfig
 from dsv3.options import EngineOptions, Role
 from dsv3.speculative import SpeculativeConfig
 
@@ -61,6 +62,7 @@ class EngineConfig:
     kv_store: str | None = _carries("kv_store", None)
     kv_store_size: float = _carries("kv_store_size", 100.0)
     kv_events_config: dict[str, Any] | None = _carries("kv_events_config", None)
+    step_metrics_config: dict[str, Any] | None = _carries("step_metrics_config", None)
     role: Role = _carries("role", "both")
     transfer_address: str | None = _carries("transfer_address", None)
     transfer_addresses: tuple[str, ...] = option(
@@ -90,6 +92,11 @@ class EngineConfig:
     def kv_events(self) -> KvEventsConfig | None:
         """Where KV events go; None where nothing is said of them."""
         return None if self.kv_events_config is None else KvEventsConfig.from_json(self.kv_events_config)
+
+    @functools.cached_property
+    def step_metrics(self) -> StepMetricsConfig | None:
+        """Where step metrics go; None where nobody wants them."""
+        return None if self.step_metrics_config is None else StepMetricsConfig.from_json(self.step_metrics_config)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -31,6 +31,7 @@ from dsv3.engine.requests.masks import Masks
 from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.engine.requests.sequence import Sequence, sequence_of
 from dsv3.engine.stats import EngineStats, HostTime
+from dsv3.engine.step_metrics import StepNotes
 from dsv3.fleet.cost import keys_per_token
 from dsv3.prepare import PreparedRequest, RequestRules, prepare
 from dsv3.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull, StepOutputs
@@ -88,6 +89,7 @@ class Engine:
         self._commands: deque[Sequence | int | None] = deque()  # a new request, the id of one to abort, or: flush
         self._handed_in: set[int] = set()  # ids among the commands; the scheduler knows the others
         self._in_flight: _Launched | None = None
+        self._notes = _step_notes(self.cfg, self.scheduler)
         self._compilations = CompilationCounter()
         self._warm = False
         self._seeds = np.random.SeedSequence(self.cfg.seed)
@@ -279,6 +281,8 @@ class Engine:
         command = StepCommand(number, tuple(Job(planned.kind, planned.command) for planned in jobs))
         parts = [] if self._in_flight is None else self._in_flight.parts
         self._in_flight = _Launched(number, [*parts, (jobs, self.executor.launch(command))])
+        if self._notes is not None:
+            self._notes.launched(jobs, is_more=bool(parts))
         self.log.done("launch")
 
     def _collect(self, launched: _Launched, outputs: StepOutputs) -> float:
@@ -294,6 +298,8 @@ class Engine:
                 if self.log.is_on:
                     self.log.done(f"collect {planned.kind}")
         self.scheduler.pages.collect(launched.number)
+        if self._notes is not None:
+            self._notes.collected()
         self._steps += 1
         return waited
 
@@ -391,3 +397,12 @@ def _publisher(cfg: EngineConfig) -> "Publisher | None":
     from dsv3.cache.events.publisher import Publisher
 
     return Publisher(cfg.kv_events, cfg.num_ranks)
+
+
+def _step_notes(cfg: EngineConfig, scheduler: Scheduler) -> StepNotes | None:
+    """Returns what tells planners of each step, if anybody wants to know; ZMQ is imported only then."""
+    if (config := cfg.step_metrics) is None:
+        return None
+    from dsv3.fleet.step_metrics.publisher import StepPublisher
+
+    return StepNotes(scheduler, StepPublisher(config, cfg.num_ranks), config.worker_id)

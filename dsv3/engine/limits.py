@@ -90,6 +90,7 @@ def engine_config(
         kv_store=options.kv_store,
         kv_store_size=options.kv_store_size,
         kv_events_config=options.kv_events_config,
+        step_metrics_config=options.step_metrics_config,
         role=options.role,
         transfer_address=options.transfer_address,
         transfer_key_file=options.transfer_key_file,

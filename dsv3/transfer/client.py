@@ -7,12 +7,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
 from dsv3.cache.keys import Key
 from dsv3.cache.tiers.value import HEADER_BYTES
 from dsv3.transfer import protocol
+from dsv3.transfer.finding import Finder
 from dsv3.transfer.protocol import Answer, Hello, PeerError, Want
 from dsv3.transfer.several import Land, fetch_from_any
 from dsv3.trust.certificates import credentials_of, tls_context
@@ -31,6 +33,14 @@ class Peers:
         self._lock = threading.Lock()
         self._idle: OrderedDict[ssl.SSLSocket, tuple[str, float]] = OrderedDict()  # address, and since when
         self._avoided: OrderedDict[str, float] = OrderedDict()  # until when
+        self._finder = Finder(self._connect_unless_avoided)
+
+    def find(self, address: str, meeting: int) -> Future[str]:
+        """Gives the addresses for `fetch` once the instance at `address` computes the request of `meeting`.
+
+        Gives PeerError where it does not in time (`dsv3.transfer.finding`), or does not answer as it should.
+        """
+        return self._finder.find(address, meeting)
 
     def fetch(self, address: str, keys: Sequence[Key], patience_s: float, land: Land) -> int:
         """Fetches pages in the order of `keys` and hands each to `land`; returns how many have come.
@@ -41,8 +51,7 @@ class Peers:
         """
         if "," in address:
             return fetch_from_any(self.fetch, address.split(","), keys, patience_s, land)
-        if time.monotonic() < self._avoided.get(address, 0.0):
-            raise PeerError(f"{address} has failed a moment ago")
+        self._require_not_avoided(address)
         try:
             return self._fetch(address, keys, patience_s, land)
         except OSError as error:
@@ -108,6 +117,18 @@ class Peers:
         if protocol.read(connection, 1) != protocol.NO_MORE:
             raise PeerError("more pages than were asked for")
         return len(keys)
+
+    def _connect_unless_avoided(self, address: str) -> ssl.SSLSocket:
+        self._require_not_avoided(address)
+        try:
+            return self._connect(address)
+        except OSError:
+            self._avoid(address)
+            raise
+
+    def _require_not_avoided(self, address: str) -> None:
+        if time.monotonic() < self._avoided.get(address, 0.0):
+            raise PeerError(f"{address} has failed a moment ago")
 
     def _connect(self, address: str) -> ssl.SSLSocket:
         host, _, port = address.rpartition(":")

@@ -6,9 +6,11 @@
     Want(keys, patience_s)      ->
                                 <-   per key, in order: HAVE, header (128 bytes), payload
                                 <-   NO_MORE, after the last one or before the first that does not come
+    Ask(meetings)                  ->
+                                <-   Told(stages, addresses)
 
-Hello, Answer and Want are MessagePack behind their length (4 bytes, little endian). A connection carries any number of
-Wants, one after the other. Every wait has a bound on both sides.
+All but pages is MessagePack behind its length (4 bytes, little endian). A connection carries any number of Wants and
+Asks, one after the other. Every wait has a bound on both sides.
 """
 
 import json
@@ -18,10 +20,12 @@ import struct
 import msgspec
 
 from dsv3.cache.tiers.value import Header, read_header
+from dsv3.transfer.meetings import Stage
 
-VERSION = 1
+VERSION = 2
 HAVE, NO_MORE = b"\x01", b"\x00"
 MAX_KEYS = 4096
+MAX_MEETINGS = 4096
 MAX_PATIENCE_S = 30.0
 HANDSHAKE_S = 5.0
 STALL_S = 10.0
@@ -47,11 +51,27 @@ class Answer(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
-class Want(msgspec.Struct, frozen=True):
+class Want(msgspec.Struct, frozen=True, tag=True):
     """Pages to send, in this order; `patience_s` is how long to wait for each that is not there yet."""
 
     keys: list[bytes]
     patience_s: float
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Meetings whose requests somebody waits for; the answer comes at once."""
+
+    meetings: list[int]
+
+
+class Told(msgspec.Struct, frozen=True):
+    """How far each of the meetings is, and the addresses of all processes of the instance."""
+
+    stages: list[Stage]
+    addresses: list[str]
+
+
+_questions = msgspec.msgpack.Decoder(Want | Ask)
 
 
 class PeerError(OSError):
@@ -66,6 +86,15 @@ def send(connection: ssl.SSLSocket, message: msgspec.Struct) -> None:
 
 def receive[M: msgspec.Struct](connection: ssl.SSLSocket, kind: type[M]) -> M | None:
     """Returns the next message; None when the connection has ended before it. Raises PeerError for anything else."""
+    return _receive(connection, msgspec.msgpack.Decoder(kind), kind.__name__)
+
+
+def receive_question(connection: ssl.SSLSocket) -> Want | Ask | None:
+    """Returns what is asked next; None when the connection has ended before it. Raises PeerError for anything else."""
+    return _receive(connection, _questions, "question")
+
+
+def _receive[M](connection: ssl.SSLSocket, decoder: "msgspec.msgpack.Decoder[M]", name: str) -> M | None:
     raw = connection.recv(1)
     if not raw:
         return None
@@ -73,9 +102,9 @@ def receive[M: msgspec.Struct](connection: ssl.SSLSocket, kind: type[M]) -> M | 
     if length > _MAX_FRAME_BYTES:
         raise PeerError(f"a message of {length} bytes, at most {_MAX_FRAME_BYTES} are taken")
     try:
-        return msgspec.msgpack.decode(read(connection, length), type=kind)
+        return decoder.decode(read(connection, length))
     except msgspec.DecodeError as error:
-        raise PeerError(f"no {kind.__name__} came ({error})") from None
+        raise PeerError(f"no {name} came ({error})") from None
 
 
 def read(connection: ssl.SSLSocket, count: int) -> bytes:

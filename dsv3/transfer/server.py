@@ -15,7 +15,8 @@ import numpy as np
 from dsv3.cache.tiers.arena import Arena
 from dsv3.cache.tiers.value import header_of
 from dsv3.transfer import protocol
-from dsv3.transfer.protocol import Answer, Hello, PeerError, Want
+from dsv3.transfer.meetings import Meetings
+from dsv3.transfer.protocol import Answer, Ask, Hello, PeerError, Told, Want
 from dsv3.trust.certificates import credentials_of, tls_context
 from dsv3.trust.strangers import Strangers, listen
 
@@ -28,10 +29,13 @@ _log = logging.getLogger(__name__)
 class PageServer:
     """Serves the pages of `arena` to whoever knows `secret` and is like `hello`; listens at `host`:`port`.
 
-    Raises ValueError where it cannot listen there.
+    Tells how far the requests of `meetings` are. Raises ValueError where it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, hello: Hello, arena: Arena) -> None:
+    def __init__(
+        self, host: str, port: int, secret: bytes, hello: Hello, arena: Arena, meetings: Meetings | None = None
+    ) -> None:
+        self.meetings = Meetings() if meetings is None else meetings
         self._context, self._hello, self._arena = tls_context(credentials_of(secret), True), hello, arena
         self._strangers, self._peers = Strangers(), threading.BoundedSemaphore(_MOST_PEERS)
         self._warnings = 0
@@ -90,20 +94,24 @@ class PageServer:
             raise PeerError(f"refused an instance: {refusal}")
         try:
             buffer = np.empty(self._hello.value_bytes, np.uint8)
-            while (want := self._next(tls)) is not None:
-                self._serve(tls, want, buffer)
+            while (question := self._next(tls)) is not None:
+                tls.settimeout(protocol.STALL_S)
+                if isinstance(question, Ask):
+                    stages = self.meetings.stages(question.meetings[: protocol.MAX_MEETINGS])
+                    protocol.send(tls, Told(stages, self.meetings.addresses))
+                else:
+                    self._serve(tls, question, buffer)
         finally:
             self._peers.release()
 
-    def _next(self, tls: ssl.SSLSocket) -> Want | None:
+    def _next(self, tls: ssl.SSLSocket) -> Want | Ask | None:
         tls.settimeout(protocol.IDLE_S)
         try:
-            return protocol.receive(tls, Want)
+            return protocol.receive_question(tls)
         except TimeoutError:
             return None
 
     def _serve(self, tls: ssl.SSLSocket, want: Want, buffer: np.ndarray) -> None:
-        tls.settimeout(protocol.STALL_S)
         for key in want.keys[: protocol.MAX_KEYS]:
             there = self._arena.wait_for(key, min(want.patience_s, protocol.MAX_PATIENCE_S))
             if not there or not self._arena.get(key, buffer):

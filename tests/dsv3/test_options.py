@@ -80,7 +80,8 @@ def test_processes_compare_what_they_must_agree_on(tmp_path: Path) -> None:
     fields = fields_of(tmp_path, EngineOptions(), CLUSTER)
     declared = [each for cls in (EngineOptions, ClusterOptions) for each in options_of(cls)]
     assert {f"--{each.name}" for each in declared if each.terms.agree} == {k for k in fields if k.startswith("--")}
-    alone = {"max_num_queued_reqs", "compilation_cache_dir", "kv_events_config", "transfer_address", "eplb_state"}
+    alone = {"max_num_queued_reqs", "compilation_cache_dir", "transfer_address", "eplb_state"}
+    alone |= {"kv_events_config", "step_metrics_config"}
     assert {each.name for each in options_of(EngineOptions) if not each.terms.agree} == alone
 
 
@@ -146,6 +147,7 @@ def test_options_reach_the_engine_process_as_they_are() -> None:
         ({"transfer_key_file": "k"}, "transfer_key_file: 'k' needs kv_offloading_size"),
         ({"role": "prefill"}, "role: 'prefill' needs transfer_address"),
         ({"role": "decode"}, "role: 'decode' needs transfer_key_file"),
+        ({"step_metrics_config": {"endpoint": "20380"}}, "step_metrics_config: endpoint: '20380' is not like"),
     ],
 )
 def test_values_that_cannot_be_say_what_can(wrong: dict, words: str) -> None:

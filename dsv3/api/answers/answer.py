@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
+from dsv3.api.answers.bootstrap import bootstrap_of
 from dsv3.api.answers.constraints import constraint_of, tried_grammar
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.generation import Generation, Update, prepare_requests
@@ -87,7 +88,10 @@ class Answer[Request: SampledRequest](abc.ABC):
         priority = self.service.priority(self._tenant, max(self.request.priority or 0, self.earliest_priority))
         info = self.service.require_ready()
         source = pages_from(self.request.kv_transfer_params, info)
+        bootstrap = bootstrap_of(self.request, info)
         prompts = await self.read_prompts()
+        if bootstrap is not None:
+            bootstrap.check(len(prompts), self.request.resume is not None)
         sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())
         grammar = await self.grammar(prompts)
         answered = answered_tokens(self.service, self.request, sampling, prompts)
@@ -96,6 +100,8 @@ class Answer[Request: SampledRequest](abc.ABC):
         first, requests = await prepare_requests(
             self.service, prompts, sampling, salt, source, self.rank, self._resumed, priority, grammar
         )
+        if bootstrap is not None:
+            requests = bootstrap.joined(requests)
         length = sum(len(prompt.token_ids) for prompt in prompts)
         self._told = told(self.request.kv_transfer_params, info, length, streams=self.streams)
         self.generation = Generation(

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from dsv3.request import MAX_PRIORITY
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_TOKEN_IDS
 from dsv3.structured_outputs import StructuredOutputsParams
+from dsv3.transfer.meetings import MAX_MEETING
 
 MAX_BODY_BYTES = 32 * 2**20
 MAX_PROMPTS = 1024
@@ -31,6 +32,9 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Host = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Meeting = Annotated[int, Meta(ge=0, le=MAX_MEETING)]
 
 
 def require_no_nul(text: object) -> None:
@@ -48,8 +52,8 @@ class TransferParams(msgspec.Struct):
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
-    remote_host: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
-    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    remote_host: Host | None = None
+    remote_port: Port | None = None
     # Ours, and opaque to routers: those of all processes of an instance, "host:port" each.
     remote_addresses: (
         Annotated[list[Annotated[str, Meta(max_length=MAX_NAME_CHARS)]], Meta(max_length=MAX_ADDRESSES)] | None
@@ -106,6 +110,9 @@ class SampledRequest(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputsParams | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     kv_transfer_params: TransferParams | None = None
+    bootstrap_host: Host | Annotated[list[Host], Meta(max_length=MAX_PROMPTS)] | None = None
+    bootstrap_port: Port | Annotated[list[Port | None], Meta(max_length=MAX_PROMPTS)] | None = None
+    bootstrap_room: Meeting | Annotated[list[Meeting], Meta(max_length=MAX_PROMPTS)] | None = None
     resume: Resume | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 

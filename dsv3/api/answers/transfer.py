@@ -29,8 +29,15 @@ def pages_from(params: TransferParams | None, info: EngineInfo) -> str:
         return ",".join(map(_checked, params.remote_addresses))
     if params.remote_host is None or params.remote_port is None or not _HOST.fullmatch(params.remote_host):
         raise invalid("do_remote_prefill needs remote_host and remote_port, from the prefill server's answer", _NAME)
-    host = f"[{params.remote_host}]" if ":" in params.remote_host else params.remote_host
-    return f"{host}:{params.remote_port}"
+    return address_of(params.remote_host, params.remote_port, _NAME)
+
+
+def address_of(host: str, port: int, param: str) -> str:
+    """Returns "host:port", with brackets around an IPv6 address; ApiError for a host that can be none."""
+    host = host.removeprefix("[").removesuffix("]")
+    if not _HOST.fullmatch(host):
+        raise invalid(f"{param}: {host!r} is no host's name", param)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _checked(address: str) -> str:
@@ -48,9 +55,10 @@ def told(
 ) -> dict[str, Any] | None:
     """Returns what an answer tells the instance that goes on with it; None where nobody asked.
 
-    Raises ApiError where other instances cannot reach this one, and for a stream, which has no place for it.
+    A prefill instance tells it unasked, too: there are routers that look for it and do not ask (smg 1.13). Raises
+    ApiError where other instances cannot reach this one, and for a stream, which has no place for it.
     """
-    if params is None or not params.do_remote_decode:
+    if (params is None or not params.do_remote_decode) and (streams or not info.rules.prefills_only):
         return None
     if streams:
         raise invalid("do_remote_decode: ask for it without stream", "stream")

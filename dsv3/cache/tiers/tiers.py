@@ -65,6 +65,9 @@ class FarBatch(NamedTuple):
 class FetchesPages(Protocol):
     """Other instances; `dsv3.transfer.client.Peers` is one way to them."""
 
+    def find(self, address: str, meeting: int) -> Future[str]:
+        """Gives the address to fetch from once `meeting` is computed there; OSError where it is not in time."""
+
     def fetch(
         self, address: str, keys: Sequence[Key], patience_s: float, land: Callable[[Key, np.ndarray], object]
     ) -> int:
@@ -207,14 +210,16 @@ class HostTiers(abc.ABC):
     def ask_peer(self, address: str, keys: Sequence[Key], first: int) -> LookUp | None:
         """Has another instance's pages brought to the host's memory: the keys from `first` on that it lacks.
 
-        None where there is nothing to bring, or computing is faster.
+        `address` is "host:port", or "host:port#meeting" where that instance is to be asked for a meeting's request.
+        None where there is nothing to bring, or computing is faster; not asked of a meeting.
         """
         first += self.leading(keys[first:])
         count = len(keys) - first
         rate, compute = self._rates["peer"].value, self.compute_rate.value
         if not self.fetches or not count:
             return None
-        if not loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate, compute):
+        is_met = "#" in address  # the other instance computes the prompt now, whatever is done here
+        if not is_met and not loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate, compute):
             return None
         self.peer.queries += count * PAGE_SIZE
         return LookUp(self, first, self.begin_bring(address, keys[first:]), FETCH_S)
@@ -346,7 +351,21 @@ class Tiers(HostTiers):
 
     def begin_bring(self, address: str, keys: Sequence[Key]) -> Future[int]:
         """Has a thread bring another instance's pages to the host's memory; gives how many, from the first on."""
-        return self._fetchers.submit(self._fetch, address, keys)
+        address, _, meeting = address.partition("#")
+        if not meeting:
+            return self._fetchers.submit(self._fetch, address, keys)
+        assert self._peers is not None
+        brought: Future[int] = Future()
+        self._peers.find(address, int(meeting)).add_done_callback(lambda found: self._bring(found, keys, brought))
+        return brought
+
+    def _bring(self, found: Future[str], keys: Sequence[Key], brought: Future[int]) -> None:
+        """Has a thread bring pages from where they have been found, if they have."""
+        if (error := found.exception()) is None:
+            work = self._fetchers.submit(self._fetch, found.result(), keys, False)
+        else:
+            work = self._fetchers.submit(self._missed, error, keys)
+        work.add_done_callback(lambda done: _hand_on(done, brought))
 
     def drop(self, load: "Future[Batch] | Future[FarBatch]") -> None:
         """Gives up a batch that nobody wants any more."""
@@ -389,8 +408,11 @@ class Tiers(HostTiers):
                 counts.note_load(got * self.value_bytes, seconds)
         return got
 
-    def _fetch(self, address: str, keys: Sequence[Key]) -> int:
-        """Brings pages of another instance to the host's memory; returns how many, from the first on, are there."""
+    def _fetch(self, address: str, keys: Sequence[Key], measures: bool = True) -> int:
+        """Brings pages of another instance to the host's memory; returns how many, from the first on, are there.
+
+        Where pages are waited for until they are computed, the time `measures` nothing of the way between the two.
+        """
         assert self._peers is not None
         started, landed = self.now(), 0
 
@@ -402,15 +424,25 @@ class Tiers(HostTiers):
         try:
             self._peers.fetch(address, [key for key in keys if key not in self._arena], PATIENCE_S, land)
         except OSError as error:
-            self.peer.failures += 1
-            self._complain("another instance does not give its pages", error)
+            self._note_failure(error)
         seconds = self.now() - started
         with self._lock:
             self.peer.hits += landed * PAGE_SIZE
             self.peer.note_load(landed * self.value_bytes, seconds)
-        self._rates["peer"].note(landed * self.value_bytes, seconds)
+        if measures:
+            self._rates["peer"].note(landed * self.value_bytes, seconds)
         self.wake()
         return self.leading(keys)
+
+    def _missed(self, error: BaseException, keys: Sequence[Key]) -> int:
+        """Notes that pages were not found; returns how many, from the first on, are there all the same."""
+        self._note_failure(error)
+        self.wake()
+        return self.leading(keys)
+
+    def _note_failure(self, error: BaseException) -> None:
+        self.peer.failures += 1
+        self._complain("another instance does not give its pages", error)
 
     def _count(self, keys: Sequence[Key]) -> int:
         return 0 if self._store is None else self._guarded(self._store.count, keys) or 0
@@ -457,10 +489,17 @@ class Tiers(HostTiers):
             self._complain("the key-value store has failed", error)
             return None
 
-    def _complain(self, text: str, error: OSError) -> None:
+    def _complain(self, text: str, error: BaseException) -> None:
         if self.now() - self._complained > _REST_S:
             self._complained = self.now()
             _log.warning("%s: %s", text, error)
+
+
+def _hand_on[T](done: "Future[T]", to: "Future[T]") -> None:
+    if (error := done.exception()) is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(done.result())
 
 
 class Fetch:

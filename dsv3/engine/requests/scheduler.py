@@ -30,6 +30,7 @@ from dsv3.fleet.cost import KEYS_PER_TOKEN
 
 if TYPE_CHECKING:
     from dsv3.engine.requests.masks import Masks
+    from dsv3.transfer.meetings import Meetings
 
 
 class Scheduler:
@@ -53,6 +54,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prompt_tokens = 0  # computed, not found in the cache
         self.generated_tokens = 0
+        self.meetings: Meetings | None = None  # hears of requests whose pages another instance waits for
         self.masks: Masks | None = None  # for requests that are held to a grammar, where there can be such
         self.drafts = DraftCounts(np.zeros(cfg.tokens_per_row - 1, np.int64))
         self._arrivals = 0
@@ -99,6 +101,8 @@ class Scheduler:
         sequence.queued_at = perf_counter()
         self.sequences[sequence.id] = sequence
         self.queue.push(sequence)
+        if self.meetings is not None:
+            self.meetings.open(sequence.request.meeting)
 
     def begin_step(self) -> None:
         """Has running requests give way to waiting ones of a lower priority number, before anything is planned."""
@@ -107,6 +111,8 @@ class Scheduler:
     def admit(self) -> None:
         """Starts as many waiting requests as fit."""
         for sequence in self.admission.admit():
+            if self.meetings is not None:
+                self.meetings.begin(sequence.request.meeting)
             if sequence.state is State.LOADING:
                 _join(self.loading, sequence)
             else:
@@ -138,6 +144,8 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Takes a request out wherever it is; its pages are free once no launched step can write them."""
         del self.sequences[sequence.id]
+        if self.meetings is not None:
+            self.meetings.leave(sequence.request.meeting)
         if sequence.slot >= 0:
             self._vacate(sequence, State.ENDED)
         else:

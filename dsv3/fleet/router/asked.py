@@ -13,6 +13,8 @@ from dsv3.fleet.router.prompt import Prompt, prompt_of
 RESUMABLE = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Routes whose requests take `resume`."""
 
+_OTHER_HALF = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+"""Fields that say whom an instance connects to: the router's to say."""
 _MAX_CHOICES = 4096
 _MAX_SEED = 2**31
 # What a prefill instance has no use for: it computes the prompt, and all else is said to the decode instance.
@@ -84,7 +86,8 @@ def read_asked(path: str, data: bytes | bytearray, salt: str = "") -> Asked:
         raise invalid("the body is not JSON") from None
     if not isinstance(body, dict):
         raise invalid("the body is not a JSON object")
-    body.pop("kv_transfer_params", None)  # says whom an instance connects to: the router's to say
+    for name in _OTHER_HALF:
+        body.pop(name, None)
     if salt:
         body["cache_salt"] = salted(salt, body.get("cache_salt"))
     if path in RESUMABLE and body.get("seed") is None:

@@ -10,8 +10,9 @@ import pytest
 
 from dsv3.cache.tiers import tiers
 from dsv3.engine.engine import Engine
+from dsv3.prepare import prepare
 from dsv3.request import InvalidRequest
-from dsv3.transfer import client
+from dsv3.transfer import client, finding
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take
 
@@ -166,6 +167,72 @@ def test_a_death_in_the_middle_keeps_what_came(prefill: Engine, decode: Engine, 
 def test_an_abort_while_pages_travel(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tiers, "PATIENCE_S", 0.2)
     decode.add(_from(prefill, request("gone", PROMPT, max_tokens=5)))
+    decode.step()
+    decode.abort(number("gone"))
+    assert drain(decode, limit=10**6)["gone"].finish_reason == "abort"
+    deadline = time.monotonic() + 30
+    while decode.scheduler.admission.asking and time.monotonic() < deadline:
+        decode.step()
+    assert not decode.scheduler.admission.asking and decode.stats().pages_in_use == 0
+
+
+def meet(prefill: Engine, name: str, meeting: int, there: int | None = None, **sampling):
+    """Returns a request as a router hands it to both: for the prefill engine, and for one that asks it for `there`."""
+    number_there = meeting if there is None else there
+    item = request(name, PROMPT, **sampling)
+    first = request(f"{name} first", PROMPT, max_tokens=1, ignore_eos=True)
+    address = f"{prefill.cfg.transfer_address}#{number_there}"
+    return (
+        prepare(msgspec.structs.replace(first, meeting=meeting), prefill.rules),
+        msgspec.structs.replace(item, pages_from=address),
+    )
+
+
+def test_a_request_handed_to_both_meets_though_it_waits_in_the_queue(prefill: Engine, decode: Engine):
+    """The decode engine is first, and asks for pages only once the prompt is begun."""
+    first, item = meet(prefill, "a", 2**63 - 1, max_tokens=6)
+    decode.add(item)
+    gathered: dict[str, Gathered] = {}
+    take(decode.step(), gathered)
+    prefill.submit(first)
+    prefill._ingest()  # it is in the queue, and no step is made
+    stages = prefill.planners["pages"].server.meetings.stages
+    assert stages([2**63 - 1]) == ["queued"] and not gathered
+    drain(prefill)
+    drain(decode, gathered, limit=10**6)
+    check(gathered["a"], item)
+    assert gathered["a"].outputs[0].num_cached_tokens == peer(decode).hits == FULL
+    assert stages([2**63 - 1]) == ["begun"]
+    assert prefill.stats().pages_in_use == decode.stats().pages_in_use == 0
+
+
+@pytest.mark.parametrize("what", ["another number", "never handed in", "given up", "it dies"])
+def test_a_meeting_that_does_not_come_about_costs_no_answer(
+    prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    monkeypatch.setattr(finding, "COMES_S", 0.05 if what in ("another number", "never handed in") else 300.0)
+    monkeypatch.setattr(finding, "BEGINS_S", 300.0)
+    first, item = meet(prefill, "a", 5, 6 if what == "another number" else 5, max_tokens=6)
+    if what != "never handed in":
+        prefill.submit(first)
+    if what == "another number":
+        drain(prefill)
+    elif what == "given up":
+        prefill._ingest()
+        prefill.abort(first.request_id)
+        drain(prefill)
+    elif what == "it dies":
+        prefill.planners["pages"].server.close()
+    check(run(decode, item)["a"], item)
+    assert (peer(decode).hits, peer(decode).failures) == (0, 1)
+    drain(prefill)
+    assert prefill.stats().pages_in_use == decode.stats().pages_in_use == 0
+
+
+def test_an_abort_while_a_meeting_is_waited_for(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(finding, "COMES_S", 0.2)
+    _, item = meet(prefill, "gone", 9, max_tokens=5)
+    decode.add(item)
     decode.step()
     decode.abort(number("gone"))
     assert drain(decode, limit=10**6)["gone"].finish_reason == "abort"

@@ -88,10 +88,10 @@ def test_more_pages_than_one_question_holds(server: PageServer, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        (Hello(9, HELLO.identity, SIZE), r"protocol version \(1 here, 9 there\)"),
-        (Hello(1, '{"weights":"v","cache_dtype":"float32"}', SIZE), r"weights \(w here, v there\)$"),
-        (Hello(1, '{"weights":"w","cache_dtype":"fp8"}', SIZE), r"cache_dtype \(float32 here, fp8 there\)$"),
-        (Hello(1, HELLO.identity, SIZE + 1), "the bytes of a page"),
+        (Hello(9, HELLO.identity, SIZE), r"protocol version \(2 here, 9 there\)"),
+        (Hello(2, '{"weights":"v","cache_dtype":"float32"}', SIZE), r"weights \(w here, v there\)$"),
+        (Hello(2, '{"weights":"w","cache_dtype":"fp8"}', SIZE), r"cache_dtype \(float32 here, fp8 there\)$"),
+        (Hello(2, HELLO.identity, SIZE + 1), "the bytes of a page"),
     ],
 )
 def test_another_model_is_refused_by_the_name_of_what_differs(server: PageServer, hello: Hello, words: str):

@@ -106,6 +106,8 @@ def test_a_client_that_resumes_is_gone_on_with():
 def test_no_client_says_where_pages_are():
     request = asked(kv_transfer_params={"do_remote_prefill": True, "remote_host": "inside", "remote_port": 1})
     assert b"kv_transfer_params" not in request.first(None)
+    request = asked(bootstrap_host="inside", bootstrap_port=1, bootstrap_room=7)
+    assert b"bootstrap" not in request.first(None) and b"inside" not in request.prefill()
 
 
 def test_tenants_do_not_share_salts():

@@ -1,0 +1,205 @@
+"""Has somebody else's router drive a prefill and a decode instance of the bundled model, and kills both in turn.
+
+  python -m benchmarks.other_routers 'smg launch --pd-disaggregation --prefill {prefill} {transfer_port} \
+      --decode {decode} --host 127.0.0.1 --port {port} --prometheus-port {other_port} --policy round_robin'
+  python -m benchmarks.other_routers 'python toy_proxy_server.py --port {port} --prefiller-ports {prefill_port} \
+      --decoder-ports {decode_port} --prefiller-hosts 127.0.0.1 --decoder-hosts 127.0.0.1'
+
+The argument is the router's command; what is in braces is filled in. Commands behind `--then` run once it has started,
+each until it succeeds: they tell the router more of the instances. Prints how many texts equal those of one instance
+asked directly, as answers and as streams, and how many tokens came with pages. Then it kills the prefill instance,
+starts nothing in its place, and prints how requests end; then the decode instance.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.disaggregation import Instance, flags, free_port, key_file, serving, told
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+_START_S = 120.0
+_PATIENCE_S = 60.0
+
+
+def requests(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Returns paths and bodies: prompts of 30 to 300 tokens, some sampled, some with choices or several prompts."""
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}, {"stop": ["\n\n"]}, {"n": 2, "seed": 3}]
+    found = []
+    for i in range(count):
+        text = f"# {i}\n" + "def add(a, b):\n    return a + b\n\n" * (2 + i % 20)
+        body = {"model": "dsv3-tiny", "max_tokens": 16, "temperature": 0.0, **kinds[i % len(kinds)]}
+        if i % 5 == 4:
+            found.append((PATHS[0], body | {"prompt": [text, text + "x"]}))
+        elif i % 2:
+            found.append((PATHS[1], body | {"messages": [{"role": "user", "content": text}]}))
+        else:
+            found.append((PATHS[0], body | {"prompt": text}))
+    return found
+
+
+@contextlib.contextmanager
+def routing(command: str, then: list[str], names: dict[str, str]) -> Iterator[str]:
+    """Starts a router, tells it what it does not know, and waits until it answers; yields its address."""
+    url = f"http://127.0.0.1:{names['port']}"
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            shlex.split(command.format(**names)), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            tell(then, names)
+            _await_answer(process, url, log)
+            yield url
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def tell(commands: list[str], names: dict[str, str]) -> None:
+    """Runs what the router is to be told with, each command until it succeeds."""
+    deadline = time.monotonic() + _START_S
+    for command in commands:
+        while subprocess.run(shlex.split(command.format(**names)), capture_output=True).returncode:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"this does not succeed: {command.format(**names)}")
+            time.sleep(0.2)
+
+
+def _await_answer(process: subprocess.Popen[bytes], url: str, log: Any) -> None:
+    body = {"model": "dsv3-tiny", "prompt": "x", "max_tokens": 1}
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.post(f"{url}/v1/completions", json=body, timeout=5).status_code == 200:
+                return
+        time.sleep(0.2)
+    log.seek(0)
+    raise RuntimeError("the router does not answer: " + log.read().decode(errors="replace")[-2000:])
+
+
+async def ask(http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Returns an answer; raises httpx.HTTPError for one that is none."""
+    answer = await http.post(url + path, json=body)
+    answer.raise_for_status()
+    found = answer.json()
+    if "choices" not in found:
+        raise httpx.HTTPError(str(found))
+    return found
+
+
+async def streamed(http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]) -> dict[int, str]:
+    """Returns the text of each choice of a stream; raises httpx.HTTPError for one that does not end as it should."""
+    texts: dict[int, str] = {}
+    async with http.stream("POST", url + path, json=body | {"stream": True}) as answer:
+        answer.raise_for_status()
+        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line.startswith("data: ")]
+    if not lines or lines[-1] != "[DONE]":
+        raise httpx.HTTPError(f"a stream that ends with {lines[-1:]}")
+    for choice in (choice for line in lines[:-1] for choice in json.loads(line)["choices"]):
+        text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+def texts_of(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns text and end of each choice."""
+    if "text" in answer["choices"][0]:
+        return told(answer)
+    return [(choice["message"]["content"], choice["finish_reason"]) for choice in answer["choices"]]
+
+
+async def compare(router: str, alone: Instance, count: int) -> dict[str, int]:
+    """Asks both for each request, one at a time; the one instance has the prompt cached, as the decode instance has."""
+    found = {"asked": 0, "equal": 0, "equal_streams": 0, "prompt_tokens": 0, "cached_tokens": 0}
+    async with httpx.AsyncClient(timeout=_PATIENCE_S) as http:
+        for path, body in requests(count):
+            await ask(http, alone.url, path, body | {"max_tokens": 1})
+            here, there = await ask(http, alone.url, path, body), await ask(http, router, path, body)
+            usage, streams = there["usage"], await streamed(http, router, path, body)
+            found["asked"] += 1
+            found["equal"] += texts_of(here) == texts_of(there)
+            found["equal_streams"] += [streams.get(i, "") for i in range(len(streams))] == [
+                t for t, _ in texts_of(here)
+            ]
+            found["prompt_tokens"] += usage["prompt_tokens"]
+            found["cached_tokens"] += usage["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def fetched(decode: Instance) -> dict[str, float]:
+    """Returns what the decode instance has counted of pages from other instances, and the pages that requests hold."""
+    names = {f"kv_tier_{name}": name for name in ("queries_total", "hits_total", "failures_total")}
+    found = {"pages_in_use": 0.0}
+    for line in httpx.get(f"{decode.url}/metrics", timeout=_PATIENCE_S).text.splitlines():
+        name = line.partition("{")[0].removeprefix("dsv3:")
+        if ('tier="peer"' in line and name in names) or name in found:
+            found[names.get(name, name)] = float(line.split()[-1])
+    return found
+
+
+async def under_load(router: str, count: int, clients: int, victim: Instance | None) -> dict[str, Any]:
+    """Sends requests from several clients, and kills an instance after a quarter of them; returns how they end."""
+    queue, ends, longest = iter(requests(count)), dict[str, int](), 0.0
+
+    async def client(http: httpx.AsyncClient) -> None:
+        nonlocal longest
+        for path, body in queue:
+            started = time.perf_counter()
+            try:
+                await ask(http, router, path, body | {"cache_salt": f"{started}"})
+                end = "answered"
+            except httpx.HTTPStatusError as error:
+                end = f"refused ({error.response.status_code})"
+            except httpx.HTTPError as error:
+                end = f"broken off ({type(error).__name__})"
+            ends[end] = ends.get(end, 0) + 1
+            longest = max(longest, time.perf_counter() - started)
+            if victim is not None and sum(ends.values()) == count // 4:
+                victim.kill()
+
+    async with httpx.AsyncClient(timeout=_PATIENCE_S) as http:
+        await asyncio.gather(*(client(http) for _ in range(clients)))
+    return ends | {"longest wait": f"{longest:.1f} s"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command")
+    parser.add_argument("--then", action="append", default=[])
+    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--clients", type=int, default=4)
+    args = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        key = key_file(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        arguments = flags("prefill", key)
+        transfer_port = arguments[-1].rpartition(":")[2]
+        prefill, decode, alone = (
+            stack.enter_context(serving(*each)) for each in (arguments, flags("decode", key), flags("alone", key))
+        )
+        names = {"prefill": prefill.url, "decode": decode.url, "transfer_port": transfer_port}
+        names |= {f"{role}_port": re.sub(r".*:", "", names[role]) for role in ("prefill", "decode")}
+        names |= {"port": str(free_port()), "other_port": str(free_port())}
+        router = stack.enter_context(routing(args.command, args.then, names))
+        print("compared:", asyncio.run(compare(router, alone, args.requests)), flush=True)
+        print("tokens of pages from the prefill instance:", fetched(decode), flush=True)
+        for what, victim in (("nobody dies", None), ("kill -9 prefill", prefill), ("kill -9 decode", decode)):
+            ends = asyncio.run(under_load(router, args.requests, args.clients, victim))
+            print(f"{what}:", ends, "" if victim is decode else fetched(decode), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -46,7 +46,7 @@ class CreateBatch(msgspec.Struct, kw_only=True):
 
 
 def batch_routes(service: Service, directory: str | None) -> list[Route]:
-    """Returns the routes; without a directory they answer 501 and say which option is missing.
+    """Returns the routes; without a directory they answer 404 and say which option is missing.
 
     Raises ValueError for a directory that cannot be made.
     """
@@ -93,7 +93,7 @@ class _Routes:
     def _store(self) -> Store:
         if self._maybe_store is None:
             text = "this server keeps no files and batches; it needs the option --batch_dir DIRECTORY"
-            raise ApiError(501, text, code="batches_disabled")
+            raise ApiError(404, text, code="batches_disabled")
         return self._maybe_store
 
     async def upload(self, http: Request) -> Response:

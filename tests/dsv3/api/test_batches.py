@@ -160,7 +160,7 @@ def test_only_the_operator_goes_before_all_others(keeper, key, priority, status)
 def test_without_the_option_the_routes_say_what_is_missing(server):
     for method, path in (("POST", "/v1/files"), ("GET", "/v1/batches"), ("GET", "/v1/files/file-1/content")):
         answer = server.http.request(method, path)
-        assert answer.status_code == 501 and "--batch_dir" in answer.json()["error"]["message"]
+        assert answer.status_code == 404 and "--batch_dir" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -116,15 +116,15 @@ def strict(functions: StepFunctions) -> StepFunctions:
 
 
 def test_with_drafts_the_host_counts_those_that_may_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of three drafts is right at two of three places; texts grow over `TOPK` in decode, then in prefill.
+    """A module of two drafts is right at two of three places; texts grow over `TOPK` in decode, then in prefill.
 
     The drafts of a NaN are wrong, and a text of NaN fails. Each program is there for both cases, and both are used.
     """
     for module in (decode, draft_module, prefill):
         monkeypatch.setattr(module, "choices", lambda _: (False, True))
         monkeypatch.setattr(module, "chooses", lambda _, longest: longest > TOPK)
-    given = {"method": "mtp", "num_speculative_tokens": 3}
-    limits = LIMITS | {"num_ranks": 1, "max_num_seqs": 1, "speculative_config": given, "tokens_per_row": 4}
+    given = {"method": "mtp", "num_speculative_tokens": 2}
+    limits = LIMITS | {"num_ranks": 1, "max_num_seqs": 1, "speculative_config": given, "tokens_per_row": 3}
     model = toy.toy_config(num_nextn_predict_layers=1)
     parts = Parts.on_devices(strict(toy.drafting(3)), toy.PARAMS, model, EngineConfig(**limits))
     engine, prompt = Engine(parts), [(11 * i) % 60 + 1 for i in range(40)]
@@ -132,9 +132,9 @@ def test_with_drafts_the_host_counts_those_that_may_be_right(monkeypatch: pytest
     assert run(engine, request("a", prompt, max_tokens=100, ignore_eos=True))["a"].tokens == answer[:100]
     again = run(engine, request("b", prompt + answer[:60], max_tokens=9, ignore_eos=True))["b"]
     assert again.tokens == answer[60:69]
-    assert all(devices <= host <= devices + 8 for _, devices, host in seen), "two steps of four tokens are in flight"
+    assert all(devices <= host <= devices + 6 for _, devices, host in seen), "two steps of three tokens are in flight"
     used = engine.executor.devices.programs._compiled
     kinds = [(key.kind, key.variant) for key in used if key.kind in ("decode", "prefill") or key.kind.startswith("mtp")]
     both = {(kind, n) for kind in ("decode", "mtp decode", "mtp prefill") for n in (0, 1)}
-    assert both | {("mtp chain", n) for n in (1, 2, -1, -2)} <= set(kinds)
+    assert both | {("mtp chain", n) for n in (1, -1)} <= set(kinds)
     assert engine.stats().pages_in_use == 0 and engine.failure is None

@@ -43,7 +43,7 @@ def test_no_step_that_chooses_waits_for_the_host(which, batch, monkeypatch: pyte
     """Prompts' rows come in groups, of which some are padding; the other layer keeps the choice of the one before."""
     pages = pool(CFG, FP8, POOL)
     assert isinstance(pages, IndexedPages)
-    monkeypatch.setattr(attend, "BYTES_AT_ONCE", 24 * 64 * 656)
+    monkeypatch.setattr(attend, "BYTES_AT_ONCE", 4 * 64 * 656)
     program = jax.jit(functools.partial(step, which), donate_argnums=2)
     text = compile_for(program, abstract(CFG, jnp.bfloat16), batch, pages).as_text()
     assert "dsa_scores" in text and text.count("triton_kernel_call") >= 2

@@ -85,8 +85,8 @@ def index_tokens(
 ) -> IndexTokens:
     """Returns what the indexer makes of `x` `[T, D]` and the normed query latents `[T, Q]`.
 
-    In a layer without an indexer it is what nobody reads. A GPU computes it with the weights of the layer before: these
-    are 8 MB for GLM-5, 2 us to read, and to ask the host whether to do so takes longer.
+    In a layer without an indexer it is what nobody reads: zeros, or on a GPU what the weights of the layer before make.
+    Those are 9.4 MB of GLM-5.2, about 2 us to read, and a GPU that left them out would wait for its host.
     """
     indexer, has = indexer_of(cfg), index_layers(cfg).has
 

@@ -4,6 +4,8 @@ The interpreter runs one program after the other and looks for no races. A progr
 its own, each once: `test_a_choice_...` would find a place that two wrote, since as many would be missing.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,8 @@ from tests.pallas_kernels.mla.cases import PAGE, UNUSED_PAGE, decode_case
 pytestmark = pytest.mark.usefixtures("interpreted")
 TRITON, ROWS, N = Backend.TRITON, 6, 192
 SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, 1e-45, -1e-45, 3.4e38, np.nextafter(np.float32(1), 2)]
+_write = jax.jit(functools.partial(write_keys, layer=0, pages_per_layer=20))
+_read = jax.jit(keys_of_pages, static_argnames=("width", "dtype"))
 SCORES = st.one_of(
     arrays.arrays(np.float32, (ROWS, N), elements=st.sampled_from(SPECIAL)),
     arrays.arrays(np.float32, (ROWS, N), elements=st.floats(width=32, allow_nan=False)),
@@ -96,14 +100,15 @@ def test_scores_are_those_of_the_formula(number: int, fp8: bool, heads: int, wid
     if fp8:
         places, empty = jnp.arange(20 * PAGE, dtype=jnp.int32), jnp.zeros((20, PAGE, width + 4), jnp.uint8)
         arrays = pool.reshape(-1, width), places // PAGE, places % PAGE
-        pool = write_keys(empty, *arrays, layer=0, pages_per_layer=20)
+        pool = _write(empty, *arrays)
     with gpus.compiling_for(gpus.by_number(number)):
-        found = np.asarray(raw_scores(q, jnp.asarray(weights), pool, table, visible, first_page=10, backend=TRITON))
+        score = jax.jit(functools.partial(raw_scores, first_page=10, backend=TRITON))
+        found = np.asarray(score(q, weights, pool, table, visible))
     assert found.shape == (3, 6 * PAGE)
-    meeting = np.asarray(queries_for(pool, q), np.float64)
+    meeting = np.asarray(jax.jit(queries_for)(pool, q), np.float64)
     for row, count in ((0, 350), (2, 64)):
         ids = jnp.asarray(10 + table[row, : -(-count // PAGE)])
-        rows = np.asarray(keys_of_pages(pool, ids, width, jnp.float32), np.float64).reshape(-1, width)[:count]
+        rows = np.asarray(_read(pool, ids, width=width, dtype=jnp.float32), np.float64).reshape(-1, width)[:count]
         wanted = weights[row] @ np.maximum(meeting[row] @ rows.T, 0)
         np.testing.assert_allclose(found[row, :count], wanted, atol=1e-4)
     assert np.isnan(found[1]).all(), "a query that sees nothing costs nothing"

@@ -24,14 +24,18 @@ FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 
 
 class SparseCache(Cache):
-    """Drives the steps of a model with sparse attention, whose pool has index keys too."""
+    """Drives the steps of a model with sparse attention, whose pool has index keys too; `chooses` is the batches'."""
 
-    def __init__(self, family: str, tables: list[list[int]], cache_dtype: str = "float32"):
+    def __init__(self, family: str, tables: list[list[int]], cache_dtype: str = "float32", chooses: bool | None = None):
         super().__init__(family, tables)
+        self.chooses = chooses
         shapes = pool(self.cfg, cache_dtype, POOL)
         self.pages = jax.tree.map(
             lambda s: jnp.full(s.shape, 0xFF if s.dtype == jnp.uint8 else jnp.nan, s.dtype), shapes
         )
+
+    def _step(self, which: int, batch, live: int) -> np.ndarray:
+        return super()._step(which, dataclasses.replace(batch, chooses=self.chooses), live)
 
 
 def expected(family: str) -> tuple[np.ndarray, np.ndarray]:
@@ -41,10 +45,11 @@ def expected(family: str) -> tuple[np.ndarray, np.ndarray]:
     return tokens[row], np.asarray(run(*model(family), tokens).logits[row])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_and_decode_equal_the_full_pass(family: str) -> None:
+@pytest.mark.parametrize(("family", "chooses"), [("deepseek_v32", True), ("glm_moe_dsa", None)])
+def test_chunks_and_decode_equal_the_full_pass(family: str, chooses: bool | None) -> None:
+    """Steps are told that queries choose, those of short texts too, or look while they run."""
     tokens, wanted = expected(family)
-    cache = SparseCache(family, [[3, 9], [5, 1]])
+    cache = SparseCache(family, [[3, 9], [5, 1]], chooses=chooses)
     both = cache.prefill([(0, tokens[:20]), (1, tokens[:10])])
     close(both[0], wanted[:20])
     close(both[1], wanted[:10])
@@ -122,7 +127,7 @@ def test_fp8_pages_follow_the_training_form() -> None:
     """Rounded scores choose a few other tokens; wrong ones, or keys that are read otherwise, would choose most."""
     golden = data("deepseek_v32")
     tokens, wanted, dense = (golden[name][0] for name in ("input_ids", "logits", "dense"))
-    cache = SparseCache("deepseek_v32", [[3, 1]], FP8)
+    cache = SparseCache("deepseek_v32", [[3, 1]], FP8, chooses=True)
     assert cache.pages.keys.dtype == cache.pages.latents.dtype == jnp.uint8
     got = [cache.prefill([(0, tokens[:30])])[0], cache.prefill([(0, tokens[30:44])])[0]]
     got = np.concatenate([*got, *(cache.decode({0: tokens[i : i + 1]})[0] for i in range(44, len(tokens)))])

@@ -66,7 +66,7 @@ def lookup(table: np.ndarray, cache_layer: Index) -> Index:
     return table[cache_layer].item() if isinstance(cache_layer, int) else jnp.asarray(table)[cache_layer]
 
 
-def either(which: bool | jax.Array, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+def either(which: Index, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     """Returns `yes()` or `no()`; the device decides while the step runs where `which` is traced."""
     if isinstance(which, bool):
         return yes() if which else no()

@@ -88,6 +88,11 @@ def _on_cpu() -> tuple[Backend, str]:
     return Backend.REFERENCE, f"has no kernels of its own: {library.reason}"
 
 
+def asks_host(backend: Backend) -> bool:
+    """Returns whether a condition on device data makes the host wait for it: on GPUs, in the programs of `backend`."""
+    return backend in (Backend.MOSAIC, Backend.TRITON)
+
+
 def is_hopper(device: jax.Device) -> bool:
     """Returns True for a GPU of compute capability 9.0, attached or described by a compile-only topology."""
     kind = gpus.kind_of(device)

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from pallas_kernels import gpus
 from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm
+from pallas_kernels.dsa import key_row, triton_ops
+from pallas_kernels.dsa.scores import raw_scores
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.fp8 import fp8_gemm, swiglu_quantize
 from pallas_kernels.grouped import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
@@ -30,6 +32,8 @@ type Case = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
 TRITON = Backend.TRITON
 PAGES, TABLE = 256, 64
 """Pages of a layer, and of the longest request."""
+_LONG_TABLE, _BEST = 2560, 2048
+"""Pages of the longest request of DeepSeek-V3.2, and the tokens that are chosen."""
 
 
 def main() -> int:
@@ -51,7 +55,7 @@ def main() -> int:
 
 def cases() -> dict[str, Case]:
     """Returns the operations by name, with shapes of DeepSeek-V3 and bfloat16 but where FP8 is meant."""
-    return dict([*_attention(), *_products(), *_rows()])
+    return dict([*_attention(), *_products(), *_rows(), *_sparse()])
 
 
 def _attention() -> Iterator[tuple[str, Case]]:
@@ -98,6 +102,24 @@ def _rows() -> Iterator[tuple[str, Case]]:
     write = functools.partial(write_pages, pages_per_layer=PAGES, backend=TRITON)
     places = _array(64, dtype=jnp.int32)
     yield "cache write", (write, (_array(2 * PAGES, 64, 576), _array(64, 576), places, places))
+
+
+def _sparse() -> Iterator[tuple[str, Case]]:
+    """Yields the parts of sparse attention at DeepSeek-V3.2's shapes: 64 queries that see up to 163,840 tokens each."""
+    table, numbers = _array(64, _LONG_TABLE, dtype=jnp.int32), _array(64, dtype=jnp.int32)
+    score = functools.partial(raw_scores, first_page=0, backend=TRITON)
+    for name, dtype in (("FP8", None), ("bfloat16", jnp.bfloat16)):
+        width, kind = key_row(128, dtype)
+        keys = _array(2 * PAGES, 64, width, dtype=kind)
+        q, weights = _array(64, 64, 128), _array(64, 64, dtype=jnp.float32)
+        yield f"index scores, {name} keys", (score, (q, weights, keys, table, numbers))
+    choose = functools.partial(triton_ops.select_best, best=_BEST, backend=TRITON)
+    scores = _array(64, 64 * _LONG_TABLE, dtype=jnp.float32)
+    yield "choice of 2,048 tokens", (choose, (scores, numbers))
+    copy = functools.partial(triton_ops.copy_rows, first_page=0, value_width=512, backend=TRITON)
+    for name, width, kind in (("FP8", fp8_row_bytes(512, 64), jnp.uint8), ("bfloat16", 576, jnp.bfloat16)):
+        pages, positions = _array(2 * PAGES, 64, width, dtype=kind), _array(64, _BEST, dtype=jnp.int32)
+        yield f"copies of chosen rows, {name}", (copy, (pages, table, positions, numbers))
 
 
 def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -2,6 +2,10 @@
 
 The engine carries them with a leading rank axis. The step body sees one rank (no such axis). Shapes are buckets: rows
 beyond the live ones are padding, marked by a length of 0.
+
+Both batches say with `chooses` what the host knows of sparse attention: whether a query may see more tokens than an
+indexer chooses. False: none does, so attention is dense. None: the step looks while it runs, for which a GPU's host
+would wait in every layer. Dense models do not read it.
 """
 
 import dataclasses
@@ -27,6 +31,7 @@ class PrefillBatch:
     context_lengths: Any  # [B] int32
     page_table: Any  # [B, Mp] int32, entries beyond a request's pages are never read
     has_context: bool = dataclasses.field(default=True, metadata={"static": True})
+    chooses: bool | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +46,7 @@ class DecodeBatch:
     tokens: Any  # [B, S] int32
     lengths: Any  # [B] int32
     page_table: Any  # [B, Mp] int32
+    chooses: bool | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:

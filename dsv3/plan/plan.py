@@ -10,6 +10,7 @@ from dsv3.plan.deployment import Deployment
 from dsv3.plan.handover import Handover, handover, prefill_nodes
 from dsv3.plan.memory import Memory, memory_of
 from dsv3.plan.programs import Compiled, LaidOut, Phase, Run, compile_step, lay_out
+from dsv3.plan.sparse import SparseCore
 from dsv3.plan.timeline import Player, Timeline
 from dsv3.plan.verdict import Verdict, judge
 from pallas_kernels.multiprocessors import Multiprocessors
@@ -17,8 +18,9 @@ from pallas_kernels.multiprocessors import Multiprocessors
 
 @dataclasses.dataclass(frozen=True)
 class ProgramPlan:
-    """One compiled program of a step; `stages` and the times of `timeline` are estimates.
+    """One compiled program of a step; `stages`, `sparse` and the times of `timeline` are estimates.
 
+    `sparse` is what attention consists of in a layer, where queries choose the tokens that they attend to.
     `multiprocessors` are what its kernels take, and leave to transfers. `host_waits` are the places in the program
     where the devices wait for the host (`hlo.Module.host_waits`).
     """
@@ -33,6 +35,7 @@ class ProgramPlan:
     collectives: tuple[Collective, ...]
     host_waits: tuple[str, ...]
     stages: dict[str, float]
+    sparse: SparseCore | None
     timeline: Timeline
 
     @property
@@ -168,23 +171,15 @@ def program_plan(planned: LaidOut, compiled: Compiled) -> ProgramPlan:
         collectives=found,
         host_waits=module.host_waits,
         stages=stages,
+        sparse=roofline.sparse_parts(planned.model, rates, batch_of(planned, compiled.phase, compiled.run, batches)),
         timeline=Player(module, found, stages, rates).play(),
     )
 
 
 def stages_of(planned: LaidOut, phase: Phase, run: Run, rates: roofline.Rates, micro_batches: int) -> dict[str, float]:
     """Returns the seconds of each stage of a layer for one of `micro_batches`; the head's are the whole program's."""
-    deployment, model = planned.deployment, planned.model
-    context, hits = deployment.context_length, deployment.prefix_hit_rate
-    is_prefill = phase == "prefill" and run.part != "chain"
-    batch = roofline.MicroBatch(
-        tokens=run.tokens // micro_batches,
-        keys=hits * context + (1 - hits) * context / 2 if is_prefill else context,
-        experts=experts_per_device(planned),
-        split=deployment.tensor_parallel,
-        cache_dtype=deployment.kv_cache_dtype,
-        width=run.width,
-    )
+    model, is_prefill = planned.model, computes_prompts(phase, run)
+    batch = batch_of(planned, phase, run, micro_batches)
     found = (roofline.prefill_stages if is_prefill else roofline.decode_stages)(model, rates, batch)
     D = model.hidden_size
     if run.part == "model":
@@ -195,6 +190,26 @@ def stages_of(planned: LaidOut, phase: Phase, run: Run, rates: roofline.Rates, m
         "head": head_seconds(planned, rates, rows),
         "eh_proj": roofline.bf16_product(model, rates, run.tokens, 2 * D * D),
     }
+
+
+def computes_prompts(phase: Phase, run: Run) -> bool:
+    """Returns whether a program computes prompts: all of a prefill step but those that chain drafts."""
+    return phase == "prefill" and run.part != "chain"
+
+
+def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> roofline.MicroBatch:
+    """Returns one of `micro_batches` of a program, at the deployment's mean lengths."""
+    deployment, is_prefill = planned.deployment, computes_prompts(phase, run)
+    context, hits = deployment.context_length, deployment.prefix_hit_rate
+    return roofline.MicroBatch(
+        tokens=run.tokens // micro_batches,
+        keys=hits * context + (1 - hits) * context / 2 if is_prefill else context,
+        experts=experts_per_device(planned),
+        split=deployment.tensor_parallel,
+        cache_dtype=deployment.kv_cache_dtype,
+        width=run.width,
+        fewest=hits * context if is_prefill else None,
+    )
 
 
 def head_seconds(planned: LaidOut, rates: roofline.Rates, rows: int) -> float:

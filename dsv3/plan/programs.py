@@ -19,11 +19,14 @@ from dsv3.config import ModelConfig
 from dsv3.engine.assemble.expert_map import first_expert_map
 from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions
 from dsv3.engine.config import EngineConfig, tokens_ahead
+from dsv3.engine.device.choosing import chooses
 from dsv3.engine.device.executor import lay_out as lay_out_engine
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.device.reserve import Reserve, reserve
 from dsv3.engine.functions import StepFunctions, model_functions
+from dsv3.engine.jobs.draft_module import chain_key
+from dsv3.engine.jobs.prefill import variant_for
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.parts import Parts
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
@@ -126,20 +129,24 @@ def lay_out(model: ModelConfig, deployment: Deployment) -> LaidOut:
 
 
 def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
-    """Returns the programs of a step of a phase, each in its largest bucket; the model's is the first."""
-    deployment, cfg = planned.deployment, planned.engine
+    """Returns the programs of a step of a phase, each in its largest bucket; the model's is the first.
+
+    With sparse attention they are those for requests of the deployment's mean length.
+    """
+    deployment, cfg, longest = planned.deployment, planned.engine, planned.deployment.context_length
+    choice = chooses(planned.layout, longest)
     if phase == "prefill":
         size, width = deployment.prefill_tokens, 1
         rows, drafts = cfg.prefill_rows(size), cfg.tokens_per_row - 1
-        variant = int(deployment.prefix_hit_rate > 0)  # chunks have context
+        variant = variant_for(planned.layout, deployment.prefix_hit_rate > 0, longest).number
     else:
         rows, drafts = deployment.decode_requests, deployment.drafts
-        size, width, variant = rows, 1 + drafts, 0
+        size, width, variant = rows, 1 + drafts, int(choice is True)
     found = [Run("model", Key(phase, size, variant, width), size * width, width)]
     if drafts:
-        found.append(Run("module", Key(f"mtp {phase}", size, width=width), size * width, width))
+        found.append(Run("module", Key(f"mtp {phase}", size, int(choice is True), width), size * width, width))
     if drafts > 1:
-        found.append(Run("chain", Key("mtp chain", rows, 1), rows, times=drafts - 1))
+        found.append(Run("chain", chain_key(rows, 1, choice), rows, times=drafts - 1))
     return tuple(found)
 
 

@@ -73,6 +73,7 @@ def _program_json(program: ProgramPlan) -> dict[str, Any]:
         "multiprocessors": dataclasses.asdict(program.multiprocessors) | {"taken": program.multiprocessors.taken},
         "times": program.run.times,
         "host_waits": list(program.host_waits),
+        "sparse": dataclasses.asdict(program.sparse) if program.sparse else None,
         "collectives": [dataclasses.asdict(c) | {"step_bytes": c.step_bytes} for c in program.collectives],
         "timeline": dataclasses.asdict(dataclasses.replace(program.timeline, exposed={}))
         | {"exposed": dict(program.timeline.exposed)},
@@ -153,6 +154,15 @@ def _schedule_table(step: StepPlan) -> Table:
     return table
 
 
+_SPARSE = {
+    "scores": "of it index scores",
+    "choice": "of it the choice of tokens",
+    "copies": "of it copies of their latents",
+    "attention": "of it attention to these",
+    "launches": "of it launches of these kernels",
+}
+
+
 def _estimate_table(plan: Plan, step: StepPlan) -> Table:
     line, deployment = step.timeline, plan.deployment
     table = _table("Estimate (a model, not a measurement)", "", "")
@@ -160,6 +170,9 @@ def _estimate_table(plan: Plan, step: StepPlan) -> Table:
         if seconds:
             per = "step" if name == "head" else "layer and micro-batch"
             table.add_row(f"{name}, per {per}", f"{seconds * 1e6:,.0f} us")
+        if name == "attention" and step.sparse is not None:
+            for part, part_seconds in dataclasses.asdict(step.sparse).items():
+                table.add_row(f"  {_SPARSE[part]}", f"{part_seconds * 1e6:,.0f} us")
     for role, seconds in line.exposed.items():
         table.add_row(f"waiting for {role}, per step", f"{seconds * 1e3:.1f} ms")
     table.add_row("host, per step", f"{HOST_S * 1e3:.1f} ms")

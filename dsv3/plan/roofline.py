@@ -11,9 +11,19 @@ is the core, the output projection and what stands between them.
 
 import dataclasses
 
-from dsv3.cache.layout import key_bytes, row_bytes
+from dsv3.cache.layout import row_bytes
 from dsv3.config import ModelConfig
 from dsv3.plan.deployment import Device
+from dsv3.plan.sparse import (
+    SELECT_CYCLES,
+    SparseCore,
+    core_operations,
+    index_share,
+    index_weights,
+    must_choose,
+    sparse_core,
+    sparse_floor,
+)
 from dsv3.sizes import sizes_of
 
 KNOWN_ERRORS = (
@@ -38,6 +48,8 @@ _DISPATCH_LINK = 45 / 50
 _COMBINE_LINK = 40.5 / 50
 _NODE_LINK = 153 / 160
 
+_CLOCK = 1.83e9  # at which the data sheet's peaks hold: 989e12 = 132 x 4,096 x 1.83e9
+
 _KERNEL_S = 3e-6
 _SMALL_KERNELS_S = 32e-6
 _ROUTER_S = 19e-6
@@ -57,6 +69,12 @@ class Rates:
     prefill_flops: float
     decode_core_flops: float
     prefill_core_flops: float
+    fp8_core_flops: float
+    """Attention's products in e4m3: index scores of FP8 keys."""
+    selection: float
+    """Scores that one multiprocessor chooses from."""
+    multiprocessors: int
+    """Those that kernels take."""
     hbm: float
     node_link: float
     dispatch_link: float
@@ -80,6 +98,9 @@ def rates_of(device: Device, model: ModelConfig, taken: float | None = None) -> 
         prefill_flops=product * _PREFILL_FLOPS * prefilling,
         decode_core_flops=device.bf16_flops * _DECODE_CORE_FLOPS * decoding,
         prefill_core_flops=device.bf16_flops * _PREFILL_CORE_FLOPS * prefilling,
+        fp8_core_flops=device.fp8_flops * _DECODE_CORE_FLOPS * decoding,
+        selection=_CLOCK / SELECT_CYCLES,
+        multiprocessors=round(device.multiprocessors * decoding),
         hbm=hbm,
         node_link=device.node_link * _NODE_LINK,
         dispatch_link=device.cross_link * _DISPATCH_LINK,
@@ -130,42 +151,21 @@ def floor_decode(
     """
     sizes, L, moe = sizes_of(model), model.num_hidden_layers, model.num_moe_layers
     expert_item, item = itemsizes(model)
-    Li, seen = index_share(model) * L, attended(model, context)
-    shared = moe * sizes.shared + model.num_dense_layers * sizes.dense + L * sizes.attention + Li * sizes.indexer
+    indexer = index_share(model) * index_weights(model, must_choose(model, context))
+    shared = moe * sizes.shared + model.num_dense_layers * sizes.dense + L * (sizes.attention + indexer)
     read = item * shared + expert_item * moe * experts_per_device * sizes.expert + 2 * sizes.head / sharing
     tokens = requests * width
     done = 2 * tokens * (shared + moe * model.num_experts_per_tok * sizes.expert)
     head = 2 * tokens * sizes.head
     row = sum(wire_rows(model))
+    cached, operations = sparse_floor(model, context, cache_dtype)
     return DecodeFloor(
         weights=read / device.hbm_bytes_per_second,
-        cache=requests
-        * (L * seen * row_bytes(model, cache_dtype) + Li * context * key_bytes(model, cache_dtype))
-        / device.hbm_bytes_per_second,
-        core=tokens * (L * seen * core_operations(model) + Li * context * index_operations(model)) / device.bf16_flops,
+        cache=requests * L * cached / device.hbm_bytes_per_second,
+        core=tokens * L * operations / device.bf16_flops,
         products=done / (device.fp8_flops if model.fp8 else device.bf16_flops) + head / device.bf16_flops,
         wire=moe * model.num_experts_per_tok * tokens * row / device.cross_link,
     )
-
-
-def core_operations(model: ModelConfig) -> int:
-    """Returns the operations of absorbed attention for one query token and one cached token."""
-    return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
-
-
-def attended(model: ModelConfig, keys: float) -> float:
-    """Returns how many of `keys` tokens a query attends to; all, unless an indexer chooses."""
-    return keys if model.indexer is None else min(keys, model.indexer.topk)
-
-
-def index_share(model: ModelConfig) -> float:
-    """Returns the share of the decoder's layers that have an indexer."""
-    return sum(layer < model.num_hidden_layers for layer in model.index_layers) / model.num_hidden_layers
-
-
-def index_operations(model: ModelConfig) -> int:
-    """Returns the operations of an index score of one query token and one cached token."""
-    return 2 * model.indexer.num_heads * model.indexer.head_dim if model.indexer else 0
 
 
 def wire_rows(model: ModelConfig) -> tuple[int, int]:
@@ -179,7 +179,8 @@ class MicroBatch:
     """One micro-batch of a rank: `tokens`, their mean number of `keys`, and the `experts` on each device.
 
     `width` tokens of each request read its cache together. `split` devices share the heads of these tokens, the widths
-    of their MLPs, and their routed experts' rows.
+    of their MLPs, and their routed experts' rows. The first token of a prompt sees the `fewest` keys, and the next ones
+    evenly more; None: all tokens see as many.
     """
 
     tokens: int
@@ -188,6 +189,17 @@ class MicroBatch:
     split: int = 1
     cache_dtype: str = "bfloat16"
     width: int = 1
+    fewest: float | None = None
+
+    @property
+    def most(self) -> float:
+        """Keys that the last token sees."""
+        return self.keys if self.fewest is None else 2 * self.keys - self.fewest
+
+
+def sparse_parts(model: ModelConfig, rates: Rates, batch: MicroBatch) -> SparseCore | None:
+    """Returns what attention's core consists of where the step's queries choose; None where it is dense."""
+    return sparse_core(model, rates, batch, _KERNEL_S) if must_choose(model, batch.most) else None
 
 
 def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[str, float]:
@@ -200,18 +212,18 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[s
         return max(elements * itemsize / rates.dense_bandwidth, work) / split + _KERNEL_S
 
     # The devices of a rank share heads, but not those of the indexer.
-    seen, share = attended(model, batch.keys), index_share(model)
-    index = share * batch.keys * index_operations(model)
-    core = b * (seen * core_operations(model) / n + index) / rates.decode_core_flops
-    row, key = row_bytes(model, batch.cache_dtype), key_bytes(model, batch.cache_dtype)
-    cache = b / batch.width * (seen * row + share * batch.keys * key) / rates.hbm
-    indexer = share * (dense(sizes.indexer, split=1) if sizes.indexer else 0)
+    sparse = sparse_parts(model, rates, batch)
+    products = b * batch.keys * core_operations(model) / n / rates.decode_core_flops
+    cache = b / batch.width * batch.keys * row_bytes(model, batch.cache_dtype) / rates.hbm
+    core = max(products, cache) if sparse is None else sparse.seconds
+    chosen_by = index_weights(model, sparse is not None)
+    indexer = index_share(model) * (dense(chosen_by, split=1) if chosen_by else 0)
     rows = b * model.num_experts_per_tok / n  # even load: what leaves a device also arrives
     routed = batch.experts * sizes.expert * expert_item / rates.grouped_bandwidth
     work = 2 * rows * sizes.expert / rates.grouped_flops
     return {
         "project": dense(sizes.down, split=1) + (dense(sizes.query) if sizes.query else 0) + indexer + 4 * _KERNEL_S,
-        "attention": max(core, cache) + dense(sizes.key_value, 2) + dense(sizes.out) + _SMALL_KERNELS_S,
+        "attention": core + dense(sizes.key_value, 2) + dense(sizes.out) + _SMALL_KERNELS_S,
         "router": _ROUTER_S,
         "shared_expert": dense(sizes.shared) + 3 * _KERNEL_S if sizes.shared else 0.0,
         "experts": max(routed, work) + 5 * _KERNEL_S,
@@ -236,11 +248,14 @@ def prefill_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[
     def seconds(elements: float) -> float:
         return _PREFILL_OVERHEAD * 2 * batch.tokens * elements / rates.prefill_flops
 
-    pair, share = 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim), index_share(model)
-    keys = attended(model, batch.keys) * pair / n + share * batch.keys * index_operations(model)
-    core = _PREFILL_OVERHEAD * batch.tokens * keys / rates.prefill_core_flops
+    sparse = sparse_parts(model, rates, batch)
+    pair = 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
+    core = _PREFILL_OVERHEAD * batch.tokens * batch.keys * pair / n / rates.prefill_core_flops
+    if sparse is not None:
+        core = sparse.seconds
+    indexer = index_share(model) * index_weights(model, sparse is not None)
     return {
-        "project": seconds(sizes.down + sizes.query / n + share * sizes.indexer),
+        "project": seconds(sizes.down + sizes.query / n + indexer),
         "attention": core + seconds((sizes.key_value + sizes.out) / n),
         "router": 0.0,
         "shared_expert": seconds(sizes.shared / n),

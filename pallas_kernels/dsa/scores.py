@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.dsa import mosaic_scores
+from pallas_kernels.dsa import mosaic_scores, triton_ops, triton_scores
 from pallas_kernels.dsa.keys import check_keys, fp8_queries, keys_of_pages, queries_for
 from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8
 
@@ -60,17 +60,21 @@ def raw_scores(
 ) -> jax.Array:
     """Returns what `index_scores` does, but with anything beyond what a query sees, and zeros of both signs."""
     check_keys(pool, q.shape[-1])
-    if scores_unsupported(q, pool, resolve_backend(requested=backend)) is None:
+    chosen = resolve_backend(requested=backend)
+    if scores_unsupported(q, pool, chosen) is None:
         meeting = fp8_queries(q, weights) if is_fp8(pool) else (q, weights)
-        return mosaic_scores.index_scores_mosaic(*meeting, pool, page_table, visible, first_page=first_page)
+        kernels = {Backend.MOSAIC: mosaic_scores.index_scores_mosaic, Backend.TRITON: triton_scores.index_scores_triton}
+        return kernels[chosen](*meeting, pool, page_table, visible, first_page=first_page)
     return _sums(queries_for(pool, q), weights, pool, page_table, visible, first_page=first_page)
 
 
 def scores_unsupported(q: Any, pool: Any, backend: Backend) -> str | None:
     """Returns why there is no kernel for these arrays (or their shapes and types), or None where there is one."""
-    if backend is not Backend.MOSAIC:
-        return f"{backend.value} has no kernel of scores"
-    return mosaic_scores.unsupported(q, pool)
+    if backend is Backend.MOSAIC:
+        return mosaic_scores.unsupported(q, pool)
+    if backend is Backend.TRITON and triton_ops.usable(backend):
+        return triton_scores.unsupported(q, pool)
+    return f"{backend.value} has no kernel of scores"
 
 
 def _sums(

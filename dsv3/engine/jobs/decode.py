@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import bucket
+from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -30,15 +32,16 @@ class DecodeCommand(Command, frozen=True):
     """Rows of a decode batch, `width` tokens each; everything else is on the devices.
 
     `rows` has for each row its slot within the rank (`max_num_seqs` in padding), its new page (-1: none), and the index
-    of that page in its page table.
+    of that page in its page table. No query of any rank sees more than `longest` tokens.
     """
 
     rows: np.ndarray  # [ranks, B, 3] int32
     width: int
+    longest: int = ANY_LENGTH
 
     def part(self, ranks: range) -> "DecodeCommand":
         """Returns the rows of `ranks`."""
-        return DecodeCommand(self.rows[ranks.start : ranks.stop], self.width)
+        return DecodeCommand(self.rows[ranks.start : ranks.stop], self.width, self.longest)
 
     @property
     def amount(self) -> int:
@@ -100,8 +103,10 @@ class DecodePlanner:
     def _planned(self, rows: BatchRows, batch: np.ndarray) -> list[Planned]:
         if not len(rows.slots):
             return []
-        self._scheduler.slots.planned[rows.slots] += self._width
-        decode = Planned(NAME, DecodeCommand(batch, self._width), self._factor)
+        planned = self._scheduler.slots.planned[rows.slots] + self._width
+        self._scheduler.slots.planned[rows.slots] = planned
+        longest = int(planned.max()) - 1  # the last token that a row gives is not in the cache yet
+        decode = Planned(NAME, DecodeCommand(batch, self._width, longest), self._factor)
         return [decode, *plan_sample(self._scheduler, NAME, rows, self._needs, [], self._width)]
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
@@ -166,14 +171,19 @@ def _power_of_two(least: int) -> int:
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields one program per bucket."""
+    """Yields one program per bucket, two with sparse attention on a GPU."""
     cfg = layout.cfg
-    for size in cfg.decode_buckets:
+    for size, choice in itertools.product(cfg.decode_buckets, choices(layout)):
         width = cfg.width(size)
         number = cfg.program_number(NAME, size)
-        body = functools.partial(decode_body, layout, width=width, program=number)
+        body = functools.partial(decode_body, layout, width=width, choice=choice, program=number)
         arguments = (layout.params, layout.pages, layout.state, layout.array(size, 3))
-        yield layout.per_rank(Key(NAME, size, width=width), body, arguments, donated=(1, 2), takes_params=True)
+        yield layout.per_rank(program_key(size, width, choice), body, arguments, donated=(1, 2), takes_params=True)
+
+
+def program_key(size: int, width: int, choice: bool | None) -> Key:
+    """Returns the name of a program: its bucket, tokens per row, and whether its queries choose."""
+    return Key(NAME, size, int(choice is True), width)
 
 
 class DecodeWorker:
@@ -188,7 +198,8 @@ class DecodeWorker:
         Returns the slots where they may say that the step is to be computed again.
         """
         devices = self._devices
-        program = devices.programs.get(Key(NAME, command.rows.shape[1], width=command.width))
+        choice = chooses(devices.layout, command.longest)
+        program = devices.programs.get(program_key(command.rows.shape[1], command.width, choice))
         devices.pages, devices.state, scores, hidden, slots = program(
             devices.params, devices.pages, devices.state, devices.put(command.rows)
         )
@@ -208,14 +219,15 @@ def decode_body(
     rows: jax.Array,
     *,
     width: int,
+    choice: bool | None,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array | None, jax.Array]:
     """Runs the last token and the drafts of the slots in `rows` `[B, 3]` (see `DecodeCommand`), for one rank.
 
     Returns pages, state, scores `[Xn, B, S, W / Xn]`, hidden states `[B, S, D]` where something drafts from them, and
     the slots `[B]` that shall sample: none where a buffer between devices was too small. The state does not change
-    then, but for its page table, and what was written into pages is written again. `program` is the number under which
-    it counts.
+    then, but for its page table, and what was written into pages is written again. `choice` is what the batch says of
+    sparse attention, `program` the number under which it counts.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, new_page, index = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -223,7 +235,8 @@ def decode_body(
     held = jnp.minimum(slots, num_slots - 1)
     lengths = jnp.where(slots < num_slots, state.lengths[held] + (width - 1), 0)
     page_table = state.page_table.at[jnp.where(new_page >= 0, slots, num_slots), index].set(new_page, mode="drop")
-    out = functions.decode(params, cfg, DecodeBatch(state.tokens[held, :width], lengths, page_table[held]), pages)
+    batch = DecodeBatch(state.tokens[held, :width], lengths, page_table[held], choice)
+    out = functions.decode(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden)
     counters = layout.count(state.counters, out, program)
     state = dataclasses.replace(state, page_table=page_table, counters=counters)

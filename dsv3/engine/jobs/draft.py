@@ -62,9 +62,11 @@ class DraftPlanner:
         for job in step:
             tells = job.kind in held
             if isinstance(job.command, DecodeCommand):
-                command = DraftCommand(job.kind, job.command.rows.shape[1], job.command.width, [], 0, tells)
+                done = job.command
+                command = DraftCommand(job.kind, done.rows.shape[1], done.width, [], 0, tells, done.longest)
             elif isinstance(job.command, PrefillCommand):
-                command = DraftCommand.after_prefill(job.command.bucket, self._cached(job.context), tells)
+                texts = self._cached(job.context)
+                command = DraftCommand.after_prefill(job.command.bucket, texts, tells, job.command.longest)
             else:
                 continue
             planned.append(Planned(NAME, command, held.get(job.kind)))

@@ -14,6 +14,7 @@ outlives its request's slot.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 
 from dsv3.engine.device import ragged
 from dsv3.engine.device.best import best_words
+from dsv3.engine.device.choosing import choices, chooses
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -37,25 +39,41 @@ PREFILL, DECODE, CHAIN = f"mtp {prefill.NAME}", f"mtp {decode.NAME}", "mtp chain
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields one program per bucket of prefill and of decode, and those that chain drafts."""
+    """Yields one program per bucket of prefill and of decode, and those that chain drafts.
+
+    Each is there twice with sparse attention on a GPU.
+    """
     cfg, width, dtype = layout.cfg, layout.model_cfg.hidden_size, _module(layout).dtype
+    either = choices(layout)
     chained: dict[int, int] = {}  # drafts by rows
     for size in cfg.prefill_buckets:
         rows = cfg.prefill_rows(size)
         chunks = layout.array(size), layout.array(rows, ragged.HEADER + cfg.pages_per_seq)
         given = layout.array(size, width, dtype=dtype), *chunks, layout.array(rows), layout.array(rows, 1)
-        yield _program(layout, Key(PREFILL, size), prefill_body, given)
+        for choice in either:
+            yield _program(layout, _key(PREFILL, size, choice), functools.partial(prefill_body, choice=choice), given)
         chained[rows] = cfg.tokens_per_row - 1
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         rows_given = layout.array(size, S, width, dtype=dtype), layout.array(size), layout.array(size, S)
-        yield _program(layout, Key(DECODE, size, width=S), decode_body, rows_given)
+        for choice in either:
+            key, body = _key(DECODE, size, choice, S), functools.partial(decode_body, choice=choice)
+            yield _program(layout, key, body, rows_given)
         chained[size] = max(chained.get(size, 0), S - 1)
     for size, drafts in chained.items():
-        for i in range(1, drafts):
-            body = functools.partial(chain_body, number=i)
+        for i, choice in itertools.product(range(1, drafts), either):
+            key, chained_body = chain_key(size, i, choice), functools.partial(chain_body, number=i, choice=choice)
             hidden = layout.array(size, width, dtype=dtype)
-            yield _program(layout, Key(CHAIN, size, i), body, (hidden, layout.array(size)))
+            yield _program(layout, key, chained_body, (hidden, layout.array(size)))
+
+
+def _key(kind: str, size: int, choice: bool | None, width: int = 1) -> Key:
+    return Key(kind, size, int(choice is True), width)
+
+
+def chain_key(size: int, number: int, choice: bool | None) -> Key:
+    """Returns the name of the program that makes the next draft from draft `number` of `size` rows."""
+    return Key(CHAIN, size, -number if choice else number)
 
 
 def _program(layout: Layout, key: Key, body: Callable[..., Any], given: tuple[Any, ...]) -> ProgramSpec:
@@ -75,13 +93,15 @@ class Drafter:
 
         A program of its own makes each further draft: in one with the first, XLA copies the page pool between them.
         """
-        devices, cfg = self._devices, self._devices.layout.cfg
-        program = devices.programs.get(Key(f"mtp {command.source}", command.size, width=command.width))
+        devices, layout = self._devices, self._devices.layout
+        choice = chooses(layout, command.longest)
+        program = devices.programs.get(_key(f"mtp {command.source}", command.size, choice, command.width))
         given = (forward.hidden, *forward.batch, forward.slots, forward.tokens)
         devices.pages, devices.state, hidden = program(devices.params, devices.pages, devices.state, *given)
-        drafts = command.width - 1 if command.source == decode.NAME else cfg.tokens_per_row - 1
+        drafts = command.width - 1 if command.source == decode.NAME else layout.cfg.tokens_per_row - 1
         for i in range(1, drafts):
-            chain = devices.programs.get(Key(CHAIN, forward.slots.shape[1], i))
+            choice = chooses(layout, command.longest + i)
+            chain = devices.programs.get(chain_key(forward.slots.shape[1], i, choice))
             arguments = (devices.params, devices.pages, devices.state, hidden, forward.slots)
             devices.pages, devices.state, hidden = chain(*arguments)
 
@@ -97,15 +117,16 @@ def prefill_body(
     slots: jax.Array,
     sampled: jax.Array,
     *,
+    choice: bool | None,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
     """Runs the module over chunks of prompts, for one rank; the requests in `slots` `[B]` get a first draft.
 
     `hidden` `[T, D]`, `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first tokens.
-    Returns pages, state, and the module's hidden states `[B, D]` at the last tokens. `program` is the number under
-    which it counts.
+    Returns pages, state, and the module's hidden states `[B, D]` at the last tokens. `choice` is what the batch says of
+    sparse attention, `program` the number under which it counts.
     """
-    batch = ragged.ragged_batch(tokens, rows)
+    batch = ragged.ragged_batch(tokens, rows, chooses=choice)
     shifted = dataclasses.replace(batch, tokens=ragged.next_tokens(batch, rows, sampled[:, 0]))
     out = _module(layout).prefill(params, layout.model_cfg, shifted, pages, hidden)
     last = out.hidden[ragged.last_rows(batch)]
@@ -122,6 +143,7 @@ def decode_body(
     slots: jax.Array,
     sampled: jax.Array,
     *,
+    choice: bool | None,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
     """Runs the module over a decode batch, for one rank; the requests in `slots` `[B]` get a first draft if S > 1.
@@ -134,7 +156,7 @@ def decode_body(
     held = jnp.minimum(slots, num_slots - 1)
     accepted = jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
     lengths = jnp.where(slots < num_slots, state.lengths[held] - accepted - 1 + S, 0)
-    batch = DecodeBatch(jnp.maximum(sampled, 0), lengths, state.page_table[held])
+    batch = DecodeBatch(jnp.maximum(sampled, 0), lengths, state.page_table[held], choice)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden)
     last = out.hidden[jnp.arange(slots.shape[0]), jnp.maximum(accepted - 1, 0)]
     state = _counted(layout, state, out, program)
@@ -152,6 +174,7 @@ def chain_body(
     slots: jax.Array,
     *,
     number: int,
+    choice: bool | None,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
     """Makes the next draft from draft `number` of `slots` `[B]` and the module's `hidden` `[B, D]` there, for one rank.
@@ -162,7 +185,7 @@ def chain_body(
     num_slots = state.lengths.shape[0]
     held = jnp.minimum(slots, num_slots - 1)
     lengths = jnp.where(slots < num_slots, state.lengths[held] - 1 + number, 0)
-    batch = DecodeBatch(state.tokens[held, number][:, None], lengths, state.page_table[held])
+    batch = DecodeBatch(state.tokens[held, number][:, None], lengths, state.page_table[held], choice)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden[:, None])
     following = out.hidden[:, 0]
     state = _counted(layout, state, out, program)

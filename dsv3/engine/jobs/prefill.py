@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -55,7 +57,7 @@ class PrefillCommand(Command, frozen=True):
 
     `bucket` is the size of the batch, and `has_context` says whether a chunk has tokens before it. Row i of `header` is
     a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` hold those of all chunks one after the other.
-    Where it `tells`, log-probabilities of the prompts follow.
+    Where it `tells`, log-probabilities of the prompts follow. No query of any rank sees more than `longest` tokens.
     """
 
     bucket: int
@@ -65,6 +67,7 @@ class PrefillCommand(Command, frozen=True):
     samples: bool
     has_context: bool = True
     tells: bool = False
+    longest: int = ANY_LENGTH
 
     def part(self, ranks: range) -> "PrefillCommand":
         """Returns the chunks of `ranks`."""
@@ -80,6 +83,7 @@ class PrefillCommand(Command, frozen=True):
             self.samples,
             self.has_context,
             self.tells,
+            self.longest,
         )
 
     @property
@@ -232,6 +236,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         any(c.is_last for _, c in flat),
         any(c.start for _, c in flat),
         any(c.sequence.tells_prompt for _, c in flat),
+        max(c.stop for _, c in flat),
     )
 
 
@@ -241,17 +246,45 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     for size, variant in itertools.product(cfg.prefill_buckets, _variants(layout)):
         batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
         number = cfg.program_number(NAME, size)
-        body = functools.partial(prefill_body, layout, has_context=bool(variant), program=number)
+        body = functools.partial(prefill_body, layout, variant=variant, program=number)
         arguments = (layout.params, layout.pages, layout.state, *batch)
-        yield layout.per_rank(Key(NAME, size, variant), body, arguments, donated=(1, 2), takes_params=True)
+        yield layout.per_rank(Key(NAME, size, variant.number), body, arguments, donated=(1, 2), takes_params=True)
 
 
-def _variants(layout: Layout) -> tuple[int, ...]:
-    """Returns the variants: for chunks without cached tokens before them (0), and for any (1).
+class Variant(NamedTuple):
+    """What a program relies on, because the host knows it.
 
-    A CPU has only the second, which looks while it runs: that costs it nothing there, and a compilation does.
+    `has_context` says whether chunks may have cached tokens before them, `chooses` is that of their batch.
     """
-    return (1,) if layout.platform == "cpu" else (0, 1)
+
+    has_context: bool
+    chooses: bool | None
+
+    @property
+    def number(self) -> int:
+        """The variant of its key."""
+        return int(self.has_context) + 2 * int(self.chooses is True)
+
+
+def _variants(layout: Layout) -> list[Variant]:
+    """Returns the variants that are compiled.
+
+    A CPU has only that for any context, which looks while it runs: that costs it nothing there, and a compilation does.
+    Queries that choose attend to cached tokens and new ones alike, so they have that variant alone too.
+    """
+    looks = layout.platform == "cpu"
+    return [
+        Variant(has_context, choice)
+        for choice in choices(layout)
+        for has_context in (False, True)
+        if has_context or not (looks or choice)
+    ]
+
+
+def variant_for(layout: Layout, has_context: bool, longest: int) -> Variant:
+    """Returns the variant for a step that `has_context`, or not, and whose queries see `longest` tokens at most."""
+    choice = chooses(layout, longest)
+    return next(v for v in _variants(layout) if v.chooses == choice and v.has_context >= has_context)
 
 
 class PrefillWorker:
@@ -264,8 +297,8 @@ class PrefillWorker:
         """Starts the batch; leaves scores, hidden states and slots for the sampler and the drafter."""
         devices = self._devices
         tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
-        variant = max(int(command.has_context), min(_variants(devices.layout)))
-        program = devices.programs.get(Key(NAME, command.bucket, variant))
+        variant = variant_for(devices.layout, command.has_context, command.longest)
+        program = devices.programs.get(Key(NAME, command.bucket, variant.number))
         batch = devices.put(tokens), devices.put(rows)
         devices.pages, devices.state, scores, hidden, slots = program(
             devices.params, devices.pages, devices.state, *batch
@@ -289,7 +322,7 @@ def prefill_body(
     tokens: jax.Array,
     rows: jax.Array,
     *,
-    has_context: bool,
+    variant: Variant,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array]:
     """Runs the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`, for one rank; enters them into the state.
@@ -297,11 +330,11 @@ def prefill_body(
     Returns pages, state, scores `[Xn, B, 1, W / Xn]` after each chunk's last token, hidden states, and the slots `[B]`
     that shall sample: none where a buffer between devices was too small. The hidden states are those of all tokens
     `[T, D]` where something drafts from them, and else those of the first, of which log-probabilities may be told. The
-    host knows whether a chunk `has_context`, so no device asks. `program` is the number under which it counts.
+    host knows the `variant`, so no device asks. `program` is the number under which it counts.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, count, context, follows = (rows[:, i] for i in range(4))
-    batch = ragged_batch(tokens, rows, has_context)
+    batch = ragged_batch(tokens, rows, *variant)
     out = functions.prefill(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden[last_rows(batch)][:, None])
     state = DecodeState(

@@ -21,7 +21,7 @@ from dsv3.model.layers.norm import rms_norm
 from dsv3.model.layers.rope import Rotation, rotate, scale_queries
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dense, mla
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, asks_host, resolve_backend
 
 
 @jax.tree_util.register_dataclass
@@ -204,8 +204,8 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
 
         if not batch.has_context:
             return out
-        if resolve_backend(requested=backend) in (Backend.MOSAIC, Backend.TRITON):
-            return with_context()  # a GPU's host would have to be asked for the condition, in every layer
+        if asks_host(resolve_backend(requested=backend)):
+            return with_context()
         return jax.lax.cond(batch.context_lengths.any(), with_context, lambda: out)
 
     return attend

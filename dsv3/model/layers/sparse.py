@@ -3,6 +3,9 @@
 Where no query of a step sees more tokens than are chosen, all would be, and the step runs dense attention: the bits are
 those of DeepSeek-V3. Otherwise both modes do the same for each query row: scores of all cached tokens, the best of
 them, and absorbed attention to copies of their rows. Rows go in groups that bound the memory of scores and copies.
+
+A GPU's program has no condition on device data, for which its host would wait in every layer. The batch says whether
+a query must choose. Where a layer has nothing to do, its rows see no tokens, and the kernels end at once.
 """
 
 import dataclasses
@@ -30,10 +33,10 @@ from dsv3.model.layers.attention import (
     values_of,
     write_latents,
 )
-from dsv3.model.layers.indexer import IndexTokens, index_layers, indexer_of, lookup
+from dsv3.model.layers.indexer import IndexTokens, either, index_layers, indexer_of, lookup
 from dsv3.model.layers.linear import Index
 from pallas_kernels import dsa
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, asks_host, resolve_backend
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +63,7 @@ class Rows(NamedTuple):
 def prefill_rows(batch: PrefillBatch) -> Rows:
     """Returns the rows of a prefill batch: each token sees those before it, and itself."""
     B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right").astype(jnp.int32)
+    chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right", method="scan_unrolled").astype(jnp.int32)
     visible = jnp.where(chunk < B, batch.positions + 1, 0)
     return Rows(prefill_places(batch), jnp.minimum(chunk, B - 1), visible, batch.page_table)
 
@@ -78,7 +81,7 @@ def sparse_prefill_attend(
 ) -> Attend:
     """Attends in prefill; `number` is that of the micro-batch. The state is the page pool, or `SharedChoice`."""
     dense = prefill_core(cfg, batch, pages_per_layer, backend)
-    return _attend(cfg, prefill_rows(batch), pages_per_layer, backend, dense, number)
+    return _attend(cfg, prefill_rows(batch), batch.chooses, pages_per_layer, backend, dense, number)
 
 
 def sparse_decode_attend(
@@ -86,7 +89,7 @@ def sparse_decode_attend(
 ) -> Attend:
     """Attends in decode, as `sparse_prefill_attend` does in prefill; `heads` is the number of heads on this device."""
     dense = decode_core(cfg, batch, pages_per_layer, backend, heads)
-    return _attend(cfg, decode_rows(batch), pages_per_layer, backend, dense, number)
+    return _attend(cfg, decode_rows(batch), batch.chooses, pages_per_layer, backend, dense, number)
 
 
 def begin(cfg: ModelConfig, pages: Any, rows: tuple[int, ...]) -> Any:
@@ -102,11 +105,18 @@ def pages_of(state: Any) -> Any:
 
 
 def _attend(
-    cfg: ModelConfig, rows: Rows, pages_per_layer: int, backend: Backend | None, dense: Core, number: int
+    cfg: ModelConfig,
+    rows: Rows,
+    chooses: bool | None,
+    pages_per_layer: int,
+    backend: Backend | None,
+    dense: Core,
+    number: int,
 ) -> Attend:
     best = indexer_of(cfg).topk
-    may_choose = rows.page_table.shape[1] * PAGE_SIZE > best
-    must_choose = (rows.visible > best).any()
+    if rows.page_table.shape[1] * PAGE_SIZE <= best:
+        chooses = False
+    must_choose = (rows.visible > best).any() if chooses is None else chooses
 
     def attend(tokens, params, layer, cache_layer, state):
         pages = _written(cfg, tokens, rows.places, cache_layer, pages_of(state), pages_per_layer, backend)
@@ -114,7 +124,7 @@ def _attend(
         def all_tokens() -> jax.Array:
             return dense(tokens, params, layer, cache_layer, pages.latents)
 
-        if not may_choose:
+        if must_choose is False:
             return all_tokens(), _with(state, pages)
         last = state.chosen[number] if isinstance(state, SharedChoice) else None
         choose = _chooser(cfg, rows, tokens.index, cache_layer, pages, pages_per_layer, last, backend)
@@ -126,9 +136,9 @@ def _attend(
             return values_of(out, params, layer, backend)
 
         if last is None:
-            return lax.cond(must_choose, lambda: best_tokens(choose()), all_tokens), _with(state, pages)
-        chosen = lax.cond(must_choose, choose, lambda: last)
-        return lax.cond(must_choose, lambda: best_tokens(chosen), all_tokens), _with(state, pages, chosen, number)
+            return either(must_choose, lambda: best_tokens(choose()), all_tokens), _with(state, pages)
+        chosen = either(must_choose, choose, lambda: last)
+        return either(must_choose, lambda: best_tokens(chosen), all_tokens), _with(state, pages, chosen, number)
 
     return attend
 
@@ -180,13 +190,19 @@ def _chooser(
         where: dict[str, Any] = {"first_page": first_page, "best": best, "backend": backend}
         return dsa.choose(q, weights, pages.keys, page_table, visible, **where)
 
-    def choose() -> jax.Array:
+    def choose(visible: jax.Array) -> jax.Array:
         size = dsa.rows_at_once(pages.latents, rows.page_table, best)
-        return _by_groups(group, size, (index.q, index.weights, rows.requests, rows.visible))
+        return _by_groups(group, size, (index.q, index.weights, rows.requests, visible), backend)
+
+    def anew() -> jax.Array:
+        return choose(rows.visible)
 
     if last is None or table.has.all():
-        return choose
-    return lambda: lax.cond(lookup(table.has, cache_layer), choose, lambda: last)
+        return anew
+    has = lookup(table.has, cache_layer)
+    if isinstance(has, bool) or not asks_host(resolve_backend(requested=backend)):
+        return lambda: either(has, anew, lambda: last)
+    return lambda: jnp.where(has, choose(jnp.where(has, rows.visible, 0)), last)
 
 
 def _attend_chosen(
@@ -216,13 +232,16 @@ def _attend_chosen(
         )
 
     size = dsa.rows_at_once(latents, rows.page_table, best)
-    return _by_groups(group, size, (queries, chosen, rows.requests, rows.visible))
+    return _by_groups(group, size, (queries, chosen, rows.requests, rows.visible), backend)
 
 
 def _by_groups(
-    group: Callable[..., jax.Array], size: int, arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+    group: Callable[..., jax.Array],
+    size: int,
+    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    backend: Backend | None,
 ) -> jax.Array:
-    """Runs `group` on `size` rows of `arrays` at a time; a group of padding alone is zeros.
+    """Runs `group` on `size` rows of `arrays` at a time; a group of padding alone means nothing.
 
     The last array is how many tokens a row sees.
     """
@@ -238,6 +257,8 @@ def _by_groups(
     shape = jax.eval_shape(group, *(part[0] for part in parts))
 
     def one(part: tuple[jax.Array, ...]) -> jax.Array:
+        if asks_host(resolve_backend(requested=backend)):
+            return group(*part)
         return lax.cond(part[-1].any(), lambda: group(*part), lambda: jnp.zeros(shape.shape, shape.dtype))
 
     out = lax.map(one, parts)

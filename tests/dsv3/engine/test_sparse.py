@@ -1,6 +1,8 @@
 """The engine on models with sparse attention: transformers' texts in chunks, from pages and tiers, drafted, spread."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,8 +15,10 @@ from dsv3.cache.tiers import tiers
 from dsv3.checkpoint import save_hf
 from dsv3.engine.build import build_engine
 from dsv3.engine.description import describe
+from dsv3.engine.device import choosing
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
+from dsv3.engine.jobs import decode, draft_module, prefill
 from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.options import EngineOptions
 from pallas_kernels.backend import Backend
@@ -44,11 +48,15 @@ def test_two_ranks_of_two_devices_give_transformers_tokens() -> None:
     assert texts(of, prompts("glm_moe_dsa")) == data("glm_moe_dsa")["greedy"].tolist()
 
 
-def test_drafts_give_transformers_tokens(tmp_path: Path) -> None:
+def test_drafts_give_transformers_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts come in chunks of 16 tokens; the module has an indexer of its own.
 
-    A request alone gets two drafts, of four each gets one, and of five none: until one of them ends.
+    A request alone gets two drafts, of four each gets one, and of five none: until one of them ends. All steps choose:
+    the programs that do not are those of other tests.
     """
+    for module in (decode, draft_module, prefill):
+        monkeypatch.setattr(module, "choices", lambda _: (True,))
+        monkeypatch.setattr(module, "chooses", lambda *_: True)
     params, cfg = with_module("deepseek_v32")
     save_hf(tmp_path / "drafting", cfg, params)
     drafts = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 4, 1]]}
@@ -65,12 +73,31 @@ def test_drafts_give_transformers_tokens(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def tiered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def reading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """Makes engines that draft from the text, and have programs for steps that choose and that do not, as on a GPU.
+
+    Texts begin below the 16 tokens that are chosen, and grow beyond.
+    """
+    monkeypatch.setattr(choosing, "LOOKING", ())
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    return functools.partial(engine, "glm_moe_dsa", max_num_seqs=1, speculative_config=drafts)
+
+
+def test_drafts_from_the_text_give_transformers_tokens(reading: Callable[..., Engine]) -> None:
+    of = reading()
+    assert texts(of, prompts("glm_moe_dsa")[:12]) == data("glm_moe_dsa")["greedy"][:12].tolist()
+    drafts, used = of.stats().jobs["draft"], of.executor.devices.programs.keys()
+    assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+    assert {key.variant for key in used if key.kind == "decode"} == {0, 1}
+
+
+@pytest.fixture
+def tiered(reading: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine that keeps pages in the host's memory, and waits for them."""
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
-    return engine("glm_moe_dsa", kv_offloading_size=4e-3)
+    return reading(kv_offloading_size=4e-3)
 
 
 def test_a_prompt_from_the_cache_and_from_the_host_goes_on_alike(tiered: Engine) -> None:
@@ -94,7 +121,7 @@ def test_the_description_says_how_tokens_are_chosen() -> None:
     assert "family deepseek_v32, 672 billion parameters" in line and "48,068 bytes of cache per token (fp8)" in line
     assert line.endswith("by Mosaic GPU kernels; each token attends to 2,048 at most")
     triton = describe(served, EngineDtypes(jax.numpy.dtype("bfloat16"), "bfloat16"), Backend.TRITON)
-    assert triton.endswith("2,048 at most, scored by jax.numpy, because triton has no kernel of scores")
+    assert triton.endswith("by Triton kernels; each token attends to 2,048 at most")
 
 
 def test_a_value_has_latents_and_keys_of_all_layers() -> None:

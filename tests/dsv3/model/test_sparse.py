@@ -1,6 +1,7 @@
 """Sparse attention in the served steps: what the training form computes, and in short texts dense attention's bits."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import pytest
 from dsv3.cache.layout import FP8, IndexedPages, pool, token_bytes
 from dsv3.config import ModelConfig
 from dsv3.model import PAGE_SIZE, DecodeBatch, PrefillBatch, decode, logits, prefill
-from dsv3.model.params import AttentionParams, Params
+from dsv3.model.params import AttentionParams, Params, abstract
 from dsv3.model.steps import predict_prefill
+from pallas_kernels import dsa
 from pallas_kernels.dsa import attend
 from tests.dsv3.model import needle, test_steps
 from tests.dsv3.model.golden import data, model, relative_error, run, with_module
@@ -22,14 +24,18 @@ FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 
 
 class SparseCache(Cache):
-    """Drives the steps of a model with sparse attention, whose pool has index keys too."""
+    """Drives the steps of a model with sparse attention, whose pool has index keys too; `chooses` is the batches'."""
 
-    def __init__(self, family: str, tables: list[list[int]], cache_dtype: str = "float32"):
+    def __init__(self, family: str, tables: list[list[int]], cache_dtype: str = "float32", chooses: bool | None = None):
         super().__init__(family, tables)
+        self.chooses = chooses
         shapes = pool(self.cfg, cache_dtype, POOL)
         self.pages = jax.tree.map(
             lambda s: jnp.full(s.shape, 0xFF if s.dtype == jnp.uint8 else jnp.nan, s.dtype), shapes
         )
+
+    def _step(self, which: int, batch, live: int) -> np.ndarray:
+        return super()._step(which, dataclasses.replace(batch, chooses=self.chooses), live)
 
 
 def expected(family: str) -> tuple[np.ndarray, np.ndarray]:
@@ -39,10 +45,11 @@ def expected(family: str) -> tuple[np.ndarray, np.ndarray]:
     return tokens[row], np.asarray(run(*model(family), tokens).logits[row])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_and_decode_equal_the_full_pass(family: str) -> None:
+@pytest.mark.parametrize(("family", "chooses"), [("deepseek_v32", True), ("glm_moe_dsa", None)])
+def test_chunks_and_decode_equal_the_full_pass(family: str, chooses: bool | None) -> None:
+    """Steps are told that queries choose, those of short texts too, or look while they run."""
     tokens, wanted = expected(family)
-    cache = SparseCache(family, [[3, 9], [5, 1]])
+    cache = SparseCache(family, [[3, 9], [5, 1]], chooses=chooses)
     both = cache.prefill([(0, tokens[:20]), (1, tokens[:10])])
     close(both[0], wanted[:20])
     close(both[1], wanted[:10])
@@ -75,38 +82,52 @@ def without_indexer(params: Params, cfg: ModelConfig) -> tuple[Params, ModelConf
     )
 
 
-def test_few_tokens_are_attended_to_as_densely_as_in_deepseek_v3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All 60 tokens are chosen by a choice made while it runs; 1,000 are more than a table of pages can have."""
-    params, cfg = model("glm_moe_dsa")
-    sparse = [dataclasses.replace(cfg, indexer=dataclasses.replace(cfg.indexer, topk=topk)) for topk in (60, 1000)]
-    tokens, seen = expected("glm_moe_dsa")[0], []
-    for mine in (without_indexer(params, cfg), *((params, each) for each in sparse)):
-        monkeypatch.setattr(test_steps, "model", lambda _, mine=mine: mine)
-        cache = (SparseCache if mine[1].indexer else Cache)("glm_moe_dsa", [[2, 7]])
-        first = cache.prefill([(0, tokens[:33])])[0], cache.prefill([(0, tokens[33:58])])[0]
-        seen.append([*first, cache.decode({0: tokens[58:60]})[0]])
-    for dense, *ours in zip(*seen, strict=True):
-        for each in ours:
-            np.testing.assert_array_equal(each, dense)
+def short_texts(params: Params, cfg: ModelConfig, chooses: bool | None = None) -> list[np.ndarray]:
+    """Hidden states of 60 tokens: of two chunks of 29, the second with context, and of two tokens in decode."""
+    pages = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), pool(cfg, "float32", 3))
+    tokens, table = np.random.default_rng(1).integers(0, cfg.vocab_size, 60).astype(np.int32), jnp.array([[2, 0]])
+    run_prefill, run_decode, _ = test_steps.programs(cfg)
+    params, found = jax.tree.map(jnp.asarray, params), []
+    for start in (0, 29):
+        positions, ends = np.arange(start, start + 29, dtype=np.int32), np.array([0, 29], np.int32)
+        context = np.array([start], np.int32)
+        batch = PrefillBatch(tokens[positions], positions, ends, context, table, chooses=chooses)
+        out = run_prefill(params, batch, pages)
+        pages = out.pages
+        found.append(np.asarray(out.hidden))
+    batch = DecodeBatch(tokens[None, 58:], np.array([60], np.int32), table, chooses)
+    return [*found, np.asarray(run_decode(params, batch, pages).hidden)]
 
 
-def test_groups_of_rows_give_what_all_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five rows at a time, in a batch of which most is padding."""
-    tokens, wanted = expected("glm_moe_dsa")
-    monkeypatch.setattr(attend, "BYTES_AT_ONCE", 5 * PAGE_SIZE * 24 * 4)
-    test_steps.programs.cache_clear()
-    try:
-        cache = SparseCache("glm_moe_dsa", [[1, 6]])
-        close(cache.prefill([(0, tokens[:60])])[0], wanted[:60])
-    finally:
-        test_steps.programs.cache_clear()
+def test_few_tokens_are_attended_to_as_densely_as_in_deepseek_v3() -> None:
+    """All 60 tokens are chosen: a step sees so while it runs, or is told so. One layer, since each does the same."""
+    cfg, rng = needle.config(interleaved=True, topk=60), np.random.default_rng(0)
+    params = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype(s.dtype), abstract(cfg, jnp.float32))
+    dense = short_texts(*without_indexer(params, cfg))
+    for chooses in (None, False):
+        for each, wanted in zip(short_texts(params, cfg, chooses), dense, strict=True):
+            np.testing.assert_array_equal(each, wanted)
+    assert all(np.isfinite(each).all() for each in dense)
+
+
+def test_a_table_of_pages_that_holds_no_more_than_is_chosen_needs_no_choice() -> None:
+    """The program is that of a step in which nobody must choose."""
+    few, enough = needle.config(interleaved=True, topk=127), needle.config(interleaved=True, topk=128)
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+
+    def traced(cfg: ModelConfig, chooses: bool | None) -> str:
+        batch = DecodeBatch(ints((1, 1)), ints((1,)), ints((1, 2)), chooses)
+        arguments = abstract(cfg, jnp.float32), batch, pool(cfg, "float32", 3)
+        return str(jax.make_jaxpr(lambda p, b, g: decode(p, cfg, b, g).hidden)(*arguments))
+
+    assert traced(enough, None) == traced(enough, True) == traced(few, False) != traced(few, None)
 
 
 def test_fp8_pages_follow_the_training_form() -> None:
     """Rounded scores choose a few other tokens; wrong ones, or keys that are read otherwise, would choose most."""
     golden = data("deepseek_v32")
     tokens, wanted, dense = (golden[name][0] for name in ("input_ids", "logits", "dense"))
-    cache = SparseCache("deepseek_v32", [[3, 1]], FP8)
+    cache = SparseCache("deepseek_v32", [[3, 1]], FP8, chooses=True)
     assert cache.pages.keys.dtype == cache.pages.latents.dtype == jnp.uint8
     got = [cache.prefill([(0, tokens[:30])])[0], cache.prefill([(0, tokens[30:44])])[0]]
     got = np.concatenate([*got, *(cache.decode({0: tokens[i : i + 1]})[0] for i in range(44, len(tokens)))])
@@ -144,12 +165,13 @@ def answer(cfg: ModelConfig, params: Params) -> int:
     table = jnp.arange(-(-needle.LENGTH // PAGE_SIZE), dtype=jnp.int32)[None]
     pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), pool(cfg, "float32", table.shape[1]))
     params, programs = jax.tree.map(jnp.asarray, params), test_steps.programs(cfg)
+    chooses = True  # in every step; without the dense path a program takes less to compile
     for start in range(0, needle.LENGTH - 1, rows):
         positions = jnp.arange(start, start + rows, dtype=jnp.int32)
         ends, context = jnp.array([0, rows], jnp.int32), jnp.array([start], jnp.int32)
-        chunk = PrefillBatch(jnp.asarray(tokens[start : start + rows]), positions, ends, context, table)
+        chunk = PrefillBatch(jnp.asarray(tokens[start : start + rows]), positions, ends, context, table, True, chooses)
         pages = programs[0](params, chunk, pages).pages
-    last = DecodeBatch(jnp.asarray(tokens[None, -1:]), jnp.array([needle.LENGTH], jnp.int32), table)
+    last = DecodeBatch(jnp.asarray(tokens[None, -1:]), jnp.array([needle.LENGTH], jnp.int32), table, chooses)
     return int(programs[2](params, programs[1](params, last, pages).hidden)[0, 0].argmax())
 
 
@@ -164,21 +186,27 @@ def test_a_needle_far_back_is_found_where_the_indexer_rotates_as_it_should(
     assert answer(needle.config(interleaved=interleaved), needle.params(pairs=pairs)) == digit
 
 
-def test_an_mtp_module_chooses_by_its_own_indexer() -> None:
-    """Its keys are in pages of its own; with the keys of another layer it would choose other tokens."""
+def test_an_mtp_module_chooses_by_its_own_indexer_and_rows_go_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys are in pages of its own; with the keys of another layer it would choose other tokens.
+
+    Seven rows at a time make 12 groups of 60 tokens and 20 rows of padding: three groups are padding alone.
+    """
+    monkeypatch.setattr(attend, "BYTES_AT_ONCE", 7 * PAGE_SIZE * 24 * 4)
     params, cfg = with_module("deepseek_v32")
     tokens, length = expected("deepseek_v32")[0], 60
     wanted = np.asarray(run(params, cfg, tokens[None, : length + 1]).mtp_logits[0][0])
     assert cfg.index_layers == (0, 1, 2)
     pages = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan), pool(cfg, "float32", 2))
-    table, positions = jnp.array([[1, 0]], jnp.int32), jnp.arange(length, dtype=jnp.int32)
+    table, positions = jnp.array([[1, 0]], jnp.int32), jnp.arange(length + 20, dtype=jnp.int32)
     ends, context = jnp.array([0, length], jnp.int32), jnp.zeros(1, jnp.int32)
+    padded = np.pad(tokens[: length + 1], (0, 20))
 
     def both(params: Params, pages: IndexedPages) -> jax.Array:
-        batch = PrefillBatch(jnp.asarray(tokens[:length]), positions, ends, context, table)
+        batch = PrefillBatch(jnp.asarray(padded[:-1]), positions, ends, context, table, chooses=True)
+        assert dsa.rows_at_once(pages.latents, table, cfg.indexer.topk) == 7
         out = prefill(params, cfg, batch, pages)
-        following = dataclasses.replace(batch, tokens=jnp.asarray(tokens[1 : length + 1]))
+        following = dataclasses.replace(batch, tokens=jnp.asarray(padded[1:]))
         module = predict_prefill(params, cfg, following, out.pages, out.hidden)
-        return logits(params, cfg, module.hidden)
+        return logits(params, cfg, module.hidden[:length])
 
     close(np.asarray(jax.jit(both)(params, pages)), wanted)

@@ -4,6 +4,8 @@ The interpreter runs one program after the other and looks for no races. A progr
 its own, each once: `test_a_choice_...` would find a place that two wrote, since as many would be missing.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,15 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from pallas_kernels import dsa, mla
+from pallas_kernels import dsa, gpus, mla
 from pallas_kernels.backend import Backend
-from pallas_kernels.dsa import attend, triton_ops
+from pallas_kernels.dsa import attend, triton_ops, triton_scores
+from pallas_kernels.dsa.keys import keys_of_pages, queries_for, write_keys
+from pallas_kernels.dsa.scores import raw_scores
 from pallas_kernels.mla.layout import fp8_rows_of_pages
-from tests.pallas_kernels.mla.cases import PAGE, decode_case
+from tests.pallas_kernels.mla.cases import PAGE, UNUSED_PAGE, decode_case
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 TRITON, ROWS, N = Backend.TRITON, 6, 192
 SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, 1e-45, -1e-45, 3.4e38, np.nextafter(np.float32(1), 2)]
+_write = jax.jit(functools.partial(write_keys, layer=0, pages_per_layer=20))
+_read = jax.jit(keys_of_pages, static_argnames=("width", "dtype"))
 SCORES = st.one_of(
     arrays.arrays(np.float32, (ROWS, N), elements=st.sampled_from(SPECIAL)),
     arrays.arrays(np.float32, (ROWS, N), elements=st.floats(width=32, allow_nan=False)),
@@ -73,6 +79,56 @@ def test_copies_have_the_bits_of_the_chosen_rows(fp8: bool) -> None:
         np.testing.assert_array_equal(ours[row, :count], theirs[row, :count])
         unwritten = 255 if fp8 else np.nan
         np.testing.assert_array_equal(ours[row, count:], unwritten, "rows that do not count are left alone")
+
+
+@pytest.mark.parametrize(
+    ("number", "fp8", "heads", "width"),
+    [(86, False, 20, 64), (86, True, 20, 128), (89, True, 64, 32)],
+    ids=["bfloat16", "FP8 widened", "FP8 as it is"],
+)
+def test_scores_are_those_of_the_formula(number: int, fp8: bool, heads: int, width: int, monkeypatch) -> None:
+    """Runs six pages as parts of four, one page, and none; pages that nobody may follow are far outside of the pool.
+
+    Queries and keys are compared as they are after rounding: their products are exact in float32.
+    """
+    monkeypatch.setattr(triton_scores, "_PAGES", 4)
+    rng, visible = np.random.default_rng(0), np.array([350, 0, 64], np.int32)
+    q, weights = rng.normal(size=(3, heads, width)), rng.normal(size=(3, heads)).astype(np.float32)
+    keys, table = rng.normal(size=(20, PAGE, width)), np.full((3, 6), UNUSED_PAGE, np.int32)
+    table[0], table[2, 0] = rng.permutation(9)[:6], 9
+    q, pool = jnp.asarray(q, jnp.bfloat16), jnp.asarray(keys, jnp.bfloat16)
+    if fp8:
+        places, empty = jnp.arange(20 * PAGE, dtype=jnp.int32), jnp.zeros((20, PAGE, width + 4), jnp.uint8)
+        arrays = pool.reshape(-1, width), places // PAGE, places % PAGE
+        pool = _write(empty, *arrays)
+    with gpus.compiling_for(gpus.by_number(number)):
+        score = jax.jit(functools.partial(raw_scores, first_page=10, backend=TRITON))
+        found = np.asarray(score(q, weights, pool, table, visible))
+    assert found.shape == (3, 6 * PAGE)
+    meeting = np.asarray(jax.jit(queries_for)(pool, q), np.float64)
+    for row, count in ((0, 350), (2, 64)):
+        ids = jnp.asarray(10 + table[row, : -(-count // PAGE)])
+        rows = np.asarray(_read(pool, ids, width=width, dtype=jnp.float32), np.float64).reshape(-1, width)[:count]
+        wanted = weights[row] @ np.maximum(meeting[row] @ rows.T, 0)
+        np.testing.assert_allclose(found[row, :count], wanted, atol=1e-4)
+    assert np.isnan(found[1]).all(), "a query that sees nothing costs nothing"
+
+
+@pytest.mark.parametrize(
+    ("q", "pool", "message"),
+    [
+        (((64, 128), jnp.bfloat16), (jnp.bfloat16, 128), None),
+        (((64, 128), jnp.bfloat16), (jnp.uint8, 132), None),
+        (((4, 16), jnp.bfloat16), (jnp.uint8, 20), "FP8 keys of 16 are narrower"),
+        (((4, 96), jnp.bfloat16), (jnp.bfloat16, 96), "4 heads of 96 are"),
+        (((4, 64), jnp.float32), (jnp.float32, 64), "not of one type of 16 bits"),
+    ],
+)
+def test_what_the_kernel_of_scores_takes(q, pool, message) -> None:
+    why = dsa.scores_unsupported(
+        jax.ShapeDtypeStruct((2, *q[0]), q[1]), jax.ShapeDtypeStruct((4, PAGE, pool[1]), pool[0]), TRITON
+    )
+    assert why is None if message is None else message in why
 
 
 def test_sparse_attention_takes_the_kernels() -> None:

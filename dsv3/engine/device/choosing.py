@@ -1,0 +1,28 @@
+"""Which forward programs an engine with sparse attention has, and which one a step takes.
+
+A query that sees more tokens than an indexer chooses must choose. A GPU's host would wait in every layer to hear
+whether any query does. So each program is compiled twice, and the host, which knows how long requests are, takes one.
+"""
+
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.engine.device.layout import Layout
+
+ANY_LENGTH = 2**31 - 1
+"""Stands for a step of which nobody says how many tokens its queries see: any number."""
+
+LOOKING = ("cpu",)
+"""Platforms whose steps look while they run. It costs them nothing, and a second program takes seconds to compile."""
+
+
+def choices(layout: Layout) -> tuple[bool | None, ...]:
+    """Returns what `chooses` of a batch is in the engine's programs (see `dsv3.model.batch`)."""
+    indexer = layout.model_cfg.indexer
+    if indexer is None or layout.platform in LOOKING:
+        return (None,)
+    return (False, True) if layout.cfg.pages_per_seq * PAGE_SIZE > indexer.topk else (False,)
+
+
+def chooses(layout: Layout, longest: int) -> bool | None:
+    """Returns that of `choices` for a step whose queries see `longest` tokens at most."""
+    found, indexer = choices(layout), layout.model_cfg.indexer
+    return found[0] if len(found) == 1 or indexer is None else longest > indexer.topk

@@ -1,0 +1,140 @@
+"""Sparse attention on a GPU: the host says whether a step's queries choose, and is never wrong about it."""
+
+import dataclasses
+import types
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.deepseek_v3 import DEEPSEEK_V3
+from configs.deepseek_v32 import DEEPSEEK_V32
+from dsv3.config import ModelConfig
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.device import choosing
+from dsv3.engine.engine import Engine
+from dsv3.engine.functions import StepFunctions
+from dsv3.engine.job import StepCommand
+from dsv3.engine.jobs import decode, draft_module, prefill
+from dsv3.engine.parts import Parts
+from tests.dsv3.engine import toy
+from tests.dsv3.engine.conftest import LIMITS
+from tests.dsv3.engine.driving import request, run
+
+TOPK = 90
+
+
+def layout(model: ModelConfig = DEEPSEEK_V32, platform: str = "cuda", length: int = 4096) -> Any:
+    """As much of a layout as says which programs there are."""
+    cfg = EngineConfig(max_model_len=length, num_pages=64)
+    return types.SimpleNamespace(model_cfg=model, cfg=cfg, platform=platform)
+
+
+def test_a_gpu_has_two_programs_where_requests_may_be_longer_than_the_choice() -> None:
+    assert choosing.choices(layout()) == (False, True)
+    assert choosing.choices(layout(length=2048)) == (False,)
+    assert choosing.choices(layout(length=2049)) == (False, True)
+    assert choosing.choices(layout(platform="cpu")) == choosing.choices(layout(DEEPSEEK_V3)) == (None,)
+
+
+def test_the_longest_query_says_which() -> None:
+    assert [choosing.chooses(layout(), n) for n in (1, 2048, 2049, choosing.ANY_LENGTH)] == [False, False, True, True]
+    assert choosing.chooses(layout(length=2048), choosing.ANY_LENGTH) is False
+    assert choosing.chooses(layout(platform="cpu"), 9999) is None
+
+
+@pytest.mark.parametrize(
+    ("has_context", "longest", "wanted"),
+    [
+        (False, 2048, (False, False)),
+        (True, 2048, (True, False)),
+        (False, 2049, (True, True)),
+        (True, 4000, (True, True)),
+    ],
+)
+def test_prompts_have_three_programs(has_context: bool, longest: int, wanted: tuple[bool, bool]) -> None:
+    """Queries that choose take new tokens and cached ones alike, so context makes no difference to them."""
+    assert prefill.variant_for(layout(), has_context, longest) == wanted
+    looking = prefill.variant_for(layout(platform="cpu"), has_context, longest)
+    assert looking == (True, None) and looking.number == 1
+    assert prefill.variant_for(layout(DEEPSEEK_V3), has_context, longest) == (has_context, None)
+
+
+def noting(engine: Engine) -> list[tuple[str, int, int]]:
+    """Lists, from now on, each forward job with the most tokens that a query sees, by the devices and by the host."""
+    devices, launch, found = engine.executor.devices, engine.executor.launch, []
+
+    def noted(command: StepCommand) -> Any:
+        for kind, job in command.jobs:
+            if kind == "decode":
+                lengths = np.asarray(devices.state.lengths)
+                live = [(rank, slot) for rank, slot in _live(job.rows, lengths.shape[1])]
+                found.append((kind, max(int(lengths[at]) for at in live) + job.width - 1, job.longest))
+            elif kind == "prefill":
+                found.append((kind, int((job.header[:, 3] + job.header[:, 4]).max()), job.longest))
+        return launch(command)
+
+    engine.executor.launch = noted
+    return found
+
+
+def _live(rows: np.ndarray, num_slots: int) -> list[tuple[int, int]]:
+    ranks, places = np.nonzero(rows[..., 0] < num_slots)
+    return [(int(rank), int(rows[rank, place, 0])) for rank, place in zip(ranks, places, strict=True)]
+
+
+def test_without_drafts_the_host_knows_exactly(engine: Engine) -> None:
+    """Requests of two ranks, in chunks; one ends before the other."""
+    seen = noting(engine)
+    prompts = [[(k * i) % 60 + 1 for i in range(30 * k)] for k in (1, 4, 5)]
+    run(engine, *(request(str(k), p, max_tokens=9 + 5 * k, ignore_eos=True) for k, p in enumerate(prompts)))
+    assert {kind for kind, _, _ in seen} == {"decode", "prefill"}
+    assert [devices for _, devices, _ in seen] == [host for _, _, host in seen]
+    assert max(host for _, _, host in seen) == 150 + 19 - 1
+
+
+def strict(functions: StepFunctions) -> StepFunctions:
+    """The toy, whose answers are NaN where a batch says that no query must choose and one sees more than `TOPK`."""
+
+    def checked(step: Any) -> Any:
+        def run_step(params: Any, cfg: ModelConfig, batch: Any, pages: Any, *hidden: Any) -> Any:
+            out = step(params, cfg, batch, pages, *hidden)
+            seen = batch.lengths if hasattr(batch, "lengths") else jnp.diff(batch.cu_lengths) + batch.context_lengths
+            assert batch.chooses is not None
+            wrong = jnp.logical_and(not batch.chooses, (seen > TOPK).any())
+            return out._replace(hidden=jnp.where(wrong, jnp.nan, out.hidden))
+
+        return run_step
+
+    draft = functions.draft
+    assert draft is not None
+    draft = dataclasses.replace(draft, prefill=checked(draft.prefill), decode=checked(draft.decode))
+    return dataclasses.replace(
+        functions, prefill=checked(functions.prefill), decode=checked(functions.decode), draft=draft
+    )
+
+
+def test_with_drafts_the_host_counts_those_that_may_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of two drafts is right at two of three places; texts grow over `TOPK` in decode, then in prefill.
+
+    The drafts of a NaN are wrong, and a text of NaN fails. Each program is there for both cases, and both are used.
+    """
+    for module in (decode, draft_module, prefill):
+        monkeypatch.setattr(module, "choices", lambda _: (False, True))
+        monkeypatch.setattr(module, "chooses", lambda _, longest: longest > TOPK)
+    given = {"method": "mtp", "num_speculative_tokens": 2}
+    limits = LIMITS | {"num_ranks": 1, "max_num_seqs": 1, "speculative_config": given, "tokens_per_row": 3}
+    model = toy.toy_config(num_nextn_predict_layers=1)
+    parts = Parts.on_devices(strict(toy.drafting(3)), toy.PARAMS, model, EngineConfig(**limits))
+    engine, prompt = Engine(parts), [(11 * i) % 60 + 1 for i in range(40)]
+    seen, answer = noting(engine), toy.expected_tokens(prompt, 120, ())
+    assert run(engine, request("a", prompt, max_tokens=100, ignore_eos=True))["a"].tokens == answer[:100]
+    again = run(engine, request("b", prompt + answer[:60], max_tokens=9, ignore_eos=True))["b"]
+    assert again.tokens == answer[60:69]
+    assert all(devices <= host <= devices + 6 for _, devices, host in seen), "two steps of three tokens are in flight"
+    used = engine.executor.devices.programs._compiled
+    kinds = [(key.kind, key.variant) for key in used if key.kind in ("decode", "prefill") or key.kind.startswith("mtp")]
+    both = {(kind, n) for kind in ("decode", "mtp decode", "mtp prefill") for n in (0, 1)}
+    assert both | {("mtp chain", n) for n in (1, -1)} <= set(kinds)
+    assert engine.stats().pages_in_use == 0 and engine.failure is None

@@ -1,0 +1,74 @@
+"""Steps with sparse attention compiled for an H200: nothing in them waits for the host, whatever a layer has to do."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs.deepseek_v32 import DEEPSEEK_V32
+from dsv3.cache.layout import FP8, IndexedPages, pool
+from dsv3.config import IndexerConfig
+from dsv3.model import DecodeBatch, PrefillBatch, decode, prefill
+from dsv3.model.params import abstract
+from dsv3.plan import hlo
+from pallas_kernels.aot import compile_for
+from pallas_kernels.backend import Backend
+from pallas_kernels.dsa import attend
+
+pytestmark = pytest.mark.aot
+# The smallest shapes that the kernels take. The second layer shares the indexer of the first.
+CFG = dataclasses.replace(
+    DEEPSEEK_V32,
+    **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 2, "first_k_dense_replace": 2, "fp8": None},
+    **{"num_attention_heads": 16, "q_lora_rank": 128, "intermediate_size": 256, "num_nextn_predict_layers": 0},
+    indexer=IndexerConfig(num_heads=8, head_dim=128, topk=64, shared_layers=(1,)),
+)
+POOL, TABLE = 8, 4
+
+ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+PREFILL = PrefillBatch(ints((64,)), ints((64,)), ints((3,)), ints((2,)), ints((2, TABLE)), chooses=True)
+DECODE = DecodeBatch(ints((4, 1)), ints((4,)), ints((4, TABLE)), chooses=True)
+
+
+def step(which, params, batch, pages):
+    out = which(params, CFG, batch, pages, backend=Backend.MOSAIC)
+    return out.hidden, out.pages
+
+
+@pytest.mark.parametrize(("which", "batch"), [(prefill, PREFILL), (decode, DECODE)], ids=["prefill", "decode"])
+def test_no_step_that_chooses_waits_for_the_host(which, batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts' rows come in groups, of which some are padding; the other layer keeps the choice of the one before."""
+    pages = pool(CFG, FP8, POOL)
+    assert isinstance(pages, IndexedPages)
+    monkeypatch.setattr(attend, "BYTES_AT_ONCE", 4 * 64 * 656)
+    program = jax.jit(functools.partial(step, which), donate_argnums=2)
+    text = compile_for(program, abstract(CFG, jnp.bfloat16), batch, pages).as_text()
+    assert "dsa_scores" in text and text.count("triton_kernel_call") >= 2
+    assert hlo.parse(text).host_waits == ()
+
+
+def test_a_step_that_need_not_choose_is_dense() -> None:
+    """It scores nothing and asks nothing; a step that looks while it runs, as on a CPU, asks in each layer."""
+
+    def traced(chooses: bool | None) -> Any:
+        arguments = abstract(CFG, jnp.bfloat16), dataclasses.replace(DECODE, chooses=chooses), pool(CFG, FP8, POOL)
+        return jax.make_jaxpr(functools.partial(step, decode))(*arguments).jaxpr
+
+    dense, looking = traced(False), traced(None)
+    assert "dsa_scores" not in str(dense) and conditions(dense) == 0
+    assert "dsa_scores" in str(looking) and conditions(looking) == 2
+
+
+def conditions(jaxpr: Any) -> int:
+    """Counts the conditions of a step, but not those inside of its Mosaic kernels."""
+    inner = [
+        getattr(value, "jaxpr", value)
+        for equation in jaxpr.eqns
+        if equation.primitive.name != "mpmd_map"
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr"))
+        if hasattr(value, "jaxpr") or hasattr(value, "eqns")
+    ]
+    return sum(equation.primitive.name == "cond" for equation in jaxpr.eqns) + sum(map(conditions, inner))

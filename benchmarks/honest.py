@@ -44,7 +44,7 @@ def _serving(tree: Path, packages: str, model_dir: str) -> Iterator[int]:
     settings = {"model_dir": model_dir, "model_names": ["tiny"], "engine_factory": "tests.dsv3.api.fake_engine:make"}
     path = os.pathsep.join(filter(None, (str(tree), packages)))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.dsv3.api.serving", json.dumps(settings)],
+        [sys.executable, "-m", "tests.dsv3.api.served", json.dumps(settings)],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,

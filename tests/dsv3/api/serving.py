@@ -1,4 +1,4 @@
-"""Starts servers in processes of their own, with the fake engine unless told otherwise; run as a script it is one."""
+"""Starts servers in processes of their own, with the fake engine unless told otherwise."""
 
 import contextlib
 import json
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import msgspec
 import psutil
 
 ROOT = Path(__file__).parents[3]
@@ -79,7 +78,7 @@ def running(model_dir: Path, *, ready: bool = True, **settings) -> Iterator[Serv
     settings = {"model_dir": str(model_dir), "model_names": ["tiny"], "engine_factory": FAKE} | settings
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.dsv3.api.serving", json.dumps(settings)],
+            [sys.executable, "-m", "tests.dsv3.api.served", json.dumps(settings)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -99,34 +98,3 @@ def running(model_dir: Path, *, ready: bool = True, **settings) -> Iterator[Serv
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
             process.wait()
-
-
-def main() -> int:
-    """Serves until a signal; prints the port, what the server tells its user, and at the end whether jax came in."""
-    import uvloop
-
-    from dsv3.api.config import Deadlines, ServerConfig
-    from dsv3.api.http.server import bind, serve
-    from dsv3.api.tenants import tenants_of
-    from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
-    from dsv3.restarts import RestartPolicy
-
-    settings = json.loads(sys.argv[1])
-    kinds = {"options": ServerOptions, "engine": EngineOptions, "cluster": ClusterOptions, "deadlines": Deadlines}
-    kinds["restarts"] = RestartPolicy
-    for name, kind in kinds.items():
-        if name in settings:
-            settings[name] = msgspec.convert(settings[name], kind)
-    settings["tenants"] = tenants_of(settings.get("options", ServerOptions()))
-    settings["model_dir"] = Path(settings["model_dir"])
-    settings["model_names"] = tuple(settings["model_names"])
-    listener = bind("127.0.0.1", 0)
-    print("port", listener.getsockname()[1], flush=True)
-    config = ServerConfig(**settings, notify=lambda line: print(line, flush=True))
-    status = uvloop.run(serve(config, listener, lambda _: print("ready", flush=True)))
-    print("jax imported" if "jax" in sys.modules else "no jax", flush=True)
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

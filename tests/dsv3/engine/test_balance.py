@@ -54,7 +54,8 @@ class Served:
     def __init__(self) -> None:
         texts = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
         self.prompts, self.answers = texts["prompts"], [tokens[:LENGTH] for tokens in texts["greedy"]]
-        self.whole, self.cfg = golden.with_module("greedy")
+        whole, self.cfg = golden.with_module("greedy")
+        self.whole = jax.device_get(whole)  # jax would compile each array's distribution
         mesh = rank_mesh(jax.devices()[:8], LIMITS["num_nodes"])
         self.functions = expert_parallel_functions(self.cfg, mesh, REDUNDANT, dtype=jnp.float32)
         self.params = spread_experts(self.whole, self.cfg, mesh, REDUNDANT)

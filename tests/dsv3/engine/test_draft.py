@@ -30,7 +30,7 @@ def make(right_of: int, **config) -> Engine:
 
 @pytest.fixture(scope="module")
 def right() -> Engine:
-    return make(0, num_speculative_tokens=3)
+    return make(0, num_speculative_tokens=2)
 
 
 @pytest.fixture(scope="module")
@@ -130,16 +130,16 @@ def test_a_request_that_fails_leaves_the_others_alone(right: Engine) -> None:
 
 @pytest.mark.parametrize("fewer", [0, 1])
 def test_large_steps_take_fewer_drafts_and_small_ones_go_on_with_theirs(fewer: int) -> None:
-    """Steps of one request have three drafts, larger ones one or none; the module misses no token meanwhile.
+    """Steps of one request have two drafts, larger ones one or none; the module misses no token meanwhile.
 
     So the drafts after that are right too. A step that gets fewer than it could verify counts those that it got.
     """
-    engine = make(0, num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 4, fewer]])
-    assert [engine.cfg.width(size) for size in engine.cfg.decode_buckets] == [4, 1 + fewer]
-    engine.add(request("long", PROMPT, max_tokens=150, ignore_eos=True))
+    engine = make(0, num_speculative_tokens_per_batch_size=[[1, 1, 2], [2, 4, fewer]])
+    assert [engine.cfg.width(size) for size in engine.cfg.decode_buckets] == [3, 1 + fewer]
+    engine.add(request("long", PROMPT, max_tokens=160, ignore_eos=True))
     engine.add(request("short", PROMPT[:20], max_tokens=10, ignore_eos=True))
     gathered = drain(engine)
-    assert gathered["long"].tokens == ANSWER[:150]
+    assert gathered["long"].tokens == ANSWER[:160]
     assert gathered["short"].tokens == toy.expected_tokens(PROMPT[:20], 10, ())
     assert max(len(output.token_ids) for output in gathered["short"].outputs) == 1 + fewer
     stats = engine.stats().jobs["draft"]

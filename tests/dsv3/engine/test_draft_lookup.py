@@ -1,6 +1,6 @@
 """Drafts looked up in the text: what they are, and that texts stay those without drafts."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,6 +16,7 @@ from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import request, run
 
 WIDTH, DRAFTS, LOW, HIGH = 24, 3, 2, 3
+_continuation = jax.jit(lambda text, length: continuation(text, length, DRAFTS, LOW, HIGH))
 
 
 def expected(text: list[int]) -> list[int]:
@@ -32,8 +33,8 @@ def expected(text: list[int]) -> list[int]:
 @settings(deadline=None, max_examples=200)
 @given(text=st.lists(st.integers(0, 2), min_size=1, max_size=WIDTH), rest=st.integers(0, 2))
 def test_the_longest_and_latest_match_goes_on(text: list[int], rest: int) -> None:
-    padded = jnp.array(text + [rest] * (WIDTH - len(text)), jnp.int32)
-    got = continuation(padded, jnp.int32(len(text)), DRAFTS, LOW, HIGH)
+    padded = np.array(text + [rest] * (WIDTH - len(text)), np.int32)
+    got = _continuation(padded, np.int32(len(text)))
     assert got.tolist() == expected(text)
 
 

@@ -8,6 +8,7 @@ from dsv3.engine.engine import Engine
 from dsv3.options import EngineOptions
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.engine.driving import drain, request, run
+from tests.dsv3.engine.fewer import one_bucket
 
 LIMITS = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64}
 SOURCE = (
@@ -17,7 +18,8 @@ SOURCE = (
 
 def engine(**options) -> Engine:
     """The bundled model, whose programs are compiled as they are needed."""
-    return build_engine(bundled_model(), EngineOptions(**(LIMITS | options)), progress=False)
+    with one_bucket():
+        return build_engine(bundled_model(), EngineOptions(**(LIMITS | options)), progress=False)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from dsv3 import LLM, SamplingParams
 from dsv3.engine.description import count_parameters, describe, short
 from dsv3.engine.dtypes import EngineDtypes
 from pallas_kernels.backend import Backend
+from tests.dsv3.engine.fewer import greedy_samplers, one_bucket
 from tests.dsv3.model.golden import DIRECTORY, data, model
 
 
@@ -25,9 +26,9 @@ from tests.dsv3.model.golden import DIRECTORY, data, model
 def test_greedy_tokens_are_those_of_transformers(family: str, options: dict) -> None:
     golden = data(family)
     prompts = [row[row >= 0].tolist() for row in golden["prompts"]]
-    llm = LLM(
-        DIRECTORY / family, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, progress=False, **options
-    )
+    limits = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    with one_bucket(), greedy_samplers():
+        llm = LLM(DIRECTORY / family, progress=False, **limits, **options)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     assert [output.outputs[0].token_ids for output in outputs] == golden["greedy"].tolist()
     stats = llm.engine.stats()

@@ -16,7 +16,9 @@ from dsv3.llm import LLM
 from dsv3.options import EngineOptions
 from sharding.experts import exchange
 from sharding.mesh import rank_mesh
+from tests.dsv3.engine import test_draft_model
 from tests.dsv3.engine.driving import name_of, request, run
+from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import DIRECTORY, model
 
 LIMITS = dict(max_model_len=128, num_pages=16, max_num_batched_tokens=64)
@@ -37,13 +39,14 @@ def test_greedy_text_is_transformers_token_for_token(
     if is_cramped:
         monkeypatch.setattr(exchange, "expected_capacity", lambda tokens, *_, **__: max(1, tokens // 4))
     golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
-    params, cfg = model("greedy")
+    params, cfg = jax.device_get(model("greedy")[0]), model("greedy")[1]  # jax would compile each array's distribution
     used = jax.devices()[:devices]
     mesh = rank_mesh(used, nodes, tensor)
     spread = spread_experts(params, cfg, mesh, redundant)
     functions = expert_parallel_functions(cfg, mesh, redundant, transport=transport)
     layout = dict(num_ranks=devices // tensor, num_nodes=nodes, tensor_parallel_size=tensor, max_num_seqs=seqs)
-    engine = Engine(Parts.on_devices(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used))
+    with one_bucket():
+        engine = Engine(Parts.on_devices(functions, spread, cfg, EngineConfig(**LIMITS, **layout), used))
     count, length = 10, 12
     prompts = golden["prompts"][:count]
     requests = [request(str(i), p, max_tokens=length, ignore_eos=True) for i, p in enumerate(prompts)]
@@ -66,12 +69,11 @@ def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
     The spread one verifies drafts, for which its MTP module is spread too.
     """
     requests = [request(str(i), list(range(100 + i, 130 + i)), max_tokens=12, ignore_eos=True) for i in range(5)]
-    limits = dict(max_num_seqs=1, max_model_len=128, max_num_batched_tokens=64)  # one program of each kind
-    drafts = {"method": "mtp", "num_speculative_tokens": 1}
-    spread = dict(data_parallel_size=2, tensor_parallel_size=2, num_redundant_experts=4, speculative_config=drafts)
+    spread = dict(data_parallel_size=2, tensor_parallel_size=2, num_redundant_experts=4)
+    spread |= dict(speculative_config={"method": "mtp", "num_speculative_tokens": 1}, dtype="float32")
+    spread |= dict(max_num_seqs=1, max_model_len=128, max_num_batched_tokens=64)  # one program of each kind
     texts = []
-    for options in (EngineOptions(**limits), EngineOptions(**limits, **spread)):
-        engine = build_engine(bundled_model(), options, progress=False)
+    for engine in (test_draft_model.engine(), build_engine(bundled_model(), EngineOptions(**spread), progress=False)):
         gathered = run(engine, *requests)
         texts.append([gathered[name_of(item.request_id)].tokens for item in requests])
     assert texts[0] == texts[1]

@@ -15,7 +15,6 @@ from dsv3.checkpoint import load_params
 from dsv3.engine.build import bundled_model
 from dsv3.hf_config import load_config
 from dsv3.text.tokenizer import Tokenizer
-from pallas_kernels.mla import reference
 from tests.dsv3.model import test_steps
 from tests.dsv3.model.golden import data, model, run
 
@@ -50,19 +49,16 @@ def test_log_probabilities_stay_close(dtype: str, pages: str) -> None:
     assert seen.mean > 0 and not differs(seen), seen
 
 
-def test_the_bound_notices_a_wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scale that is read as twice what was written: no error of types or shapes would tell."""
-    unpack = reference.unpack_fp8
+def test_the_bound_notices_a_wrong_scale() -> None:
+    """A scale that is read as twice what was written: no error of types or shapes would tell.
 
-    def doubled(rows: jax.Array, value_width: int, dtype: jnp.dtype) -> jax.Array:
-        return unpack(rows, value_width, dtype).at[..., :value_width].multiply(2)
-
-    monkeypatch.setattr(reference, "unpack_fp8", doubled)
-    cache_dtypes._read.clear_cache()
-    try:
-        assert differs(Difference.between(read(*bundled("float32"), tokens(), FP8), expected()))
-    finally:
-        cache_dtypes._read.clear_cache()
+    Decode reads every latent from pages, and only these two weights take it: doubled, they see such a latent.
+    """
+    params, cfg = bundled("float32")
+    stacks = [stack for stack in (params.dense, params.moe) if stack is not None]
+    latent = [leaf for stack in stacks for leaf in (stack.attention.k_up, stack.attention.v_up)]
+    doubled = jax.tree.map(lambda a: 2 * a if any(a is each for each in latent) else a, params)
+    assert differs(Difference.between(read(doubled, cfg, tokens(), FP8), expected()))
 
 
 @pytest.mark.parametrize(("dtype", "pages", "limit"), [("float32", FP8, 0.02), ("float16", "float16", 0.004)])
@@ -73,9 +69,9 @@ def test_chunks_and_decode_follow_the_training_form(dtype: str, pages: str, limi
     full = np.asarray(run(params, cfg, prompt[None]).logits[0])
     cache = test_steps.Cache("moonlight", [[3, 1]])
     kept = (params.moe.moe.router, params.moe.moe.router_bias)
-    cache.params = jax.tree.map(lambda a: a if any(a is r for r in kept) else a.astype(dtype), params)
+    cache.params = jax.tree.map(lambda a: a if any(a is r for r in kept) else np.asarray(a).astype(dtype), params)
     empty = pool(cfg, pages, test_steps.POOL)
-    cache.pages = jnp.full(empty.shape, 0xFF if pages == FP8 else jnp.nan, empty.dtype)
+    cache.pages = np.full(empty.shape, 0xFF if pages == FP8 else np.nan, empty.dtype)
     cut, end = len(prompt) // 2, len(prompt) - 2
     chunks = [cache.prefill([(0, prompt[:cut])])[0], cache.prefill([(0, prompt[cut:end])])[0]]
     decoded = [cache.decode({0: prompt[i : i + 1]})[0] for i in range(end, len(prompt))]

@@ -1,7 +1,8 @@
-"""Experts spread over ranks must give each rank what it would compute alone."""
+"""Experts spread over ranks must give each rank what it would compute alone. Plain schedule: engine/test_parallel."""
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Params, abstract, declare
-from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
+from dsv3.model.schedules import HOOKED, OVERLAPPED, Schedule
 from dsv3.model.steps import decode, prefill
 from sharding.experts.eplb import rebalance_experts
 from sharding.experts.kind import Kind
@@ -73,35 +74,53 @@ def batches(ranks: int) -> tuple[PrefillBatch, DecodeBatch]:
     )
 
 
-def run_rank(params: Params, first: PrefillBatch, second: DecodeBatch, **options) -> tuple[jax.Array, jax.Array, tuple]:
-    """Prefill and one decode step of one rank: hidden states [T + 4, D], those of padding rows 0, counts, overflows."""
-    out = prefill(params, CFG, first, jnp.zeros(PAGES), **options)
-    after = decode(params, CFG, second, out.pages, **options)
-    live = jnp.arange(T)[:, None] < first.cu_lengths[-1]
-    hidden = jnp.concatenate([jnp.where(live, out.hidden, 0), after.hidden.reshape(-1, CFG.hidden_size)])
-    return hidden, out.expert_counts + after.expert_counts, (out.overflows, after.overflows)
+class Step(NamedTuple):
+    hidden: Any  # [tokens, D], those of padding rows 0
+    counts: Any
+    overflows: Any
+    pages: Any
 
 
-_alone = jax.jit(lambda *arguments: run_rank(*arguments)[:2])
+def run_prefill(params: Params, batch: PrefillBatch, **options) -> Step:
+    out = prefill(params, CFG, batch, jnp.zeros(PAGES), **options)
+    live = jnp.arange(T)[:, None] < batch.cu_lengths[-1]
+    return Step(jnp.where(live, out.hidden, 0), out.expert_counts, out.overflows, out.pages)
+
+
+def run_decode(params: Params, batch: DecodeBatch, pages: jax.Array, **options) -> Step:
+    out = decode(params, CFG, batch, pages, **options)
+    return Step(out.hidden.reshape(-1, CFG.hidden_size), out.expert_counts, out.overflows, ())
+
+
+def run_rank(params: Params, first: PrefillBatch, second: DecodeBatch, **options) -> tuple[Step, Step]:
+    """Prefill and one decode step of one rank."""
+    before = run_prefill(params, first, **options)
+    return before, run_decode(params, second, before.pages, **options)
+
+
+_alone = jax.jit(run_rank)
 
 
 @functools.cache
-def alone(ranks: int) -> tuple[np.ndarray, np.ndarray]:
+def alone(ranks: int) -> tuple[Step, Step]:
+    """What each rank computes by itself, `[ranks, ...]`."""
     results = [_alone(parameters(), *jax.tree.map(lambda a, r=rank: a[r], batches(ranks))) for rank in range(ranks)]
-    return tuple(np.stack(part) for part in zip(*results, strict=True))
+    return jax.tree.map(lambda *parts: np.stack(parts), *results)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "kind", "schedule"),
+    ("nodes", "gpus", "kind", "schedule", "prefills"),
     [
-        (1, 1, Kind.ALL_TO_ALL, PLAIN),
-        (1, 2, Kind.RING, HOOKED),
-        (2, 4, Kind.ALL_TO_ALL, OVERLAPPED),
-        (2, 4, Kind.HIERARCHICAL, OVERLAPPED),
+        (1, 2, Kind.RING, HOOKED, True),
+        (1, 2, Kind.ALL_TO_ALL, OVERLAPPED, False),  # such a prefill: test_tensor_parallel
+        (2, 4, Kind.HIERARCHICAL, OVERLAPPED, True),
     ],
 )
-def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Kind, schedule: Schedule) -> None:
+def test_every_rank_computes_what_it_would_alone(
+    nodes: int, gpus: int, kind: Kind, schedule: Schedule, prefills: bool
+) -> None:
     ranks = nodes * gpus
+    expected = alone(ranks)
     mesh = rank_mesh(jax.devices()[:ranks], nodes)
     hot = np.random.default_rng(1).lognormal(sigma=2, size=(CFG.num_moe_layers, CFG.n_routed_experts))
     expert_map = rebalance_experts(hot, CFG.n_routed_experts + REDUNDANT, CFG.n_group, nodes, ranks)
@@ -110,22 +129,24 @@ def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Ki
     rows = LayerRows.from_widths(many, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)
     transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts + REDUNDANT, rows)
 
-    def body(params, placement, first, second):
-        first, second = jax.tree.map(lambda a: a[0], (first, second))
+    def body(params, placement, given):
         how = dict(routed=ExpertParallel(transport), placement=placement, schedule=schedule)
-        results = run_rank(params, first, second, **how)
-        return jax.tree.map(lambda a: a[None], results)
+        given = jax.tree.map(lambda a: a[0], given)
+        steps = run_rank(params, *given, **how) if prefills else (run_decode(params, *given, **how),)
+        return jax.tree.map(lambda a: a[None], steps)
 
     specs = partitions(declare(CFG))
     step = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(specs, PartitionSpec(), RANK_SPEC, RANK_SPEC),
+        in_specs=(specs, PartitionSpec(), RANK_SPEC),
         out_specs=RANK_SPEC,
         check_vma=False,
     )
-    hidden, counts, overflows = jax.jit(step)(spread(parameters(), expert_map.phy2log), placement, *batches(ranks))
-    expected, expected_counts = alone(ranks)
-    np.testing.assert_allclose(hidden, expected, rtol=2e-4, atol=2e-4)
-    np.testing.assert_array_equal(counts, expected_counts)
-    assert not any(np.asarray(each).any() for each in overflows)
+    first, second = batches(ranks)
+    given = (first, second) if prefills else (second, expected[0].pages)
+    got = jax.jit(step)(spread(parameters(), expert_map.phy2log), placement, given)
+    for mine, wanted in zip(got, expected if prefills else expected[1:], strict=True):
+        np.testing.assert_allclose(mine.hidden, wanted.hidden, rtol=2e-4, atol=2e-4)
+        np.testing.assert_array_equal(mine.counts, wanted.counts)
+        assert not np.asarray(mine.overflows).any()

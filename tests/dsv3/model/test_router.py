@@ -1,6 +1,7 @@
 """Expert choice against the plain wording of the papers, and the traps between implementations."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,16 @@ from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.kimi_k2 import KIMI_K2
 from dsv3.config import ModelConfig
-from dsv3.model.layers.router import route, router_logits
+from dsv3.model.layers.router import Routing, route, router_logits
 from pallas_kernels.backend import Backend
 
 BF16, F32 = jnp.bfloat16, jnp.float32
+routed = jax.jit(route, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def chosen(cfg: ModelConfig, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> Routing:
+    return route(cfg, router_logits(x, weight[None], 0, None), bias)
 
 
 def choose_plainly(cfg: ModelConfig, logits: np.ndarray, bias: np.ndarray) -> tuple[list[int], list[float]]:
@@ -38,8 +45,7 @@ def test_against_plain_python(cfg: ModelConfig) -> None:
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(20, D)).astype(np.float32), rng.normal(size=(E, D)).astype(np.float32)
     bias = rng.normal(0, 0.3, E).astype(np.float32) if cfg.topk_method == "noaux_tc" else None
-    logits = router_logits(jnp.asarray(x), jnp.asarray(weight)[None], 0, None)
-    ids, weights = route(cfg, logits, None if bias is None else jnp.asarray(bias))
+    ids, weights = map(np.asarray, chosen(cfg, x, weight, bias))
     for t in range(len(x)):
         plain = choose_plainly(cfg, x[t] @ weight.T, np.zeros(E) if bias is None else bias)
         assert ids[t].tolist() == plain[0]
@@ -50,28 +56,28 @@ def test_a_masked_expert_never_wins_over_a_negative_score() -> None:
     cfg = dataclasses.replace(
         DEEPSEEK_V3, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, routed_scaling_factor=1.0
     )
-    bias = jnp.array([-0.6, -0.7, -0.9, -0.95])  # every biased score is below zero
-    ids, weights = route(cfg, jnp.zeros((1, 4)), bias)
+    bias = np.array([-0.6, -0.7, -0.9, -0.95], np.float32)  # every biased score is below zero
+    ids, weights = routed(cfg, np.zeros((1, 4), np.float32), bias)
     assert ids.tolist() == [[0, 1]]
     np.testing.assert_allclose(weights, [[0.5, 0.5]])
 
 
 def test_the_bias_moves_the_choice_and_not_the_weights() -> None:
     cfg = dataclasses.replace(KIMI_K2, n_routed_experts=3, num_experts_per_tok=1, norm_topk_prob=False)
-    logits = jnp.array([[2.0, 1.0, 0.0]])
-    assert route(cfg, logits, jnp.zeros(3))[0].tolist() == [[0]]
-    ids, weights = route(cfg, logits, jnp.array([0.0, 0.0, 9.0]))
+    logits = np.array([[2.0, 1.0, 0.0]], np.float32)
+    assert routed(cfg, logits, np.zeros(3, np.float32))[0].tolist() == [[0]]
+    ids, weights = routed(cfg, logits, np.array([0.0, 0.0, 9.0], np.float32))
     assert ids.tolist() == [[2]]
     assert float(weights[0, 0]) == pytest.approx(0.5 * cfg.routed_scaling_factor)
 
 
 def test_bfloat16_is_scored_in_float32() -> None:
     """Activations and the router's weights agree to the bit: nothing is rounded between them and the logits."""
-    x = jax.random.normal(jax.random.key(0), (8, 64)).astype(jnp.bfloat16)
-    stack = jax.random.normal(jax.random.key(1), (3, 256, 64)).astype(jnp.bfloat16)
+    rng = np.random.default_rng(0)
+    x, stack = (rng.normal(size=shape).astype(jnp.bfloat16) for shape in ((8, 64), (3, 256, 64)))
     logits = jax.jit(router_logits, static_argnums=3)
-    wanted = logits(x.astype(jnp.float32), stack.astype(jnp.float32), 1, None)
-    for weight in (stack.astype(jnp.float32), stack):
+    wanted = logits(x.astype(np.float32), stack.astype(np.float32), 1, None)
+    for weight in (stack.astype(np.float32), stack):
         found = logits(x, weight, 1, None)
         assert found.dtype == jnp.float32
         assert (found == wanted).all()

@@ -11,7 +11,7 @@ import dsv3
 from configs.tiny import MODEL
 from dsv3.checkpoint import load_params
 from dsv3.hf_config import load_config
-from dsv3.model.forward import forward
+from dsv3.model.forward import ForwardOutput, forward
 from dsv3.model.params import Params
 from dsv3.text.chat_template import ChatTemplate
 from dsv3.text.tokenizer import Tokenizer
@@ -43,13 +43,14 @@ def continuation(params: Params, ids: list[int], count: int) -> list[int]:
     while len(ids) < start + count and ids[-1] != EOS_ID:
         row = np.zeros((1, LENGTH), np.int32)
         row[0, : len(ids)] = ids
-        ids = [*ids, int(_next_token(params, row, len(ids)))]
+        ids = [*ids, int(np.asarray(_forward(params, row).logits)[0, len(ids) - 1].argmax())]
     return ids[start:]
 
 
 @jax.jit
-def _next_token(params: Params, row: jax.Array, length: jax.Array) -> jax.Array:
-    return forward(params, MODEL, row).logits[0, length - 1].argmax()
+def _forward(params: Params, row: jax.Array) -> ForwardOutput:
+    """One program for all tests: a row of `LENGTH` tokens."""
+    return forward(params, MODEL, row)
 
 
 def test_directory_is_small_and_describes_the_tiny_configuration() -> None:
@@ -62,8 +63,8 @@ def test_loss_on_held_out_text(params: Params, tokenizer: Tokenizer) -> None:
     assert corpus.is_held_out(HELD_OUT)
     ids = tokenizer.encode(path.read_text(), add_special_tokens=False)
     rows = np.asarray(ids[: 8 * (LENGTH - 1)], np.int32).reshape(8, LENGTH - 1)
-    tokens = jnp.asarray(np.concatenate([np.full((8, 1), BOS_ID, np.int32), rows], axis=1))
-    loss = float(main_loss(forward(params, MODEL, tokens), tokens))
+    tokens = np.concatenate([np.full((8, 1), BOS_ID, np.int32), rows], axis=1)
+    loss = np.mean([main_loss(_forward(params, row[None]), row[None]) for row in tokens])
     assert loss < LOSS_BOUND, f"{loss} nats per token"
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dsv3.model.layers.router import route, router_logits
+from dsv3.model.params import Params
 from dsv3.training.config import TrainingConfig
 from dsv3.training.step import TrainState, evaluate, initial_state, learning_rate, shift_router_bias, train_step
 
@@ -46,13 +47,18 @@ def test_balancing_evens_out_a_lopsided_router(toy_config: TrainingConfig, state
     """The weights are held still: the bias alone brings a router that prefers some experts close to an even load."""
     cfg, params = toy_config.model, state.params
     x = jax.random.normal(jax.random.key(1), (512, cfg.hidden_size)) + 1.0
-    peaks = []
     logits = router_logits(x, params.moe.moe.router, 0, None)
-    for _ in range(150):
+
+    @jax.jit
+    def step(params: Params) -> tuple[Params, jax.Array]:
         ids, _ = route(cfg, logits, params.moe.moe.router_bias[0])
         counts = jnp.bincount(ids.reshape(-1), length=cfg.n_routed_experts)
-        peaks.append(float(counts.max() / counts.mean()))
-        params = shift_router_bias(params, jnp.stack([counts, counts]), 0.005)
+        return shift_router_bias(params, jnp.stack([counts, counts]), 0.005), counts.max() / counts.mean()
+
+    peaks = []
+    for _ in range(150):
+        params, peak = step(params)
+        peaks.append(float(peak))
     assert peaks[0] > 1.4
     assert max(peaks[-10:]) < 1.2
 

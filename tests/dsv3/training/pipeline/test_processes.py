@@ -14,7 +14,7 @@ import numpy as np
 from dsv3.training.checkpoints import Checkpoints
 from dsv3.training.config import TrainingConfig
 from dsv3.training.loop import OneDevice
-from dsv3.training.step import initial_state, train_step
+from dsv3.training.step import TrainState, initial_state, train_step
 from tests.dsv3.engine.cluster.local import free_port
 from tests.dsv3.training.pipeline.test_trainer import TOKENS, assert_close_states
 
@@ -30,13 +30,12 @@ from dsv3.training.pipeline.ranks import rank_meshes
 from dsv3.training.pipeline.schedules import build
 from dsv3.training.pipeline.size import RankSize
 from dsv3.training.pipeline.trainer import PipelineTrainer
-from dsv3.training.step import initial_state
 from sharding import processes
 
-config, tokens = pickle.loads(sys.stdin.buffer.read())
+config, tokens, state = pickle.loads(sys.stdin.buffer.read())
 meshes = rank_meshes(jax.devices(), 2, RankSize(data=2))
 trainer = PipelineTrainer(config, build("1F1B", 2, 2), meshes)
-state, metrics = trainer.step(trainer.place(initial_state(config)), tokens)
+state, metrics = trainer.step(trainer.place(state), tokens)
 with Checkpoints(pathlib.Path(directory), config) as checkpoints:
     checkpoints.save(1, trainer.saved(state))
 whole = trainer.whole(state)
@@ -45,8 +44,8 @@ print(json.dumps({name: float(value) for name, value in metrics.items()} | {"ste
 """
 
 
-def two_processes(config: TrainingConfig, directory: Path) -> list[dict]:
-    """What each process says."""
+def two_processes(config: TrainingConfig, state: TrainState, directory: Path) -> list[dict]:
+    """What each process says; they begin with `state`, of numpy arrays, for which each would compile generators."""
     settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-c", PROCESS, f"127.0.0.1:{free_port()}"]
     started = [
@@ -61,7 +60,7 @@ def two_processes(config: TrainingConfig, directory: Path) -> list[dict]:
     try:
         for process in started:
             assert process.stdin is not None
-            process.stdin.write(pickle.dumps((config, TOKENS)))
+            process.stdin.write(pickle.dumps((config, TOKENS, state)))
             process.stdin.close()
             process.stdin = None
         return [json.loads(process.communicate(timeout=540)[0].splitlines()[-1]) for process in started]
@@ -76,11 +75,12 @@ def test_two_processes_do_what_one_device_does(tmp_path: Path, toy_config: Train
     toy_config = dataclasses.replace(
         toy_config, model=dataclasses.replace(toy_config.model, num_nextn_predict_layers=0, n_group=1, topk_group=1)
     )
-    told = two_processes(toy_config, tmp_path / "checkpoints")
+    state = jax.device_get(initial_state(toy_config))
+    told = two_processes(toy_config, state, tmp_path / "checkpoints")
     assert told[0] == told[1]
     assert told[0]["step"] == 1
     assert told[0]["stops"] == [True, False]
-    alone, wanted = train_step(initial_state(toy_config), TOKENS, config=toy_config)
+    alone, wanted = train_step(state, TOKENS, config=toy_config)
     for name, value in wanted.items():
         np.testing.assert_allclose(told[0][name], value, rtol=1e-6, err_msg=name)
     one = OneDevice(toy_config)

@@ -1,4 +1,4 @@
-"""The pages of one rank: which are free and how many owners each of the others has. Every operation is O(1) per page."""
+"""The pages of one rank: which are free and how many owners each of the others has. All is O(1) per page."""
 
 from collections.abc import Iterable, Sequence
 

@@ -62,8 +62,9 @@ class PrefixIndex:
     def knows(self, page: int) -> bool:
         return page in self._key_of
 
-    def is_parked(self, page: int) -> bool:
-        return page in self._parked
+    def count_parked(self, pages: Iterable[int]) -> int:
+        """Returns how many of `pages` nobody owns, though they can be found."""
+        return sum(map(self._parked.__contains__, pages))
 
     def park(self, pages: Sequence[int]) -> Sequence[int]:
         """Notes that pages have no owner any more; returns those that are not known.

@@ -59,7 +59,8 @@ def batch_size(waiting: Sequence[int], sizes: Sequence[int]) -> int:
     """
     least = min(max(waiting), sizes[-1]) / _MOST_STEPS
     allowed = [size for size in sizes if size >= least]
-    return max(allowed, key=lambda size: sum(min(size, tokens) for tokens in waiting) / (_STEP_TOKENS + size))
+    filled = [sum([size if size < tokens else tokens for tokens in waiting]) for size in allowed]
+    return max(zip(allowed, filled, strict=True), key=lambda each: each[1] / (_STEP_TOKENS + each[0]))[0]
 
 
 def in_order(pending: Pending, budget: int) -> list[int]:
@@ -86,7 +87,8 @@ def _near(pending: Pending, aim: int, level: float, keys: float) -> list[int]:
         return [_of_one(*pending[0], aim, level, keys)]
     taken = in_order(pending, aim)
     cost = chunks_cost(pending, taken, keys)
-    if abs(cost - level) <= TOLERANCE * level:
+    is_all = all(count == length - done for count, (done, length) in zip(taken, pending, strict=True))
+    if abs(cost - level) <= TOLERANCE * level or (is_all and cost < level):
         return taken
     first = max(_LEAST_TOKENS, affordable(_HEAD_SHARE * level, pending[0][0], keys))
     head = [min(first, taken[0]), *[0] * (len(pending) - 1)]

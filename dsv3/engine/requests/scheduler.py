@@ -203,12 +203,12 @@ class Scheduler:
 
     def _filled(self, sequence: Sequence, rank: int, keys: Iterable[Key]) -> None:
         """Lets those go on that waited for pages which this sequence was about to fill."""
-        mine, pending = sequence.pending, self.pages.pending[rank]
-        for key in keys if mine else ():
-            if key in mine:
-                mine.discard(key)
-                del pending[key]
-                self.queue.wake(rank, key)
+        filled = sequence.pending.intersection(keys)
+        sequence.pending -= filled
+        pending = self.pages.pending[rank]
+        for key in filled:
+            del pending[key]
+        self.queue.wake(rank, filled)
 
     def tell_events_to(self, record: Record) -> None:
         """Has `record` hear which pages can be found from now on."""
@@ -324,7 +324,7 @@ class Scheduler:
             self.loading.remove(sequence)
         if sequence in self.prefilling[rank]:
             self.prefilling[rank].remove(sequence)
-        self._filled(sequence, rank, list(sequence.pending))
+        self._filled(sequence, rank, sequence.pending)
         self.balancer.discharge(sequence)
         self.slots.leave(sequence, state)
         pages, sequence.pages = sequence.pages, []

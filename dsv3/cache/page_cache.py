@@ -27,22 +27,16 @@ class PageCache:
 
     def allocate(self) -> int | None:
         """Returns a page for one owner, whose content means nothing; None when every page is owned."""
-        found = self._take(1)
-        return found[0] if found else None
+        return self.allocate_several(1)[0] if self.available else None
 
     def allocate_several(self, count: int) -> list[int]:
         """Returns `count` pages, which must be available, for one owner each."""
-        pages = self._take(count)
-        assert len(pages) == count
-        return pages
-
-    def _take(self, count: int) -> list[int]:
-        """Returns up to `count` pages: free ones, and then those that nobody has used for the longest time."""
         pages = self.pool.take(count)
-        if len(pages) < count:
+        if len(pages) < count:  # then those that nobody has used for the longest time
             evicted = self.index.evict(count - len(pages))
             self.pool.retain(evicted)
             pages += evicted
+            assert len(pages) == count
         return pages
 
     def match(self, keys: Iterable[Key]) -> list[int]:

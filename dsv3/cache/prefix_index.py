@@ -50,13 +50,18 @@ class PrefixIndex:
 
         Of what is known nothing changes.
         """
-        page_of, key_of, fresh = self._page_of, self._key_of, []
-        for i, (key, page) in enumerate(zip(keys, pages, strict=True)):
-            if key not in page_of and page not in key_of:
-                page_of[key], key_of[page] = page, key
-                fresh.append(i)
+        page_of, key_of = self._page_of, self._key_of
+        fresh = [
+            i
+            for i, (key, page) in enumerate(zip(keys, pages, strict=True))
+            if key not in page_of and page not in key_of
+        ]
+        if len(fresh) < len(keys):
+            keys, pages = [keys[i] for i in fresh], [pages[i] for i in fresh]
+        page_of.update(zip(keys, pages, strict=True))
+        key_of.update(zip(pages, keys, strict=True))
         if self._holders is not None:
-            self._holders.add((keys[i] for i in fresh) if len(fresh) < len(keys) else keys, self._rank)
+            self._holders.add(keys, self._rank)
         return fresh
 
     def knows(self, page: int) -> bool:

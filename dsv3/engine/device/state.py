@@ -7,7 +7,7 @@ slots of a rank. Scatters to slot `Ns` are padding and are dropped.
 import dataclasses
 import enum
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -109,10 +109,14 @@ def with_drafts(state: DecodeState, slots: jax.Array, drafts: jax.Array, first: 
     return dataclasses.replace(state, tokens=state.tokens.at[slots[:, None], columns].set(drafts, mode="drop"))
 
 
-def control_row(sequence: Sequence) -> np.ndarray:
-    """Returns a request's row of `DecodeState.controls`, `[NUM_FIELDS]` int32."""
-    s = sequence.sampling
-    packed = _CONTROLS.pack(
+def control_rows(sequences: Iterable[Sequence]) -> np.ndarray:
+    """Returns requests' rows of `DecodeState.controls`, `[n, NUM_FIELDS]` int32."""
+    return np.frombuffer(b"".join(map(_packed_controls, sequences)), np.int32).reshape(-1, NUM_FIELDS)
+
+
+def _packed_controls(sequence: Sequence) -> bytes:
+    s = sequence.request.sampling
+    return _CONTROLS.pack(
         *(s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty),
         max(0, s.top_k),
         sequence.seed >> 32,
@@ -120,7 +124,6 @@ def control_row(sequence: Sequence) -> np.ndarray:
         min(sequence.prompt_length + s.min_tokens, 2**31 - 1),
         sequence.variant == FULL,
     )
-    return np.frombuffer(packed, np.int32)
 
 
 def controls_at(state: DecodeState, slots: jax.Array, offset: int = 0) -> Controls:

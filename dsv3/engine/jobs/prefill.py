@@ -15,7 +15,7 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER, last_rows, ragged_batch
-from dsv3.engine.device.state import DecodeState, control_row
+from dsv3.engine.device.state import DecodeState, control_rows
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import Needs, plan_sample
@@ -223,7 +223,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
     flat = [(rank, c) for rank, mine in enumerate(chunks) for c in mine]
     header = np.empty((len(flat), 2 + HEADER), np.int32)
     header[:, :6] = [(rank, *_places(chunk, cfg)) for rank, chunk in flat]
-    header[:, 6:] = [control_row(chunk.sequence) for _, chunk in flat]
+    header[:, 6:] = control_rows(chunk.sequence for _, chunk in flat)
     return PrefillCommand(
         bucket,
         header,

@@ -40,7 +40,7 @@ class PageCacheMachine(RuleBasedStateMachine):
         self.counter += 1
         key = self.counter.to_bytes(32, "little")
         known = pages[0] in self.content.values()
-        assert self.cache.publish([key], pages[:1]) == [] if known else [0]
+        assert self.cache.publish([key], pages[:1]) == ([] if known else [0])
         if not known:
             self.content[key] = pages[0]
 

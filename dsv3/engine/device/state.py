@@ -111,7 +111,7 @@ def with_drafts(state: DecodeState, slots: jax.Array, drafts: jax.Array, first: 
 
 def control_rows(sequences: Iterable[Sequence]) -> np.ndarray:
     """Returns requests' rows of `DecodeState.controls`, `[n, NUM_FIELDS]` int32."""
-    return np.frombuffer(b"".join(map(_packed_controls, sequences)), np.int32).reshape(-1, NUM_FIELDS)
+    return np.frombuffer(bytearray().join(map(_packed_controls, sequences)), np.int32).reshape(-1, NUM_FIELDS)
 
 
 def _packed_controls(sequence: Sequence) -> bytes:

@@ -103,6 +103,7 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
 
     from dsv3.plan import report
     from dsv3.plan.deployment import DeploymentError
+    from dsv3.plan.ends import ends_of
     from dsv3.plan.plan import make_plan
     from pallas_kernels.aot import AotUnavailableError
 
@@ -111,6 +112,8 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
         with Console(stderr=True).status("") as status:
             plan = make_plan(model, Path(_MODEL.value).name, deployment, status.update)
             feeding = None if prefill is None else make_plan(model, plan.model_name, prefill, status.update)
+            if feeding is not None and plan.steps and not deployment.prefill_tokens:
+                plan = dataclasses.replace(plan, ends=ends_of(model, deployment, status.update))
     except (DeploymentError, AotUnavailableError) as error:
         raise flags.UsageError(str(error)) from error
     console.print(report.render(plan, feeding))

@@ -14,27 +14,30 @@ class Holders:
         self._num_ranks = num_ranks
         self._ranks_of: dict[Key, int] = {}
 
-    def add(self, key: Key, rank: int) -> None:
-        """Notes that a rank can find a page."""
-        self._ranks_of[key] = self._ranks_of.get(key, 0) | 1 << rank
+    def add(self, keys: Iterable[Key], rank: int) -> None:
+        """Notes that a rank can find these pages."""
+        ranks_of, mine = self._ranks_of, 1 << rank
+        for key in keys:
+            ranks_of[key] = ranks_of.get(key, 0) | mine
 
     def remove(self, keys: Iterable[Key], rank: int) -> None:
         """Notes that a rank can find these pages no longer."""
+        ranks_of, others = self._ranks_of, ~(1 << rank)
         for key in keys:
-            left = self._ranks_of.get(key, 0) & ~(1 << rank)
+            left = ranks_of.get(key, 0) & others
             if left:
-                self._ranks_of[key] = left
+                ranks_of[key] = left
             else:
-                self._ranks_of.pop(key, None)
+                ranks_of.pop(key, None)
 
     def depths(self, keys: Sequence[Key]) -> np.ndarray | None:
         """Returns how many of the first `keys` each rank can find, `[X]` int64; None where none finds the first."""
         alive = self._ranks_of.get(keys[0], 0) if keys else 0
         if not alive:
             return None
-        depths = np.zeros(self._num_ranks, np.int64)
+        depths, ranks_of = np.zeros(self._num_ranks, np.int64), self._ranks_of
         for depth, key in enumerate(keys):
-            still = alive & self._ranks_of.get(key, 0)
+            still = alive & ranks_of.get(key, 0)
             if still != alive:
                 _set(depths, alive & ~still, depth)
                 alive = still

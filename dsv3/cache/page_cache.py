@@ -1,6 +1,6 @@
 """Pages of one rank with their prefixes: what the scheduler allocates from, shares and gives back."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dsv3.cache.keys import Key
 from dsv3.cache.page_pool import PagePool
@@ -27,65 +27,51 @@ class PageCache:
 
     def allocate(self) -> int | None:
         """Returns a page for one owner, whose content means nothing; None when every page is owned."""
-        page = self.pool.take()
-        if page is not None:
-            return page
-        page = self.index.evict()
-        if page is not None:
-            self.pool.retain(page)
-        return page
+        return self.allocate_several(1)[0] if self.available else None
 
     def allocate_several(self, count: int) -> list[int]:
         """Returns `count` pages, which must be available, for one owner each."""
-        pages = self.pool.take_several(count)
-        while len(pages) < count:
-            page = self.allocate()
-            assert page is not None
-            pages.append(page)
+        pages = self.pool.take(count)
+        if len(pages) < count:  # then those that nobody has used for the longest time
+            evicted = self.index.evict(count - len(pages))
+            self.pool.retain(evicted)
+            pages += evicted
+            assert len(pages) == count
         return pages
 
     def match(self, keys: Iterable[Key]) -> list[int]:
         """Returns the pages of the longest cached prefix of `keys`; the caller owns none of them yet (see `retain`)."""
         return self.index.longest_match(keys) if self._sharing else []
 
-    def retain(self, pages: Iterable[int]) -> None:
+    def retain(self, pages: Sequence[int]) -> None:
         """Adds an owner to each of `pages`, which `match` has just returned."""
-        for page in pages:
-            self.pool.retain(page)
-            self.index.unpark(page)
+        self.pool.retain(pages)
+        self.index.unpark(pages)
 
     def num_parked(self, pages: Iterable[int]) -> int:
         """Returns how many of `pages` nobody owns: so many fewer are available once they are retained."""
-        return sum(self.index.is_parked(page) for page in pages)
+        return self.index.count_parked(pages)
 
-    def publish(self, key: Key, page: int) -> bool:
-        """Makes a completely written page findable; returns whether it was not before.
+    def publish(self, keys: Sequence[Key], pages: Sequence[int]) -> list[int]:
+        """Makes completely written pages findable; returns the indices of those that were not before.
 
         The first of two equal pages stays; the other remains private.
         """
-        return self._sharing and self.index.insert(key, page)
+        return self.index.insert(keys, pages) if self._sharing else []
 
     def finds(self, key: Key, page: int) -> bool:
         """Returns whether `key` leads to `page`."""
         return self.index.page_of(key) == page
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Takes an owner from each of `pages`; the deepest are parked first, so that they are evicted first."""
-        for page in reversed(list(pages)):
-            if not self.pool.release(page):
-                continue
-            if self.index.knows(page):
-                self.index.park(page)
-            else:
-                self.pool.free(page)
+        self.pool.free(self.index.park(self.pool.release(reversed(pages))))
 
     def clear(self) -> None:
         """Makes every page unfindable; those that nobody owns are free."""
-        while (page := self.index.evict()) is not None:
-            self.pool.free(page)
+        self.pool.free(self.index.evict(self.index.num_parked))
         self.index.clear()
 
     def forget(self, pages: Iterable[int]) -> None:
         """Makes owned pages unfindable, because their content cannot be trusted; who shares them keeps them."""
-        for page in pages:
-            self.index.forget(page)
+        self.index.forget(pages)

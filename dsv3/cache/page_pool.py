@@ -1,4 +1,6 @@
-"""The pages of one rank: which are free and how many owners each of the others has. Every operation is O(1)."""
+"""The pages of one rank: which are free and how many owners each of the others has. All is O(1) per page."""
+
+from collections.abc import Iterable, Sequence
 
 
 class PagePool:
@@ -23,35 +25,37 @@ class PagePool:
         """Returns the owners of `page`."""
         return self._count[page]
 
-    def take(self) -> int | None:
-        """Returns a free page with one owner, or None."""
-        if not self._free:
-            return None
-        page = self._free.pop()
-        self._count[page] = 1
-        return page
-
-    def take_several(self, count: int) -> list[int]:
+    def take(self, count: int) -> list[int]:
         """Returns up to `count` free pages with one owner each."""
-        pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        start = max(0, len(self._free) - count)
+        pages, counts = self._free[start:], self._count
+        pages.reverse()
+        del self._free[start:]
         for page in pages:
-            self._count[page] = 1
+            counts[page] = 1
         return pages
 
-    def retain(self, page: int) -> None:
-        """Adds an owner to a held or parked page."""
-        self._count[page] += 1
+    def retain(self, pages: Iterable[int]) -> None:
+        """Adds an owner to each of some held or parked pages."""
+        counts = self._count
+        for page in pages:
+            counts[page] += 1
 
-    def release(self, page: int) -> bool:
-        """Drops one owner; returns True when that was the last, and the caller must now park or free the page."""
-        count = self._count[page]
-        if count < 1:
-            raise ValueError(f"page {page} is released more often than it was taken")
-        self._count[page] = count - 1
-        return count == 1
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """Drops an owner of each; returns those that have none any more, which the caller must now park or free."""
+        counts, last = self._count, []
+        for page in pages:
+            count = counts[page]
+            if count == 1:
+                last.append(page)
+            elif count < 1:
+                raise ValueError(f"page {page} is released more often than it was taken")
+            counts[page] = count - 1
+        return last
 
-    def free(self, page: int) -> None:
-        """Puts an unowned page back into the list."""
-        if self._count[page]:
-            raise ValueError(f"page {page} still has {self._count[page]} owners")
-        self._free.append(page)
+    def free(self, pages: Sequence[int]) -> None:
+        """Puts unowned pages back into the list."""
+        for page in pages:
+            if self._count[page]:
+                raise ValueError(f"page {page} still has {self._count[page]} owners")
+        self._free += pages

@@ -1,7 +1,7 @@
 """Knows which page holds which prefix, so that equal prefixes share pages without a copy."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dsv3.cache.events.record import Watch
 from dsv3.cache.holders import Holders
@@ -33,9 +33,9 @@ class PrefixIndex:
 
     def longest_match(self, keys: Iterable[Key]) -> list[int]:
         """Returns the pages of the longest known prefix of `keys`."""
-        pages = []
+        pages, page_of = [], self._page_of.get
         for key in keys:
-            page = self._page_of.get(key)
+            page = page_of(key)
             if page is None:
                 break
             pages.append(page)
@@ -45,36 +45,59 @@ class PrefixIndex:
         """Returns the page of a key."""
         return self._page_of.get(key)
 
-    def insert(self, key: Key, page: int) -> bool:
-        """Makes `page` findable by `key`; False, and nothing changes, where the key or the page is known already."""
-        if key in self._page_of or page in self._key_of:
-            return False
-        self._page_of[key], self._key_of[page] = page, key
+    def insert(self, keys: Sequence[Key], pages: Sequence[int]) -> list[int]:
+        """Makes pages findable by their keys, as far as neither is known; returns the indices of those that were not.
+
+        Of what is known nothing changes.
+        """
+        page_of, key_of = self._page_of, self._key_of
+        fresh = [
+            i
+            for i, (key, page) in enumerate(zip(keys, pages, strict=True))
+            if key not in page_of and page not in key_of
+        ]
+        if len(fresh) < len(keys):
+            keys, pages = [keys[i] for i in fresh], [pages[i] for i in fresh]
+        page_of.update(zip(keys, pages, strict=True))
+        key_of.update(zip(pages, keys, strict=True))
         if self._holders is not None:
-            self._holders.add(key, self._rank)
-        return True
+            self._holders.add(keys, self._rank)
+        return fresh
 
     def knows(self, page: int) -> bool:
         return page in self._key_of
 
-    def is_parked(self, page: int) -> bool:
-        return page in self._parked
+    def count_parked(self, pages: Iterable[int]) -> int:
+        """Returns how many of `pages` nobody owns, though they can be found."""
+        return sum(map(self._parked.__contains__, pages))
 
-    def park(self, page: int) -> None:
-        """Notes that a known page has no owner any more: it becomes the most recently used of the evictable ones."""
-        self._parked[page] = None
+    def park(self, pages: Sequence[int]) -> Sequence[int]:
+        """Notes that pages have no owner any more; returns those that are not known.
 
-    def unpark(self, page: int) -> None:
-        """Notes that a page has an owner again."""
-        self._parked.pop(page, None)
+        The others become the most recently used of the evictable ones, the last one most of all.
+        """
+        if not self._key_of:
+            return pages
+        unknown = []
+        for page in pages:
+            if page in self._key_of:
+                self._parked[page] = None
+            else:
+                unknown.append(page)
+        return unknown
 
-    def evict(self) -> int | None:
-        """Forgets the least recently used unowned page and returns it."""
-        if not self._parked:
-            return None
-        page, _ = self._parked.popitem(last=False)
-        self.forget(page)
-        return page
+    def unpark(self, pages: Iterable[int]) -> None:
+        """Notes that pages have an owner again."""
+        if self._parked:
+            for page in pages:
+                self._parked.pop(page, None)
+
+    def evict(self, count: int) -> list[int]:
+        """Forgets up to `count` unowned pages, the least recently used ones, and returns them in this order."""
+        parked = self._parked
+        pages = [parked.popitem(last=False)[0] for _ in range(min(count, len(parked)))]
+        self.forget(pages)
+        return pages
 
     def clear(self) -> None:
         """Makes all pages unfindable; none may be parked."""
@@ -85,12 +108,12 @@ class PrefixIndex:
         self._page_of.clear()
         self._key_of.clear()
 
-    def forget(self, page: int) -> None:
-        """Makes a page unfindable."""
-        key = self._key_of.pop(page, None)
-        if key is not None:
+    def forget(self, pages: Iterable[int]) -> None:
+        """Makes pages unfindable."""
+        keys = [key for page in pages if (key := self._key_of.pop(page, None)) is not None]
+        for key in keys:
             del self._page_of[key]
-            if self._holders is not None:
-                self._holders.remove((key,), self._rank)
-            if self.watch is not None:
-                self.watch.removed([key])
+        if self._holders is not None:
+            self._holders.remove(keys, self._rank)
+        if self.watch is not None and keys:
+            self.watch.removed(keys)

@@ -35,14 +35,18 @@ def deal(ranks: Sequence[Pending], budget: int, rows: int, keys: float) -> list[
     if len(busy) < 2:
         return [in_order(pending, budget) for pending in ranks]
     aim = round(max(_LEAST_AIM * budget, sum(busy) / len(busy)))
-    cost = sum(chunks_cost(pending, (length - done for done, length in pending), keys) for pending in ranks)
+    cost = sum(_whole_cost(pending, keys) for pending in ranks)
     level = aim * cost / sum(waiting)
     dealt = [_near(pending, aim, level, keys) if pending else [] for pending in ranks]
+    work = [chunks_cost(pending, taken, keys) for pending, taken in zip(ranks, dealt, strict=True)]
     for _ in range(_PASSES):
-        work = [chunks_cost(pending, taken, keys) for pending, taken in zip(ranks, dealt, strict=True)]
         level = sum(work) / len(busy)
-        for i in [i for i, cost in enumerate(work) if cost > (1 + TOLERANCE) * level]:
+        dear = [i for i, cost in enumerate(work) if cost > (1 + TOLERANCE) * level]
+        if not dear:
+            break  # another pass would change nothing either
+        for i in dear:
             dealt[i] = _near(ranks[i], aim, level, keys)
+            work[i] = chunks_cost(ranks[i], dealt[i], keys)
     return dealt
 
 
@@ -55,7 +59,8 @@ def batch_size(waiting: Sequence[int], sizes: Sequence[int]) -> int:
     """
     least = min(max(waiting), sizes[-1]) / _MOST_STEPS
     allowed = [size for size in sizes if size >= least]
-    return max(allowed, key=lambda size: sum(min(size, tokens) for tokens in waiting) / (_STEP_TOKENS + size))
+    filled = [sum([size if size < tokens else tokens for tokens in waiting]) for size in allowed]
+    return max(zip(allowed, filled, strict=True), key=lambda each: each[1] / (_STEP_TOKENS + each[0]))[0]
 
 
 def in_order(pending: Pending, budget: int) -> list[int]:
@@ -67,23 +72,51 @@ def in_order(pending: Pending, budget: int) -> list[int]:
     return taken
 
 
+def _whole_cost(pending: Pending, keys: float) -> float:
+    """Returns the cost of all that is left of the prompts of a rank."""
+    tokens = pairs = 0
+    for done, length in pending:
+        tokens += length - done
+        pairs += (length - done) * (length + done)
+    return tokens + pairs / (2 * keys)
+
+
 def _near(pending: Pending, aim: int, level: float, keys: float) -> list[int]:
     """Returns up to `aim` tokens that cost about `level`: in order, or else the best mixture."""
+    if len(pending) == 1:
+        return [_of_one(*pending[0], aim, level, keys)]
     taken = in_order(pending, aim)
     cost = chunks_cost(pending, taken, keys)
-    if abs(cost - level) <= TOLERANCE * level or (len(pending) == 1 and cost < level):
+    is_all = all(count == length - done for count, (done, length) in zip(taken, pending, strict=True))
+    if abs(cost - level) <= TOLERANCE * level or (is_all and cost < level):
         return taken
     first = max(_LEAST_TOKENS, affordable(_HEAD_SHARE * level, pending[0][0], keys))
     head = [min(first, taken[0]), *[0] * (len(pending) - 1)]
     by_context = sorted(range(len(pending)), key=lambda i: pending[i][0] + head[i])
     few, many = 0, aim - head[0]
-    if chunks_cost(pending, _mixed(pending, head, by_context, few, aim), keys) > level:
+    found = _mixed(pending, head, by_context, few, aim)
+    if chunks_cost(pending, found, keys) > level:
         return _within(pending, head, by_context, aim, level, keys)
     for _ in range(_HALVINGS):
+        if few == many:
+            break
         middle = (few + many + 1) // 2
-        dear = chunks_cost(pending, _mixed(pending, head, by_context, middle, aim), keys) > level
-        few, many = (few, middle) if dear else (middle, many)
-    return _mixed(pending, head, by_context, few, aim)
+        deeper = _mixed(pending, head, by_context, middle, aim)
+        if chunks_cost(pending, deeper, keys) > level:
+            many = middle
+        else:
+            few, found = middle, deeper
+    return found
+
+
+def _of_one(done: int, length: int, aim: int, level: float, keys: float) -> int:
+    """Returns how many tokens of a prompt that is alone on its rank cost about `level`: what `_near` would find."""
+    whole = min(length - done, aim)
+    if whole * (1 + (2 * done + whole) / (2 * keys)) <= (1 + TOLERANCE) * level:
+        return whole
+    head = min(whole, max(_LEAST_TOKENS, affordable(_HEAD_SHARE * level, done, keys)))
+    left = level - head * (1 + (2 * done + head) / (2 * keys))
+    return head + min(whole - head, affordable(left, done + head, keys))
 
 
 def _mixed(pending: Pending, head: list[int], by_context: list[int], deep: int, aim: int) -> list[int]:

@@ -41,8 +41,11 @@ def keys_per_token(model: ModelConfig) -> float:
     return max(1.0, products / key * _CORE_SPEED)
 
 
-def prefill_cost(start: int, stop: int, keys: float = KEYS_PER_TOKEN) -> float:
-    """Returns the cost of computing the tokens `start` to `stop` of a prompt, each attending to all before it."""
+def prefill_cost[Count: (float, np.ndarray)](start: Count, stop: Count, keys: float = KEYS_PER_TOKEN) -> Count:
+    """Returns the cost of computing the tokens `start` to `stop` of a prompt, each attending to all before it.
+
+    Of several chunks (arrays) it returns that of each.
+    """
     return (stop - start) * (1 + (start + stop) / (2 * keys))
 
 

@@ -7,7 +7,7 @@ from dsv3.config import ModelConfig
 from dsv3.plan import hlo, roofline
 from dsv3.plan.collectives import Collective, collectives
 from dsv3.plan.deployment import Deployment
-from dsv3.plan.handover import Handover, handover, prefill_nodes
+from dsv3.plan.handover import Ends, Handover, handover, prefill_nodes
 from dsv3.plan.memory import Memory, memory_of
 from dsv3.plan.programs import Compiled, LaidOut, Phase, Run, compile_step, lay_out
 from dsv3.plan.sparse import SparseCore
@@ -81,7 +81,10 @@ class StepPlan(ProgramPlan):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known of a deployment; `steps` is empty where the weights alone rule it out."""
+    """What is known of a deployment; `steps` is empty where the weights alone rule it out.
+
+    `ends` are what the ends of prompts cost, where that was asked.
+    """
 
     model_name: str
     model: ModelConfig
@@ -89,14 +92,23 @@ class Plan:
     memory: Memory
     steps: tuple[StepPlan, ...]
     verdict: Verdict
+    ends: Ends | None = None
+
+    @property
+    def tokens_per_node(self) -> float | None:
+        """Tokens of answers per second and node, with the ends of prompts; None where it decodes nothing."""
+        [*decode] = (step for step in self.steps if step.phase == "decode")
+        if not decode:
+            return None
+        share = 1.0 if self.ends is None else self.ends.share(decode[0].seconds)
+        return decode[0].tokens_per_device * self.deployment.gpus_per_node * share
 
     @property
     def handover(self) -> Handover | None:
         """What the deployment takes over where another one computes the prompts; None where it decodes nothing."""
-        [*decode] = (step for step in self.steps if step.phase == "decode")
-        if not decode:
+        per_node = self.tokens_per_node
+        if per_node is None:
             return None
-        per_node = decode[0].tokens_per_device * self.deployment.gpus_per_node
         return handover(self.deployment, self.memory.token, per_node)
 
     def prefill_nodes(self, prefill: "Plan") -> float | None:

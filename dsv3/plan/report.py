@@ -47,10 +47,22 @@ def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
         | {"cache": memory.cache, "needed": memory.needed, "tokens_left": memory.tokens_left},
         "steps": [_step_json(plan, step) for step in plan.steps],
         "handover": dataclasses.asdict(plan.handover) if plan.handover else None,
+        "ends": _ends_json(plan),
         "prefill_nodes": plan.prefill_nodes(prefill) if prefill else None,
         "rates": dataclasses.asdict(rates_of(plan.deployment.device, plan.model)),
         "known_errors": list(KNOWN_ERRORS),
         "verdict": dataclasses.asdict(plan.verdict),
+    }
+
+
+def _ends_json(plan: Plan) -> dict[str, Any] | None:
+    ends = plan.ends
+    if ends is None:
+        return None
+    return dataclasses.asdict(ends) | {
+        "steps": ends.steps,
+        "per_step": ends.per_step,
+        "tokens_per_node": plan.tokens_per_node,
     }
 
 
@@ -195,6 +207,11 @@ def _handover_table(plan: Plan, taken: Handover, prefill: Plan | None) -> Table:
     )
     table.add_row("its pages over one device's link between nodes", f"{taken.cross_seconds * 1e3:,.1f} ms")
     table.add_row("its pages over one device's link in a node", f"{taken.node_seconds * 1e3:,.1f} ms")
+    if plan.ends is not None:
+        ends = plan.ends
+        table.add_row("the program for the ends of prompts, 1 to 64 tokens each", f"{ends.seconds * 1e3:,.1f} ms")
+        table.add_row(f"that, once in {ends.steps:.1f} decode steps: per step", f"{ends.per_step * 1e3:,.1f} ms")
+        table.add_row("tokens/s per node, with these ends", f"{plan.tokens_per_node:,.0f}", style="bold")
     table.add_row("requests/s of the deployment", f"{taken.requests_per_second:,.1f}")
     table.add_row("pages taken over per node", f"{taken.bytes_per_second / 1e9:,.2f} GB/s")
     if prefill is not None and (nodes := plan.prefill_nodes(prefill)) is not None:

@@ -179,16 +179,15 @@ class Fleet:
         before, self._last_end[instance] = self._last_end.get(instance, np.nan), now
         for rows in outputs.columns:
             self.record.note_tokens(rows.ids, now, before)
-        for output in outputs.details:
-            active = self._active[output.request_id]
+        found = [(self._active[output.request_id], output) for output in outputs.details]
+        if told := [output.request_id for active, output in found if output.token_ids and not active.is_prefill]:
+            self.record.note_tokens(np.array(told), now, before)
+        for active, output in found:
             if active.is_prefill:
                 self._prefilled(active, output.num_cached_tokens)
                 continue
-            number = np.array([output.request_id])
             if np.isnan(self.record.first[output.request_id]):
                 self._began(active, output.num_cached_tokens)
-            if output.token_ids:
-                self.record.note_tokens(number, now, before)
             if output.finish_reason is not None:
                 self._end(active, "answered")
 

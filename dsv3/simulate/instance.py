@@ -177,7 +177,7 @@ class Instance:
                 mine = self._decode_seconds(job.command, jobs[i + 1])
                 self._decode_steps, self._decode_s = self._decode_steps + 1, self._decode_s + mine
             elif isinstance(job.command, PrefillCommand):
-                mine = self._prefill_seconds(job)
+                mine = self._prefill_seconds(job.command)
             elif isinstance(job.command, PagesCommand):
                 mine = copy_seconds(job.command, self.times) + self.times.host
             else:
@@ -194,8 +194,8 @@ class Instance:
         held = np.bincount(rows.rank, keys, self.cfg.num_ranks)
         return self.times.seconds("decode", bucket, float(held.max()) / bucket)
 
-    def _prefill_seconds(self, job: Planned) -> float:
+    def _prefill_seconds(self, command: PrefillCommand) -> float:
         """Returns the time of a batch, in which the rank with the most pairs of token and key is the last."""
-        pairs = max(sum((c.stop - c.start) * (c.start + c.stop) / 2 for c in mine) for mine in job.context)
-        bucket = job.command.bucket  # type: ignore[attr-defined]
-        return self.times.seconds("prefill", bucket, pairs / bucket)
+        rank, count, start = (command.header[:, i].astype(np.int64) for i in (0, 3, 4))
+        pairs = np.bincount(rank, count * (2 * start + count) / 2).max()
+        return self.times.seconds("prefill", command.bucket, float(pairs) / command.bucket)

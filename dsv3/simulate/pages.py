@@ -5,7 +5,7 @@ its bytes at a stated rate, no byte is copied, and a store is a bounded list of 
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -15,7 +15,7 @@ from dsv3.cache.keys import Key
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.cache.tiers.arena import Arena, arena_bytes, cells_within
 from dsv3.cache.tiers.counts import TierCounts
-from dsv3.cache.tiers.tiers import LookUp, Tiers
+from dsv3.cache.tiers.tiers import Tiers
 from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.page_command import PagesCommand
 from dsv3.engine.jobs.page_tiers import Opened, page_buckets
@@ -196,9 +196,8 @@ class _HandedTiers(Tiers):
     def __init__(self) -> None:  # without threads and memory
         pass
 
-    def look_up(self, keys: Sequence[Key], first: int) -> LookUp | None:
-        """Has nothing to ask."""
-        return None
+    def nearest(self, ranks: Iterator[int]) -> None:
+        """Has nobody to ask."""
 
     def note_query(self, pages: int) -> None:
         """Counts nothing."""

@@ -18,15 +18,14 @@ _ROOT = root_key("", "")
 def _begun(run: Run) -> tuple[Key, ...]:
     """Returns the keys of the pages that a prompt's first run fills: many prompts begin alike."""
     keys: list[Key] = []
-    extend_keys(_ROOT, keys, _tokens(run))
+    extend_keys(_ROOT, keys, np.frombuffer(_tokens(run), "<i4"))
     return tuple(keys)
 
 
-def _tokens(run: Run) -> np.ndarray:
+def _tokens(run: Run) -> bytes:
     """Returns a run's tokens: one number but the first, so that nothing is drawn per token. Keys chain the rest."""
-    tokens = np.full(run.tokens, run.name % VOCAB, np.int32)
-    tokens[0] = run.name // VOCAB % VOCAB
-    return tokens
+    first, rest = (number.to_bytes(4, "little") for number in (run.name // VOCAB % VOCAB, run.name % VOCAB))
+    return first + rest * (run.tokens - 1)
 
 
 def prepared(ask: Ask, number: int, max_model_len: int) -> PreparedRequest | None:
@@ -34,13 +33,13 @@ def prepared(ask: Ask, number: int, max_model_len: int) -> PreparedRequest | Non
     count = ask.prompt
     if count >= max_model_len:
         return None
-    tokens = np.concatenate([_tokens(run) for run in ask.content])
+    tokens = b"".join(map(_tokens, ask.content))
     keys = list(_begun(ask.content[0]))
-    extend_keys(_ROOT, keys, tokens)
+    extend_keys(_ROOT, keys, np.frombuffer(tokens, "<i4"))
     return PreparedRequest(
         request_id=number,
         sampling=_SAMPLING,
-        tokens=tokens.tobytes(),
+        tokens=tokens,
         root=_ROOT,
         keys=b"".join(keys),
         max_length=min(count + ask.answer, max_model_len),

@@ -6,7 +6,8 @@ slots of a rank. Scatters to slot `Ns` are padding and are dropped.
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ class Field(enum.IntEnum):
 
 
 NUM_FIELDS = len(Field)
+_CONTROLS = struct.Struct("=6fiiIii")  # a row, in the order of `Field`: in one go it takes a fifth of the time
 
 
 @jax.tree_util.register_dataclass
@@ -107,17 +109,21 @@ def with_drafts(state: DecodeState, slots: jax.Array, drafts: jax.Array, first: 
     return dataclasses.replace(state, tokens=state.tokens.at[slots[:, None], columns].set(drafts, mode="drop"))
 
 
-def control_row(sequence: Sequence) -> np.ndarray:
-    """Returns a request's row of `DecodeState.controls`, `[NUM_FIELDS]` int32."""
-    s = sequence.sampling
-    row = np.zeros(NUM_FIELDS, np.int32)
-    floats = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
-    row[: len(floats)] = np.array(floats, np.float32).view(np.int32)
-    row[Field.TOP_K] = max(0, s.top_k)
-    row[Field.SEED_LOW : Field.SEED_LOW - 2 : -1] = np.array([sequence.seed], np.int64).view(np.int32)
-    row[Field.MIN_LENGTH] = min(sequence.prompt_length + s.min_tokens, 2**31 - 1)
-    row[Field.ADJUSTED] = sequence.variant == FULL
-    return row
+def control_rows(sequences: Iterable[Sequence]) -> np.ndarray:
+    """Returns requests' rows of `DecodeState.controls`, `[n, NUM_FIELDS]` int32."""
+    return np.frombuffer(bytearray().join(map(_packed_controls, sequences)), np.int32).reshape(-1, NUM_FIELDS)
+
+
+def _packed_controls(sequence: Sequence) -> bytes:
+    s = sequence.request.sampling
+    return _CONTROLS.pack(
+        *(s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty),
+        max(0, s.top_k),
+        sequence.seed >> 32,
+        sequence.seed & 2**32 - 1,
+        min(sequence.prompt_length + s.min_tokens, 2**31 - 1),
+        sequence.variant == FULL,
+    )
 
 
 def controls_at(state: DecodeState, slots: jax.Array, offset: int = 0) -> Controls:

@@ -17,7 +17,7 @@ from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER, last_rows, ragged_batch
-from dsv3.engine.device.state import DecodeState, control_row
+from dsv3.engine.device.state import DecodeState, control_rows
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import Needs, plan_sample
@@ -135,6 +135,8 @@ class PrefillPlanner:
             return []
         chunks = self._chunks()
         command = _command(chunks, self._bucket(chunks), self._cfg)
+        if self._cfg.num_ranks > 1:
+            self._note_balance(command.header)
         sampled, starting = self._launch(chunks)
         planned = [Planned(NAME, command, chunks)]
         if command.tells:
@@ -146,8 +148,10 @@ class PrefillPlanner:
 
     def _waits(self, step: list[Planned]) -> bool:
         """Returns whether prompts wait for others, on an instance where only their ends are to be computed."""
+        if self._cfg.role != "decode" or not step:
+            return False
         prompts = [sequence for mine in self._scheduler.prefilling for sequence in mine]
-        if self._cfg.role != "decode" or not step or any(len(s.tokens) - s.prefilled > PAGE_SIZE for s in prompts):
+        if any(len(s.tokens) - s.prefilled > PAGE_SIZE for s in prompts):
             return False
         return self._gathering.waits(len(prompts), int(np.count_nonzero(self._scheduler.slots.decoding)))
 
@@ -181,14 +185,16 @@ class PrefillPlanner:
         """Returns the chunks of a rank, those first of whose tokens something is told."""
         to_tell, chunks = prompt_logprobs.MOST_TOLD, []
         for sequence, count in zip(prefilling, counts, strict=False):
-            if sequence.tells_prompt:
+            if count and sequence.tells_prompt:
                 count = min(count, to_tell)
                 to_tell -= count
             if count:
                 epoch = int(self._scheduler.slots.epoch[sequence.slot])
                 start, stop = sequence.prefilled, sequence.prefilled + count
                 chunks.append(Chunk(sequence, epoch, start, stop, self._room.factor))
-        return sorted(chunks, key=lambda chunk: not chunk.sequence.tells_prompt)
+        if to_tell < prompt_logprobs.MOST_TOLD:
+            chunks.sort(key=lambda chunk: not chunk.sequence.tells_prompt)
+        return chunks
 
     def _bucket(self, chunks: list[list[Chunk]]) -> int:
         """Returns the smallest bucket with enough tokens and enough rows, and the room that each token gets."""
@@ -203,8 +209,6 @@ class PrefillPlanner:
         last = [(rank, i, c.sequence) for rank, mine in enumerate(chunks) for i, c in enumerate(mine) if c.is_last]
         slots = np.array([sequence.slot for _, _, sequence in last], np.int64)
         rank, position = (np.array([entry[k] for entry in last], np.int64) for k in (0, 1))
-        if self._cfg.num_ranks > 1:
-            self._note_balance(chunks)
         for chunk in (c for mine in chunks for c in mine):
             chunk.sequence.prefilled = chunk.stop
             scheduler.balancer.charge(chunk.sequence)
@@ -213,21 +217,17 @@ class PrefillPlanner:
             scheduler.slots.start_decoding(sequence.slot)
         return BatchRows.at(scheduler.slots, slots, rank, position), [sequence for _, _, sequence in last]
 
-    def _note_balance(self, chunks: list[list[Chunk]]) -> None:
-        keys = self._scheduler.balancer.keys
-        tokens = [sum(c.stop - c.start for c in mine) for mine in chunks]
-        cost = [sum(prefill_cost(c.start, c.stop, keys) for c in mine) for mine in chunks]
-        self._balance.note(np.array(tokens), np.array(cost))
+    def _note_balance(self, header: np.ndarray) -> None:
+        rank, count, start = header[:, 0], header[:, 3], header[:, 4]
+        cost = prefill_cost(start, start + count, self._scheduler.balancer.keys)
+        self._balance.note(*(np.bincount(rank, each, self._cfg.num_ranks) for each in (count, cost)))
 
 
 def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> PrefillCommand:
     flat = [(rank, c) for rank, mine in enumerate(chunks) for c in mine]
-    header = np.zeros((len(flat), 2 + HEADER), np.int32)
-    for row, (rank, chunk) in zip(header, flat, strict=True):
-        sequence, slot = chunk.sequence, chunk.sequence.slot % cfg.max_num_seqs
-        follows = -1 if chunk.is_last else sequence.tokens[chunk.stop]
-        row[:6] = rank, len(sequence.pages), slot, chunk.stop - chunk.start, chunk.start, follows
-        row[6:] = control_row(sequence)
+    header = np.empty((len(flat), 2 + HEADER), np.int32)
+    header[:, :6] = [(rank, *_places(chunk, cfg)) for rank, chunk in flat]
+    header[:, 6:] = control_rows(chunk.sequence for _, chunk in flat)
     return PrefillCommand(
         bucket,
         header,
@@ -238,6 +238,14 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         any(c.sequence.tells_prompt for _, c in flat),
         max(c.stop for _, c in flat),
     )
+
+
+def _places(chunk: Chunk, cfg: EngineConfig) -> tuple[int, int, int, int, int]:
+    """Returns what a chunk's row begins with behind its rank: pages, slot, tokens, those before, the one behind."""
+    sequence = chunk.sequence
+    follows = -1 if chunk.is_last else int(sequence.tokens[chunk.stop])
+    slot = sequence.slot % cfg.max_num_seqs
+    return len(sequence.pages), slot, chunk.stop - chunk.start, chunk.start, follows
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:

@@ -34,7 +34,7 @@ class Balancer:
 
     def begin(self) -> None:
         """Looks at the ranks anew, before requests are admitted."""
-        if self._cfg.num_ranks > 1:
+        if self._cfg.num_ranks > 1 and self._cfg.role != "prefill":  # which is weighed by its backlog alone
             self._held = self._slots.num_tokens()
 
     def ranked(self, request: Request, useful: Sequence[Key]) -> Iterator[int]:

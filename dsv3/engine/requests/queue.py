@@ -2,7 +2,7 @@
 
 import bisect
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from dsv3.cache.keys import Key
 from dsv3.engine.requests.sequence import Sequence, State
@@ -63,11 +63,12 @@ class WaitingQueue:
         bisect.insort(self._parked.setdefault((rank, key), []), sequence, key=lambda parked: parked.turn)
         self._count += 1
 
-    def wake(self, rank: int, key: Key) -> None:
-        """Lets those that waited for `key` have their turn again."""
-        for sequence in self._parked.pop((rank, key), ()):
-            if sequence.state is State.WAITING:
-                heapq.heappush(self._ready, (sequence.turn, sequence))
+    def wake(self, rank: int, keys: Iterable[Key]) -> None:
+        """Lets those that waited for one of `keys` have their turn again."""
+        for key in keys if self._parked else ():
+            for sequence in self._parked.pop((rank, key), ()):
+                if sequence.state is State.WAITING:
+                    heapq.heappush(self._ready, (sequence.turn, sequence))
 
     def wake_first(self, rank: int, key: Key) -> None:
         """Lets the one of those that waited for `key` have its turn again whose turn is the first."""

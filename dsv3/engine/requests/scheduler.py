@@ -7,6 +7,7 @@ write are held back from new owners until it has been collected. The jobs of a s
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -189,23 +190,33 @@ class Scheduler:
             return
         if count > len(sequence.keys):
             extend_keys(sequence.root, sequence.keys, self.slots.history[sequence.slot, : count * PAGE_SIZE])
-        rank = self.slots.rank_of(sequence.slot)
-        cache = self.caches[rank]
-        fresh = []
-        for index in range(sequence.published, count):
-            key = sequence.keys[index]
-            if cache.publish(key, sequence.pages[index]):
-                fresh.append(index)
-            if self.tiers is not None and self.tiers.of(rank).lacks(key):
-                self.distrusted.discard(key)
-                self.outgoing.append((rank, key, sequence.pages[index]))
-            if key in sequence.pending:
-                sequence.pending.discard(key)
-                del self.pages.pending[rank][key]
-                self.queue.wake(rank, key)
+        rank, first = self.slots.rank_of(sequence.slot), sequence.published
+        keys, pages = sequence.keys[first:count], sequence.pages[first:count]
+        fresh = self.caches[rank].publish(keys, pages)
         sequence.published = count
+        if self.tiers is not None:
+            self._pass_on(rank, keys, pages)
+        self._filled(sequence, rank, keys)
         if self.events is not None:
-            self._tell(sequence, rank, fresh)
+            self._tell(sequence, rank, [first + i for i in fresh])
+
+    def _pass_on(self, rank: int, keys: list[Key], pages: list[int]) -> None:
+        """Notes which of some pages the tiers lack."""
+        assert self.tiers is not None
+        lacks = self.tiers.of(rank).lacks
+        for key, page in zip(keys, pages, strict=True):
+            if lacks(key):
+                self.distrusted.discard(key)
+                self.outgoing.append((rank, key, page))
+
+    def _filled(self, sequence: Sequence, rank: int, keys: Iterable[Key]) -> None:
+        """Lets those go on that waited for pages which this sequence was about to fill."""
+        filled = sequence.pending.intersection(keys)
+        sequence.pending -= filled
+        pending = self.pages.pending[rank]
+        for key in filled:
+            del pending[key]
+        self.queue.wake(rank, filled)
 
     def tell_events_to(self, record: Record) -> None:
         """Has `record` hear which pages can be found from now on."""
@@ -240,12 +251,8 @@ class Scheduler:
         """
         rank = short // self.cfg.max_num_seqs
         wanted = np.bincount(rank, minlength=self.cfg.num_ranks)
-        latest = self.slots.latest_priority
-        scarce = [
-            r
-            for r in wanted.nonzero()[0].tolist()
-            if wanted[r] > self.caches[r].available - self.admission.yielding.left_by(r, latest)
-        ]
+        each = zip(wanted.tolist(), self.admission.yielding.left_by_last(), self.caches, strict=True)
+        scarce = [r for r, (count, left, cache) in enumerate(each) if count and count > cache.available - left]
         if not scarce:
             return short, self._give_pages(short, rank), []
         contested = np.isin(rank, scarce)
@@ -258,7 +265,10 @@ class Scheduler:
     def _give_pages(self, slots: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Gives a page to each of the ascending `slots`, whose ranks `rank` have enough; returns the pages."""
         wanted, sequences = np.bincount(rank, minlength=1).tolist(), self.slots.sequences
-        pages = [page for r in range(len(wanted)) for page in self.caches[r].allocate_several(wanted[r])]
+        pages: list[int] = []
+        for cache, count in zip(self.caches, wanted, strict=False):
+            if count:
+                pages += cache.allocate_several(count)
         for slot, page in zip(slots.tolist(), pages, strict=True):
             sequence = sequences[slot]
             assert sequence is not None  # only a running request asks
@@ -322,10 +332,7 @@ class Scheduler:
             self.loading.remove(sequence)
         if sequence in self.prefilling[rank]:
             self.prefilling[rank].remove(sequence)
-        pending, sequence.pending = sequence.pending, set()
-        for key in pending:
-            del self.pages.pending[rank][key]
-            self.queue.wake(rank, key)
+        self._filled(sequence, rank, sequence.pending)
         self.balancer.discharge(sequence)
         self.slots.leave(sequence, state)
         pages, sequence.pages = sequence.pages, []

@@ -84,7 +84,7 @@ class Sequence:
     @property
     def tells_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are still to be told: then all of the prompt is computed."""
-        return self.sampling.prompt_logprobs is not None and not self.started
+        return not self.started and self.request.sampling.prompt_logprobs is not None
 
 
 def sequence_of(request: PreparedRequest) -> Sequence:

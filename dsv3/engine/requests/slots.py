@@ -60,16 +60,12 @@ class SlotTable:
         self.priority = np.full(total, NOBODY, np.int64)  # of the requests; `NOBODY` in a free slot
         self._priorities: Counter[int] = Counter()  # of those that run
         self.running = np.zeros(cfg.num_ranks, np.int64)  # slots in use, by rank
+        self.total_running = 0  # on all ranks
         self._free = [list(range(r * self._per_rank, (r + 1) * self._per_rank)) for r in range(cfg.num_ranks)]
 
     def num_running(self, rank: int) -> int:
         """Returns how many slots of `rank` are in use."""
         return int(self.running[rank])
-
-    @property
-    def total_running(self) -> int:
-        """Slots in use on all ranks."""
-        return int(self.running.sum())
 
     @property
     def num_free(self) -> int:
@@ -131,6 +127,7 @@ class SlotTable:
         slot = heapq.heappop(self._free[rank])
         sequence.slot, sequence.state = slot, State.PREFILLING
         self.running[rank] += 1
+        self.total_running += 1
         self.sequences[slot] = sequence
         self.ids[slot] = sequence.id
         self.priority[slot] = sequence.priority
@@ -193,6 +190,7 @@ class SlotTable:
         if not self._priorities[sequence.priority]:
             del self._priorities[sequence.priority]
         self.running[rank] -= 1
+        self.total_running -= 1
         self._change_epoch(slot)
         for token in sequence.stop_ids:
             self.ends[token] -= 1

@@ -117,6 +117,13 @@ class Yielding:
         claimed = int(self._claimed[rank]) if priority > self._first_claim else 0
         return self._slots.num_before(rank, priority) + claimed
 
+    def left_by_last(self) -> list[int]:
+        """Returns how many pages of each rank a running request of the highest number leaves free."""
+        latest = self._slots.latest_priority
+        if not self._slots.are_mixed and latest <= self._first_claim:
+            return [0] * self._cfg.num_ranks
+        return [self.left_by(rank, latest) for rank in range(self._cfg.num_ranks)]
+
     def _claim(self, sequence: Sequence, claims: _Claims) -> bool:
         """Sees to room for one request, on the rank that it asks for or that with the least work not to give way."""
         busy = self._slots.running_before(sequence.priority) + claims.slots

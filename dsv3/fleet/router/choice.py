@@ -47,8 +47,17 @@ class SentPages:
             self._keys.popitem(last=False)
 
     def overlap(self, keys: Sequence[bytes]) -> int:
-        """Returns how many pages of a prompt, from its first on, went there."""
-        return _overlap(keys, self._keys)
+        """Returns how many pages of a prompt, from its first on, went there.
+
+        A page is always newer than those behind it. So those that are known are a run, found by bisection.
+        """
+        known, low, high = self._keys, 0, len(keys)
+        if not keys or keys[0] not in known:
+            return 0
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if keys[middle] in known else (low, middle)
+        return low
 
     def clear(self) -> None:
         """Forgets all: the instance has begun anew."""
@@ -97,7 +106,6 @@ def choose(prompt: Prompt, loads: Sequence[Load], pages: Sequence[int], *, decod
     two routers side by side must not agree on the first of them.
     """
     own = np.array([cost_of(prompt, each) for each in pages])
-    columns = ([load.prefill for load in loads], [load.held for load in loads], [load.requests for load in loads])
-    ranks = [load.ranks for load in loads]
-    found = costs(Loads(*(np.array(column) / ranks for column in columns)), own, prompt.tokens, decodes)
+    prefill, held, requests, ranks = np.array([(x.prefill, x.held, x.requests, x.ranks) for x in loads]).T
+    found = costs(Loads(prefill / ranks, held / ranks, requests / ranks), own, prompt.tokens, decodes)
     return int(chance.choice(np.flatnonzero(found <= found.min() * (1 + 1e-9)).tolist()))

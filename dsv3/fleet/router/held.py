@@ -101,7 +101,7 @@ class Held:
             return
         self._there[rank][name, medium] = key
         self._counts[key, rank] += 1
-        self._holders.add(key, rank)
+        self._holders.add((key,), rank)
 
     def _remove(self, rank: int, pages: Iterable[tuple[int, str]]) -> None:
         for page in pages:

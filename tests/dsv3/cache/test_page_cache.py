@@ -40,7 +40,7 @@ class PageCacheMachine(RuleBasedStateMachine):
         self.counter += 1
         key = self.counter.to_bytes(32, "little")
         known = pages[0] in self.content.values()
-        self.cache.publish(key, pages[0])
+        assert self.cache.publish([key], pages[:1]) == ([] if known else [0])
         if not known:
             self.content[key] = pages[0]
 
@@ -94,8 +94,7 @@ def test_the_least_recently_used_page_goes_first():
     cache = PageCache(3)
     pages = [cache.allocate() for _ in range(3)]
     keys = [bytes([i]) * 32 for i in range(3)]
-    for key, page in zip(keys, pages, strict=True):
-        cache.publish(key, page)
+    cache.publish(keys, pages)
     for i in (0, 1, 2):
         cache.release([pages[i]])
     cache.retain(cache.match([keys[0]]))  # page 0 is used again
@@ -107,8 +106,7 @@ def test_of_a_prefix_the_end_is_evicted_first():
     cache = PageCache(3)
     keys = _chain(192)
     pages = [cache.allocate() for _ in range(3)]
-    for key, page in zip(keys, pages, strict=True):
-        cache.publish(key, page)
+    cache.publish(keys, pages)
     cache.release(pages)
     cache.allocate()
     assert cache.match(keys) == pages[:2]
@@ -117,7 +115,7 @@ def test_of_a_prefix_the_end_is_evicted_first():
 def test_without_sharing_nothing_is_found():
     cache = PageCache(2, enable_prefix_caching=False)
     page = cache.allocate()
-    cache.publish(b"k" * 32, page)
+    cache.publish([b"k" * 32], [page])
     assert cache.match([b"k" * 32]) == []
     cache.release([page])
     assert cache.pool.num_free == 2
@@ -126,7 +124,7 @@ def test_without_sharing_nothing_is_found():
 def test_a_distrusted_page_is_not_found_again():
     cache = PageCache(2)
     page = cache.allocate()
-    cache.publish(b"k" * 32, page)
+    cache.publish([b"k" * 32], [page])
     cache.forget([page])
     cache.release([page])
     assert cache.match([b"k" * 32]) == []
@@ -134,11 +132,11 @@ def test_a_distrusted_page_is_not_found_again():
 
 def test_a_page_released_twice_is_an_error():
     pool = PagePool(1)
-    page = pool.take()
-    pool.release(page)
-    pool.free(page)
+    pages = pool.take(1)
+    assert pool.release(pages) == pages
+    pool.free(pages)
     with pytest.raises(ValueError, match="more often"):
-        pool.release(page)
+        pool.release(pages)
 
 
 def test_only_full_pages_have_keys():

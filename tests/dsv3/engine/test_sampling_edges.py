@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.device import sampling
-from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, control_row, controls_at
+from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, control_rows, controls_at
 from dsv3.engine.jobs.sample import sample_body
 from dsv3.engine.requests.codes import NOT_FINITE, NOTHING, UNDRAFTED
 from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
@@ -53,7 +53,7 @@ def _states(rows: list[Row]) -> tuple[DecodeState, AdjustState]:
     """The device's state with the rows' requests in as many slots."""
     rules = RequestRules(vocab_size=W, max_model_len=1000)
     asked = [EngineRequest(request_id=0, prompt_token_ids=r.prompt, sampling=r.sampling) for r in rows]
-    controls = np.stack([control_row(sequence_of(prepare(request, rules))) for request in asked])
+    controls = control_rows(sequence_of(prepare(request, rules)) for request in asked)
     lengths = np.array([len(r.prompt) + len(r.answer) for r in rows], np.int32)
     biases = [r.sampling.logit_bias for r in rows]
     adjust = AdjustState(

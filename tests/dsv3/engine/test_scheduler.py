@@ -1,5 +1,7 @@
 """Decisions of the scheduler, without a device: chunks, fairness, pages held back, pre-emption, ranks."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -211,6 +213,9 @@ def test_buckets_are_few_and_cover_the_limits():
     assert cfg.prefill_buckets == (64, 256, 1024, 4096, 5000)
     assert [bucket(cfg.decode_buckets, n) for n in (1, 2, 16, 17, 100)] == [1, 4, 16, 64, 100]
     assert all(cfg.prefill_rows(t) in cfg.decode_buckets for t in cfg.prefill_buckets)
+    sizes = [dataclasses.replace(cfg, max_num_seqs=n).decode_buckets for n in (1, 3, 64, 96, 128, 200)]
+    assert sizes[:3] == [(1,), (1, 3), (1, 4, 16, 64)]
+    assert sizes[3:] == [(1, 4, 16, 64, 96), (1, 4, 16, 64, 96, 128), (1, 4, 16, 64, 96, 128, 200)]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ from dsv3.engine.device.programs import Key
 from dsv3.model.vocabulary import WHOLE
 from dsv3.plan.deployment import Deployment, DeploymentError
 from dsv3.plan.plan import StepPlan, step_plan
+from dsv3.plan.played import Played
 from dsv3.plan.programs import Compiled, LaidOut, Phase, Run, engine_config
 from dsv3.plan.roofline import TRANSFER_S
-from dsv3.simulate.from_plan import Played, digest_of, times_of
+from dsv3.simulate.from_plan import digest_of, times_of
+from dsv3.simulate.times import KEYS
 from tests.dsv3.plan.test_timeline import BYTES, EXPERTS, RATES, TRIPS, program_text
 
 SLOW = 4
@@ -38,16 +40,16 @@ def plan(phase: Phase, deployment: Deployment, tokens: int) -> StepPlan:
 def test_the_plans_own_batch_takes_the_plans_time() -> None:
     played = Played(laid_out(DECODE_EP144), compiled("decode", 128))
     at_plan = plan("decode", dataclasses.replace(DECODE_EP144, context_length=4096), 128)
-    [times] = played.table([128]).values()
+    [times] = played.table([128], KEYS).values()
     assert times[4] == pytest.approx(at_plan.seconds)
     whole = PREFILL_EP32.prefill_tokens
     played = Played(laid_out(PREFILL_EP32), compiled("prefill", whole))
     at_plan = plan("prefill", dataclasses.replace(PREFILL_EP32, context_length=4096), whole)
-    assert played.table([whole])[whole][3] == pytest.approx(at_plan.seconds)  # 2,048 keys at the mean
+    assert played.table([whole], KEYS)[whole][3] == pytest.approx(at_plan.seconds)  # 2,048 keys at the mean
 
 
 def test_a_smaller_bucket_sends_less_and_more_keys_take_no_less() -> None:
-    small, whole = Played(laid_out(DECODE_EP144), compiled("decode", 128)).table([16, 128]).values()
+    small, whole = Played(laid_out(DECODE_EP144), compiled("decode", 128)).table([16, 128], KEYS).values()
     assert all(a <= b for a, b in zip(small, whole, strict=True))
     assert list(whole) == sorted(whole)
     sent = TRIPS * BYTES / 2 / RATES.dispatch_link
@@ -57,7 +59,7 @@ def test_a_smaller_bucket_sends_less_and_more_keys_take_no_less() -> None:
 
 def test_a_small_prefill_takes_as_long_as_its_weights() -> None:
     """Tokens of 64 take no 256th of 16,384: each layer's experts are read."""
-    few, many = Played(laid_out(PREFILL_EP32), compiled("prefill", 16_384)).table([64, 16_384]).values()
+    few, many = Played(laid_out(PREFILL_EP32), compiled("prefill", 16_384)).table([64, 16_384], KEYS).values()
     assert few[0] > SLOW * many[0] * 64 / 16_384
 
 

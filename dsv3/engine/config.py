@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 from dsv3.cache.events.config import KvEventsConfig
@@ -12,6 +13,8 @@ from dsv3.options import EngineOptions, Role
 from dsv3.speculative import SpeculativeConfig
 
 _MIN_PREFILL_TOKENS = 64
+_LONG_PREFILL_TOKENS = 1024
+"""Steps of so many tokens are long enough for their padding to be worth more programs (`benchmarks.buckets`)."""
 _MAX_PREFILL_ROWS = 16
 
 
@@ -127,12 +130,12 @@ class EngineConfig:
     @functools.cached_property
     def decode_buckets(self) -> tuple[int, ...]:
         """Batch sizes decode is compiled for: 1, 4, 16, ... and `max_num_seqs`."""
-        return _powers_of_four(1, self.max_num_seqs)
+        return _sizes(1, self.max_num_seqs)
 
     @functools.cached_property
     def prefill_buckets(self) -> tuple[int, ...]:
-        """Token counts prefill is compiled for: 64, 256, 1024, ... and `max_num_batched_tokens`."""
-        return _powers_of_four(_MIN_PREFILL_TOKENS, self.max_num_batched_tokens)
+        """Token counts prefill is compiled for: 64, 256, 1024, 2048, 4096, ... and `max_num_batched_tokens`."""
+        return _sizes(_MIN_PREFILL_TOKENS, self.max_num_batched_tokens, doubling_from=_LONG_PREFILL_TOKENS)
 
     @functools.cached_property
     def forward_programs(self) -> tuple[ForwardProgram, ...]:
@@ -176,9 +179,10 @@ def bucket(sizes: tuple[int, ...], needed: int) -> int:
     return next(size for size in sizes if size >= needed)
 
 
-def _powers_of_four(start: int, stop: int) -> tuple[int, ...]:
+def _sizes(start: int, stop: int, *, doubling_from: float = math.inf) -> tuple[int, ...]:
+    """Returns sizes four times as large as the one before, from `doubling_from` on twice, and last `stop`."""
     sizes = []
     while start < stop:
         sizes.append(start)
-        start *= 4
+        start *= 2 if start >= doubling_from else 4
     return (*sizes, stop)

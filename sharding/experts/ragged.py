@@ -60,6 +60,7 @@ class Ragged:
     overlap: Overlap = Overlap.NONE
     kind: ClassVar[Kind] = Kind.RAGGED
     hops: ClassVar[tuple[Hop, ...]] = ()  # none that could overflow
+    pairs: ClassVar[int | None] = None
 
     @classmethod
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ragged":
@@ -84,7 +85,7 @@ class Ragged:
         with jax.named_scope("dispatch"):
             arrived = to_peers(words, slices, hop.axes, T * hop.peers)
         shapes = shapes_of(rows)
-        unit = jax.jit(lambda words, received: experts(_unpack(words, received, shapes, hop)))
+        unit = jax.jit(lambda words, received: experts(_unpack(words, received, shapes, hop))[0])
         sums = unit(arrived, slices.received)
         with jax.named_scope("combine"):
             return Returned(from_peers(sums, slices, hop.axes, T * min(K, hop.peers)), place)

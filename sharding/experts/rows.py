@@ -21,8 +21,11 @@ class TokenRows(NamedTuple):
     weights: jax.Array  # [T, K] float32
 
 
-Experts = Callable[[TokenRows], jax.Array]
-"""Computes per row the weighted sum of its selected local experts, `[T, D]`; a row that selects none gives zeros."""
+Experts = Callable[[TokenRows], tuple[jax.Array, jax.Array | None]]
+"""Computes per row the weighted sum of its selected local experts, `[T, D]`; a row that selects none gives zeros.
+
+Beside it stands whether there was room for too few of the pairs, [] int32, 1 or 0; None where there is room for all.
+"""
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "replicas_per_peer"))

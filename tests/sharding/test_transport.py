@@ -22,8 +22,8 @@ def one_layer(transport: Transport, k: int):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), MACHINE.axes)
     spec = PartitionSpec(MACHINE.axes)
 
-    def experts(rows: TokenRows) -> jax.Array:
-        return (rows.payload["q"].astype(jnp.float32) * rows.payload["scale"]).astype(jnp.bfloat16)
+    def experts(rows: TokenRows) -> tuple[jax.Array, None]:
+        return (rows.payload["q"].astype(jnp.float32) * rows.payload["scale"]).astype(jnp.bfloat16), None
 
     def step(q, scale, ids, weights):
         return both_halves(transport, TokenRows({"q": q, "scale": scale}, ids, weights), experts)[0]

@@ -20,13 +20,14 @@ class ExpertLayer:
 
     `placement` says where the replicas of this stack's experts stand; None where all experts are local. It belongs to
     the stack and not to the transport, because `index` counts the layers of this stack only: an MTP module is layer 0
-    of its own stack, not of the main model's.
+    of its own stack, not of the main model's. There is room for `pairs` of a token and an expert; None: for all.
     """
 
     params: MoeParams
     index: Index
     numerics: Numerics
     placement: Placement | None = None
+    pairs: int | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +44,7 @@ class Tally(NamedTuple):
     """Counts of the routed experts beside their result: those of a layer, or of a step by layer (leading axis L)."""
 
     counts: jax.Array  # [E] int32, (token, expert) pairs of this rank's rows, without padding
-    overflows: jax.Array | None  # [] int32, hops of this device whose buffers were too small; None: no transport
+    overflows: jax.Array | None  # [] int32, buffers of this device that were too small; None: none that could be
 
 
 class RoutedExperts(Protocol):
@@ -65,6 +66,7 @@ class Gated:
     inner: jax.Array  # [A, I], e4m3 where the experts are FP8
     scale: jax.Array | None  # float32 scales of FP8 values
     order: grouped.GroupAlignment
+    overflow: jax.Array | None  # [] int32, 1 where there was no room for all pairs, else 0; None: there always is
     weights: jax.Array  # [T, K] float32
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of the rows, and so of their sums
 
@@ -81,10 +83,11 @@ def moe(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> tuple
       layer: `params` are stacks `gate_up` `[L, E, 2 * I, D]` and `down` `[L, E, D, I]`; `index` may be traced.
 
     Returns:
-      y `[T, D]` in the dtype of x, summed in float32, and the (token, expert) pairs that each expert worked on.
+      y `[T, D]` in the dtype of x, summed in float32, and the (token, expert) pairs that each expert worked on. Where
+      `layer.pairs` leaves room for fewer than came, the tally says so, and y means nothing.
     """
     gated = gate_up(x, routing, layer)
-    return down(gated, layer), Tally(gated.order.counts, None)
+    return down(gated, layer), Tally(gated.order.counts, gated.overflow)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +113,15 @@ def gate_up(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> G
     pairs = min(routing.ids.size, numerics.expert_pairs or routing.ids.size)
     dtype = jax.tree.leaves(params.gate_up)[0].dtype
     tile_m = grouped.choose_tile_m(pairs, E, dtype=dtype, backend=numerics.backend)
-    order = grouped.align_groups(routing.ids.reshape(-1), E, tile_m)
+    order = grouped.align_groups(routing.ids.reshape(-1), E, tile_m, max_rows=layer.pairs)
+    rest = order, _overflow(order, layer), routing.weights, x.dtype
     token = order.source_row // K  # [A], T where the aligned row is padding
     tiles = _tiles(order, layer)
     if not isinstance(params.gate_up, Fp8Weight):
         assert isinstance(x, jax.Array), "rows are quantized only for FP8 experts"
         gathered = x.at[token].get(mode="fill", fill_value=0)
         product = _product(gathered, params.gate_up, tiles)
-        return Gated(swiglu(product), None, order, routing.weights, x.dtype)
+        return Gated(swiglu(product), None, *rest)
     if isinstance(x, Quantized):
         values, scale = x.values, x.scale.T
     else:
@@ -128,7 +132,7 @@ def gate_up(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> G
     values, scale = fp8.swiglu_quantize(
         product, ue8m0=numerics.ue8m0, used_rows=order.used_rows(), backend=numerics.backend
     )
-    return Gated(values, scale, order, routing.weights, x.dtype)
+    return Gated(values, scale, *rest)
 
 
 @jax.named_scope("experts")
@@ -155,6 +159,11 @@ def weighted_sum(out: jax.Array, gated: Gated) -> jax.Array:
         row = out.at[rows[:, k]].get(mode="fill", fill_value=0)
         total += gated.weights[:, k, None] * row.astype(jnp.float32)
     return total
+
+
+def _overflow(order: grouped.GroupAlignment, layer: ExpertLayer) -> jax.Array | None:
+    """Returns `Gated.overflow`. It is no sum over groups, which would be a kernel of its own in every layer."""
+    return None if layer.pairs is None else (order.needed > order.source_row.shape[0]).astype(jnp.int32)
 
 
 def _tiles(order: grouped.GroupAlignment, layer: ExpertLayer) -> dict[str, Any]:

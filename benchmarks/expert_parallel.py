@@ -27,7 +27,7 @@ from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams
 from sharding.experts.kind import Kind
-from sharding.experts.rows import TokenRows
+from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import Transport, build, choose
 from sharding.mesh import DEVICES, Machine, rank_mesh
@@ -162,7 +162,7 @@ def traced(transport: Transport, rows: LayerRows) -> Traffic:
 
     def layer(values: jax.Array, scale: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         sent = TokenRows({"values": values, "scale": scale}, ids, weights)
-        handle = transport.start(sent, lambda rows: (rows.payload["values"].astype(jnp.bfloat16), None))
+        handle = transport.start(sent, lambda rows: (unpacked(rows).payload["values"].astype(jnp.bfloat16), None))
         return transport.finish(handle)[0]
 
     def array(width: int, dtype: jnp.dtype | type) -> jax.ShapeDtypeStruct:

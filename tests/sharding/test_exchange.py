@@ -12,7 +12,7 @@ from sharding.experts.capacity import expected_capacity, headroom, pair_room
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
 from sharding.experts.ring import Ring
-from sharding.experts.rows import TokenRows
+from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import Transport
 from sharding.mesh import Machine
@@ -33,6 +33,7 @@ def dense(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, w: np.ndarray) ->
 
 
 def local_experts(w: jax.Array, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
+    rows = unpacked(rows)
     product = jnp.einsum("td,edf->tef", rows.payload["x"] * rows.payload["scale"], w)
     chosen = jnp.take_along_axis(product, jnp.maximum(rows.ids, 0)[:, :, None], axis=1)
     y = (jnp.where(rows.ids >= 0, rows.weights, 0)[:, :, None] * chosen).sum(axis=1)

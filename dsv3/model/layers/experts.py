@@ -12,6 +12,7 @@ from dsv3.model.params import Fp8Weight, Int4Weight, MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import fp8, grouped
 from sharding.experts.placement import Placement
+from sharding.experts.rows import Lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +72,14 @@ class Gated:
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of the rows, and so of their sums
 
 
-def moe(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
+def moe(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
     """Computes the weighted sum of each token's routed experts, all of which are on this device.
 
     Rows are sorted by expert and padded to whole tiles. The grouped products address expert e of the layer as
     `layer * E + e` in the stack, so no weight is copied and those of idle experts are not read.
 
     Args:
-      x: `[T, D]`; quantized already only where the experts are FP8.
+      x: `[T, D]`; quantized already only where the experts are FP8, and `Lines` where it comes from other devices.
       routing: experts of this layer, each in 0..E-1; other ids (padding has -1) take no expert.
       layer: `params` are stacks `gate_up` `[L, E, 2 * I, D]` and `down` `[L, E, D, I]`; `index` may be traced.
 
@@ -106,33 +107,40 @@ LOCAL_EXPERTS = LocalExperts()
 
 
 @jax.named_scope("experts")
-def gate_up(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> Gated:
+def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> Gated:
     """Runs the first half of `moe`: the order of rows, the gate and up projections, and SwiGLU."""
     params, numerics = layer.params, layer.numerics
     K, E = routing.ids.shape[1], _num_experts(params)
     pairs = min(routing.ids.size, numerics.expert_pairs or routing.ids.size)
-    dtype = jax.tree.leaves(params.gate_up)[0].dtype
-    tile_m = grouped.choose_tile_m(pairs, E, dtype=dtype, backend=numerics.backend)
+    stored = jax.tree.leaves(params.gate_up)[0].dtype
+    tile_m = grouped.choose_tile_m(pairs, E, dtype=stored, backend=numerics.backend)
     order = grouped.align_groups(routing.ids.reshape(-1), E, tile_m, max_rows=layer.pairs)
-    rest = order, _overflow(order, layer), routing.weights, x.dtype
+    dtype = x.like.dtype if isinstance(x, Lines) else x.dtype
+    rest = order, _overflow(order, layer), routing.weights, dtype
     token = order.source_row // K  # [A], T where the aligned row is padding
     tiles = _tiles(order, layer)
     if not isinstance(params.gate_up, Fp8Weight):
-        assert isinstance(x, jax.Array), "rows are quantized only for FP8 experts"
-        gathered = x.at[token].get(mode="fill", fill_value=0)
+        assert not isinstance(x, Quantized), "rows are quantized only for FP8 experts"
+        gathered = x.take(token) if isinstance(x, Lines) else x.at[token].get(mode="fill", fill_value=0)
         product = _product(gathered, params.gate_up, tiles)
         return Gated(swiglu(product), None, *rest)
-    if isinstance(x, Quantized):
-        values, scale = x.values, x.scale.T
-    else:
-        values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
-    values = values.at[token].get(mode="fill", fill_value=0)
-    scale = scale.at[:, token].get(mode="fill", fill_value=0)
-    product = _fp8_product(values, scale, params.gate_up, x.dtype, tiles)
+    product = _fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles)
     values, scale = fp8.swiglu_quantize(
         product, ue8m0=numerics.ue8m0, used_rows=order.used_rows(), backend=numerics.backend
     )
     return Gated(values, scale, *rest)
+
+
+def _aligned_fp8(x: jax.Array | Quantized | Lines, token: jax.Array, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+    """Returns rows `token` of x as e4m3 `[A, D]` and their scales `[ceil(D/128), A]`, zeros for those out of range."""
+    if isinstance(x, Lines):
+        rows = x.take(token)
+        return rows.values, rows.scale.T
+    if isinstance(x, Quantized):
+        values, scale = x.values, x.scale.T
+    else:
+        values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    return values.at[token].get(mode="fill", fill_value=0), scale.at[:, token].get(mode="fill", fill_value=0)
 
 
 @jax.named_scope("experts")

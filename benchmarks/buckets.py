@@ -38,7 +38,7 @@ def described(sizes: tuple[int, ...], low: int, high: int) -> str:
     padding = [sum(each) / tokens - 1 for tokens, each in zip(amounts, steps, strict=True)]
     times = [(sum(each) + FIXED * len(each)) / (tokens + FIXED) for tokens, each in zip(amounts, steps, strict=True)]
     mean = statistics.mean
-    return f"{mean(padding):.1%}, {mean(map(len, steps)):.1f} steps, {mean(times):.2f}"
+    return f"{100 * mean(padding):.1f} %, {mean(map(len, steps)):.1f} steps, {mean(times):.2f}"
 
 
 def taken(tokens: int, sizes: tuple[int, ...]) -> Iterator[int]:

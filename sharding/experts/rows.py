@@ -49,12 +49,20 @@ class Lines:
         """Shapes and dtypes of the payload."""
         return jax.tree.unflatten(self.tree, self.leaves)
 
-    def take(self, row: jax.Array) -> Any:
-        """Returns the payload of rows `row` `[A]`, and zeros for those out of range.
+    def array(self, number: int) -> jax.Array:
+        """Returns an array of the payload, `[T, ...]`."""
+        first = width_of(self.leaves[:number])
+        return from_words(self.words[:, first:], self.leaves[number])
+
+    def gather(self, row: jax.Array) -> jax.Array:
+        """Returns rows `row` `[A]` of the payload's first array, `[A, ...]`, and zeros for those out of range.
 
         Words are gathered and then read as what they are: the other way around XLA would write all rows out first.
         """
-        return from_words(self.words.at[row].get(mode="fill", fill_value=0), self.like)
+        numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+        sizes = 1, width_of(self.leaves[:1])
+        words = lax.gather(self.words, row[:, None], numbers, sizes, mode="fill", fill_value=0)
+        return from_words(words, self.leaves[0])
 
 
 def unpacked(rows: TokenRows) -> TokenRows:

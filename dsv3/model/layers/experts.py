@@ -121,8 +121,7 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     tiles = _tiles(order, layer)
     if not isinstance(params.gate_up, Fp8Weight):
         assert not isinstance(x, Quantized), "rows are quantized only for FP8 experts"
-        gathered = x.take(token) if isinstance(x, Lines) else x.at[token].get(mode="fill", fill_value=0)
-        product = _product(gathered, params.gate_up, tiles)
+        product = _product(_gather(x, token), params.gate_up, tiles)
         return Gated(swiglu(product), None, *rest)
     product = _fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles)
     values, scale = fp8.swiglu_quantize(
@@ -133,14 +132,18 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
 
 def _aligned_fp8(x: jax.Array | Quantized | Lines, token: jax.Array, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
     """Returns rows `token` of x as e4m3 `[A, D]` and their scales `[ceil(D/128), A]`, zeros for those out of range."""
+    values: jax.Array | Lines
     if isinstance(x, Lines):
-        rows = x.take(token)
-        return rows.values, rows.scale.T
-    if isinstance(x, Quantized):
+        values, scale = x, x.array(1).T
+    elif isinstance(x, Quantized):
         values, scale = x.values, x.scale.T
     else:
         values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
-    return values.at[token].get(mode="fill", fill_value=0), scale.at[:, token].get(mode="fill", fill_value=0)
+    return _gather(values, token), scale.at[:, token].get(mode="fill", fill_value=0)
+
+
+def _gather(x: jax.Array | Lines, token: jax.Array) -> jax.Array:
+    return x.gather(token) if isinstance(x, Lines) else x.at[token].get(mode="fill", fill_value=0)
 
 
 @jax.named_scope("experts")

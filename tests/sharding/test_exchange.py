@@ -12,11 +12,12 @@ from sharding.experts.capacity import expected_capacity, headroom, pair_room
 from sharding.experts.exchange import Exchange
 from sharding.experts.hop import Hop
 from sharding.experts.ring import Ring
-from sharding.experts.rows import TokenRows, unpacked
+from sharding.experts.rows import Lines, TokenRows, fill_lines, unpacked
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import Transport
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
+from sharding.wire.words import shapes_of, to_words
 
 T, K, D, EXPERTS = 24, 4, 16, 16
 PAIRS = 150
@@ -122,6 +123,24 @@ def test_packed_sums_are_off_by_little() -> None:
     expected = dense(x, ids, weights, w)
     assert not overflows.any()
     assert 0 < np.sqrt(np.square(y - expected).mean() / np.square(expected).mean()) < 0.01
+
+
+def test_lines_give_back_what_was_sent() -> None:
+    """FP8 values and scales, as experts read them: the first array gathered, the others whole."""
+    rng = np.random.default_rng(0)
+    values, scale = (jnp.asarray(rng.normal(size=(4, n)), t) for n, t in ((6, jnp.float8_e4m3fn), (3, jnp.float32)))
+    sent = TokenRows((values, scale), jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1)))
+    lines = Lines.from_words(to_words(sent), shapes_of(sent.payload))
+    row = jnp.array([3, 4, 0, 3])
+    expected = values.at[row].get(mode="fill", fill_value=0)
+    np.testing.assert_array_equal(lines.gather(row).astype(jnp.float32), expected.astype(jnp.float32))
+    np.testing.assert_array_equal(lines.array(1), scale)
+    again = unpacked(sent._replace(payload=lines)).payload
+    np.testing.assert_array_equal(again[0].astype(jnp.float32), values.astype(jnp.float32))
+    np.testing.assert_array_equal(again[1], scale)
+    moved = fill_lines(sent._replace(payload=lines), jnp.array([[2], [0], [9], [1]]), 4)
+    assert np.asarray(moved[:, -2]).tolist() == [0, 0, 0, 2**32 - 1], "a line without a row selects nothing"
+    np.testing.assert_array_equal(moved[:3, :-2], to_words(sent)[jnp.array([1, 3, 0]), :-2])
 
 
 def test_a_token_crosses_to_a_node_once() -> None:

@@ -27,7 +27,7 @@ from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import MoeParams
 from sharding.experts.kind import Kind
-from sharding.experts.rows import TokenRows
+from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.experts.transport import Transport, build, choose
 from sharding.mesh import DEVICES, Machine, rank_mesh
@@ -104,10 +104,10 @@ def run_layer(mesh: jax.sharding.Mesh, transport: Transport, done: Work, inputs:
     def one_device(x: jax.Array, ids: jax.Array, topk: jax.Array, params: MoeParams) -> jax.Array:
         device, layer = jax.lax.axis_index(DEVICES), ExpertLayer(params, 0, Numerics())
 
-        def local(rows: TokenRows) -> jax.Array:
+        def local(rows: TokenRows) -> tuple[jax.Array, None]:
             y, tally = experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)
             jax.debug.callback(done.add, device, (rows.ids >= 0).any(axis=1).sum(), tally.counts)
-            return y
+            return y, None
 
         return transport.finish(transport.start(TokenRows(x, ids, topk), local))[0]
 
@@ -162,7 +162,8 @@ def traced(transport: Transport, rows: LayerRows) -> Traffic:
 
     def layer(values: jax.Array, scale: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         sent = TokenRows({"values": values, "scale": scale}, ids, weights)
-        return transport.finish(transport.start(sent, lambda rows: rows.payload["values"].astype(jnp.bfloat16)))[0]
+        handle = transport.start(sent, lambda rows: (unpacked(rows).payload["values"].astype(jnp.bfloat16), None))
+        return transport.finish(handle)[0]
 
     def array(width: int, dtype: jnp.dtype | type) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows.tokens * machine.devices, width), dtype)

@@ -5,7 +5,7 @@
 The first table has the bytes of a micro-batch and layer of DeepSeek-V3's two published units: with the buffers as they
 are, and with those for the worst case, whether they cross at once or in a fixed number of rounds. The second draws the
 routing of layers, even and with one device of each node chosen more often than the others, and counts the layers in
-which a queue is longer than its buffer.
+which a queue is longer than its buffer, or a device's experts have more pairs than room.
 """
 
 import argparse
@@ -59,43 +59,43 @@ def drawn(layers: int) -> Iterator[list[str]]:
     """Yields the table of draws."""
     yield [
         *("tokens of each device", "nodes x GPUs", "chosen as often", "rows per pair of nodes", "of devices"),
-        *("longest queues", "layers without room"),
+        *("longest queues", "room for pairs", "most pairs", "layers without room for a queue", "for pairs"),
     ]
-    yield ["---"] * 7
+    yield ["---"] * 10
     for name, machine, tokens, fewer in CASES:
         rows = LayerRows.from_widths(tokens, TOP_K, HIDDEN, fp8_dispatch=True)
-        outer, inner = Exchange.from_layer_by_node(machine, REPLICAS // machine.devices, rows, Overlap.NONE).hops
+        exchange = Exchange.from_layer_by_node(machine, REPLICAS // machine.devices, rows, Overlap.NONE)
+        (outer, inner), pairs = exchange.hops, exchange.pairs
         for uneven in UNEVEN:
             rng = np.random.default_rng(0)
             count = max(1, layers // fewer)
-            queues = np.array([longest_queues(rng, machine, tokens, uneven) for _ in range(count)])
-            lost = (queues > (outer.capacity, inner.capacity)).any(axis=1)
+            found = np.array([most_of_a_layer(rng, machine, tokens, uneven) for _ in range(count)])
+            lost = found > (outer.capacity, inner.capacity, pairs or found.max())
             yield [
                 *(name, f"{machine.nodes} x {machine.gpus}", f"{uneven:g} times", f"{outer.capacity:,}"),
-                *(
-                    f"{inner.capacity:,}",
-                    " and ".join(f"{n:,}" for n in queues.max(axis=0)),
-                    f"{lost.sum()} of {count}",
-                ),
+                *(f"{inner.capacity:,}", " and ".join(f"{n:,}" for n in found.max(axis=0)[:2])),
+                *(f"{pairs:,}" if pairs else "all", f"{found.max(axis=0)[2]:,}"),
+                *(f"{sum(column)} of {count}" for column in (lost[:, :2].any(axis=1), lost[:, 2])),
             ]
 
 
-def longest_queues(rng: np.random.Generator, machine: Machine, tokens: int, uneven: float) -> tuple[int, int]:
-    """Draws a layer; returns the longest queue to a node, and of rows that are forwarded to a device of a node.
+def most_of_a_layer(rng: np.random.Generator, machine: Machine, tokens: int, uneven: float) -> tuple[int, int, int]:
+    """Draws a layer; returns the longest queues to a node and to a device of a node, and the most pairs of a device.
 
     One device of each node is chosen `uneven` times as often as the others.
     """
     likely = np.ones(machine.devices, np.float32)
     likely[:: machine.gpus] = uneven
     each = REPLICAS // machine.devices
-    goes = np.zeros((machine.devices, tokens, machine.devices), bool)
+    goes, pairs = np.zeros((machine.devices, tokens, machine.devices), bool), np.zeros(machine.devices, int)
     for device in range(machine.devices):  # one at a time, for memory
         keys = rng.standard_exponential((tokens, REPLICAS), np.float32) / np.repeat(likely, each)
         chosen = np.argpartition(keys, TOP_K, axis=1)[:, :TOP_K] // each
         np.put_along_axis(goes[device], chosen, True, axis=1)
+        pairs += np.bincount(chosen.ravel(), minlength=machine.devices)
     to_node = goes.reshape(*goes.shape[:2], machine.nodes, machine.gpus).any(axis=3).sum(axis=1)
     to_device = goes.sum(axis=1).reshape(machine.nodes, machine.gpus, machine.nodes, machine.gpus).sum(axis=0)
-    return int(to_node.max()), int(to_device.max())
+    return int(to_node.max()), int(to_device.max()), int(pairs.max())
 
 
 if __name__ == "__main__":

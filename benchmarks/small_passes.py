@@ -39,9 +39,9 @@ def main() -> None:
 def gathered(rng: np.random.Generator, T: int, K: int, D: int, dtype: jnp.dtype) -> tuple[jax.Array, Gated]:
     """Returns aligned rows of experts' outputs, and what says whose they are."""
     none = jnp.zeros(0, jnp.int32)
-    order = GroupAlignment(none, jnp.asarray(rng.permutation(T * K), jnp.int32), none, none)
+    order = GroupAlignment(none, jnp.asarray(rng.permutation(T * K), jnp.int32), none, none, none)
     weights = jnp.asarray(rng.random((T, K)), jnp.float32)
-    return jnp.asarray(rng.normal(size=(T * K, D)), dtype), Gated(none, None, order, weights, jnp.dtype(dtype))
+    return jnp.asarray(rng.normal(size=(T * K, D)), dtype), Gated(none, None, order, None, weights, jnp.dtype(dtype))
 
 
 def after_gather(out: jax.Array, gated: Gated) -> jax.Array:

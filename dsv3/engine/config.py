@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 from dsv3.cache.events.config import KvEventsConfig
@@ -13,6 +14,8 @@ from dsv3.options import EngineOptions, Role
 from dsv3.speculative import SpeculativeConfig
 
 _MIN_PREFILL_TOKENS = 64
+_LONG_PREFILL_TOKENS = 1024
+"""Steps of so many tokens are long enough for their padding to be worth more programs (`benchmarks.buckets`)."""
 _MAX_PREFILL_ROWS = 16
 _FINE = 64  # rows of a decode batch above which sizes lie closer together: padding costs time there
 
@@ -139,8 +142,8 @@ class EngineConfig:
 
     @functools.cached_property
     def prefill_buckets(self) -> tuple[int, ...]:
-        """Token counts prefill is compiled for: 64, 256, 1024, ... and `max_num_batched_tokens`."""
-        return _powers_of_four(_MIN_PREFILL_TOKENS, self.max_num_batched_tokens)
+        """Token counts prefill is compiled for: 64, 256, 1024, 2048, 4096, ... and `max_num_batched_tokens`."""
+        return _sizes(_MIN_PREFILL_TOKENS, self.max_num_batched_tokens, doubling_from=_LONG_PREFILL_TOKENS)
 
     @functools.cached_property
     def forward_programs(self) -> tuple[ForwardProgram, ...]:
@@ -190,7 +193,7 @@ def _decode_sizes(stop: int) -> tuple[int, ...]:
     DeepSeek's unit of 144 GPUs takes 82.6 ms for 88 requests of each in a batch of 128, and 69.6 ms in one of 96
     (docs/fleet.md). One that is nearly `stop` is left out.
     """
-    sizes, size = list(_powers_of_four(1, min(stop, _FINE))), _FINE
+    sizes, size = list(_sizes(1, min(stop, _FINE))), _FINE
     while size < stop:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
         if size * 8 < stop * 7:
@@ -198,9 +201,10 @@ def _decode_sizes(stop: int) -> tuple[int, ...]:
     return (*sizes, stop) if stop > _FINE else tuple(sizes)
 
 
-def _powers_of_four(start: int, stop: int) -> tuple[int, ...]:
+def _sizes(start: int, stop: int, *, doubling_from: float = math.inf) -> tuple[int, ...]:
+    """Returns sizes four times as large as the one before, from `doubling_from` on twice, and last `stop`."""
     sizes = []
     while start < stop:
         sizes.append(start)
-        start *= 4
+        start *= 2 if start >= doubling_from else 4
     return (*sizes, stop)

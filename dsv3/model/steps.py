@@ -28,9 +28,9 @@ class StepOutput:
     """Hidden states after the final norm, the page pool, and the counts of the routed experts.
 
     `expert_counts` is int32 `[num_moe_layers, E]`, (token, expert) pairs without the padding rows; None in a model
-    without routed experts. `overflows` is int32 `[]`: how many hops of this device, in all MoE layers, had more rows to
-    send than their buffers hold; None where the experts are local. Where it is above 0 on any device, the hidden states
-    of all mean nothing, and so do the latents that the step has written.
+    without routed experts. `overflows` is int32 `[]`: how often, in all MoE layers, this device had more rows to send
+    or pairs to compute than buffers hold; None where the experts are local. Where it is above 0 on any device, the
+    hidden states of all mean nothing, and so do the latents that the step has written.
     """
 
     hidden: Any

@@ -20,11 +20,13 @@ class GroupAlignment(NamedTuple):
     source_row: jax.Array
     """[A] int32: the row that an aligned row holds, or M where it is padding."""
     aligned_row: jax.Array
-    """[M] int32: the aligned row of a row, or A where the row has no group."""
+    """[M] int32: the aligned row of a row; A where the row has no group, A or more where there is no room for it."""
     tile_group: jax.Array
     """[A/tile_m] int32: the group of a tile, or -1 where the tile holds no row. Such tiles stand at the end."""
     counts: jax.Array
     """[G] int32: rows per group."""
+    needed: jax.Array
+    """[] int32: aligned rows that the rows of all groups take. Above A, the last of them have no place."""
 
     @property
     def tile_m(self) -> int:
@@ -32,8 +34,8 @@ class GroupAlignment(NamedTuple):
         return self.source_row.shape[0] // self.tile_group.shape[0]
 
     def used_rows(self) -> jax.Array:
-        """Counts the aligned rows of tiles that have a group, int32; all others stand behind them."""
-        return jnp.sum(self.tile_group >= 0, dtype=jnp.int32) * self.tile_m
+        """Returns how many aligned rows lie in tiles that have a group, int32; all others stand behind them."""
+        return jnp.minimum(self.needed, self.source_row.shape[0])
 
 
 def aligned_rows(rows: int, num_groups: int, tile_m: int) -> int:
@@ -42,7 +44,7 @@ def aligned_rows(rows: int, num_groups: int, tile_m: int) -> int:
     return max(tile_m, worst // tile_m * tile_m)
 
 
-def align_groups(group_ids: jax.Array, num_groups: int, tile_m: int) -> GroupAlignment:
+def align_groups(group_ids: jax.Array, num_groups: int, tile_m: int, *, max_rows: int | None = None) -> GroupAlignment:
     """Places rows behind one another within their groups, in their order, and the groups on tile boundaries.
 
     It sorts: a stable sort is far cheaper than cumulated one-hot counts, whose work grows with rows times groups.
@@ -51,15 +53,21 @@ def align_groups(group_ids: jax.Array, num_groups: int, tile_m: int) -> GroupAli
       group_ids: [M] int32. Rows whose id is outside 0..num_groups-1 are left out.
       num_groups: G.
       tile_m: rows of a tile.
+      max_rows: how many rows with a group there is room for, however they fall; None: for all. Where there are more,
+        `needed` may be above A, and tells it.
 
     Raises:
       ValueError: `group_ids` is no vector of integers, or a number is below 1.
     """
     if group_ids.ndim != 1 or not jnp.issubdtype(group_ids.dtype, jnp.integer):
         raise ValueError(f"align_groups: needs integer group_ids [M], got {group_ids.shape} {group_ids.dtype}")
-    if num_groups < 1 or tile_m < 1:
-        raise ValueError(f"align_groups: num_groups and tile_m must be positive, got {num_groups} and {tile_m}")
-    M, A = group_ids.shape[0], aligned_rows(group_ids.shape[0], num_groups, tile_m)
+    M = group_ids.shape[0]
+    held = M if max_rows is None else min(M, max_rows)
+    if min(num_groups, tile_m) < 1 or held < min(M, 1):
+        raise ValueError(
+            f"align_groups: num_groups, tile_m and max_rows must be positive, got {num_groups}, {tile_m}, {max_rows}"
+        )
+    A = aligned_rows(held, num_groups, tile_m)
     ids = jnp.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups).astype(jnp.int32)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)  # [M]
     sorted_ids = ids[order]
@@ -76,6 +84,7 @@ def align_groups(group_ids: jax.Array, num_groups: int, tile_m: int) -> GroupAli
         aligned_row=jnp.zeros(M, jnp.int32).at[order].set(place),
         tile_group=_tile_groups(end, A // tile_m, tile_m, num_groups),
         counts=counts,
+        needed=end[-1],
     )
 
 

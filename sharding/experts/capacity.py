@@ -1,4 +1,6 @@
-"""How many rows the buffers of an exchange hold. Pure arithmetic on expected loads; T tokens, J peers, K per token.
+"""How many rows the buffers of an exchange hold, and how many pairs the experts behind it have room for.
+
+Pure arithmetic on expected loads; T tokens, J peers, K per token, C rows per pair of peers.
 
 A step whose rows do not fit is computed again, so buffers are sized for that to be rare: for peers that are all chosen
 more often than with even routing (`headroom`).
@@ -37,6 +39,26 @@ def expected_capacity(
     """
     mean = expected_rows(tokens, peers / headroom(replicas), experts_per_token)
     return min(tokens, max(least, _longest_queue(tokens, mean, pairs)))
+
+
+def pair_room(
+    tokens: int, peers: int, experts_per_token: int, replicas: int, capacity: int, *, least: int = LEAST_ROOM
+) -> int | None:
+    """Returns how many (row, replica) pairs a device computes at most, or None where that is all that may arrive.
+
+    Up to `capacity` rows arrive from each of `peers`, which hold `tokens` each, and a row may want each of the device's
+    `replicas`. The room is for as many pairs as there are on average when all queues are full, and for all pairs of
+    `least` rows in any case. A sum over all queues strays less than each of them, so a device with too many pairs most
+    likely has too long a queue, too. At EP32 with 8,192 tokens the room is 76,804 pairs. 65,536 are expected, and
+    541,184 would hold whatever tokens choose.
+    """
+    columns = min(experts_per_token, replicas)
+    everything = peers * capacity * columns
+    if capacity >= tokens:
+        return None
+    chosen = 1 - (1 - capacity / tokens) ** (1 / experts_per_token)  # chance that one choice of a token leads here
+    room = max(least * columns, math.ceil(peers * tokens * experts_per_token * chosen))
+    return room if room < everything else None
 
 
 def expected_rows(tokens: int, peers: float, experts_per_token: int) -> float:

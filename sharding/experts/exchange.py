@@ -6,8 +6,9 @@ over all axes is the flat all-to-all. A hop over nodes followed by one over the 
 node-limited form: a row crosses to a node once, is fanned out inside it, and is reduced there on the way back.
 
 Buffers have `capacity` rows per pair of peers, near the expected load. At EP144 with 128 tokens per device the expected
-load is 7 rows and the worst case 128, so worst-case buffers would carry 17 times the payload. Where a queue is longer,
-the results are wrong and say so (`finish` counts the overflows): the engine computes that step again with more room per
+load is 7 rows and the worst case 128, so worst-case buffers would carry 17 times the payload. The experts behind the
+last hop have room for `pairs` of a row and one of its replicas. Where a queue is longer, or there are more pairs, the
+results are wrong and say so (`finish` counts the overflows): the engine computes that step again with more room per
 row. No device asks during a step whether there is more to send, so none waits for the host.
 """
 
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 
-from sharding.experts.capacity import LEAST_ROOM, expected_capacity
+from sharding.experts.capacity import LEAST_ROOM, expected_capacity, pair_room
 from sharding.experts.hop import Hop, Queued, enqueue, receive, receive_back, send, send_back
 from sharding.experts.kind import Kind
 from sharding.experts.rows import Experts, TokenRows
@@ -32,7 +33,12 @@ class Computed(NamedTuple):
     """What a peer has computed for the rows that a hop brought: one partial sum per row, later hops included."""
 
     sums: jax.Array  # [J * C, D]
-    overflows: tuple[jax.Array, ...]  # `Queued.overflows` of each later hop
+    overflows: tuple[jax.Array, ...]  # `Queued.overflows` of each later hop, and the experts', where they may have some
+
+    @classmethod
+    def from_experts(cls, sums: jax.Array, overflow: jax.Array | None) -> "Computed":
+        """Returns what the experts behind the last hop have answered."""
+        return cls(sums, () if overflow is None else (overflow,))
 
 
 class Returning(NamedTuple):
@@ -40,23 +46,28 @@ class Returning(NamedTuple):
 
     transfer: Transfer
     queued: Queued
-    overflows: tuple[jax.Array, ...]  # of this hop and of each later one
+    overflows: tuple[jax.Array, ...]  # of this hop and of all behind it
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """The transport with one hop, to devices, or with two: to nodes, then inside a node."""
+    """The transport with one hop, to devices, or with two: to nodes, then inside a node.
+
+    The experts behind them have room for `pairs` of a row and a replica, None for all that may arrive.
+    """
 
     machine: Machine
     replicas_per_device: int
     hops: tuple[Hop, ...]
+    pairs: int | None = None
 
     @classmethod
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Exchange":
         """Returns one hop over all devices, with buffers for `rows`; `replicas` live on each device."""
         T, K, devices = rows.tokens, rows.experts_per_token, machine.devices
         capacity = expected_capacity(T, devices, K, devices * devices, replicas)
-        return cls(machine, replicas, (Hop(machine.axes, devices, replicas, capacity, overlap, rows.int8_sums),))
+        pairs = pair_room(T, devices, K, replicas, capacity, least=max(LEAST_ROOM, devices))
+        return cls(machine, replicas, (Hop(machine.axes, devices, replicas, capacity, overlap, rows.int8_sums),), pairs)
 
     @classmethod
     def from_layer_by_node(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Exchange":
@@ -73,7 +84,8 @@ class Exchange:
             (machine.axes[:1], machine.nodes, replicas * machine.gpus, outer),
             (machine.axes[1:], machine.gpus, replicas, inner),
         ]
-        return cls(machine, replicas, tuple(Hop(*size, overlap, rows.int8_sums) for size in sizes))
+        pairs = pair_room(T * machine.nodes, machine.gpus, K, replicas, inner, least=max(LEAST_ROOM, devices))
+        return cls(machine, replicas, tuple(Hop(*size, overlap, rows.int8_sums) for size in sizes), pairs)
 
     @property
     def kind(self) -> Kind:
@@ -123,7 +135,7 @@ def start_return(computed: Computed, queued: Queued, hop: Hop) -> Returning:
 def finish_exchange(returning: Returning, hop: Hop) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Runs the second half of a layer: waits for the combine by `hop`.
 
-    Returns the sums [T, D], and the overflows of this hop and of each later one.
+    Returns the sums [T, D], and the overflows of this hop and of all behind it.
     """
     return receive_back(returning.transfer, returning.queued, hop), returning.overflows
 
@@ -136,7 +148,7 @@ def compute(arrived: TokenRows, hops: Sequence[Hop], experts: Experts) -> Comput
 
     def unit(arrived: TokenRows) -> Computed:
         if len(hops) == 1:
-            return Computed(experts(arrived), ())
+            return Computed.from_experts(*experts(arrived))
         return Computed(*finish_exchange(start_exchange(arrived, hops[1:], experts), hops[1]))
 
     return jax.jit(unit)(arrived)
@@ -144,5 +156,5 @@ def compute(arrived: TokenRows, hops: Sequence[Hop], experts: Experts) -> Comput
 
 @jax.jit
 def total(overflows: tuple[jax.Array, ...]) -> jax.Array:
-    """Returns how many hops overflowed, [] int32."""
+    """Returns how many buffers overflowed, [] int32."""
     return functools.reduce(operator.add, overflows)

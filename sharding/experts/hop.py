@@ -18,10 +18,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sharding.experts.rows import TokenRows, fill_buffers, localize, sum_at
+from sharding.experts.rows import Lines, TokenRows, fill_lines, localize, sum_at
 from sharding.wire.collectives import Overlap, Transfer, start_all_to_all
 from sharding.wire.sums import pack, unpack
-from sharding.wire.words import from_words, shapes_of, to_words
+from sharding.wire.words import from_words, shapes_of, width_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Queued(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Rows under way as words, their shapes, and the queues they come from."""
+    """Rows under way as words, the shapes of what these are, and the queues they come from."""
 
     transfer: Transfer
     shapes: TokenRows
@@ -80,15 +80,20 @@ def queue(ids: jax.Array, hop: Hop) -> tuple[jax.Array, jax.Array, jax.Array]:
 @jax.named_scope("dispatch")
 def send(queued: Queued, hop: Hop) -> Sent:
     """Starts sending the first C rows of each queue: `[J * C, U]`, those for peer j from `j * C` on."""
-    return Sent(start_all_to_all(_fill(queued, hop), hop.axes, hop.overlap), shapes_of(queued.rows), queued)
+    payload, *rest = queued.rows
+    shapes = TokenRows(payload.like if isinstance(payload, Lines) else shapes_of(payload), *shapes_of(rest))
+    return Sent(start_all_to_all(_fill(queued, hop), hop.axes, hop.overlap), shapes, queued)
 
 
 @jax.named_scope("dispatch")
 def receive(sent: Sent, hop: Hop) -> TokenRows:
-    """Waits for the rows of `send`, `[J * C, ...]`, with local ids of this peer's replicas."""
+    """Waits for the rows of `send`, `[J * C, ...]`, with local ids of this peer's replicas; payloads stay `Lines`."""
+    payload, *rest = sent.shapes
 
     def unpack(words: jax.Array) -> TokenRows:
-        return localize(from_words(words, sent.shapes), hop.axes, hop.replicas_per_peer)
+        ids, weights = from_words(words[:, width_of(payload) :], rest)
+        rows = TokenRows(Lines.from_words(words, payload), ids, weights)
+        return localize(rows, hop.axes, hop.replicas_per_peer)
 
     return jax.jit(unpack)(sent.transfer.finish())
 
@@ -114,7 +119,7 @@ def receive_back(transfer: Transfer, queued: Queued, hop: Hop) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="hop")
 def _fill(queued: Queued, hop: Hop) -> jax.Array:
     """Returns the buffer to send, `[J * C, U]`: rows as words."""
-    return to_words(fill_buffers(queued.rows, _place(queued, hop), hop.peers * hop.capacity))
+    return fill_lines(queued.rows, _place(queued, hop), hop.peers * hop.capacity)
 
 
 @functools.partial(jax.jit, static_argnames=("hop", "like"))

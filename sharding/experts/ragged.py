@@ -18,11 +18,11 @@ from jax import lax
 from sharding.experts.capacity import expected_rows
 from sharding.experts.hop import Hop, queue
 from sharding.experts.kind import Kind
-from sharding.experts.rows import Experts, TokenRows, fill_buffers, localize, sum_at
+from sharding.experts.rows import Experts, TokenRows, fill_lines, localize, sum_at
 from sharding.experts.traffic import LayerRows, Traffic
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap
-from sharding.wire.words import from_words, shapes_of, to_words
+from sharding.wire.words import from_words, shapes_of
 
 MAX_BUFFER_BYTES = 2 << 30
 """Buffers on one device at most, for the worst case that all devices send all their rows to it."""
@@ -60,6 +60,7 @@ class Ragged:
     overlap: Overlap = Overlap.NONE
     kind: ClassVar[Kind] = Kind.RAGGED
     hops: ClassVar[tuple[Hop, ...]] = ()  # none that could overflow
+    pairs: ClassVar[int | None] = None
 
     @classmethod
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ragged":
@@ -84,7 +85,7 @@ class Ragged:
         with jax.named_scope("dispatch"):
             arrived = to_peers(words, slices, hop.axes, T * hop.peers)
         shapes = shapes_of(rows)
-        unit = jax.jit(lambda words, received: experts(_unpack(words, received, shapes, hop)))
+        unit = jax.jit(lambda words, received: experts(_unpack(words, received, shapes, hop))[0])
         sums = unit(arrived, slices.received)
         with jax.named_scope("combine"):
             return Returned(from_peers(sums, slices, hop.axes, T * min(K, hop.peers)), place)
@@ -112,7 +113,7 @@ def _pack(rows: TokenRows, hop: Hop) -> tuple[jax.Array, jax.Array, Slices]:
     slices = slices_of(length, hop.axes)
     line = slices.send_at[jnp.minimum(peer, hop.peers - 1)] + position
     place = jnp.where(peer < hop.peers, line, size)
-    return to_words(fill_buffers(rows, place, size)), place, slices
+    return fill_lines(rows, place, size), place, slices
 
 
 def _unpack(words: jax.Array, received: jax.Array, shapes: TokenRows, hop: Hop) -> TokenRows:

@@ -28,6 +28,7 @@ class Ring:
     overlap: Overlap = Overlap.NONE
     kind: ClassVar[Kind] = Kind.RING
     hops: ClassVar[tuple[Hop, ...]] = ()
+    pairs: ClassVar[int | None] = None
 
     @classmethod
     def from_layer(cls, machine: Machine, replicas: int, rows: LayerRows, overlap: Overlap) -> "Ring":
@@ -40,7 +41,7 @@ class Ring:
         with jax.named_scope("dispatch"):
             words = lax.all_gather(jax.jit(to_words)(rows), axes, axis=0, tiled=True)
         shapes = shapes_of(rows)
-        y = jax.jit(lambda words: experts(localize(from_words(words, shapes), axes, replicas)))(words)
+        y = jax.jit(lambda words: experts(localize(from_words(words, shapes), axes, replicas))[0])(words)
         with jax.named_scope("combine"):
             return start_reduce_scatter(y, axes, self.overlap)
 

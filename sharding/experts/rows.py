@@ -4,6 +4,7 @@ A token row carries the ids of expert replicas. They are relative to the range t
 a hop owns the ids from `j * replicas_per_peer` on. An id of -1 selects nothing. Shapes: T rows, K replicas per row.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,17 +13,71 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding.wire.words import from_words, to_words, width_of
+
+_ONES = 0xFFFFFFFF
+
 
 class TokenRows(NamedTuple):
-    """Token rows; `payload` is any tree of `[T, ...]` arrays (activations, or FP8 values and their scales)."""
+    """Token rows; `payload` is any tree of `[T, ...]` arrays (activations, FP8 values and their scales), or `Lines`."""
 
     payload: Any
     ids: jax.Array  # [T, K] int32, replica ids; -1 selects nothing, the others of a row are distinct
     weights: jax.Array  # [T, K] float32
 
 
-Experts = Callable[[TokenRows], jax.Array]
-"""Computes per row the weighted sum of its selected local experts, `[T, D]`; a row that selects none gives zeros."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """The payload of rows that have crossed: whole lines of words, which begin with it. Nobody has unpacked it yet.
+
+    A further hop sends its words on as they are. XLA writes out what it converts to another width, for each hop once.
+    """
+
+    words: jax.Array  # [T, U] uint32
+    leaves: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def from_words(cls, words: jax.Array, like: Any) -> "Lines":
+        """Returns the payload of shapes and dtypes `like` with which the lines `words` begin."""
+        leaves, tree = jax.tree.flatten(like)
+        return cls(words, tuple(leaves), tree)
+
+    @property
+    def like(self) -> Any:
+        """Shapes and dtypes of the payload."""
+        return jax.tree.unflatten(self.tree, self.leaves)
+
+    def array(self, number: int) -> jax.Array:
+        """Returns an array of the payload, `[T, ...]`."""
+        first = width_of(self.leaves[:number])
+        return from_words(self.words[:, first:], self.leaves[number])
+
+    def gather(self, row: jax.Array) -> jax.Array:
+        """Returns rows `row` `[A]` of the payload's first array, `[A, ...]`, and zeros for those out of range.
+
+        Words are gathered and then read as what they are: the other way around XLA would write all rows out first.
+        """
+        numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+        sizes = 1, width_of(self.leaves[:1])
+        words = lax.gather(self.words, row[:, None], numbers, sizes, mode="fill", fill_value=0)
+        return from_words(words, self.leaves[0])
+
+
+def unpacked(rows: TokenRows) -> TokenRows:
+    """Returns rows with the payload that was sent, and not as `Lines`."""
+    if not isinstance(rows.payload, Lines):
+        return rows
+    return rows._replace(payload=from_words(rows.payload.words, rows.payload.like))
+
+
+Experts = Callable[[TokenRows], tuple[jax.Array, jax.Array | None]]
+"""Computes per row the weighted sum of its selected local experts, `[T, D]`; a row that selects none gives zeros.
+
+The payload is that of rows as they have arrived, perhaps `Lines`. Beside the sums stands whether there was room for too
+few of the pairs, [] int32, 1 or 0; None where there is room for all.
+"""
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "replicas_per_peer"))
@@ -40,19 +95,22 @@ def localize(rows: TokenRows, axes: tuple[str, ...], replicas_per_peer: int) -> 
     return TokenRows(rows.payload, jnp.where(goes, ids[:, :, None], -1).max(axis=1), weights)
 
 
-def fill_buffers(rows: TokenRows, place: jax.Array, size: int) -> TokenRows:
-    """Returns the buffers `[size, ...]` with row t at each of `place[t]` `[T, K]` below `size`.
+def fill_lines(rows: TokenRows, place: jax.Array, size: int) -> jax.Array:
+    """Returns a buffer of lines `[size, U]`, rows as words, with row t at each of `place[t]` `[T, K]` below `size`.
 
-    The other lines select nothing.
+    The other lines select nothing: their ids are -1, which is a word of ones.
     """
     T, K = rows.ids.shape
     source = jnp.full((size,), T, jnp.int32)
     source = source.at[place.ravel()].set(jnp.repeat(jnp.arange(T, dtype=jnp.int32), K), mode="drop")
 
-    def fill(x: jax.Array, empty: int = 0) -> jax.Array:
-        return jnp.take(x, source, axis=0, mode="fill", fill_value=empty)
+    def fill(words: jax.Array, empty: int = 0) -> jax.Array:
+        return jnp.take(words, source, axis=0, mode="fill", fill_value=empty)
 
-    return TokenRows(jax.tree.map(fill, rows.payload), fill(rows.ids, -1), fill(rows.weights))
+    payload = rows.payload
+    arrived = isinstance(payload, Lines)
+    first = fill(payload.words)[:, : width_of(payload.like)] if arrived else fill(to_words(payload))
+    return jnp.concatenate([first, fill(to_words(rows.ids), _ONES), fill(to_words(rows.weights))], axis=1)
 
 
 def sum_at(returned: jax.Array, place: jax.Array) -> jax.Array:

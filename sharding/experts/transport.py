@@ -44,6 +44,11 @@ class Transport[Handle](Protocol):
         ...
 
     @property
+    def pairs(self) -> int | None:
+        """(row, replica) pairs that `experts` must have room for; None: all that the rows they are called with have."""
+        ...
+
+    @property
     def overlap(self) -> Overlap: ...
 
     def start(self, rows: TokenRows, experts: Experts) -> Handle:
@@ -51,7 +56,7 @@ class Transport[Handle](Protocol):
         ...
 
     def finish(self, handle: Handle) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the weighted sums [T, D] of this device's rows, and how many of its hops overflowed, [] int32.
+        """Returns the weighted sums [T, D] of this device's rows, and how many of its buffers overflowed, [] int32.
 
         Where one has overflowed on any device, the sums of all mean nothing. Without hops that is None and no zero: a
         constant made where program order is enforced crashes XLA (jax 0.12.0.1).

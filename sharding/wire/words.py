@@ -38,6 +38,11 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
+def width_of(like: Any) -> int:
+    """Returns `U` of a tree's words, from its shapes and dtypes."""
+    return sum(map(_num_words, jax.tree.leaves(like)))
+
+
 def _num_words(leaf: Any) -> int:
     return -(-math.prod(leaf.shape[1:]) * leaf.dtype.itemsize // WORD_BYTES)
 

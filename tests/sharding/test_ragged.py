@@ -84,8 +84,8 @@ def test_compiles_for_eight_gpus_and_sends_by_exact_sizes() -> None:
     spec = PartitionSpec(AXES)
 
     def step(q, scale, ids, weights):
-        def experts(rows: TokenRows) -> jax.Array:
-            return (rows.payload["q"].astype(jnp.float32) * rows.payload["scale"]).astype(jnp.bfloat16)
+        def experts(rows: TokenRows) -> tuple[jax.Array, None]:
+            return (rows.payload["q"].astype(jnp.float32) * rows.payload["scale"]).astype(jnp.bfloat16), None
 
         return both_halves(ragged, TokenRows({"q": q, "scale": scale}, ids, weights), experts)[0]
 

@@ -6,7 +6,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.traced import sent
 from sharding.experts.kind import Kind
-from sharding.experts.rows import TokenRows
+from sharding.experts.rows import TokenRows, unpacked
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import Transport, build, choose
 from sharding.mesh import Machine
@@ -22,8 +22,9 @@ def one_layer(transport: Transport, k: int):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), MACHINE.axes)
     spec = PartitionSpec(MACHINE.axes)
 
-    def experts(rows: TokenRows) -> jax.Array:
-        return (rows.payload["q"].astype(jnp.float32) * rows.payload["scale"]).astype(jnp.bfloat16)
+    def experts(rows: TokenRows) -> tuple[jax.Array, None]:
+        payload = unpacked(rows).payload
+        return (payload["q"].astype(jnp.float32) * payload["scale"]).astype(jnp.bfloat16), None
 
     def step(q, scale, ids, weights):
         return both_halves(transport, TokenRows({"q": q, "scale": scale}, ids, weights), experts)[0]

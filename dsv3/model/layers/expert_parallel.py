@@ -43,7 +43,7 @@ class ExpertParallel:
         def address(x: jax.Array, routing: Routing) -> TokenRows:
             return self.address(x, routing, layer)
 
-        return self.transport.start(jax.jit(address)(x, routing), local_experts(layer))
+        return self.transport.start(jax.jit(address)(x, routing), local_experts(self.bounded(layer)))
 
     def finish(self, handle: Any, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
         """Runs the second half; what is computed between the two hides the way back (the shared expert does).
@@ -53,6 +53,10 @@ class ExpertParallel:
         y, overflows = self.transport.finish(handle)
         y = self.shards.join(y, routing.ids.shape[0])
         return y, Tally(count(routing.ids, placement_of(layer).copies.shape[1]), overflows)
+
+    def bounded(self, layer: ExpertLayer) -> ExpertLayer:
+        """Returns the experts of this device with room for what the transport may bring."""
+        return dataclasses.replace(layer, pairs=self.transport.pairs)
 
     def address(self, x: jax.Array, routing: Routing, layer: ExpertLayer) -> TokenRows:
         """Returns the rows that this device sends, with a replica chosen for each of their experts."""
@@ -80,7 +84,12 @@ def placement_of(layer: ExpertLayer) -> Placement:
 
 def local_experts(layer: ExpertLayer) -> Experts:
     """Returns the replicas of this device as a transport calls them."""
-    return lambda rows: experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)[0]
+
+    def run(rows: TokenRows) -> tuple[jax.Array, jax.Array | None]:
+        y, tally = experts.moe(rows.payload, Routing(rows.ids, rows.weights), layer)
+        return y, tally.overflows
+
+    return run
 
 
 @functools.partial(jax.jit, static_argnames="num_experts")

@@ -12,6 +12,7 @@ from dsv3.model.params import Fp8Weight, Int4Weight, MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import fp8, grouped
 from sharding.experts.placement import Placement
+from sharding.experts.rows import Lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +21,14 @@ class ExpertLayer:
 
     `placement` says where the replicas of this stack's experts stand; None where all experts are local. It belongs to
     the stack and not to the transport, because `index` counts the layers of this stack only: an MTP module is layer 0
-    of its own stack, not of the main model's.
+    of its own stack, not of the main model's. There is room for `pairs` of a token and an expert; None: for all.
     """
 
     params: MoeParams
     index: Index
     numerics: Numerics
     placement: Placement | None = None
+    pairs: int | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +45,7 @@ class Tally(NamedTuple):
     """Counts of the routed experts beside their result: those of a layer, or of a step by layer (leading axis L)."""
 
     counts: jax.Array  # [E] int32, (token, expert) pairs of this rank's rows, without padding
-    overflows: jax.Array | None  # [] int32, hops of this device whose buffers were too small; None: no transport
+    overflows: jax.Array | None  # [] int32, buffers of this device that were too small; None: none that could be
 
 
 class RoutedExperts(Protocol):
@@ -65,26 +67,28 @@ class Gated:
     inner: jax.Array  # [A, I], e4m3 where the experts are FP8
     scale: jax.Array | None  # float32 scales of FP8 values
     order: grouped.GroupAlignment
+    overflow: jax.Array | None  # [] int32, 1 where there was no room for all pairs, else 0; None: there always is
     weights: jax.Array  # [T, K] float32
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of the rows, and so of their sums
 
 
-def moe(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
+def moe(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> tuple[jax.Array, Tally]:
     """Computes the weighted sum of each token's routed experts, all of which are on this device.
 
     Rows are sorted by expert and padded to whole tiles. The grouped products address expert e of the layer as
     `layer * E + e` in the stack, so no weight is copied and those of idle experts are not read.
 
     Args:
-      x: `[T, D]`; quantized already only where the experts are FP8.
+      x: `[T, D]`; quantized already only where the experts are FP8, and `Lines` where it comes from other devices.
       routing: experts of this layer, each in 0..E-1; other ids (padding has -1) take no expert.
       layer: `params` are stacks `gate_up` `[L, E, 2 * I, D]` and `down` `[L, E, D, I]`; `index` may be traced.
 
     Returns:
-      y `[T, D]` in the dtype of x, summed in float32, and the (token, expert) pairs that each expert worked on.
+      y `[T, D]` in the dtype of x, summed in float32, and the (token, expert) pairs that each expert worked on. Where
+      `layer.pairs` leaves room for fewer than came, the tally says so, and y means nothing.
     """
     gated = gate_up(x, routing, layer)
-    return down(gated, layer), Tally(gated.order.counts, None)
+    return down(gated, layer), Tally(gated.order.counts, gated.overflow)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,32 +107,43 @@ LOCAL_EXPERTS = LocalExperts()
 
 
 @jax.named_scope("experts")
-def gate_up(x: jax.Array | Quantized, routing: Routing, layer: ExpertLayer) -> Gated:
+def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLayer) -> Gated:
     """Runs the first half of `moe`: the order of rows, the gate and up projections, and SwiGLU."""
     params, numerics = layer.params, layer.numerics
     K, E = routing.ids.shape[1], _num_experts(params)
     pairs = min(routing.ids.size, numerics.expert_pairs or routing.ids.size)
-    dtype = jax.tree.leaves(params.gate_up)[0].dtype
-    tile_m = grouped.choose_tile_m(pairs, E, dtype=dtype, backend=numerics.backend)
-    order = grouped.align_groups(routing.ids.reshape(-1), E, tile_m)
+    stored = jax.tree.leaves(params.gate_up)[0].dtype
+    tile_m = grouped.choose_tile_m(pairs, E, dtype=stored, backend=numerics.backend)
+    order = grouped.align_groups(routing.ids.reshape(-1), E, tile_m, max_rows=layer.pairs)
+    dtype = x.like.dtype if isinstance(x, Lines) else x.dtype
+    rest = order, _overflow(order, layer), routing.weights, dtype
     token = order.source_row // K  # [A], T where the aligned row is padding
     tiles = _tiles(order, layer)
     if not isinstance(params.gate_up, Fp8Weight):
-        assert isinstance(x, jax.Array), "rows are quantized only for FP8 experts"
-        gathered = x.at[token].get(mode="fill", fill_value=0)
-        product = _product(gathered, params.gate_up, tiles)
-        return Gated(swiglu(product), None, order, routing.weights, x.dtype)
-    if isinstance(x, Quantized):
-        values, scale = x.values, x.scale.T
-    else:
-        values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
-    values = values.at[token].get(mode="fill", fill_value=0)
-    scale = scale.at[:, token].get(mode="fill", fill_value=0)
-    product = _fp8_product(values, scale, params.gate_up, x.dtype, tiles)
+        assert not isinstance(x, Quantized), "rows are quantized only for FP8 experts"
+        product = _product(_gather(x, token), params.gate_up, tiles)
+        return Gated(swiglu(product), None, *rest)
+    product = _fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles)
     values, scale = fp8.swiglu_quantize(
         product, ue8m0=numerics.ue8m0, used_rows=order.used_rows(), backend=numerics.backend
     )
-    return Gated(values, scale, order, routing.weights, x.dtype)
+    return Gated(values, scale, *rest)
+
+
+def _aligned_fp8(x: jax.Array | Quantized | Lines, token: jax.Array, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
+    """Returns rows `token` of x as e4m3 `[A, D]` and their scales `[ceil(D/128), A]`, zeros for those out of range."""
+    values: jax.Array | Lines
+    if isinstance(x, Lines):
+        values, scale = x, x.array(1).T
+    elif isinstance(x, Quantized):
+        values, scale = x.values, x.scale.T
+    else:
+        values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
+    return _gather(values, token), scale.at[:, token].get(mode="fill", fill_value=0)
+
+
+def _gather(x: jax.Array | Lines, token: jax.Array) -> jax.Array:
+    return x.gather(token) if isinstance(x, Lines) else x.at[token].get(mode="fill", fill_value=0)
 
 
 @jax.named_scope("experts")
@@ -155,6 +170,11 @@ def weighted_sum(out: jax.Array, gated: Gated) -> jax.Array:
         row = out.at[rows[:, k]].get(mode="fill", fill_value=0)
         total += gated.weights[:, k, None] * row.astype(jnp.float32)
     return total
+
+
+def _overflow(order: grouped.GroupAlignment, layer: ExpertLayer) -> jax.Array | None:
+    """Returns `Gated.overflow`. It is no sum over groups, which would be a kernel of its own in every layer."""
+    return None if layer.pairs is None else (order.needed > order.source_row.shape[0]).astype(jnp.int32)
 
 
 def _tiles(order: grouped.GroupAlignment, layer: ExpertLayer) -> dict[str, Any]:

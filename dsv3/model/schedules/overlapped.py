@@ -160,7 +160,8 @@ def _nothing(batch: MicroBatch, x: jax.Array) -> tuple[Routed, Computed]:
     routed = dataclasses.replace(batch, context=context).route(0, jnp.zeros_like(x))
     hop = batch.hops[0]
     sums = jnp.zeros((hop.peers * hop.capacity, x.shape[1]), x.dtype)
-    return routed, Computed(sums, (jnp.zeros((), jnp.int32),) * (len(batch.hops) - 1))
+    behind = len(batch.hops) - 1 + (batch.parallel.transport.pairs is not None)
+    return routed, Computed(sums, (jnp.zeros((), jnp.int32),) * behind)
 
 
 def _sum(a: Tally, b: Tally) -> Tally:

@@ -49,7 +49,7 @@ class Combining(NamedTuple):
     """Partial sums under way to the devices that sent the rows."""
 
     transfer: Transfer
-    overflows: tuple[jax.Array, ...]  # `Queued.overflows` of the later hops
+    overflows: tuple[jax.Array, ...]  # of all behind the first hop
 
 
 def named[**P, R](stage: Callable[Concatenate["MicroBatch", P], R]) -> Callable[Concatenate["MicroBatch", P], R]:
@@ -134,12 +134,13 @@ class MicroBatch:
 
     @unit
     def _gate_up(self, layer: Index, rows: TokenRows) -> Gated:
-        return experts.gate_up(rows.payload, Routing(rows.ids, rows.weights), self.experts(layer))
+        here = self.parallel.bounded(self.experts(layer))
+        return experts.gate_up(rows.payload, Routing(rows.ids, rows.weights), here)
 
     @named
     def down(self, layer: Index, halfway: Halfway) -> tuple[Computed, Queued]:
         """Makes the second product: the sums of the rows that the last hop brought, and where those are queued."""
-        return Computed(self._down(layer, halfway.gated), ()), halfway.queued
+        return Computed.from_experts(self._down(layer, halfway.gated), halfway.gated.overflow), halfway.queued
 
     @unit
     def _down(self, layer: Index, gated: Gated) -> jax.Array:

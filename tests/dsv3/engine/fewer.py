@@ -14,7 +14,7 @@ from dsv3.engine.requests.sequence import GREEDY
 def one_bucket() -> Iterator[None]:
     """Gives engines that are built inside one size of decode steps, and one of prefill: the largest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "_powers_of_four", lambda start, stop: (stop,))
+        patch.setattr(config, "_sizes", lambda start, stop, **_: (stop,))
         yield
 
 

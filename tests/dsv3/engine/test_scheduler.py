@@ -210,7 +210,7 @@ def test_idle_ranks_are_padding():
 def test_buckets_are_few_and_cover_the_limits():
     cfg = EngineConfig(max_model_len=64, num_pages=1, max_num_seqs=100, max_num_batched_tokens=5000)
     assert cfg.decode_buckets == (1, 4, 16, 64, 100)
-    assert cfg.prefill_buckets == (64, 256, 1024, 4096, 5000)
+    assert cfg.prefill_buckets == (64, 256, 1024, 2048, 4096, 5000)
     assert [bucket(cfg.decode_buckets, n) for n in (1, 2, 16, 17, 100)] == [1, 4, 16, 64, 100]
     assert all(cfg.prefill_rows(t) in cfg.decode_buckets for t in cfg.prefill_buckets)
     sizes = [dataclasses.replace(cfg, max_num_seqs=n).decode_buckets for n in (1, 3, 64, 96, 128, 200)]

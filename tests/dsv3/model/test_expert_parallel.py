@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Params, abstract, declare
 from dsv3.model.schedules import HOOKED, OVERLAPPED, Schedule
 from dsv3.model.steps import decode, prefill
-from sharding.experts.eplb import rebalance_experts
+from sharding.experts.eplb import ExpertMap, rebalance_experts
 from sharding.experts.kind import Kind
 from sharding.experts.placement import placement_of
 from sharding.experts.traffic import LayerRows
@@ -41,6 +42,8 @@ CFG = ModelConfig(
     routed_scaling_factor=2.5,
 )
 REDUNDANT, T, MP = 8, 48, 2
+PAIRS = 300
+"""What the experts of a device have room for, in one of the cases: random tokens of 8 ranks want fewer."""
 PAGES = (CFG.num_cache_layers * 2 * MP, 64, CFG.latent_dim)
 
 
@@ -108,6 +111,40 @@ def alone(ranks: int) -> tuple[Step, Step]:
     return jax.tree.map(lambda *parts: np.stack(parts), *results)
 
 
+@functools.cache
+def spread_step(
+    nodes: int, gpus: int, kind: Kind, schedule: Schedule, prefills: bool
+) -> tuple[Callable[..., tuple[Step, ...]], ExpertMap]:
+    """The jitted step of all ranks on parameters and batches, with room for what random weights choose, and its map."""
+    ranks = nodes * gpus
+    mesh = rank_mesh(jax.devices()[:ranks], nodes)
+    hot = np.random.default_rng(1).lognormal(sigma=2, size=(CFG.num_moe_layers, CFG.n_routed_experts))
+    expert_map = rebalance_experts(hot, CFG.n_routed_experts + REDUNDANT, CFG.n_group, nodes, ranks)
+    placement = placement_of(expert_map, REDUNDANT + 1)
+    rows = LayerRows.from_widths(4 * T, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)
+    transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts + REDUNDANT, rows)
+    if kind is Kind.HIERARCHICAL:
+        transport = dataclasses.replace(transport, pairs=PAIRS)
+
+    def body(params, placement, given):
+        how = dict(routed=ExpertParallel(transport), placement=placement, schedule=schedule)
+        given = jax.tree.map(lambda a: a[0], given)
+        steps = run_rank(params, *given, **how) if prefills else (run_decode(params, *given, **how),)
+        return jax.tree.map(lambda a: a[None], steps)
+
+    specs = partitions(declare(CFG))
+    step = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec(), RANK_SPEC),
+            out_specs=RANK_SPEC,
+            check_vma=False,
+        )
+    )
+    return lambda params, given: step(spread(params, expert_map.phy2log), placement, given), expert_map
+
+
 @pytest.mark.parametrize(
     ("nodes", "gpus", "kind", "schedule", "prefills"),
     [
@@ -119,34 +156,24 @@ def alone(ranks: int) -> tuple[Step, Step]:
 def test_every_rank_computes_what_it_would_alone(
     nodes: int, gpus: int, kind: Kind, schedule: Schedule, prefills: bool
 ) -> None:
-    ranks = nodes * gpus
-    expected = alone(ranks)
-    mesh = rank_mesh(jax.devices()[:ranks], nodes)
-    hot = np.random.default_rng(1).lognormal(sigma=2, size=(CFG.num_moe_layers, CFG.n_routed_experts))
-    expert_map = rebalance_experts(hot, CFG.n_routed_experts + REDUNDANT, CFG.n_group, nodes, ranks)
-    placement = placement_of(expert_map, REDUNDANT + 1)
-    many = 4 * T  # so that there is room for what random weights choose
-    rows = LayerRows.from_widths(many, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=False)
-    transport = build(kind, Machine.from_mesh(mesh), CFG.n_routed_experts + REDUNDANT, rows)
-
-    def body(params, placement, given):
-        how = dict(routed=ExpertParallel(transport), placement=placement, schedule=schedule)
-        given = jax.tree.map(lambda a: a[0], given)
-        steps = run_rank(params, *given, **how) if prefills else (run_decode(params, *given, **how),)
-        return jax.tree.map(lambda a: a[None], steps)
-
-    specs = partitions(declare(CFG))
-    step = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(specs, PartitionSpec(), RANK_SPEC),
-        out_specs=RANK_SPEC,
-        check_vma=False,
-    )
-    first, second = batches(ranks)
-    given = (first, second) if prefills else (second, expected[0].pages)
-    got = jax.jit(step)(spread(parameters(), expert_map.phy2log), placement, given)
+    step, _ = spread_step(nodes, gpus, kind, schedule, prefills)
+    expected = alone(nodes * gpus)
+    first, second = batches(nodes * gpus)
+    got = step(parameters(), (first, second) if prefills else (second, expected[0].pages))
     for mine, wanted in zip(got, expected if prefills else expected[1:], strict=True):
         np.testing.assert_allclose(mine.hidden, wanted.hidden, rtol=2e-4, atol=2e-4)
         np.testing.assert_array_equal(mine.counts, wanted.counts)
         assert not np.asarray(mine.overflows).any()
+
+
+def test_a_device_that_all_tokens_choose_says_that_its_experts_lack_room() -> None:
+    """The same program, whose hops hold all rows. A device has two or three pairs of each token of 8 ranks."""
+    step, expert_map = spread_step(2, 4, Kind.HIERARCHICAL, OVERLAPPED, True)
+    held = expert_map.phy2log[0].reshape(8, -1)
+    device = (1 / expert_map.logcnt[0][held]).sum(axis=1).argmax()
+    params = parameters()
+    bias = np.zeros_like(params.moe.moe.router_bias)
+    bias[:, held[device]] = 100
+    moe = dataclasses.replace(params.moe, moe=dataclasses.replace(params.moe.moe, router_bias=bias))
+    before, _ = step(dataclasses.replace(params, moe=moe), batches(8))
+    assert before.overflows[device] > 0

@@ -31,6 +31,27 @@ def test_room_that_stays_empty_makes_no_higher_tiles() -> None:
     np.testing.assert_array_equal(outputs[0][1].counts, outputs[1][1].counts)
 
 
+def test_pairs_that_find_no_room_are_told() -> None:
+    """Two tokens' pairs fit in room for as many, whatever they choose; of those of 64 tokens some must be lost."""
+    params, cfg = model("moonlight")
+    experts, E, K = params.moe.moe, cfg.n_routed_experts, cfg.num_experts_per_tok
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(64, cfg.hidden_size)), jnp.float32)
+    weights = jnp.asarray(rng.random((64, K)), jnp.float32)
+    whole, bounded = (
+        ExpertLayer(experts, 0, Numerics(Backend.REFERENCE, expert_pairs=2 * K), pairs=n) for n in (None, 2 * K)
+    )
+    step = jax.jit(lambda ids, x: tuple(moe(x, Routing(ids, weights), layer) for layer in (whole, bounded)))
+    for tokens, lost in ((2, 0), (64, 1)):
+        for chosen in (np.arange(64 * K).reshape(64, K) % E, np.tile(np.arange(K), (64, 1))):
+            ids = np.where(np.arange(64)[:, None] < tokens, chosen, -1).astype(np.int32)
+            (expected, free), (y, tally) = step(ids, x)
+            assert free.overflows is None and int(tally.overflows) == lost
+            np.testing.assert_array_equal(tally.counts, free.counts)
+            if not lost:
+                np.testing.assert_array_equal(y, expected)
+
+
 def test_a_step_expects_as_many_pairs_as_it_sends() -> None:
     _, cfg = model("moonlight")
     assert Numerics.from_config(cfg, None, 48).expert_pairs == 48 * cfg.num_experts_per_tok

@@ -37,6 +37,22 @@ def test_every_row_has_one_place_in_a_tile_of_its_group(ids, num_groups, tile_m)
         assert (np.diff(at) == 1).all() and (len(at) == 0 or at[0] % tile_m == 0)
 
 
+@settings(max_examples=20, deadline=None)
+@given(ids=st.lists(st.integers(-2, 7), min_size=12, max_size=12))
+def test_more_rows_than_there_is_room_for_are_told(ids):
+    """Up to `max_rows` rows always fit. Of more either all have their place, or `needed` says that some have not."""
+    ids = np.array(ids)
+    whole, aligned = (align_groups(jnp.asarray(ids), 6, 4, max_rows=most) for most in (None, 5))
+    A, has_group = aligned_rows(5, 6, 4), (ids >= 0) & (ids < 6)
+    assert aligned.source_row.shape == (A,) and int(aligned.needed) == int(whole.needed) == int(whole.used_rows())
+    assert int(aligned.used_rows()) == min(A, int(aligned.needed))
+    fits = int(aligned.needed) <= A
+    assert fits or has_group.sum() > 5
+    at = np.asarray(aligned.aligned_row)[has_group]
+    assert fits == bool((at < A).all())
+    np.testing.assert_array_equal(np.asarray(aligned.source_row)[at[at < A]], np.flatnonzero(has_group)[at < A])
+
+
 def test_scatter_and_back():
     ids = jnp.array([2, 0, -1, 2, 1])
     x = jnp.arange(10.0).reshape(5, 2)
@@ -57,7 +73,9 @@ def test_choose_tile_m():
 def test_bad_input():
     with pytest.raises(ValueError, match="float32"):
         align_groups(jnp.zeros(3), 2, 4)
-    with pytest.raises(ValueError, match="0 and 4"):
+    with pytest.raises(ValueError, match="0, 4, None"):
         align_groups(jnp.zeros(3, jnp.int32), 0, 4)
+    with pytest.raises(ValueError, match="2, 4, 0"):
+        align_groups(jnp.zeros(3, jnp.int32), 2, 4, max_rows=0)
     with pytest.raises(ValueError, match="0 and 2"):
         choose_tile_m(0, 2)

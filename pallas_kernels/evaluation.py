@@ -34,7 +34,8 @@ def _evaluate(jaxpr: Any, consts: Any, *arguments: Any) -> Values:
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(atom: Any) -> Any:
-        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, core.Literal) else values[atom]
+        given: Any = atom
+        return np.asarray(given.val, given.aval.dtype) if isinstance(atom, core.Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
         rule = _RULES.get(eqn.primitive.name, _other)
@@ -158,7 +159,7 @@ def _reduced(function: Any) -> Rule:
     return lambda eqn, operands: [function.reduce(operands[0], axis=tuple(eqn.params["axes"]))]
 
 
-_PLAIN = {
+_PLAIN: dict[str, Callable[..., Any]] = {
     **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "neg": np.negative},
     **{"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal},
     **{"ne": np.not_equal, "rem": np.fmod, "div": _divided, "copy": np.array},

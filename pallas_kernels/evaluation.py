@@ -86,7 +86,7 @@ def _parts_of_scan(params: dict[str, Any], operands: Values) -> tuple[Values, Va
 
 
 def _scan(eqn: Any, operands: Values) -> Values:
-    """A loop with a known number of turns."""
+    """Takes the turns of a loop whose number is known."""
     consts, carry, xs = _parts_of_scan(eqn.params, operands)
     ys: list[Values] = []
     turns = range(eqn.params["length"])
@@ -100,19 +100,19 @@ def _scan(eqn: Any, operands: Values) -> Values:
 
 
 def _plain(function: Callable[..., Any]) -> Rule:
-    """A rule for an operation without parameters."""
+    """Returns the rule of an operation without parameters."""
     return lambda eqn, operands: [function(*operands)]
 
 
 def _divided(x: Any, y: Any) -> Any:
-    """Integers are rounded towards zero."""
+    """Rounds integers towards zero."""
     if x.dtype.kind not in "iu":
         return np.divide(x, y)
     return (np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))).astype(x.dtype)
 
 
 def _shifted(x: Any, y: Any) -> Any:
-    """Zeros come in at the left, of signed numbers too."""
+    """Fills with zeros at the left, of signed numbers too."""
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     return np.right_shift(np.asarray(x).view(unsigned), np.asarray(y).view(unsigned)).view(x.dtype)
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.evaluation import evaluate
+
 NUM_SMS = 132
 """Streaming multiprocessors of an H100, H200 or H800 in SXM form: what is planned for where nothing else is said."""
 
@@ -56,6 +58,7 @@ def interpret_params(*, detect_races: bool = True, **options) -> plgpu.Interpret
     elif detect_races:
         _raise_on_races()
     _take_left_operands_in_registers()
+    _evaluate_threads()
     return plgpu.InterpretGPUParams(detect_races=detect_races, **options)
 
 
@@ -95,6 +98,22 @@ def _take_left_operands_in_registers() -> None:
         return call["token"]
 
     callbacks.wgmma = wgmma
+
+
+@functools.cache
+def _evaluate_threads() -> None:
+    """Makes the interpreter evaluate what a kernel's threads do; it compiles that, which takes many times longer."""
+    from jax._src.pallas.mosaic.interpret import thread_map  # the function is looked up there for each thread
+    from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import fail
+
+    def run(jaxpr, consts, *arguments) -> None:
+        try:
+            evaluate(jaxpr, consts, *arguments)
+        except Exception as error:
+            fail(error, thread_map.NESTED_TOKEN_VALUE)  # the others would wait for this thread
+            raise
+
+    thread_map._run_jaxpr = run
 
 
 @functools.cache

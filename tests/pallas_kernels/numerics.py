@@ -1,29 +1,36 @@
 """Shared by the kernel tests: DeepGEMM's measure of difference and block-scaled operands in float64."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.fp8 import quantize_1x128, quantize_128x128
+from pallas_kernels import fp8
+
+quantize_1x128, quantize_128x128 = jax.jit(fp8.quantize_1x128), jax.jit(fp8.quantize_128x128)
+"""Compiled as a whole: each of their operations would else be a program."""
 
 
 def calc_diff(x, y) -> float:
     """`1 - 2<x,y> / (|x|^2 + |y|^2)` in float64: 0 for equal arrays."""
-    x, y = (np.asarray(v.astype(jnp.float32) if hasattr(v, "astype") else v, np.float64) for v in (x, y))
+    x, y = (np.asarray(v, np.float64) for v in (x, y))
     norm = (x * x).sum() + (y * y).sum()
     return 1 - 2 * (x * y).sum() / norm if norm else 0.0
 
 
+def normal(key, *shape):
+    """Normal float32 values; numpy makes them, where `jax.random` compiles a program for each shape."""
+    return np.random.default_rng(key).standard_normal(shape, np.float32)
+
+
 def activation(key, *shape):
     """Normal values of `shape` [..., M, K] quantized 1x128: (q, scale, what they stand for in float64)."""
-    q, scale = quantize_1x128(jax.random.normal(jax.random.key(key), shape))
+    q, scale = quantize_1x128(normal(key, *shape))
     per_value = np.repeat(np.swapaxes(np.asarray(scale, np.float64), -1, -2), 128, axis=-1)[..., : shape[-1]]
-    return q, scale, np.asarray(q.astype(jnp.float32), np.float64) * per_value
+    return q, scale, np.asarray(q, np.float64) * per_value
 
 
 def weight(key, *shape):
     """Normal values of `shape` [..., N, K] quantized 128x128: (q, scale, what they stand for in float64)."""
-    q, scale = quantize_128x128(jax.random.normal(jax.random.key(key), shape))
+    q, scale = quantize_128x128(normal(key, *shape))
     per_value = np.repeat(np.repeat(np.asarray(scale, np.float64), 128, axis=-2), 128, axis=-1)
     per_value = per_value[..., : shape[-2], : shape[-1]]
-    return q, scale, np.asarray(q.astype(jnp.float32), np.float64) * per_value
+    return q, scale, np.asarray(q, np.float64) * per_value

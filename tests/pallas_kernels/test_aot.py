@@ -1,5 +1,7 @@
 """Compiling for an H200 that is not there."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -47,6 +49,23 @@ def test_resources_are_reported_again_for_a_kernel_already_compiled():
         assert kernel.name == "double"
         assert 0 < kernel.registers <= 255
         assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+def test_kernels_left_out_keep_their_calls():
+    """XLA sees the same calls, with one body for all of them; a program without kernels stays as it is."""
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    lowered = aot.lower_for(lambda x: (doubled(x), doubled(x[:64])), x)
+    bodies = [re.findall(r'kernel_hash = ("[^"]*")', lowered.as_text())]
+    aot.leave_kernels_out(lowered)
+    bodies.append(re.findall(r'kernel_hash = ("[^"]*")', lowered.as_text()))
+    assert [(len(each), len(set(each))) for each in bodies] == [(2, 2), (2, 1)]
+    compiled = lowered.compile()
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2
+    assert compiled.memory_analysis().output_size_in_bytes >= (128 + 64) * 128 * 4
+    plain = aot.lower_for(jnp.tanh, x)
+    before = plain.as_text()
+    aot.leave_kernels_out(plain)
+    assert plain.as_text() == before
 
 
 def test_no_kernel_no_report():

@@ -1,12 +1,17 @@
 """DeepSeek's prefill deployment, the real program for 32 GPUs, compiled and read once."""
 
+import math
+
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import PREFILL_EP32
+from dsv3.plan import plan as planning
 from dsv3.plan.plan import Plan, make_plan
+from dsv3.plan.programs import Compiled, LaidOut, compile_step, lay_out
 from dsv3.plan.timeline import COMPUTE, CROSS_LINK
 from sharding.wire.collectives import Overlap, resolve_overlap
+from tests.dsv3.model.test_overlap_schedule import copied_weights, layer_loop, written
 
 pytestmark = [
     pytest.mark.aot,
@@ -15,8 +20,21 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
-    return make_plan(DEEPSEEK_V3, "deepseek_v3", PREFILL_EP32)
+def planned() -> LaidOut:
+    return lay_out(DEEPSEEK_V3, PREFILL_EP32)
+
+
+@pytest.fixture(scope="module")
+def compiled(planned) -> Compiled:
+    [program] = compile_step(planned, "prefill")
+    return program
+
+
+@pytest.fixture(scope="module")
+def plan(compiled) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "compile_step", lambda *_: (compiled,))
+        return make_plan(DEEPSEEK_V3, "deepseek_v3", PREFILL_EP32)
 
 
 def test_it_fits_80_gb(plan) -> None:
@@ -68,3 +86,18 @@ def test_everything_hides_behind_matrix_work(plan) -> None:
         ("combine", 4): True,
     }
     assert sum(c.times for c in sent if not c.is_hidden) <= 1
+
+
+def test_the_page_pool_is_not_copied(planned, compiled) -> None:
+    elements = [math.prod(shape) for _, shape in written(compiled.text, "copy")]
+    assert elements
+    assert math.prod(planned.layout.pages.shape) // planned.deployment.ranks not in elements
+
+
+def test_no_weight_is_copied(planned, compiled) -> None:
+    experts = DEEPSEEK_V3.n_routed_experts + PREFILL_EP32.redundant_experts
+    assert not copied_weights(compiled.text, experts // planned.deployment.devices)
+
+
+def test_whether_there_was_room_is_told_behind_the_layers(compiled) -> None:
+    assert not any("all-reduce" in line for line in layer_loop(compiled.text))

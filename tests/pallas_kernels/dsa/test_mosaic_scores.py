@@ -33,17 +33,19 @@ def test_scores_in_the_interpreter(fp8: bool, monkeypatch: pytest.MonkeyPatch) -
     table[0], table[2, 0] = rng.permutation(9)[:6], 9
     q, pool = jnp.asarray(q, jnp.bfloat16), jnp.asarray(pool, jnp.bfloat16)
     if fp8:
-        places = jnp.arange(20 * PAGE, dtype=jnp.int32)
-        empty = jnp.zeros((20, PAGE, width + 4), jnp.uint8)
+        places = np.arange(20 * PAGE, dtype=np.int32)
+        empty = np.zeros((20, PAGE, width + 4), np.uint8)
         keys = pool.reshape(-1, width)
-        pool = write_keys(empty, keys, places // PAGE, places % PAGE, layer=0, pages_per_layer=20)
+        write = jax.jit(functools.partial(write_keys, layer=0, pages_per_layer=20))
+        pool = write(empty, keys, places // PAGE, places % PAGE)
     kernel = jax.jit(functools.partial(mosaic_scores.index_scores_mosaic, interpret=interpret_params()))
-    meeting = fp8_queries(q, jnp.asarray(weights)) if fp8 else (q, weights)
+    meeting = jax.jit(fp8_queries)(q, weights) if fp8 else (q, weights)
     found = np.asarray(kernel(*meeting, pool, table, np.array(visible, np.int32), first_page=10))
-    q = np.asarray(queries_for(pool, q), np.float64)
+    q = np.asarray(jax.jit(queries_for)(pool, q), np.float64)
+    keys_of = jax.jit(keys_of_pages, static_argnums=(2, 3))
+    known = np.asarray(keys_of(pool, np.arange(20), width, jnp.float32), np.float64)
     for row, count in ((row, count) for row, count in enumerate(visible) if count):
-        ids = jnp.asarray(10 + table[row, : -(-count // PAGE)])
-        keys = np.asarray(keys_of_pages(pool, ids, width, jnp.float32), np.float64).reshape(-1, width)[:count]
+        keys = known[10 + table[row, : -(-count // PAGE)]].reshape(-1, width)[:count]
         wanted = weights[row] @ np.maximum(q[row] @ keys.T, 0)
         np.testing.assert_allclose(found[row, :count], wanted, atol=1e-4)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.fp8 import fp8_gemm
-from tests.pallas_kernels.numerics import activation, calc_diff, weight
+from tests.pallas_kernels.numerics import activation, calc_diff, normal, weight
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (5, 576, 384), (40, 200, 200), (129, 130, 1000)])
@@ -21,8 +21,7 @@ def test_against_float64(m, n, k):
 
 
 def test_error_of_quantization_itself():
-    x = jax.random.normal(jax.random.key(2), (32, 512))
-    w = jax.random.normal(jax.random.key(3), (256, 512))
+    x, w = normal(2, 32, 512), normal(3, 256, 512)
     a, a_scale, _ = activation(2, 32, 512)
     b, b_scale, _ = weight(3, 256, 512)
     assert calc_diff(fp8_gemm(a, a_scale, b, b_scale), x @ w.T) < 1e-3

@@ -38,8 +38,8 @@ def decode_case(
         pages[layer * per_layer + mine] = tokens.reshape(count, PAGE, R + P)
     q = _values(rng, (len(lengths), S, H, R + P))
     return DecodeCase(
-        jnp.asarray(q, dtype),
-        jnp.asarray(pages, dtype),
+        jnp.asarray(q.astype(dtype)),
+        jnp.asarray(pages.astype(dtype)),
         jnp.asarray(table),
         jnp.asarray(lengths, jnp.int32),
         layer,

@@ -47,6 +47,12 @@ def decode(case, multiprocessors=3):
     )
 
 
+@functools.partial(jax.jit, static_argnames="first_page")
+def _context(q, pages, page_table, lengths, cu_lengths, *, first_page):
+    how = {"scale": SCALE, "first_page": first_page, "multiprocessors": 3, "interpret": interpret_params()}
+    return mosaic_ops.context_mosaic(q, pages, page_table, lengths, cu_lengths, **how)
+
+
 def check(case):
     out, lse = decode(case)
     R = case.q.shape[-1] - 64
@@ -96,13 +102,21 @@ def test_float16():
     check(cases.decode_case((150, 10), H=16, dtype=jnp.float16))
 
 
+@jax.jit
+def _packed(pages):
+    """Gives rows as FP8 pages keep them, and the pages."""
+    packed = pack_fp8(pages, 512)
+    return unpack_fp8(packed, 512, jnp.bfloat16), fp8_pages_of_rows(packed, 512)
+
+
 @pytest.mark.parametrize(("S", "lengths"), [(1, (0, 1, 64, 200)), (2, (450, 65, 1))])
 def test_fp8_cache(S, lengths):
     """Like the reference on the same pages, and as near to the unquantized cache as e4m3 allows."""
     case = cases.decode_case(lengths, S=S, H=16)
-    eight = dataclasses.replace(case, pages=fp8_pages_of_rows(pack_fp8(case.pages, 512), 512))
+    rows, pages = _packed(case.pages)
+    eight = dataclasses.replace(case, pages=pages)
     out, lse = decode(eight)
-    plain = dataclasses.replace(case, pages=unpack_fp8(pack_fp8(case.pages, 512), 512, jnp.bfloat16))
+    plain = dataclasses.replace(case, pages=rows)
     cases.assert_close(out, lse, *cases.decode_oracle(plain, SCALE, 512), dtype=jnp.bfloat16)
     exact, _ = cases.decode_oracle(case, SCALE, 512)
     assert 1e-5 < cases.cosine_difference(np.asarray(out, np.float64), exact) < 1e-3
@@ -115,18 +129,10 @@ def test_context_of_new_tokens(H, R, is_cached):
     case = cases.decode_case(contexts, H=1, R=R)
     case = dataclasses.replace(case, lengths=is_cached * case.lengths)
     T = sum(counts) + 2
-    q = jnp.asarray(np.random.default_rng(1).standard_normal((T, H, R + 64)) / 10, jnp.bfloat16)
-    q = q.at[sum(counts) :].set(jnp.nan)
+    q = np.random.default_rng(1).standard_normal((T, H, R + 64)) / 10
+    q[sum(counts) :] = np.nan
+    q = jnp.asarray(q.astype(jnp.bfloat16))
     cu_lengths = jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
-    out, lse = mosaic_ops.context_mosaic(
-        q,
-        case.pages,
-        case.page_table,
-        case.lengths,
-        cu_lengths,
-        scale=SCALE,
-        first_page=case.layer * case.pages_per_layer,
-        multiprocessors=3,
-        interpret=interpret_params(),
-    )
+    first_page = case.layer * case.pages_per_layer
+    out, lse = _context(q, case.pages, case.page_table, case.lengths, cu_lengths, first_page=first_page)
     cases.assert_close(out, lse, *cases.context_oracle(q, case, counts, SCALE, R), dtype=jnp.bfloat16)

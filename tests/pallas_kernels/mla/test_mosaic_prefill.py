@@ -34,7 +34,7 @@ def check(lengths, T, *, H=1, dtype=jnp.bfloat16, widths=(192, 128), shared=0, *
         x[sum(lengths) :] = np.nan
     own = widths[0] - shared
     k[:, :, own:] = k[:, :1, own:]
-    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
+    q, k, v = (jnp.asarray(x.astype(dtype)) for x in (q, k, v))
     cu_lengths = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
     shared_key = k[:, 0, own:] if shared else None
     out, lse = prefill(q, k[:, :, :own], v, cu_lengths, shared_key, **kwargs)

@@ -4,7 +4,7 @@ import functools
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -82,7 +82,9 @@ def load_params(
     if plan.skipped_mtp_layers:
         _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
     experts = functools.partial(converted, mode=int4, dtype=plan.leaves["embed"][0].dtype)
-    convert = {path: experts for path, spec in leaves(cfg).items() if is_int4(cfg, spec)}
+    convert: dict[str, Callable[[Any], Any]] = {
+        path: experts for path, spec in leaves(cfg).items() if is_int4(cfg, spec)
+    }
     if fp8 == "quantize":
         convert |= dict(plain_products(plan, cfg, where))
     values = read_leaves(plan, where, progress=progress, threads=threads, convert=convert)

@@ -17,11 +17,11 @@ from jax.sharding import Sharding
 from dsv3.checkpoint.arrange import with_replicas, with_row_order
 from dsv3.checkpoint.directory import read_directory
 from dsv3.checkpoint.hugging_face import plan_hf
-from dsv3.checkpoint.int4 import Int4Mode, converted
+from dsv3.checkpoint.int4 import Int4Mode, converted, converted_shapes
 from dsv3.checkpoint.layout import leaf_path, leaves
 from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan
 from dsv3.checkpoint.naming import in_deepseek_form
-from dsv3.checkpoint.reader import read_leaves
+from dsv3.checkpoint.reader import leaf_shapes, read_leaves
 from dsv3.checkpoint.stacked import is_stacked, plan_stacked
 from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, declare
@@ -43,6 +43,7 @@ def load_params(
     tensor_parallel_size: int = 1,
     progress: bool = True,
     threads: int = 8,
+    shapes: bool = False,
 ) -> Params:
     """Reads a checkpoint directory, Hugging Face or pre-stacked, into parameters on their devices.
 
@@ -62,6 +63,9 @@ def load_params(
     `tensor_parallel_size` puts fused rows in the order of `tensor_parallel.row_order`, of which each device of a rank
     takes an equal part.
 
+    With `shapes` only headers are read, and each array's place has its shape, dtype and sharding
+    (`jax.ShapeDtypeStruct`).
+
     Host memory holds the arrays that stay on the host, one array (one device's share of it), and where values are
     converted at most 24 MiB of scratch per thread.
 
@@ -79,8 +83,12 @@ def load_params(
             plan = with_row_order(plan, cfg, tensor_parallel_size)
     if plan.skipped_mtp_layers:
         _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
-    finish = functools.partial(converted, mode=int4, dtype=plan.leaves["embed"][0].dtype)
-    values = read_leaves(plan, where, progress=progress, threads=threads, finish=finish)
+    served = {"mode": int4, "dtype": plan.leaves["embed"][0].dtype}
+    if shapes:
+        values = [converted_shapes(leaf, **served) for leaf in leaf_shapes(plan, where)]
+    else:
+        finish = functools.partial(converted, **served)
+        values = read_leaves(plan, where, progress=progress, threads=threads, finish=finish)
     return jax.tree.unflatten(jax.tree.structure(declare(cfg)), values)
 
 

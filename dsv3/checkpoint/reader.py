@@ -122,11 +122,26 @@ def shares(shape: tuple[int, ...], sharding: Sharding | None) -> dict[Box, list[
     return found
 
 
+def leaf_shapes(plan: LoadPlan, shardings: Mapping[str, Any]) -> list[Any]:
+    """Returns the shapes, dtypes and shardings of what `read_leaves` would return; reads nothing."""
+
+    def shape(array: Array, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding_of(array, sharding))
+
+    leaves = plan.leaves.items()
+    return [_parameter(arrays, [shape(array, shardings.get(path)) for array in arrays]) for path, arrays in leaves]
+
+
 def _leaf(files: Files, leaf: Sequence[tuple[Array, Sharding | None]], advance: Advance, copies: _Copies) -> Any:
     values = [_read_array(files, array, sharding, advance, copies) for array, sharding in leaf]
+    return _parameter([array for array, _ in leaf], values)
+
+
+def _parameter(arrays: Sequence[Array], values: Sequence[Any]) -> Any:
+    """Returns the parameter that the values of its arrays are: data alone, or with scales."""
     if len(values) == 1:
         return values[0]
-    return (Fp8Weight if leaf[0][0].dtype == E4M3 else Int4Weight)(*values)
+    return (Fp8Weight if arrays[0].dtype == E4M3 else Int4Weight)(*values)
 
 
 def _read_array(files: Files, array: Array, sharding: Sharding | None, advance: Advance, copies: _Copies) -> jax.Array:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 from dsv3.engine.cluster.generation import Generation
-from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Link, Serving
+from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Link, Serving, Waits
 from dsv3.options import ClusterOptions
 from dsv3.restarts import Deaths, RestartPolicy
 
@@ -40,7 +40,7 @@ class Child:
             )
         self.link = Link(ours)
         self.generation: Generation | None = None
-        self.is_serving = self.is_alone = self.has_ended = False
+        self.is_serving = self.is_waiting = self.is_alone = self.has_ended = False
         self.last_heard_s = time.monotonic()
 
     @property
@@ -77,6 +77,8 @@ class Child:
                 self.generation = generation
             case Serving():
                 self.is_serving = True
+            case Waits():
+                self.is_waiting = True
             case Alone():
                 self.is_alone = True
 
@@ -171,11 +173,11 @@ class Supervisor:
         """Returns whether another process follows one that has ended.
 
         A generation that nobody was served by is not tried again, unless another one had been: the reason for its end
-        is in the settings or on the disks.
+        is in the settings or on the disks. One that others serve in is waited for.
         """
         if status == 0 or self._deaths is None or child.is_alone or self._asked > 1:
             return False
-        was_up = self._has_served or (child.generation is not None and child.generation.number > 0)
+        was_up = self._has_served or child.is_waiting or (child.generation is not None and child.generation.number > 0)
         if not was_up or (self._asked and child.generation is None):
             return False
         if self._deaths.note():

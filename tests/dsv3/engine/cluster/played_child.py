@@ -38,6 +38,8 @@ def main(descriptor: int) -> None:
                 link.send(Alone())
             case "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "deaf":  # to signals
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "ask":  # for the end
                 os.kill(os.getppid(), signal.SIGTERM)
             case "wait":

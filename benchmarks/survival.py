@@ -5,6 +5,7 @@
   python -m benchmarks.survival --processes 2    over several processes; the leader's engine and followers in turn
   python -m benchmarks.survival --processes 4 --kills 4 --stop           each of four is stopped, as a host that hangs
   python -m benchmarks.survival --processes 2 --kills 0 --away           a host goes for good, and later comes back
+  python -m benchmarks.survival --processes 2 --kills 2 --split          a decode instance; another one has the prompts
 
 Prints for each kill: seconds until the next engine was ready, the processor seconds that its process (the leader's)
 had taken since the kill, for how long streams told nothing, and how many texts differ from those of an undisturbed run.
@@ -32,13 +33,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 
-from benchmarks.disaggregation import LIMITS, ROOT, Instance, free_port, key_file, serving
+from benchmarks.disaggregation import LIMITS, ROOT, Instance, flags, free_port, key_file, serving
 
 CLIENTS = 32
 TOKENS = 320
@@ -97,7 +98,10 @@ class Place:
             process.wait()
 
 
-def bodies() -> list[dict[str, object]]:
+Body = dict[str, object]
+
+
+def bodies() -> list[Body]:
     """Returns the requests: half of them greedy, half sampled."""
     return [
         {
@@ -112,7 +116,27 @@ def bodies() -> list[dict[str, object]]:
     ]
 
 
-async def stream(http: httpx.AsyncClient, body: dict[str, object]) -> tuple[str, list[float]]:
+async def computed(prefill: Instance, asked: list[Body]) -> list[Body]:
+    """Returns the requests with longer prompts, which the prefill instance has computed, and where their pages are."""
+    found = []
+    async with httpx.AsyncClient(base_url=prefill.url, timeout=60) as http:
+        for i, body in enumerate(asked):
+            body = body | {"prompt": [(7 * i + 3 * j) % 900 + 20 for j in range(100 + i)]}
+            first = {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+            answer = await http.post("/v1/completions", json=body | first)
+            answer.raise_for_status()
+            found.append(body | {"kv_transfer_params": answer.json()["kv_transfer_params"]})
+    return found
+
+
+async def fetched(http: httpx.AsyncClient) -> int:
+    """Returns the prompt tokens that came with pages since the engine began."""
+    lines = (await http.get("/metrics")).text.splitlines()
+    counts = [x for x in lines if x.startswith("dsv3:kv_tier_hits_total") and 'tier="peer"' in x]
+    return int(sum(float(each.split()[-1]) for each in counts))
+
+
+async def stream(http: httpx.AsyncClient, body: Body) -> tuple[str, list[float]]:
     """Returns the text of an answer, and when each of its events came."""
     text, times = "", []
     async with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -179,13 +203,15 @@ class Run:
     http: httpx.AsyncClient
     instance: Instance
     said: Said
+    ask: Callable[[], Awaitable[list[Body]]]
     undisturbed: list[str]
     seconds: float
 
     async def strike(self, what: str, strike: Callable[[], None], after_s: float) -> None:
         """Prints the line of a strike while streams run."""
+        asked = await self.ask()
         striking = asyncio.create_task(restarted(self.http, self.instance, strike, after_s))
-        found = await asyncio.gather(*(stream(self.http, body) for body in bodies()))
+        found = await asyncio.gather(*(stream(self.http, body) for body in asked))
         struck_at, ready_s, used_s = await striking
         pauses = [each for _, times in found if (each := pause(times, struck_at)) is not None] or [0.0]
         differ = sum(text != other for (text, _), other in zip(found, self.undisturbed, strict=True))
@@ -195,19 +221,26 @@ class Run:
             flush=True,
         )
         if phases := self.said.last(r"\d+ processes are ready after .*"):
-            print(f"  {phases}", flush=True)
+            print(f"  {phases}; {await fetched(self.http)} tokens of prompts came with pages", flush=True)
 
 
-async def measure(instance: Instance, kills: int, number: int, place: Place, away: bool) -> None:
+async def measure(
+    instance: Instance, kills: int, number: int, place: Place, away: bool, prefill: Instance | None
+) -> None:
     """Prints a line per kill; the victims take turns, and get the signal `number`."""
+
+    async def ask() -> list[Body]:
+        return bodies() if prefill is None else await computed(prefill, bodies())
+
     victims = [functools.partial(engine_of, instance)]
     victims += [functools.partial(place.victim, i) for i in range(len(place.supervisors))]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=instance.url, timeout=600, limits=limits) as http:
+        said, asked = Said(instance), await ask()
         began = time.monotonic()
-        undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in bodies()))]
-        run = Run(http, instance, Said(instance), undisturbed, time.monotonic() - began)
-        print(f"an undisturbed run takes {run.seconds:.1f} s")
+        undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in asked))]
+        run = Run(http, instance, said, ask, undisturbed, time.monotonic() - began)
+        print(f"an undisturbed run takes {run.seconds:.1f} s; {await fetched(http)} tokens of prompts came with pages")
         if away:
             size = len(place.supervisors)
             await run.said.has(f"programs for a gang of {size} are compiled ahead", _AHEAD_S)
@@ -232,15 +265,15 @@ def _signal(find: Callable[[], psutil.Process], number: int) -> None:
 
 
 @contextlib.contextmanager
-def placed(processes: int, folder: Path, away: bool) -> Iterator[Place]:
-    """Starts the followers of an instance."""
+def placed(processes: int, folder: Path, away: bool, more: list[str]) -> Iterator[Place]:
+    """Starts the followers of an instance with flags `more`."""
     if processes == 1:
-        yield Place(["--kv_offloading_size=0.05"], [], folder)
+        yield Place(more or ["--kv_offloading_size=0.05"], [], folder)
         return
-    flags = ["--enable_expert_parallel", f"--cluster_key_file={key_file(folder)}", *(_AWAY if away else [])]
-    flags += [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={processes}"]
-    command = [sys.executable, "-m", "launch.serve", *LIMITS, f"--max_num_seqs={CLIENTS // processes}", *flags]
-    place = Place([*flags, "--process_id=0"], [[*command, f"--process_id={i}"] for i in range(1, processes)], folder)
+    given = ["--enable_expert_parallel", f"--cluster_key_file={key_file(folder)}", *(_AWAY if away else []), *more]
+    given += [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={processes}"]
+    command = [sys.executable, "-m", "launch.serve", *LIMITS, f"--max_num_seqs={CLIENTS // processes}", *given]
+    place = Place([*given, "--process_id=0"], [[*command, f"--process_id={i}"] for i in range(1, processes)], folder)
     try:
         for i in range(processes - 1):
             place.start(i)
@@ -255,6 +288,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
+    parser.add_argument("--split", action="store_true", help="strike a decode instance, beside a prefill instance")
     parser.add_argument("--away", action="store_true", help="have a host go for good, and come back")
     given = parser.parse_args()
     if given.away and given.processes < 2:
@@ -263,12 +297,17 @@ def main() -> None:
     seqs = f"--max_num_seqs={CLIENTS // given.processes}"
     with (
         tempfile.TemporaryDirectory() as folder,
-        placed(given.processes, Path(folder), given.away) as place,
-        serving(seqs, *place.flags) as instance,
+        contextlib.ExitStack() as stack,
     ):
+        prefill, more = None, []
+        if given.split:
+            key = key_file(Path(folder))
+            prefill, more = stack.enter_context(serving(*flags("prefill", key))), flags("decode", key)
+        place = stack.enter_context(placed(given.processes, Path(folder), given.away, more))
+        instance = stack.enter_context(serving(seqs, *place.flags))
         print(f"the server's start takes {time.monotonic() - began:.1f} s")
         number = signal.SIGSTOP if given.stop else signal.SIGKILL
-        asyncio.run(measure(instance, given.kills, number, place, given.away))
+        asyncio.run(measure(instance, given.kills, number, place, given.away, prefill))
 
 
 if __name__ == "__main__":

@@ -82,7 +82,6 @@ def running(
     num_processes: int,
     cache: Path,
     *,
-    ready: bool = True,
     silence: float = 20.0,
     engine: dict | None = None,
     spells: bool = False,
@@ -132,8 +131,7 @@ def running(
                 return servers.enter_context(serving.running(model_dir, ready=False, **settings))
 
             instance = Instance(serve(), followers, logs, leader, start, serve, relay)
-            if ready:
-                instance.wait_ready()
+            instance.wait_ready()
             yield instance
     finally:
         for process in followers.values():

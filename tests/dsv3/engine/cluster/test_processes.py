@@ -12,7 +12,6 @@ import pytest
 
 from dsv3.cache.identity import fingerprint
 from dsv3.cache.keys import extend_keys, root_key
-from dsv3.options import EngineOptions
 from dsv3.transfer.client import Peers
 from dsv3.transfer.protocol import VERSION, Hello, PeerError
 from tests.dsv3.api.test_lifecycle import Requests
@@ -179,20 +178,3 @@ def test_sigterm_to_a_follower_drains_the_instance(tmp_path, cache):
         assert told == {tuple(tokens): reason for tokens, reason in expected}
         assert two.server.process.wait(60) == 0
         assert two.followers[1].wait(60) == 0
-
-
-def test_other_settings_end_the_start_with_their_names(tmp_path, cache):
-    """Only known once the weights are there: the follower has another limit, as by another version of a host."""
-    with instances.running(tmp_path, 2, cache, ready=False, follower_limits={"max_num_seqs": 2}) as instance:
-        assert instance.server.process.wait(60) == 1
-        assert instance.followers[1].wait(60) == 1
-        for process_id in (0, 1):
-            assert "process 1 is not configured as process 0: max_num_seqs" in instance.log(process_id)
-
-
-def test_a_follower_alone_gives_up_and_says_so(tmp_path, cache):
-    cluster = local.options(tmp_path, 2, 1, cluster_start_timeout=0.1)
-    process = instances.start_follower(cluster, tmp_path, EngineOptions(), log := tmp_path / "log")
-    assert process.wait(60) == 1
-    assert "cannot reach the leader at 127.0.0.1:" in log.read_text()
-    assert "Traceback" not in log.read_text()

@@ -24,7 +24,7 @@ BODY = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token
 def two(tmp_path_factory):
     """Nearly every test restarts it. The last ones take its follower away and give it back, and its server too."""
     directory = tmp_path_factory.mktemp("supervised")
-    cluster = {"cluster_spare": False, "cluster_return_timeout": 40.0, "cluster_grow_interval": 0.1}
+    cluster = {"cluster_spare": False, "cluster_return_timeout": 30.0, "cluster_grow_interval": 0.1}
     how = {"silence": 5.0, "supervised": True, "relayed": True, "cluster": cluster}
     with instances.running(directory, 2, directory, **how) as instance:
         instance.server.http.timeout = 120

@@ -1,6 +1,6 @@
 """The toy model over several processes: a factory for the leader's engine process, and a follower when run as a script.
 
-`diverge_at` makes a follower read something else from that step on, `follower_limits` gives it other limits.
+`diverge_at` makes a follower read something else from that step on.
 """
 
 import dataclasses
@@ -82,14 +82,11 @@ def _diverging(step: int):
     return other
 
 
-def main(
-    cluster, model_dir: str, engine, diverge_at: int | None = None, follower_limits=None, supervised=False
-) -> None:
+def main(cluster, model_dir: str, engine, diverge_at: int | None = None, supervised=False) -> None:
     if supervised:
         order = Follow(ClusterOptions(**cluster), model_dir, EngineOptions(**engine), f"{LOAD}:load")
         sys.exit(Supervisor(order, RestartPolicy(most=1000)).run())
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    LIMITS.update(follower_limits or {})
     if diverge_at is not None:
         LocalExecutor.fetch = _diverging(diverge_at)
     follower.run(ClusterOptions(**cluster), Path(model_dir), EngineOptions(**engine), load)

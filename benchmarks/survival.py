@@ -14,7 +14,7 @@ Compiled programs come from the cache that the start has filled. What a pause is
 machine takes to start the server.
 
 With --away the last process goes once the programs for one process fewer are there. The others go on without it after
-`--cluster_return_timeout` (5 s here). Then it comes back, and the gang grows after `--cluster_grow_interval` (5 s).
+`--cluster_return_timeout` (15 s here). Then it comes back, and the gang grows after `--cluster_grow_interval` (5 s).
 """
 
 import argparse
@@ -45,7 +45,7 @@ CLIENTS = 32
 TOKENS = 320
 _HEALTH_S = 0.02
 _AHEAD_S = 1800.0
-_AWAY = ["--cluster_return_timeout=5", "--cluster_grow_interval=5"]
+_AWAY = ["--cluster_return_timeout=15", "--cluster_grow_interval=5"]
 
 
 class Said:
@@ -256,8 +256,8 @@ async def measure(
             await run.strike(f"process {who}", strike, run.seconds * (i + 1) / (kills + 1))
         if away:
             last = len(place.supervisors) - 1
-            await run.strike(f"process {last + 1} for good", place.supervisors[last].kill, run.seconds / 2)
-            await run.strike(f"process {last + 1} back", functools.partial(place.start, last), run.seconds / 2)
+            await run.strike(f"process {last + 1} for good", place.supervisors[last].kill, run.seconds / 4)
+            await run.strike(f"process {last + 1} back", functools.partial(place.start, last), run.seconds / 4)
 
 
 def _signal(find: Callable[[], psutil.Process], number: int) -> None:

@@ -84,8 +84,12 @@ def begin(order: Order) -> None:
 
 
 def give_way(pid: int) -> None:
-    """Gives a process, which has one thread yet, only the time that no other process wants."""
+    """Gives a process, which has one thread yet, only the time that no other process wants.
+
+    Where memory runs out it goes first.
+    """
     with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         os.setpriority(os.PRIO_PROCESS, pid, _LEAST_NICE)
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 

@@ -47,6 +47,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it serves, or waits to be in the next gang of those that do."""
+        return self.is_serving or self.is_waiting
+
     def read(self) -> None:
         """Takes what it has said; `has_ended` says whether it has gone."""
         news = self.link.news()
@@ -149,12 +154,12 @@ class Supervisor:
         return child.wait(_LOOK_S)
 
     def _read(self, child: Child) -> None:
-        was_serving = child.is_serving
+        was_up = child.is_up
         child.read()
         if child.has_ended:
             self._forget(child)
-        elif child.is_serving and not was_serving:
-            self._has_served = True
+        elif child.is_up and not was_up:
+            self._has_served = self._has_served or child.is_serving
             if self._deaths is not None and self._cluster.cluster_spare:
                 self._spare = self._spare or self._start()
 

@@ -129,11 +129,12 @@ async def computed(prefill: Instance, asked: list[Body]) -> list[Body]:
     return found
 
 
-async def fetched(http: httpx.AsyncClient) -> int:
-    """Returns the prompt tokens that came with pages since the engine began."""
+async def fetched(http: httpx.AsyncClient) -> str:
+    """Says how many tokens of prompts came with pages since the engine began; nothing where it fetches none."""
     lines = (await http.get("/metrics")).text.splitlines()
     counts = [x for x in lines if x.startswith("dsv3:kv_tier_hits_total") and 'tier="peer"' in x]
-    return int(sum(float(each.split()[-1]) for each in counts))
+    tokens = sum(float(each.split()[-1]) for each in counts)
+    return f"; {tokens:.0f} tokens of prompts came with pages" if tokens else ""
 
 
 async def stream(http: httpx.AsyncClient, body: Body) -> tuple[str, list[float]]:
@@ -221,7 +222,7 @@ class Run:
             flush=True,
         )
         if phases := self.said.last(r"\d+ processes are ready after .*"):
-            print(f"  {phases}; {await fetched(self.http)} tokens of prompts came with pages", flush=True)
+            print(f"  {phases}{await fetched(self.http)}", flush=True)
 
 
 async def measure(
@@ -240,7 +241,7 @@ async def measure(
         began = time.monotonic()
         undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in asked))]
         run = Run(http, instance, said, ask, undisturbed, time.monotonic() - began)
-        print(f"an undisturbed run takes {run.seconds:.1f} s; {await fetched(http)} tokens of prompts came with pages")
+        print(f"an undisturbed run takes {run.seconds:.1f} s{await fetched(http)}")
         if away:
             size = len(place.supervisors)
             await run.said.has(f"programs for a gang of {size} are compiled ahead", _AHEAD_S)

@@ -83,11 +83,11 @@ def load_params(
             plan = with_row_order(plan, cfg, tensor_parallel_size)
     if plan.skipped_mtp_layers:
         _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
-    served = {"mode": int4, "dtype": plan.leaves["embed"][0].dtype}
+    served = plan.leaves["embed"][0].dtype
     if shapes:
-        values = [converted_shapes(leaf, **served) for leaf in leaf_shapes(plan, where)]
+        values = [converted_shapes(leaf, int4, served) for leaf in leaf_shapes(plan, where)]
     else:
-        finish = functools.partial(converted, **served)
+        finish = functools.partial(converted, mode=int4, dtype=served)
         values = read_leaves(plan, where, progress=progress, threads=threads, finish=finish)
     return jax.tree.unflatten(jax.tree.structure(declare(cfg)), values)
 

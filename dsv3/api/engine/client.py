@@ -27,6 +27,8 @@ WATCHDOG_S = 300.0
 _IDLE_WATCHDOG_S = 30.0
 # So does a thread of any engine's process, unless that is stopped, or gets no processor time for as long.
 PULSE_WATCHDOG_S = 30.0
+# One that is started anew imports its modules before its first word, beside all that a restart starts.
+FIRST_WORD_S = 60.0
 # Outputs that are handed over in one piece; then others of the event loop have their turn.
 SLICE = 256
 _MAX_ADD_BYTES = 2**20  # of tokens and grammars in one message, or one request
@@ -285,9 +287,9 @@ class EngineClient:
 
     @property
     def _is_stopped(self) -> bool:
-        """Whether the process says nothing at all; one that is started anew may say nothing before its first word."""
+        """Whether the process says nothing at all; one that is started anew is allowed more silence."""
         if self.state == "restarting":
-            return self._has_heard and self._deaf_s > self._starting_watchdog_s
+            return self._deaf_s > (self._starting_watchdog_s if self._has_heard else FIRST_WORD_S)
         return self.state == "ready" and self._deaf_s > self._pulse_watchdog_s
 
     @property

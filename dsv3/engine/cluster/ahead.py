@@ -8,6 +8,7 @@ there to be counted, since jax must know of all devices.
 
 import contextlib
 import hashlib
+import hmac
 import logging
 import os
 import socket
@@ -58,9 +59,9 @@ def places(process_id: int, size: int) -> tuple[int, ...]:
     return tuple(place for place in (process_id, process_id - 1) if LEADER < place < size)
 
 
-def marked(directory: Path, what: str) -> str:
-    """Returns the file in `directory` that says that all programs of `what` are there."""
-    return str(directory / f"ahead-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
+def marker(directory: Path, key: bytes, what: str) -> str:
+    """Returns the file in `directory` that says that all programs of `what` are there, signed with `key`."""
+    return str(directory / f"ahead-{hmac.digest(key, what.encode(), hashlib.sha256).hex()[:16]}")
 
 
 def begin(order: Order) -> None:
@@ -108,7 +109,10 @@ def end_with_input(descriptor: int, end: Callable[[], None]) -> None:
 def main() -> int:
     """Carries out the order; returns 0 when all programs are there."""
     configure_logging()
-    order = _order.decode(_line(sys.stdin.fileno()))
+    line = _line(sys.stdin.fileno())
+    if not line:  # who has started this has gone already
+        return 1
+    order = _order.decode(line)
     end_with_input(sys.stdin.fileno(), lambda: os._exit(1))
     deadline = time.monotonic() + MOST_S
     for place in order.places:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import jax
 import msgspec
 
-from dsv3.engine.cluster.ahead import MOST_S, Order, end_with_input, marked, places
+from dsv3.engine.cluster.ahead import MOST_S, Order, end_with_input, marker, places
 from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, kept_programs, start_jax
 from dsv3.engine.compilation import use_compilation_cache
@@ -28,6 +28,7 @@ from dsv3.engine.parts import Parts
 from dsv3.engine.stored import ProgramStore, machine_fields
 from dsv3.logs import configure_logging
 from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.trust.key_file import read_key
 from sharding.mesh import shardings
 
 _log = logging.getLogger("dsv3.cluster")
@@ -48,7 +49,8 @@ def order_of(
     fields = environment(model_dir) | machine_fields() | agreed(given) | agreed(options) | shaping(options)
     what = f"{size} {as_one_of} {sorted(fields.items())}"
     name = f"{load.__module__}:{getattr(load, '__name__', '')}"
-    done = marked(use_compilation_cache(options.compilation_cache_dir), what)
+    key = read_key(given.cluster_key_file)
+    done = marker(use_compilation_cache(options.compilation_cache_dir), key, what)
     return Order(given, size, as_one_of, str(model_dir), options, name, done)
 
 

@@ -7,12 +7,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.engine.cluster import messages
-from dsv3.engine.cluster.ahead import places
+from dsv3.engine.cluster import ahead, messages
 from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop, Wait
@@ -131,14 +131,34 @@ def test_the_first_gang_needs_all_processes(tmp_path) -> None:
     first.end()
 
 
-@given(st.data(), st.integers(2, 20))
-def test_each_process_compiles_ahead_for_the_places_that_it_may_have(data, size) -> None:
+def test_each_process_compiles_ahead_for_the_places_that_it_may_have() -> None:
     """Whoever goes, those behind move up; the leader alone never goes."""
-    gone = data.draw(st.integers(1, size - 1))
-    left = [process_id for process_id in range(size) if process_id != gone]
-    for place, process_id in enumerate(left):
-        assert place in places(process_id, size - 1)
-        assert len(places(process_id, size - 1)) <= 2
+    for size in range(2, 10):
+        for gone in range(1, size):
+            left = [process_id for process_id in range(size) if process_id != gone]
+            for place, process_id in enumerate(left):
+                assert place in ahead.places(process_id, size - 1)
+                assert len(ahead.places(process_id, size - 1)) <= 2
+
+
+def test_compiling_ahead_is_begun_where_it_has_a_use_and_harms_nobody(tmp_path, monkeypatch, caplog) -> None:
+    """The system has no room for another process here. What has been done is not begun again."""
+    begun: list[str] = []
+
+    def start(name: str) -> None:
+        begun.append(name)
+        raise OSError("no room")
+
+    monkeypatch.setattr(ahead, "_start", start)
+    done = tmp_path / "done"
+    order = ahead.Order(local.options(tmp_path, 3), 2, (0,), "model", EngineOptions(), "module:load", str(done))
+    ahead.begin(order)
+    assert begun == ["ahead"] and "programs for 2 processes are not compiled ahead: no room" in caplog.text
+    for useless in ({"places": ()}, {"size": 99}):
+        ahead.begin(msgspec.structs.replace(order, **useless))
+    done.touch()
+    ahead.begin(order)
+    assert begun == ["ahead"]
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.integers(2, 12))

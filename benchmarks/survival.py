@@ -2,40 +2,106 @@
 
   python -m benchmarks.survival                  the bundled model, 32 clients, three kills
   python -m benchmarks.survival --kills 10
-  python -m benchmarks.survival --processes 2    over several processes; the leader's engine and a follower in turn
+  python -m benchmarks.survival --processes 2    over several processes; the leader's engine and followers in turn
+  python -m benchmarks.survival --processes 4 --kills 4 --stop           each of four is stopped, as a host that hangs
+  python -m benchmarks.survival --processes 2 --kills 0 --away           a host goes for good, and later comes back
+  python -m benchmarks.survival --processes 2 --kills 2 --split          a decode instance; another one has the prompts
 
 Prints for each kill: seconds until the next engine was ready, the processor seconds that its process (the leader's)
 had taken since the kill, for how long streams told nothing, and how many texts differ from those of an undisturbed run.
-Every other stream is sampled, with a seed. Compiled programs come from the cache that the start has filled. What a
-pause is worth is told by how long the same machine takes to start the server.
+Below that stands what the next engine says of its start, phase by phase. Every other stream is sampled, with a seed.
+Compiled programs come from the cache that the start has filled. What a pause is worth is told by how long the same
+machine takes to start the server.
+
+With --away the last process goes once the programs for one process fewer are there. The others go on without it after
+`--cluster_return_timeout` (15 s here). Then it comes back, and the gang grows after `--cluster_grow_interval` (5 s).
 """
 
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 
-from benchmarks.disaggregation import LIMITS, ROOT, Instance, free_port, key_file, serving
+from benchmarks.disaggregation import LIMITS, ROOT, Instance, flags, free_port, key_file, serving
 
 CLIENTS = 32
 TOKENS = 320
 _HEALTH_S = 0.02
+_AHEAD_S = 1800.0
+_AWAY = ["--cluster_return_timeout=15", "--cluster_grow_interval=5"]
 
 
-def bodies() -> list[dict[str, object]]:
+class Said:
+    """What a server has written since it was ready."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, args=(instance,), daemon=True).start()
+
+    def last(self, pattern: str) -> str:
+        """Returns the last match of a pattern, "" if there is none."""
+        return next((found[0] for line in reversed(self.lines) if (found := re.search(pattern, line))), "")
+
+    async def has(self, text: str, within_s: float) -> None:
+        """Waits for a line with this text; raises TimeoutError."""
+        async with asyncio.timeout(within_s):
+            while not self.last(re.escape(text)):
+                await asyncio.sleep(_HEALTH_S)
+
+    def _read(self, instance: Instance) -> None:
+        assert instance.process.stdout is not None
+        for line in instance.process.stdout:
+            self.lines.append(line.rstrip())
+
+
+@dataclasses.dataclass
+class Place:
+    """Where the processes of an instance run: the leader's flags, the followers' commands and supervisors."""
+
+    flags: list[str]
+    commands: list[list[str]]
+    folder: Path
+    supervisors: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list)
+
+    def start(self, i: int) -> None:
+        """Starts follower i + 1, for the first time or anew."""
+        with (self.folder / f"follower{i + 1}.log").open("a") as log:
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+            process = subprocess.Popen(self.commands[i], cwd=ROOT, stdout=log, stderr=log, env=environment)
+        self.supervisors[i : i + 1] = [process]
+
+    def victim(self, i: int) -> psutil.Process:
+        """Returns the process that follows on host i + 1."""
+        return follower_of(self.supervisors[i])
+
+    def end(self) -> None:
+        """Kills all of them."""
+        for process in self.supervisors:
+            process.kill()
+            process.wait()
+
+
+Body = dict[str, object]
+
+
+def bodies() -> list[Body]:
     """Returns the requests: half of them greedy, half sampled."""
     return [
         {
@@ -50,7 +116,28 @@ def bodies() -> list[dict[str, object]]:
     ]
 
 
-async def stream(http: httpx.AsyncClient, body: dict[str, object]) -> tuple[str, list[float]]:
+async def computed(prefill: Instance, asked: list[Body]) -> list[Body]:
+    """Returns the requests with longer prompts, which the prefill instance has computed, and where their pages are."""
+    found = []
+    async with httpx.AsyncClient(base_url=prefill.url, timeout=60) as http:
+        for i, body in enumerate(asked):
+            body = body | {"prompt": [(7 * i + 3 * j) % 900 + 20 for j in range(100 + i)]}
+            first = {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+            answer = await http.post("/v1/completions", json=body | first)
+            answer.raise_for_status()
+            found.append(body | {"kv_transfer_params": answer.json()["kv_transfer_params"]})
+    return found
+
+
+async def fetched(http: httpx.AsyncClient) -> str:
+    """Says how many tokens of prompts came with pages since the engine began; nothing where it fetches none."""
+    lines = (await http.get("/metrics")).text.splitlines()
+    counts = [x for x in lines if x.startswith("dsv3:kv_tier_hits_total") and 'tier="peer"' in x]
+    tokens = sum(float(each.split()[-1]) for each in counts)
+    return f"; {tokens:.0f} tokens of prompts came with pages" if tokens else ""
+
+
+async def stream(http: httpx.AsyncClient, body: Body) -> tuple[str, list[float]]:
     """Returns the text of an answer, and when each of its events came."""
     text, times = "", []
     async with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -96,67 +183,104 @@ def engines(instance: Instance) -> dict[int, float]:
 
 
 async def restarted(
-    http: httpx.AsyncClient, instance: Instance, victim: psutil.Process, after_s: float
+    http: httpx.AsyncClient, instance: Instance, strike: Callable[[], None], after_s: float
 ) -> tuple[float, float, float]:
-    """Kills a process; returns when that was, and the seconds and processor seconds until the next engine was ready."""
+    """Strikes; returns when that was, and the seconds and processor seconds until the next engine was ready."""
     await asyncio.sleep(after_s)
     before = engines(instance)
-    victim.kill()
-    killed_at = time.monotonic()
+    strike()
+    struck_at = time.monotonic()
     for status in (503, 200):
         while (await http.get("/health")).status_code != status:
             await asyncio.sleep(_HEALTH_S)
     engine = engine_of(instance)
-    return killed_at, time.monotonic() - killed_at, processor_s(engine) - before.get(engine.pid, 0.0)
+    return struck_at, time.monotonic() - struck_at, processor_s(engine) - before.get(engine.pid, 0.0)
 
 
-async def measure(instance: Instance, kills: int, victims: list[Callable[[], psutil.Process]]) -> None:
-    """Prints a line per kill; the victims take turns."""
+@dataclasses.dataclass
+class Run:
+    """A server under the same streams again and again, and what they tell when nothing happens."""
+
+    http: httpx.AsyncClient
+    instance: Instance
+    said: Said
+    ask: Callable[[], Awaitable[list[Body]]]
+    undisturbed: list[str]
+    seconds: float
+
+    async def strike(self, what: str, strike: Callable[[], None], after_s: float) -> None:
+        """Prints the line of a strike while streams run."""
+        asked = await self.ask()
+        striking = asyncio.create_task(restarted(self.http, self.instance, strike, after_s))
+        found = await asyncio.gather(*(stream(self.http, body) for body in asked))
+        struck_at, ready_s, used_s = await striking
+        pauses = [each for _, times in found if (each := pause(times, struck_at)) is not None] or [0.0]
+        differ = sum(text != other for (text, _), other in zip(found, self.undisturbed, strict=True))
+        print(
+            f"| {what} after {after_s:.1f} s | {ready_s:.1f} s | {used_s:.1f} | {len(pauses)}, "
+            f"{statistics.median(pauses):.1f} s, {max(pauses):.1f} s | {differ} of {CLIENTS} |",
+            flush=True,
+        )
+        if phases := self.said.last(r"\d+ processes are ready after .*"):
+            print(f"  {phases}{await fetched(self.http)}", flush=True)
+
+
+async def measure(
+    instance: Instance, kills: int, number: int, place: Place, away: bool, prefill: Instance | None
+) -> None:
+    """Prints a line per kill; the victims take turns, and get the signal `number`."""
+
+    async def ask() -> list[Body]:
+        return bodies() if prefill is None else await computed(prefill, bodies())
+
+    victims = [functools.partial(engine_of, instance)]
+    victims += [functools.partial(place.victim, i) for i in range(len(place.supervisors))]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=instance.url, timeout=600, limits=limits) as http:
+        said, asked = Said(instance), await ask()
         began = time.monotonic()
-        undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in bodies()))]
-        seconds = time.monotonic() - began
-        print(f"an undisturbed run takes {seconds:.1f} s")
+        undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in asked))]
+        run = Run(http, instance, said, ask, undisturbed, time.monotonic() - began)
+        print(f"an undisturbed run takes {run.seconds:.1f} s{await fetched(http)}")
+        if away:
+            size = len(place.supervisors)
+            await run.said.has(f"programs for a gang of {size} are compiled ahead", _AHEAD_S)
+            print(f"programs for {size} are there {time.monotonic() - began - run.seconds:.1f} s later")
         print(
-            "| kill after | next engine ready after | processor seconds | streams that paused, median, longest | "
+            "| what | next engine ready after | processor seconds | streams that paused, median, longest | "
             "texts that differ |"
         )
         print("|---|---|---|---|---|", flush=True)
         for i in range(kills):
-            after_s = seconds * (i + 1) / (kills + 1)
-            killing = asyncio.create_task(restarted(http, instance, victims[i % len(victims)](), after_s))
-            found = await asyncio.gather(*(stream(http, body) for body in bodies()))
-            killed_at, ready_s, used_s = await killing
-            pauses = [each for _, times in found if (each := pause(times, killed_at)) is not None] or [0.0]
-            differ = sum(text != other for (text, _), other in zip(found, undisturbed, strict=True))
-            print(
-                f"| {after_s:.1f} s | {ready_s:.1f} s | {used_s:.1f} | {len(pauses)}, "
-                f"{statistics.median(pauses):.1f} s, {max(pauses):.1f} s | {differ} of {CLIENTS} |",
-                flush=True,
-            )
+            who = i % len(victims)
+            strike = functools.partial(_signal, victims[who], number)
+            await run.strike(f"process {who}", strike, run.seconds * (i + 1) / (kills + 1))
+        if away:
+            last = len(place.supervisors) - 1
+            await run.strike(f"process {last + 1} for good", place.supervisors[last].kill, run.seconds / 4)
+            await run.strike(f"process {last + 1} back", functools.partial(place.start, last), run.seconds / 4)
+
+
+def _signal(find: Callable[[], psutil.Process], number: int) -> None:
+    find().send_signal(number)
 
 
 @contextlib.contextmanager
-def place(processes: int, folder: Path) -> Iterator[tuple[list[str], list[subprocess.Popen[bytes]]]]:
-    """Starts the followers of an instance; gives the leader's flags, and the followers' supervisors."""
+def placed(processes: int, folder: Path, away: bool, more: list[str]) -> Iterator[Place]:
+    """Starts the followers of an instance with flags `more`."""
     if processes == 1:
-        yield ["--kv_offloading_size=0.05"], []
+        yield Place(more or ["--kv_offloading_size=0.05"], [], folder)
         return
-    flags = ["--enable_expert_parallel", f"--cluster_key_file={key_file(folder)}"]
-    flags += [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={processes}"]
-    command = [sys.executable, "-m", "launch.serve", *LIMITS, f"--max_num_seqs={CLIENTS // processes}", *flags]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    with contextlib.ExitStack() as stack:
-        supervisors = []
-        for i in range(1, processes):
-            with (folder / f"follower{i}.log").open("w") as log:
-                supervisors.append(
-                    subprocess.Popen([*command, f"--process_id={i}"], cwd=ROOT, stdout=log, stderr=log, env=environment)
-                )
-            stack.callback(supervisors[-1].wait)
-            stack.callback(supervisors[-1].kill)
-        yield [*flags, "--process_id=0"], supervisors
+    given = ["--enable_expert_parallel", f"--cluster_key_file={key_file(folder)}", *(_AWAY if away else []), *more]
+    given += [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={processes}"]
+    command = [sys.executable, "-m", "launch.serve", *LIMITS, f"--max_num_seqs={CLIENTS // processes}", *given]
+    place = Place([*given, "--process_id=0"], [[*command, f"--process_id={i}"] for i in range(1, processes)], folder)
+    try:
+        for i in range(processes - 1):
+            place.start(i)
+        yield place
+    finally:
+        place.end()
 
 
 def main() -> None:
@@ -164,17 +288,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
+    parser.add_argument("--split", action="store_true", help="strike a decode instance, beside a prefill instance")
+    parser.add_argument("--away", action="store_true", help="have a host go for good, and come back")
     given = parser.parse_args()
+    if given.away and given.processes < 2:
+        parser.error("--away needs --processes 2 or more")
     began = time.monotonic()
     seqs = f"--max_num_seqs={CLIENTS // given.processes}"
     with (
         tempfile.TemporaryDirectory() as folder,
-        place(given.processes, Path(folder)) as (flags, supervisors),
-        serving(seqs, *flags) as instance,
+        contextlib.ExitStack() as stack,
     ):
+        prefill, more = None, []
+        if given.split:
+            key = key_file(Path(folder))
+            prefill, more = stack.enter_context(serving(*flags("prefill", key))), flags("decode", key)
+        place = stack.enter_context(placed(given.processes, Path(folder), given.away, more))
+        instance = stack.enter_context(serving(seqs, *place.flags))
         print(f"the server's start takes {time.monotonic() - began:.1f} s")
-        victims = [functools.partial(engine_of, instance), *(functools.partial(follower_of, s) for s in supervisors)]
-        asyncio.run(measure(instance, given.kills, victims))
+        number = signal.SIGSTOP if given.stop else signal.SIGKILL
+        asyncio.run(measure(instance, given.kills, number, place, given.away, prefill))
 
 
 if __name__ == "__main__":

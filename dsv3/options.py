@@ -314,7 +314,14 @@ class ClusterOptions:
         above=0,
         programs=False,
     )
-
+    cluster_grow_interval: float = option(
+        300.0,
+        "Form the gang anew with processes that have come back, once those that have gone on without them have served "
+        "for this many seconds.",
+        above=0,
+        agree=False,
+        programs=False,
+    )
     cluster_spare: bool = option(
         True,
         "Keep a process on each host that has imported jax and waits for the next failure: a restart takes half the "

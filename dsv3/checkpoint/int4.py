@@ -7,7 +7,7 @@ A packed matrix is three tensors (compressed-tensors): `weight_packed` int32 `[N
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -117,9 +117,24 @@ def converted(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
     where = weight.data.sharding
     served = Int4Weight(weight.data, jax.jit(_transposed, out_shardings=where)(weight.scale))
     if mode != "keep":
-        convert = _to_fp8 if mode == "fp8" else functools.partial(_to_plain, dtype=dtype)
-        served = jax.jit(lambda stack: lax.map(convert, stack), out_shardings=where)(served)
+        served = jax.jit(_conversion(mode, dtype), out_shardings=where)(served)
     return jax.block_until_ready(served)
+
+
+def converted_shapes(weight: Any, mode: Int4Mode, dtype: np.dtype) -> Any:
+    """Returns the shapes of what `converted` makes of a parameter whose shapes and shardings are given."""
+    if not isinstance(weight, Int4Weight):
+        return weight
+    served = Int4Weight(weight.data, jax.eval_shape(_transposed, weight.scale))
+    if mode != "keep":
+        served = jax.eval_shape(_conversion(mode, dtype), served)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight.data.sharding), served)
+
+
+def _conversion(mode: Int4Mode, dtype: np.dtype) -> Callable[[Int4Weight], Any]:
+    """Returns what converts a stack, one layer at a time."""
+    convert = _to_fp8 if mode == "fp8" else functools.partial(_to_plain, dtype=dtype)
+    return lambda stack: lax.map(convert, stack)
 
 
 def _transposed(scale: jax.Array) -> jax.Array:

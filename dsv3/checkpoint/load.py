@@ -4,10 +4,10 @@ import functools
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import ml_dtypes
@@ -17,12 +17,12 @@ from jax.sharding import Sharding
 from dsv3.checkpoint.arrange import with_replicas, with_row_order
 from dsv3.checkpoint.directory import read_directory
 from dsv3.checkpoint.hugging_face import plan_hf
-from dsv3.checkpoint.int4 import Int4Mode, converted, is_int4
+from dsv3.checkpoint.int4 import Int4Mode, converted, converted_shapes, is_int4
 from dsv3.checkpoint.layout import leaf_path, leaves
 from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan
 from dsv3.checkpoint.naming import in_deepseek_form
-from dsv3.checkpoint.quantize import plain_products
-from dsv3.checkpoint.reader import read_leaves
+from dsv3.checkpoint.quantize import plain_products, quantized, quantized_shapes
+from dsv3.checkpoint.reader import leaf_shapes, read_leaves
 from dsv3.checkpoint.stacked import is_stacked, plan_stacked
 from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, declare
@@ -44,6 +44,7 @@ def load_params(
     tensor_parallel_size: int = 1,
     progress: bool = True,
     threads: int = 8,
+    shapes: bool = False,
 ) -> Params:
     """Reads a checkpoint directory, Hugging Face or pre-stacked, into parameters on their devices.
 
@@ -64,6 +65,9 @@ def load_params(
     `tensor_parallel_size` puts fused rows in the order of `tensor_parallel.row_order`, of which each device of a rank
     takes an equal part.
 
+    With `shapes` only headers are read, and each array's place has its shape, dtype and sharding
+    (`jax.ShapeDtypeStruct`).
+
     Host memory holds the arrays that stay on the host, one array (one device's share of it), and where values are
     converted at most 24 MiB of scratch per thread.
 
@@ -81,14 +85,35 @@ def load_params(
             plan = with_row_order(plan, cfg, tensor_parallel_size)
     if plan.skipped_mtp_layers:
         _log.info("%s: MTP modules from layer %d on are not loaded", directory, plan.skipped_mtp_layers[0])
-    experts = functools.partial(converted, mode=int4, dtype=plan.leaves["embed"][0].dtype)
-    convert: dict[str, Callable[[Any], Any]] = {
-        path: experts for path, spec in leaves(cfg).items() if is_int4(cfg, spec)
-    }
-    if fp8 == "quantize":
-        convert |= dict(plain_products(plan, cfg, where))
-    values = read_leaves(plan, where, progress=progress, threads=threads, convert=convert)
+    convert = _conversions(plan, cfg, fp8, int4, where)
+    if shapes:
+        found = zip(plan.leaves, leaf_shapes(plan, where), strict=True)
+        values = [convert[path].shapes(leaf) if path in convert else leaf for path, leaf in found]
+    else:
+        made = {path: conversion.values for path, conversion in convert.items()}
+        values = read_leaves(plan, where, progress=progress, threads=threads, convert=made)
     return jax.tree.unflatten(jax.tree.structure(declare(cfg)), values)
+
+
+class _Conversion(NamedTuple):
+    """What a parameter becomes once it has been read: its values, or the shapes of them."""
+
+    values: Callable[[Any], Any]
+    shapes: Callable[[Any], Any]
+
+
+def _conversions(
+    plan: LoadPlan, cfg: ModelConfig, fp8: Fp8Mode, int4: Int4Mode, where: Mapping[str, Any]
+) -> dict[str, _Conversion]:
+    """Returns the conversions of the leaves that are served in another form than they are read in."""
+    how: dict[str, Any] = {"mode": int4, "dtype": plan.leaves["embed"][0].dtype}
+    experts = _Conversion(functools.partial(converted, **how), functools.partial(converted_shapes, **how))
+    conversions = {path: experts for path, spec in leaves(cfg).items() if is_int4(cfg, spec)}
+    ue8m0 = cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0"
+    for path in plain_products(plan, cfg) if fp8 == "quantize" else ():
+        how = {"ue8m0": ue8m0, "sharding": where.get(path)}
+        conversions[path] = _Conversion(functools.partial(quantized, **how), functools.partial(quantized_shapes, **how))
+    return conversions
 
 
 @contextmanager

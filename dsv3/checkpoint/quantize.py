@@ -1,8 +1,7 @@
 """Plain products of a checkpoint that are served as block-scaled FP8: rounded on their devices once they are read."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 from jax import lax
@@ -14,26 +13,38 @@ from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight
 from pallas_kernels.fp8 import quantize_128x128
 
-Convert = Callable[[jax.Array], Fp8Weight]
 
-
-def plain_products(plan: LoadPlan, cfg: ModelConfig, where: Mapping[str, Any]) -> Iterator[tuple[str, Convert]]:
-    """Yields the leaves of `plan` that a server may keep in FP8 and that are not, each with what makes it so.
-
-    `where` has the shardings of leaves by path; a leaf without one stays where it is.
-    """
-    ue8m0 = cfg.fp8 is not None and cfg.fp8.scale_fmt == "ue8m0"
+def plain_products(plan: LoadPlan, cfg: ModelConfig) -> Iterator[str]:
+    """Yields the paths of the leaves of `plan` that a server may keep in FP8 and that are not."""
     for path, spec in leaves(cfg).items():
         if spec.quantizable and len(plan.leaves[path]) == 1:
-            yield path, functools.partial(quantized, ue8m0=ue8m0, sharding=where.get(path))
+            yield path
 
 
 def quantized(stack: jax.Array, *, ue8m0: bool = False, sharding: Sharding | Fp8Weight | None = None) -> Fp8Weight:
     """Rounds a stack `[L, ..., N, K]` to e4m3 with a float32 scale per 128 x 128 values, layer after layer.
 
     Beside the stack its result must fit on its devices: half the bytes of bfloat16. `ue8m0` rounds scales up to powers
-    of two.
+    of two. `sharding` is that of the result; None leaves it to jax.
     """
+    return jax.block_until_ready(jax.jit(_rounding(ue8m0), out_shardings=sharding)(stack))
+
+
+def quantized_shapes(
+    stack: jax.ShapeDtypeStruct, *, ue8m0: bool = False, sharding: Sharding | Fp8Weight | None = None
+) -> Fp8Weight:
+    """Returns the shapes, dtypes and shardings of what `quantized` makes of such a stack."""
+    shapes = jax.eval_shape(_rounding(ue8m0), stack)
+    apart = sharding if isinstance(sharding, Fp8Weight) else Fp8Weight(sharding, sharding)
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        shapes,
+        apart,
+        is_leaf=lambda x: x is None,
+    )
+
+
+def _rounding(ue8m0: bool) -> Callable[[jax.Array], Fp8Weight]:
+    """Returns what rounds a stack, one layer at a time."""
     round_layer = functools.partial(quantize_128x128, ue8m0=ue8m0)
-    program = jax.jit(lambda layers: Fp8Weight(*lax.map(round_layer, layers)), out_shardings=sharding)
-    return jax.block_until_ready(program(stack))
+    return lambda layers: Fp8Weight(*lax.map(round_layer, layers))

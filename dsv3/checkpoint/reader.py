@@ -134,7 +134,18 @@ def shares(shape: tuple[int, ...], sharding: Sharding | None) -> dict[Box, list[
     return found
 
 
-def _leaf(arrays: Sequence[Array], values: Sequence[jax.Array]) -> Any:
+def leaf_shapes(plan: LoadPlan, shardings: Mapping[str, Any]) -> list[Any]:
+    """Returns the shapes, dtypes and shardings of what `read_leaves` would return; reads nothing."""
+
+    def shape(array: Array, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding_of(array, sharding))
+
+    leaves = plan.leaves.items()
+    return [_leaf(arrays, [shape(array, shardings.get(path)) for array in arrays]) for path, arrays in leaves]
+
+
+def _leaf(arrays: Sequence[Array], values: Sequence[Any]) -> Any:
+    """Returns the parameter that the values of its arrays are: data alone, or with scales."""
     if len(values) == 1:
         return values[0]
     return (Fp8Weight if arrays[0].dtype == E4M3 else Int4Weight)(*values)

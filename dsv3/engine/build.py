@@ -59,10 +59,13 @@ def build_engine(
     return Engine(parts, store=own_store(Path(model_dir), options, parts))
 
 
-def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, progress: bool = True) -> Parts:
+def load_parts(
+    model_dir: str | os.PathLike[str], options: EngineOptions, *, progress: bool = True, shapes: bool = False
+) -> Parts:
     """Loads the parts of an engine, as `build_engine` puts them together; raises as it does.
 
     Called in each process of an instance, it reads what this one's devices hold. Limits suit this process's devices.
+    With `shapes` no weight is read: its shape stands in its place.
     """
     use_compilation_cache(options.compilation_cache_dir)
     model_cfg = _served(load_config(Path(model_dir)), options)
@@ -74,7 +77,8 @@ def load_parts(model_dir: str | os.PathLike[str], options: EngineOptions, *, pro
     backend = resolve_backend(mine)
     dtypes = resolve_dtypes(model_cfg, options, mine, stored_dtype(Path(model_dir)))
     mesh = rank_mesh(devices, jax.process_count(), shards)
-    functions, served = _functions(model_dir, model_cfg, options, mesh, dtypes.compute, progress)
+    read = Reading(dtypes.compute, options.fp8, progress, options.int4, shapes)
+    functions, served = _functions(model_dir, model_cfg, options, mesh, read)
     moving = _move_bytes(functions, served) if options.enable_eplb else 0
     cfg = engine_config(
         model_cfg,
@@ -113,16 +117,15 @@ def _served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
 
 
 def _functions(
-    model_dir: str | os.PathLike[str], cfg: ModelConfig, options: EngineOptions, mesh: Mesh, dtype: Any, progress: bool
+    model_dir: str | os.PathLike[str], cfg: ModelConfig, options: EngineOptions, mesh: Mesh, read: Reading
 ) -> tuple[StepFunctions, Any]:
     """Returns the step functions, and the parameters as they take them, each device's share read to it."""
-    read = Reading(dtype, options.fp8, progress, options.int4)
     if not options.spreads_experts:
-        functions = model_functions(dtype=dtype, drafts=bool(cfg.num_nextn_predict_layers))
+        functions = model_functions(dtype=read.dtype, drafts=bool(cfg.num_nextn_predict_layers))
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
     fp8 = options.int4 == "fp8" if cfg.int4_experts else cfg.fp8 is not None and options.fp8 != "dequantize"
-    how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": dtype, "fp8": fp8}
+    how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": read.dtype, "fp8": fp8}
     functions = expert_parallel_functions(cfg, mesh, redundant, **how)
     return functions, load_spread(model_dir, cfg, functions.param_specs, mesh, redundant, read)
 

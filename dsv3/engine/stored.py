@@ -160,7 +160,7 @@ def program_store(
     limits = {f"limit {name}": value for name, value in shaping(parts.cfg).items()}
     fields = environment(model_dir) | device_fields(parts) | limits | shaping(options) | more
     devices = list(parts.mesh.devices.flat)
-    return ProgramStore(options.compilation_cache_dir, key, _machine(), fields, devices, process_id)
+    return ProgramStore(options.compilation_cache_dir, key, machine_fields(), fields, devices, process_id)
 
 
 def own_store(model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramStore | None:
@@ -191,7 +191,7 @@ def device_fields(parts: Parts) -> Fields:
     }
 
 
-def _machine() -> Fields:
+def machine_fields() -> Fields:
     """Returns what an executable depends on besides its program's text."""
     device = jax.local_devices()[0]
     fields = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}

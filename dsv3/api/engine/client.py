@@ -27,6 +27,8 @@ WATCHDOG_S = 300.0
 _IDLE_WATCHDOG_S = 30.0
 # So does a thread of any engine's process, unless that is stopped, or gets no processor time for as long.
 PULSE_WATCHDOG_S = 30.0
+# One that is started anew imports its modules before its first word, beside all that a restart starts.
+FIRST_WORD_S = 60.0
 # Outputs that are handed over in one piece; then others of the event loop have their turn.
 SLICE = 256
 _MAX_ADD_BYTES = 2**20  # of tokens and grammars in one message, or one request
@@ -108,13 +110,14 @@ class EngineClient:
         self.asks_to_drain = asyncio.Event()
         self._max_num_queued_reqs = max_num_queued_reqs
         self._watchdog_s, self._pulse_watchdog_s = watchdog_s, min(watchdog_s, pulse_watchdog_s)
+        self._starting_watchdog_s = min(watchdog_s, PULSE_WATCHDOG_S)
         self._next_id = 0
         self._lives = Lives(max_restarts)
         self._ready: deque[Sink] = deque()
         self._is_scheduled = False
         self._failure = ""
         self._silent_s = self._deaf_s = 0.0  # since a frame of the thread that steps, and since any
-        self._engine_is_idle = False
+        self._engine_is_idle = self._has_heard = False
         self._transport: asyncio.WriteTransport | None = None
         self._connection = 0  # counts them: what is left of an earlier one is nobody's
         self._watching: asyncio.Task[None] | None = None
@@ -256,7 +259,7 @@ class EngineClient:
         if self._transport is not None:
             self._transport.close()
         self._transport = self._watching = self._sending = None
-        self._failure, self._silent_s, self._deaf_s = "", 0.0, 0.0
+        self._failure, self._silent_s, self._deaf_s, self._has_heard = "", 0.0, 0.0, False
 
     def _note_end(self, number: int, error: Exception | None) -> None:
         if number != self._connection:
@@ -277,18 +280,24 @@ class EngineClient:
         while True:
             before = time.monotonic()
             await asyncio.sleep(interval)
-            is_stopped = self._deaf_s > self._pulse_watchdog_s
-            if self.state == "ready" and (is_stopped or self._silent_s > self._allowed_silence_s):
-                self.on_silence(f"the engine has not answered for {self._silent_s:.0f} s")
+            if self._is_stopped or (self.state == "ready" and self._silent_s > self._allowed_silence_s):
+                self.on_silence(f"the engine has not answered for {max(self._silent_s, self._deaf_s):.0f} s")
             passed = min(time.monotonic() - before, 2 * interval)
             self._silent_s, self._deaf_s = self._silent_s + passed, self._deaf_s + passed
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether the process says nothing at all; one that is started anew is allowed more silence."""
+        if self.state == "restarting":
+            return self._deaf_s > (self._starting_watchdog_s if self._has_heard else FIRST_WORD_S)
+        return self.state == "ready" and self._deaf_s > self._pulse_watchdog_s
 
     @property
     def _allowed_silence_s(self) -> float:
         return min(self._watchdog_s, _IDLE_WATCHDOG_S) if self._engine_is_idle else self._watchdog_s
 
     def _receive(self, body: memoryview) -> None:
-        self._deaf_s = 0.0
+        self._deaf_s, self._has_heard = 0.0, True
         message = messages.from_engine.decode(body)
         if not isinstance(message, messages.Pulse):
             self._silent_s = 0.0

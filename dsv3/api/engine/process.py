@@ -89,9 +89,10 @@ def main(fd: int, imports: Sequence[str] = ()) -> NoReturn:
     for module in imports:
         importlib.import_module(module)
     try:
-        engine, info = _build(host.fronts.start(), host)
-        host.fronts.announce(info)
+        start = host.fronts.start()
         host.fronts.beat()
+        engine, info = _build(start, host)
+        host.fronts.announce(info)
         serve(engine, host.fronts)
     except Exception as error:
         _report(error)

@@ -18,12 +18,16 @@ from sharding.mesh import rank_size, shardings
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How weights are read: their dtype, whether a progress bar is shown, and what FP8 and INT4 become."""
+    """How weights are read: their dtype, whether a progress bar is shown, and what FP8 and INT4 become.
+
+    With `shapes` none is read, and shapes stand in their places.
+    """
 
     dtype: Any
     fp8: Literal["keep", "dequantize", "quantize"]
     progress: bool
     int4: Literal["keep", "fp8", "dequantize"] = "keep"
+    shapes: bool = False
 
 
 def load_replicated(

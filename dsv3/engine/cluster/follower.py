@@ -19,12 +19,12 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from dsv3.engine.cluster import messages
+from dsv3.engine.cluster import ahead, messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
 from dsv3.engine.cluster.executor import FollowingExecutor
 from dsv3.engine.cluster.generation import Generation
-from dsv3.engine.cluster.link import Alone, Begun, Serving, Tell
+from dsv3.engine.cluster.link import Alone, Begun, Serving, Tell, Waits
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
@@ -39,7 +39,9 @@ from dsv3.engine.cluster.messages import (
     Step,
     Stop,
     Told,
+    Wait,
 )
+from dsv3.engine.cluster.rehearsal import order_of
 from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
@@ -97,6 +99,7 @@ class _Follower:
         self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
+        self._order: ahead.Order | None = None
         self._silence_s = cluster.starting_silence_s
         self._channel = Channel(wire, self._heartbeat, self._take, self._lost, cluster.heartbeat_s)
         self._channel.start()
@@ -117,7 +120,8 @@ class _Follower:
         cluster = place_in(self._cluster, begin)
         start_jax(cluster, generation)
         phases.end("jax")
-        parts = load(model_dir, fitted(options, model_dir, self._cluster, cluster))
+        asked, options = options, fitted(options, model_dir, self._cluster, cluster)
+        parts = load(model_dir, options)
         phases.end("weights")
         self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages, parts.cfg.transfer_address or ""))
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)
@@ -129,6 +133,7 @@ class _Follower:
         executor.compile_all(store)
         phases.end("compiling")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
+        self._order = order_of(self._cluster, cluster, model_dir, asked, load)
         self._send(Ready())
         threading.Thread(target=self._report, args=(executor,), name="results", daemon=True).start()
         while True:
@@ -187,6 +192,11 @@ class _Follower:
             case Started():
                 self._silence_s = self._cluster.cluster_silence_timeout
                 self._tell(Serving())
+                if self._order is not None:
+                    ahead.begin(self._order)
+            case Wait():
+                _log.info("the others have gone on without process %d: it waits", self._cluster.process_id)
+                self._tell(Waits())
             case Begin() | Build() | Step():
                 self._inbox.put(message)
 

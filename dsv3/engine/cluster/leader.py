@@ -31,8 +31,10 @@ from dsv3.engine.cluster.messages import (
     Started,
     Stop,
     Told,
+    Wait,
 )
-from dsv3.engine.cluster.wire import Wire, WireError
+from dsv3.engine.cluster.returning import Returning, refuse
+from dsv3.engine.cluster.wire import Wire
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
@@ -47,10 +49,9 @@ _REMIND_S = 30.0  # how often the log names the processes that are waited for
 # and about a second on a busy host. These are the bounds: in order and after a failure.
 _FAREWELL_S = 4.0  # the HTTP process kills this one 5 s after an orderly stop
 _LAST_WORD_S = 10.0
-_REFUSAL_S = 5.0  # the bound for a process that is turned away
 # A collective may raise a little before the leader's receiving thread has seen the broken connection behind it.
 _EXPLANATION_S = 2.0
-_TOO_LATE = messages.encode(Stop("it has come too late: the others have gone on without it"))
+_TOO_LATE = messages.encode(Stop("it has come too late: the others have gone on without it, and it may come again"))
 
 
 class Leader:
@@ -74,6 +75,7 @@ class Leader:
         self._on_failure, self._on_drain = on_failure, on_drain
         self._followers = frozenset(range(1, options.num_processes))
         self._left_out: frozenset[int] = frozenset()
+        self._returning: Returning | None = None
         self._channels: dict[int, Channel] = {}
         self._said: dict[type, dict[int, messages.ToLeader]] = {Hello: {}, Loaded: {}, Ready: {}}
         self._changed = threading.Condition()
@@ -111,13 +113,14 @@ class Leader:
                 f"{_processes(missing)} of {self._options.num_processes} did not come within {timeout_s:g} s "
                 f"(listening at {address})"
             )
-        self._entrance.close()
         return self._begin_without(missing)
 
     def _begin_without(self, missing: frozenset[int]) -> ClusterOptions:
-        """Lets the others begin, numbered anew where some are missing."""
+        """Lets the others begin, numbered anew where some are missing; these may come back."""
         number = None
-        if missing:
+        if not missing:
+            self._entrance.close()
+        else:
             _log.warning("going on without %s of %d", _processes(missing), self._options.num_processes)
             number = 1 + self._leave_out(missing)
         self._places = {process_id: place for place, process_id in enumerate(sorted(self._followers), 1)}
@@ -129,10 +132,12 @@ class Leader:
     def _leave_out(self, missing: frozenset[int]) -> int:
         """Forgets processes that have not come, or have not said so; returns how many followers are left."""
         with self._changed:
+            self._returning = Returning(self._options, self._fields, missing)
             self._left_out, self._followers = missing, self._followers - missing
             late = [self._channels.pop(process_id) for process_id in missing & self._channels.keys()]
         self._book, self._reached = Book(self._followers), dict.fromkeys(self._followers, -1)
         for channel in late:
+            channel.send(messages.encode(Wait()))
             channel.send_last(_TOO_LATE)
         return len(self._followers)
 
@@ -174,6 +179,8 @@ class Leader:
         self._wait_for(Ready, "to compile")
         self._broadcast(messages.encode(Started()))
         self._silence_s = self._options.cluster_silence_timeout
+        if self._returning is not None:
+            self._returning.serve()
 
     def send(self, command: StepCommand) -> None:
         """Sends each follower the part of a command that its ranks need, without waiting.
@@ -211,7 +218,7 @@ class Leader:
         with self._changed:
             self._ending = True
             self._last_word = self._last_word or messages.encode(Stop(failure))
-            channels = list(self._channels.values())
+            channels = self._all_channels()
         for channel in channels:
             channel.send_last(self._last_word)
         deadline = time.monotonic() + (_FAREWELL_S if failure is None else _LAST_WORD_S)
@@ -222,14 +229,21 @@ class Leader:
     def _someone_listens(self) -> bool:
         """Returns whether a follower, or a process that is being let in, may still read the last message."""
         heard_s = time.monotonic() - self._silence_s
-        listening = [c for c in self._channels.values() if not c.closed and c.last_heard_s >= heard_s]
+        listening = [c for c in self._all_channels() if not c.closed and c.last_heard_s >= heard_s]
         return bool(listening) or self._entrance.is_busy
+
+    def _all_channels(self) -> list[Channel]:
+        """Returns the connections to followers, and to those that wait to become one."""
+        return [*self._channels.values(), *(self._returning.channels if self._returning is not None else ())]
 
     def _admit(self, process_id: int, wire: Wire, address: str) -> None:
         """Lets a process in; one that comes while the instance ends is told why.
 
         Raises WireError where another process has the same id.
         """
+        if self._returning is not None and process_id in self._left_out and self._last_word is None:
+            self._returning.admit(process_id, wire)
+            return
         channel = Channel(
             wire,
             _heartbeat,
@@ -238,19 +252,18 @@ class Leader:
             self._options.heartbeat_s,
         )
         with self._changed:
-            last_word = self._last_word or (_TOO_LATE if process_id in self._left_out else None)
+            last_word = self._last_word
             known = self._channels.setdefault(process_id, channel) is not channel
         if known:
-            wire.send(messages.encode(Stop(f"another process has --process_id {process_id} already")))
-            wire.end()
-            wire.discard(_REFUSAL_S)
-            raise WireError(f"it says to be process {process_id}, which is here already")
+            refuse(wire, process_id)
         channel.start()
         if last_word is not None:
             channel.send_last(last_word)
         _log.info("process %d has come from %s", process_id, address)
 
     def _take(self, process_id: int, body: bytes) -> None:
+        if process_id in self._left_out:
+            return
         message = messages.decode_for_leader(body)
         match message:
             case Heartbeat():
@@ -308,7 +321,9 @@ class Leader:
             time.sleep(interval)
             now = time.monotonic()
             late, last = now - last > interval + self._silence_s / 2, now
-            if late:
+            if self._returning is not None and (back := self._returning.due()):
+                self._fail(f"{_processes(back)} of {self._options.num_processes} has come back: all start anew")
+            elif late:
                 self._forgiven = now
                 self._book.forgive()
                 for channel in list(self._channels.values()):

@@ -40,11 +40,15 @@ class Serving(msgspec.Struct, frozen=True, tag=True):
     """All processes of the generation are ready."""
 
 
+class Waits(msgspec.Struct, frozen=True, tag=True):
+    """The others have gone on without the process: when it is told to end, the next gang starts, with this place."""
+
+
 class Alone(msgspec.Struct, frozen=True, tag=True):
     """No leader was found in time, or the one found lets this process not in: there is no use in another try."""
 
 
-News = Begun | Serving | Alone
+News = Begun | Serving | Waits | Alone
 Tell = Callable[[News], None]
 FromFollower = Pulse | News
 

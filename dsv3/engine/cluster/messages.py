@@ -40,6 +40,13 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     process_id: int = LEADER
 
 
+class Wait(msgspec.Struct, frozen=True, tag=True):
+    """The others have gone on without this process: the next gang is formed with it, and it waits for the end of this.
+
+    What it hears next is `Stop`.
+    """
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """A follower has its weights.
 
@@ -112,7 +119,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     failure: str | None
 
 
-ToFollower = Begin | Build | Started | Step | Heartbeat | Stop
+ToFollower = Begin | Wait | Build | Started | Step | Heartbeat | Stop
 ToLeader = Hello | Loaded | Ready | Digest | Told | Heartbeat | Drain | Failed
 
 

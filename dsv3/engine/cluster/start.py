@@ -3,8 +3,8 @@
 import logging
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import jax
 
@@ -17,8 +17,15 @@ from dsv3.options import ClusterOptions, EngineOptions, split_address
 from dsv3.trust.certificates import IDENTITY, credentials_of
 from dsv3.trust.key_file import read_key
 
-Load = Callable[[Path, EngineOptions], Parts]
-"""Makes the parts of an engine; called in every process, with jax started over all of them."""
+
+class Load(Protocol):
+    """Makes the parts of an engine; called in every process, with jax started over all of them.
+
+    With `shapes` no weight is loaded: its shape stands in its place.
+    """
+
+    def __call__(self, model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Parts: ...
+
 
 _log = logging.getLogger("dsv3.cluster")
 _CONNECT_S = 300
@@ -41,9 +48,9 @@ class Phases:
         return f"{self._last - self._started:.1f} s: {', '.join(self._done)}"
 
 
-def load_model(model_dir: Path, options: EngineOptions) -> Parts:
+def load_model(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Parts:
     """Loads the parts of a real engine."""
-    return load_parts(model_dir, options, progress=False)
+    return load_parts(model_dir, options, progress=False, shapes=shapes)
 
 
 def start_jax(cluster: ClusterOptions, generation: Generation = FIRST) -> None:

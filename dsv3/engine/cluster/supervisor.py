@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 from dsv3.engine.cluster.generation import Generation
-from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Link, Serving
+from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Link, Serving, Waits
 from dsv3.options import ClusterOptions
 from dsv3.restarts import Deaths, RestartPolicy
 
@@ -40,12 +40,17 @@ class Child:
             )
         self.link = Link(ours)
         self.generation: Generation | None = None
-        self.is_serving = self.is_alone = self.has_ended = False
+        self.is_serving = self.is_waiting = self.is_alone = self.has_ended = False
         self.last_heard_s = time.monotonic()
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it serves, or waits to be in the next gang of those that do."""
+        return self.is_serving or self.is_waiting
 
     def read(self) -> None:
         """Takes what it has said; `has_ended` says whether it has gone."""
@@ -77,6 +82,8 @@ class Child:
                 self.generation = generation
             case Serving():
                 self.is_serving = True
+            case Waits():
+                self.is_waiting = True
             case Alone():
                 self.is_alone = True
 
@@ -147,12 +154,12 @@ class Supervisor:
         return child.wait(_LOOK_S)
 
     def _read(self, child: Child) -> None:
-        was_serving = child.is_serving
+        was_up = child.is_up
         child.read()
         if child.has_ended:
             self._forget(child)
-        elif child.is_serving and not was_serving:
-            self._has_served = True
+        elif child.is_up and not was_up:
+            self._has_served = self._has_served or child.is_serving
             if self._deaths is not None and self._cluster.cluster_spare:
                 self._spare = self._spare or self._start()
 
@@ -171,11 +178,11 @@ class Supervisor:
         """Returns whether another process follows one that has ended.
 
         A generation that nobody was served by is not tried again, unless another one had been: the reason for its end
-        is in the settings or on the disks.
+        is in the settings or on the disks. One that others serve in is waited for.
         """
         if status == 0 or self._deaths is None or child.is_alone or self._asked > 1:
             return False
-        was_up = self._has_served or (child.generation is not None and child.generation.number > 0)
+        was_up = self._has_served or child.is_waiting or (child.generation is not None and child.generation.number > 0)
         if not was_up or (self._asked and child.generation is None):
             return False
         if self._deaths.note():

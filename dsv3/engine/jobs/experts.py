@@ -154,7 +154,8 @@ def _make_planner(view: EngineView) -> "Balancer":
 def layer_bytes(experts: SpreadExperts, params: Any) -> int:
     """Returns the bytes of a layer's experts on one device."""
     stacks, _ = experts.take(params)
-    return sum(stack.nbytes for stack in jax.tree.leaves(stacks)) // experts.num_layers // experts.machine.devices
+    nbytes = sum(stack.size * stack.dtype.itemsize for stack in jax.tree.leaves(stacks))
+    return nbytes // experts.num_layers // experts.machine.devices
 
 
 class Balancer:

@@ -102,6 +102,35 @@ def test_who_may_be_silent_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None
     uvloop.run(run())
 
 
+@pytest.mark.parametrize("speaks", [True, False])
+def test_an_engine_that_is_stopped_while_it_is_started_anew_is_noticed(monkeypatch: pytest.MonkeyPatch, speaks) -> None:
+    """Behind a first word, and before it; the pulse comes while it loads and compiles."""
+    monkeypatch.setattr(client_module, "FIRST_WORD_S", 1e9 if speaks else 0.1)
+
+    async def run() -> None:
+        engine = EngineClient(max_num_queued_reqs=0, watchdog_s=0.5 if speaks else 1e9)
+        silences: list[str] = []
+        engine.on_loss = engine.on_silence = silences.append
+        first = await connected(engine, IDLE)
+        engine.lose("it has died")
+        ours, theirs = socket.socketpair()
+        await engine.connect(ours)
+        if speaks:
+            for _ in range(12):  # longer than the bound
+                theirs.sendall(frames.encode(messages.Pulse()))
+                await asyncio.sleep(0.1)
+            assert not silences
+        async with asyncio.timeout(60):
+            while not silences:
+                await asyncio.sleep(0.01)
+        assert engine.state == "restarting" and "has not answered" in silences[0]
+        engine._end()
+        first.close()
+        theirs.close()
+
+    uvloop.run(run())
+
+
 class Engine:
     """An engine whose only step ends when it is told to."""
 

@@ -221,7 +221,10 @@ def test_plain_products_become_fp8_on_their_devices(tmp_path, stored):
         declare(cfg),
     )
     kept = load_params(tmp_path, cfg, dtype=np.float32, shardings=shardings, progress=False)
-    rounded = load_params(tmp_path, cfg, dtype=np.float32, shardings=shardings, fp8="quantize", progress=False)
+    how = dict(dtype=np.float32, shardings=shardings, fp8="quantize", progress=False)
+    rounded = load_params(tmp_path, cfg, **how)
+    described = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), load_params(tmp_path, cfg, shapes=True, **how))
+    assert described == jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), rounded)
     if stored == "fp8":
         return assert_same_bits(by_path(cfg, rounded), by_path(cfg, kept))
     is_quantizable = jax.tree.map(lambda spec: spec.quantizable, declare(cfg))

@@ -53,6 +53,10 @@ def load(directory: Path, **options) -> Params:
     return load_params(directory, load_config(directory), dtype="float32", progress=False, **options)
 
 
+def described(leaf) -> tuple:
+    return leaf.shape, np.dtype(leaf.dtype)
+
+
 def logits(params: Params, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(run(params, PLAIN, tokens).logits)
 
@@ -61,8 +65,12 @@ def test_logits_are_those_of_the_dequantized_model(directories: Path) -> None:
     """Nothing is rounded where the words are kept; FP8 rounds weights and activations of the experts."""
     tokens = np.random.default_rng(0).integers(0, CFG.vocab_size, (3, 32))
     wanted = logits(load(directories / "plain"), tokens)
-    assert relative_error(logits(load(directories / "int4"), tokens), wanted) < 1e-5
-    rounded = logits(load(directories / "int4", int4="fp8"), tokens)
+    packed, fp8 = (load(directories / "int4", int4=mode) for mode in ("keep", "fp8"))
+    for mode, params in {"keep": packed, "fp8": fp8}.items():
+        shapes = load(directories / "int4", int4=mode, shapes=True)
+        assert jax.tree.map(described, shapes) == jax.tree.map(described, params)
+    assert relative_error(logits(packed, tokens), wanted) < 1e-5
+    rounded = logits(fp8, tokens)
     assert 0 < np.sqrt(np.mean((rounded - wanted) ** 2) / np.mean(wanted**2)) < 0.09
 
 

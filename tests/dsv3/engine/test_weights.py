@@ -38,6 +38,10 @@ def write(directory: Path, cfg) -> Path:
     return directory
 
 
+def placed(leaf) -> tuple:
+    return leaf.shape, np.dtype(leaf.dtype), leaf.sharding
+
+
 @pytest.mark.parametrize(("ranks", "tensor", "redundant"), [(2, 1, 0), (8, 1, 10), (4, 2, 2)])
 def test_reading_replicas_gives_what_spreading_in_memory_gives(tmp_path, ranks, tensor, redundant):
     cfg = CFG if tensor == 1 else SPLITTABLE
@@ -45,6 +49,8 @@ def test_reading_replicas_gives_what_spreading_in_memory_gives(tmp_path, ranks, 
     functions = expert_parallel_functions(cfg, mesh, redundant)
     directory = write(tmp_path, cfg)
     served = load_spread(directory, cfg, functions.param_specs, mesh, redundant, READ)
+    shapes = load_spread(directory, cfg, functions.param_specs, mesh, redundant, dataclasses.replace(READ, shapes=True))
+    assert jax.tree.map(placed, shapes) == jax.tree.map(placed, served)
     plain = load_params(directory, cfg, dtype=jnp.bfloat16, progress=False)
     want = spread_experts(plain, cfg, mesh, redundant)
     assert jax.tree.structure(served) == jax.tree.structure(want)

@@ -17,6 +17,7 @@ from tests.dsv3.api import serving
 from tests.dsv3.api.serving import ROOT, Server
 from tests.dsv3.engine import letters
 from tests.dsv3.engine.cluster import local
+from tests.dsv3.engine.cluster.relay import Relay
 
 FACTORY = "tests.dsv3.engine.cluster.toy_cluster:start"
 
@@ -31,8 +32,11 @@ class Instance:
         logs: dict[int, Path],
         cluster: ClusterOptions,
         start: Callable[[int], None],
+        serve: Callable[[], Server],
+        relay: Relay | None,
     ):
         self.server, self.followers, self._logs, self.start = server, followers, logs, start
+        self._serve, self.relay = serve, relay
         self.coordinator, self.key = cluster.coordinator, cluster.cluster_key_file
 
     def wait_ready(self) -> None:
@@ -44,6 +48,11 @@ class Instance:
             if self.server.process.poll() is not None:
                 raise AssertionError("\n".join(map(self.log, [0, *self.followers])))
             time.sleep(0.05)
+
+    def serve_again(self) -> None:
+        """Starts another server in the place of one that has gone."""
+        self.server = self._serve()
+        self.wait_ready()
 
     def log(self, process_id: int) -> str:
         """What a process has written; the leader's engine shares its server's log."""
@@ -73,11 +82,11 @@ def running(
     num_processes: int,
     cache: Path,
     *,
-    ready: bool = True,
     silence: float = 20.0,
     engine: dict | None = None,
     spells: bool = False,
     supervised: bool = False,
+    relayed: bool = False,
     cluster: dict | None = None,
     **more,
 ) -> Iterator[Instance]:
@@ -85,7 +94,7 @@ def running(
 
     The first failure ends it, unless it is `supervised`: then the processes that are given are those of supervisors.
     Where `engine` has a transfer_key_file, each process gives its pages to others. One that `spells` has letters for
-    its tokens, so that it takes grammars.
+    its tokens, so that it takes grammars. Followers reach a leader that is `relayed` over a link that can be cut.
     """
     model_dir = directory / "model"
     model_dir.mkdir(exist_ok=True)
@@ -96,12 +105,14 @@ def running(
     given = [dict(engine or {}) for _ in range(num_processes)]
     for own in given if engine and "transfer_key_file" in engine else ():
         own["transfer_address"] = f"127.0.0.1:{local.free_port()}"
+    relay = Relay(leader.coordinator) if relayed else None
+    reached = leader if relay is None else dataclasses.replace(leader, coordinator=relay.address)
     followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
 
     def start(i: int) -> None:
         """Starts follower `i`, for the first time or anew, with caches as on hosts without a common file system."""
         own = EngineOptions(**given[i], compilation_cache_dir=str(cache / str(i)))
-        place = dataclasses.replace(leader, process_id=i)
+        place = dataclasses.replace(reached, process_id=i)
         followers[i] = start_follower(place, model_dir, own, logs[i], supervised=supervised, **more)
 
     try:
@@ -114,12 +125,17 @@ def running(
             "options": {"max_request_restarts": 1000 if supervised else 0},
             "restarts": {"most": 1000},
         }
-        with serving.running(model_dir, ready=False, **settings) as server:
-            instance = Instance(server, followers, logs, leader, start)
-            if ready:
-                instance.wait_ready()
+        with contextlib.ExitStack() as servers:
+
+            def serve() -> Server:
+                return servers.enter_context(serving.running(model_dir, ready=False, **settings))
+
+            instance = Instance(serve(), followers, logs, leader, start, serve, relay)
+            instance.wait_ready()
             yield instance
     finally:
         for process in followers.values():
             process.kill()
             process.wait()
+        if relay is not None:
+            relay.close()

@@ -8,7 +8,7 @@ import threading
 import time
 
 from dsv3.engine.cluster.generation import Generation
-from dsv3.engine.cluster.link import Alone, Begun, Link, Pulse, Serving
+from dsv3.engine.cluster.link import Alone, Begun, Link, Pulse, Serving, Waits
 
 
 def _exit_on_signal(*_: object) -> None:
@@ -32,10 +32,14 @@ def main(descriptor: int) -> None:
                 link.send(Begun(Generation(number, "a")))
             case "serve":
                 link.send(Serving())
+            case "waits":
+                link.send(Waits())
             case "alone":
                 link.send(Alone())
             case "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "deaf":  # to signals
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "ask":  # for the end
                 os.kill(os.getppid(), signal.SIGTERM)
             case "wait":

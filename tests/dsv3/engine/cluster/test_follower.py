@@ -10,7 +10,7 @@ import pytest
 
 from dsv3.engine.cluster import follower, messages
 from dsv3.engine.cluster.messages import Failed, Stop
-from dsv3.engine.cluster.wire import Wire
+from dsv3.engine.cluster.wire import Wire, WireError
 from tests.dsv3.engine.cluster import local
 
 # A played end of the process leaves its thread by SystemExit, which pytest reports.
@@ -97,6 +97,12 @@ def test_a_leader_that_is_gone_ends_it(played) -> None:
     played.leader.close()
     assert played.ended.wait(30)
     assert played.ends == [(1, "the leader (process 0) has ended, or the connection to it is broken")]
+
+
+def test_without_a_leader_it_gives_up_and_says_where_it_has_looked(tmp_path) -> None:
+    cluster = local.options(tmp_path, 2, 1, cluster_start_timeout=0.1)
+    with pytest.raises(WireError, match=r"cannot reach the leader at 127\.0\.0\.1:\d+ within 0\.1 s"):
+        follower._reach(cluster, local.credentials(cluster))
 
 
 def test_what_is_no_message_is_told_to_the_leader(played) -> None:

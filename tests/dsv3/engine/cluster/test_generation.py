@@ -2,17 +2,21 @@
 
 import dataclasses
 import queue
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.engine.cluster import messages
+from dsv3.engine.cluster import ahead, messages
 from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.leader import Leader
-from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop
+from dsv3.engine.cluster.messages import Begin, Failed, Hello, Stop, Wait
+from dsv3.engine.cluster.returning import Returning
 from dsv3.engine.cluster.smaller import fitted, redundant_experts
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
@@ -57,7 +61,7 @@ def test_a_leader_whose_generation_is_over_ends(tmp_path, last, is_refused) -> N
 
 
 def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> None:
-    """Those that have come are numbered anew; no gang was there before the first one."""
+    """Those that have come are numbered anew."""
     cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5)
     leader = Leader(cluster, local.FIELDS, print, print, Generation(1, "a"))
     with ThreadPoolExecutor(1) as pool:
@@ -71,10 +75,90 @@ def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> Non
     for follower in followers:
         follower.wire.close()
     leader.end()
+
+
+def test_a_process_that_comes_back_waits_for_the_next_gang(tmp_path) -> None:
+    """Nobody is disturbed until the gang has served for the interval; then it ends, and the process hears why."""
+    cluster = local.options(tmp_path, 3, cluster_return_timeout=0.5, cluster_grow_interval=0.2)
+    failures: queue.Queue[str] = queue.Queue()
+    leader = Leader(cluster, local.FIELDS, failures.put, failures.put, Generation(1, "a"))
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(leader.gather)
+        one = local.Follower(cluster, 1, fields=local.FIELDS)
+        gathered.result(30)
+    other = local.Follower(cluster, 2, fields={"code": "2"})
+    [refused] = other.received()
+    assert isinstance(refused, Stop) and refused.failure is not None
+    assert "process 2 is not configured as process 0: weights (abc there, none" in refused.failure
+    other.wire.close()
+    while leader._returning is not None and leader._returning.channels:
+        time.sleep(0.01)
+    back = local.Follower(cluster, 2, fields=local.FIELDS)
+    assert next(waits := back.received()) == Wait()
+    [twice] = local.Follower(cluster, 2, fields=local.FIELDS).received()
+    assert twice == Stop("another process has --process_id 2 already")
+    time.sleep(0.3)  # longer than the interval, which has not begun
+    assert failures.empty()
+    one.send(messages.Ready())
+    leader.ready()
+    assert failures.get(timeout=30) == "process 2 of 3 has come back: all start anew"
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(leader.end, "the reason")
+        assert next(waits) == Stop("the reason")
+        for each in (one, back):
+            each.wire.close()
+        ended.result(30)
+
+
+def test_a_process_that_comes_back_and_falls_silent_is_forgotten(tmp_path) -> None:
+    cluster = local.options(tmp_path, 2, cluster_silence_timeout=1e-3, cluster_grow_interval=1e-3)
+    returning = Returning(cluster, local.FIELDS, frozenset({1}))
+    returning.serve()
+    ours, theirs = local.wires(*socket.socketpair())
+    returning.admit(1, ours)
+    theirs.send(messages.encode(Hello(local.FIELDS, "host", 1)))
+    while returning.channels:
+        assert returning.due() <= {1}
+    assert not returning.due()
+    theirs.close()
+
+
+def test_the_first_gang_needs_all_processes(tmp_path) -> None:
+    cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5)
     first = Leader(dataclasses.replace(cluster, cluster_start_timeout=0.7), local.FIELDS, print, print)
     with pytest.raises(ClusterError, match="processes 1, 2, 3 of 4 did not come"):
         first.gather()
     first.end()
+
+
+def test_each_process_compiles_ahead_for_the_places_that_it_may_have() -> None:
+    """Whoever goes, those behind move up; the leader alone never goes."""
+    for size in range(2, 10):
+        for gone in range(1, size):
+            left = [process_id for process_id in range(size) if process_id != gone]
+            for place, process_id in enumerate(left):
+                assert place in ahead.places(process_id, size - 1)
+                assert len(ahead.places(process_id, size - 1)) <= 2
+
+
+def test_compiling_ahead_is_begun_where_it_has_a_use_and_harms_nobody(tmp_path, monkeypatch, caplog) -> None:
+    """The system has no room for another process here. What has been done is not begun again."""
+    begun: list[str] = []
+
+    def start(name: str) -> None:
+        begun.append(name)
+        raise OSError("no room")
+
+    monkeypatch.setattr(ahead, "_start", start)
+    done = tmp_path / "done"
+    order = ahead.Order(local.options(tmp_path, 3), 2, (0,), "model", EngineOptions(), "module:load", str(done))
+    ahead.begin(order)
+    assert begun == ["ahead"] and "programs for 2 processes are not compiled ahead: no room" in caplog.text
+    for useless in ({"places": ()}, {"size": 99}):
+        ahead.begin(msgspec.structs.replace(order, **useless))
+    done.touch()
+    ahead.begin(order)
+    assert begun == ["ahead"]
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.integers(2, 12))

@@ -22,10 +22,11 @@ BODY = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Every test restarts it; the last one takes its follower away."""
+    """Nearly every test restarts it. The last ones take its follower away and give it back, and its server too."""
     directory = tmp_path_factory.mktemp("supervised")
-    cluster = {"cluster_spare": False, "cluster_return_timeout": 40.0}
-    with instances.running(directory, 2, directory, silence=5.0, supervised=True, cluster=cluster) as instance:
+    cluster = {"cluster_spare": False, "cluster_return_timeout": 30.0, "cluster_grow_interval": 0.1}
+    how = {"silence": 5.0, "supervised": True, "relayed": True, "cluster": cluster}
+    with instances.running(directory, 2, directory, **how) as instance:
         instance.server.http.timeout = 120
         yield instance
 
@@ -54,6 +55,18 @@ def kill_the_leader(instance):
     instance.server.engine_process().kill()
 
 
+def cut_the_link(instance):
+    """Both live, and each of them hears nothing of the other."""
+    lines = {0: "process 1 has been silent for 5 s", 1: "the leader (process 0) has been silent for 5 s"}
+    before = {i: instance.log(i).count(line) for i, line in lines.items()}
+    instance.relay.cut()
+    try:
+        for i, line in lines.items():
+            instance.server.wait_for(lambda i=i, line=line: instance.log(i).count(line) > before[i])
+    finally:
+        instance.relay.mend()
+
+
 STALE = """
 import sys
 from dsv3.engine.cluster import start
@@ -65,7 +78,7 @@ start.start_jax(cluster, Generation(int(sys.argv[3]), sys.argv[4]))
 """
 
 
-@pytest.mark.parametrize("end", [kill_the_leader, stop_the_follower])
+@pytest.mark.parametrize("end", [kill_the_leader, stop_the_follower, cut_the_link])
 def test_every_stream_goes_on_where_a_process_has_died(two, end):
     server = two.server
     restarts, tokens = (server.metric(name) for name in ("dsv3:engine_restarts_total", TOKENS))
@@ -100,15 +113,32 @@ def test_a_supervisor_that_is_killed_takes_its_follower_with_it_and_may_come_bac
     check(streams)
 
 
-def test_the_others_go_on_without_a_process_that_does_not_come_back(two):
-    """The leader is alone; programs for fewer devices are compiled on the way. The last test of this instance."""
+def test_the_others_go_on_without_a_process_that_does_not_come_back_and_again_with_it(two):
+    """The leader is alone, with programs that were compiled ahead, until the other one is there."""
+    two.server.wait_for(lambda: "programs for a gang of 1 are compiled ahead" in two.log(0))
     streams = answers(two.server)
     two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") > 0)
     two.followers[1].kill()
     check(streams)
     two.server.wait_for(lambda: "going on without process 1 of 2" in two.log(0))  # streams may have ended before that
     two.wait_ready()
-    rank = {"X-data-parallel-rank": "1"}
-    refused = two.server.http.post(COMPLETIONS, json=BODY | {"prompt": [1]}, headers=rank)
-    assert refused.status_code == 400
+    rank = {"headers": {"X-data-parallel-rank": "1"}, "json": BODY | {"prompt": [1], "max_tokens": 3}}
+    assert two.server.http.post(COMPLETIONS, **rank).status_code == 400
+    two.start(1)
+    two.server.wait_for(lambda: "process 1 has come back (pid" in two.log(0), 120)  # the gang ends within 0.25 s
+    check(answers(two.server))
+    two.server.wait_for(lambda: "process 1 of 2 has come back: all start anew" in two.log(0))
+    two.server.wait_for(lambda: two.server.http.post(COMPLETIONS, **rank).status_code == 200)
+
+
+def test_followers_join_a_server_that_is_started_again(two):
+    """What the first one has said shows that the leader alone compiled nothing."""
+    two.server.process.kill()
+    said = two.server.process.stdout.read()
+    [(found, all_)] = re.findall(r"1 processes are ready after .*; (\d+) of (\d+) programs", said)
+    assert found == all_ != "0"
+    two.serve_again()
+    assert "the HTTP process of the leader has gone" in two.log(1)
+    check(answers(two.server))
     assert two.server.stop(60) == 0
+    assert two.followers[1].wait(60) == 0

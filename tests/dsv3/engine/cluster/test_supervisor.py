@@ -38,10 +38,11 @@ def supervise(tmp_path, monkeypatch, capfd):
         ("begin 1", TWICE, (1, 1)),
         ("1", TWICE, (1, 1)),
         ("begin serve 1; alone 1", TWICE, (1, 2)),
+        ("waits 1", TWICE, (1, 3)),
     ],
     ids=[
         "in order", "after a death", "after a death during a restart", "too many deaths", "without restarts",
-        "never up", "before it begins", "without a leader",
+        "never up", "before it begins", "without a leader", "others serve without it",
     ],
 )  # fmt: skip
 def test_which_end_is_the_last(supervise, lives, policy, end):
@@ -57,4 +58,4 @@ def test_a_signal_is_passed_on(supervise):
 
 
 def test_after_a_signal_it_goes_on_until_the_leader_has_drained(supervise):
-    assert supervise("begin serve ask 1; begin serve 0") == (0, 2)
+    assert supervise("begin serve deaf ask 1; begin serve 0") == (0, 2)

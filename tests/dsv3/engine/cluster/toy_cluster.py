@@ -1,6 +1,6 @@
 """The toy model over several processes: a factory for the leader's engine process, and a follower when run as a script.
 
-`diverge_at` makes a follower read something else from that step on, `follower_limits` gives it other limits.
+`diverge_at` makes a follower read something else from that step on.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import numpy as np
 from dsv3.api.engine.factory import describe
 from dsv3.api.engine.messages import Start
 from dsv3.cache.tiers import shared_memory, tiers
-from dsv3.engine.cluster import follower
+from dsv3.engine.cluster import ahead, follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.cluster.link import Follow
 from dsv3.engine.cluster.supervisor import Supervisor
@@ -37,7 +37,7 @@ PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_fil
 LIMITS = {"identity": "{}", "max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
 
 
-def load(model_dir: Path, options: EngineOptions) -> Parts:
+def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Parts:
     """The toy's parts over all devices; importing it makes an array, for which jax must have been started."""
     from tests.dsv3.engine import toy
 
@@ -48,6 +48,7 @@ def load(model_dir: Path, options: EngineOptions) -> Parts:
     limits |= {name: getattr(options, name) for name in PAGES}
     shared_memory.FOLDER = Path(options.compilation_cache_dir)  # each process's own, as on a host
     tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
+    ahead.give_way = lambda pid: None  # the same
     if options.speculative is None:
         parts = Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**limits), devices)
         tokenizer = model_dir / "tokenizer.json"
@@ -81,14 +82,11 @@ def _diverging(step: int):
     return other
 
 
-def main(
-    cluster, model_dir: str, engine, diverge_at: int | None = None, follower_limits=None, supervised=False
-) -> None:
+def main(cluster, model_dir: str, engine, diverge_at: int | None = None, supervised=False) -> None:
     if supervised:
         order = Follow(ClusterOptions(**cluster), model_dir, EngineOptions(**engine), f"{LOAD}:load")
         sys.exit(Supervisor(order, RestartPolicy(most=1000)).run())
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    LIMITS.update(follower_limits or {})
     if diverge_at is not None:
         LocalExecutor.fetch = _diverging(diverge_at)
     follower.run(ClusterOptions(**cluster), Path(model_dir), EngineOptions(**engine), load)

@@ -8,7 +8,6 @@ are float32, as in its checkpoints.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.float8 import BLOCK
@@ -20,12 +19,12 @@ Quantized = tuple[jax.Array, jax.Array]
 
 def activation_tiles(x: jax.Array, backend: Backend | None) -> Quantized:
     """Returns x `[T, C]` in tiles of one token by 128 channels: values `[T, C]`, scales `[ceil(C/128), T]`."""
-    return _rounded(quantize_1x128(x, ue8m0=True, backend=backend))
+    return quantize_1x128(x, ue8m0=True, backend=backend)
 
 
 def weight_blocks(w: jax.Array, backend: Backend | None) -> Quantized:
     """Returns w `[..., N, K]` in blocks of 128 by 128: values, and scales `[..., ceil(N/128), ceil(K/128)]`."""
-    return _rounded(quantize_128x128(w, backend=backend))
+    return quantize_128x128(w, backend=backend)
 
 
 def transposed(blocks: Quantized) -> Quantized:
@@ -39,7 +38,7 @@ def along_tokens(x: jax.Array, backend: Backend | None) -> jax.Array:
 
     The last tile may have fewer tokens.
     """
-    return dequantized(_rounded(quantize_1x128(x.T, ue8m0=True, backend=backend))).T
+    return dequantized(quantize_1x128(x.T, ue8m0=True, backend=backend)).T
 
 
 def dequantized(tiles: Quantized) -> jax.Array:
@@ -50,8 +49,3 @@ def dequantized(tiles: Quantized) -> jax.Array:
     values, scale = tiles
     columns = jnp.repeat(scale.T, BLOCK, axis=1, total_repeat_length=scale.shape[0] * BLOCK)
     return (values.astype(jnp.float32) * columns[:, : values.shape[1]]).astype(jnp.bfloat16)
-
-
-def _rounded(made: Quantized) -> Quantized:
-    """Returns the same, rounded to e4m3 in truth: XLA leaves out a conversion that the next one seems to undo."""
-    return lax.optimization_barrier(made)

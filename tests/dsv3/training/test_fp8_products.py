@@ -13,7 +13,7 @@ from dsv3.training.step import evaluate, initial_state, train_step
 
 
 def test_a_step_multiplies_e4m3_values_and_validation_does_not(toy_config: TrainingConfig) -> None:
-    plain = dataclasses.replace(toy_config, model=dataclasses.replace(toy_config.model, q_lora_rank=24))
+    plain = dataclasses.replace(toy_config, model=dataclasses.replace(toy_config.model, qk_rope_head_dim=16))
     config = dataclasses.replace(plain, fp8_products=True)
     state = jax.eval_shape(lambda: initial_state(config))
     tokens = jax.ShapeDtypeStruct((4, 32), np.int32)

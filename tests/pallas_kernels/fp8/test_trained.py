@@ -47,7 +47,7 @@ def assert_close(got: Any, wanted: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("tokens", "out", "channels"), [(200, 144, 160), (128, 128, 128)], ids=["edges", "one tile"])
 def test_a_linear_layer_and_its_gradients_are_those_formulas(tokens: int, out: int, channels: int) -> None:
-    """A tile alone has nothing between its two conversions: XLA would leave both out."""
+    """A tile alone has nothing between its two conversions, to e4m3 and back: the compiler must not leave both out."""
     x, w, dy = normal(0, tokens, channels), 3 * normal(1, out, channels), normal(2, tokens, out)
     dy *= np.exp2(np.arange(out) % 7 - 9).astype(np.float32)  # channels of different magnitudes
 

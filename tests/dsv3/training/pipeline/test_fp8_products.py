@@ -26,7 +26,7 @@ ROWS, MICRO_BATCHES, SIZE = 4, 2, RankSize(experts=2)
 
 def test_gradients_of_split_backwards_equal_whole_ones(toy_config: TrainingConfig) -> None:
     """One device takes the micro-batches one after the other, as tiles are those of a micro-batch's rows."""
-    model = dataclasses.replace(toy_config.model, q_lora_rank=24, n_group=1, num_nextn_predict_layers=0)
+    model = dataclasses.replace(toy_config.model, qk_rope_head_dim=16, n_group=1, num_nextn_predict_layers=0)
     changes: dict[str, Any] = {"batch_size": ROWS, "sequence_length": LENGTH, "sequence_balance_weight": 0.0}
     config = dataclasses.replace(toy_config, model=model, fp8_products=True, **changes)
     params = jax.device_get(initialize(model, jax.random.key(0), np.float32, std=0.3))
@@ -55,7 +55,7 @@ def test_gradients_of_split_backwards_equal_whole_ones(toy_config: TrainingConfi
     entry = jax.ShapeDtypeStruct((2, LENGTH), np.int32)
     _, _, saved = jax.eval_shape(program.program_of_forward(), held_shapes(config, stages[0]), entry, ())
     kept = sorted(leaf.shape[2] for leaf in saved if leaf.dtype == E4M3)
-    assert kept == [16, 16, 16, 24, 32, 32, 48], "a byte per value of what each linear layer takes"
+    assert kept == [16, 16, 16, 16, 32, 32, 48], "a byte per value of what each linear layer takes"
 
 
 def assert_close(got: np.ndarray, wanted: np.ndarray) -> None:

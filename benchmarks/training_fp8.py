@@ -26,19 +26,23 @@ from dsv3.training.data import Data
 from dsv3.training.loop import mean_metrics, stop_signal
 from dsv3.training.step import TrainState, initial_state, train_step
 
-FLOAT32 = dataclasses.replace(TRAINING, compute_dtype="float32")
-CONFIGS = {"float32": FLOAT32, "bfloat16": TRAINING, "FP8": dataclasses.replace(TRAINING, fp8_products=True)}
+RUNS: dict[str, dict[str, Any]] = {
+    "float32": {"compute_dtype": "float32"},
+    "bfloat16": {"compute_dtype": "bfloat16"},
+    "FP8": {"compute_dtype": "bfloat16", "fp8_products": True},
+}
 PAIRS = (("FP8", "bfloat16"), ("bfloat16", "float32"))
 
 
 class Runs:
     """The three runs: their states, and the loss and processor seconds of each step made, by the run's name."""
 
-    def __init__(self, data: Data):
+    def __init__(self, data: Data, rows: int):
         self.data = data
-        self.states: dict[str, TrainState] = {name: initial_state(config) for name, config in CONFIGS.items()}
-        self.losses: dict[str, list[float]] = {name: [] for name in CONFIGS}
-        self.seconds: dict[str, list[float]] = {name: [] for name in CONFIGS}
+        self.configs = {name: dataclasses.replace(TRAINING, batch_size=rows, **run) for name, run in RUNS.items()}
+        self.states: dict[str, TrainState] = {name: initial_state(config) for name, config in self.configs.items()}
+        self.losses: dict[str, list[float]] = {name: [] for name in RUNS}
+        self.seconds: dict[str, list[float]] = {name: [] for name in RUNS}
 
     @property
     def steps(self) -> int:
@@ -47,8 +51,8 @@ class Runs:
 
     def step(self) -> None:
         """Makes the next step of each run."""
-        tokens = training_data.batch(self.data, TRAINING, self.steps)
-        for name, config in CONFIGS.items():
+        tokens = training_data.batch(self.data, self.configs["bfloat16"], self.steps)
+        for name, config in self.configs.items():
             start = time.process_time()
             self.states[name], metrics = train_step(self.states[name], tokens, config=config)
             jax.block_until_ready(self.states[name])
@@ -62,8 +66,9 @@ class Runs:
 
     def held_out(self) -> dict[str, dict[str, float]]:
         """Measures each run's weights on held-out text, in float32."""
-        batches = training_data.held_out_batches(self.data, FLOAT32, FLOAT32.eval_batches)
-        return {name: mean_metrics(state, batches, FLOAT32) for name, state in self.states.items()}
+        config = self.configs["float32"]
+        batches = training_data.held_out_batches(self.data, config, config.eval_batches)
+        return {name: mean_metrics(state, batches, config) for name, state in self.states.items()}
 
 
 def difference(means: dict[str, Any], pair: tuple[str, str]) -> Any:
@@ -74,12 +79,14 @@ def difference(means: dict[str, Any], pair: tuple[str, str]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="steps of each run, of the configuration's 4000")
+    parser.add_argument("--rows", type=int, default=TRAINING.batch_size, help="rows of a step; default: as configured")
     parser.add_argument("--minutes", type=float, default=np.inf, help="begin no step after so long")
     parser.add_argument("--window", type=int, default=10, help="steps of a line")
     parser.add_argument("--directory", type=Path, help="keep the tokens here; default: a temporary directory")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        runs = Runs(training_data.prepare((arguments.directory or Path(temporary)) / "data", TRAINING))
+        data = training_data.prepare((arguments.directory or Path(temporary)) / "data", TRAINING)
+        runs = Runs(data, arguments.rows)
         train(runs, arguments.steps, arguments.window, time.monotonic() + 60 * arguments.minutes)
         if runs.steps >= arguments.window:
             summarize(runs, arguments.window)
@@ -87,8 +94,8 @@ def main() -> None:
 
 def train(runs: Runs, steps: int, window: int, end: float) -> None:
     """Makes `steps` steps and prints a line per window; a signal, or the time `end`, stops it earlier."""
-    print("| steps | " + " | ".join(CONFIGS) + " | " + " | ".join(f"{a} from {b}" for a, b in PAIRS) + " |")
-    print("|---" * (1 + len(CONFIGS) + len(PAIRS)) + "|", flush=True)
+    print("| steps | " + " | ".join(RUNS) + " | " + " | ".join(f"{a} from {b}" for a, b in PAIRS) + " |")
+    print("|---" * (1 + len(RUNS) + len(PAIRS)) + "|", flush=True)
     with stop_signal() as stopped:
         while runs.steps < steps and not stopped and time.monotonic() < end:
             runs.step()

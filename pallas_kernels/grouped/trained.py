@@ -64,9 +64,10 @@ def _backward(weight_dtype, backend, saved, dy):
 
 
 def _multiplied(tiles, blocks, tile_group, dtype, backend):
+    (x, x_scale), (w, w_scale) = tiles, blocks
     return fp8_grouped_gemm_contiguous(
-        *tiles, *blocks, tile_group, tile_m=BLOCK, out_dtype=dtype, backend=backend
-    )  # fmt: skip
+        x, x_scale, w, w_scale, tile_group, tile_m=BLOCK, out_dtype=dtype, backend=backend
+    )
 
 
 _product.defvjp(_forward, _backward)

@@ -105,13 +105,11 @@ def _make(device: "Device") -> TrainingPlan:
 
 def _longest_stage(config: Any, device: "Device", schedule: "Schedule", tokens: int, wire: float) -> "LayerTimes":
     """Returns the times of the stage that takes longest; an MTP module counts as a MoE layer, the head is left out."""
-    from dsv3.plan.roofline import rates_of
-    from dsv3.plan.training import LayerTimes, layer_times
+    from dsv3.plan.training import LayerTimes
     from dsv3.training.pipeline.stages import cut
 
-    model, rates = config.model, rates_of(device, config.model)
-    keys = (config.sequence_length + 1) / 2
-    dense, moe = (layer_times(model, rates, tokens, keys, wire, dense=kind) for kind in (True, False))
+    model = config.model
+    dense, moe = (_layer(config, device, tokens, wire, dense=kind) for kind in (True, False))
     stages = []
     for stage in cut(model, schedule.stages):
         of = [dense if i < model.num_dense_layers else moe for i in range(stage.begin, stage.end)]
@@ -119,6 +117,22 @@ def _longest_stage(config: Any, device: "Device", schedule: "Schedule", tokens: 
         parts = zip(*(dataclasses.astuple(layer) for layer in of), strict=True)
         stages.append(LayerTimes(*map(sum, parts)))
     return max(stages, key=lambda times: times.pair)
+
+
+def _layer(config: Any, device: "Device", tokens: int, wire: float, *, dense: bool) -> "LayerTimes":
+    """Returns the times of one layer, with the products that the configuration says."""
+    from dsv3.config import Fp8Config
+    from dsv3.plan.roofline import rates_of
+    from dsv3.plan.training import layer_times, with_fp8_products
+
+    def times(model: Any) -> "LayerTimes":
+        keys = (config.sequence_length + 1) / 2
+        return layer_times(model, rates_of(device, model), tokens, keys, wire, dense=dense)
+
+    plain = times(config.model)
+    if not config.fp8_products:
+        return plain
+    return with_fp8_products(plain, times(dataclasses.replace(config.model, fp8=Fp8Config())))
 
 
 def _memory_table(made: TrainingPlan) -> "Table":

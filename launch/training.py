@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from typing import Any
 
 from absl import flags as absl_flags
 
@@ -24,19 +25,30 @@ PIPELINE = absl_flags.DEFINE_enum(
 MICRO_BATCHES = absl_flags.DEFINE_integer(
     "micro_batches", None, "Cut each batch into this many for the pipeline; default: twice the ranks.", lower_bound=1
 )
-FLAGS = (CONFIG, MESH, PIPELINE, MICRO_BATCHES)
+FP8_PRODUCTS = absl_flags.DEFINE_bool(
+    "fp8_products",
+    None,
+    "Multiply e4m3 values in linear layers and experts, forward and backward; default: what the configuration says.",
+)
+FLAGS = (CONFIG, MESH, PIPELINE, MICRO_BATCHES, FP8_PRODUCTS)
 
 
 def config(steps: int | None = None) -> TrainingConfig:
-    """Returns the configuration, of `steps` steps if given. Raises UsageError where there is none."""
+    """Returns the configuration with what the flags change in it, of `steps` steps if given.
+
+    Raises UsageError where there is none, or where it cannot be changed so.
+    """
     try:
         found = importlib.import_module(f"configs.{CONFIG.value}").TRAINING
     except (ModuleNotFoundError, AttributeError) as error:
         raise flags.UsageError(f"--config={CONFIG.value}: no training configuration there ({error})") from error
+    given = {"steps": steps, FP8_PRODUCTS.name: FP8_PRODUCTS.value}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     try:
-        return dataclasses.replace(found, steps=steps) if steps else found
+        return dataclasses.replace(found, **changes)
     except ValueError as error:
-        raise flags.UsageError(f"--steps={steps}: {error}") from error
+        spelled = " ".join(f"--{name}={value}" for name, value in changes.items())
+        raise flags.UsageError(f"{spelled}: {error}") from error
 
 
 def mesh() -> tuple[int, RankSize]:

@@ -43,14 +43,19 @@ def forward(
     with_mtp: bool = False,
     backend: Backend | None = None,
     routed: RoutedExperts = LOCAL_EXPERTS,
+    fp8_products: bool = False,
 ) -> ForwardOutput:
-    """Runs `tokens` `[B, S]` int32 from position 0. Activations have the dtype of `params.embed`."""
+    """Runs `tokens` `[B, S]` int32 from position 0. Activations have the dtype of `params.embed`.
+
+    `fp8_products` is that of `Numerics`.
+    """
     B, S = tokens.shape
-    context = whole_sequences(cfg, B, S, backend, routed)
+    context = whole_sequences(cfg, B, S, backend, routed, fp8_products)
     streams = (embed(params, tokens.reshape(-1)),)
     (x,), _, tally = run_decoder(params, (context,), streams, no_choice(cfg, B, S), PLAIN.prefill)
     counts = None if tally is None else tally.counts
-    return predict(params, cfg, tokens, x, counts, with_mtp=with_mtp, backend=backend, routed=routed)
+    how: dict[str, Any] = {"backend": backend, "routed": routed, "fp8_products": fp8_products}
+    return predict(params, cfg, tokens, x, counts, with_mtp=with_mtp, **how)
 
 
 def predict(
@@ -63,14 +68,17 @@ def predict(
     with_mtp: bool,
     backend: Backend | None = None,
     routed: RoutedExperts = LOCAL_EXPERTS,
+    fp8_products: bool = False,
 ) -> ForwardOutput:
     """Runs what follows the last layer: the final norm, the logits, and the MTP modules.
 
     `x` `[B * S, D]` is the residual stream of `tokens`, `counts` `[layers, E]` the (token, expert) pairs so far.
-    `routed` computes the MTP modules' routed experts.
+    `routed` computes the MTP modules' routed experts, `fp8_products` is theirs.
     """
     hidden = final_norm(params, cfg, x).reshape(*tokens.shape, -1)
-    mtp_logits, mtp_counts = _mtp_chain(params, cfg, tokens, hidden, backend, routed) if with_mtp else ((), [])
+    mtp_logits, mtp_counts = (
+        _mtp_chain(params, cfg, tokens, hidden, backend, routed, fp8_products) if with_mtp else ((), [])
+    )
     return ForwardOutput(
         hidden=hidden,
         logits=logits(params, cfg, hidden, backend),
@@ -85,16 +93,22 @@ def _stack_counts(counts: jax.Array | None, mtp_counts: list[Any]) -> jax.Array 
 
 
 def whole_sequences(
-    cfg: ModelConfig, batch: int, length: int, backend: Backend | None, routed: RoutedExperts = LOCAL_EXPERTS
+    cfg: ModelConfig,
+    batch: int,
+    length: int,
+    backend: Backend | None,
+    routed: RoutedExperts = LOCAL_EXPERTS,
+    fp8_products: bool = False,
 ) -> LayerContext:
     """Returns what the layers have in common for `batch` sequences of `length` tokens, one after the other."""
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+    numerics = dataclasses.replace(Numerics.from_config(cfg, backend), fp8_products=fp8_products)
     return LayerContext(
         cfg,
         rotation(cfg, positions),
-        causal_attend(cfg, batch, backend),
+        causal_attend(cfg, batch, numerics),
         jnp.ones(batch * length, jnp.bool),
-        Numerics.from_config(cfg, backend),
+        numerics,
         routed,
     )
 
@@ -106,6 +120,7 @@ def _mtp_chain(
     hidden: jax.Array,
     backend: Backend | None,
     routed: RoutedExperts,
+    fp8_products: bool,
 ) -> tuple[tuple[jax.Array, ...], list[Any]]:
     """Runs module d on positions 0 .. S - 2 - d; the causal chain is complete at each depth (report, figure 3)."""
     (B, S), D = tokens.shape, cfg.hidden_size
@@ -113,7 +128,7 @@ def _mtp_chain(
     counts: list[Any] = []
     for depth in range(cfg.num_nextn_predict_layers):
         length = S - 1 - depth
-        context = whole_sequences(cfg, B, length, backend, routed)
+        context = whole_sequences(cfg, B, length, backend, routed, fp8_products)
         hidden = hidden[:, :length].reshape(B * length, D)
         hidden, _, tally = mtp.predict(params, context, depth, hidden, tokens[:, depth + 1 :].reshape(-1), None)
         hidden = hidden.reshape(B, length, D)

@@ -30,7 +30,7 @@ from dsv3.model.decoder import (
 )
 from dsv3.model.forward import whole_sequences
 from dsv3.model.layers.attention import Attend
-from dsv3.model.layers.linear import layer_slice
+from dsv3.model.layers.linear import Numerics, layer_slice
 from dsv3.model.layers.norm import rms_norm
 from dsv3.model.layers.router import router_logits
 from dsv3.model.layers.whole import attention_weights, no_choice
@@ -234,7 +234,7 @@ def _shown_attend(cfg: ModelConfig, attention: bool, last: jax.Array | None, bac
     """Returns the causal attention of one sequence, whose state becomes what it does."""
 
     def attend(tokens, params, layer, cache_layer, state):
-        weights, v, pairs = attention_weights(cfg, 1, tokens, params, layer, cache_layer, last, backend)
+        weights, v, pairs = attention_weights(cfg, 1, tokens, params, layer, cache_layer, last, Numerics(backend))
         out = jnp.einsum("bhqk,bkhv->bqhv", weights.astype(v.dtype), v)[0]
         shown = {"latents": tokens.latent} | ({"attention": weights[0]} if attention else {})
         return out, shown | ({"attends": pairs[0]} if cfg.indexer is not None else {})

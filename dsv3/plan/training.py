@@ -47,6 +47,14 @@ def layer_times(model: ModelConfig, rates: Rates, tokens: int, keys: float, wire
     return LayerTimes(products + core, 2 * products + again, products, 0.0 if dense else wire)
 
 
+def with_fp8_products(plain: LayerTimes, fp8: LayerTimes) -> LayerTimes:
+    """Returns the times of a layer with `fp8_products`, from those of a plain model and of an FP8 one.
+
+    Forward and input gradient run at the rate of FP8, the weight gradient at that of bfloat16.
+    """
+    return LayerTimes(fp8.forward, fp8.backward - fp8.weight + plain.weight, plain.weight, plain.wire)
+
+
 def gathered_wire(model: ModelConfig, device: Device, rates: Rates, tokens: int, team: int) -> tuple[int, float]:
     """Returns bytes that a device sends and seconds of both transfers of a layer's forward, as `ranks` makes them.
 

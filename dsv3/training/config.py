@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from dsv3.config import ModelConfig
+from dsv3.training.widths import check_fp8_widths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,9 +15,11 @@ class TrainingConfig:
     steps, `chat_fraction` of the rows are conversations; the others stay plain text. The learning rate rises linearly
     over `warmup_steps`, then follows a cosine down to `final_rate_fraction` of its peak. `mtp_weight` is lambda of the
     DeepSeek-V3 report (2.2), `router_bias_rate` is its gamma and `sequence_balance_weight` its alpha (2.1.2); with 0
-    there is no sequence-wise auxiliary loss.
+    there is no sequence-wise auxiliary loss. With `fp8_products` linear layers and experts multiply e4m3 values in
+    training, forward and backward (3.3); activations stay in `compute_dtype`, and validation is as without.
 
-    Raises ValueError if the model has no bias-corrected routed experts, or if the parts of the run exceed `steps`.
+    Raises ValueError if the model has no bias-corrected routed experts, if the parts of the run exceed `steps`, or if
+    FP8 products do not take the model's widths.
     """
 
     model: ModelConfig
@@ -37,6 +40,7 @@ class TrainingConfig:
     sequence_balance_weight: float = 0.0
     chat_fraction: float = 0.5
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    fp8_products: bool = False
     eval_every: int = 200
     eval_batches: int = 8
     checkpoint_every: int = 200
@@ -49,3 +53,5 @@ class TrainingConfig:
             raise ValueError(
                 f"{self.steps} steps are too few for {self.warmup_steps} of warm-up and {self.chat_steps} of chat"
             )
+        if self.fp8_products:
+            check_fp8_widths(self.model)

@@ -88,6 +88,7 @@ def _objective(params: Params, tokens: jax.Array, config: TrainingConfig) -> tup
         with_mtp=config.model.num_nextn_predict_layers > 0,
         backend=training_backend(),
         routed=balanced(LOCAL_EXPERTS, config, tokens.shape[0]),
+        fp8_products=config.fp8_products,
     )
     return objective(output, tokens, config.mtp_weight)
 

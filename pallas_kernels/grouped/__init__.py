@@ -4,6 +4,7 @@ from pallas_kernels.grouped.align import GroupAlignment, align_groups, aligned_r
 from pallas_kernels.grouped.contiguous import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
 from pallas_kernels.grouped.dequantize import dequantize_int4
 from pallas_kernels.grouped.int4 import int4_grouped_gemm_contiguous
+from pallas_kernels.grouped.trained import trained_gemm_contiguous
 
 __all__ = [
     "GroupAlignment",
@@ -14,4 +15,5 @@ __all__ = [
     "fp8_grouped_gemm_contiguous",
     "grouped_gemm_contiguous",
     "int4_grouped_gemm_contiguous",
+    "trained_gemm_contiguous",
 ]

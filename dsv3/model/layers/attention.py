@@ -96,14 +96,14 @@ def project(
 
 
 def expand(
-    latent: jax.Array, params: AttentionParams, layer: Index, backend: Backend | None
+    latent: jax.Array, params: AttentionParams, layer: Index, numerics: Numerics
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the parts of keys, `[T, H, N]` and for all heads `[T, P]`, and values `[T, H, V]`, from `[T, R + P]`."""
     R = params.k_up.shape[-1]
 
     def up(stack: jax.Array) -> jax.Array:
         L, H, width, _ = stack.shape
-        flat = dense.layer_gemm(latent[:, :R], stack.reshape(L, H * width, R), layer, backend=backend)
+        flat = linear(latent[:, :R], stack.reshape(L, H * width, R), layer, numerics)
         return flat.reshape(-1, H, width)
 
     return up(params.k_up), latent[:, R:], up(params.v_up)
@@ -186,7 +186,7 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
-        k, shared, v = expand(tokens.latent, params, layer, backend)
+        k, shared, v = expand(tokens.latent, params, layer, Numerics(backend))
         how: dict[str, Any] = {"scale": cfg.softmax_scale, "backend": backend}
         out, lse = mla.mla_prefill(tokens.q, k, v, batch.cu_lengths, shared_key=shared, **how)
 

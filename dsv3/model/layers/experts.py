@@ -6,11 +6,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.layers.linear import Index, Numerics, swiglu
+from dsv3.model.layers.linear import Index, Numerics, layer_slice, swiglu
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import Fp8Weight, Int4Weight, MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import fp8, grouped
+from pallas_kernels.float8 import BLOCK
 from sharding.experts.placement import Placement
 from sharding.experts.rows import Lines
 
@@ -113,7 +114,8 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     K, E = routing.ids.shape[1], _num_experts(params)
     pairs = min(routing.ids.size, numerics.expert_pairs or routing.ids.size)
     stored = jax.tree.leaves(params.gate_up)[0].dtype
-    tile_m = grouped.choose_tile_m(pairs, E, dtype=stored, backend=numerics.backend)
+    chosen = grouped.choose_tile_m(pairs, E, dtype=stored, backend=numerics.backend)
+    tile_m = BLOCK if numerics.fp8_products else chosen
     order = grouped.align_groups(routing.ids.reshape(-1), E, tile_m, max_rows=layer.pairs)
     dtype = x.like.dtype if isinstance(x, Lines) else x.dtype
     rest = order, _overflow(order, layer), routing.weights, dtype
@@ -121,7 +123,7 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     tiles = _tiles(order, layer)
     if not isinstance(params.gate_up, Fp8Weight):
         assert not isinstance(x, Quantized), "rows are quantized only for FP8 experts"
-        product = _product(_gather(x, token), params.gate_up, tiles)
+        product = _product(_gather(x, token), params.gate_up, tiles, layer)
         return Gated(swiglu(product), None, *rest)
     product = _fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles)
     values, scale = fp8.swiglu_quantize(
@@ -154,7 +156,7 @@ def down(gated: Gated, layer: ExpertLayer) -> jax.Array:
         assert gated.scale is not None, "FP8 experts quantize what is between their products"
         out = _fp8_product(gated.inner, gated.scale, params.down, gated.dtype, tiles)
     else:
-        out = _product(gated.inner, params.down, tiles)
+        out = _product(gated.inner, params.down, tiles, layer)
     return weighted_sum(out, gated).astype(gated.dtype)
 
 
@@ -191,10 +193,13 @@ def _num_experts(params: MoeParams) -> int:
     return jax.tree.leaves(params.gate_up)[0].shape[1]
 
 
-def _product(rows: jax.Array, weight: jax.Array | Int4Weight, tiles: dict[str, Any]) -> jax.Array:
+def _product(rows: jax.Array, weight: jax.Array | Int4Weight, tiles: dict[str, Any], layer: ExpertLayer) -> jax.Array:
     """Multiplies rows that are not quantized."""
     if isinstance(weight, Int4Weight):
         return grouped.int4_grouped_gemm_contiguous(rows, _merge(weight.data), _merge(weight.scale), **tiles)
+    if layer.numerics.fp8_products:
+        own = layer_slice(weight, layer.index)
+        return grouped.trained_gemm_contiguous(rows, own, tiles["tile_group"], backend=tiles["backend"])
     return grouped.grouped_gemm_contiguous(rows, _merge(weight), **tiles)
 
 

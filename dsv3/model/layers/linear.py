@@ -1,4 +1,4 @@
-"""Products with stacked weights: one function for plain and for FP8 weights."""
+"""Products with stacked weights: one function for plain and for FP8 weights, and for FP8 products in training."""
 
 import dataclasses
 
@@ -20,12 +20,14 @@ class Numerics:
 
     `backend` is the kernels' implementation. `ue8m0` says whether activation scales are powers of two. `expert_pairs`
     is the number of (token, expert) pairs that a device is likely to compute per layer, None where nobody knows: the
-    buffers in which they arrive have room for several times as many.
+    buffers in which they arrive have room for several times as many. With `fp8_products` linear layers and experts
+    multiply e4m3 values of weights that are no `Fp8Weight`, with a gradient: an option of training.
     """
 
     backend: Backend | None = None
     ue8m0: bool = False
     expert_pairs: int | None = None
+    fp8_products: bool = False
 
     @classmethod
     def from_config(cls, cfg: ModelConfig, backend: Backend | None, tokens: int | None = None) -> "Numerics":
@@ -46,6 +48,8 @@ def linear(x: jax.Array, weight: jax.Array | Fp8Weight, layer: Index, numerics: 
     if isinstance(weight, Fp8Weight):
         values, scale = fp8.quantize_1x128(x, ue8m0=numerics.ue8m0, backend=numerics.backend)
         return _fp8_linear(values, scale, weight, layer, x.dtype, numerics)
+    if numerics.fp8_products:
+        return fp8.trained_gemm(x, layer_slice(weight, layer), backend=numerics.backend)
     return dense.layer_gemm(x, weight, layer, backend=numerics.backend)
 
 

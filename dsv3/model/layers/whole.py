@@ -7,21 +7,20 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 from dsv3.model.layers.attention import Attend, Projected, expand
-from dsv3.model.layers.linear import Index
+from dsv3.model.layers.linear import Index, Numerics
 from dsv3.model.layers.sparse import visible_pairs
 from dsv3.model.params import AttentionParams
 from pallas_kernels import mla
-from pallas_kernels.backend import Backend
 
 
-def causal_attend(cfg: ModelConfig, batch: int, backend: Backend | None) -> Attend:
+def causal_attend(cfg: ModelConfig, batch: int, numerics: Numerics) -> Attend:
     """Attends in training: `batch` equally long sequences lie one after the other; there is no cache.
 
     The state is None; where layers share an indexer's choice it is that of `no_choice`.
     """
 
     def attend(tokens, params, layer, cache_layer, state):
-        weights, v, pairs = attention_weights(cfg, batch, tokens, params, layer, cache_layer, state, backend)
+        weights, v, pairs = attention_weights(cfg, batch, tokens, params, layer, cache_layer, state, numerics)
         out = jnp.einsum("bhqk,bkhv->bqhv", weights.astype(v.dtype), v).reshape(-1, *v.shape[2:])
         return out, None if state is None else pairs
 
@@ -42,10 +41,10 @@ def attention_weights(
     layer: Index,
     cache_layer: Index,
     last: Any,
-    backend: Backend | None,
+    numerics: Numerics,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns attention weights float32 `[B, H, S, S]`, values `[B, S, H, V]`, and who sees whom, bool `[B, S, S]`."""
-    own, shared, v = expand(tokens.latent, params, layer, backend)
+    own, shared, v = expand(tokens.latent, params, layer, numerics)
     k = mla.whole_keys(own, shared)
     q, k, v = (a.reshape(batch, -1, *a.shape[1:]) for a in (tokens.q, k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * cfg.softmax_scale

@@ -165,7 +165,7 @@ def compute(
     def run(weights: StageParams, x: jax.Array, data: Any) -> tuple[jax.Array, dict[str, Any]]:
         rows = x.shape[0] // length
         experts = balanced(routed, config, rows)
-        context = whole_sequences(cfg, rows, length, training_backend(), experts)
+        context = whole_sequences(cfg, rows, length, training_backend(), experts, config.fp8_products)
         tallies = []
         for layer in weights.layers:
             x, _, tally = run_layer(Stack(layer, 0), 0, context, x, None)
@@ -175,9 +175,8 @@ def compute(
             return x, {"expert_counts": counts}
         tokens, target_counts = data
         with_mtp = cfg.num_nextn_predict_layers > 0
-        output = predict(
-            weights.ends, cfg, tokens, x, counts, with_mtp=with_mtp, backend=training_backend(), routed=experts
-        )
+        how: dict[str, Any] = {"backend": training_backend(), "routed": experts, "fp8_products": config.fp8_products}
+        output = predict(weights.ends, cfg, tokens, x, counts, with_mtp=with_mtp, **how)
         return objective(output, tokens, config.mtp_weight, target_counts)
 
     return run

@@ -44,7 +44,7 @@ def predicted(cfg: ModelConfig, depth: int):
     def predict(params: Params, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
         positions = jnp.arange(len(tokens), dtype=jnp.int32)
         valid = jnp.ones(len(tokens), bool)
-        context = LayerContext(cfg, rotation(cfg, positions), causal_attend(cfg, 1, None), valid, Numerics())
+        context = LayerContext(cfg, rotation(cfg, positions), causal_attend(cfg, 1, Numerics()), valid, Numerics())
         return mtp.predict(params, context, depth, hidden, tokens, None)[0]
 
     return jax.jit(predict)

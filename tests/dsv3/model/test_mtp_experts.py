@@ -37,7 +37,7 @@ def inputs(ranks: int) -> tuple[np.ndarray, np.ndarray]:
 
 def predict(params: Params, hidden: jax.Array, tokens: jax.Array, placement: Placement | None = None, **context):
     positions = jnp.arange(T, dtype=jnp.int32)
-    attend = causal_attend(CFG, 1, None)
+    attend = causal_attend(CFG, 1, Numerics())
     shared = LayerContext(CFG, rotation(CFG, positions), attend, jnp.ones(T, bool), Numerics(), **context)
     return mtp.predict(params, shared, 0, hidden, tokens, None, placement)[0]
 

@@ -1,5 +1,7 @@
 """The estimate of a training layer against the published profile, and what crosses the wire."""
 
+import dataclasses
+
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
@@ -28,3 +30,15 @@ def test_a_pair_takes_as_long_as_the_longer_lane() -> None:
     assert moe.pair == 2.0
     assert dense.pair == dense.forward + dense.backward > 3 * dense.weight
     assert moe.alone == (moe.forward + 1.0, moe.backward + 1.0, moe.weight)
+
+
+def test_fp8_products_save_time_in_all_but_the_weight_gradient() -> None:
+    plain, fp8 = (
+        training.layer_times(model, rates_of(H800, model), 4096, 2048.5, wire=1.0, dense=False)
+        for model in (dataclasses.replace(DEEPSEEK_V3, fp8=None), DEEPSEEK_V3)
+    )
+    mixed = training.with_fp8_products(plain, fp8)
+    assert mixed.forward == fp8.forward < plain.forward
+    assert mixed.weight == plain.weight > fp8.weight
+    assert fp8.backward < mixed.backward < plain.backward
+    assert mixed.backward - mixed.weight == pytest.approx(fp8.backward - fp8.weight)

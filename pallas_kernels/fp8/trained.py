@@ -1,0 +1,70 @@
+"""`trained_gemm`: a linear layer of training whose three products are of e4m3 values.
+
+    y  = x w^T     x in tiles of 1 x 128, w in blocks of 128 x 128
+    dx = dy w      dy in tiles of 1 x 128, the same blocks of w
+    dw = dy^T x    both in tiles of 128 x 1: 128 tokens of one channel
+
+The first two are `fp8_gemm`, which has a kernel on every GPU. No kernel of ours takes a scale per row of both operands,
+as the third has them. There the e4m3 values are multiplied as bfloat16, which holds them exactly: the same numbers, at
+the rate of bfloat16.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.fp8.gemm import fp8_gemm
+from pallas_kernels.fp8.tiles import activation_tiles, along_tokens, dequantized, transposed, weight_blocks
+
+
+def trained_gemm(x: jax.Array, w: jax.Array, *, backend: Backend | None = None) -> jax.Array:
+    """Returns `x @ w.T` of e4m3 values, with gradients that are products of e4m3 values too; all sums are float32.
+
+    What the gradient keeps of x are its e4m3 tiles, one byte per value. They are cut anew along the tokens there.
+
+    Args:
+      x: [T, K] bfloat16 or float32.
+      w: [N, K] bfloat16 or float32, not quantized: the gradient is that of these values.
+      backend: implementation; None chooses by device.
+
+    Returns:
+      [T, N] in x's dtype. The gradients have the dtypes of x and w.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together; on Hopper also N or K that is no multiple of 16.
+    """
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"trained_gemm: needs x [T, K] and w [N, K] with one K, got {x.shape} and {w.shape}")
+    check_trained("trained_gemm", x, w)
+    return _product(x, w, jnp.dtype(w.dtype), resolve_backend(requested=backend))
+
+
+def check_trained(name: str, x: jax.Array, w: jax.Array) -> None:
+    """Raises ValueError unless x and w are bfloat16 or float32."""
+    taken = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+    if x.dtype not in taken or w.dtype not in taken:
+        raise ValueError(f"{name}: x and w must be bfloat16 or float32, got {x.dtype} and {w.dtype}")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(x, w, weight_dtype, backend):
+    return _forward(x, w, weight_dtype, backend)[0]
+
+
+def _forward(x, w, weight_dtype, backend):
+    tiles, blocks = activation_tiles(x, backend), weight_blocks(w, backend)
+    return fp8_gemm(*tiles, *blocks, out_dtype=x.dtype, backend=backend), (tiles, blocks)
+
+
+def _backward(weight_dtype, backend, saved, dy):
+    tiles, blocks = saved
+    dx = fp8_gemm(*activation_tiles(dy, backend), *transposed(blocks), out_dtype=dy.dtype, backend=backend)
+    by_token = along_tokens(dy, backend), along_tokens(dequantized(tiles), backend)
+    dw = lax.dot_general(*by_token, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return dx, dw.astype(weight_dtype)
+
+
+_product.defvjp(_forward, _backward)

@@ -11,7 +11,7 @@ from dsv3.fleet.router.asked import Asked
 
 DONE = b"data: [DONE]\n\n"
 MAX_EVENT_BYTES = 2**26
-# Events before a choice's first token (its role, its echo). An instance that tells no tokens has more of them.
+# Events of an instance before a choice's first token (its role, its echo). One that tells no tokens has more of them.
 _MAX_HELD = 4
 
 _encode = msgspec.json.Encoder().encode
@@ -93,8 +93,10 @@ class Gathered:
         return told, sum(len(choice.tokens) for choice in self._choices) - before
 
     def broke(self) -> None:
-        """Forgets what was held back: it comes again."""
+        """Forgets what was held back: it comes again, as do the events without tokens."""
         self._held.clear()
+        for choice in self._choices:
+            choice.num_without = 0
 
     def _told(self, event: dict[str, Any]) -> list[dict[str, Any]]:
         self._name(event)

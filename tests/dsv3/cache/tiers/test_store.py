@@ -1,5 +1,6 @@
 """Every place beyond the host's memory does the same with pages; directories also survive their neighbours."""
 
+import contextlib
 import http.server
 import os
 import re
@@ -51,7 +52,7 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         self._answer(200)
 
     def do_GET(self) -> None:
-        found = self.objects.get(self.path)
+        found = self.objects.get(self._place())
         if found is None:
             self._answer(404)
         elif span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
@@ -61,13 +62,17 @@ class Bucket(http.server.BaseHTTPRequestHandler):
             self._answer(200, found)
 
     def do_DELETE(self) -> None:
-        self.objects.pop(self.path, None)
+        self.objects.pop(self._place(), None)
         self._answer(204)
+
+    def _place(self) -> str:
+        return self.path.partition("?")[0]
 
     def _answer(self, status: int, body: bytes = b"", span: str = "") -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", '"tag"')
+        self.send_header("x-goog-generation", "1")
         if span:
             self.send_header("Content-Range", span)
         self.end_headers()
@@ -77,18 +82,48 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         """Stays silent."""
 
 
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    """The address of an S3 bucket on this machine."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket) as server:
+class GoogleBucket(Bucket):
+    """Keeps the objects of a Google Cloud Storage server; believes every token."""
+
+    objects: ClassVar[dict[str, bytes]] = {}
+
+    def do_POST(self) -> None:
+        path, _, query = self.path.partition("?")
+        name = re.search(r"name=([^&]+)", query)
+        assert name is not None
+        self.objects[f"{path.removeprefix('/upload')}/{name[1]}"] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(200, b'{"name": "an object", "generation": "1", "metageneration": "1", "size": "1"}')
+
+
+@contextlib.contextmanager
+def served(bucket: type[Bucket]) -> Iterator[str]:
+    """The URL of a server of this kind on this machine."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), bucket) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"s3://pages/some/where?endpoint=http://127.0.0.1:{server.server_port}&region=eu-central-1"
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
-@pytest.fixture(params=["directory", "memory", "s3"])
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """The address of an S3 bucket on this machine."""
+    with served(Bucket) as url:
+        yield f"s3://pages/some/where?endpoint={url}&region=eu-central-1"
+
+
+@pytest.fixture(scope="module")
+def google() -> Iterator[str]:
+    """The address of a Google bucket that lies on this machine for the rest of the process."""
+    with served(GoogleBucket) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
+        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+        yield "gs://pages/some/where"
+
+
+@pytest.fixture(params=["directory", "memory", "s3", "gs"])
 def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], PageStore]:
     addresses = {"directory": lambda: str(tmp_path / "pages"), "memory": lambda: "memory://bucket"}
+    addresses |= {"gs": lambda: request.getfixturevalue("google")}
     if request.param == "s3":
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "name")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")

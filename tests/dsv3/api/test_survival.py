@@ -98,17 +98,20 @@ def kill_twice(server) -> None:
     ids=["at the start", "early", "late", "during a restart", "stopped"],
 )  # fmt: skip
 def test_every_stream_goes_on_where_the_engine_has_died(server, asked, seconds, end):
-    """Some of them run, and some wait for a slot."""
+    """Some of them run, and some wait for a slot. On a busy machine all may have ended before: then once more."""
     bodies, undisturbed = asked
-    before = server.metric("dsv3:engine_restarts_total"), server.metric("dsv3:continued_total")
-    streams = Streams(server, bodies)
-    server.wait_for(lambda: server.metric("vllm:num_requests_running") > 0)
-    time.sleep(seconds)
-    end(server)
-    assert streams.wait() == undisturbed
-    server.wait_for(server.is_idle)
-    assert server.metric("dsv3:engine_restarts_total") == before[0] + (2 if end is kill_twice else 1)
-    assert server.metric("dsv3:continued_total") > before[1]
+    for _ in range(5):
+        before = server.metric("dsv3:engine_restarts_total"), server.metric("dsv3:continued_total")
+        streams = Streams(server, bodies)
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") > 0)
+        time.sleep(seconds)
+        end(server)
+        assert streams.wait() == undisturbed
+        server.wait_for(server.is_idle)
+        assert server.metric("dsv3:engine_restarts_total") == before[0] + (2 if end is kill_twice else 1)
+        if server.metric("dsv3:continued_total") > before[1]:
+            return
+    pytest.fail("no stream was there to go on, five times")
 
 
 def test_health_tells_of_the_restart_and_what_comes_meanwhile_waits(server):

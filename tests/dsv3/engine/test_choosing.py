@@ -26,7 +26,7 @@ TOPK = 90
 
 
 def layout(model: ModelConfig = DEEPSEEK_V32, platform: str = "cuda", length: int = 4096) -> Any:
-    """As much of a layout as says which programs there are."""
+    """What of a layout says which programs there are."""
     cfg = EngineConfig(max_model_len=length, num_pages=64)
     return types.SimpleNamespace(model_cfg=model, cfg=cfg, platform=platform)
 

@@ -164,9 +164,8 @@ def test_a_death_in_the_middle_keeps_what_came(prefill: Engine, decode: Engine, 
     assert gathered.outputs[0].num_cached_tokens == 64
 
 
-def test_an_abort_while_pages_travel(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tiers, "PATIENCE_S", 0.2)
-    decode.add(_from(prefill, request("gone", PROMPT, max_tokens=5)))
+def check_abort(decode: Engine) -> None:
+    """Aborts the request `gone` while its pages are asked for: slot and pages are free."""
     decode.step()
     decode.abort(number("gone"))
     assert drain(decode, limit=10**6)["gone"].finish_reason == "abort"
@@ -174,6 +173,12 @@ def test_an_abort_while_pages_travel(prefill: Engine, decode: Engine, monkeypatc
     while decode.scheduler.admission.asking and time.monotonic() < deadline:
         decode.step()
     assert not decode.scheduler.admission.asking and decode.stats().pages_in_use == 0
+
+
+def test_an_abort_while_pages_travel(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiers, "PATIENCE_S", 0.2)
+    decode.add(_from(prefill, request("gone", PROMPT, max_tokens=5)))
+    check_abort(decode)
 
 
 def meet(prefill: Engine, name: str, meeting: int, there: int | None = None, **sampling):
@@ -233,10 +238,4 @@ def test_an_abort_while_a_meeting_is_waited_for(prefill: Engine, decode: Engine,
     monkeypatch.setattr(finding, "COMES_S", 0.2)
     _, item = meet(prefill, "gone", 9, max_tokens=5)
     decode.add(item)
-    decode.step()
-    decode.abort(number("gone"))
-    assert drain(decode, limit=10**6)["gone"].finish_reason == "abort"
-    deadline = time.monotonic() + 30
-    while decode.scheduler.admission.asking and time.monotonic() < deadline:
-        decode.step()
-    assert not decode.scheduler.admission.asking and decode.stats().pages_in_use == 0
+    check_abort(decode)

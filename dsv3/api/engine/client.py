@@ -10,6 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Literal, Protocol
 
 import msgspec
@@ -176,12 +177,9 @@ class EngineClient:
         self.require_room(len(sinks))
         ids = self._lives.add(requests, sinks)
         if self.state == "restarting":
-            self._lives.waiting.extend(ids)
-            return
-        for request_id in ids:
-            self._lives.by_id[request_id].is_there = True
-        for message in _frames_of(requests):
-            self._send(message)
+            self._lives.put_off(requests, ids)
+        else:
+            self._send_new(requests, ids)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Frees the given requests at once; finished ones are ignored."""
@@ -348,11 +346,17 @@ class EngineClient:
         self.on_ready()
 
     async def _send_again(self) -> None:
-        """Sends all that waits, in slices, and then one suspect after the other as this front's turn comes."""
+        """Sends all that waits, in slices, and then one suspect after the other as this front's turn comes.
+
+        New requests come after those that an engine had, and whole: where two fronts send such in parts, the engine has
+        room for neither's last part.
+        """
         assert self.info is not None
         nbytes = 0
-        for request_id, live in self._lives.take_waiting():
-            nbytes += self._send_behind(request_id, live)
+        again = (self._send_behind(*waiting) for waiting in self._lives.take_waiting())
+        new = (self._send_new(*unsent) for unsent in self._lives.take_unsent(self.info.rules))
+        for sent in chain(again, new):
+            nbytes += sent
             if nbytes > _AGAIN_BYTES:
                 nbytes = 0
                 await asyncio.sleep(0)
@@ -361,6 +365,18 @@ class EngineClient:
             self._open()
             if self._lives.suspects:
                 self._send(messages.AskTurn())
+
+    def _send_new(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> int:
+        """Sends requests that no engine has had; returns how many bytes their prompts are."""
+        gone = [i for i in ids if i not in self._lives.by_id]
+        for request_id in ids:
+            if (live := self._lives.by_id.get(request_id)) is not None:
+                live.is_there = True
+        for message in _frames_of(requests):
+            self._send(message)
+        if gone:
+            self._send(messages.Abort(gone))
+        return sum(len(request.tokens) for request in requests)
 
     def _send_behind(self, request_id: int, live: Live) -> int:
         """Sends one sequence behind the tokens that it has; returns how many bytes these and its prompt are."""

@@ -9,7 +9,7 @@ again, and nobody else has to go.
 import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -51,10 +51,7 @@ class Live:
 
     def request_behind(self, rules: RequestRules) -> PreparedRequest:
         """Returns the request that goes on behind the tokens that have come."""
-        request = self.request
-        if request.rank is not None and request.rank >= rules.num_ranks:  # some have gone
-            request = msgspec.structs.replace(request, rank=None)
-        return behind(request, self.index, np.array(self.tokens, "<i4"), rules)
+        return behind(_on_ranks(self.request, rules), self.index, np.array(self.tokens, "<i4"), rules)
 
     def note_death(self) -> None:
         """Notes that its engine has died."""
@@ -64,11 +61,18 @@ class Live:
         self.is_there = False
 
 
+class Unsent(NamedTuple):
+    """New requests that the engine takes together, all or none, and the ids of their sequences."""
+
+    requests: Sequence[PreparedRequest]
+    ids: Sequence[int]
+
+
 class Lives:
     """All sequences of a front by request id; each is given to at most `max_restarts` engines after its first.
 
-    `waiting` are those to send as soon as there is an engine, `suspects` those to send one at a time; some of either
-    may have ended. `on_trial` is the suspect that the engine has.
+    `waiting` are those to send again as soon as there is an engine, `suspects` those to send one at a time; some of
+    either may have ended. `on_trial` is the suspect that the engine has.
     """
 
     def __init__(self, max_restarts: int):
@@ -77,6 +81,7 @@ class Lives:
         self.suspects: deque[int] = deque()
         self.on_trial: int | None = None
         self._max_restarts = max_restarts
+        self._unsent: deque[Unsent] = deque()
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -89,6 +94,17 @@ class Lives:
             ids.append(request.request_id + i)
             self.by_id[ids[-1]] = Live(sink, request, i)
         return ids
+
+    def put_off(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> None:
+        """Keeps new requests, whose sequences have the given ids, until there is an engine."""
+        self._unsent.append(Unsent(requests, ids))
+
+    def take_unsent(self, rules: RequestRules) -> Iterator["Unsent"]:
+        """Yields what was put off and has not ended, together what came together, and takes it off the list."""
+        while self._unsent:
+            new = self._unsent.popleft()
+            if any(i in self.by_id for i in new.ids):
+                yield Unsent([_on_ranks(request, rules) for request in new.requests], new.ids)
 
     def pop(self, request_id: int) -> Live | None:
         """Forgets a sequence and returns it; None where it has ended."""
@@ -106,7 +122,7 @@ class Lives:
                     ended.append((self.by_id.pop(request_id), self._reason(live)))
         self.on_trial = None
         self.suspects = deque(reversed([i for i, live in self.by_id.items() if live.deaths >= _SUSPICIOUS]))
-        self.waiting = deque(i for i, live in self.by_id.items() if live.deaths < _SUSPICIOUS)
+        self.waiting = deque(i for i, live in self.by_id.items() if live.restarts and live.deaths < _SUSPICIOUS)
         return ended
 
     def take_waiting(self) -> Iterator[tuple[int, Live]]:
@@ -139,3 +155,10 @@ class Lives:
     def _reason(self, live: Live) -> EngineDied:
         times = f"{live.restarts} times" if live.restarts > 1 else "once"
         return EngineDied(f"the engine has died {times} with this request; it is not tried again")
+
+
+def _on_ranks(request: PreparedRequest, rules: RequestRules) -> PreparedRequest:
+    """Returns a request that asks for no rank that has gone."""
+    if request.rank is not None and request.rank >= rules.num_ranks:
+        return msgspec.structs.replace(request, rank=None)
+    return request

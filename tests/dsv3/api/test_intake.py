@@ -1,5 +1,6 @@
 """Between two steps the engine takes a slice of what fronts ask for; requests that belong together go in whole."""
 
+import asyncio
 from collections import deque
 
 import pytest
@@ -148,6 +149,9 @@ class Wire:
     def is_closing(self) -> bool:
         return False
 
+    def close(self) -> None:
+        pass
+
     def write(self, frame: bytes) -> None:
         self.frames.append(bytes(frame))
 
@@ -166,3 +170,27 @@ def test_a_prompt_is_sent_once_in_frames_of_bounded_size():
     assert [request for add in adds for request in add.requests] == requests
     assert max(map(len, wire.frames)) < frames.MAX_FRAME_BYTES
     assert client.num_live == 1000
+
+
+async def sent_to_the_next_engine(client: EngineClient) -> list[messages.ToEngine]:
+    client._transport = wire = Wire()
+    client._begin(client.info)
+    await client._sending
+    return [messages.to_engine.decode(frame[4:]) for frame in wire.frames]
+
+
+def test_what_comes_during_a_restart_is_sent_whole():
+    """Two fronts that send sequences one at a time would each fill a half of the queue, and neither be served."""
+    client = EngineClient(max_num_queued_reqs=10**6, max_restarts=3)
+    client.info, client.state = messages.EngineInfo(RULES, max_num_seqs=1, num_pages=1), "ready"
+    client._transport = Wire()
+    old, *new = [prepared(1000 * i, n=3) for i in range(4)]
+    client.submit([old], [object()] * 3)
+    client.lose("it has died")
+    client.submit(new[:2], [object()] * 6)
+    client.submit(new[2:], [object()] * 3)
+    client.abort([1001, *range(3000, 3003)])
+    *again, together, abort = asyncio.run(sent_to_the_next_engine(client))
+    assert [[one.request_id for one in add.requests] for add in again] == [[0], [1], [2]]
+    assert (together.requests, abort.request_ids) == (new[:2], [1001])
+    assert all(client._lives.by_id[i].is_there for i in (0, 1000, 2002)) and client.num_live == 8

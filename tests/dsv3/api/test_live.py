@@ -116,20 +116,25 @@ def test_only_those_end_that_engines_die_of(fronts, count, fatal, num_tokens):
 
 def test_a_request_goes_on_so_often_and_no_more():
     lives = Lives(2)
-    ids = lives.add([prepare(request(0, n=2), RULES)], [object(), object()])
+    lives.add([prepare(request(0), RULES)], [object()])
     for restarts in (1, 2, 3):
         lives.by_id[0].is_there = True
         lives.by_id[0].tokens.extend([1] * SAFE_TOKENS)  # nothing speaks against it
         ended = lives.bury()
         assert [live.restarts for live, _ in ended] == ([3] if restarts == 3 else [])
-        assert list(lives.waiting) == (ids[1:] if restarts == 3 else ids)
+        assert list(lives.waiting) == ([] if restarts == 3 else [0])
     assert "3 times" in str(ended[0][1])
 
 
 def test_one_that_no_engine_has_had_is_not_to_blame():
+    """It waits for the next engine, once, with those that came with it."""
     lives = Lives(0)
-    lives.add([prepare(request(3), RULES)], [object()])
+    new = [[prepare(request(i, n=2), RULES)] for i in (3, 7)]
+    for asked in new:
+        lives.put_off(asked, lives.add(asked, [object()] * 2))
     for _ in range(5):
-        assert not lives.bury() and list(lives.waiting) == [3]
-    lives.pop(3)
-    assert not list(lives.take_waiting())
+        assert not lives.bury() and not lives.waiting
+    for request_id in (3, 4, 8):
+        lives.pop(request_id)
+    assert list(lives.take_unsent(RULES)) == [(new[1], [7, 8])]
+    assert not list(lives.take_unsent(RULES))

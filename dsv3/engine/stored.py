@@ -8,6 +8,9 @@ traces, and finds those that are the same nevertheless by their text.
 An executable that came out of jax's cache is not kept: it is not whole when it is serialised once more (XLA:CPU, jax
 0.12.0.1: "Function ... not found" when it runs).
 
+What no start has used for `KEPT_S` goes at the next one: each version of the code, of jax and of the model leaves its
+own.
+
 `jax.experimental.serialize_executable` unpickles what it loads, so a file is read only if its MAC shows that a process
 with the same key wrote it.
 """
@@ -22,6 +25,7 @@ import pickle
 import platform
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend
 
 _log = logging.getLogger(__name__)
+KEPT_S = 30 * 24 * 3600.0
 _MAC_BYTES = 32
 # jax's own settings that change an executable.
 _SETTINGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
@@ -73,6 +78,7 @@ class ProgramStore:
         self._names = root / f"instance-{_digest(machine | fields)}" / f"process-{process_id}"
         for directory in (self._executables, self._names):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _forget_unused(root)
 
     def __str__(self) -> str:
         return f"{self._hits} of {self._hits + self._misses} programs from the last start"
@@ -130,6 +136,8 @@ class ProgramStore:
             return None
         mac, body = content[:_MAC_BYTES], content[_MAC_BYTES:]
         if hmac.compare_digest(mac, self._mac(path, body)):
+            with contextlib.suppress(OSError):  # another's directory, or one that is only read
+                os.utime(path)
             return body
         _log.warning("the stored program %s is not used: its MAC is wrong", path.name)
         return None
@@ -204,6 +212,16 @@ def machine_fields() -> Fields:
         # Programs call C++ kernels by these names, which are another CPU's own in another process.
         fields["C++ kernels"] = ", ".join(native.library().targets.values())
     return fields
+
+
+def _forget_unused(root: Path) -> None:
+    """Removes files that have not been used for long, and directories in which nothing has changed for long."""
+    before = time.time() - KEPT_S
+    for pattern in ("programs-*/*", "instance-*/*/*", "instance-*/*", "programs-*", "instance-*"):
+        for path in root.glob(pattern):
+            with contextlib.suppress(OSError):  # not empty, or gone, or another's
+                if path.stat().st_mtime < before and path.suffix != ".key":
+                    (path.rmdir if path.is_dir() else path.unlink)()
 
 
 def _processor() -> str:

@@ -5,8 +5,10 @@ Each test compiles a program of its own, so that jax's cache, which all tests sh
 
 import functools
 import logging
+import os
 import stat
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +105,26 @@ def test_programs_of_one_text_are_written_side_by_side(tmp_path, monkeypatch) ->
         list(pool.map(lambda name: Start(tmp_path).store.get(name, lambda: same, None), "ab"))
     second = Start(tmp_path)
     assert (second.get(3.5, "a"), second.get(3.5, "b"), second.traced) == (98, 98, [])
+
+
+def test_what_no_start_has_used_for_long_goes(tmp_path) -> None:
+    """A program that is used stays, however old; so do the owner's key and what jax keeps beside it."""
+    Start(tmp_path).get(3.75)
+    Start(tmp_path, "other options").get(4.25)
+    others = [tmp_path / "programs-7.key", tmp_path / "of jax"]
+    for path in others:
+        path.touch()
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (0, time.time() - stored.KEPT_S + 1000))
+    used = Start(tmp_path)
+    assert used.get(3.75) == 105 and used.traced == []
+    for path in tmp_path.rglob("*"):
+        if path.stat().st_mtime < time.time() - 1000:
+            os.utime(path, (0, 0))
+    again = Start(tmp_path)
+    assert again.get(3.75) == 105 and again.traced == []
+    assert all(path.exists() for path in others)
+    assert [len(list(tmp_path.glob(which))) for which in ("programs-*/*", "instance-*/*/*")] == [1, 1]
 
 
 def test_a_full_disk_costs_only_the_next_start(tmp_path, monkeypatch, caplog) -> None:

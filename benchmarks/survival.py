@@ -6,6 +6,7 @@
   python -m benchmarks.survival --processes 4 --kills 4 --stop           each of four is stopped, as a host that hangs
   python -m benchmarks.survival --processes 2 --kills 0 --away           a host goes for good, and later comes back
   python -m benchmarks.survival --processes 2 --kills 2 --split          a decode instance; another one has the prompts
+  python -m benchmarks.survival --processes 2 --kills 4 --moving         experts move every few steps
 
 Prints for each kill: seconds until the next engine was ready, the processor seconds that its process (the leader's)
 had taken since the kill, for how long streams told nothing, and how many texts differ from those of an undisturbed run.
@@ -45,6 +46,7 @@ CLIENTS = 32
 TOKENS = 320
 _HEALTH_S = 0.02
 _AHEAD_S = 1800.0
+_MOVING = ["--num_redundant_experts=4", "--enable_eplb", "--eplb_interval=1", "--eplb_threshold=1"]
 _AWAY = ["--cluster_return_timeout=15", "--cluster_grow_interval=5"]
 
 
@@ -129,12 +131,16 @@ async def computed(prefill: Instance, asked: list[Body]) -> list[Body]:
     return found
 
 
-async def fetched(http: httpx.AsyncClient) -> str:
-    """Says how many tokens of prompts came with pages since the engine began; nothing where it fetches none."""
+async def told(http: httpx.AsyncClient) -> str:
+    """Says what this engine has fetched and moved since it began, if anything."""
     lines = (await http.get("/metrics")).text.splitlines()
-    counts = [x for x in lines if x.startswith("dsv3:kv_tier_hits_total") and 'tier="peer"' in x]
-    tokens = sum(float(each.split()[-1]) for each in counts)
-    return f"; {tokens:.0f} tokens of prompts came with pages" if tokens else ""
+
+    def total(name: str, label: str = "") -> float:
+        return sum(float(each.split()[-1]) for each in lines if each.startswith(name) and label in each)
+
+    tokens, moves = total("dsv3:kv_tier_hits_total", 'tier="peer"'), total("dsv3:expert_rebalances_total")
+    text = f"; {tokens:.0f} tokens of prompts came with pages" if tokens else ""
+    return text + (f"; experts moved in {moves:.0f} of {total('dsv3:engine_steps_total'):.0f} steps" if moves else "")
 
 
 async def stream(http: httpx.AsyncClient, body: Body) -> tuple[str, list[float]]:
@@ -222,7 +228,7 @@ class Run:
             flush=True,
         )
         if phases := self.said.last(r"\d+ processes are ready after .*"):
-            print(f"  {phases}{await fetched(self.http)}", flush=True)
+            print(f"  {phases}{await told(self.http)}", flush=True)
 
 
 async def measure(
@@ -241,7 +247,7 @@ async def measure(
         began = time.monotonic()
         undisturbed = [text for text, _ in await asyncio.gather(*(stream(http, body) for body in asked))]
         run = Run(http, instance, said, ask, undisturbed, time.monotonic() - began)
-        print(f"an undisturbed run takes {run.seconds:.1f} s{await fetched(http)}")
+        print(f"an undisturbed run takes {run.seconds:.1f} s{await told(http)}")
         if away:
             size = len(place.supervisors)
             await run.said.has(f"programs for a gang of {size} are compiled ahead", _AHEAD_S)
@@ -291,7 +297,10 @@ def main() -> None:
     parser.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
     parser.add_argument("--split", action="store_true", help="strike a decode instance, beside a prefill instance")
     parser.add_argument("--away", action="store_true", help="have a host go for good, and come back")
+    parser.add_argument("--moving", action="store_true", help="move experts all the time")
     given = parser.parse_args()
+    if given.moving and given.processes < 2:
+        parser.error("--moving needs --processes 2 or more")
     if given.away and given.processes < 2:
         parser.error("--away needs --processes 2 or more")
     began = time.monotonic()
@@ -300,10 +309,10 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         contextlib.ExitStack() as stack,
     ):
-        prefill, more = None, []
+        prefill, more = None, _MOVING if given.moving else []
         if given.split:
             key = key_file(Path(folder))
-            prefill, more = stack.enter_context(serving(*flags("prefill", key))), flags("decode", key)
+            prefill, more = stack.enter_context(serving(*flags("prefill", key))), more + flags("decode", key)
         place = stack.enter_context(placed(given.processes, Path(folder), given.away, more))
         instance = stack.enter_context(serving(seqs, *place.flags))
         print(f"the server's start takes {time.monotonic() - began:.1f} s")

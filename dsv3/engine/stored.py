@@ -73,7 +73,8 @@ class ProgramStore:
         self._devices = devices
         self._hits = self._misses = 0
         root = Path(base or jax.config.jax_compilation_cache_dir or default_cache_directory())
-        machine = machine | {"process": str(process_id)}
+        # Who has another key has other files: two that overwrite each other's would both compile at each start.
+        machine = machine | {"process": str(process_id), "key": self._mac(root, b"").hex()}
         self._executables = root / f"programs-{_digest(machine)}"
         self._names = root / f"instance-{_digest(machine | fields)}" / f"process-{process_id}"
         for directory in (self._executables, self._names):

@@ -77,6 +77,15 @@ def test_a_file_that_somebody_else_wrote_is_not_used(tmp_path, damaged, factor, 
     assert Start(tmp_path, key=b"another" * 8).get(factor) == 28 * factor
 
 
+def test_those_with_another_key_have_programs_of_their_own(tmp_path) -> None:
+    """A gang with its cluster's key and a server alone may use one directory in turns."""
+    Start(tmp_path).get(4.5)
+    Start(tmp_path, key=b"another" * 8).get(4.75)
+    again = Start(tmp_path)
+    assert again.get(4.5) == 126 and again.traced == []
+    assert len(list(tmp_path.glob("programs-*"))) == 2
+
+
 def test_an_executable_of_jaxs_own_cache_is_not_kept(tmp_path) -> None:
     jax.jit(lambda x: jnp.sum(2.5 * x)).lower(X).compile()  # now jax's cache has it
     jax.clear_caches()

@@ -55,9 +55,14 @@ class Carried:
 
     def counted(self, counts: TierCounts) -> TierCounts:
         """Returns `counts` with the totals per carrier."""
-        names = ("carried_bytes", "carried_seconds", "carrier_failures")
+        mine = self._counts
         with self._lock:
-            return dataclasses.replace(counts, **{name: list(getattr(self._counts, name)) for name in names})
+            return dataclasses.replace(
+                counts,
+                carried_bytes=list(mine.carried_bytes),
+                carried_seconds=list(mine.carried_seconds),
+                carrier_failures=list(mine.carrier_failures),
+            )
 
     def _way(self, address: str, carrier: Carrier) -> _Way:
         way = self._ways.setdefault((address, carrier), _Way())

@@ -277,8 +277,8 @@ class Metrics:
                 family.add_metric([self._model_name, tier], _cumulated(LOAD_BOUNDS, counts), total)
         yield family
         for key, (name, text) in _CARRIER_COUNTERS.items():
-            if isinstance(counts := stats.get(f"pages_tiers_peer_{key}"), list):
-                by_carrier: dict[tuple[str, ...], float] = dict(zip(zip(CARRIERS), counts, strict=True))
+            if isinstance(by := stats.get(f"pages_tiers_peer_{key}"), list):
+                by_carrier: dict[tuple[str, ...], float] = {(name,): n for name, n in zip(CARRIERS, by, strict=True)}
                 yield self._family(CounterMetricFamily, name, text, by_carrier, ["carrier"])
 
     def _counted(self) -> Iterator[Metric]:

@@ -116,7 +116,7 @@ class _Held:
 class Reader:
     """Reads pages of `value_bytes` bytes out of other instances' memory into its own, which is registered once.
 
-    Any thread may call. Nothing here raises: who gets fewer pages than there are asks for the others by sockets.
+    Any thread may call. What NIXL raises ends here: who gets fewer pages than there are asks for the rest by sockets.
     """
 
     def __init__(self, agent: Agent, value_bytes: int) -> None:
@@ -127,7 +127,7 @@ class Reader:
         agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
         self._free = list(memory.reshape(_BUFFERS, rows, width))
         self._held: list[_Held] = []
-        self._lock, self._meeting = threading.Lock(), threading.Lock()
+        self._lock, self._meeting = threading.Lock(), threading.RLock()  # the second for agents that come and go
         self._remotes: OrderedDict[str, _Remote] = OrderedDict()  # by address
         self._left: set[_Remote] = set()  # forgotten when nobody reads from them any more
         self._resting: OrderedDict[str, float] = OrderedDict()  # by address, until when
@@ -297,12 +297,17 @@ class Reader:
 
     def _forget(self, remote: _Remote) -> None:
         """Forgets an agent that has been left, once nobody reads from it."""
-        with self._lock:
-            if remote not in self._left or remote.readers:
-                return
-            self._left.remove(remote)
-        with contextlib.suppress(Exception):  # it has gone
-            self._agent.remove_remote_agent(remote.name)
+        if remote not in self._left:
+            return
+        with self._meeting:
+            with self._lock:
+                if remote not in self._left or remote.readers:
+                    return
+                self._left.remove(remote)
+                others = {each.metadata for each in (*self._remotes.values(), *self._left)}
+            if remote.metadata not in others:  # one process may have two addresses
+                with contextlib.suppress(Exception):  # it has gone
+                    self._agent.remove_remote_agent(remote.name)
 
 
 class Opened(NamedTuple):

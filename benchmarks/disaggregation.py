@@ -2,6 +2,7 @@
 
   python -m benchmarks.disaggregation            two and two, 64 requests, then kill -9 of each role under 32 clients
   python -m benchmarks.disaggregation --prefill 1 --decode 1 --requests 8 --clients 0
+  python -m benchmarks.disaggregation --carrier nixl     the same with pages read by NIXL
 
 Prints how many texts equal those of one instance that computes everything, and how many tokens came with pages. For
 each kill it prints how many requests were answered, how many were refused, and the longest wait. Times say nothing
@@ -60,11 +61,16 @@ def key_file(folder: Path) -> Path:
     return path
 
 
-def flags(role: str, key: Path) -> list[str]:
+def flags(role: str, key: Path, carrier: str = "sockets") -> list[str]:
     """Returns the flags of an instance of a role; "alone" computes everything itself."""
     if role == "alone":
         return ["--kv_offloading_size=0.05"]
-    shared = [f"--role={role}", "--kv_offloading_size=0.05", f"--transfer_key_file={key}"]
+    shared = [
+        f"--role={role}",
+        "--kv_offloading_size=0.05",
+        f"--transfer_key_file={key}",
+        f"--transfer_carrier={carrier}",
+    ]
     return [*shared, f"--transfer_address=127.0.0.1:{free_port()}"] if role == "prefill" else shared
 
 
@@ -212,14 +218,28 @@ async def pages_left(instance: Instance) -> float:
     return left
 
 
+async def carried(instances: list[Instance]) -> str:
+    """Returns what `/metrics` says of the carriers of pages."""
+    sums: dict[str, float] = {}
+    async with httpx.AsyncClient(timeout=10) as http:
+        for instance in instances:
+            for line in (await http.get(f"{instance.url}/metrics")).text.splitlines():
+                if found := re.match(r'dsv3:kv_transfer_(\w+)_total\{.*carrier="(\w+)".* (\S+)$', line):
+                    name = f"{found[1]} by {found[2]}"
+                    sums[name] = sums.get(name, 0.0) + float(found[3])
+    return ", ".join(f"{name} {value:.6g}" for name, value in sums.items())
+
+
 @contextlib.asynccontextmanager
-async def deployment(num_prefill: int, num_decode: int) -> AsyncIterator[tuple[list[Instance], list[Instance]]]:
+async def deployment(
+    num_prefill: int, num_decode: int, carrier: str = "sockets"
+) -> AsyncIterator[tuple[list[Instance], list[Instance]]]:
     """Starts the instances of both roles."""
     with contextlib.ExitStack() as stack:
         key = key_file(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         roles = {"prefill": num_prefill, "decode": num_decode}
         started = {
-            role: [stack.enter_context(serving(*flags(role, key))) for _ in range(count)]
+            role: [stack.enter_context(serving(*flags(role, key, carrier))) for _ in range(count)]
             for role, count in roles.items()
         }
         yield started["prefill"], started["decode"]
@@ -228,15 +248,18 @@ async def deployment(num_prefill: int, num_decode: int) -> AsyncIterator[tuple[l
 async def main(arguments: argparse.Namespace) -> None:
     """Runs everything and prints it."""
     with serving(*flags("alone", Path())) as alone:
-        async with deployment(arguments.prefill, arguments.decode) as (prefill, decode):
+        async with deployment(arguments.prefill, arguments.decode, arguments.carrier) as (prefill, decode):
             router, asked = Router(prefill, decode), requests(arguments.requests)
             equal, cached = await compare(router, alone, asked)
             prompts = sum(len(request["prompt"]) for request in asked)
             print(f"equal texts: {equal} of {len(asked)}; {cached} of {prompts} prompt tokens came with pages")
+            print(f"what carried them, all decode instances together: {await carried(decode)}")
             if not arguments.clients:
                 return
             for role, instances in (("prefill", prefill), ("decode", decode)):
                 ended = await killed(router, instances[-1], asked * 2, arguments.clients)
+                if role == "prefill":
+                    print(f"what carried them: {await carried(decode)}")
                 living = [each for each in (*prefill, *decode) if each.process.poll() is None]
                 left = [await pages_left(each) for each in living]
                 print(
@@ -249,4 +272,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("prefill", 2), ("decode", 2), ("requests", 64), ("clients", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--carrier", default="sockets", choices=["sockets", "auto", "nixl"])
     asyncio.run(main(parser.parse_args()))

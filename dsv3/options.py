@@ -21,6 +21,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 Isolation = Literal["tenant", "salt", "none"]
 Role = Literal["both", "prefill", "decode"]
+TransferCarrier = Literal["sockets", "auto", "nixl"]
 Transport = Literal["auto", "ring", "all_to_all", "hierarchical", "ragged"]
 Combine = Literal["auto", "int8"]
 
@@ -190,6 +191,12 @@ class EngineOptions:
         "Read the secret that instances share, of at least 32 bytes, from this file; only who knows it gets pages.",
         programs=False,
     )
+    transfer_carrier: TransferCarrier = option(
+        "sockets",
+        "Carry pages between instances by encrypted sockets, or by NIXL where both sides have it and neither says "
+        "sockets: unencrypted, on a network that no stranger reaches. nixl refuses to start without it.",
+        programs=False,
+    )
     speculative_config: dict[str, Any] | None = option(
         None,
         "Propose drafts and verify several tokens per step; a JSON object such as "
@@ -231,6 +238,11 @@ class EngineOptions:
         for name, value, needed in (
             ("transfer_address", self.transfer_address, "transfer_key_file"),
             ("transfer_key_file", self.transfer_key_file, "kv_offloading_size"),
+            (
+                "transfer_carrier",
+                None if self.transfer_carrier == "sockets" else self.transfer_carrier,
+                "transfer_key_file",
+            ),
             ("role", self.role if self.role == "prefill" else None, "transfer_address"),
             ("role", self.role if self.role == "decode" else None, "transfer_key_file"),
         ):

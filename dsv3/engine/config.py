@@ -10,7 +10,7 @@ from dsv3.cache.identity import fingerprint
 from dsv3.cache.page import pages_for
 from dsv3.declaration import check, option, options_of
 from dsv3.fleet.step_metrics.config import StepMetricsConfig
-from dsv3.options import EngineOptions, Role
+from dsv3.options import EngineOptions, Role, TransferCarrier
 from dsv3.speculative import SpeculativeConfig
 
 _MIN_PREFILL_TOKENS = 64
@@ -73,6 +73,7 @@ class EngineConfig:
         (), "Give each process of an instance of several its own transfer_address.", agree=False, programs=False
     )
     transfer_key_file: str | None = _carries("transfer_key_file", None)
+    transfer_carrier: TransferCarrier = _carries("transfer_carrier", "sockets")
     seed: int = _carries("seed", 0)
     eplb_interval: int = option(0, "Let this many steps pass between moves; 0: never move.", low=0, programs=False)
     eplb_threshold: float = _carries("eplb_threshold", 0.9)

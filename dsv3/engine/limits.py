@@ -94,6 +94,7 @@ def engine_config(
         role=options.role,
         transfer_address=options.transfer_address,
         transfer_key_file=options.transfer_key_file,
+        transfer_carrier=options.transfer_carrier,
         seed=options.seed,
         eplb_interval=options.eplb_interval if options.enable_eplb else 0,
         eplb_threshold=options.eplb_threshold,

@@ -9,13 +9,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 
 from dsv3.cache.keys import Key
+from dsv3.cache.tiers.counts import TierCounts
 from dsv3.cache.tiers.value import HEADER_BYTES
 from dsv3.transfer import protocol
+from dsv3.transfer.carriers import Carried
 from dsv3.transfer.finding import Finder
-from dsv3.transfer.protocol import Answer, Hello, PeerError, Want
+from dsv3.transfer.nixl import Reader
+from dsv3.transfer.protocol import Answer, Hello, Locate, Located, PeerError, Want
 from dsv3.transfer.several import Land, fetch_from_any
 from dsv3.trust.certificates import credentials_of, tls_context
 
@@ -26,10 +30,11 @@ _MOST_AVOIDED = 256
 
 
 class Peers:
-    """Other instances that know `secret` and are like `hello`. Any thread may call."""
+    """Other instances that know `secret` and are like `hello`, read by `reader` where both can. Any thread may call."""
 
-    def __init__(self, secret: bytes, hello: Hello) -> None:
+    def __init__(self, secret: bytes, hello: Hello, reader: Reader | None = None) -> None:
         self._context, self._hello = tls_context(credentials_of(secret), False), hello
+        self._reader, self._carried = reader, Carried() if reader is None else reader.carried
         self._lock = threading.Lock()
         self._idle: OrderedDict[ssl.SSLSocket, tuple[str, float]] = OrderedDict()  # address, and since when
         self._avoided: OrderedDict[str, float] = OrderedDict()  # until when
@@ -57,6 +62,10 @@ class Peers:
         except OSError as error:
             self._avoid(address)
             raise PeerError(f"{address}: {error}") from None
+
+    def counted(self, counts: TierCounts) -> TierCounts:
+        """Returns `counts` with what each carrier has brought."""
+        return self._carried.counted(counts)
 
     def _fetch(self, address: str, keys: Sequence[Key], patience_s: float, land: Land) -> int:
         row = np.empty(self._hello.value_bytes, np.uint8)
@@ -95,28 +104,56 @@ class Peers:
     ) -> int:
         try:
             connection.settimeout(patience_s + protocol.STALL_S)
-            protocol.send(connection, Want(list(keys), patience_s))
-            came = self._take(connection, keys, row, land)
+            came, is_over = self._read(connection, address, keys, patience_s, land)
+            if not is_over:
+                protocol.send(connection, Want(list(keys[came:]), patience_s))
+                came += self._take(connection, address, keys[came:], row, land)
         except BaseException:
             connection.close()
             raise
         self._keep(connection, address)
         return came
 
-    def _take(self, connection: ssl.SSLSocket, keys: Sequence[Key], row: np.ndarray, land: Land) -> int:
-        for count, key in enumerate(keys):
-            if protocol.read(connection, 1) == protocol.NO_MORE:
-                return count
-            header = protocol.read_value_header(protocol.read(connection, HEADER_BYTES))
-            if header.length != row.size:
-                raise PeerError(f"a page of {header.length} bytes, not {row.size}")
-            protocol.read_into(connection, memoryview(row))
-            if not header.covers(key, row):
-                raise PeerError("a page that is damaged, or not the one asked for")
-            land(key, row)
-        if protocol.read(connection, 1) != protocol.NO_MORE:
+    def _read(
+        self, connection: ssl.SSLSocket, address: str, keys: Sequence[Key], patience_s: float, land: Land
+    ) -> tuple[int, bool]:
+        """Reads pages out of the other side's memory; returns how many, and whether sockets have nothing to add."""
+        came = 0
+        while came < len(keys) and self._reader is not None and self._reader.knows(address):
+            protocol.send(connection, Locate(list(keys[came:]), patience_s))
+            located = protocol.receive(connection, Located)
+            if located is None:
+                raise PeerError("it hung up")
+            places = located.places[: len(keys) - came]
+            if not places:
+                return came, True
+            landed = self._reader.read(address, keys[came:], places, land)
+            came += landed
+            if landed < len(places):
+                return came, False
+        return came, came == len(keys)
+
+    def _take(self, connection: ssl.SSLSocket, address: str, keys: Sequence[Key], row: np.ndarray, land: Land) -> int:
+        count, seconds = 0, 0.0
+        try:
+            while (more := protocol.read(connection, 1) != protocol.NO_MORE) and count < len(keys):
+                started = time.monotonic()
+                self._take_one(connection, keys[count], row, land)
+                count, seconds = count + 1, seconds + time.monotonic() - started
+        finally:
+            self._carried.note(address, "sockets", count * row.size, seconds)
+        if more:
             raise PeerError("more pages than were asked for")
-        return len(keys)
+        return count
+
+    def _take_one(self, connection: ssl.SSLSocket, key: Key, row: np.ndarray, land: Land) -> None:
+        header = protocol.read_value_header(protocol.read(connection, HEADER_BYTES))
+        if header.length != row.size:
+            raise PeerError(f"a page of {header.length} bytes, not {row.size}")
+        protocol.read_into(connection, memoryview(row))
+        if not header.covers(key, row):
+            raise PeerError("a page that is damaged, or not the one asked for")
+        land(key, row)
 
     def _connect_unless_avoided(self, address: str) -> ssl.SSLSocket:
         self._require_not_avoided(address)
@@ -137,7 +174,8 @@ class Peers:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(protocol.HANDSHAKE_S)
             tls = self._context.wrap_socket(connection)
-            protocol.send(tls, self._hello)
+            reads = self._reader is not None and self._reader.wants(address)
+            protocol.send(tls, msgspec.structs.replace(self._hello, reads=reads))
             answer = protocol.receive(tls, Answer)
         except BaseException:
             connection.close()
@@ -145,9 +183,13 @@ class Peers:
         if answer is None or answer.refusal:
             tls.close()
             raise PeerError("it hung up" if answer is None else f"it refused: {answer.refusal}")
+        if self._reader is not None:
+            self._reader.meet(address, answer.agent)
         return tls
 
     def _kept(self, address: str) -> ssl.SSLSocket | None:
+        if self._reader is not None and self._reader.is_rested(address):
+            return None
         with self._lock:
             found = [each for each, (other, _) in self._idle.items() if other == address]
             if not found:

@@ -6,11 +6,14 @@
     Want(keys, patience_s)      ->
                                 <-   per key, in order: HAVE, header (128 bytes), payload
                                 <-   NO_MORE, after the last one or before the first that does not come
-    Ask(meetings)                  ->
+    Locate(keys, patience_s)    ->
+                                <-   Located(places): of the first keys, as many as are there
+    Ask(meetings)               ->
                                 <-   Told(stages, addresses)
 
-All but pages is MessagePack behind its length (4 bytes, little endian). A connection carries any number of Wants and
-Asks, one after the other. Every wait has a bound on both sides.
+All but pages is MessagePack behind its length (4 bytes, little endian). A connection carries any number of questions,
+one after the other. Every wait has a bound on both sides. Who can read memory by NIXL (`dsv3.transfer.nixl`) says so
+in Hello, hears in Answer how, and asks where pages lie in place of wanting them.
 """
 
 import json
@@ -19,6 +22,7 @@ import struct
 
 import msgspec
 
+from dsv3.cache.tiers.arena import Place
 from dsv3.cache.tiers.value import Header, read_header
 from dsv3.transfer.meetings import Stage
 
@@ -43,12 +47,15 @@ class Hello(msgspec.Struct, frozen=True):
     version: int
     identity: str
     value_bytes: int
+    reads: bool = False
+    """Whether it can read memory by NIXL."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Empty, or why the other side gets nothing."""
+    """Empty, or why the other side gets nothing; to who reads also the metadata of an agent, if there is one."""
 
     refusal: str = ""
+    agent: bytes = b""
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):
@@ -56,6 +63,19 @@ class Want(msgspec.Struct, frozen=True, tag=True):
 
     keys: list[bytes]
     patience_s: float
+
+
+class Locate(msgspec.Struct, frozen=True, tag=True):
+    """Asks where pages lie; `patience_s` is how long to wait for the first if it is not there yet."""
+
+    keys: list[bytes]
+    patience_s: float
+
+
+class Located(msgspec.Struct, frozen=True):
+    """Where the first of the pages lie in the memory of the other side; none where the first has not come."""
+
+    places: list[Place]
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -71,7 +91,8 @@ class Told(msgspec.Struct, frozen=True):
     addresses: list[str]
 
 
-_questions = msgspec.msgpack.Decoder(Want | Ask)
+Question = Want | Locate | Ask
+_questions = msgspec.msgpack.Decoder(Question)
 
 
 class PeerError(OSError):
@@ -89,7 +110,7 @@ def receive[M: msgspec.Struct](connection: ssl.SSLSocket, kind: type[M]) -> M | 
     return _receive(connection, msgspec.msgpack.Decoder(kind), kind.__name__)
 
 
-def receive_question(connection: ssl.SSLSocket) -> Want | Ask | None:
+def receive_question(connection: ssl.SSLSocket) -> Question | None:
     """Returns what is asked next; None when the connection has ended before it. Raises PeerError for anything else."""
     return _receive(connection, _questions, "question")
 

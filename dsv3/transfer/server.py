@@ -12,11 +12,12 @@ import threading
 
 import numpy as np
 
-from dsv3.cache.tiers.arena import Arena
+from dsv3.cache.tiers.arena import Arena, Place
 from dsv3.cache.tiers.value import header_of
 from dsv3.transfer import protocol
 from dsv3.transfer.meetings import Meetings
-from dsv3.transfer.protocol import Answer, Ask, Hello, PeerError, Told, Want
+from dsv3.transfer.nixl import Shared
+from dsv3.transfer.protocol import Answer, Ask, Hello, Locate, Located, PeerError, Question, Told, Want
 from dsv3.trust.certificates import credentials_of, tls_context
 from dsv3.trust.strangers import Strangers, listen
 
@@ -29,19 +30,28 @@ _log = logging.getLogger(__name__)
 class PageServer:
     """Serves the pages of `arena` to whoever knows `secret` and is like `hello`; listens at `host`:`port`.
 
-    Tells how far the requests of `meetings` are. Raises ValueError where it cannot listen there.
+    Tells how far the requests of `meetings` are, and where pages lie if their memory is `shared`. Raises ValueError
+    where it cannot listen there.
     """
 
     def __init__(
-        self, host: str, port: int, secret: bytes, hello: Hello, arena: Arena, meetings: Meetings | None = None
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        hello: Hello,
+        arena: Arena,
+        meetings: Meetings | None = None,
+        shared: Shared | None = None,
     ) -> None:
+        self._shared = shared
         self.meetings = Meetings() if meetings is None else meetings
         self._context, self._hello, self._arena = tls_context(credentials_of(secret), True), hello, arena
         self._strangers, self._peers = Strangers(), threading.BoundedSemaphore(_MOST_PEERS)
         self._warnings = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self.pages_sent = 0
+        self.pages_sent = self.pages_located = 0
         self._listener = _listen(host, port)
         threading.Thread(target=self._accept, name="kv-serve", daemon=True).start()
 
@@ -89,7 +99,8 @@ class PageServer:
         refusal = protocol.difference(self._hello, other)
         if not refusal and not self._peers.acquire(blocking=False):
             refusal = f"{_MOST_PEERS} others are being served"
-        protocol.send(tls, Answer(refusal))
+        agent = self._shared.metadata if self._shared is not None and other.reads and not refusal else b""
+        protocol.send(tls, Answer(refusal, agent))
         if refusal:
             raise PeerError(f"refused an instance: {refusal}")
         try:
@@ -99,17 +110,31 @@ class PageServer:
                 if isinstance(question, Ask):
                     stages = self.meetings.stages(question.meetings[: protocol.MAX_MEETINGS])
                     protocol.send(tls, Told(stages, self.meetings.addresses))
+                elif isinstance(question, Locate):
+                    protocol.send(tls, Located(self._places(question)))
                 else:
                     self._serve(tls, question, buffer)
         finally:
             self._peers.release()
 
-    def _next(self, tls: ssl.SSLSocket) -> Want | Ask | None:
+    def _next(self, tls: ssl.SSLSocket) -> Question | None:
         tls.settimeout(protocol.IDLE_S)
         try:
             return protocol.receive_question(tls)
         except TimeoutError:
             return None
+
+    def _places(self, asked: Locate) -> list[Place]:
+        keys = asked.keys[: protocol.MAX_KEYS] if self._shared is not None else []
+        if not keys or not self._arena.wait_for(keys[0], min(asked.patience_s, protocol.MAX_PATIENCE_S)):
+            return []
+        places = []
+        for key in keys:
+            if (place := self._arena.place_of(key)) is None:
+                break
+            places.append(place)
+        self.pages_located += len(places)
+        return places
 
     def _serve(self, tls: ssl.SSLSocket, want: Want, buffer: np.ndarray) -> None:
         for key in want.keys[: protocol.MAX_KEYS]:

@@ -14,7 +14,7 @@ from prometheus_client.utils import floatToGoString
 from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.engine.messages import Stats
 from dsv3.api.tenants import MAX_TENANTS, Tenant, Tenants
-from dsv3.cache.tiers.counts import LOAD_BOUNDS
+from dsv3.cache.tiers.counts import CARRIERS, LOAD_BOUNDS
 from dsv3.engine.stats import HOST_TIME_BOUNDS
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
@@ -92,6 +92,12 @@ _TIER_COUNTERS = {
     "evictions": ("dsv3:kv_tier_evictions", "Pages that made room for others."),
 }
 _TIER_LOADS = ("dsv3:kv_tier_load_seconds", "From asking a tier for a batch of pages to having them.")
+# The same for what pages of other instances come by.
+_CARRIER_COUNTERS = {
+    "carried_bytes": ("dsv3:kv_transfer_bytes", "Bytes of other instances' pages, by what carried them."),
+    "carried_seconds": ("dsv3:kv_transfer_seconds", "Time that carrying and verifying them took."),
+    "carrier_failures": ("dsv3:kv_transfer_failures", "Transfers that did not bring what they should have."),
+}
 _HISTOGRAMS = {
     "ttft": ("vllm:time_to_first_token_seconds", "From the request's arrival to its first token."),
     "itl": ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence, per token."),
@@ -270,6 +276,10 @@ class Metrics:
             if isinstance(counts, list):
                 family.add_metric([self._model_name, tier], _cumulated(LOAD_BOUNDS, counts), total)
         yield family
+        for key, (name, text) in _CARRIER_COUNTERS.items():
+            if isinstance(by := stats.get(f"pages_tiers_peer_{key}"), list):
+                by_carrier: dict[tuple[str, ...], float] = {(name,): n for name, n in zip(CARRIERS, by, strict=True)}
+                yield self._family(CounterMetricFamily, name, text, by_carrier, ["carrier"])
 
     def _counted(self) -> Iterator[Metric]:
         """Yields what all fronts have counted."""

@@ -13,6 +13,9 @@ from dsv3.cache.events.record import Watch
 from dsv3.cache.keys import Key
 from dsv3.cache.tiers.value import HEADER_BYTES, aligned, header_of, read_header
 
+Place = tuple[int, int]
+"""Where a value lies in its process: the address of its header, and that of its payload."""
+
 
 def arena_bytes(num_cells: int, value_bytes: int) -> int:
     """Returns the memory of an arena: its headers, then its cells."""
@@ -33,6 +36,7 @@ class Arena:
     def __init__(self, memory: np.ndarray, value_bytes: int, num_cells: int, watch: Watch | None = None) -> None:
         self._watch = watch
         start = aligned(num_cells * HEADER_BYTES)
+        self.memory = memory
         self.value_bytes, self.num_cells = value_bytes, num_cells
         self._headers = memory[: num_cells * HEADER_BYTES].reshape(num_cells, HEADER_BYTES)
         self._cells = memory[start : start + num_cells * aligned(value_bytes)].reshape(num_cells, -1)[:, :value_bytes]
@@ -75,6 +79,15 @@ class Arena:
         """Returns whether a value is there, or comes within `seconds`."""
         with self._lock:
             return self._lock.wait_for(lambda: key in self._cell_of, seconds)
+
+    def place_of(self, key: Key) -> Place | None:
+        """Returns where a value lies; None without one. Another may be written there at any time."""
+        with self._lock:
+            cell = self._cell_of.get(key)
+            if cell is None:
+                return None
+            self._cell_of.move_to_end(key)
+        return self._headers[cell].ctypes.data, self._cells[cell].ctypes.data
 
     def get(self, key: Key, out: np.ndarray) -> bool:
         """Copies a value to `out`, uint8 `[value_bytes]`; False where there is none that verifies."""

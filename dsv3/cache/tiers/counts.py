@@ -5,10 +5,14 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 LOAD_BOUNDS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0)
 """Upper bounds in seconds of the histogram of loads; the last bucket has none."""
+
+Carrier = Literal["sockets", "nixl"]
+CARRIERS: tuple[Carrier, ...] = ("sockets", "nixl")
+"""What pages come by from other instances; the order of counts per carrier."""
 
 _WEIGHT = 0.2  # of a new measurement in a rate
 _LATELY_S = 60.0
@@ -19,7 +23,8 @@ class TierCounts:
     """Totals of one tier since the start.
 
     `queries` counts tokens that were looked for, `hits` those that were loaded. A load is one batch of pages.
-    `dropped` pages could not be kept in time, or at all; `damaged` ones did not verify.
+    `dropped` pages could not be kept in time, or at all; `damaged` ones did not verify. Pages of other instances are
+    counted per carrier, too.
     """
 
     queries: int = 0
@@ -34,6 +39,9 @@ class TierCounts:
     damaged: int = 0
     evictions: int = 0
     bytes_held: int = 0
+    carried_bytes: list[int] = dataclasses.field(default_factory=lambda: [0] * len(CARRIERS))
+    carried_seconds: list[float] = dataclasses.field(default_factory=lambda: [0.0] * len(CARRIERS))
+    carrier_failures: list[int] = dataclasses.field(default_factory=lambda: [0] * len(CARRIERS))
 
     def note_load(self, size: int, seconds: float) -> None:
         """Adds a batch of `size` bytes."""

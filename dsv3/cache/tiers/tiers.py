@@ -73,6 +73,9 @@ class FetchesPages(Protocol):
     ) -> int:
         """Hands pages to `land` in the order of `keys`; returns how many, raises OSError where they do not come."""
 
+    def counted(self, counts: TierCounts) -> TierCounts:
+        """Returns `counts` with what each carrier has brought."""
+
 
 @dataclasses.dataclass
 class LookUp:
@@ -334,7 +337,7 @@ class Tiers(HostTiers):
         host = dataclasses.replace(self.host, damaged=arena.damaged, evictions=arena.evictions, bytes_held=held)
         counts = {"host": host}
         if self._peers is not None:
-            counts["peer"] = self.peer
+            counts["peer"] = self._peers.counted(self.peer)
         if store is not None:
             counts["store"] = dataclasses.replace(
                 self.store, damaged=store.damaged, evictions=store.evictions, bytes_held=store.bytes_held

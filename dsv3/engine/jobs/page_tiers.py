@@ -14,6 +14,7 @@ from dsv3.engine.parts import Parts
 from dsv3.options import split_address
 from dsv3.transfer.client import Peers
 from dsv3.transfer.meetings import Meetings
+from dsv3.transfer.nixl import open_nixl
 from dsv3.transfer.protocol import VERSION, Hello
 from dsv3.transfer.server import PageServer
 from dsv3.trust.key_file import read_key
@@ -60,7 +61,10 @@ def open_tiers(parts: Parts, events: Record | None = None, process_id: int = 0, 
         return Opened(Tiers(page_buckets(size), arena, store), memory, None)
     secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), Hello(VERSION, cfg.identity, size)
     server, address = None, cfg.transfer_address_of(process_id)
+    nixl = open_nixl(cfg.transfer_carrier, arena, serves=address is not None)
     if address is not None:
         meetings = Meetings(cfg.transfer_addresses or [address])
-        server = PageServer(*split_address(address, "transfer_address"), secret, hello, arena, meetings)
-    return Opened(Tiers(page_buckets(size), arena, store, Peers(secret, hello)), memory, server)
+        where, shared = split_address(address, "transfer_address"), nixl.shared if nixl else None
+        server = PageServer(*where, secret, hello, arena, meetings, shared)
+    peers = Peers(secret, hello, nixl.reader if nixl else None)
+    return Opened(Tiers(page_buckets(size), arena, store, peers), memory, server)

@@ -1,0 +1,125 @@
+"""Carries the same pages from one process to another by encrypted sockets and by NIXL, in turns, on one host.
+
+  python -m benchmarks.nixl_transfer [--pages 32] [--rounds 5]
+  UCX_TLS=tcp python -m benchmarks.nixl_transfer        NIXL over TCP in place of shared memory
+
+Pages have 4.5 MB, DeepSeek-V3's size, and each is verified. Prints MB per processor second of both processes together
+and MB/s, medians of the rounds, and their ratio round by round. Then prints what NIXL's thread takes of a core while
+nobody reads. The process that does not take part in a round is stopped. Needs the extra `nixl`.
+"""
+
+import argparse
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from benchmarks.jax_transfer import PAGE_BYTES, SECRET
+from dsv3.cache.tiers.arena import Arena, arena_bytes
+from dsv3.cache.tiers.counts import TierCounts
+from dsv3.transfer.client import Peers
+from dsv3.transfer.nixl import open_nixl
+from dsv3.transfer.protocol import VERSION, Hello
+from dsv3.transfer.server import PageServer
+
+HELLO = Hello(VERSION, "{}", PAGE_BYTES)
+CARRIERS = ("sockets", "nixl")
+_IDLE_S = 5.0
+
+
+def key(i: int) -> bytes:
+    """Returns the key of a page."""
+    return i.to_bytes(32, "little")
+
+
+def serve(carrier: str, pages: int) -> None:
+    """Serves pages until standard input ends; prints where, and processor seconds for each line that it reads."""
+    arena = Arena(np.zeros(arena_bytes(pages, PAGE_BYTES), np.uint8), PAGE_BYTES, pages)
+    for i in range(pages):
+        arena.put(key(i), np.full(PAGE_BYTES, i % 256, np.uint8))
+    nixl = open_nixl(carrier, arena, serves=True)
+    server = PageServer("127.0.0.1", 0, SECRET, HELLO, arena, shared=nixl.shared if nixl else None)
+    print("{}:{}".format(*server.address), flush=True)
+    for _ in sys.stdin:
+        print(time.process_time(), flush=True)
+
+
+class Other:
+    """A process that gives pages by a carrier, and the way to it."""
+
+    def __init__(self, carrier: str, pages: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.nixl_transfer", "--serve", carrier, "--pages", str(pages)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = next(line.strip() for line in self.process.stdout if re.fullmatch(r"[\d.]+:\d+\n", line))
+        room = Arena(np.zeros(arena_bytes(1, PAGE_BYTES), np.uint8), PAGE_BYTES, 1)
+        nixl = open_nixl(carrier, room, serves=False)
+        self.peers = Peers(SECRET, HELLO, nixl.reader if nixl else None)
+
+    def seconds(self) -> float:
+        """Returns the processor seconds that the process has taken."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def round(self, landed: np.ndarray) -> tuple[float, float]:
+        """Fetches all pages; returns MB per processor second of both processes, and MB/s."""
+        landed[:] = 0
+        self.process.send_signal(signal.SIGCONT)
+        place, there, here, started = iter(landed), self.seconds(), time.process_time(), time.monotonic()
+        self.peers.fetch(
+            self.address, [key(i) for i in range(len(landed))], 5.0, lambda _, value: np.copyto(next(place), value)
+        )
+        wall, size = time.monotonic() - started, landed.nbytes / 1e6
+        processor = time.process_time() - here + self.seconds() - there
+        self.process.send_signal(signal.SIGSTOP)
+        assert all((row == i % 256).all() for i, row in enumerate(landed))
+        return size / processor, size / wall
+
+    def idle(self) -> float:
+        """Returns the share of a core that the process takes while nobody asks."""
+        self.process.send_signal(signal.SIGCONT)
+        before = self.seconds()
+        time.sleep(_IDLE_S)
+        return (self.seconds() - before) / _IDLE_S
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", choices=CARRIERS, help=argparse.SUPPRESS)
+    parser.add_argument("--pages", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, args.pages)
+        return
+    others = {carrier: Other(carrier, args.pages) for carrier in CARRIERS}
+    try:
+        landed = np.empty((args.pages, PAGE_BYTES), np.uint8)
+        for other in others.values():
+            other.round(landed)  # connects
+        rounds = [{carrier: other.round(landed) for carrier, other in others.items()} for _ in range(args.rounds)]
+        for i, what in enumerate(("MB per processor second", "MB/s")):
+            for carrier in CARRIERS:
+                rates = [each[carrier][i] for each in rounds]
+                print(f"{carrier}: {statistics.median(rates):.0f} {what} (rounds {[round(rate) for rate in rates]})")
+            ratios = [each["nixl"][i] / each["sockets"][i] for each in rounds]
+            print(f"nixl / sockets: {statistics.median(ratios):.2f} (rounds {[round(ratio, 2) for ratio in ratios]})")
+        by_nixl = others["nixl"]
+        counted = by_nixl.peers.counted(TierCounts())
+        assert not counted.carried_bytes[0], "what was measured was not NIXL alone"
+        print(f"of a core, while nobody reads: sockets {others['sockets'].idle():.3f}, nixl {by_nixl.idle():.3f}")
+    finally:
+        for other in others.values():
+            other.process.kill()
+    print(f"UCX_TLS: {os.environ.get('UCX_TLS', 'as UCX chooses')}; load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -50,12 +50,14 @@ def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Pa
     tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
     ahead.give_way = lambda pid: None  # the same
     if options.speculative is None:
-        parts = Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**limits), devices)
-        tokenizer = model_dir / "tokenizer.json"
-        return dataclasses.replace(parts, tokenizer=tokenizer) if tokenizer.exists() else parts
-    limits |= {"speculative_config": options.speculative_config, "tokens_per_row": 1 + options.speculative.most_drafts}
-    model, functions = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(4)  # a fourth is wrong
-    return Parts.on_devices(functions, toy.PARAMS, model, EngineConfig(**limits), devices)
+        model, functions = toy.toy_config(), toy.FUNCTIONS
+    else:
+        drafts = {"speculative_config": options.speculative_config}
+        limits |= drafts | {"tokens_per_row": 1 + options.speculative.most_drafts}
+        model, functions = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(4)  # a fourth is wrong
+    parts = Parts.on_devices(functions, toy.PARAMS, model, EngineConfig(**limits), devices)
+    tokenizer = model_dir / "tokenizer.json"
+    return dataclasses.replace(parts, tokenizer=tokenizer) if tokenizer.exists() else parts
 
 
 FEW = {"prefill": 64, "decode": 1, "sample": 1, "mtp prefill": 64, "mtp decode": 1}

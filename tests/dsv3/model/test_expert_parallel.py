@@ -47,7 +47,7 @@ CFG = ModelConfig(
     routed_scaling_factor=2.5,
 )
 REDUNDANT, T, MP = 8, 48, 2
-PAIRS = 500
+PAIRS = 410
 """What the experts of a device have room for, in one of the cases: random tokens of 8 ranks want fewer."""
 PAGES = (CFG.num_cache_layers * 2 * MP, 64, CFG.latent_dim)
 

@@ -90,7 +90,7 @@ def close(actual: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(actual, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
-# Together they have every kind of router, and a query latent or none; the others differ in numbers.
+# Routers with sigmoid and groups, and with softmax and none; a query latent, and none. The others mix these.
 @pytest.mark.parametrize("member", ["deepseek_v3", "deepseek_v2_lite"])
 def test_chunks_and_decode_equal_the_full_pass(member: str) -> None:
     tokens, wanted = expected(member, 0)

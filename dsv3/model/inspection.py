@@ -130,8 +130,10 @@ def inspect(
     embeddings, found, last = np.asarray(x)[: len(tokens)], [], no_choice(cfg, 1, len(padded))
     for layer in range(cfg.num_hidden_layers):
         shows = layer in kept
-        x, values = _run(params, x, layer, last, cfg, shows and attention, backend)
+        x, values = _run(params, x, layer, last, cfg, backend)
         last = None if last is None else values["attends"][None]
+        if not attention:
+            del values["attention"]
         if shows:
             found.append(_values(layer, x, values, len(tokens)))
             if hook is not None and (changed := hook(found[-1])) is not None:
@@ -180,33 +182,32 @@ def _run(
     layer: int,
     last: jax.Array | None,
     cfg: ModelConfig,
-    attention: bool,
     backend: Backend | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs one layer on `x` `[T, D]`, with the values of its padding rows, which nobody reads."""
     is_dense = layer < cfg.num_dense_layers
     layers = params.dense if is_dense else params.moe
     index = layer if is_dense else layer - cfg.num_dense_layers
-    return _layer(layers, x, np.int32(index), last, cfg, attention, backend)
+    return _layer(layers, x, np.int32(index), last, cfg, backend)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "attention", "backend"))
+@functools.partial(jax.jit, static_argnames=("cfg", "backend"))
 def _layer(
     layers: Any,
     x: jax.Array,
     index: jax.Array,
     last: jax.Array | None,
     cfg: ModelConfig,
-    attention: bool,
     backend: Backend | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs layer `index` of a stack, and returns its values by the names of `LayerValues`.
 
-    `last` `[1, T, T]` is what the layer before attends to, where layers share that.
+    Attention weights are made in any case, so that a kind of layer has one program, whatever is kept. `last`
+    `[1, T, T]` is what the layer before attends to, where layers share that.
     """
     first = 0 if layers.moe is None else cfg.num_dense_layers
     stack, plain = Stack(layers, first), whole_sequences(cfg, 1, x.shape[0], backend)
-    context = dataclasses.replace(plain, attend=_shown_attend(cfg, attention, last, backend))
+    context = dataclasses.replace(plain, attend=_shown_attend(cfg, last, backend))
     if layers.moe is None:
         x, values, _ = run_layer(stack, index, context, x, {})
         return x, values
@@ -230,13 +231,13 @@ def _moe_layer(
     return add_experts(stack, index, context, x, y, shared), values | shown
 
 
-def _shown_attend(cfg: ModelConfig, attention: bool, last: jax.Array | None, backend: Backend | None) -> Attend:
+def _shown_attend(cfg: ModelConfig, last: jax.Array | None, backend: Backend | None) -> Attend:
     """Returns the causal attention of one sequence, whose state becomes what it does."""
 
     def attend(tokens, params, layer, cache_layer, state):
         weights, v, pairs = attention_weights(cfg, 1, tokens, params, layer, cache_layer, last, Numerics(backend))
         out = jnp.einsum("bhqk,bkhv->bqhv", weights.astype(v.dtype), v)[0]
-        shown = {"latents": tokens.latent} | ({"attention": weights[0]} if attention else {})
+        shown = {"latents": tokens.latent, "attention": weights[0]}
         return out, shown | ({"attends": pairs[0]} if cfg.indexer is not None else {})
 
     return attend

@@ -86,7 +86,7 @@ def route(kind: str, tokens: int, rng: np.random.Generator) -> np.ndarray:
 
 @pytest.mark.parametrize("routing", ["random", "some unset", "one expert for all", "one busy rank", "nobody"])
 @pytest.mark.parametrize("capacity", [T, 8])
-@pytest.mark.parametrize(("kind", "nodes", "gpus"), [("ring", 2, 4), ("flat", 1, 2), ("flat", 2, 4), ("nodes", 2, 4)])
+@pytest.mark.parametrize(("kind", "nodes", "gpus"), [("ring", 2, 4), ("flat", 2, 4), ("nodes", 2, 4)])
 def test_equals_a_single_device_or_says_that_it_had_no_room(
     kind: str, nodes: int, gpus: int, capacity: int, routing: str
 ) -> None:

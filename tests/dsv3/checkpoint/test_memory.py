@@ -71,9 +71,9 @@ SERVED = [("bf16", "spread"), ("stacked", "spread"), ("fp8", "spread"), ("bf16",
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """310 MB of bfloat16, most of it experts, and the same model in FP8; the former also pre-stacked."""
+    """235 MB of bfloat16, most of it experts, and the same model in FP8; the former also pre-stacked."""
     root = tmp_path_factory.mktemp("memory")
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 1024, "n_routed_experts": 32, "vocab_size": 2000}
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 768, "n_routed_experts": 32, "vocab_size": 2000}
     for name, cfg in (("bf16", hf.config(**sizes)), ("fp8", hf.fp8_config(**sizes))):
         hf.write(root / name, hf.random_tensors(cfg), shards=4)
         (root / name / "config.json").write_text(json.dumps(to_hf(cfg)))

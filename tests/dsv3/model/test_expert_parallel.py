@@ -1,4 +1,8 @@
-"""Experts spread over ranks must give each rank what it would compute alone. Plain schedule: engine/test_parallel."""
+"""Experts spread over ranks must give each rank what it would compute alone.
+
+The plain schedule is in engine/test_parallel.py; the others around dense layers, and an overlapped prefill that sends
+all to all, in test_tensor_parallel.py.
+"""
 
 import dataclasses
 import functools
@@ -27,7 +31,8 @@ from sharding.mesh import RANK_SPEC, Machine, partitions, rank_mesh
 CFG = ModelConfig(
     vocab_size=64,
     hidden_size=32,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
+    first_k_dense_replace=0,
     num_attention_heads=2,
     kv_lora_rank=16,
     qk_nope_head_dim=8,
@@ -42,7 +47,7 @@ CFG = ModelConfig(
     routed_scaling_factor=2.5,
 )
 REDUNDANT, T, MP = 8, 48, 2
-PAIRS = 300
+PAIRS = 410
 """What the experts of a device have room for, in one of the cases: random tokens of 8 ranks want fewer."""
 PAGES = (CFG.num_cache_layers * 2 * MP, 64, CFG.latent_dim)
 
@@ -113,7 +118,7 @@ def alone(ranks: int) -> tuple[Step, Step]:
 
 @functools.cache
 def spread_step(
-    nodes: int, gpus: int, kind: Kind, schedule: Schedule, prefills: bool
+    nodes: int, gpus: int, kind: Kind, schedule: Schedule
 ) -> tuple[Callable[..., tuple[Step, ...]], ExpertMap]:
     """The jitted step of all ranks on parameters and batches, with room for what random weights choose, and its map."""
     ranks = nodes * gpus
@@ -129,8 +134,7 @@ def spread_step(
     def body(params, placement, given):
         how = dict(routed=ExpertParallel(transport), placement=placement, schedule=schedule)
         given = jax.tree.map(lambda a: a[0], given)
-        steps = run_rank(params, *given, **how) if prefills else (run_decode(params, *given, **how),)
-        return jax.tree.map(lambda a: a[None], steps)
+        return jax.tree.map(lambda a: a[None], run_rank(params, *given, **how))
 
     specs = partitions(declare(CFG))
     step = jax.jit(
@@ -146,21 +150,12 @@ def spread_step(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "kind", "schedule", "prefills"),
-    [
-        (1, 2, Kind.RING, HOOKED, True),
-        (1, 2, Kind.ALL_TO_ALL, OVERLAPPED, False),  # such a prefill: test_tensor_parallel
-        (2, 4, Kind.HIERARCHICAL, OVERLAPPED, True),
-    ],
+    ("nodes", "gpus", "kind", "schedule"), [(1, 2, Kind.RING, HOOKED), (2, 4, Kind.HIERARCHICAL, OVERLAPPED)]
 )
-def test_every_rank_computes_what_it_would_alone(
-    nodes: int, gpus: int, kind: Kind, schedule: Schedule, prefills: bool
-) -> None:
-    step, _ = spread_step(nodes, gpus, kind, schedule, prefills)
-    expected = alone(nodes * gpus)
-    first, second = batches(nodes * gpus)
-    got = step(parameters(), (first, second) if prefills else (second, expected[0].pages))
-    for mine, wanted in zip(got, expected if prefills else expected[1:], strict=True):
+def test_every_rank_computes_what_it_would_alone(nodes: int, gpus: int, kind: Kind, schedule: Schedule) -> None:
+    step, _ = spread_step(nodes, gpus, kind, schedule)
+    got = step(parameters(), batches(nodes * gpus))
+    for mine, wanted in zip(got, alone(nodes * gpus), strict=True):
         np.testing.assert_allclose(mine.hidden, wanted.hidden, rtol=2e-4, atol=2e-4)
         np.testing.assert_array_equal(mine.counts, wanted.counts)
         assert not np.asarray(mine.overflows).any()
@@ -168,7 +163,7 @@ def test_every_rank_computes_what_it_would_alone(
 
 def test_a_device_that_all_tokens_choose_says_that_its_experts_lack_room() -> None:
     """The same program, whose hops hold all rows. A device has two or three pairs of each token of 8 ranks."""
-    step, expert_map = spread_step(2, 4, Kind.HIERARCHICAL, OVERLAPPED, True)
+    step, expert_map = spread_step(2, 4, Kind.HIERARCHICAL, OVERLAPPED)
     held = expert_map.phy2log[0].reshape(8, -1)
     device = (1 / expert_map.logcnt[0][held]).sum(axis=1).argmax()
     params = parameters()

@@ -82,7 +82,7 @@ def without_indexer(params: Params, cfg: ModelConfig) -> tuple[Params, ModelConf
     )
 
 
-def short_texts(params: Params, cfg: ModelConfig, chooses: bool | None = None) -> list[np.ndarray]:
+def short_texts(params: Params, cfg: ModelConfig) -> list[np.ndarray]:
     """Hidden states of 60 tokens: of two chunks of 29, the second with context, and of two tokens in decode."""
     pages = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), pool(cfg, "float32", 3))
     tokens, table = np.random.default_rng(1).integers(0, cfg.vocab_size, 60).astype(np.int32), jnp.array([[2, 0]])
@@ -91,22 +91,24 @@ def short_texts(params: Params, cfg: ModelConfig, chooses: bool | None = None) -
     for start in (0, 29):
         positions, ends = np.arange(start, start + 29, dtype=np.int32), np.array([0, 29], np.int32)
         context = np.array([start], np.int32)
-        batch = PrefillBatch(tokens[positions], positions, ends, context, table, chooses=chooses)
+        batch = PrefillBatch(tokens[positions], positions, ends, context, table)
         out = run_prefill(params, batch, pages)
         pages = out.pages
         found.append(np.asarray(out.hidden))
-    batch = DecodeBatch(tokens[None, 58:], np.array([60], np.int32), table, chooses)
+    batch = DecodeBatch(tokens[None, 58:], np.array([60], np.int32), table)
     return [*found, np.asarray(run_decode(params, batch, pages).hidden)]
 
 
 def test_few_tokens_are_attended_to_as_densely_as_in_deepseek_v3() -> None:
-    """All 60 tokens are chosen: a step sees so while it runs, or is told so. One layer, since each does the same."""
+    """All 60 tokens are chosen, which a step sees while it runs. One layer, since each does the same.
+
+    A step that is told so is one in which nobody must choose: the test below.
+    """
     cfg, rng = needle.config(interleaved=True, topk=60), np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype(s.dtype), abstract(cfg, jnp.float32))
     dense = short_texts(*without_indexer(params, cfg))
-    for chooses in (None, False):
-        for each, wanted in zip(short_texts(params, cfg, chooses), dense, strict=True):
-            np.testing.assert_array_equal(each, wanted)
+    for each, wanted in zip(short_texts(params, cfg), dense, strict=True):
+        np.testing.assert_array_equal(each, wanted)
     assert all(np.isfinite(each).all() for each in dense)
 
 
@@ -115,12 +117,15 @@ def test_a_table_of_pages_that_holds_no_more_than_is_chosen_needs_no_choice() ->
     few, enough = needle.config(interleaved=True, topk=127), needle.config(interleaved=True, topk=128)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 
-    def traced(cfg: ModelConfig, chooses: bool | None) -> str:
-        batch = DecodeBatch(ints((1, 1)), ints((1,)), ints((1, 2)), chooses)
-        arguments = abstract(cfg, jnp.float32), batch, pool(cfg, "float32", 3)
-        return str(jax.make_jaxpr(lambda p, b, g: decode(p, cfg, b, g).hidden)(*arguments))
+    def traced(step, cfg: ModelConfig, given) -> str:
+        arguments = abstract(cfg, jnp.float32), given, pool(cfg, "float32", 3)
+        return str(jax.make_jaxpr(lambda p, b, g: step(p, cfg, b, g).hidden)(*arguments))
 
-    assert traced(enough, None) == traced(enough, True) == traced(few, False) != traced(few, None)
+    chunk = PrefillBatch(ints((29,)), ints((29,)), ints((2,)), ints((1,)), ints((1, 2)))
+    for step, given in ((prefill, chunk), (decode, DecodeBatch(ints((1, 1)), ints((1,)), ints((1, 2))))):
+        none, all_ = (dataclasses.replace(given, chooses=chooses) for chooses in (False, True))
+        alike = {traced(step, enough, given), traced(step, enough, all_), traced(step, few, none)}
+        assert len(alike) == 1 and traced(step, few, given) not in alike
 
 
 def test_fp8_pages_follow_the_training_form() -> None:

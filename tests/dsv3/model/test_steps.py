@@ -90,7 +90,8 @@ def close(actual: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(actual, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("member", ["deepseek_v3", "deepseek_v2", "deepseek_v2_lite"])  # the others differ in numbers
+# Routers with sigmoid and groups, and with softmax and none; a query latent, and none. The others mix these.
+@pytest.mark.parametrize("member", ["deepseek_v3", "deepseek_v2_lite"])
 def test_chunks_and_decode_equal_the_full_pass(member: str) -> None:
     tokens, wanted = expected(member, 0)
     cache = Cache(member, [[3, 9]])
@@ -115,8 +116,8 @@ def test_every_page_border(first: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(96,), (32, 32, 32), (1, 62, 1, 1, 31), (64, 32)])
 def test_any_chunking(sizes: tuple[int, ...]) -> None:
-    tokens, wanted = expected("moonlight", 0)
-    cache, start = Cache("moonlight", [[8, 0]]), 0
+    tokens, wanted = expected("deepseek_v2_lite", 0)
+    cache, start = Cache("deepseek_v2_lite", [[8, 0]]), 0
     for size in sizes:
         close(cache.prefill([(0, tokens[start : start + size])])[0], wanted[start : start + size])
         start += size
@@ -141,8 +142,8 @@ def test_requests_in_one_batch_equal_each_alone() -> None:
 
 
 def test_padding_writes_nothing() -> None:
-    tokens, _ = expected("moonlight", 0)
-    cache = Cache("moonlight", [[1], [2]])
+    tokens, _ = expected("deepseek_v2_lite", 0)
+    cache = Cache("deepseek_v2_lite", [[1], [2]])
     cache.prefill([(0, tokens[:10])])
     cache.decode({0: tokens[10:11]})
     used = np.zeros((POOL, PAGE_SIZE), bool)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dsv3.model.layers.router import route, router_logits
@@ -19,7 +20,7 @@ def state(toy_config: TrainingConfig) -> TrainState:
 
 
 def test_loss_falls_on_a_stream_that_can_be_learnt(toy_config: TrainingConfig, state: TrainState) -> None:
-    tokens = np.tile(np.arange(10, 18), (2, 4)).astype(np.int32)
+    tokens = np.tile(np.arange(10, 18), (4, 4)).astype(np.int32)  # of the shape that other tests compile for
     first = evaluate(state.params, tokens, config=toy_config)
     for _ in range(40):
         state, metrics = train_step(state, tokens, config=toy_config)
@@ -33,6 +34,13 @@ def test_loss_falls_on_a_stream_that_can_be_learnt(toy_config: TrainingConfig, s
     steps_of_bias = np.asarray(state.params.moe.moe.router_bias) / toy_config.router_bias_rate
     assert np.abs(steps_of_bias).max() >= 1
     np.testing.assert_allclose(steps_of_bias, np.round(steps_of_bias), atol=1e-3)  # AdamW added nothing
+    assert without_gradient(state) == [".moe.moe.router_bias", ".mtp.layers.moe.router_bias"]  # only moves the choice
+
+
+def without_gradient(state: TrainState) -> list[str]:
+    """The parameters whose gradients have all been 0."""
+    moments = jax.tree.leaves_with_path(optax.tree.get(state.optimizer, "nu"))
+    return [jax.tree_util.keystr(path) for path, moment in moments if not np.any(np.asarray(moment))]
 
 
 def test_bias_rises_for_idle_experts_and_falls_for_busy_ones(state: TrainState) -> None:

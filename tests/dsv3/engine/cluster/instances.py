@@ -60,14 +60,14 @@ class Instance:
 
 
 def start_follower(
-    cluster: ClusterOptions, model_dir: Path, engine: EngineOptions, log: Path, **more
+    cluster: ClusterOptions, model_dir: Path, engine: EngineOptions, log: Path, script: str = "toy_cluster", **more
 ) -> subprocess.Popen:
-    """A follower of the toy's leader."""
+    """A follower of the toy's leader, or its supervisor."""
     options = {"cluster": dataclasses.asdict(cluster), "engine": dataclasses.asdict(engine)}
     arguments = {"model_dir": str(model_dir)} | options | more
     with log.open("w") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.dsv3.engine.cluster.toy_cluster", json.dumps(arguments)],
+            [sys.executable, "-m", f"tests.dsv3.engine.cluster.{script}", json.dumps(arguments)],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -113,7 +113,8 @@ def running(
         """Starts follower `i`, for the first time or anew, with caches as on hosts without a common file system."""
         own = EngineOptions(**given[i], compilation_cache_dir=str(cache / str(i)))
         place = dataclasses.replace(reached, process_id=i)
-        followers[i] = start_follower(place, model_dir, own, logs[i], supervised=supervised, **more)
+        script = "toy_supervisor" if supervised else "toy_cluster"
+        followers[i] = start_follower(place, model_dir, own, logs[i], script, **more)
 
     try:
         for i in logs:

@@ -67,6 +67,11 @@ def cut_the_link(instance):
         instance.relay.mend()
 
 
+STRANGER = """
+import sys
+from jax._src.lib import _jax
+_jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=3).connect()
+"""
 STALE = """
 import sys
 from dsv3.engine.cluster import start
@@ -89,12 +94,20 @@ def test_every_stream_goes_on_where_a_process_has_died(two, end):
     server.wait_for(lambda: server.metric("dsv3:engine_restarts_total") > restarts)
 
 
-def test_a_process_of_an_older_generation_disturbs_nobody(two):
-    """It has the key, and the certificates of a generation that is over."""
+def ran(script, *arguments):
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, timeout=120, text=True)
+
+
+def test_strangers_and_a_process_of_an_older_generation_disturb_nobody(two):
+    """Neither can say that it is process 1, and end both.
+
+    A stranger at the coordinator's port has no certificates. The other one has the key, and the certificates of a
+    generation that is over.
+    """
     number, front = re.findall(r"generation (\d+) of (\w+)", two.log(1))[-1]
     before = two.server.metric("dsv3:engine_restarts_total")
-    arguments = [two.coordinator, two.key, str(int(number) - 1), front]
-    stale = subprocess.run([sys.executable, "-c", STALE, *arguments], capture_output=True, timeout=120, text=True)
+    assert ran(STRANGER, two.coordinator).returncode != 0
+    stale = ran(STALE, two.coordinator, two.key, str(int(number) - 1), front)
     assert stale.returncode != 0 and "RegisterTask" in stale.stderr, stale.stderr
     body = BODY | {"prompt": PROMPTS[1], "max_tokens": 8}
     answer = two.server.http.post(COMPLETIONS, json=body).json()

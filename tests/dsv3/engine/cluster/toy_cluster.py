@@ -21,8 +21,6 @@ from dsv3.api.engine.messages import Start
 from dsv3.cache.tiers import shared_memory, tiers
 from dsv3.engine.cluster import ahead, follower
 from dsv3.engine.cluster.lead import start_leader
-from dsv3.engine.cluster.link import Follow
-from dsv3.engine.cluster.supervisor import Supervisor
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.executor import LocalExecutor
@@ -30,7 +28,6 @@ from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import ClusterOptions, EngineOptions
-from dsv3.restarts import RestartPolicy
 
 LOAD = "tests.dsv3.engine.cluster.toy_cluster"
 PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_file")
@@ -50,12 +47,14 @@ def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Pa
     tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
     ahead.give_way = lambda pid: None  # the same
     if options.speculative is None:
-        parts = Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), EngineConfig(**limits), devices)
-        tokenizer = model_dir / "tokenizer.json"
-        return dataclasses.replace(parts, tokenizer=tokenizer) if tokenizer.exists() else parts
-    limits |= {"speculative_config": options.speculative_config, "tokens_per_row": 1 + options.speculative.most_drafts}
-    model, functions = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(4)  # a fourth is wrong
-    return Parts.on_devices(functions, toy.PARAMS, model, EngineConfig(**limits), devices)
+        model, functions = toy.toy_config(), toy.FUNCTIONS
+    else:
+        drafts = {"speculative_config": options.speculative_config}
+        limits |= drafts | {"tokens_per_row": 1 + options.speculative.most_drafts}
+        model, functions = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(4)  # a fourth is wrong
+    parts = Parts.on_devices(functions, toy.PARAMS, model, EngineConfig(**limits), devices)
+    tokenizer = model_dir / "tokenizer.json"
+    return dataclasses.replace(parts, tokenizer=tokenizer) if tokenizer.exists() else parts
 
 
 FEW = {"prefill": 64, "decode": 1, "sample": 1, "mtp prefill": 64, "mtp decode": 1}
@@ -82,10 +81,7 @@ def _diverging(step: int):
     return other
 
 
-def main(cluster, model_dir: str, engine, diverge_at: int | None = None, supervised=False) -> None:
-    if supervised:
-        order = Follow(ClusterOptions(**cluster), model_dir, EngineOptions(**engine), f"{LOAD}:load")
-        sys.exit(Supervisor(order, RestartPolicy(most=1000)).run())
+def main(cluster, model_dir: str, engine, diverge_at: int | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if diverge_at is not None:
         LocalExecutor.fetch = _diverging(diverge_at)

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from dsv3.model.forward import forward
-from dsv3.model.params import initialize
 from dsv3.training.config import TrainingConfig
 from dsv3.training.loss import objective, target_counts, training_backend
 from dsv3.training.pipeline.operations import Kind
@@ -18,6 +17,7 @@ from dsv3.training.pipeline.schedules import build
 from dsv3.training.pipeline.size import RankSize
 from dsv3.training.pipeline.stages import cut, join, take, weights
 from pallas_kernels.float8 import E4M3
+from tests.dsv3.training.pipeline.test_run import random_params
 
 LENGTH = 128
 """Tokens of a row. So a device's tokens fill tiles of a weight gradient, and those of one device are the same tiles."""
@@ -30,7 +30,7 @@ def test_gradients_of_split_backwards_equal_whole_ones(toy_config: TrainingConfi
     model = dataclasses.replace(toy_config.model, qk_rope_head_dim=16, n_group=1, **smaller)
     changes: dict[str, Any] = {"batch_size": ROWS, "sequence_length": LENGTH, "sequence_balance_weight": 0.0}
     config = dataclasses.replace(toy_config, model=model, fp8_products=True, **changes)
-    params = jax.device_get(initialize(model, jax.random.key(0), np.float32, std=0.3))
+    params = random_params(model)
     tokens = np.random.default_rng(0).integers(10, model.vocab_size, (ROWS, LENGTH)).astype(np.int32)
     counts = target_counts(tokens, 0)
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from dsv3.config import ModelConfig
 from dsv3.model.forward import forward
 from dsv3.model.layers.experts import LOCAL_EXPERTS
 from dsv3.model.params import Params, ParamSpec, declare
@@ -38,8 +39,7 @@ def config(toy_config: TrainingConfig) -> TrainingConfig:
     return dataclasses.replace(toy_config, model=model, batch_size=ROWS, sequence_length=LENGTH)
 
 
-@pytest.fixture(scope="module")
-def params(config: TrainingConfig) -> Params:
+def random_params(model: ModelConfig) -> Params:
     """Random parameters in numpy: jax would compile a generator for each shape."""
     rng = np.random.default_rng(0)
 
@@ -48,7 +48,12 @@ def params(config: TrainingConfig) -> Params:
             return rng.normal(scale=0.3, size=spec.shape).astype(np.float32)
         return np.full(spec.shape, spec.init == "ones", np.float32)
 
-    return jax.tree.map(draw, declare(config.model))
+    return jax.tree.map(draw, declare(model))
+
+
+@pytest.fixture(scope="module")
+def params(config: TrainingConfig) -> Params:
+    return random_params(config.model)
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
         family=st.integers(0, 2),
         shared=st.integers(0, 249),
         tail=st.lists(st.integers(1, toy.POISON - 1), max_size=4),
-        max_tokens=st.integers(1, 150),
+        max_tokens=st.integers(1, 100),
         stop=st.sets(st.integers(0, toy.POISON - 1), max_size=2),
         ignore_eos=st.booleans(),
         poison=st.sampled_from([[], [], [], [toy.POISON]]),

@@ -16,8 +16,7 @@ from dsv3.llm import LLM
 from dsv3.options import EngineOptions
 from sharding.experts import exchange
 from sharding.mesh import rank_mesh
-from tests.dsv3.engine import test_draft_model
-from tests.dsv3.engine.driving import name_of, request, run
+from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import DIRECTORY, model
 
@@ -53,23 +52,6 @@ def test_ranks_must_divide_the_slots() -> None:
     params, cfg = model("greedy")
     with pytest.raises(ValueError, match="do not divide over 8 devices: add redundant experts"):
         spread_experts(params, cfg, rank_mesh(jax.devices()), 1)
-
-
-def test_the_served_form_of_a_checkpoint_spreads_too() -> None:
-    """Starts at the directory: the bundled model over two ranks of two devices, with redundant copies, against one.
-
-    The spread one verifies drafts, for which its MTP module is spread too.
-    """
-    requests = [request(str(i), list(range(100 + i, 130 + i)), max_tokens=12, ignore_eos=True) for i in range(5)]
-    spread = dict(data_parallel_size=2, tensor_parallel_size=2, num_redundant_experts=4)
-    spread |= dict(speculative_config={"method": "mtp", "num_speculative_tokens": 1}, dtype="float32")
-    spread |= dict(max_num_seqs=1, max_model_len=128, max_num_batched_tokens=64)  # one program of each kind
-    texts = []
-    for engine in (test_draft_model.engine(), build_engine(bundled_model(), EngineOptions(**spread), progress=False)):
-        gathered = run(engine, *requests)
-        texts.append([gathered[name_of(item.request_id)].tokens for item in requests])
-    assert texts[0] == texts[1]
-    assert engine.stats().jobs["draft"].num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize(

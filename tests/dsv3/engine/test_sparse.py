@@ -135,9 +135,10 @@ def test_a_value_has_latents_and_keys_of_all_layers() -> None:
     full = {name: rng.normal(size=(count * num_pages, 64, width)) for name, (count, width) in layers.items()}
     pool = IndexedPages(**{name: jax.numpy.asarray(array, "bfloat16") for name, array in full.items()})
     pages = np.array([3, -1, 0], np.int32)
-    values = take_out(pool, pages, num_pages)
+    out, into = jax.jit(take_out, static_argnums=2), jax.jit(put_in, static_argnums=3)
+    values = out(pool, pages, num_pages)
     assert values.shape == (3, *shape.shape) and not values[1].any()
-    empty, _ = put_in(jax.tree.map(lambda leaf: leaf * 0, pool), pages, values, num_pages)
+    empty, _ = into(jax.tree.map(np.zeros_like, pool), pages, values, num_pages)
     for before, after in zip(jax.tree.leaves(pool), jax.tree.leaves(empty), strict=True):
         kept = np.isin(np.arange(len(before)) % num_pages, [0, 3])
         np.testing.assert_array_equal(after, np.where(kept[:, None, None], before, 0))

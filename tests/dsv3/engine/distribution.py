@@ -51,3 +51,9 @@ def support(x: np.ndarray, sampling: SamplingParams, slack: float = 0.0) -> np.n
         missing = np.cumsum(descending) < top_p * w.sum()
         w[w < descending[min(missing.sum(), len(w) - 1)]] = 0
     return w > 0
+
+
+def chi_square_bound(degrees: int) -> float:
+    """Returns the 99.9 % quantile of the chi-square distribution, to 1 %, by Wilson and Hilferty's formula (1931)."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + 3.0902 * spread**0.5) ** 3

@@ -4,28 +4,43 @@ One module is always right and one always wrong, so acceptance is known exactly.
 layer, so it stays right only while that layer keeps step with the main model's.
 """
 
+import contextlib
 from collections.abc import Iterator
 
+import jax.numpy as jnp
+import msgspec
 import pytest
 
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.programs import Programs
 from dsv3.engine.engine import Engine
 from dsv3.engine.parts import Parts
 from dsv3.speculative import SpeculativeConfig
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import drain, request, run, run_out_of_pages
+from tests.dsv3.engine.fewer import one_bucket
 
 PROMPT = [(11 * i) % 60 + 1 for i in range(40)]
 ANSWER = toy.expected_tokens(PROMPT, 216, ())
 
 
-def make(right_of: int, **config) -> Engine:
-    """An engine of the toy with a module, whose programs are compiled as they are needed."""
+_DRAFTING = toy.drafting(None)
+_programs: dict[str, Programs] = {}
+
+
+def make(right_of: int, *, all_buckets: bool = False, **config) -> Engine:
+    """An engine of the toy with a module, whose programs are compiled as they are needed, and shared."""
     given = {"method": "mtp", **config}
     width = 1 + SpeculativeConfig.from_json(given).most_drafts
-    cfg = EngineConfig(**(LIMITS | {"num_ranks": 1, "speculative_config": given, "tokens_per_row": width}))
-    return Engine(Parts.on_devices(toy.drafting(right_of), toy.PARAMS, toy.toy_config(num_nextn_predict_layers=1), cfg))
+    limits = LIMITS | {"max_num_batched_tokens": 64, "speculative_config": given, "tokens_per_row": width}
+    cfg = EngineConfig(**limits)
+    with contextlib.nullcontext() if all_buckets else one_bucket():
+        model = toy.toy_config(num_nextn_predict_layers=1)
+        engine = Engine(Parts.on_devices(_DRAFTING, jnp.int32(right_of), model, cfg))
+    programs = _programs.setdefault(f"{cfg} {cfg.decode_buckets}", engine.executor.devices.programs)
+    engine.executor.devices.programs = programs
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +83,7 @@ def test_wrong_drafts_are_never_accepted_and_change_nothing(wrong: Engine) -> No
 
 
 def test_chunks_of_a_prompt_and_cached_prefixes_keep_the_module_in_step(right: Engine) -> None:
-    """The prompt has three chunks. Of its second use only the last page is computed."""
+    """The prompt has four chunks. Of its second use only the last page is computed."""
     prompt = [(7 * i) % 60 + 1 for i in range(200)]
     answer = toy.expected_tokens(prompt, 40, ())
     for name in ("a", "b"):
@@ -134,10 +149,10 @@ def test_large_steps_take_fewer_drafts_and_small_ones_go_on_with_theirs(fewer: i
 
     So the drafts after that are right too. A step that gets fewer than it could verify counts those that it got.
     """
-    engine = make(0, num_speculative_tokens_per_batch_size=[[1, 1, 2], [2, 4, fewer]])
+    engine = make(0, all_buckets=True, num_speculative_tokens_per_batch_size=[[1, 1, 2], [2, 4, fewer]])
     assert [engine.cfg.width(size) for size in engine.cfg.decode_buckets] == [3, 1 + fewer]
-    engine.add(request("long", PROMPT, max_tokens=160, ignore_eos=True))
-    engine.add(request("short", PROMPT[:20], max_tokens=10, ignore_eos=True))
+    for name, prompt, count in (("long", PROMPT, 160), ("short", PROMPT[:20], 10)):
+        engine.add(msgspec.structs.replace(request(name, prompt, max_tokens=count, ignore_eos=True), rank=0))
     gathered = drain(engine)
     assert gathered["long"].tokens == ANSWER[:160]
     assert gathered["short"].tokens == toy.expected_tokens(PROMPT[:20], 10, ())

@@ -14,6 +14,7 @@ from dsv3.engine.parts import Parts
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import request, run
+from tests.dsv3.engine.fewer import one_bucket
 
 WIDTH, DRAFTS, LOW, HIGH = 24, 3, 2, 3
 _continuation = jax.jit(lambda text, length: continuation(text, length, DRAFTS, LOW, HIGH))
@@ -41,8 +42,9 @@ def test_the_longest_and_latest_match_goes_on(text: list[int], rest: int) -> Non
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     given = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
-    cfg = EngineConfig(**(LIMITS | {"speculative_config": given, "tokens_per_row": 3}))
-    return Engine(Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg))
+    cfg = EngineConfig(**(LIMITS | {"max_num_batched_tokens": 64, "speculative_config": given, "tokens_per_row": 3}))
+    with one_bucket():
+        return Engine(Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg))
 
 
 def test_a_prompt_that_holds_its_answer_is_followed(engine: Engine) -> None:

@@ -96,7 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
         family=st.integers(0, 2),
         shared=st.integers(0, 249),
         tail=st.lists(st.integers(1, toy.POISON - 1), max_size=4),
-        max_tokens=st.integers(1, 150),
+        max_tokens=st.integers(1, 100),
         stop=st.sets(st.integers(0, toy.POISON - 1), max_size=2),
         ignore_eos=st.booleans(),
         poison=st.sampled_from([[], [], [], [toy.POISON]]),
@@ -207,7 +207,7 @@ def make_drafting():
     Programs are compiled when they are needed: not all of them are.
     """
     given = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 1], [3, 4, 0]]}
-    limits = LIMITS | {"num_pages": 8, "speculative_config": given, "tokens_per_row": 4}
+    limits = LIMITS | {"num_pages": 8, "speculative_config": given, "tokens_per_row": 4, "max_num_batched_tokens": 64}
     model, functions, programs = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(4), []
 
     def make(**changes) -> Engine:
@@ -245,6 +245,7 @@ def make_cramped(request):
     width = request.param
     given = {"method": "mtp", "num_speculative_tokens": 1} if width > 1 else None
     limits = LIMITS | {"num_pages": 8, "speculative_config": given, "tokens_per_row": width}
+    limits["max_num_batched_tokens"] = 64  # one program for prompts
     model = toy.toy_config(num_nextn_predict_layers=width - 1)
     functions, programs = toy.cramped(toy.drafting(4) if width > 1 else toy.FUNCTIONS), []
 

@@ -22,7 +22,7 @@ from tests.dsv3.engine.fewer import greedy_samplers
 from tests.dsv3.model.golden import relative_error, run
 
 CFG = int4.config(
-    **{"vocab_size": 64, "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 6},
+    **{"vocab_size": 64, "num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 6},
     **{"num_attention_heads": 2, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 32},
     rope_theta=10000.0,
 )

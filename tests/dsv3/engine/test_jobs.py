@@ -25,6 +25,7 @@ from dsv3.request import StepOutputs
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import request, run, run_out_of_pages
+from tests.dsv3.engine.fewer import one_bucket
 
 WIDTH = 3
 PROMPT = [(11 * i) % 60 + 1 for i in range(40)]
@@ -82,14 +83,15 @@ DRAFT = JobKind("own_draft", DraftCommand, DraftPlanner, programs, DraftWorker)
 
 @pytest.fixture(scope="module")
 def parts() -> Parts:
-    cfg = EngineConfig(**(LIMITS | {"tokens_per_row": WIDTH, "num_ranks": 1}))
+    cfg = EngineConfig(**(LIMITS | {"tokens_per_row": WIDTH, "max_num_batched_tokens": 64}))
     return Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
 
 
 @pytest.fixture(scope="module")
 def engine(parts: Parts) -> Engine:
     """One engine for all tests here, whose programs are compiled as they are needed."""
-    return Engine(parts, kinds=(*JOB_KINDS, DRAFT))
+    with one_bucket():
+        return Engine(parts, kinds=(*JOB_KINDS, DRAFT))
 
 
 @pytest.fixture(autouse=True)

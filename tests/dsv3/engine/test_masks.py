@@ -26,15 +26,16 @@ from dsv3.engine.requests.grammars import GrammarStats
 from dsv3.engine.requests.masks import Masks
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import FULL, GREEDY, sequence_of
+from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest, InvalidRequest, QueueFull, StepOutputs
 from dsv3.structured_outputs import StructuredOutputsParams
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import Matcher, Vocabulary, without
 from tests.dsv3.engine import letters, toy
-from tests.dsv3.engine.conftest import LIMITS
+from tests.dsv3.engine.conftest import LIMITS, parts
 from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take
+from tests.dsv3.engine.fewer import one_bucket
 
 SCHEMA = {
     "type": "object",
@@ -89,17 +90,20 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return letters.write(tmp_path_factory.mktemp("letters"))
 
 
-def maker(tokenizer: Path, functions, model, free: tuple[int, ...], **limits) -> Callable[..., Engine]:
-    """Makes engines that hold answers to grammars and share programs; `free` are the samplers of free requests."""
-    programs = []
+def maker(tokenizer: Path, functions, params, model, free, others, **limits) -> Callable[..., Engine]:
+    """Makes engines that hold answers to grammars and share programs.
+
+    `free` are the samplers of free requests, `others` those of held ones.
+    """
+    programs, samplers = [], {"sample": free, "held sample": others, "prompt_logprobs": ()}
 
     def keys(self: Programs) -> list[Key]:
-        return [key for key in self._specs if key.kind != "sample" or key.variant in free]
+        return [key for key in self._specs if key.variant in samplers.get(key.kind, (key.variant,))]
 
     def make(**changes) -> Engine:
-        cfg = EngineConfig(**(LIMITS | limits | changes))
-        parts = Parts.on_devices(functions, toy.PARAMS, model, cfg)
-        engine = Engine(dataclasses.replace(parts, tokenizer=tokenizer))
+        cfg = EngineConfig(**(LIMITS | {"max_num_batched_tokens": 64} | limits | changes))
+        given = Parts.on_devices(functions, params, model, cfg)
+        engine = Engine(dataclasses.replace(given, tokenizer=tokenizer))
         if programs:
             engine.executor.devices.programs = programs[0]
         with pytest.MonkeyPatch.context() as patch:
@@ -113,16 +117,22 @@ def maker(tokenizer: Path, functions, model, free: tuple[int, ...], **limits) ->
 
 @pytest.fixture(scope="module")
 def make_plain(tokenizer: Path) -> Callable[..., Engine]:
-    return maker(tokenizer, toy.FUNCTIONS, toy.toy_config(), (GREEDY, FULL))
+    made = maker(tokenizer, toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), (GREEDY, FULL), (DRAWN, FILTERED, FULL))
+
+    def make(**changes) -> Engine:
+        with one_bucket():
+            return made(**changes)
+
+    return make
 
 
 @pytest.fixture(scope="module")
 def make_drafting(tokenizer: Path) -> Callable[..., Engine]:
-    """Three drafts alone and one where there are several; a fourth of them is wrong."""
-    given = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 4, 1]]}
+    """Two drafts alone and one where there are several; a fourth of them is wrong."""
+    given = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 4, 1]]}
     model = toy.toy_config(num_nextn_predict_layers=1)
-    limits = {"num_pages": 8, "speculative_config": given, "tokens_per_row": 4}
-    return maker(tokenizer, toy.drafting(4), model, (GREEDY,), **limits)
+    limits = {"speculative_config": given, "tokens_per_row": 3}
+    return maker(tokenizer, toy.drafting(None), jnp.int32(4), model, (GREEDY,), (DRAWN, FULL), **limits)
 
 
 @pytest.fixture(params=["plain", "drafting"])
@@ -207,7 +217,9 @@ def test_sampling_keeps_to_the_grammar_and_to_its_seed(make) -> None:
     settings = {"temperature": 2.0, "top_p": 0.5, "min_p": 0.1, "n": 3, "seed": 5, "max_tokens": 60, "logprobs": 2}
     texts = []
     for name in ("a", "b"):
-        got = run(make(), held(name, [7, 7], 0, **settings))
+        engine = make()
+        penalty = 0.0 if engine.cfg.speculative is None else 0.1  # beside drafts the sampler with penalties is at hand
+        got = run(engine, held(name, [7, 7], 0, presence_penalty=penalty, **settings))
         texts.append([letters.text(got[key].tokens) for key in sorted(got)])
         for gathered in got.values():
             assert gathered.finish_reason == "stop"
@@ -290,9 +302,9 @@ def test_requests_end_while_their_grammar_is_compiled(make_plain) -> None:
     assert not engine.has_work
 
 
-def test_without_a_tokenizer_nothing_is_held(make_engine) -> None:
+def test_without_a_tokenizer_nothing_is_held() -> None:
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
-        make_engine().add(held("a", [1], 0))
+        Engine(parts()).add(held("a", [1], 0))
 
 
 def test_logits_that_are_not_finite_fail_the_request(make_plain) -> None:

@@ -10,7 +10,7 @@ from tests.dsv3.engine.driving import Gathered, request, run
 from tests.dsv3.engine.test_draft import make
 
 PROMPT = [(11 * i) % 60 + 1 for i in range(70)]
-CUTS = (1, 5, 57, 58, 99)
+CUTS = (1, 5, 57, 58, 69)
 SAMPLINGS = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 7, "top_p": 0.95},
@@ -43,7 +43,7 @@ def _logprobs(got: Gathered) -> list[list[int]]:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_an_answer_goes_on_with_the_same_tokens(engine, sampling):
-    item = request("whole", PROMPT, **({"max_tokens": 100, "ignore_eos": True} | sampling))
+    item = request("whole", PROMPT, **({"max_tokens": 70, "ignore_eos": True} | sampling))
     [whole] = run(engine, item).values()
     assert len(whole.tokens) > 59
     check(engine, item, whole)
@@ -51,7 +51,7 @@ def test_an_answer_goes_on_with_the_same_tokens(engine, sampling):
 
 def test_min_tokens_count_those_that_came_before(engine):
     """The first stop token after 60 tokens ends both; without min_tokens the whole answer would be shorter."""
-    item = request("whole", PROMPT, max_tokens=100, **SAMPLINGS["min_tokens"])
+    item = request("whole", PROMPT, max_tokens=70, **SAMPLINGS["min_tokens"])
     [whole] = run(engine, item).values()
     [short] = run(engine, msgspec.structs.replace(request("short", PROMPT), sampling=_without_min(item))).values()
     assert whole.finish_reason == "stop" and len(short.tokens) < 60 <= len(whole.tokens)
@@ -63,7 +63,7 @@ def _without_min(item: EngineRequest):
 
 
 def test_a_tired_engine_and_a_fresh_one_agree(make_engine):
-    item = request("whole", PROMPT, max_tokens=100, ignore_eos=True, temperature=1.0, seed=3)
+    item = request("whole", PROMPT, max_tokens=70, ignore_eos=True, temperature=1.0, seed=3)
     [whole] = run(make_engine(), item).values()
     engine = make_engine(enable_prefix_caching=False)
     check(engine, item, whole)
@@ -73,9 +73,9 @@ def test_a_tired_engine_and_a_fresh_one_agree(make_engine):
 @pytest.mark.parametrize("right_of", [0, 3])
 def test_drafts_change_nothing(right_of):
     engine = make(right_of, num_speculative_tokens=2)
-    item = request("whole", PROMPT, max_tokens=100, ignore_eos=True)
+    item = request("whole", PROMPT, max_tokens=70, ignore_eos=True)
     [whole] = run(engine, item).values()
-    assert whole.tokens == toy.expected_tokens(PROMPT, 100, ())
+    assert whole.tokens == toy.expected_tokens(PROMPT, 70, ())
     check(engine, item, whole, cuts=(1, 57, 58))
 
 

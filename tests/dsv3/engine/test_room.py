@@ -119,7 +119,8 @@ def test_a_prompt_whose_first_token_was_void_gets_another_one() -> None:
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """The toy behind small buffers, on two ranks; its programs are compiled as they are needed."""
-    return Engine(Parts.on_devices(toy.cramped(), toy.PARAMS, toy.toy_config(), EngineConfig(**LIMITS)))
+    limits = LIMITS | {"num_pages": 8, "max_num_batched_tokens": 64}  # those of `test_engine_invariants`
+    return Engine(Parts.on_devices(toy.cramped(), toy.PARAMS, toy.toy_config(), EngineConfig(**limits)))
 
 
 @pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.5, "logprobs": 2, "prompt_logprobs": 0}])

@@ -13,7 +13,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.engine.device.state import MAX_FORBIDDEN, NUM_FIELDS, AdjustState, DecodeState, Field
 from dsv3.engine.jobs.sample import logprobs_body, sample_body, sample_scores_body
 from dsv3.engine.requests.codes import NOT_FINITE
-from dsv3.engine.requests.sequence import DRAWN, FULL, GREEDY
+from dsv3.engine.requests.sequence import FULL, GREEDY
 from dsv3.model.vocabulary import WHOLE, SharedEmbedding, Vocabulary, lookup
 from dsv3.sampling_params import MAX_LOGIT_BIAS
 from sharding.mesh import AXES, RANK_SPEC, partition, rank_mesh
@@ -107,13 +107,14 @@ def states() -> tuple[DecodeState, AdjustState]:
     return state, adjust
 
 
-@pytest.mark.parametrize(("variant", "is_held"), [(GREEDY, False), (FULL, False), (DRAWN, True)])
-def test_samplers_draw_what_they_draw_from_all_logits(variant: int, is_held: bool, logits) -> None:
-    """Rows of one that `is_held` have masks, of their own words."""
+@pytest.mark.parametrize(("variant", "width"), [(GREEDY, S), (FULL, 1)])
+def test_samplers_draw_what_they_draw_from_all_logits(variant: int, width: int, logits) -> None:
+    """With every filter, penalties and masks too: that one takes all logits, position by position."""
     state, adjust = states()
+    state, logits = dataclasses.replace(state, tokens=state.tokens[..., :width]), logits[:, :, :width]
     given = (state, adjust if variant == FULL else None)
     slots = np.broadcast_to(np.arange(B, dtype=np.int32), (X, B))
-    masks = [RNG.integers(0, 2**32, (X, B, S, W // 32), dtype=np.uint32)] if is_held else []
+    masks = [RNG.integers(0, 2**32, (X, B, width, W // 32), dtype=np.uint32)] if variant == FULL else []
     split = per_rank(functools.partial(sample_scores_body, SHARED, variant))(*given, scored(logits), slots, *masks)
     whole = per_rank(functools.partial(sample_body, variant))(*given, logits, slots, *masks)
     jax.tree.map(np.testing.assert_array_equal, split, whole)

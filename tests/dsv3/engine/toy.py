@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
@@ -101,21 +102,23 @@ def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
 FUNCTIONS = StepFunctions(prefill, decode, logits)
 
 
-def drafting(right_of: int) -> StepFunctions:
+def drafting(right_of: int | None) -> StepFunctions:
     """The toy with a module that is right but at each `right_of`-th place; 1 is never, 0 always.
+
+    None: the parameters are this number (int32), and engines with other numbers share programs.
 
     The module owns the second cache layer. Its latent of a position is that of the next token, so a lost or stray write
     there makes right drafts wrong. A wrong draft is `POISON`, which no answer contains: NaN has it for its maximum.
     """
 
-    def ahead(pages: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
+    def ahead(every: Any, pages: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
         """Hash of the first `length + 1` tokens, of which only the first is read from the main model's layer."""
         half = pages.shape[0] // 2
         first = pages[table[0], :1]
         own = pages[jnp.clip(table, 0, half - 1) + half].reshape(-1, 2)
         shifted = jnp.concatenate([first, own[:-1]]).reshape(-1, PAGE_SIZE, 2)
         hidden = _hash(shifted, jnp.arange(len(table)), length + 1)
-        return jnp.where(length % right_of == 0, jnp.nan, hidden) if right_of else hidden
+        return jnp.where((every > 0) & (length % jnp.maximum(every, 1) == 0), jnp.nan, hidden)
 
     def write(pages: jax.Array, table: jax.Array, tokens: jax.Array, at: jax.Array, valid: jax.Array) -> jax.Array:
         half = pages.shape[0] // 2
@@ -130,7 +133,7 @@ def drafting(right_of: int) -> StepFunctions:
         chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right")
         table = batch.page_table[jnp.minimum(chunk, batch.context_lengths.shape[0] - 1)]
         pages = write(pages, table, batch.tokens, batch.positions, rows < batch.cu_lengths[-1])
-        return ToyOutput(jax.vmap(lambda t, p: ahead(pages, t, p + 1))(table, batch.positions), pages)
+        return ToyOutput(jax.vmap(lambda t, p: ahead(_every(params), pages, t, p + 1))(table, batch.positions), pages)
 
     def draft_decode(
         params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, hidden: jax.Array
@@ -139,11 +142,17 @@ def drafting(right_of: int) -> StepFunctions:
         for i in range(batch.tokens.shape[1]):
             lengths = _length_at(batch, i)
             pages = write(pages, batch.page_table, batch.tokens[:, i], jnp.maximum(lengths - 1, 0), lengths > 0)
-            out.append(jax.vmap(lambda t, n, p=pages: ahead(p, t, n))(batch.page_table, lengths))
+            out.append(jax.vmap(lambda t, n, p=pages: ahead(_every(params), p, t, n))(batch.page_table, lengths))
         return ToyOutput(jnp.stack(out, axis=1), pages)
 
+    def _every(params: Any) -> Any:
+        return params if right_of is None else right_of
+
+    def main(step: Any) -> Any:
+        return lambda params, *args: step(PARAMS if right_of is None else params, *args)
+
     draft = DraftFunctions(jnp.float32, draft_prefill, draft_decode)
-    return StepFunctions(prefill, decode, logits, draft=draft)
+    return StepFunctions(main(prefill), main(decode), logits, draft=draft)
 
 
 class CrampedOutput(NamedTuple):
@@ -181,32 +190,40 @@ PARAMS = jnp.zeros(())
 
 
 def expected_tokens(prompt: list[int], count: int, stop: tuple[int, ...] = (EOS,)) -> list[int]:
-    """Greedy answer of the toy, computed in plain Python without pages."""
-    tokens = list(prompt)
+    """Greedy answer of the toy, computed without pages."""
+    answer, total = [], _total(prompt)
     for _ in range(count):
-        tokens.append(_next_token(tokens))
-        if tokens[-1] in stop:
+        answer.append(int(_scores(total).argmax()))
+        if answer[-1] in stop:
             break
-    return tokens[len(prompt) :]
-
-
-def _next_token(tokens: list[int]) -> int:
-    values = scores(tokens)[:POISON]
-    return values.index(max(values))
+        total += _mixed(answer[-1], len(prompt) + len(answer) - 1)
+    return answer
 
 
 def scores(tokens: list[int]) -> list[int]:
     """The toy's logits after `tokens`, times 8192."""
-    mask = 0xFFFFFFFF
-    total = 0
-    for i, token in enumerate(tokens):
-        total += (((token + 1) * ((i * 2654435761 + 97) & mask)) & mask) ^ (i * 40503)
-    total &= mask
-    total = ((total ^ (total >> 15)) * 2246822519) & mask
+    return [*_scores(_total(tokens)).tolist(), -8192]
+
+
+def _total(tokens: list[int]) -> int:
+    """The sum that `_hash` begins with, of which 32 bits count."""
+    return int(_mixed(np.array(tokens, np.int64), np.arange(len(tokens))).sum())
+
+
+def _mixed(token: Any, i: Any) -> Any:
+    """What a token at position i adds to it: of a number or of an array."""
+    return (token + 1) * (i * 2654435761 + 97) & _MASK ^ i * 40503
+
+
+def _scores(total: int) -> np.ndarray:
+    """The toy's logits but the last, times 8192, from the sum over all tokens."""
+    total &= _MASK
+    total = ((total ^ (total >> 15)) * 2246822519) & _MASK
     state = (total & 0xFFF) | (((total >> 12) & 0xFFF) << 12)
-    values = []
-    for w in range(POISON):
-        mixed = ((state + 1) * ((w * 2654435761 + 12345) & mask)) & mask
-        mixed = ((mixed ^ (mixed >> 13)) * 3266489917) & mask
-        values.append((mixed >> 8) & 0xFFFF)
-    return [*values, -8192]
+    mixed = np.uint32(state + 1) * _WORDS
+    mixed = (mixed ^ (mixed >> 13)) * np.uint32(3266489917)
+    return (mixed >> 8) & 0xFFFF
+
+
+_MASK = 0xFFFFFFFF
+_WORDS = np.arange(POISON, dtype=np.uint32) * np.uint32(2654435761) + np.uint32(12345)

@@ -1,7 +1,7 @@
 """Commands of `launch` with command lines that end by themselves: runs are forks of a process that imports the command.
 
-Run as a script with a command's name it is that process. It reads a list of arguments per line, and answers with status,
-output and errors.
+Run as a script with the name of a command it is that process. It reads a list of arguments per line, and answers with
+status, output and errors.
 """
 
 import functools

@@ -240,6 +240,7 @@ def _own_key(directory: Path) -> bytes:
     """
     path = directory / f"programs-{os.geteuid()}.key"
     if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)  # jax makes its cache with the first program
         part = path.with_name(f".{path.name}.{os.getpid()}")
         part.touch(mode=0o600)
         part.write_bytes(secrets.token_bytes(32))

@@ -13,8 +13,7 @@ import pytest
 
 from dsv3 import LLM, SamplingParams, StructuredOutputsParams
 from dsv3.checkpoint.writer import save_hf
-from dsv3.engine.device.programs import Key, Programs
-from dsv3.engine.requests.sequence import FILTERED
+from dsv3.engine.device.programs import Key
 from dsv3.request import InvalidRequest
 from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import DIRECTORY, model
@@ -33,8 +32,7 @@ def greedy() -> dict:
 def llm(tmp_path_factory) -> LLM:
     """The greedy set's model with a tokenizer beside it, and its vocabulary made wide enough for that.
 
-    The rows added are zero: their logits are 0, which is never the largest in the greedy set. Nothing here asks for
-    filters or penalties, whose samplers take half of the compilation.
+    The rows added are zero: their logits are 0, which is never the largest in the greedy set.
     """
     directory = tmp_path_factory.mktemp("models") / "model"
     params, cfg = model("greedy")
@@ -42,8 +40,7 @@ def llm(tmp_path_factory) -> LLM:
     wide = dataclasses.replace(params, embed=np.pad(params.embed, rows), head=np.pad(params.head, rows))
     save_hf(directory, dataclasses.replace(cfg, vocab_size=512), wide)
     tiny.write(directory)
-    with pytest.MonkeyPatch.context() as patch, one_bucket():
-        patch.setattr(Programs, "keys", lambda self: [key for key in self._specs if key.variant < FILTERED])
+    with one_bucket():
         return LLM(directory, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, progress=False)
 
 

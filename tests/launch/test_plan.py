@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.launch import preloaded
+
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "launch.plan", *arguments], capture_output=True, text=True)
@@ -43,7 +45,7 @@ def test_one_node_of_80_gb_is_refused(tmp_path) -> None:
     ],
 )
 def test_mistakes_end_with_one_line_and_status_2(arguments, message) -> None:
-    result = plan(*arguments)
+    result = preloaded.run(*arguments, command="plan")
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr

@@ -1,9 +1,8 @@
 """`python -m launch.train` refuses what it cannot run, in one line."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.launch import preloaded
 
 
 @pytest.mark.parametrize(
@@ -18,9 +17,7 @@ import pytest
     ],
 )
 def test_mistakes_end_with_status_2_and_one_line(arguments: list[str], message: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "launch.train", *arguments], capture_output=True, text=True, timeout=300
-    )
+    result = preloaded.run(*arguments, command="train")
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _BLOCK = 128
+_PASSES = 30  # bits of a float32 in [0, 1] that may be set
 _MIN_TEMPERATURE = 1e-5  # colder is greedy; vLLM's bound
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # the least number that is not flushed to 0
 
@@ -73,15 +74,16 @@ def guard(logits: jax.Array, tokens: jax.Array, instead: int) -> jax.Array:
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, instead)
 
 
-def sample(logits: jax.Array, controls: Controls, *, filters: bool = True) -> jax.Array:
+def sample(logits: jax.Array, controls: Controls, *, filters: bool = True, looks: bool = False) -> jax.Array:
     """Returns one token `[B]` int32 for each row; rows of temperature 0 (below 1e-5) take the most likely one.
 
-    Without `filters` no row asks for top_k, top_p or min_p: their 62 passes over the logits are left out.
+    Without `filters` no row asks for top_k, top_p or min_p: their 62 passes over the logits are left out. What `looks`
+    finds out while it runs whether a row asks for top_k, and whether one asks for top_p, and leaves out the rest.
     """
     is_greedy = controls.temperature < _MIN_TEMPERATURE
     weights = unfiltered(logits, jnp.where(is_greedy, 1.0, controls.temperature))
     if filters:
-        weights = filtered(weights, controls.top_k, controls.top_p, controls.min_p)
+        weights = filtered(weights, controls.top_k, controls.top_p, controls.min_p, looks=looks)
     drawn = draw(weights, uniforms(controls.seed, controls.position))
     return jnp.where(is_greedy, greedy(logits), drawn)
 
@@ -96,32 +98,37 @@ def unfiltered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.exp(below / temperature[:, None]), 1.0)  # an approximate exp may exceed 1 just below 0
 
 
-def filtered(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+def filtered(
+    weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, *, looks: bool = False
+) -> jax.Array:
     """Returns the weights (see `unfiltered`) with those that min_p, top_k or top_p exclude set to 0.
 
     top_p counts the probability that min_p and top_k have left. Every row keeps its most likely token: its weight is 1,
-    which no min_p exceeds, and top_k and top_p never ask for nothing.
+    which no min_p exceeds, and top_k and top_p never ask for nothing. What `looks` makes no pass for a filter that no
+    row asks for; a GPU would wait for its host in every such pass, as the number of passes is not known to it.
     """
     weights = jnp.where(weights >= min_p[:, None], weights, 0.0)
     count = jnp.where(top_k > 0, top_k, weights.shape[-1])
-    weights = _at_least(weights, lambda kept: jnp.sum(kept, axis=-1) >= count)
+    passes = jnp.where(jnp.any(top_k > 0), _PASSES, 0) if looks else _PASSES
+    weights = _at_least(weights, lambda kept: jnp.sum(kept, axis=-1) >= count, passes)
     needed = jnp.maximum(top_p * jnp.sum(weights, axis=-1), _TINY)  # top_p 1e-38 makes 0: no token would do
     needed = jnp.where(top_p < 1, needed, jnp.inf)  # inf is never reached: keep all
-    return _at_least(weights, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= needed)
+    passes = jnp.where(jnp.any(top_p < 1), _PASSES, 0) if looks else _PASSES
+    return _at_least(weights, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= needed, passes)
 
 
-def _at_least(weights: jax.Array, enough: Any) -> jax.Array:
+def _at_least(weights: jax.Array, enough: Any, passes: Any) -> jax.Array:
     """Keeps the weights of the highest threshold for which the kept ones are `enough` ([B, W] bool -> [B] bool).
 
-    Weights are in [0, 1], so their highest two bits are 0.
+    Weights are in [0, 1], so their highest two bits are 0, and 30 `passes` find it; with none all are kept.
     """
     bits = lax.bitcast_convert_type(weights, jnp.int32)  # ordered like the weights
 
     def step(i: jax.Array, threshold: jax.Array) -> jax.Array:
-        raised = threshold | (1 << (29 - i))
+        raised = threshold | (1 << (_PASSES - 1 - i))
         return jnp.where(enough(bits >= raised[:, None]), raised, threshold)
 
-    threshold = lax.fori_loop(0, 30, step, jnp.zeros(weights.shape[0], jnp.int32))
+    threshold = lax.fori_loop(0, passes, step, jnp.zeros(weights.shape[0], jnp.int32))
     return jnp.where(bits >= threshold[:, None], weights, 0.0)
 
 

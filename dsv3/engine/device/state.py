@@ -126,8 +126,11 @@ def _packed_controls(sequence: Sequence) -> bytes:
     )
 
 
-def controls_at(state: DecodeState, slots: jax.Array, offset: int = 0) -> Controls:
-    """Returns sampling parameters of the requests in `slots` ([B] int32) for a token `offset` behind their lengths."""
+def controls_at(state: DecodeState, slots: jax.Array, offset: int | jax.Array = 0) -> Controls:
+    """Returns sampling parameters of the requests in `slots` ([B] int32) for a token `offset` behind their lengths.
+
+    The offset is one for all, or `[B]`.
+    """
     rows = state.controls[slots]
     floats = lax.bitcast_convert_type(rows[:, : Field.TOP_K], jnp.float32)
     seed = lax.bitcast_convert_type(rows[:, Field.SEED_HIGH : Field.SEED_LOW + 1], jnp.uint32)
@@ -141,7 +144,9 @@ def controls_at(state: DecodeState, slots: jax.Array, offset: int = 0) -> Contro
     )
 
 
-def adjustments_at(state: DecodeState, adjust: AdjustState, slots: jax.Array, offset: int = 0) -> Adjustments:
+def adjustments_at(
+    state: DecodeState, adjust: AdjustState, slots: jax.Array, offset: int | jax.Array = 0
+) -> Adjustments:
     """Returns what changes the logits of the requests in `slots`; neutral for those that asked for nothing."""
     rows = state.controls[slots]
     floats = lax.bitcast_convert_type(rows[:, : Field.TOP_K], jnp.float32)

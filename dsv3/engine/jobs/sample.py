@@ -21,22 +21,23 @@ from dsv3.engine.device.best import best_words
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.device.samplers import Sampler, sampler_for, samplers
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.mask import masked, num_words, plan_mask
 from dsv3.engine.requests.accept import accept
 from dsv3.engine.requests.codes import NOT_FINITE, NOTHING, UNDRAFTED
+from dsv3.engine.requests.masks import ALL
 from dsv3.engine.requests.rows import BatchRows, Sampled
 from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL, GREEDY, Sequence
+from dsv3.engine.requests.sequence import FILTERED, FULL, GREEDY, Sequence
 from dsv3.engine.requests.slots import SlotTable
 from dsv3.model.vocabulary import Vocabulary
 from dsv3.request import StepOutputs
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 NAME = "sample"
-# Samplers with masks. Batches of greedy rows take the one that draws, as those that are mixed do: one program less.
-_HELD = "held sample"
+_HELD = "held sample"  # samplers with masks
 
 
 class Adjustment(Command, frozen=True):
@@ -171,13 +172,11 @@ def _adjust_rows(adjustments: list[Adjustment], ranks: int, cfg: EngineConfig, v
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields samplers by rows and variant, log-probabilities, and the two programs of adjustments."""
+    """Yields samplers by rows, log-probabilities, and the two programs of adjustments."""
     cfg = layout.cfg
     for rows, width in layout.sampled_shapes:
-        for variant in (GREEDY, DRAWN, FILTERED, FULL):
-            yield _sampler(layout, rows, width, variant)
-        for variant in (DRAWN, FILTERED, FULL) if layout.takes_grammars else ():
-            yield _sampler(layout, rows, width, variant, is_held=True)
+        for sampler in samplers(layout):
+            yield _sampler(layout, rows, width, sampler)
         body = functools.partial(logprobs_body, layout.functions.vocabulary)
         arguments = (layout.scores(rows, width), layout.array(rows, width))
         yield layout.per_rank(Key("logprobs", rows, width=width), body, arguments, gathered="all")
@@ -187,17 +186,22 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     yield layout.per_rank(Key("adjust"), adjust_body, (adjust, AdjustRow(*map(layout.like, row))), donated=(0,))
 
 
-def _sampler(layout: Layout, rows: int, width: int, variant: int, is_held: bool = False) -> ProgramSpec:
-    """Returns a sampler, one with masks where rows of its batches are held to grammars."""
-    adjust = adjust_shapes(layout) if variant == FULL else None
-    donated = (0, 1) if variant == FULL else (0,)
-    masks = [layout.array(rows, width, num_words(layout.model_cfg.vocab_size), dtype=jnp.uint32)] if is_held else []
+def _sampler(layout: Layout, rows: int, width: int, sampler: Sampler) -> ProgramSpec:
+    """Returns the program of a sampler."""
+    adjust = adjust_shapes(layout) if sampler.variant == FULL else None
+    donated = (0, 1) if sampler.variant == FULL else (0,)
+    words = num_words(layout.model_cfg.vocab_size)
+    masks = [layout.array(rows, width, words, dtype=jnp.uint32)] if sampler.is_held else []
     arguments = (layout.state, adjust, layout.scores(rows, width), layout.array(rows), *masks)
     speculative = layout.cfg.speculative
     chances = () if speculative is None else speculative.synthetic_chances[: width - 1]
-    body = functools.partial(sample_scores_body, layout.functions.vocabulary, variant, chances=chances)
-    kind = _HELD if is_held else NAME
-    return layout.per_rank(Key(kind, rows, variant, width), body, arguments, donated, gathered="last")
+    body = functools.partial(sample_scores_body, layout.functions.vocabulary, sampler.variant)
+    body = functools.partial(body, chances=chances, looks=sampler.looks)
+    return layout.per_rank(_key(sampler, rows, width), body, arguments, donated, gathered="last")
+
+
+def _key(sampler: Sampler, rows: int, width: int) -> Key:
+    return Key(_HELD if sampler.is_held else NAME, rows, sampler.variant, width)
 
 
 def adjust_shapes(layout: Layout) -> AdjustState:
@@ -215,6 +219,7 @@ class SampleWorker:
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
         self._adjust: Any = None
+        self._all: dict[tuple[int, int], jax.Array] = {}  # masks of steps without grammars, by rows and width
 
     def launch(self, command: SampleCommand) -> tuple[jax.Array, ...]:
         """Samples what the forward job has left."""
@@ -224,15 +229,15 @@ class SampleWorker:
         for i in range(command.adjust_launches):
             self._set_adjustments(command.adjustments, i)
         rows, width = scores.shape[2:4]
-        adjust = self._adjust_state() if command.variant == FULL else None
-        if forward.masks is None:
-            key, masks = Key(NAME, rows, command.variant, width), []
-        else:
-            key, masks = Key(_HELD, rows, max(command.variant, DRAWN), width), [forward.masks]
-        devices.state, adjust, tokens, *of_all = devices.programs.get(key)(devices.state, adjust, scores, slots, *masks)
+        sampler = sampler_for(devices.layout, command.variant, forward.masks is not None)
+        adjust = self._adjust_state() if sampler.variant == FULL else None
+        masks = forward.masks if forward.masks is not None or not sampler.is_held else self._no_masks(rows, width)
+        program = devices.programs.get(_key(sampler, rows, width))
+        given = (adjust, scores, slots) if masks is None else (adjust, scores, slots, masks)
+        devices.state, adjust, tokens, *of_all = program(devices.state, *given)
         if devices.layout.cfg.speculative is not None:
             devices.handed[command.source] = forward._replace(scores=None, masks=None, tokens=tokens)
-        if command.variant == FULL:
+        if sampler.variant == FULL:
             self._adjust = adjust
         results = tuple(of_all) or (tokens,)
         if command.logprobs:
@@ -252,6 +257,15 @@ class SampleWorker:
         row = _adjust_rows(mine, layout.num_local_ranks, layout.cfg, layout.model_cfg.vocab_size)
         program = devices.programs.get(Key("adjust"))
         self._adjust = program(self._adjust_state(), AdjustRow(*map(devices.put, row)))
+
+    def _no_masks(self, rows: int, width: int) -> jax.Array:
+        """Returns masks that allow every token."""
+        if (rows, width) not in self._all:
+            devices = self._devices
+            words = num_words(devices.layout.model_cfg.vocab_size)
+            shape = (devices.layout.num_local_ranks, rows, width, words)
+            self._all[rows, width] = devices.put(np.full(shape, ALL, np.uint32))
+        return self._all[rows, width]
 
     def _adjust_state(self) -> Any:
         """Makes it when first needed: it takes 5 bytes per slot and vocabulary entry."""
@@ -276,13 +290,15 @@ def sample_scores_body(
     masks: jax.Array | None = None,
     *,
     chances: tuple[float, ...] = (),
+    looks: bool = False,
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
     """Does what `sample_body` does, from scores `[Xn, B, S, W / Xn]`.
 
     Where devices share the words, greedy sampling asks each for its best one. All else takes the logits of all words.
     """
     if variant != GREEDY or vocabulary.ranks == 1:
-        return sample_body(variant, state, adjust, vocabulary.whole(scores), slots, masks, chances=chances)
+        whole = vocabulary.whole(scores)
+        return sample_body(variant, state, adjust, whole, slots, masks, chances=chances, looks=looks)
     words, top = best_words(vocabulary, scores)
     drawn = jnp.where(jnp.isfinite(top), words, NOT_FINITE)
     coins = _Coins(chances, scores.shape[-1] * vocabulary.ranks)
@@ -298,22 +314,36 @@ def sample_body(
     masks: jax.Array | None = None,
     *,
     chances: tuple[float, ...] = (),
+    looks: bool = False,
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
     """Samples the rows `slots` `[B]` from `logits` `[B, S, W]`, for one rank, and advances their state.
 
     Where rows are held to grammars, tokens without a bit in `masks` `[B, S, words]` are not drawn.
     Column i of the state's tokens is compared with what is sampled at position i - 1: a row goes on while they agree.
     Where a benchmark gives the `chances` of the drafts, a coin overrules what was sampled in front of each.
+    What `looks` finds out while it runs which filters the rows ask for.
 
     Returns state, adjust state and tokens `[B, S]`: `NOTHING` or `UNDRAFTED` behind the accepted ones and in rows that
     shall not sample, `NOT_FINITE` where the logits were not finite (the state then gets token 0, and the row ends).
     """
     logits = logits if masks is None else masked(logits, masks)
 
-    def draw(adjust: AdjustState | None, held: jax.Array, i: int) -> jax.Array:
-        return _sample_position(variant, state, adjust, logits[:, i], held, i)
+    rows, width, vocab_size = logits.shape
+    sample = functools.partial(_sample_rows, variant, state, looks=looks)
 
-    return _advanced(state, adjust, slots, logits.shape[1], draw, _Coins(chances, logits.shape[-1]))
+    def one_position(adjust: AdjustState | None, held: jax.Array, i: int) -> jax.Array:
+        return sample(adjust, logits[:, i], held, i)
+
+    def drawn_before(adjust: AdjustState | None, held: jax.Array, i: int) -> jax.Array:
+        return drawn[:, i]
+
+    draw: Draw = one_position
+    if adjust is None:  # what is drawn at a position changes nothing for the next: all at once
+        held = jnp.repeat(jnp.minimum(slots, state.tokens.shape[0] - 1), width)
+        offsets = jnp.tile(jnp.arange(width), rows)
+        drawn = sample(None, logits.reshape(rows * width, vocab_size), held, offsets).reshape(rows, width)
+        draw = drawn_before
+    return _advanced(state, adjust, slots, width, draw, _Coins(chances, vocab_size))
 
 
 class _Coins(NamedTuple):
@@ -351,17 +381,25 @@ def _advanced(
     return state, adjust, tokens
 
 
-def _sample_position(
-    variant: int, state: DecodeState, adjust: AdjustState | None, logits: jax.Array, held: jax.Array, offset: int
+def _sample_rows(
+    variant: int,
+    state: DecodeState,
+    adjust: AdjustState | None,
+    logits: jax.Array,
+    held: jax.Array,
+    offset: int | jax.Array,
+    *,
+    looks: bool,
 ) -> jax.Array:
-    """Samples one position of each row, `offset` behind its length; `held` `[B]` are the slots, padding one of them."""
+    """Samples from each row of logits `[n, W]`, `offset` behind the length of its slot in `held` `[n]`, padding one."""
     own = logits
     if adjust is not None:
         logits = sampling.adjusted(logits, adjustments_at(state, adjust, held, offset))
     if variant == GREEDY:
         drawn = sampling.greedy(logits)
     else:
-        drawn = sampling.sample(logits, controls_at(state, held, offset), filters=variant >= FILTERED)
+        controls = controls_at(state, held, offset)
+        drawn = sampling.sample(logits, controls, filters=variant >= FILTERED, looks=looks)
     drawn = sampling.guard(logits, drawn, NOT_FINITE)
     return sampling.guard(own, drawn, NOT_FINITE)  # a NaN that `min_tokens` forbids is in the log-probabilities
 

@@ -147,6 +147,8 @@ def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch,
     directory = jax.config.jax_compilation_cache_dir
     try:
         parts = load_parts(bundled_model(), options, progress=False)
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "not there yet"))  # as JAX_COMPILATION_CACHE_DIR
+        assert stored.own_store(bundled_model(), EngineOptions(max_model_len=64), parts) is not None
     finally:
         jax.config.update("jax_compilation_cache_dir", directory)
     assert stored.own_store(bundled_model(), options, parts) is not None

@@ -1,0 +1,72 @@
+"""Which sampler serves a step, and that one which looks gives what the others do."""
+
+import functools
+import itertools
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv3.engine.device import sampling
+from dsv3.engine.device.samplers import Sampler, sampler_for, samplers
+from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL, GREEDY
+
+VARIANTS = (GREEDY, DRAWN, FILTERED, FULL)
+
+
+def layout(platform: str, takes_grammars: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(platform=platform, takes_grammars=takes_grammars)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_every_step_has_a_sampler_that_was_compiled(platform: str) -> None:
+    for grammars, variant in itertools.product((False, True), VARIANTS):
+        for is_held in {False, grammars}:
+            found = sampler_for(layout(platform, grammars), variant, is_held)
+            assert found in samplers(layout(platform, grammars))
+            assert found.variant >= variant and found.is_held >= is_held
+            assert found.variant >= FILTERED or found.variant == variant or is_held
+
+
+def test_a_gpu_has_one_for_each_need_and_a_cpu_looks() -> None:
+    assert [sampler_for(layout("cuda"), variant, False) for variant in VARIANTS] == [Sampler(v) for v in VARIANTS]
+    assert [sampler_for(layout("cuda"), variant, True).variant for variant in VARIANTS] == [
+        DRAWN,
+        DRAWN,
+        FILTERED,
+        FULL,
+    ]
+    assert sampler_for(layout("cpu"), GREEDY, False) == Sampler(GREEDY)
+    assert {sampler_for(layout("cpu"), v, False).variant for v in (DRAWN, FILTERED)} == {FILTERED}
+    assert {sampler_for(layout("cpu"), v, True) for v in VARIANTS} == {Sampler(FULL, is_held=True, looks=True)}
+    assert not any(each.is_held for each in samplers(layout("cpu", takes_grammars=False)))
+
+
+ASKED = st.tuples(
+    st.sampled_from([0.0, 0.5, 1.0, 3.0]),  # temperature
+    st.sampled_from([1.0, 1.0, 0.9, 0.3]),  # top_p
+    st.sampled_from([0.0, 0.0, 0.2]),  # min_p
+    st.sampled_from([0, 0, 1, 7]),  # top_k
+)
+
+
+@functools.cache
+def sampler(**how: bool):
+    return jax.jit(functools.partial(sampling.sample, **how))
+
+
+@settings(deadline=None)
+@given(st.lists(ASKED, min_size=3, max_size=3), st.integers(0, 2**32 - 1))
+def test_looking_changes_no_token(rows: list[tuple[float, float, float, int]], seed: int) -> None:
+    logits = np.random.default_rng(seed).standard_normal((3, 150), np.float32) * 3
+    temperature, top_p, min_p, top_k = (np.array(column) for column in zip(*rows, strict=True))
+    seeds = np.array([[seed, row] for row in range(3)], np.uint32)
+    floats = (each.astype(np.float32) for each in (temperature, top_p, min_p))
+    controls = sampling.Controls(*floats, top_k.astype(np.int32), seeds, np.arange(3, dtype=np.int32))
+    found = sampler(looks=True)(logits, controls)
+    np.testing.assert_array_equal(found, sampler(filters=True)(logits, controls))
+    if not (min_p.any() or top_k.any() or (top_p < 1).any()):
+        np.testing.assert_array_equal(found, sampler(filters=False)(logits, controls))

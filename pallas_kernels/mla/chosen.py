@@ -4,18 +4,28 @@ Bits take a 32nd of the memory of 32-bit scores, and no scores are ever kept. Wh
 between the first and the last that a block of queries may see.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import Backend
-from pallas_kernels.mla import checks, mosaic_ops, reference
+from pallas_kernels.mla import checks, mosaic_ops, reference, triton_ops
+from pallas_kernels.mla.layout import PAGE_SIZE, fp8_rows_of_pages, is_fp8, unpack_fp8
 from pallas_kernels.mla.ops import dispatched, prefill_unsupported, whole_keys
 
 WORD = 32
 """Keys whose bits share a word."""
+
+
+def rows_of_pages(
+    pages: jax.Array, ids: jax.Array, counts: jax.Array, value_width: int, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Returns the latents `[n * 64, R + P]` of pages `ids` `[n]` of the pool, zeros from row `counts` `[n]` on."""
+    rows = pages.at[ids].get(mode="clip")
+    if is_fp8(pages):
+        rows = unpack_fp8(fp8_rows_of_pages(rows, value_width), value_width, dtype)
+    written = jnp.arange(PAGE_SIZE) < counts[:, None]
+    return jnp.where(written[..., None], rows.astype(dtype), 0).reshape(-1, rows.shape[-1])
 
 
 def chosen_bits(keys: jax.Array, counts: jax.Array | bool, num_keys: int) -> jax.Array:
@@ -47,7 +57,7 @@ def mla_prefill_chosen(
 
     Args:
       q: `[T, H, N + P]` float32, bfloat16 or float16.
-      k, shared_key: `[K, H, N]` and, for all heads, `[K, P]`: the parts of keys, of the same dtype. K is a multiple of 128.
+      k, shared_key: the parts of keys, `[K, H, N]` and for all heads `[K, P]`, of the same dtype, K a multiple of 128.
       v: `[K, H, V]` of the same dtype, finite.
       bits: `[K / 32, T]` int32, as `chosen_bits` makes them.
       starts, ends: `[T]` int32. The bits of a query lie within its keys from `starts` on and before `ends`, which both
@@ -62,12 +72,10 @@ def mla_prefill_chosen(
       ValueError: a shape or dtype does not fit.
     """
     checks.check_chosen(q, k, v, bits, starts, ends, shared_key)
-    chosen = dispatched("mla_prefill_chosen", backend, unsupported(q, k, v, shared_key, backend))
+    chosen = dispatched("mla_prefill_chosen", backend, prefill_unsupported(q, v, backend))
+    which = bits, starts, ends
     if chosen is Backend.MOSAIC:
-        return mosaic_ops.prefill_chosen_mosaic(q, k, v, bits, starts, ends, shared_key, scale=scale)
-    return reference.chosen_reference(q, whole_keys(k, shared_key), v, bits, starts, ends, scale=scale)
-
-
-def unsupported(q: Any, k: Any, v: Any, shared_key: Any, backend: Backend | None = None) -> str | None:
-    """Returns why `backend` has no kernel for such arrays (or their shapes and types); None if it has."""
-    return prefill_unsupported(q, v, backend)
+        parts = (k, shared_key) if mosaic_ops.takes_parts(k, shared_key) else (whole_keys(k, shared_key), None)
+        return mosaic_ops.prefill_chosen_mosaic(q, *parts, v, *which, scale=scale)
+    attend = triton_ops.prefill_chosen if chosen is Backend.TRITON else reference.chosen_reference
+    return attend(q, whole_keys(k, shared_key), v, *which, scale=scale)

@@ -217,7 +217,7 @@ def prefill_mosaic(
 
     `blocks` are the thread blocks that it takes at most; None for those that the program's transfers leave.
     """
-    T, H, key_width = q.shape
+    T, _, key_width = q.shape
     key_block = key_block or mosaic_prefill.KEY_BLOCKS[key_width, v.shape[-1]]
     padded = -(-T // mosaic_prefill.BLOCK) * mosaic_prefill.BLOCK
     q, k, v = (jnp.pad(x, ((0, padded - T), (0, 0), (0, 0))) for x in (q, k, v))
@@ -266,25 +266,25 @@ def _prefill_shape(
 def prefill_chosen_mosaic(
     q: jax.Array,
     k: jax.Array,
+    shared_key: jax.Array | None,
     v: jax.Array,
     bits: jax.Array,
     starts: jax.Array,
     ends: jax.Array,
-    shared_key: jax.Array,
     *,
     scale: float,
     key_block: int | None = None,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """See `chosen.mla_prefill_chosen`; the other arguments are those of `prefill_mosaic`."""
-    (T, H, key_width), value_width = q.shape, v.shape[-1]
-    key_block = key_block or mosaic_prefill.KEY_BLOCKS[key_width, value_width]
+    """See `chosen.mla_prefill_chosen`; keys are whole where `shared_key` is None, and tuned as in `prefill_mosaic`."""
+    T, key_block = len(q), key_block or mosaic_prefill.KEY_BLOCKS[q.shape[-1], v.shape[-1]]
     short = -T % mosaic_prefill.BLOCK
     q, bits = jnp.pad(q, ((0, short), (0, 0), (0, 0))), jnp.pad(bits, ((0, 0), (0, short)))
     shape = _prefill_shape(q, v, scale, key_block, 2, blocks, interpret, shared_key, chooses=True)
     ranges = _key_ranges(*(jnp.pad(x, (0, short)) for x in (starts, ends)), key_block)
-    return mosaic_prefill.attend_segments(shape, q, (k, shared_key), v, ranges, bits, interpret=interpret)[0][:T]
+    keys = k if shared_key is None else (k, shared_key)
+    return mosaic_prefill.attend_segments(shape, q, keys, v, ranges, bits, interpret=interpret)[0][:T]
 
 
 def _key_ranges(starts: jax.Array, ends: jax.Array, key_block: int) -> jax.Array:

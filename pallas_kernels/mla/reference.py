@@ -96,7 +96,7 @@ def chosen_reference(
     *,
     scale: float,
 ) -> jax.Array:
-    """See `mla_prefill_chosen`, with whole keys. Scores are never more than `[H, 128, 128]`, as in `prefill_reference`."""
+    """See `mla_prefill_chosen`, with whole keys. Scores are never more than `[H, 128, 128]`."""
     T, block = q.shape[0], _PREFILL_BLOCK
     padded = -(-T // block) * block
     ks, vs = (_head_blocks(x, block, len(k)) for x in (k, v))  # [blocks, H, block, width]

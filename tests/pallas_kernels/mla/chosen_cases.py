@@ -9,7 +9,7 @@ import numpy as np
 from pallas_kernels import mla
 
 SCALE = 0.1352338
-T, KEYS, H, CHOSEN = 150, 384, 2, 20
+T, KEYS, H, CHOSEN = 150, 384, 1, 20
 REQUESTS = ((0, 61, 40), (128, 111, 90))  # first key, what its first query sees, queries; 20 rows of padding follow
 
 

@@ -28,9 +28,9 @@ def kernel(q, k, shared_key, v, bits, starts, ends, key_block=None, blocks=None)
     return mosaic_ops.prefill_chosen_mosaic(q, k, shared_key, v, bits, starts, ends, scale=SCALE, **how)
 
 
-@pytest.mark.parametrize(("key_block", "blocks"), [(None, None), (64, 3)])
+@pytest.mark.parametrize(("key_block", "blocks"), [(None, None), (64, 1)])
 def test_the_mosaic_kernel(key_block: int | None, blocks: int | None) -> None:
-    """Four items: two heads and two blocks of queries; with three thread blocks one has two of them."""
+    """Two blocks of queries, the first of two requests; one thread block takes both, or each has its own."""
     case = cases.chosen_case(dtype=jnp.bfloat16)
     try:
         out = kernel(**case.arguments, key_block=key_block, blocks=blocks)
@@ -46,9 +46,21 @@ def test_every_key_has_its_own_bit() -> None:
     assert found == [[0, 31, 32, 127], [5]]
 
 
+def test_rows_of_fp8_pages_come_back_without_what_nobody_wrote() -> None:
+    @jax.jit
+    def both(latents):
+        packed = mla.pack_fp8(latents, 32)
+        pages = mla.fp8_pages_of_rows(packed.reshape(2, 64, -1), 32)
+        rows = mla.rows_of_pages(pages, jnp.array([1, 0]), jnp.array([64, 10]), 32, jnp.float32)
+        return rows, mla.unpack_fp8(packed, 32, jnp.float32)
+
+    rows, wanted = both(np.random.default_rng(0).standard_normal((2 * 64, 48)).astype(np.float32))
+    np.testing.assert_array_equal(rows, np.concatenate([wanted[64:], wanted[:10], np.zeros((54, 48))]))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     case = cases.chosen_case(dtype=jnp.float32).arguments
-    with pytest.raises(ValueError, match=r"K a multiple of 128 for q \(150, 2, 192\), but are \(100, 2, 128\)"):
+    with pytest.raises(ValueError, match=r"K a multiple of 128 for q \(150, 1, 192\), but are \(100, 1, 128\)"):
         mla.mla_prefill_chosen(**case | {"k": case["k"][:100]}, scale=SCALE)
     with pytest.raises(ValueError, match=r"bits must be int32 \(12, 150\), but are int32\[12, 149\]"):
         mla.mla_prefill_chosen(**case | {"bits": case["bits"][:, 1:]}, scale=SCALE)

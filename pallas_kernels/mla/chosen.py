@@ -73,9 +73,8 @@ def mla_prefill_chosen(
     """
     checks.check_chosen(q, k, v, bits, starts, ends, shared_key)
     chosen = dispatched("mla_prefill_chosen", backend, prefill_unsupported(q, v, backend))
-    which = bits, starts, ends
     if chosen is Backend.MOSAIC:
-        parts = (k, shared_key) if mosaic_ops.takes_parts(k, shared_key) else (whole_keys(k, shared_key), None)
-        return mosaic_ops.prefill_chosen_mosaic(q, *parts, v, *which, scale=scale)
+        keys, shared = (k, shared_key) if mosaic_ops.takes_parts(k, shared_key) else (whole_keys(k, shared_key), None)
+        return mosaic_ops.prefill_chosen_mosaic(q, keys, shared, v, bits, starts, ends, scale=scale)
     attend = triton_ops.prefill_chosen if chosen is Backend.TRITON else reference.chosen_reference
-    return attend(q, whole_keys(k, shared_key), v, *which, scale=scale)
+    return attend(q, whole_keys(k, shared_key), v, bits, starts, ends, scale=scale)

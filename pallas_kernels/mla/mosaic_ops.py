@@ -282,7 +282,7 @@ def prefill_chosen_mosaic(
     short = -T % mosaic_prefill.BLOCK
     q, bits = jnp.pad(q, ((0, short), (0, 0), (0, 0))), jnp.pad(bits, ((0, 0), (0, short)))
     shape = _prefill_shape(q, v, scale, key_block, 2, blocks, interpret, shared_key, chooses=True)
-    ranges = _key_ranges(*(jnp.pad(x, (0, short)) for x in (starts, ends)), key_block)
+    ranges = _key_ranges(jnp.pad(starts, (0, short)), jnp.pad(ends, (0, short)), key_block)
     keys = k if shared_key is None else (k, shared_key)
     return mosaic_prefill.attend_segments(shape, q, keys, v, ranges, bits, interpret=interpret)[0][:T]
 

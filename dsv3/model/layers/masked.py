@@ -8,7 +8,7 @@ Keys come from the pages, new ones too, so both forms attend to the same numbers
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def masked_form(
         rows = mla.rows_of_pages(latents, ids, packed.counts, cfg.kv_lora_rank, tokens.latent.dtype)
         k, shared, v = expand(rows, params, layer, Numerics(backend))
         bits = mla.chosen_bits(starts[:, None] + chosen, chosen < visible[:, None], batch.expands)
-        how = {"scale": cfg.softmax_scale, "shared_key": shared, "backend": backend}
+        how: dict[str, Any] = {"scale": cfg.softmax_scale, "shared_key": shared, "backend": backend}
         return mla.mla_prefill_chosen(tokens.q, k, v, bits, starts, starts + visible, **how)
 
     return ChosenForm(attend, copies=0)

@@ -77,10 +77,10 @@ def test_drafts_give_transformers_tokens(tmp_path: Path, monkeypatch: pytest.Mon
 def reading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Makes engines that draft from the text, and have programs for steps that choose and that do not, as on a GPU.
 
-    Texts begin below the 16 tokens that are chosen, and grow beyond. None is masked.
+    Texts begin below the 16 tokens that are chosen, and grow beyond. Prompts that choose are masked up to 128 tokens.
     """
     monkeypatch.setattr(choosing, "LOOKING", ())
-    monkeypatch.setattr(crossover, "masked_room", lambda *_: 0)
+    monkeypatch.setattr(crossover, "masked_room", lambda *_: 128)
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
     return functools.partial(engine, "glm_moe_dsa", max_num_seqs=1, speculative_config=drafts)
 
@@ -95,8 +95,7 @@ def test_drafts_from_the_text_give_transformers_tokens(reading: Callable[..., En
 
 @pytest.fixture
 def tiered(reading: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """An engine that keeps pages in the host's memory, and waits for them; it masks prompts of up to 128 tokens."""
-    monkeypatch.setattr(crossover, "masked_room", lambda *_: 128)
+    """An engine that keeps pages in the host's memory, and waits for them."""
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)

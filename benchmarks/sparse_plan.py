@@ -2,38 +2,57 @@
 
     python -m benchmarks.sparse_plan
 
-DeepSeek-V3.2 on an H200, output projection included, in microseconds: 48 requests that decode, and 2,048 tokens
-spread evenly over prompts of that length. Arithmetic of `dsv3.plan.roofline`; nothing is compiled or measured.
+DeepSeek-V3.2 on an H200, output projection included, in microseconds: 48 requests that decode, and a chunk of 2,048
+tokens, the mean over the chunks of a prompt. Prefill takes the masked form up to its room, and the sparse one beyond
+(`dsv3/engine/crossover.py`). Arithmetic of `dsv3.plan.roofline`; nothing is compiled or measured.
 """
 
 from configs.deepseek_v31 import DEEPSEEK_V31
 from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import H200
+from dsv3.engine.crossover import masked_room
 from dsv3.plan.roofline import MicroBatch, decode_stages, prefill_stages, rates_of
 
-TOKENS = (2_048, 4_989, 32_768, 131_072)
+TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 131_072)
+BUCKETS = (64, 256, 1_024, 2_048, 4_096, 8_192, 16_384)
+CHUNK = 2_048
 _FREE_IN_PREFILL = 108 / 132  # multiprocessors that transfers leave to kernels
 
 
-def attention(tokens: int, cache_dtype: str) -> tuple[float, float, float, float]:
-    """Returns the seconds of decode dense and sparse, and of prefill dense and sparse."""
-    decode = MicroBatch(48, tokens, 32, cache_dtype=cache_dtype)
-    prompt = MicroBatch(2_048, tokens / 2, 32, cache_dtype=cache_dtype, fewest=0)
-    rates, taken = rates_of(H200, DEEPSEEK_V32, 1.0), rates_of(H200, DEEPSEEK_V32, _FREE_IN_PREFILL)
-    return (
-        decode_stages(DEEPSEEK_V31, rates, decode)["attention"],
-        decode_stages(DEEPSEEK_V32, rates, decode)["attention"],
-        prefill_stages(DEEPSEEK_V31, taken, prompt)["attention"],
-        prefill_stages(DEEPSEEK_V32, taken, prompt)["attention"],
-    )
+def decoding(tokens: int, cache_dtype: str) -> tuple[float, float]:
+    """Returns the seconds of decode, dense and sparse."""
+    batch, rates = MicroBatch(48, tokens, 32, cache_dtype=cache_dtype), rates_of(H200, DEEPSEEK_V32, 1.0)
+    return tuple(decode_stages(model, rates, batch)["attention"] for model in (DEEPSEEK_V31, DEEPSEEK_V32))
+
+
+def prompts(tokens: int, cache_dtype: str) -> tuple[float, float, float]:
+    """Returns the mean seconds of a chunk of a prompt: dense, sparse in every chunk, and as it is taken."""
+    rates, room = rates_of(H200, DEEPSEEK_V32, _FREE_IN_PREFILL), masked_room(DEEPSEEK_V32, cache_dtype, CHUNK)
+    starts = range(0, tokens, CHUNK)
+
+    def mean(model, room: int) -> float:
+        return sum(_chunk(model, rates, cache_dtype, start, room) for start in starts) / len(starts)
+
+    return mean(DEEPSEEK_V31, 0), mean(DEEPSEEK_V32, 0), mean(DEEPSEEK_V32, room)
+
+
+def _chunk(model, rates, cache_dtype: str, start: int, room: int) -> float:
+    expands = room if start + CHUNK <= room else 0
+    batch = MicroBatch(CHUNK, start + CHUNK / 2, 32, cache_dtype=cache_dtype, fewest=start, expands=expands)
+    return prefill_stages(model, rates, batch)["attention"]
 
 
 def main() -> None:
-    print("| tokens | pages | decode: dense | sparse | prefill: dense | sparse |\n|---|---|---|---|---|---|")
+    print("| tokens | pages | decode: dense | sparse | prefill: dense | sparse | as taken |")
+    print("|---|---|---|---|---|---|---|")
     for tokens in TOKENS:
         for cache_dtype in ("bfloat16", "fp8"):
-            cells = [f"{seconds * 1e6:,.0f}" for seconds in attention(tokens, cache_dtype)]
-            print(f"| {tokens:,} | {cache_dtype} | {' | '.join(cells)} |")
+            seconds = *decoding(tokens, cache_dtype), *prompts(tokens, cache_dtype)
+            print(f"| {tokens:,} | {cache_dtype} | {' | '.join(f'{each * 1e6:,.0f}' for each in seconds)} |")
+    print("\n| tokens of a step | room of the masked form, bfloat16 | fp8 |\n|---|---|---|")
+    for size in BUCKETS:
+        rooms = [masked_room(DEEPSEEK_V32, cache_dtype, size) for cache_dtype in ("bfloat16", "fp8")]
+        print(f"| {size:,} | {' | '.join(f'{room:,}' for room in rooms)} |")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,14 @@ from pallas_kernels.dsa.scores import raw_scores
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.fp8 import fp8_gemm, swiglu_quantize
 from pallas_kernels.grouped import fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
-from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_context, write_pages
+from pallas_kernels.mla import (
+    fp8_row_bytes,
+    mla_decode,
+    mla_prefill,
+    mla_prefill_chosen,
+    mla_prefill_context,
+    write_pages,
+)
 from pallas_kernels.triton.resources import TritonResources, kernel_resources
 
 type Case = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
@@ -76,6 +83,19 @@ def _attention() -> Iterator[tuple[str, Case]]:
     for keys, values in ((192, 128), (256, 256), (128, 128)):
         arrays = (*(_array(4096, 16, width) for width in (keys, keys, values)), _array(9, dtype=jnp.int32))
         yield f"prefill, heads of {keys} and {values}", (prefill, arrays)
+    for own, values in ((128, 128), (192, 256)):
+        yield f"prefill to chosen keys, heads of {own + 64} and {values}", _chosen(own, values)
+
+
+def _chosen(own: int, values: int) -> Case:
+    """Returns masked attention of 4,096 tokens to 12,288, with 16 heads of `own` columns and 64 shared ones."""
+    T, K = 4096, 12288
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, shared: jax.Array, *where: jax.Array) -> jax.Array:
+        return mla_prefill_chosen(q, k, v, *where, scale=0.1, shared_key=shared, backend=TRITON)
+
+    arrays = _array(T, 16, own + 64), _array(K, 16, own), _array(K, 16, values), _array(K, 64)
+    return attend, (*arrays, *(_array(*shape, dtype=jnp.int32) for shape in ((K // 32, T), (T,), (T,))))
 
 
 def _products() -> Iterator[tuple[str, Case]]:

@@ -5,7 +5,9 @@ beyond the live ones are padding, marked by a length of 0.
 
 Both batches say with `chooses` what the host knows of sparse attention: whether a query may see more tokens than an
 indexer chooses. False: none does, so attention is dense. None: the step looks while it runs, for which a GPU's host
-would wait in every layer. Dense models do not read it.
+would wait in every layer. Dense models do not read it. `expands` of prefill is the host's word too. Above 0 a step that
+chooses takes the masked form (`layers/masked.py`): all tokens of its requests, those of each in whole pages, are no
+more than that.
 """
 
 import dataclasses
@@ -32,6 +34,7 @@ class PrefillBatch:
     page_table: Any  # [B, Mp] int32, entries beyond a request's pages are never read
     has_context: bool = dataclasses.field(default=True, metadata={"static": True})
     chooses: bool | None = dataclasses.field(default=None, metadata={"static": True})
+    expands: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

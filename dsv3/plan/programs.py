@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.cache.page import pages_for
+from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.checkpoint import int4
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config import ModelConfig
@@ -27,7 +27,7 @@ from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.device.reserve import Reserve, reserve
 from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs.draft_module import chain_key
-from dsv3.engine.jobs.prefill import variant_for
+from dsv3.engine.jobs.prefill import Variant, variant_for
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.parts import Parts
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
@@ -150,7 +150,7 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     if phase == "prefill":
         size, width = deployment.prefill_tokens, 1
         rows, drafts = cfg.prefill_rows(size), cfg.tokens_per_row - 1
-        variant = variant_for(planned.layout, deployment.prefix_hit_rate > 0, longest).number
+        variant = prefill_variant(planned).number
     else:
         rows, drafts = deployment.decode_requests, deployment.drafts
         size, width, variant = rows, 1 + drafts, int(choice is True)
@@ -160,6 +160,15 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     if drafts > 1:
         found.append(Run("chain", chain_key(rows, 1, choice), rows, times=drafts - 1))
     return tuple(found)
+
+
+def prefill_variant(planned: LaidOut) -> Variant:
+    """Returns which program a prefill step takes that begins with whole prompts of the deployment's mean length."""
+    deployment = planned.deployment
+    size, hits, length = deployment.prefill_tokens, deployment.prefix_hit_rate, deployment.context_length
+    prompts = max(1, round(size / max(1.0, length * (1 - hits))))
+    keys = prompts * pages_for(length) * PAGE_SIZE
+    return variant_for(planned.layout, size, hits > 0, length, keys)
 
 
 def compile_step(planned: LaidOut, phase: Phase) -> tuple[Compiled, ...]:

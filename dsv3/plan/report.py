@@ -172,6 +172,8 @@ _SPARSE = {
     "copies": "of it copies of their latents",
     "attention": "of it attention to these",
     "launches": "of it launches of these kernels",
+    "expansion": "of it keys and values of all tokens",
+    "mask": "of it the mask",
 }
 
 
@@ -184,7 +186,8 @@ def _estimate_table(plan: Plan, step: StepPlan) -> Table:
             table.add_row(f"{name}, per {per}", f"{seconds * 1e6:,.0f} us")
         if name == "attention" and step.sparse is not None:
             for part, part_seconds in dataclasses.asdict(step.sparse).items():
-                table.add_row(f"  {_SPARSE[part]}", f"{part_seconds * 1e6:,.0f} us")
+                if part_seconds:
+                    table.add_row(f"  {_SPARSE[part]}", f"{part_seconds * 1e6:,.0f} us")
     for role, seconds in line.exposed.items():
         table.add_row(f"waiting for {role}, per step", f"{seconds * 1e3:.1f} ms")
     table.add_row("host, per step", f"{HOST_S * 1e3:.1f} ms")

@@ -15,9 +15,11 @@ from dsv3.cache.layout import row_bytes
 from dsv3.config import ModelConfig
 from dsv3.plan.deployment import Device
 from dsv3.plan.sparse import (
+    PREFILL_OVERHEAD,
     SELECT_CYCLES,
     SparseCore,
     core_operations,
+    expanded_operations,
     index_share,
     index_weights,
     must_choose,
@@ -43,7 +45,6 @@ _GROUPED_FLOPS = 1000 / 1979
 _PREFILL_FLOPS = 993 / 1979
 _DECODE_CORE_FLOPS = 580 / 989
 _PREFILL_CORE_FLOPS = 535 / 989
-_PREFILL_OVERHEAD = 1.25  # norms, quantisation, rotation, routing
 _DISPATCH_LINK = 45 / 50
 _COMBINE_LINK = 40.5 / 50
 _NODE_LINK = 153 / 160
@@ -180,7 +181,8 @@ class MicroBatch:
 
     `width` tokens of each request read its cache together. `split` devices share the heads of these tokens, the widths
     of their MLPs, and their routed experts' rows. The first token of a prompt sees the `fewest` keys, and the next ones
-    evenly more; None: all tokens see as many.
+    evenly more; None: all tokens see as many. Where queries choose in prefill, masked attention has room for `expands`
+    tokens; 0: chosen rows are copied.
     """
 
     tokens: int
@@ -190,6 +192,7 @@ class MicroBatch:
     cache_dtype: str = "bfloat16"
     width: int = 1
     fewest: float | None = None
+    expands: int = 0
 
     @property
     def most(self) -> float:
@@ -246,17 +249,17 @@ def prefill_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[
     sizes, n = sizes_of(model), batch.split
 
     def seconds(elements: float) -> float:
-        return _PREFILL_OVERHEAD * 2 * batch.tokens * elements / rates.prefill_flops
+        return PREFILL_OVERHEAD * 2 * batch.tokens * elements / rates.prefill_flops
 
     sparse = sparse_parts(model, rates, batch)
-    pair = 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
-    core = _PREFILL_OVERHEAD * batch.tokens * batch.keys * pair / n / rates.prefill_core_flops
+    core = PREFILL_OVERHEAD * batch.tokens * batch.keys * expanded_operations(model) / n / rates.prefill_core_flops
     if sparse is not None:
         core = sparse.seconds
+    own_keys = 0 if sparse is not None and sparse.masked else sizes.key_value  # masked attention makes those of all
     indexer = index_share(model) * index_weights(model, sparse is not None)
     return {
         "project": seconds(sizes.down + sizes.query / n + indexer),
-        "attention": core + seconds((sizes.key_value + sizes.out) / n),
+        "attention": core + seconds((own_keys + sizes.out) / n),
         "router": 0.0,
         "shared_expert": seconds(sizes.shared / n),
         "experts": seconds(model.num_experts_per_tok * sizes.expert / n),

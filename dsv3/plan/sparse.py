@@ -1,5 +1,6 @@
-"""How long sparse attention could take (DeepSeek-V3.2): index scores, the choice, copies and attention to the chosen.
+"""How long sparse attention could take (DeepSeek-V3.2): index scores, the choice, and attention to the chosen tokens.
 
+Attention is to copies of their rows, or in prefill of short requests masked attention to all (`SparseCore.masked`).
 Its kernels run one after the other, for a group of query rows at a time (`dsv3.model.layers.sparse`). An estimate, like
 all of `dsv3.plan.roofline`; no GPU has run these kernels.
 """
@@ -15,27 +16,43 @@ from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
 if TYPE_CHECKING:
     from dsv3.plan.roofline import MicroBatch, Rates
 
+PREFILL_OVERHEAD = 1.25
+"""What products of prefill take with norms, quantisation, rotation and routing."""
+
 SELECT_CYCLES = 1.35
 """Cycles of a multiprocessor per score: of 16 warps on 4 schedulers each has 4 x 170 and 695 instructions for 4,096."""
 
 _SCORE_BYTES = 4
 _LAUNCHES = 5  # per group: scores, choice, copies, attention, and what joins its parts
+_MASKED_LAUNCHES = 2, 8  # per group: scores and choice; once: pages, products for keys and values, bits, attention
+_BIT_BYTES = 4 + 2 * 32  # a position is read, and a sector of memory for its bit read and written
+_MASKING = 2938 / 2828  # cycles of a pass of the prefill kernel with bits and without (benchmarks/gpu/README.md)
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseCore:
-    """Seconds of a layer's parts for one micro-batch; those of layers without an indexer count as nothing."""
+    """Seconds of a layer's parts for one micro-batch; those of layers without an indexer count as nothing.
+
+    `copies` are those of chosen rows. Masked attention has none: it has `expansion` of all tokens, and the `mask`.
+    """
 
     scores: float
     choice: float
     copies: float
     attention: float
     launches: float
+    expansion: float = 0.0
+    mask: float = 0.0
 
     @property
     def seconds(self) -> float:
         """All of them."""
-        return self.scores + self.choice + self.copies + self.attention + self.launches
+        return sum(dataclasses.astuple(self))
+
+    @property
+    def masked(self) -> bool:
+        """Whether it is masked attention to all tokens."""
+        return self.expansion > 0
 
 
 def core_operations(model: ModelConfig) -> int:
@@ -90,8 +107,13 @@ def sparse_floor(model: ModelConfig, context: float, cache_dtype: str) -> tuple[
     return nbytes, seen * core_operations(model) + share * context * index_operations(model)
 
 
+def expanded_operations(model: ModelConfig) -> int:
+    """Returns the operations of attention in expanded form for one query token and one token that it sees."""
+    return 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
+
+
 def sparse_core(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_s: float) -> SparseCore:
-    """Returns the parts of a layer of a micro-batch that takes the sparse path; a launch takes `kernel_s`.
+    """Returns the parts of a layer of a micro-batch whose queries choose; a launch takes `kernel_s`.
 
     Each query reads its request's index keys for itself, from memory or from an L2 cache that is taken to be as fast,
     and copies its chosen rows. Rows are chosen by one multiprocessor each.
@@ -101,13 +123,34 @@ def sparse_core(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_
     score_flops = rates.fp8_core_flops if batch.cache_dtype == "fp8" else rates.decode_core_flops
     pairs = b * batch.keys
     chosen = math.ceil(b / rates.multiprocessors) * batch.keys / rates.selection
+    choosing: dict[str, float] = {
+        "scores": share * max(pairs * index_operations(model) / score_flops, pairs * (key + _SCORE_BYTES) / rates.hbm),
+        "choice": share * chosen,
+    }
+    if batch.expands:
+        return SparseCore(**choosing, **_masked(model, rates, batch, kernel_s))
     core = b * seen * core_operations(model) / batch.split / rates.decode_core_flops
     topk = model.indexer.topk if model.indexer else 0
     groups = math.ceil(b * chosen_width(topk) * row / BYTES_AT_ONCE)
     return SparseCore(
-        scores=share * max(pairs * index_operations(model) / score_flops, pairs * (key + _SCORE_BYTES) / rates.hbm),
-        choice=share * chosen,
+        **choosing,
         copies=2 * b * seen * row / rates.hbm,
         attention=max(core, b * seen * row / rates.hbm),
         launches=groups * _LAUNCHES * kernel_s,
     )
+
+
+def _masked(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_s: float) -> dict[str, float]:
+    """Returns the seconds of masked attention: all room is expanded, and all tokens that are seen are multiplied."""
+    b, room, heads = batch.tokens, batch.expands, model.num_attention_heads / batch.split
+    widths = (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank
+    core = b * batch.keys * expanded_operations(model) / batch.split / rates.prefill_core_flops
+    groups = math.ceil(b * _SCORE_BYTES * room / BYTES_AT_ONCE)
+    bits = b * attended(model, batch.keys, batch.fewest) * _BIT_BYTES + room // 32 * b * 4
+    return {
+        "copies": 0.0,
+        "attention": PREFILL_OVERHEAD * _MASKING * core,
+        "launches": (groups * _MASKED_LAUNCHES[0] + _MASKED_LAUNCHES[1]) * kernel_s,
+        "expansion": PREFILL_OVERHEAD * 2 * room * heads * widths / rates.prefill_flops,
+        "mask": bits / rates.hbm,
+    }

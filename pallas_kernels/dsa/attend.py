@@ -18,10 +18,13 @@ def chosen_width(best: int) -> int:
     return -(-best // PAGE_SIZE) * PAGE_SIZE
 
 
-def rows_at_once(pages: jax.Array, page_table: jax.Array, best: int) -> int:
-    """Returns how many queries are worked on at once, at least 1: their scores and copied rows stay within 256 MiB."""
+def rows_at_once(pages: jax.Array, page_table: jax.Array, copies: int) -> int:
+    """Returns how many queries are worked on at once, at least 1: their scores and copied rows stay within 256 MiB.
+
+    `copies` is how many rows of latents are copied for a query, 0 where its attention is masked.
+    """
     scores = 4 * PAGE_SIZE * page_table.shape[1]
-    copied = chosen_width(best) * pages.shape[2] * pages.dtype.itemsize
+    copied = chosen_width(copies) * pages.shape[2] * pages.dtype.itemsize
     return max(1, BYTES_AT_ONCE // max(scores, copied))
 
 

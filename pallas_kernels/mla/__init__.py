@@ -1,5 +1,6 @@
 """Multi-head latent attention over a paged cache: decode, prefill, cache write."""
 
+from pallas_kernels.mla.chosen import chosen_bits, mla_prefill_chosen, rows_of_pages
 from pallas_kernels.mla.layout import FP8_PAGES_DTYPE, PAGE_SIZE, fp8_pages_of_rows, fp8_row_bytes, pack_fp8, unpack_fp8
 from pallas_kernels.mla.merge import merge_attention
 from pallas_kernels.mla.mosaic_fp8_cache import VALUE_WIDTH as FP8_VALUE_WIDTH
@@ -18,6 +19,7 @@ __all__ = [
     "FP8_PAGES_DTYPE",
     "FP8_VALUE_WIDTH",
     "PAGE_SIZE",
+    "chosen_bits",
     "decode_schedule",
     "decode_unsupported",
     "fp8_pages_of_rows",
@@ -25,9 +27,11 @@ __all__ = [
     "merge_attention",
     "mla_decode",
     "mla_prefill",
+    "mla_prefill_chosen",
     "mla_prefill_context",
     "pack_fp8",
     "prefill_unsupported",
+    "rows_of_pages",
     "unpack_fp8",
     "whole_keys",
     "write_pages",

@@ -33,6 +33,33 @@ def check_prefill(
     _check_cu_lengths(cu_lengths)
 
 
+def check_chosen(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bits: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    shared_key: jax.Array,
+) -> None:
+    _check_rank("q", q, "[T, H, N + P]")
+    _check_float("q", q)
+    (T, H, width), K = q.shape, len(k)
+    own = width - shared_key.shape[-1]
+    if K % 128 or k.shape != (K, H, own) or shared_key.shape != (K, width - own) or v.shape[:2] != (K, H):
+        raise ValueError(
+            f"k, shared_key and v must be [K, H, N], [K, P] and [K, H, V] with K a multiple of 128 for q {q.shape}, "
+            f"but are {k.shape}, {shared_key.shape} and {v.shape}"
+        )
+    for name, x in (("k", k), ("v", v), ("shared_key", shared_key)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, but is {x.dtype}")
+    if bits.shape != (K // 32, T) or bits.dtype != jnp.int32:
+        raise ValueError(f"bits must be int32 {(K // 32, T)}, but are {bits.dtype}{list(bits.shape)}")
+    _check_ints("starts", starts, "T", T)
+    _check_ints("ends", ends, "T", T)
+
+
 def _check_key_parts(q: jax.Array, k: jax.Array, shared_key: jax.Array) -> None:
     _check_rank("shared_key", shared_key, "[T, P]")
     if shared_key.shape[0] != q.shape[0] or k.shape != (*q.shape[:2], q.shape[2] - shared_key.shape[1]):

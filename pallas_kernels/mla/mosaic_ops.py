@@ -217,18 +217,38 @@ def prefill_mosaic(
 
     `blocks` are the thread blocks that it takes at most; None for those that the program's transfers leave.
     """
-    T, H, key_width = q.shape
+    T, _, key_width = q.shape
     key_block = key_block or mosaic_prefill.KEY_BLOCKS[key_width, v.shape[-1]]
     padded = -(-T // mosaic_prefill.BLOCK) * mosaic_prefill.BLOCK
     q, k, v = (jnp.pad(x, ((0, padded - T), (0, 0), (0, 0))) for x in (q, k, v))
     token = jnp.arange(padded, dtype=jnp.int32)
     end = cu_lengths[-1]
     starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right", method="scan_unrolled")]
-    items = padded // mosaic_prefill.BLOCK * H
+    shape = _prefill_shape(q, v, scale, key_block, stages, blocks, interpret, shared_key)
+    starts = jnp.where(token < end, starts, mosaic_prefill.PADDING)
+    keys = k if shared_key is None else (k, jnp.pad(shared_key, ((0, padded - T), (0, 0))))
+    out, lse = mosaic_prefill.attend_segments(shape, q, keys, _clear_tail(v, end), starts, interpret=interpret)
+    return out[:T], lse[:, :T].T
+
+
+def _prefill_shape(
+    q: jax.Array,
+    v: jax.Array,
+    scale: float,
+    key_block: int,
+    stages: int,
+    blocks: int | None,
+    interpret: Any,
+    shared_key: jax.Array | None,
+    chooses: bool = False,
+) -> mosaic_prefill.PrefillShape:
+    """Returns the static facts of a call with padded queries."""
+    T, H, key_width = q.shape
+    items = T // mosaic_prefill.BLOCK * H
     all_of_them = gpu_multiprocessors.traced()
     blocks = blocks or (all_of_them.taken if all_of_them.reserved else items)
-    shape = mosaic_prefill.PrefillShape(
-        tokens=padded,
+    return mosaic_prefill.PrefillShape(
+        tokens=T,
         heads=H,
         key_width=key_width,
         value_width=v.shape[-1],
@@ -239,11 +259,40 @@ def prefill_mosaic(
         stages=stages,
         blocks=blocks if blocks < items else None,
         shared_width=0 if shared_key is None else shared_key.shape[1],
+        chooses=chooses,
     )
-    starts = jnp.where(token < end, starts, mosaic_prefill.PADDING)
-    keys = k if shared_key is None else (k, jnp.pad(shared_key, ((0, padded - T), (0, 0))))
-    out, lse = mosaic_prefill.attend_segments(shape, q, keys, _clear_tail(v, end), starts, interpret=interpret)
-    return out[:T], lse[:, :T].T
+
+
+def prefill_chosen_mosaic(
+    q: jax.Array,
+    k: jax.Array,
+    shared_key: jax.Array | None,
+    v: jax.Array,
+    bits: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    *,
+    scale: float,
+    key_block: int | None = None,
+    blocks: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """See `chosen.mla_prefill_chosen`; keys are whole where `shared_key` is None, and tuned as in `prefill_mosaic`."""
+    T, key_block = len(q), key_block or mosaic_prefill.KEY_BLOCKS[q.shape[-1], v.shape[-1]]
+    short = -T % mosaic_prefill.BLOCK
+    q, bits = jnp.pad(q, ((0, short), (0, 0), (0, 0))), jnp.pad(bits, ((0, 0), (0, short)))
+    shape = _prefill_shape(q, v, scale, key_block, 2, blocks, interpret, shared_key, chooses=True)
+    ranges = _key_ranges(jnp.pad(starts, (0, short)), jnp.pad(ends, (0, short)), key_block)
+    keys = k if shared_key is None else (k, shared_key)
+    return mosaic_prefill.attend_segments(shape, q, keys, v, ranges, bits, interpret=interpret)[0][:T]
+
+
+def _key_ranges(starts: jax.Array, ends: jax.Array, key_block: int) -> jax.Array:
+    """Returns the first block of keys of each block of queries, and their number, `[T / 128, 2]` int32."""
+    starts, ends = (x.reshape(-1, mosaic_prefill.BLOCK) for x in (starts, ends))
+    first = jnp.where(ends > 0, starts, mosaic_prefill.PADDING).min(axis=1) // key_block
+    last = -(-ends.max(axis=1) // key_block)
+    return jnp.stack([jnp.minimum(first, last), jnp.maximum(last - first, 0)], axis=1).astype(jnp.int32)
 
 
 def takes_parts(k: Any, shared_key: Any) -> bool:

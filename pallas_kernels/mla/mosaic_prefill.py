@@ -6,6 +6,9 @@ that holds the first token of the first query's segment up to the queries' own. 
 segment's start are masked. The warpgroups take turns at the tensor core, so that one's softmax hides behind the other's
 products (FlashAttention-3, Shah et al. 2024, section 3.1). The longest blocks start first.
 
+Sparse attention hands over keys of its own, and a bit for each pair of a query and a key. Then a thread block takes the
+keys that its queries' ranges span, and every block of scores is masked by its bits, which come from the L2 cache.
+
 There is a thread block per 128 tokens and head, unless the kernel has to leave multiprocessors to transfers. Then as
 many blocks as it may take walk over the same items in turns, there and back, so that long and short ones even out.
 """
@@ -37,6 +40,7 @@ KEY_BLOCKS = {(128, 128): 128, (192, 128): 128, (256, 256): 64}
 """Keys of a step by the widths of keys and values that the kernel takes: two steps' and the queries fit in 227 KiB."""
 
 _ROWS = 64
+_WORD = 32  # keys whose bits share a word
 _LOG2E = math.log2(math.e)
 _MASKED = -1e30  # a score nobody may see
 _START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
@@ -64,6 +68,8 @@ class PrefillShape:
     """Columns of a key that are the same for all heads, and come as an array of their own."""
     blocks: int | None = None
     """Thread blocks that walk over the items; None for one per item."""
+    chooses: bool = False
+    """Queries attend to the keys that bits name; else each to those of its segment up to itself."""
 
     @property
     def own_width(self) -> int:
@@ -82,11 +88,10 @@ def attend_segments(
     q: jax.Array,
     k: jax.Array | tuple[jax.Array, jax.Array],
     v: jax.Array,
-    starts: jax.Array,
-    *,
+    *seen: jax.Array,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the attention of every token to those of its segment up to itself.
+    """Computes the attention of every token to those of its segment up to itself, or to those that are chosen.
 
     Equal calls of a program share a trace and a lowering.
 
@@ -94,10 +99,13 @@ def attend_segments(
       q: `[T, H, key_width]`, T a multiple of 128.
       k: `[T, H, key_width]`; or with a `shared_width` `[T, H, own_width]` and `[T, shared_width]`.
       v: `[T, H, value_width]`, finite in every block of 128 tokens that holds a token of a segment.
-      starts: `[T]` int32, first token of each token's segment, PADDING for padding.
+      *seen: `[T]` int32, first token of each token's segment, PADDING for padding. Where it `chooses`, `[T / 128, 2]`
+        int32, the first block of keys of each block of queries and their number, and `[keys / 32, T]` int32, whose bit
+        b of word w says whether a query attends to key 32 w + b. Keys and values are then `[keys, ..]`, a multiple of
+        `key_block`, and all values of these blocks are finite.
 
     Returns:
-      out `[T, H, value_width]` and lse `[H, T]` float32; 0 and +inf for padding.
+      out `[T, H, value_width]` and lse `[H, T]` float32; 0 and +inf for padding, and where no key is chosen.
     """
     kernel = plgpu.kernel(
         functools.partial(_body, shape),
@@ -111,10 +119,10 @@ def attend_segments(
         thread_name="warpgroup",
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        kernel_name="mla_prefill",
+        kernel_name="mla_prefill_chosen" if shape.chooses else "mla_prefill",
         interpret=interpret,
     )
-    return kernel(q, *(k if isinstance(k, tuple) else (k,)), v, starts)
+    return kernel(q, *(k if isinstance(k, tuple) else (k,)), v, *seen)
 
 
 def _scratch(shape: PrefillShape) -> dict[str, Any]:
@@ -155,7 +163,7 @@ class _Work:
     k: Any
     shared: Any
     v: Any
-    starts: Any
+    seen: tuple
     out: Any
     lse: Any
     smem: Any
@@ -214,15 +222,23 @@ def _walk(shape: PrefillShape, arrays: tuple, smem: Any, visit):
 
 def _work(shape: PrefillShape, arrays: tuple, smem: Any, item, number, done) -> _Work:
     q, k, *others = arrays
-    shared, v, starts, out, lse = others if shape.shared_width else (None, *others)
+    shared, v, *seen, out, lse = others if shape.shared_width else (None, *others)
     query_block = (shape.tokens // BLOCK - 1) - lax.div(item, jnp.int32(shape.heads))
     first_token = query_block * BLOCK
-    start = starts[first_token]
+    first_block, blocks = _key_blocks(shape, seen[0], query_block, first_token)
+    head = lax.rem(item, jnp.int32(shape.heads))
+    inputs = (shape, q, k, shared, v, tuple(seen), out, lse, smem)
+    return _Work(*inputs, head, first_token, first_block, blocks, number, done)
+
+
+def _key_blocks(shape: PrefillShape, seen: Any, query_block, first_token):
+    """Returns the first block of keys of a block of queries, and how many there are."""
+    if shape.chooses:
+        return seen[query_block, 0], seen[query_block, 1]
+    start = seen[first_token]
     first_block = lax.div(jnp.minimum(start, first_token), jnp.int32(shape.key_block))
     last_block = lax.div(first_token + (BLOCK - 1), jnp.int32(shape.key_block))
-    blocks = jnp.where(start == PADDING, 0, last_block - first_block + 1)
-    head = lax.rem(item, jnp.int32(shape.heads))
-    return _Work(shape, q, k, shared, v, starts, out, lse, smem, head, first_token, first_block, blocks, number, done)
+    return first_block, jnp.where(start == PADDING, 0, last_block - first_block + 1)
 
 
 def _produce(work: _Work):
@@ -278,8 +294,7 @@ def _drain(shape: PrefillShape, smem: Any, steps) -> None:
 def _consume(work: _Work, warpgroup):
     smem, shape = work.smem, work.shape
     first_row = work.first_token + warpgroup * _ROWS
-    starts = plgpu.load(work.starts.at[pl.ds(first_row, _ROWS)], layout=_ROW, optimized=False)
-    last_start = work.starts[first_row + (_ROWS - 1)]
+    mask = _chosen_mask if shape.chooses else _segment_mask(work, first_row)
 
     pl.when((work.blocks > 0) | (shape.blocks is not None))(lambda: plgpu.barrier_wait(smem.query_full))
     pl.when((work.blocks > 0) & (warpgroup == 1))(lambda: _take_turn(smem))
@@ -287,7 +302,7 @@ def _consume(work: _Work, warpgroup):
     def step(i, carry):
         output, top, total = carry
         stage = work.stage(i)
-        scores = _scores(work, warpgroup, i, stage, first_row, starts, last_start)
+        scores = _scores(work, warpgroup, i, stage, first_row, mask)
         new_top = jnp.maximum(top, scores.max(axis=1))
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
@@ -325,11 +340,13 @@ def _take_turn(smem):
     plgpu.barrier_wait(smem.turn)
 
 
-def _scores(work: _Work, warpgroup, i, stage, first_row, starts, last_start):
-    """Returns scaled scores [64, key_block] in log base 2, masked to each row's segment and past."""
+def _scores(work: _Work, warpgroup, i, stage, first_row, mask):
+    """Returns scaled scores [64, key_block] in log base 2, masked to what each row attends to."""
     smem, block = work.smem, work.shape.key_block
     # Always 0, but not as far as the compiler knows, which would keep the queries' descriptors in registers and spill.
     zero = lax.shift_right_logical(i, 30)
+    first_key = (work.first_block + i) * block
+    finish = mask(work, first_row, first_key)
     plgpu.barrier_wait(smem.key_full.at[stage])
 
     query, own = smem.query[0].at[warpgroup + zero], work.shape.own_width
@@ -345,16 +362,52 @@ def _scores(work: _Work, warpgroup, i, stage, first_row, starts, last_start):
 
     scores = pl.run_scoped(products, plgpu.ACC((_ROWS, block), jnp.float32)) * (work.shape.scale * _LOG2E)
     plgpu.barrier_arrive(smem.key_free.at[stage])
-    first_key = (work.first_block + i) * block
+    return finish(scores)
 
-    def masked():
-        key = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 1, layout=_LAYOUT) + first_key
-        row = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 0, layout=_LAYOUT) + first_row
-        seen = (key <= row) & (key >= lax.broadcast_in_dim(starts, key.shape, [0]))
-        return jnp.where(seen, scores, _MASKED)
 
-    crosses = (first_key + (block - 1) > first_row) | (first_key < last_start)
-    return lax.cond(crosses, masked, lambda: scores)
+def _segment_mask(work: _Work, first_row):
+    """Returns what masks scores to each row's segment and past."""
+    starts = plgpu.load(work.seen[0].at[pl.ds(first_row, _ROWS)], layout=_ROW, optimized=False)
+    last_start = work.seen[0][first_row + (_ROWS - 1)]
+    block = work.shape.key_block
+
+    def mask(work, first_row, first_key):
+        def finish(scores):
+            def masked():
+                key = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 1, layout=_LAYOUT) + first_key
+                row = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 0, layout=_LAYOUT) + first_row
+                seen = (key <= row) & (key >= lax.broadcast_in_dim(starts, key.shape, [0]))
+                return jnp.where(seen, scores, _MASKED)
+
+            crosses = (first_key + (block - 1) > first_row) | (first_key < last_start)
+            return lax.cond(crosses, masked, lambda: scores)
+
+        return finish
+
+    return mask
+
+
+def _chosen_mask(work: _Work, first_row, first_key):
+    """Returns what masks scores to the chosen keys; their words are on the way while the tensor core multiplies.
+
+    A thread has columns 8 n + 2 t + {0, 1} of its rows, t from 0 to 3. Shifted by 2 t, a word has each of its bits at
+    a place that the compiler knows: a bit then takes two instructions.
+    """
+    block, first_word = work.shape.key_block, lax.div(first_key, jnp.int32(_WORD))
+    rows = pl.ds(first_row, _ROWS)
+    words = [
+        plgpu.load(work.seen[1].at[first_word + w, rows], layout=_ROW, optimized=False) for w in range(block // _WORD)
+    ]
+
+    def finish(scores):
+        column = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 1, layout=_LAYOUT)
+        word = lax.broadcast_in_dim(words[-1], column.shape, [0])
+        for w in reversed(range(len(words) - 1)):
+            word = jnp.where(column < (w + 1) * _WORD, lax.broadcast_in_dim(words[w], column.shape, [0]), word)
+        bit = ((word >> (column & 6)) >> (column & 25)) & 1
+        return jnp.where(bit != 0, scores, _MASKED)
+
+    return finish
 
 
 def _accumulate(work: _Work, warpgroup, output, weights, values):

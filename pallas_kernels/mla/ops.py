@@ -56,7 +56,7 @@ def mla_decode(
     """
     checks.check_decode(q, pages, page_table, lengths, pages_per_layer, value_width)
     first_page = layer * pages_per_layer
-    chosen = _kernels("mla_decode", backend, decode_unsupported(q, pages, value_width, backend))
+    chosen = dispatched("mla_decode", backend, decode_unsupported(q, pages, value_width, backend))
     if chosen is Backend.MOSAIC:
         return mosaic_ops.decode_mosaic(
             q, pages, page_table, lengths, scale=scale, first_page=first_page, schedule=schedule
@@ -95,7 +95,7 @@ def mla_prefill(
       ValueError: a shape or dtype does not fit.
     """
     checks.check_prefill(q, k, v, cu_lengths, shared_key)
-    chosen = _kernels("mla_prefill", backend, prefill_unsupported(q, v, backend))
+    chosen = dispatched("mla_prefill", backend, prefill_unsupported(q, v, backend))
     if shared_key is not None and chosen is Backend.MOSAIC and mosaic_ops.takes_parts(k, shared_key):
         return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, shared_key, scale=scale)
     k = k if shared_key is None else whole_keys(k, shared_key)
@@ -141,7 +141,7 @@ def mla_prefill_context(
     """
     checks.check_context(q, pages, page_table, context_lengths, cu_lengths, pages_per_layer, value_width)
     arrays, first_page = (q, pages, page_table, context_lengths, cu_lengths), layer * pages_per_layer
-    chosen = _kernels("mla_prefill_context", backend, decode_unsupported(q, pages, value_width, backend))
+    chosen = dispatched("mla_prefill_context", backend, decode_unsupported(q, pages, value_width, backend))
     if chosen is Backend.MOSAIC:
         return mosaic_ops.context_mosaic(*arrays, scale=scale, first_page=first_page)
     attend = triton_ops.context if chosen is Backend.TRITON else reference.context_reference
@@ -182,7 +182,7 @@ def write_pages(
         return write.write_fp8_rows(pages, pack_fp8(latents, value_width), targets, offsets, value_width)
     latents = latents.astype(pages.dtype)
     on_mosaic = resolve_backend(requested=backend) is Backend.MOSAIC
-    chosen = _kernels("write_pages", backend, mosaic_write.unsupported(pages) if on_mosaic else None)
+    chosen = dispatched("write_pages", backend, mosaic_write.unsupported(pages) if on_mosaic else None)
     return _WRITE[chosen](pages, latents, targets, offsets)
 
 
@@ -229,7 +229,7 @@ def _targets(page_ids: jax.Array, offsets: jax.Array, layer: jax.Array | int, pa
     return jnp.where(kept, layer * pages_per_layer + page_ids, DROPPED)
 
 
-def _kernels(operation: str, backend: Backend | None, obstacle: str | None) -> Backend:
+def dispatched(operation: str, backend: Backend | None, obstacle: str | None) -> Backend:
     """Returns the backend that computes: the reference where there is an obstacle, which is said once in the log."""
     chosen = resolve_backend(requested=backend)
     if obstacle is None:

@@ -86,6 +86,40 @@ def prefill_reference(
     return out.reshape(padded, *out.shape[2:])[:T], lse.reshape(padded, -1)[:T]
 
 
+def chosen_reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bits: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    *,
+    scale: float,
+) -> jax.Array:
+    """See `mla_prefill_chosen`, with whole keys. Scores are never more than `[H, 128, 128]`."""
+    T, block = q.shape[0], _PREFILL_BLOCK
+    padded = -(-T // block) * block
+    ks, vs = (_head_blocks(x, block, len(k)) for x in (k, v))  # [blocks, H, block, width]
+    qs = _head_blocks(q, block, padded)
+    bits, *ranges = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - T)]) for x in (bits, starts, ends))
+    words = bits.reshape(-1, block // 32, padded // block, block).transpose(2, 0, 3, 1)  # [queries, keys, block, words]
+    starts, ends = (x.reshape(-1, block) for x in ranges)
+
+    def query_block(index: jax.Array) -> jax.Array:
+        def step(key_block: jax.Array, softmax: _Softmax) -> _Softmax:
+            scores = jnp.einsum("hmd,hkd->hmk", qs[index], ks[key_block], preferred_element_type=jnp.float32) * scale
+            seen = (words[index, key_block][..., None] >> jnp.arange(32)) & 1
+            scores = jnp.where(seen.reshape(block, block) != 0, scores, -jnp.inf)
+            return _accumulate(softmax, scores, vs[key_block], "hmk,hkv->hmv")
+
+        stop = -(-ends[index].max() // block)
+        first = jnp.where(ends[index] > 0, starts[index], len(k)).min() // block
+        return _finish(lax.fori_loop(first, stop, step, _start(qs.shape[1:3], v.shape[-1])), q.dtype)[0]
+
+    out = lax.map(query_block, jnp.arange(padded // block)).transpose(0, 2, 1, 3)
+    return out.reshape(padded, *out.shape[2:])[:T]
+
+
 def context_reference(
     q: jax.Array,
     pages: jax.Array,

@@ -136,6 +136,39 @@ def prefill(
     return out, lse
 
 
+def prefill_chosen(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bits: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    *,
+    scale: float,
+) -> jax.Array:
+    """See `chosen.mla_prefill_chosen`, with whole keys."""
+    (T, H, width), value_width = q.shape, v.shape[-1]
+    tile = segments_tile(traced_gpu(), width, value_width, q.dtype.itemsize)
+    first, second = _powers_of_two(width)
+    (out,) = call.start(
+        "attention.chosen",
+        (q, k, v, bits, starts, ends),
+        (jax.ShapeDtypeStruct((T, H, value_width), q.dtype),),
+        grid=(-(-T // tile.rows), H),
+        warps=tile.warps,
+        stages=tile.stages,
+        tokens=T,
+        SCALE=_base_two(scale),
+        HEADS=H,
+        K1=first,
+        K2=second,
+        V=value_width,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+    )
+    return out
+
+
 def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array) -> jax.Array:
     """See `mla.write.write_rows`: one program per row."""
     width = pages.shape[2]

@@ -2,9 +2,12 @@
 
 A query that sees more tokens than an indexer chooses must choose. A GPU's host would wait in every layer to hear
 whether any query does. So each program is compiled twice, and the host, which knows how long requests are, takes one.
+Prefill that chooses is there in both forms, masked and sparse (`crossover.py`), and again the host takes one.
 """
 
 from dsv3.cache.page import PAGE_SIZE
+from dsv3.engine import crossover
+from dsv3.engine.config import ForwardProgram
 from dsv3.engine.device.layout import Layout
 
 ANY_LENGTH = 2**31 - 1
@@ -26,3 +29,14 @@ def chooses(layout: Layout, longest: int) -> bool | None:
     """Returns that of `choices` for a step whose queries see `longest` tokens at most."""
     found, indexer = choices(layout), layout.model_cfg.indexer
     return found[0] if len(found) == 1 or indexer is None else longest > indexer.topk
+
+
+def masked_room(layout: Layout, size: int) -> int:
+    """Returns `expands` of the batches of the masked prefill program of bucket `size`; 0 where there is none."""
+    cfg, overlaps = layout.cfg, layout.functions.overlaps
+    if layout.platform in LOOKING:
+        return 0
+    halves = 2 if overlaps is not None and overlaps(ForwardProgram("prefill", size, size)) else 1
+    room = crossover.masked_room(layout.model_cfg, cfg.cache_dtype, size // halves, cfg.tensor_parallel_size)
+    most = cfg.prefill_rows(size) * cfg.pages_per_seq * PAGE_SIZE  # of the longest requests
+    return min(room, -(-most // crossover.KEY_BLOCK) * crossover.KEY_BLOCK)

@@ -12,7 +12,7 @@ it in the prompt (-1: none, the chunk samples), and sampling parameters."""
 
 
 def ragged_batch(
-    tokens: jax.Array, rows: jax.Array, has_context: bool = True, chooses: bool | None = None
+    tokens: jax.Array, rows: jax.Array, has_context: bool = True, chooses: bool | None = None, expands: int = 0
 ) -> PrefillBatch:
     """Returns the model's batch of the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`."""
     count, context = rows[:, 1], rows[:, 2]
@@ -21,7 +21,7 @@ def ragged_batch(
     chunk = jnp.searchsorted(ends, jnp.arange(tokens.shape[0]), side="right", method="scan_unrolled")
     chunk = jnp.minimum(chunk, rows.shape[0] - 1)
     positions = jnp.maximum(context[chunk] + jnp.arange(tokens.shape[0]) - cu_lengths[chunk], 0)
-    return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:], has_context, chooses)
+    return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:], has_context, chooses, expands)
 
 
 def last_rows(batch: PrefillBatch) -> jax.Array:

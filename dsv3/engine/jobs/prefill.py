@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.cache.page import PAGE_SIZE
+from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses
+from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses, masked_room
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -57,7 +57,8 @@ class PrefillCommand(Command, frozen=True):
 
     `bucket` is the size of the batch, and `has_context` says whether a chunk has tokens before it. Row i of `header` is
     a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` hold those of all chunks one after the other.
-    Where it `tells`, log-probabilities of the prompts follow. No query of any rank sees more than `longest` tokens.
+    Where it `tells`, log-probabilities of the prompts follow. No query of any rank sees more than `longest` tokens, and
+    the requests of no rank have more than `keys` tokens together, counted in whole pages.
     """
 
     bucket: int
@@ -68,6 +69,7 @@ class PrefillCommand(Command, frozen=True):
     has_context: bool = True
     tells: bool = False
     longest: int = ANY_LENGTH
+    keys: int = ANY_LENGTH
 
     def part(self, ranks: range) -> "PrefillCommand":
         """Returns the chunks of `ranks`."""
@@ -84,6 +86,7 @@ class PrefillCommand(Command, frozen=True):
             self.has_context,
             self.tells,
             self.longest,
+            self.keys,
         )
 
     @property
@@ -237,6 +240,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         any(c.start for _, c in flat),
         any(c.sequence.tells_prompt for _, c in flat),
         max(c.stop for _, c in flat),
+        PAGE_SIZE * max(sum(pages_for(c.stop) for c in mine) for mine in chunks),
     )
 
 
@@ -251,7 +255,8 @@ def _places(chunk: Chunk, cfg: EngineConfig) -> tuple[int, int, int, int, int]:
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields the programs of each bucket: one per variant."""
     cfg = layout.cfg
-    for size, variant in itertools.product(cfg.prefill_buckets, _variants(layout)):
+    each = ((size, variant) for size in cfg.prefill_buckets for variant in _variants(layout, size))
+    for size, variant in each:
         batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
         number = cfg.program_number(NAME, size)
         body = functools.partial(prefill_body, layout, variant=variant, program=number)
@@ -262,37 +267,48 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 class Variant(NamedTuple):
     """What a program relies on, because the host knows it.
 
-    `has_context` says whether chunks may have cached tokens before them, `chooses` is that of their batch.
+    `has_context` says whether chunks may have cached tokens before them, `chooses` and `expands` are those of their
+    batch.
     """
 
     has_context: bool
     chooses: bool | None
+    expands: int = 0
 
     @property
     def number(self) -> int:
         """The variant of its key."""
-        return int(self.has_context) + 2 * int(self.chooses is True)
+        return int(self.has_context) + 2 * int(self.chooses is True) + 4 * int(self.expands > 0)
 
 
-def _variants(layout: Layout) -> list[Variant]:
-    """Returns the variants that are compiled.
+def _variants(layout: Layout, size: int) -> list[Variant]:
+    """Returns the variants of a bucket that are compiled.
 
     A CPU has only that for any context, which looks while it runs: that costs it nothing there, and a compilation does.
-    Queries that choose attend to cached tokens and new ones alike, so they have that variant alone too.
+    Queries that choose attend to cached tokens and new ones alike, so they have no variant without context. They have
+    one that masks, where there is room for it, before the one that takes any number of tokens.
     """
-    looks = layout.platform == "cpu"
-    return [
+    looks, room = layout.platform == "cpu", masked_room(layout, size)
+    found = [
         Variant(has_context, choice)
         for choice in choices(layout)
         for has_context in (False, True)
         if has_context or not (looks or choice)
     ]
+    return [Variant(True, True, room), *found] if room and True in choices(layout) else found
 
 
-def variant_for(layout: Layout, has_context: bool, longest: int) -> Variant:
-    """Returns the variant for a step that `has_context`, or not, and whose queries see `longest` tokens at most."""
+def variant_for(layout: Layout, size: int, has_context: bool, longest: int, keys: int) -> Variant:
+    """Returns the variant for a step of bucket `size` that `has_context`, or not.
+
+    Its queries see `longest` tokens at most, and the requests of a rank have `keys` together.
+    """
     choice = chooses(layout, longest)
-    return next(v for v in _variants(layout) if v.chooses == choice and v.has_context >= has_context)
+    return next(
+        v
+        for v in _variants(layout, size)
+        if v.chooses == choice and v.has_context >= has_context and (not v.expands or keys <= v.expands)
+    )
 
 
 class PrefillWorker:
@@ -305,7 +321,8 @@ class PrefillWorker:
         """Starts the batch; leaves scores, hidden states and slots for the sampler and the drafter."""
         devices = self._devices
         tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
-        variant = variant_for(devices.layout, command.has_context, command.longest)
+        about = command.has_context, command.longest, command.keys
+        variant = variant_for(devices.layout, command.bucket, *about)
         program = devices.programs.get(Key(NAME, command.bucket, variant.number))
         batch = devices.put(tokens), devices.put(rows)
         devices.pages, devices.state, scores, hidden, slots = program(

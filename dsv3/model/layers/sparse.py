@@ -3,6 +3,7 @@
 Where no query of a step sees more tokens than are chosen, all would be, and the step runs dense attention: the bits are
 those of DeepSeek-V3. Otherwise both modes do the same for each query row: scores of all cached tokens, the best of
 them, and absorbed attention to copies of their rows. Rows go in groups that bound the memory of scores and copies.
+Prefill of short requests masks attention to all tokens in place of copying (`masked.py`); the choice is the same.
 
 A GPU's program has no condition on device data, for which its host would wait in every layer. The batch says whether
 a query must choose. Where a layer has nothing to do, its rows see no tokens, and the kernels end at once.
@@ -35,6 +36,7 @@ from dsv3.model.layers.attention import (
 )
 from dsv3.model.layers.indexer import IndexTokens, either, index_layers, indexer_of, lookup
 from dsv3.model.layers.linear import Index
+from dsv3.model.layers.masked import ChosenForm, masked_form
 from pallas_kernels import dsa
 from pallas_kernels.backend import Backend, asks_host, resolve_backend
 
@@ -80,16 +82,22 @@ def sparse_prefill_attend(
     cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None, number: int = 0
 ) -> Attend:
     """Attends in prefill; `number` is that of the micro-batch. The state is the page pool, or `SharedChoice`."""
-    dense = prefill_core(cfg, batch, pages_per_layer, backend)
-    return _attend(cfg, prefill_rows(batch), batch.chooses, pages_per_layer, backend, dense, number)
+    dense, rows = prefill_core(cfg, batch, pages_per_layer, backend), prefill_rows(batch)
+    if not batch.expands:
+        sparse = _copying_form(cfg, rows, pages_per_layer, backend)
+        return _attend(cfg, rows, batch.chooses, pages_per_layer, backend, dense, sparse, number)
+    masked = masked_form(cfg, batch, rows.requests, rows.visible, pages_per_layer, backend)
+    rows = rows._replace(page_table=rows.page_table[:, : batch.expands // PAGE_SIZE])  # no request is longer
+    return _attend(cfg, rows, batch.chooses, pages_per_layer, backend, dense, masked, number)
 
 
 def sparse_decode_attend(
     cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int, number: int = 0
 ) -> Attend:
     """Attends in decode, as `sparse_prefill_attend` does in prefill; `heads` is the number of heads on this device."""
-    dense = decode_core(cfg, batch, pages_per_layer, backend, heads)
-    return _attend(cfg, decode_rows(batch), batch.chooses, pages_per_layer, backend, dense, number)
+    dense, rows = decode_core(cfg, batch, pages_per_layer, backend, heads), decode_rows(batch)
+    sparse = _copying_form(cfg, rows, pages_per_layer, backend)
+    return _attend(cfg, rows, batch.chooses, pages_per_layer, backend, dense, sparse, number)
 
 
 def begin(cfg: ModelConfig, pages: Any, rows: tuple[int, ...]) -> Any:
@@ -111,6 +119,7 @@ def _attend(
     pages_per_layer: int,
     backend: Backend | None,
     dense: Core,
+    sparse: ChosenForm,
     number: int,
 ) -> Attend:
     best = indexer_of(cfg).topk
@@ -127,13 +136,11 @@ def _attend(
         if must_choose is False:
             return all_tokens(), _with(state, pages)
         last = state.chosen[number] if isinstance(state, SharedChoice) else None
-        choose = _chooser(cfg, rows, tokens.index, cache_layer, pages, pages_per_layer, last, backend)
+        at_once = dsa.rows_at_once(pages.latents, rows.page_table, sparse.copies)
+        choose = _chooser(cfg, rows, tokens.index, cache_layer, pages, pages_per_layer, last, at_once, backend)
 
         def best_tokens(chosen: jax.Array) -> jax.Array:
-            first_page = cache_layer * pages_per_layer
-            queries = absorb(tokens, params, layer, backend)
-            out = _attend_chosen(cfg, rows, queries, chosen, pages.latents, first_page, backend)
-            return values_of(out, params, layer, backend)
+            return sparse.attend(tokens, params, layer, cache_layer, pages.latents, chosen)
 
         if last is None:
             return either(must_choose, lambda: best_tokens(choose()), all_tokens), _with(state, pages)
@@ -179,9 +186,13 @@ def _chooser(
     pages: IndexedPages,
     pages_per_layer: int,
     last: jax.Array | None,
+    at_once: int,
     backend: Backend | None,
 ) -> Callable[[], jax.Array]:
-    """Returns what chooses the tokens `[T, Kt]` of each row; a layer without an indexer keeps the `last` choice."""
+    """Returns what chooses the tokens `[T, Kt]` of each row, for so many rows `at_once`.
+
+    A layer without an indexer keeps the `last` choice.
+    """
     table, best = index_layers(cfg), indexer_of(cfg).topk
     first_page = lookup(table.in_pool, cache_layer) * pages_per_layer
 
@@ -191,8 +202,7 @@ def _chooser(
         return dsa.choose(q, weights, pages.keys, page_table, visible, **where)
 
     def choose(visible: jax.Array) -> jax.Array:
-        size = dsa.rows_at_once(pages.latents, rows.page_table, best)
-        return _by_groups(group, size, (index.q, index.weights, rows.requests, visible), backend)
+        return _by_groups(group, at_once, (index.q, index.weights, rows.requests, visible), backend)
 
     def anew() -> jax.Array:
         return choose(rows.visible)
@@ -203,6 +213,17 @@ def _chooser(
     if isinstance(has, bool) or not asks_host(resolve_backend(requested=backend)):
         return lambda: either(has, anew, lambda: last)
     return lambda: jnp.where(has, choose(jnp.where(has, rows.visible, 0)), last)
+
+
+def _copying_form(cfg: ModelConfig, rows: Rows, pages_per_layer: int, backend: Backend | None) -> ChosenForm:
+    """Attends in absorbed form to copies of the chosen tokens' latents."""
+
+    def attend(tokens, params, layer, cache_layer, latents, chosen):
+        first_page = cache_layer * pages_per_layer
+        out = _attend_chosen(cfg, rows, absorb(tokens, params, layer, backend), chosen, latents, first_page, backend)
+        return values_of(out, params, layer, backend)
+
+    return ChosenForm(attend, copies=indexer_of(cfg).topk)
 
 
 def _attend_chosen(

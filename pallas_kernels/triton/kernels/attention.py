@@ -131,3 +131,48 @@ def segments(
     tl.store(out_ptr + row64[:, None] * V + tl.arange(0, V)[None, :], out, mask=in_rows[:, None])
     lse = tl.where(any_seen, (top + tl.log2(total)) * 0.6931471805599453, float("inf"))
     tl.store(lse_ptr + row64, lse, mask=in_rows)
+
+
+@triton.jit
+def chosen(
+    q_ptr, k_ptr, v_ptr, bits_ptr, start_ptr, end_ptr, tokens, out_ptr,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attends tokens q [tokens, HEADS, K1 + K2] to chosen keys k [keys, HEADS, K1 + K2] with values v [keys, HEADS, V].
+
+    Bit b of word w of bits [keys / 32, tokens] names key 32 w + b. A token's keys lie from `start` on and before `end`
+    [tokens], which is 0 for one that has none. All values are finite, and `keys` is a multiple of BLOCK_N.
+    """
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = row < tokens
+    stop = tl.load(end_ptr + row, mask=in_rows, other=0)
+    start = tl.load(start_ptr + row, mask=stop > 0, other=1 << 30)
+    row64 = row.to(tl.int64) * HEADS + head
+    q_rows = q_ptr + row64[:, None] * (K1 + K2)
+    q = tl.load(q_rows + tl.arange(0, K1)[None, :], mask=in_rows[:, None], other=0.0)
+    if K2 > 0:
+        q2 = tl.load(q_rows + K1 + tl.arange(0, K2)[None, :], mask=in_rows[:, None], other=0.0)
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, V], tl.float32)
+    for base in tl.range(tl.min(start, 0) // BLOCK_N * BLOCK_N, tl.max(stop, 0), BLOCK_N):
+        key = base + tl.arange(0, BLOCK_N)
+        key64 = key.to(tl.int64) * HEADS + head
+        k_rows = k_ptr + key64[:, None] * (K1 + K2)
+        scores = tl.dot(q, tl.trans(tl.load(k_rows + tl.arange(0, K1)[None, :])))
+        if K2 > 0:
+            scores = tl.dot(q2, tl.trans(tl.load(k_rows + K1 + tl.arange(0, K2)[None, :])), scores)
+        words = bits_ptr + (key // 32).to(tl.int64)[None, :] * tokens + row[:, None]
+        named = (tl.load(words, mask=in_rows[:, None], other=0) >> (key % 32)[None, :]) & 1
+        scores = tl.where(named != 0, scores * SCALE, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(v_ptr + key64[:, None] * V + tl.arange(0, V)[None, :])
+        out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None])
+        top = new_top
+    total = tl.where(total > 0, total, 1.0)
+    out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row64[:, None] * V + tl.arange(0, V)[None, :], out, mask=in_rows[:, None])

@@ -1,22 +1,28 @@
 """Sparse attention on a GPU: the host says whether a step's queries choose, and is never wrong about it."""
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.crossover import masked_room
 from dsv3.engine.device import choosing
+from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs import decode, draft_module, prefill
+from dsv3.engine.limits import expanded_bytes
 from dsv3.engine.parts import Parts
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
@@ -25,10 +31,12 @@ from tests.dsv3.engine.driving import request, run
 TOPK = 90
 
 
-def layout(model: ModelConfig = DEEPSEEK_V32, platform: str = "cuda", length: int = 4096) -> Any:
+def layout(model: ModelConfig = DEEPSEEK_V32, platform: str = "cuda", length: int = 4096, overlaps: Any = None) -> Any:
     """What of a layout says which programs there are."""
-    cfg = EngineConfig(max_model_len=length, num_pages=64)
-    return types.SimpleNamespace(model_cfg=model, cfg=cfg, platform=platform)
+    cfg = EngineConfig(max_model_len=length, num_pages=640, max_num_batched_tokens=4096, cache_dtype="bfloat16")
+    return types.SimpleNamespace(
+        model_cfg=model, cfg=cfg, platform=platform, functions=types.SimpleNamespace(overlaps=overlaps)
+    )
 
 
 def test_a_gpu_has_two_programs_where_requests_may_be_longer_than_the_choice() -> None:
@@ -45,20 +53,62 @@ def test_the_longest_query_says_which() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_context", "longest", "wanted"),
+    ("has_context", "longest", "keys", "wanted"),
     [
-        (False, 2048, (False, False)),
-        (True, 2048, (True, False)),
-        (False, 2049, (True, True)),
-        (True, 4000, (True, True)),
+        (False, 2048, 4096, (False, False, 0)),
+        (True, 2048, 99_968, (True, False, 0)),
+        (False, 2049, 2112, (True, True, 12_288)),
+        (True, 12_288, 12_288, (True, True, 12_288)),
+        (True, 4000, 12_352, (True, True, 0)),
+        (False, 2049, choosing.ANY_LENGTH, (True, True, 0)),
     ],
 )
-def test_prompts_have_three_programs(has_context: bool, longest: int, wanted: tuple[bool, bool]) -> None:
+def test_prompts_have_four_programs(has_context: bool, longest: int, keys: int, wanted: tuple[bool, bool, int]) -> None:
     """Queries that choose take new tokens and cached ones alike, so context makes no difference to them."""
-    assert prefill.variant_for(layout(), has_context, longest) == wanted
-    looking = prefill.variant_for(layout(platform="cpu"), has_context, longest)
-    assert looking == (True, None) and looking.number == 1
-    assert prefill.variant_for(layout(DEEPSEEK_V3), has_context, longest) == (has_context, None)
+    about = 4096, has_context, longest, keys
+    found = prefill.variant_for(layout(length=32_768), *about)
+    assert found == wanted
+    assert found.number == wanted[0] + 2 * wanted[1] + 4 * (wanted[2] > 0)
+    looking = prefill.variant_for(layout(platform="cpu"), *about)
+    assert looking == (True, None, 0) and looking.number == 1
+    assert prefill.variant_for(layout(DEEPSEEK_V3), *about) == (has_context, None, 0)
+
+
+def test_the_room_is_that_of_what_may_come_and_of_a_micro_batch() -> None:
+    """Few tokens do not pay for the keys of all."""
+    long = functools.partial(layout, length=32_768)
+    assert [choosing.masked_room(long(), size) for size in (64, 1024, 4096)] == [0, 9472, 12_288]
+    assert choosing.masked_room(long(overlaps=lambda _: True), 4096) == choosing.masked_room(long(), 2048) == 10_752
+    assert choosing.masked_room(long(platform="cpu"), 4096) == choosing.masked_room(long(DEEPSEEK_V3), 4096) == 0
+
+
+def test_the_cache_leaves_memory_for_the_keys_of_the_room() -> None:
+    """8,192 tokens have room for 14,592; two devices share the heads of 65,536 bytes per token, and mask further."""
+    dtypes = EngineDtypes(jnp.dtype("bfloat16"), "bfloat16")
+    assert expanded_bytes(DEEPSEEK_V32, dtypes, 8192, 1) == (14_592 - 8192) * 65_536
+    assert (
+        expanded_bytes(DEEPSEEK_V32, dtypes, 8192, 2)
+        == (masked_room(DEEPSEEK_V32, "bfloat16", 8192, 2) - 8192) * 32_768
+    )
+    assert expanded_bytes(DEEPSEEK_V3, dtypes, 8192, 1) == 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(1, 9000), max_size=4), min_size=2, max_size=2))
+def test_a_step_masks_only_where_all_its_tokens_have_room(stops: list[list[int]]) -> None:
+    """What `_command` says of the ranks' chunks is enough for `pack`, which gives each request whole pages."""
+    sequence = types.SimpleNamespace(tokens=np.zeros(9001, np.int32), pages=[], slot=0)
+    chunks = [[prefill.Chunk(sequence, 0, 0, stop) for stop in mine] for mine in stops]
+    if not any(stops):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "control_rows", lambda rows: np.zeros((len(list(rows)), prefill.HEADER - 4), np.int32))
+        sequence.tells_prompt = False
+        command = prefill._command(chunks, 4096, layout().cfg)
+    needed = max(sum(-(-stop // 64) * 64 for stop in mine) for mine in stops)
+    found = prefill.variant_for(layout(length=32_768), 4096, True, command.longest, command.keys)
+    assert command.keys == needed
+    assert (found.expands > 0) == (command.longest > 2048 and needed <= 12_288)
 
 
 def noting(engine: Engine) -> list[tuple[str, int, int]]:

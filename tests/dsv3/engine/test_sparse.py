@@ -13,6 +13,7 @@ from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.cache.layout import IndexedPages
 from dsv3.cache.tiers import tiers
 from dsv3.checkpoint import save_hf
+from dsv3.engine import crossover
 from dsv3.engine.build import build_engine
 from dsv3.engine.description import describe
 from dsv3.engine.device import choosing
@@ -76,9 +77,10 @@ def test_drafts_give_transformers_tokens(tmp_path: Path, monkeypatch: pytest.Mon
 def reading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Makes engines that draft from the text, and have programs for steps that choose and that do not, as on a GPU.
 
-    Texts begin below the 16 tokens that are chosen, and grow beyond.
+    Texts begin below the 16 tokens that are chosen, and grow beyond. Prompts that choose are masked up to 128 tokens.
     """
     monkeypatch.setattr(choosing, "LOOKING", ())
+    monkeypatch.setattr(crossover, "masked_room", lambda *_: 128)
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
     return functools.partial(engine, "glm_moe_dsa", max_num_seqs=1, speculative_config=drafts)
 
@@ -103,6 +105,8 @@ def tiered(reading: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> E
 def test_a_prompt_from_the_cache_and_from_the_host_goes_on_alike(tiered: Engine) -> None:
     """Index keys come with the latents: lost or stale ones would choose other tokens among the 192."""
     first = texts(tiered, [LONG])
+    used = tiered.executor.devices.programs.keys()
+    assert {key.variant for key in used if key.kind == "prefill"} >= {3, 7}
     assert texts(tiered, [LONG]) == first
     assert tiered.stats().prefix_hits == 192
     for cache in tiered.scheduler.caches:

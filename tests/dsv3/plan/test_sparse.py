@@ -7,6 +7,7 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import H200
+from dsv3.engine.crossover import masked_room
 from dsv3.plan import roofline
 from dsv3.plan.roofline import MicroBatch, decode_stages, prefill_stages, sparse_parts
 from dsv3.plan.sparse import attended, index_weights
@@ -83,6 +84,34 @@ def test_prompts_take_their_rows_in_groups_and_each_choice_a_multiprocessor() ->
     assert parts.launches == pytest.approx(21 * 5 * 3e-6)
     assert parts.choice == pytest.approx(32 * 4096 * 1.35 / 1.83e9)
     assert parts.copies == pytest.approx(2 * 4096 * attended(MODEL, 4096, 0) * 656 / 4.8e12)
+
+
+def test_masked_prompts_expand_all_tokens_once_and_attend_to_all_that_they_see() -> None:
+    """The last 4,096 tokens of 10,000, with room for 10,240, by hand."""
+    copied, masked = (sparse_parts(MODEL, RATES, batch(4096, 7952, 5904, expands=room)) for room in (0, 10_240))
+    assert copied is not None and masked is not None and masked.masked and not copied.masked
+    assert (masked.scores, masked.choice, masked.copies) == (copied.scores, copied.choice, 0)
+    assert masked.expansion == pytest.approx(1.25 * 2 * 10_240 * 128 * 256 * 512 / RATES.prefill_flops)
+    assert masked.attention == pytest.approx(
+        1.25 * 1.0389 * 4096 * 7952 * 2 * 128 * 320 / RATES.prefill_core_flops, 1e-4
+    )
+    assert masked.mask == pytest.approx((4096 * 2048 * 68 + 4096 * 10_240 / 8) / 4.8e12)
+    assert masked.launches == pytest.approx(10 * 3e-6), "all scores, 168 MB, are there at once"
+    with_room, without = (batch(4096, 7952, 5904, expands=room) for room in (10_240, 0))
+    around = prefill_stages(MODEL, RATES, without)["attention"] - copied.seconds
+    own_keys = 1.25 * 2 * 4096 * 128 * 256 * 512 / RATES.prefill_flops
+    assert prefill_stages(MODEL, RATES, with_room)["attention"] == pytest.approx(masked.seconds + around - own_keys)
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, 16_384])
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "fp8"])
+def test_at_the_room_both_forms_take_as_long(tokens: int, cache_dtype: str) -> None:
+    """The crossover has rates of its own, without launches: the plan's agree with it within a tenth."""
+    rates, room = roofline.rates_of(H200, MODEL, 108 / 132), masked_room(MODEL, cache_dtype, tokens)
+    prompt = MicroBatch(tokens, room - tokens / 2, 32, cache_dtype=cache_dtype, fewest=room - tokens)
+    forms = [dataclasses.replace(prompt, expands=expands) for expands in (0, room)]
+    copied, masked = (prefill_stages(MODEL, rates, form)["attention"] for form in forms)
+    assert 1 < copied / masked < 1.1
 
 
 def test_the_roofline_reads_keys_only_where_tokens_are_chosen() -> None:

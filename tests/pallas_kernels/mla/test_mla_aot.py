@@ -16,6 +16,7 @@ from pallas_kernels.mla import (
     decode_schedule,
     mla_decode,
     mla_prefill,
+    mla_prefill_chosen,
     mla_prefill_context,
     write_pages,
 )
@@ -91,10 +92,12 @@ def test_prefill_of_other_families_and_beside_transfers(H, key, value, reserved)
 
 
 def test_prefill_and_context():
-    T, H, G = 4096, 128, 8
+    T, H, G, K = 4096, 128, 8, 12288
 
-    def attend(q, k, shared_key, v, cu_lengths, absorbed, pages, table, contexts, layer):
+    def attend(q, k, shared_key, v, cu_lengths, absorbed, pages, table, contexts, layer, keys, values, rope, bits):
+        ranges = cu_lengths[jnp.zeros(T, i32)], cu_lengths[jnp.ones(T, i32)]
         return (
+            mla_prefill_chosen(q, keys, values, bits, *ranges, scale=SCALE, shared_key=rope, backend=Backend.MOSAIC),
             mla_prefill(q, k, v, cu_lengths, scale=SCALE, shared_key=shared_key, backend=Backend.MOSAIC),
             mla_prefill_context(
                 absorbed,
@@ -121,8 +124,13 @@ def test_prefill_and_context():
         array((G, TABLE), i32),
         array((G,), i32),
         array((), i32),
+        array((K, H, 128)),
+        array((K, H, 128)),
+        array((K, 64)),
+        array((K // 32, T), i32),
     )
-    assert_clean(kernels, "mla_prefill", "mla_decode", "mla_combine")
+    assert_clean(kernels, "mla_prefill", "mla_prefill_chosen", "mla_decode", "mla_combine")
+    assert_no_longer(main_loop_kernels.prefill_chosen(), kernels, instructions=722, cycles=(2938, 2870))
 
 
 def layers_step(pages, q, latents, page_ids, offsets, table, lengths):

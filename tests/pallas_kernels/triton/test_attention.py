@@ -14,12 +14,13 @@ from pallas_kernels.mla import (
     fp8_pages_of_rows,
     mla_decode,
     mla_prefill,
+    mla_prefill_chosen,
     mla_prefill_context,
     pack_fp8,
     unpack_fp8,
     write_pages,
 )
-from tests.pallas_kernels.mla import cases
+from tests.pallas_kernels.mla import cases, chosen_cases
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 SCALE = 0.1352338
@@ -113,3 +114,9 @@ def test_write(width):
     ours = jax.jit(lambda pages: write(pages, rows, ids, offsets, backend=TRITON))(pages)
     expected = write(pages, rows, ids, offsets, backend=Backend.REFERENCE)
     np.testing.assert_array_equal(np.asarray(ours).view(np.uint16), np.asarray(expected).view(np.uint16))
+
+
+def test_prefill_to_chosen_keys():
+    case = chosen_cases.chosen_case(dtype=jnp.bfloat16)
+    out = mla_prefill_chosen(**case.arguments, scale=chosen_cases.SCALE, backend=TRITON)
+    np.testing.assert_allclose(np.asarray(out, np.float64), case.expected, atol=4e-3)

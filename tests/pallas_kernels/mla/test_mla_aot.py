@@ -45,19 +45,19 @@ def assert_clean(kernels, *names):
         assert kernel.registers <= LAUNCH_REGISTERS, kernel
 
 
-@pytest.mark.parametrize(("H", "S", "dtype"), [(128, 1, bf16), (128, 2, jnp.float16)])
-def test_decode(H, S, dtype):
+def test_decode():
+    """Its main loop, too; several queries and other widths are compiled below."""
+    H = 128
     kernels = aot.kernel_resources(
         functools.partial(decode, pages_per_layer=PAGES_PER_LAYER),
-        array((BATCH, S, H, 576), dtype),
-        array(POOL_SHAPE, dtype),
+        array((BATCH, 1, H, 576)),
+        array(POOL_SHAPE),
         array((BATCH, TABLE), i32),
         array((BATCH,), i32),
         layer=array((), i32),
     )
     assert_clean(kernels, "mla_decode", "mla_combine")
-    if (H, S) == (128, 1):
-        assert_no_longer(main_loop_kernels.decode(H), kernels, instructions=1625, cycles=(5952, 5696))
+    assert_no_longer(main_loop_kernels.decode(H), kernels, instructions=1625, cycles=(5952, 5696))
 
 
 def test_decode_from_fp8_pages_copies_nothing():
@@ -71,10 +71,11 @@ def test_decode_from_fp8_pages_copies_nothing():
 
 
 def test_decode_from_latents_of_256():
+    """Takes float16: its kernels are those of bfloat16 but for the type in their products."""
     kernels = aot.kernel_resources(
         functools.partial(decode, pages_per_layer=PAGES_PER_LAYER, value_width=256),
-        array((BATCH, 1, 32, 320)),
-        array((PAGES_PER_LAYER, 64, 320)),
+        array((BATCH, 1, 32, 320), jnp.float16),
+        array((PAGES_PER_LAYER, 64, 320), jnp.float16),
         array((BATCH, TABLE), i32),
         array((BATCH,), i32),
     )
@@ -90,39 +91,24 @@ def test_prefill_of_other_families_and_beside_transfers(H, key, value, reserved)
     assert_clean(kernels, "mla_prefill")
 
 
-def test_prefill_and_context():
-    T, H, G = 4096, 128, 8
+def test_prefill_with_a_shared_key():
+    def attend(q, k, shared_key, v, cu_lengths):
+        return mla_prefill(q, k, v, cu_lengths, scale=SCALE, shared_key=shared_key, backend=Backend.MOSAIC)
 
-    def attend(q, k, shared_key, v, cu_lengths, absorbed, pages, table, contexts, layer):
-        return (
-            mla_prefill(q, k, v, cu_lengths, scale=SCALE, shared_key=shared_key, backend=Backend.MOSAIC),
-            mla_prefill_context(
-                absorbed,
-                pages,
-                table,
-                contexts,
-                cu_lengths,
-                scale=SCALE,
-                layer=layer,
-                pages_per_layer=PAGES_PER_LAYER,
-                backend=Backend.MOSAIC,
-            ),
-        )
+    T, H = 4096, 128
+    shapes = [(T, H, 192), (T, H, 128), (T, 64), (T, H, 128)]
+    assert_clean(aot.kernel_resources(attend, *map(array, shapes), array((9,), i32)), "mla_prefill")
 
-    kernels = aot.kernel_resources(
-        attend,
-        array((T, H, 192)),
-        array((T, H, 128)),
-        array((T, 64)),
-        array((T, H, 128)),
-        array((G + 1,), i32),
-        array((T, H, 576)),
-        array(POOL_SHAPE),
-        array((G, TABLE), i32),
-        array((G,), i32),
-        array((), i32),
+
+def test_context_is_decode_of_single_queries():
+    """Its kernels are lowered for a GPU, and compiled in `test_decode`: rows of the page table differ, no code."""
+    attend = functools.partial(
+        mla_prefill_context, scale=SCALE, pages_per_layer=PAGES_PER_LAYER, backend=Backend.MOSAIC
     )
-    assert_clean(kernels, "mla_prefill", "mla_decode", "mla_combine")
+    T, H, G = 4096, 128, 8
+    shapes = [array((T, H, 576)), array(POOL_SHAPE), array((G, TABLE), i32), array((G,), i32), array((G + 1,), i32)]
+    text = aot.lower_for(attend, *shapes, layer=array((), i32)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2
 
 
 def layers_step(pages, q, latents, page_ids, offsets, table, lengths):

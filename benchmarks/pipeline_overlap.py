@@ -77,7 +77,7 @@ def compile_pair() -> hlo.Module:
     held = put(weights, shardings(program.held_as, mesh))
     pair = jax.jit(program.program_of_pair(program, Overlap.HOOKS), donate_argnums=4)
     lowered = pair.lower(held, rows(x), (), held, rows(total), rows(saved), rows(dy))
-    return hlo.parse(lowered.compile(compiler_options("cuda")).as_text())
+    return hlo.parse(aot.compile_to_read(lowered, compiler_options("cuda")).as_text())
 
 
 def transfers(module: hlo.Module) -> list[Beside]:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import bodies
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.mosaic import pad_to_tiles, swizzle_transforms
 
@@ -73,7 +74,7 @@ def quantize_rows(
 
     body.__name__ = "swiglu_quantize" if gated else "quantize_1x128"  # what profiles show
     q, scale = plgpu.kernel(
-        body,
+        bodies.traced(body),
         out_type=(
             jax.ShapeDtypeStruct((groups, rows, channels), E4M3),
             jax.ShapeDtypeStruct((groups, blocks, padded_rows), jnp.float32),

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import bodies
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.gemm.schedule import Schedule, Tile
 from pallas_kernels.mosaic import SMEM_BYTES, swizzle_transforms
@@ -144,7 +145,7 @@ class GemmKernel(abc.ABC):
 
         body.__name__ = self.name  # what profiles and ptxas reports show
         return plgpu.kernel(
-            body,
+            bodies.traced(body),
             out_type=self.out_type,
             grid=(max(1, min(num_sms // self.cluster, self.schedule.most_tiles(self.columns))),),
             grid_names=("sm",),

@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import bodies
 from pallas_kernels.mla import mosaic_fp8_cache as fp8_cache
 from pallas_kernels.mla.layout import PAGE_SIZE
 from pallas_kernels.mla.schedule import DecodeSchedule
@@ -144,7 +145,7 @@ def attend_pages(
     """
     groups, partials = q.shape[0], 2 * shape.parts
     kernel = plgpu.kernel(
-        functools.partial(_body, shape),
+        bodies.traced(functools.partial(_body, shape)),
         out_type=(
             jax.ShapeDtypeStruct((groups, shape.rows, shape.value_width), shape.dtype),
             jax.ShapeDtypeStruct((groups, shape.rows), jnp.float32),

@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import bodies
 from pallas_kernels.mosaic import swizzle_transforms
 
 BLOCK = 128
@@ -108,7 +109,7 @@ def attend_segments(
       out `[T, H, value_width]` and lse `[H, T]` float32; 0 and +inf for padding, and where no key is chosen.
     """
     kernel = plgpu.kernel(
-        functools.partial(_body, shape),
+        bodies.traced(functools.partial(_body, shape)),
         out_type=(
             jax.ShapeDtypeStruct((shape.tokens, shape.heads, shape.value_width), shape.dtype),
             jax.ShapeDtypeStruct((shape.heads, shape.tokens), jnp.float32),

@@ -21,7 +21,7 @@ from dsv3.model.params import Fp8Weight, declare
 from dsv3.model.schedules import HOOKED, OVERLAPPED
 from dsv3.model.steps import decode
 from dsv3.plan import hlo
-from pallas_kernels import aot
+from pallas_kernels import aot, bodies
 from pallas_kernels.backend import Backend
 from sharding.experts.kind import Kind
 from sharding.experts.placement import Placement
@@ -82,9 +82,10 @@ def compiled(name: str) -> jax.stages.Compiled:
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(specs, whole, RANK_SPEC, RANK_SPEC), out_specs=RANK_SPEC, check_vma=False
     )
-    lowered = jax.jit(mapped, donate_argnums=3).lower(jax.tree.map(parameter, declare(CFG)), placement, batch, pages)
-    aot.leave_kernels_out(lowered)
-    return lowered.compile(compiler_options("cuda"))
+    arguments = jax.tree.map(parameter, declare(CFG)), placement, batch, pages
+    with bodies.left_out():
+        lowered = jax.jit(mapped, donate_argnums=3).lower(*arguments)
+    return aot.compile_to_read(lowered, compiler_options("cuda"))
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Grouped products through the reference: against dense formulations, gradients, skipped tiles, refusals."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,29 +21,38 @@ def routed(x, aligned):
     return x.at[aligned.source_row].get(mode="fill", fill_value=0)
 
 
+@functools.partial(jax.jit, static_argnames="tile_m")
+def grouped(x, w, offset, ids, tile_m):
+    aligned = align_groups(ids, 4, tile_m)
+    y = grouped_gemm_contiguous(routed(x, aligned), w, aligned.tile_group, tile_m=tile_m, group_offset=offset)
+    return y.at[aligned.aligned_row].get(mode="fill", fill_value=0)
+
+
+@jax.jit
+def dense(x, w, offset, ids):
+    return jnp.einsum("mk,mnk->mn", x, w[offset + ids]) * (ids >= 0)[:, None]
+
+
+def gradients(product):
+    return jax.jit(jax.value_and_grad(lambda x, w, target, *rest: jnp.sum(product(x, w, *rest) * target), (0, 1)))
+
+
+LOSSES = {tile_m: gradients(functools.partial(grouped, tile_m=tile_m)) for tile_m in (1, 4)}
+DENSE_LOSS = gradients(dense)
+
+
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize("tile_m", [1, 4])
+@pytest.mark.parametrize("tile_m", LOSSES)
 def test_contiguous_and_gradients_against_dense(routing, tile_m):
-    ids = jnp.array(routing)
-    x = jax.random.normal(jax.random.key(0), (len(routing), 24))
-    w = jax.random.normal(jax.random.key(1), (8, 16, 24))
-    offset = jnp.int32(4)  # the second layer of a stack of two
-    target = jax.random.normal(jax.random.key(2), (len(routing), 16))
-
-    def grouped(x, w, offset):
-        aligned = align_groups(ids, 4, tile_m)
-        y = grouped_gemm_contiguous(routed(x, aligned), w, aligned.tile_group, tile_m=tile_m, group_offset=offset)
-        return y.at[aligned.aligned_row].get(mode="fill", fill_value=0)
-
-    def dense(x, w, offset):
-        return jnp.einsum("mk,mnk->mn", x, w[offset + ids]) * (ids >= 0)[:, None]
-
-    def loss(product):
-        return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(product(x, w, offset) * target), (0, 1)))
-
-    np.testing.assert_allclose(grouped(x, w, offset), dense(x, w, offset), rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(jax.tree.leaves(loss(grouped)(x, w)), jax.tree.leaves(loss(dense)(x, w)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    ids, offset = jnp.array(routing), jnp.int32(4)  # the second layer of a stack of two
+    x, w, target = (
+        np.random.default_rng(0).normal(size=s).astype(np.float32) for s in ((10, 24), (8, 16, 24), (10, 16))
+    )
+    product = grouped(x, w, offset, ids, tile_m)
+    np.testing.assert_allclose(product, dense(x, w, offset, ids), rtol=1e-4, atol=1e-5)
+    ours, theirs = (loss(x, w, target, offset, ids) for loss in (LOSSES[tile_m], DENSE_LOSS))
+    for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-5)
 
 
 def test_skipped_tiles_do_no_work_and_read_no_weight():

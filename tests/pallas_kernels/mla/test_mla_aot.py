@@ -46,19 +46,19 @@ def assert_clean(kernels, *names):
         assert kernel.registers <= LAUNCH_REGISTERS, kernel
 
 
-@pytest.mark.parametrize(("H", "S", "dtype"), [(128, 1, bf16), (128, 2, jnp.float16)])
-def test_decode(H, S, dtype):
+def test_decode():
+    """Its main loop, too; several queries and other widths are compiled below."""
+    H = 128
     kernels = aot.kernel_resources(
         functools.partial(decode, pages_per_layer=PAGES_PER_LAYER),
-        array((BATCH, S, H, 576), dtype),
-        array(POOL_SHAPE, dtype),
+        array((BATCH, 1, H, 576)),
+        array(POOL_SHAPE),
         array((BATCH, TABLE), i32),
         array((BATCH,), i32),
         layer=array((), i32),
     )
     assert_clean(kernels, "mla_decode", "mla_combine")
-    if (H, S) == (128, 1):
-        assert_no_longer(main_loop_kernels.decode(H), kernels, instructions=1625, cycles=(5952, 5696))
+    assert_no_longer(main_loop_kernels.decode(H), kernels, instructions=1625, cycles=(5952, 5696))
 
 
 def test_decode_from_fp8_pages_copies_nothing():
@@ -72,10 +72,11 @@ def test_decode_from_fp8_pages_copies_nothing():
 
 
 def test_decode_from_latents_of_256():
+    """Takes float16: its kernels are those of bfloat16 but for the type in their products."""
     kernels = aot.kernel_resources(
         functools.partial(decode, pages_per_layer=PAGES_PER_LAYER, value_width=256),
-        array((BATCH, 1, 32, 320)),
-        array((PAGES_PER_LAYER, 64, 320)),
+        array((BATCH, 1, 32, 320), jnp.float16),
+        array((PAGES_PER_LAYER, 64, 320), jnp.float16),
         array((BATCH, TABLE), i32),
         array((BATCH,), i32),
     )
@@ -91,46 +92,34 @@ def test_prefill_of_other_families_and_beside_transfers(H, key, value, reserved)
     assert_clean(kernels, "mla_prefill")
 
 
-def test_prefill_and_context():
-    T, H, G, K = 4096, 128, 8, 12288
+def test_prefill_with_a_shared_key():
+    """All keys that come before a query, and chosen ones."""
+    T, H, K = 4096, 128, 12288
 
-    def attend(q, k, shared_key, v, cu_lengths, absorbed, pages, table, contexts, layer, keys, values, rope, bits):
+    def attend(q, k, shared_key, v, cu_lengths, keys, values, rope, bits):
         ranges = cu_lengths[jnp.zeros(T, i32)], cu_lengths[jnp.ones(T, i32)]
         return (
             mla_prefill_chosen(q, keys, values, bits, *ranges, scale=SCALE, shared_key=rope, backend=Backend.MOSAIC),
             mla_prefill(q, k, v, cu_lengths, scale=SCALE, shared_key=shared_key, backend=Backend.MOSAIC),
-            mla_prefill_context(
-                absorbed,
-                pages,
-                table,
-                contexts,
-                cu_lengths,
-                scale=SCALE,
-                layer=layer,
-                pages_per_layer=PAGES_PER_LAYER,
-                backend=Backend.MOSAIC,
-            ),
         )
 
-    kernels = aot.kernel_resources(
-        attend,
-        array((T, H, 192)),
-        array((T, H, 128)),
-        array((T, 64)),
-        array((T, H, 128)),
-        array((G + 1,), i32),
-        array((T, H, 576)),
-        array(POOL_SHAPE),
-        array((G, TABLE), i32),
-        array((G,), i32),
-        array((), i32),
-        array((K, H, 128)),
-        array((K, H, 128)),
-        array((K, 64)),
-        array((K // 32, T), i32),
-    )
-    assert_clean(kernels, "mla_prefill", "mla_prefill_chosen", "mla_decode", "mla_combine")
+    shapes = [(T, H, 192), (T, H, 128), (T, 64), (T, H, 128)]
+    chosen = [(K, H, 128), (K, H, 128), (K, 64)]
+    bits = array((K // 32, T), i32)
+    kernels = aot.kernel_resources(attend, *map(array, shapes), array((9,), i32), *map(array, chosen), bits)
+    assert_clean(kernels, "mla_prefill", "mla_prefill_chosen")
     assert_no_longer(main_loop_kernels.prefill_chosen(), kernels, instructions=722, cycles=(2938, 2870))
+
+
+def test_context_is_decode_of_single_queries():
+    """Its kernels are lowered for a GPU, and compiled in `test_decode`: rows of the page table differ, no code."""
+    attend = functools.partial(
+        mla_prefill_context, scale=SCALE, pages_per_layer=PAGES_PER_LAYER, backend=Backend.MOSAIC
+    )
+    T, H, G = 4096, 128, 8
+    shapes = [array((T, H, 576)), array(POOL_SHAPE), array((G, TABLE), i32), array((G,), i32), array((G + 1,), i32)]
+    text = aot.lower_for(attend, *shapes, layer=array((), i32)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2
 
 
 def layers_step(pages, q, latents, page_ids, offsets, table, lengths):

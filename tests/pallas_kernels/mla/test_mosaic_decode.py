@@ -76,8 +76,9 @@ def test_lengths(lengths):
     check(case)
 
 
-@pytest.mark.parametrize("H", [1, 3, 64, 127, 128])
+@pytest.mark.parametrize("H", [1, 127, 128])
 def test_heads(H):
+    """Fewer than a tile of 64 rows has, a tile that is not full behind a full one, and two full ones."""
     check(cases.decode_case((130, 40), H=H))
 
 
@@ -122,9 +123,9 @@ def test_fp8_cache(S, lengths):
     assert 1e-5 < cases.cosine_difference(np.asarray(out, np.float64), exact) < 1e-3
 
 
-@pytest.mark.parametrize(("H", "R", "is_cached"), [(16, 512, 1), (128, 512, 1), (20, 256, 1), (16, 512, 0)])
+@pytest.mark.parametrize(("H", "R", "is_cached"), [(16, 512, 1), (128, 512, 1), (16, 512, 0)])
 def test_context_of_new_tokens(H, R, is_cached):
-    """The kernel runs where no request has any too: no device is asked."""
+    """The kernel runs where no request has any too: no device is asked. `test_latents_of_256` has the other width."""
     counts, contexts = ((1, 2), (70, 0)) if H == 128 else ((5, 2, 0), (70, 0, 64))
     case = cases.decode_case(contexts, H=1, R=R)
     case = dataclasses.replace(case, lengths=is_cached * case.lengths)

@@ -26,6 +26,10 @@ SCALE = 0.1352338
 EDGE_LENGTHS = (0, 1, 63, 64, 65, 300)
 
 
+_pack, _pages_of_rows = (jax.jit(function, static_argnums=1) for function in (pack_fp8, fp8_pages_of_rows))
+_unpack = jax.jit(unpack_fp8, static_argnums=(1, 2))
+
+
 def decode(case, value_width, **kwargs):
     run = functools.partial(
         mla_decode,
@@ -39,9 +43,11 @@ def decode(case, value_width, **kwargs):
     return jax.jit(lambda c_layer: run(case.q, case.pages, case.page_table, case.lengths, layer=c_layer))(layer)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("S", "H"), [(1, 1), (2, 3), (4, 16)])
-def test_decode_edge_lengths(dtype, S, H):
+@pytest.mark.parametrize(
+    ("S", "H", "dtype"),
+    [(1, 1, jnp.float32), (2, 3, jnp.float32), (4, 16, jnp.float32), (1, 16, jnp.bfloat16), (2, 3, jnp.float16)],
+)
+def test_decode_edge_lengths(S, H, dtype):
     case = cases.decode_case(EDGE_LENGTHS, S=S, H=H, R=32, P=16, dtype=dtype, table_width=9)
     out, lse = decode(case, 32)
     cases.assert_close(out, lse, *cases.decode_oracle(case, SCALE, 32), dtype=dtype)
@@ -57,14 +63,16 @@ def test_decode_real_widths_and_every_row_empty():
     assert np.isposinf(lse).all()
 
 
-@pytest.mark.parametrize("lengths", [(5,), (1, 127, 128, 129), (0, 40, 0, 200), (0, 0)])
-def test_prefill(lengths):
-    T = max(sum(lengths) + 7, 1)
+_prefill = jax.jit(functools.partial(mla_prefill, scale=SCALE, backend=REFERENCE))
+
+
+@pytest.mark.parametrize(("T", "lengths"), [(12, (5,)), (400, (1, 127, 128, 129)), (400, (0, 40, 0, 200)), (12, (0,))])
+def test_prefill(T, lengths):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((T, 2, w)).astype(np.float32) for w in (24, 24, 16))
     for x in (q, k, v):
         x[sum(lengths) :] = np.nan
-    out, lse = mla_prefill(q, k, v, _cu(lengths), scale=SCALE, backend=REFERENCE)
+    out, lse = _prefill(q, k, v, _cu(lengths))
     cases.assert_close(out, lse, *cases.prefill_oracle(q, k, v, lengths, SCALE), dtype=jnp.float32)
 
 
@@ -76,18 +84,9 @@ def test_prefill_context(counts, contexts):
     T = sum(counts) + 3
     q = np.random.default_rng(1).standard_normal((T, 2, 48)).astype(np.float32)
     q[sum(counts) :] = np.nan
-    out, lse = mla_prefill_context(
-        q,
-        case.pages,
-        case.page_table,
-        case.lengths,
-        _cu(counts),
-        scale=SCALE,
-        layer=case.layer,
-        pages_per_layer=case.pages_per_layer,
-        value_width=32,
-        backend=REFERENCE,
-    )
+    where = {"layer": case.layer, "pages_per_layer": case.pages_per_layer, "value_width": 32}
+    attend = jax.jit(functools.partial(mla_prefill_context, scale=SCALE, backend=REFERENCE, **where))
+    out, lse = attend(q, case.pages, case.page_table, case.lengths, _cu(counts))
     cases.assert_close(out, lse, *cases.context_oracle(q, case, counts, SCALE, 32), dtype=jnp.float32)
 
 
@@ -131,9 +130,9 @@ def test_fp8_rows_hold_what_the_format_can():
     rng = np.random.default_rng(0)
     latents = rng.standard_normal((50, 576)).astype(np.float32) * 10.0 ** rng.integers(-3, 3, (50, 1))
     latents[3] = 0
-    rows = pack_fp8(jnp.asarray(latents), 512)
+    rows = _pack(jnp.asarray(latents), 512)
     assert rows.shape == (50, 656)
-    back = np.asarray(unpack_fp8(rows, 512, jnp.float32))
+    back = np.asarray(_unpack(rows, 512, jnp.float32))
     scales = np.asarray(rows)[:, 512:528].copy().view(np.float32)
     assert np.all(np.frexp(scales)[0] == 0.5)
     tile_scale = np.repeat(scales, 128, axis=1)
@@ -144,10 +143,10 @@ def test_fp8_rows_hold_what_the_format_can():
 
 def test_fp8_cache_decodes_like_its_own_dequantized_rows():
     case = cases.decode_case(EDGE_LENGTHS, S=2, H=4, R=256, P=16, dtype=jnp.float32)
-    rows = pack_fp8(case.pages, 256)
-    packed = fp8_pages_of_rows(rows, 256)
+    rows = _pack(case.pages, 256)
+    packed = _pages_of_rows(rows, 256)
     plain = cases.DecodeCase(
-        case.q, unpack_fp8(rows, 256, jnp.float32), case.page_table, case.lengths, case.layer, case.pages_per_layer
+        case.q, _unpack(rows, 256, jnp.float32), case.page_table, case.lengths, case.layer, case.pages_per_layer
     )
     eight = cases.DecodeCase(case.q, packed, case.page_table, case.lengths, case.layer, case.pages_per_layer)
     for got, expected in zip(decode(eight, 256), decode(plain, 256), strict=True):
@@ -156,21 +155,18 @@ def test_fp8_cache_decodes_like_its_own_dequantized_rows():
 
 def test_fp8_rows_are_written_to_their_places():
     rng = np.random.default_rng(0)
-    latents = jnp.asarray(rng.standard_normal((3, 64, 144)), jnp.float32)
-    page_ids, offsets = (jnp.asarray(x.reshape(-1), jnp.int32) for x in np.indices((3, 64)))
-    pages = write_pages(
-        jnp.zeros((6, 64, fp8_row_bytes(128, 16)), jnp.uint8),
-        latents.reshape(-1, 144),
-        page_ids.at[5].set(-1),
-        offsets,
-        layer=1,
-        pages_per_layer=3,
-        value_width=128,
-        backend=REFERENCE,
+    latents = rng.standard_normal((3, 64, 144)).astype(np.float32)
+    page_ids, offsets = (x.reshape(-1).astype(np.int32) for x in np.indices((3, 64)))
+    page_ids[5] = -1
+    write = jax.jit(
+        functools.partial(write_pages, layer=1, pages_per_layer=3, value_width=128, backend=REFERENCE),
     )
-    rows = pack_fp8(latents, 128).at[0, 5].set(0)
-    np.testing.assert_array_equal(pages[3:], fp8_pages_of_rows(rows, 128))
-    assert not np.asarray(pages[:3]).any()
+    empty = np.zeros((6, 64, fp8_row_bytes(128, 16)), np.uint8)
+    pages = np.asarray(write(empty, latents.reshape(-1, 144), page_ids, offsets))
+    rows = np.array(_pack(latents, 128))
+    rows[0, 5] = 0
+    np.testing.assert_array_equal(pages[3:], _pages_of_rows(rows, 128))
+    assert not pages[:3].any()
 
 
 def _cu(lengths):

@@ -1,0 +1,43 @@
+"""Kernels whose bodies are left out: the same calls, and no trace of them in programs that run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import aot, bodies
+from pallas_kernels.backend import Backend
+from pallas_kernels.fp8 import quantize_1x128
+
+X = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+
+
+def test_a_body_is_left_out_in_the_block_alone() -> None:
+    def body() -> None:
+        raise AssertionError
+
+    with bodies.left_out():
+        empty = bodies.traced(body)
+    assert bodies.traced(body) is body
+    assert empty(1, scratch=2) is None
+    assert empty.__name__ == "body"
+
+
+@pytest.mark.aot
+def test_a_program_that_runs_has_its_kernels_whatever_was_traced_before() -> None:
+    """The call is the same, with another body: jax keeps the traces of one function apart."""
+    quantize = jax.jit(lambda x: quantize_1x128(x, backend=Backend.MOSAIC))
+
+    def lowered() -> tuple[str, int]:
+        text = aot.lower_for(quantize, X).as_text()
+        [call] = (line for line in text.splitlines() if "mosaic_gpu" in line)
+        return re.sub(r"mhlo.backend_config = \{.*\}", "", call).split("->")[-1], len(call)
+
+    with bodies.left_out():
+        left_out = lowered()
+    whole = lowered()
+    with bodies.left_out():
+        assert lowered() == left_out
+    assert whole[0] == left_out[0]
+    assert whole[1] > 1.5 * left_out[1]

@@ -9,7 +9,7 @@ from dsv3.plan.collectives import Collective, collectives
 from dsv3.plan.deployment import Deployment
 from dsv3.plan.handover import Ends, Handover, handover, prefill_nodes
 from dsv3.plan.memory import Memory, memory_of
-from dsv3.plan.programs import Compiled, LaidOut, Phase, Run, compile_step, lay_out, prefill_variant
+from dsv3.plan.programs import Compiled, LaidOut, Phase, Run, compile_step, lay_out
 from dsv3.plan.sparse import SparseCore
 from dsv3.plan.timeline import Player, Timeline
 from dsv3.plan.verdict import Verdict, judge
@@ -221,7 +221,7 @@ def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> ro
         cache_dtype=deployment.kv_cache_dtype,
         width=run.width,
         fewest=hits * context if is_prefill else None,
-        expands=prefill_variant(planned).expands if phase == "prefill" and run.part == "model" else 0,
+        expands=run.expands,
     )
 
 

@@ -46,13 +46,17 @@ Part = Literal["model", "module", "chain"]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A program of a step, which runs `times` times in it: `tokens` of one rank, `width` of each request."""
+    """A program of a step, which runs `times` times in it: `tokens` of one rank, `width` of each request.
+
+    A prefill that masks makes keys of so many tokens as `expands` says.
+    """
 
     part: Part
     key: Key
     tokens: int
     width: int = 1
     times: int = 1
+    expands: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +157,12 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     if phase == "prefill":
         size, width = deployment.prefill_tokens, 1
         rows, drafts = cfg.prefill_rows(size), cfg.tokens_per_row - 1
-        variant = prefill_variant(planned).number
+        taken = _prefill_variant(planned)
+        variant, expands = taken.number, taken.expands
     else:
         rows, drafts = deployment.decode_requests, deployment.drafts
-        size, width, variant = rows, 1 + drafts, int(choice is True)
-    found = [Run("model", Key(phase, size, variant, width), size * width, width)]
+        size, width, variant, expands = rows, 1 + drafts, int(choice is True), 0
+    found = [Run("model", Key(phase, size, variant, width), size * width, width, expands=expands)]
     if drafts:
         found.append(Run("module", Key(f"mtp {phase}", size, int(choice is True), width), size * width, width))
     if drafts > 1:
@@ -165,7 +170,7 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def prefill_variant(planned: LaidOut) -> Variant:
+def _prefill_variant(planned: LaidOut) -> Variant:
     """Returns which program a prefill step takes that begins with whole prompts of the deployment's mean length."""
     deployment = planned.deployment
     size, hits, length = deployment.prefill_tokens, deployment.prefix_hit_rate, deployment.context_length

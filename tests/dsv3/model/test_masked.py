@@ -36,9 +36,11 @@ def step(params: Params, batch: PrefillBatch, pages: IndexedPages) -> tuple[jax.
 packed = jax.jit(functools.partial(pack, pages=B * TABLE + 1))
 
 
-def steps(asked: list[list[int]], room: int) -> tuple[list[np.ndarray], IndexedPages, set[bool]]:
+def steps(
+    asked: list[list[int]], room: int, cache_dtype: str = "float32"
+) -> tuple[list[np.ndarray], IndexedPages, set[bool]]:
     """Runs chunks of three prompts; those masked whose requests fit in the `room`. Returns also which forms ran."""
-    pages = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), pool(CFG, "float32", B * TABLE))
+    pages = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), pool(CFG, cache_dtype, B * TABLE))
     texts = np.random.default_rng(2).integers(0, CFG.vocab_size, (B, TABLE * PAGE_SIZE)).astype(np.int32)
     done, found, forms = np.zeros(B, np.int32), [], set()
     for counts in asked:
@@ -69,6 +71,14 @@ def test_both_forms_answer_alike_around_the_crossover(asked: list[list[int]]) ->
         np.testing.assert_allclose(other, one, rtol=0, atol=2e-5 * np.abs(one).max(initial=0))
     for one, other in zip(jax.tree.leaves(pages), jax.tree.leaves(same_pages), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_both_forms_read_the_same_rounded_pages() -> None:
+    """Keys of new tokens, too, are those that FP8 pages hold."""
+    asked = [[32, 20, 0], [32, 32, 9]]
+    copied, masked = (steps(asked, room, "fp8")[0] for room in (0, ROOM))
+    for one, other in zip(copied, masked, strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=2e-3 * np.abs(one).max())
 
 
 def test_both_forms_run_in_one_prompt() -> None:

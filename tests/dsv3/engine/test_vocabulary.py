@@ -109,7 +109,7 @@ def states() -> tuple[DecodeState, AdjustState]:
 
 @pytest.mark.parametrize(("variant", "width"), [(GREEDY, S), (FULL, 1)])
 def test_samplers_draw_what_they_draw_from_all_logits(variant: int, width: int, logits) -> None:
-    """With every filter, penalties and masks too: that one takes all logits, position by position."""
+    """The greedy one, and that for everything, with filters, penalties and masks, which takes all logits."""
     state, adjust = states()
     state, logits = dataclasses.replace(state, tokens=state.tokens[..., :width]), logits[:, :, :width]
     given = (state, adjust if variant == FULL else None)

@@ -8,9 +8,6 @@ traces, and finds those that are the same nevertheless by their text.
 An executable that came out of jax's cache is not kept: it is not whole when it is serialised once more (XLA:CPU, jax
 0.12.0.1: "Function ... not found" when it runs).
 
-What no start has used for `KEPT_S` goes at the next one: each version of the code, of jax and of the model leaves its
-own.
-
 `jax.experimental.serialize_executable` unpickles what it loads, so a file is read only if its MAC shows that a process
 with the same key wrote it.
 """
@@ -25,7 +22,6 @@ import pickle
 import platform
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,13 +32,13 @@ from jax.experimental import serialize_executable
 from dsv3.engine.compilation import CacheHits, default_cache_directory
 from dsv3.engine.fingerprint import Fields, environment, shaping
 from dsv3.engine.parts import Parts
+from dsv3.engine.unused import forget_unused
 from dsv3.files import read_secret
 from dsv3.options import EngineOptions
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend
 
 _log = logging.getLogger(__name__)
-KEPT_S = 30 * 24 * 3600.0
 _MAC_BYTES = 32
 # jax's own settings that change an executable.
 _SETTINGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
@@ -72,14 +68,13 @@ class ProgramStore:
         self._key = hmac.digest(key, b"compiled programs", hashlib.sha256)
         self._devices = devices
         self._hits = self._misses = 0
-        root = Path(base or jax.config.jax_compilation_cache_dir or default_cache_directory())
+        self._root = root = Path(base or jax.config.jax_compilation_cache_dir or default_cache_directory())
         # Who has another key has other files: two that overwrite each other's would both compile at each start.
         machine = machine | {"process": str(process_id), "key": self._mac(root, b"").hex()}
         self._executables = root / f"programs-{_digest(machine)}"
         self._names = root / f"instance-{_digest(machine | fields)}" / f"process-{process_id}"
         for directory in (self._executables, self._names):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _forget_unused(root)
 
     def __str__(self) -> str:
         return f"{self._hits} of {self._hits + self._misses} programs from the last start"
@@ -101,6 +96,10 @@ class ProgramStore:
                 return program
         self._write(self._names / name, text.encode())
         return program
+
+    def forget_unused(self) -> None:
+        """Removes what no start has used for long. Call it once this start has got its programs."""
+        forget_unused(self._root)
 
     def _by_name(self, name: str) -> Callable[..., Any] | None:
         text = self._read(self._names / name)
@@ -213,16 +212,6 @@ def machine_fields() -> Fields:
         # Programs call C++ kernels by these names, which are another CPU's own in another process.
         fields["C++ kernels"] = ", ".join(native.library().targets.values())
     return fields
-
-
-def _forget_unused(root: Path) -> None:
-    """Removes files that have not been used for long, and directories in which nothing has changed for long."""
-    before = time.time() - KEPT_S
-    for pattern in ("programs-*/*", "instance-*/*/*", "instance-*/*", "programs-*", "instance-*"):
-        for path in root.glob(pattern):
-            with contextlib.suppress(OSError):  # not empty, or gone, or another's
-                if path.stat().st_mtime < before and path.suffix != ".key":
-                    (path.rmdir if path.is_dir() else path.unlink)()
 
 
 def _processor() -> str:

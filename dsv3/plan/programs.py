@@ -116,6 +116,9 @@ class _AroundKernels:
     These are the bodies of our kernels, and the search for tiles of XLA's own products.
     """
 
+    def forget_unused(self) -> None:
+        """Does nothing: a plan keeps no programs."""
+
     def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
         with bodies.left_out():
             lowered = lower()

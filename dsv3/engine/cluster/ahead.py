@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from dsv3.engine.unused import vouches
 from dsv3.logs import configure_logging
 from dsv3.options import LEADER, ClusterOptions, EngineOptions
 
@@ -69,7 +70,7 @@ def begin(order: Order) -> None:
 
     It ends when this process does.
     """
-    if not order.places or order.size > _MOST_PROCESSES or Path(order.done).exists():
+    if not order.places or order.size > _MOST_PROCESSES or vouches(Path(order.done)):
         return
     try:
         process = _start("ahead")

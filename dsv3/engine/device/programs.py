@@ -51,6 +51,9 @@ class Store(Protocol):
     def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
         """Returns the program `name`, or `lower()` compiled with `options` and kept for the next start."""
 
+    def forget_unused(self) -> None:
+        """Removes what no start has used for long."""
+
 
 class Programs:
     """Compiles, on demand or all at once, and remembers.
@@ -89,6 +92,8 @@ class Programs:
             for done, future in enumerate(as_completed(names), 1):
                 future.result()
                 report(done, len(keys), names[future])
+        if self.store is not None:
+            self.store.forget_unused()
 
     def get(self, key: Key) -> Callable[..., Any]:
         """Returns the compiled program, compiled now if it is new."""

@@ -19,7 +19,9 @@ import pytest
 
 from dsv3.engine import stored
 from dsv3.engine.build import bundled_model, load_parts
+from dsv3.engine.device.programs import Key, Programs, ProgramSpec
 from dsv3.engine.stored import ProgramStore
+from dsv3.engine.unused import KEPT_S, vouches
 from dsv3.options import EngineOptions
 
 X = jnp.arange(8.0)
@@ -116,24 +118,54 @@ def test_programs_of_one_text_are_written_side_by_side(tmp_path, monkeypatch) ->
     assert (second.get(3.5, "a"), second.get(3.5, "b"), second.traced) == (98, 98, [])
 
 
+def grow_old(root: Path) -> None:
+    """Lets everything in `root` be older than programs are kept."""
+    for path in root.rglob("*"):
+        os.utime(path, (0, time.time() - 2 * KEPT_S))
+
+
 def test_what_no_start_has_used_for_long_goes(tmp_path) -> None:
-    """A program that is used stays, however old; so do the owner's key and what jax keeps beside it."""
+    """What the start itself uses stays, however old; so do the owner's key and what jax keeps beside it."""
     Start(tmp_path).get(3.75)
     Start(tmp_path, "other options").get(4.25)
     others = [tmp_path / "programs-7.key", tmp_path / "of jax"]
     for path in others:
         path.touch()
-    for path in tmp_path.rglob("*"):
-        os.utime(path, (0, time.time() - stored.KEPT_S + 1000))
+    grow_old(tmp_path)
     used = Start(tmp_path)
     assert used.get(3.75) == 105 and used.traced == []
-    for path in tmp_path.rglob("*"):
-        if path.stat().st_mtime < time.time() - 1000:
-            os.utime(path, (0, 0))
+    used.store.forget_unused()
     again = Start(tmp_path)
     assert again.get(3.75) == 105 and again.traced == []
     assert all(path.exists() for path in others)
     assert [len(list(tmp_path.glob(which))) for which in ("programs-*/*", "instance-*/*/*")] == [1, 1]
+
+
+def test_programs_compiled_ahead_go_with_what_vouches_for_them(tmp_path) -> None:
+    """Half way the helper looks again, which keeps them; without one they go, and nothing says that they are there."""
+    marker = tmp_path / "ahead-0123456789abcdef"
+    Start(tmp_path, "one process fewer").get(5.25)
+    marker.touch()
+    assert vouches(marker) and not vouches(tmp_path / "ahead-of another gang")
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (0, time.time() - 0.6 * KEPT_S))
+    Start(tmp_path).store.forget_unused()
+    assert not vouches(marker)
+    rehearsal = Start(tmp_path, "one process fewer")
+    assert rehearsal.get(5.25) == 147 and rehearsal.traced == []
+    grow_old(tmp_path)
+    Start(tmp_path).store.forget_unused()
+    assert not marker.exists() and not list(tmp_path.glob("programs-*/*"))
+
+
+def test_a_start_forgets_nothing_before_it_has_its_programs(tmp_path) -> None:
+    order: list[str] = []
+    store = SimpleNamespace(get=lambda *_: order.append("get"), forget_unused=lambda: order.append("forget"))
+    programs = Programs("cpu")
+    programs.add(ProgramSpec(Key("decode", size), jnp.sin, (X,)) for size in (1, 2))
+    programs.store = store
+    programs.compile_all()
+    assert order == ["get", "get", "forget"]
 
 
 def test_a_full_disk_costs_only_the_next_start(tmp_path, monkeypatch, caplog) -> None:

@@ -1,0 +1,37 @@
+"""Compiled programs that nobody has used for long. Imports no jax.
+
+Each version of the code, of jax and of the model leaves programs of its own in the compilation cache's directory. To
+use a file is to set its time. What an instance needs it has used before it removes anything, so a server that starts
+again after months still has its programs.
+"""
+
+import contextlib
+import time
+from pathlib import Path
+
+KEPT_S = 90 * 24 * 3600.0
+_PATTERNS = ("programs-*/*", "instance-*/*/*", "ahead-*", "instance-*/*", "programs-*", "instance-*")
+
+
+def forget_unused(root: Path) -> None:
+    """Removes programs in `root` that have not been used for `KEPT_S`, and the directories that have become empty."""
+    for pattern in _PATTERNS:
+        for path in root.glob(pattern):
+            with contextlib.suppress(OSError):  # not empty, or gone, or another's
+                if _age(path) > KEPT_S and path.suffix != ".key":
+                    (path.rmdir if path.is_dir() else path.unlink)()
+
+
+def vouches(marker: Path) -> bool:
+    """Returns whether a file still says that programs are there: they were used before it was written.
+
+    Half of the time leaves the other half to use them again.
+    """
+    try:
+        return _age(marker) < KEPT_S / 2
+    except OSError:
+        return False
+
+
+def _age(path: Path) -> float:
+    return time.time() - path.stat().st_mtime

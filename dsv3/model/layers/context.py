@@ -24,8 +24,8 @@ from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 from pallas_kernels.grouped import grouped_gemm_contiguous
 
-BYTES_AT_ONCE = 2**29
-"""Keys and values that are there at once: those that 8,192 new tokens of DeepSeek-V3 have of all heads."""
+BYTES_AT_ONCE = 2**30
+"""Keys and values that are there at once; absorbed queries and outputs of 4,096 new tokens of DeepSeek-V3 take more."""
 
 _TILE = 128  # rows of a product's tile, and of the attention's blocks
 

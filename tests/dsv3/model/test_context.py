@@ -71,5 +71,5 @@ def test_new_tokens_see_each_other_unrounded() -> None:
 def test_heads_are_divided_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     mib = 2**20
-    assert [context.heads_at_once(128, n * mib) for n in (1, 8, 64, 300, 1024)] == [128, 64, 8, 1, 1]
-    assert context.heads_at_once(20, 100 * mib) == 5
+    assert [context.heads_at_once(128, n * mib) for n in (1, 8, 64, 300, 1024)] == [128, 128, 16, 2, 1]
+    assert context.heads_at_once(20, 200 * mib) == 5

@@ -4,10 +4,10 @@ Dense attention has two forms. The absorbed one multiplies cached latents; the e
 them first, and then takes 0.29 of the operations per pair of tokens (DeepSeek-V3). Its program has room for a number of
 tokens, and whether it pays depends on how many new tokens share the cached ones of a step.
 
-Sparse attention has two forms to attend to chosen tokens. The sparse one copies the chosen rows of each query and attends to them
-in absorbed form; its time does not depend on the context. The masked one expands the cached latents of all requests
-once and attends to all of them; its time grows with them. Scores and choice are the same in both. The masked form has
-room for a number of tokens, which its program needs to know: the number at which both take as long.
+Sparse attention has two forms, too. The sparse one copies the chosen rows of each query and attends to them in absorbed
+form; its time does not depend on the context. The masked one expands the cached latents of all requests once and
+attends to all of them; its time grows with them. Scores and choice are the same in both. The masked form has room for a
+number of tokens, which its program needs to know: the number at which both take as long.
 """
 
 import math
@@ -25,7 +25,7 @@ KEY_BLOCK = 128
 # an L40S 419. Where there are more, copies cost less beside products, and the two forms cross somewhat later.
 _ABSORBED = 580e12 * 108 / 132
 _MASKING = 1.04
-_EXPANDED = 535e12 / 1.25 / _MASKING  # with what else a prefill step does per product (`dsv3.plan.sparse`), and the mask
+_EXPANDED = 535e12 / 1.25 / _MASKING  # with what else a prefill does per product (`dsv3.plan.sparse`), and the mask
 _PRODUCTS = 993e12 / 1.25
 _HBM = 4.8e12
 _LAUNCH = 3e-6  # of a kernel; the expanded form has three for each group of heads

@@ -70,7 +70,7 @@ def prefill_reference(
 def spans_reference(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, ends: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """See `mla_prefill_spans`, with whole keys; returns the log-sum-exp `[T, H]`, too.
+    """See `mla_prefill_spans`, with whole keys.
 
     Query blocks of 128 tokens bound the memory: scores are never more than `[H, 128, 128]`.
     """

@@ -17,7 +17,7 @@ def mla_prefill_spans(
     scale: float,
     shared_key: jax.Array,
     backend: Backend | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Computes attention of queries to the keys from `starts` on and before `ends`.
 
     Args:
@@ -31,7 +31,7 @@ def mla_prefill_spans(
       backend: an implementation, or None for the one that suits the default device.
 
     Returns:
-      out `[T, H, V]` in the dtype of `q`; 0 for a query without keys.
+      out `[T, H, V]` in the dtype of `q` and lse `[T, H]` float32; 0 and +inf for a query without keys.
 
     Raises:
       ValueError: a shape or dtype does not fit.
@@ -40,8 +40,8 @@ def mla_prefill_spans(
     chosen = dispatched("mla_prefill_spans", backend, prefill_unsupported(q, v, backend))
     if chosen is Backend.MOSAIC:
         keys, shared = (k, shared_key) if mosaic_ops.takes_parts(k, shared_key) else (whole_keys(k, shared_key), None)
-        return mosaic_ops.prefill_spans_mosaic(q, keys, shared, v, starts, ends, scale=scale)[0]
+        return mosaic_ops.prefill_spans_mosaic(q, keys, shared, v, starts, ends, scale=scale)
     keys = whole_keys(k, shared_key)
     if chosen is Backend.TRITON:
-        return triton_ops.prefill_spans(q, keys, v, starts, ends, len(k), scale=scale)[0]
-    return reference.spans_reference(q, keys, v, starts, ends, scale=scale)[0]
+        return triton_ops.prefill_spans(q, keys, v, starts, ends, len(k), scale=scale)
+    return reference.spans_reference(q, keys, v, starts, ends, scale=scale)

@@ -1,9 +1,10 @@
 """Which forward programs an engine has by the form of their attention, and which one a step takes.
 
 Dense prefill after cached tokens is there in two forms, absorbed and expanded, and the host takes the cheaper one
-(`crossover.py`). In sparse attention a query that sees more tokens than an indexer chooses must choose. A GPU's host would wait in every layer to hear
-whether any query does. So each program is compiled twice, and the host, which knows how long requests are, takes one.
-Prefill that chooses is there in both forms, masked and sparse (`crossover.py`), and again the host takes one.
+(`crossover.py`). In sparse attention a query that sees more tokens than an indexer chooses must choose. A GPU's host
+would wait in every layer to hear whether any query does. So each program is compiled twice, and the host, which knows
+how long requests are, takes one. Prefill that chooses is there in both forms, masked and sparse, and again the host
+takes one.
 """
 
 from dsv3.cache.page import PAGE_SIZE
@@ -37,7 +38,8 @@ def masked_room(layout: Layout, size: int) -> int:
     if layout.platform in LOOKING:
         return 0
     cfg, tokens = layout.cfg, size // _micro_batches(layout, size)
-    return min(crossover.masked_room(layout.model_cfg, cfg.cache_dtype, tokens, cfg.tensor_parallel_size), _most(cfg, size))
+    room = crossover.masked_room(layout.model_cfg, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
+    return min(room, _most(cfg, size))
 
 
 def context_room(layout: Layout, size: int) -> int:

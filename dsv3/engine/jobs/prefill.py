@@ -58,8 +58,8 @@ class PrefillCommand(Command, frozen=True):
     `bucket` is the size of the batch, and `has_context` says whether a chunk has tokens before it. Row i of `header` is
     a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` hold those of all chunks one after the other.
     Where it `tells`, log-probabilities of the prompts follow. No query of any rank sees more than `longest` tokens, and
-    the requests of no rank have more than `keys` tokens together, counted in whole pages. `pairs` of a new token and one
-    before its chunk are those of the rank that has most.
+    the requests of no rank have more than `keys` tokens together, counted in whole pages. `pairs` of a new token and
+    one before its chunk are those of the rank that has most.
     """
 
     bucket: int
@@ -308,15 +308,15 @@ def _variants(layout: Layout, size: int) -> list[Variant]:
 def variant_for(layout: Layout, size: int, has_context: bool, longest: int, keys: int, pairs: int = 0) -> Variant:
     """Returns the variant for a step of bucket `size` that `has_context`, or not.
 
-    Its queries see `longest` tokens at most, and the requests of a rank have `keys` together. There are `pairs` of a new
-    token and one before its chunk.
+    Its queries see `longest` tokens at most, and the requests of a rank have `keys` together. There are `pairs` of a
+    new token and one before its chunk.
     """
     choice = chooses(layout, longest)
     expands = has_context and context_pays(layout, size, pairs, keys) if choice is None else True
     return next(
         v
         for v in _variants(layout, size)
-        if v.chooses == choice and v.has_context >= has_context and (not v.expands or expands and keys <= v.expands)
+        if v.chooses == choice and v.has_context >= has_context and (not v.expands or (expands and keys <= v.expands))
     )
 
 

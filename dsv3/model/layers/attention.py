@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) in training, prefill and decode.
 
 Training expands the latents of all tokens to keys and values of every head. Prefill expands the latents of new tokens,
-attends to the cached ones in absorbed form, and merges the two; or it expands all of them (`context.py`). Decode is absorbed: the key up-projection is folded
-into the query, so that the cached latents are keys and values of all heads at once.
+attends to the cached ones in absorbed form, and merges the two; or it expands all of them (`context.py`). Decode is
+absorbed: the key up-projection is folded into the query, so that the cached latents are keys and values of all heads at
+once.
 """
 
 import dataclasses

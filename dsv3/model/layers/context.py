@@ -49,12 +49,14 @@ def _expanded_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
     live, first = rows < batch.cu_lengths[-1], packed.starts[jnp.minimum(request, len(new) - 1)]
     starts, ends = jnp.where(live, first, 0), jnp.where(live, first + batch.positions + 1, 0)
     own = jnp.where(live, first + batch.positions, K + rows)
+    token = jnp.full(K, len(rows), jnp.int32).at[own].set(rows, mode="drop", unique_indices=True)
     tiles = jnp.where((packed.counts.reshape(-1, _TILE // PAGE_SIZE) > 0).any(axis=1), 0, -1)
 
     def attend(tokens, params, layer, cache_layer, pages):
         ids = cache_layer * pages_per_layer + packed.page_ids
         latents = mla.rows_of_pages(pages, ids, packed.counts, R, tokens.latent.dtype)
-        latents = latents.at[own].set(tokens.latent, mode="drop", unique_indices=True)  # unrounded, as among themselves
+        mine = tokens.latent.at[token].get(mode="clip")  # unrounded, as new tokens see each other in the absorbed form
+        latents = jnp.where((token < len(rows))[:, None], mine, latents)
         latents, shared = latents[:, :R], latents[:, R:]
         T, H, _ = tokens.q.shape
         heads = heads_at_once(H, K * (cfg.qk_nope_head_dim + V) * tokens.q.dtype.itemsize)
@@ -69,7 +71,7 @@ def _expanded_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
         def of_heads(part: jax.Array, out: jax.Array) -> jax.Array:
             q = lax.dynamic_slice_in_dim(tokens.q, part * heads, heads, axis=1)
             k, v = up(params.k_up, part), up(params.v_up, part)
-            found = mla.mla_prefill_spans(q, k, v, starts, ends, **how)
+            found, _ = mla.mla_prefill_spans(q, k, v, starts, ends, **how)
             return lax.dynamic_update_slice_in_dim(out, found, part * heads, axis=1)
 
         return lax.fori_loop(0, H // heads, of_heads, jnp.zeros((T, H, V), tokens.q.dtype))

@@ -30,7 +30,9 @@ def half_of_the_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "heads_at_once", lambda heads, _: heads // 2)
 
 
-def answers(kind: type[Cache], asked: list[list[int]], cache_dtype: str | None = None) -> tuple[list[np.ndarray], Cache]:
+def answers(
+    kind: type[Cache], asked: list[list[int]], cache_dtype: str | None = None
+) -> tuple[list[np.ndarray], Cache]:
     """Logits of chunks of three prompts, as long as these fit in the room, and the cache behind them."""
     cache = kind("deepseek_v3", TABLES)
     if cache_dtype is not None:

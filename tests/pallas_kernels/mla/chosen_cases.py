@@ -64,9 +64,7 @@ def spans_case(*, dtype) -> ChosenCase:
     for t, (start, end) in enumerate(zip(arrays["starts"], arrays["ends"], strict=True)):
         if end:
             expected[t] = _answer_of(arrays, t, np.arange(start, end))
-    behind = {n: jnp.pad(arguments[n], _behind(arguments[n]), constant_values=jnp.nan) for n in ("k", "shared_key", "v")}
-    return ChosenCase(arguments | behind, expected)
-
-
-def _behind(x: jnp.ndarray) -> list[tuple[int, int]]:
-    return [(0, NOBODYS)] + [(0, 0)] * (x.ndim - 1)
+    for name in ("k", "shared_key", "v"):
+        behind = jnp.full((NOBODYS, *arguments[name].shape[1:]), jnp.nan, dtype)
+        arguments[name] = jnp.concatenate([arguments[name], behind])
+    return ChosenCase(arguments, expected)

@@ -18,8 +18,9 @@ from tests.pallas_kernels.mla.chosen_cases import NOBODYS, SCALE
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)])
 def test_the_reference(dtype, tolerance) -> None:
     case = cases.spans_case(dtype=dtype)
-    out = mla.mla_prefill_spans(**case.arguments, scale=SCALE, backend=Backend.REFERENCE)
+    out, lse = mla.mla_prefill_spans(**case.arguments, scale=SCALE, backend=Backend.REFERENCE)
     np.testing.assert_allclose(np.asarray(out, np.float64), case.expected, atol=tolerance)
+    np.testing.assert_array_equal(np.isposinf(lse)[:, 0], np.asarray(case.arguments["ends"]) == 0)
 
 
 @functools.partial(jax.jit, static_argnames=("key_block", "blocks"))

@@ -251,11 +251,12 @@ def _waiting_rows(reading: Reading) -> Iterator[tuple]:
 
 def _after_cached(readings: Sequence[Reading]) -> Iterator[str]:
     """Writes what both forms of attention to cached tokens take, where their loops have been read."""
-    cycles = {reading.kernel.name: reading.cycles[kernels.SHARED][0].cycles for reading in readings}
-    if not {after_cached.DECODE, after_cached.SPANS} <= cycles.keys():
+    by_name = {reading.kernel.name: reading for reading in readings}
+    both = [by_name[name] for name in (after_cached.DECODE, after_cached.SPANS) if name in by_name]
+    if len(both) < 2:
         return
     others = OTHERS["loops"]["FA3 prefill"]["cycles"][kernels.SHARED][0]
-    found = after_cached.rows(cycles[after_cached.DECODE], cycles[after_cached.SPANS], others)
+    found = after_cached.rows(*(reading.cycles[kernels.SHARED][0].cycles for reading in both), others)
     yield from ("", "## New tokens after cached ones, in millions of cycles of one multiprocessor (round robin)", "")
     yield from table(after_cached.HEAD, found)
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu.sass import counts, disassembly, kernels, loops, model
+from benchmarks.gpu.sass import after_cached, counts, disassembly, kernels, loops, model
 from pallas_kernels import aot
 from pallas_kernels.mosaic import NUM_SMS
 from pallas_kernels.multiprocessors import Multiprocessors, taking
@@ -67,7 +67,7 @@ class Reading:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--only", default="", help="kernels whose name contains this, or one of these: A|B")
     parser.add_argument("--multiprocessors", type=int, default=NUM_SMS, help="that kernels take: 78 of an H20")
     parser.add_argument("--out", type=Path, help="file for the tables, beside standard output")
     args = parser.parse_args()
@@ -79,7 +79,8 @@ def main() -> int:
 
 def print_tables(args: argparse.Namespace) -> int:
     """Prints the tables of the kernels that were asked for; the exit status is 2 where there is none or no compiler."""
-    chosen = [kernel for kernel in kernels.kernels() if args.only in kernel.name]
+    wanted = args.only.split("|")
+    chosen = [kernel for kernel in kernels.kernels() if any(each in kernel.name for each in wanted)]
     if not chosen:
         print(f"no kernel is called {args.only!r}: {[kernel.name for kernel in kernels.kernels()]}", file=sys.stderr)
         return 2
@@ -156,6 +157,7 @@ def report(readings: Sequence[Reading]) -> Iterator[str]:
         ("kernel", "link", "warpgroup 0", "warpgroup 1"),
         (row for reading in readings for row in _waiting_rows(reading)),
     )
+    yield from _after_cached(readings)
     yield from ("", "## Whose the stored figures are", "")
     yield OTHERS["about"]
     yield from (f"- {name}: {source}" for name, source in OTHERS["sources"].items())
@@ -245,6 +247,18 @@ def _bound(cycles: float | None, binds: bool) -> str:
 def _waiting_rows(reading: Reading) -> Iterator[tuple]:
     for name, (turns, _) in reading.cycles.items():
         yield (reading.kernel.name, name, *map(_longest, turns.waiting))
+
+
+def _after_cached(readings: Sequence[Reading]) -> Iterator[str]:
+    """Writes what both forms of attention to cached tokens take, where their loops have been read."""
+    by_name = {reading.kernel.name: reading for reading in readings}
+    both = [by_name[name] for name in (after_cached.DECODE, after_cached.SPANS) if name in by_name]
+    if len(both) < 2:
+        return
+    others = OTHERS["loops"]["FA3 prefill"]["cycles"][kernels.SHARED][0]
+    found = after_cached.rows(*(reading.cycles[kernels.SHARED][0].cycles for reading in both), others)
+    yield from ("", "## New tokens after cached ones, in millions of cycles of one multiprocessor (round robin)", "")
+    yield from table(after_cached.HEAD, found)
 
 
 def _longest(waiting: dict[str, float]) -> str:

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dsv3.model.layers.context import heads_at_once
 from pallas_kernels import mla, multiprocessors
 from pallas_kernels.backend import Backend
 from pallas_kernels.experimental.write_latents import cache_rows, write_new_latents
+from pallas_kernels.grouped import grouped_gemm_contiguous
 from pallas_kernels.mla import mosaic_ops
 from pallas_kernels.mla.schedule import REQUEST_OVERHEAD
 
@@ -192,17 +194,47 @@ class Prefill:
         pool = self.context_shapes()[1].shape[0]
         return functools.partial(mla.mla_prefill_context, scale=SCALE, pages_per_layer=pool, backend=backend)
 
+    @property
+    def stride(self) -> int:
+        """Expanded tokens from one request to the next: cached and new ones, in whole blocks of keys."""
+        return -(-(self.context + self.tokens // self.segments) // (2 * PAGE)) * 2 * PAGE
+
+    @property
+    def heads_at_once(self) -> int:
+        """Heads whose keys and values are there at once, as in the model."""
+        return heads_at_once(self.heads, self.segments * self.stride * 2 * (128 + 128))
+
+    def expanded_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """q, latents, k_up, v_up, starts and ends of the expanded form, for as many heads as there are at once."""
+        T, K, heads = self.tokens, self.segments * self.stride, self.heads_at_once
+        shapes = (T, heads, 192), (K, WIDTH), (1, heads * 128, LATENT), (1, heads * 128, LATENT)
+        ints = (jax.ShapeDtypeStruct((T,), jnp.int32) for _ in range(2))
+        return (*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), *ints)
+
+    def expanded_arrays(self) -> tuple[jax.Array, ...]:
+        values = (random(jax.random.key(i), x.shape) for i, x in enumerate(self.expanded_shapes()[:4]))
+        request, position = jnp.divmod(jnp.arange(self.tokens, dtype=jnp.int32), self.tokens // self.segments)
+        starts = request * self.stride
+        return *values, starts, starts + self.context + position + 1
+
+    def call_expanded(self, backend: Backend) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """(q, latents, k_up, v_up, starts, ends) -> out, lse."""
+
+        def attend(q, latents, k_up, v_up, starts, ends):
+            tiles = jnp.zeros(len(latents) // 128, jnp.int32)
+            up = functools.partial(grouped_gemm_contiguous, latents[:, :LATENT], tile_m=128, backend=backend)
+            k, v = (up(w, tile_group=tiles).reshape(len(latents), -1, 128) for w in (k_up, v_up))
+            how = {"scale": SCALE, "shared_key": latents[:, LATENT:], "backend": backend}
+            return mla.mla_prefill_spans(q, k, v, starts, ends, **how)
+
+        return attend
+
     def flops(self) -> float:
         """The causal half of 2 * n * n * (192 + 128) for each head and segment."""
         return self.heads * self.segments * (self.tokens // self.segments) ** 2 * (192 + 128)
 
     def context_flops(self) -> float:
         return 2.0 * self.heads * self.tokens * self.context * (WIDTH + LATENT)
-
-    def expanded_context_flops(self) -> tuple[float, float]:
-        """Returns the operations of expanding the cached tokens to keys and values, and of attending to them."""
-        expand = 2.0 * self.heads * self.segments * self.context * LATENT * (128 + 128)
-        return expand, 2.0 * self.heads * self.tokens * self.context * (192 + 128)
 
     def label(self) -> str:
         return f"{self.tokens} tokens in {self.segments}" + (f", {self.context} cached each" if self.context else "")

@@ -1,15 +1,20 @@
-"""Up to where prefill of sparse attention masks: the one place that decides it, from shapes and a device's rates.
+"""Which form prefill's attention to cached tokens takes: the one place that decides it, from shapes and device rates.
 
-There are two forms to attend to chosen tokens. The sparse one copies the chosen rows of each query and attends to them
-in absorbed form; its time does not depend on the context. The masked one expands the cached latents of all requests
-once and attends to all of them; its time grows with them. Scores and choice are the same in both. The masked form has
-room for a number of tokens, which its program needs to know: the number at which both take as long.
+Dense attention has two forms. The absorbed one multiplies cached latents; the expanded one makes keys and values of
+them first, and then takes 0.29 of the operations per pair of tokens (DeepSeek-V3). Its program has room for a number of
+tokens, and whether it pays depends on how many new tokens share the cached ones of a step.
+
+Sparse attention has two forms, too. The sparse one copies the chosen rows of each query and attends to them in absorbed
+form; its time does not depend on the context. The masked one expands the cached latents of all requests once and
+attends to all of them; its time grows with them. Scores and choice are the same in both. The masked form has room for a
+number of tokens, which its program needs to know: the number at which both take as long.
 """
 
 import math
 
 from dsv3.cache.layout import row_bytes
 from dsv3.config import ModelConfig
+from dsv3.model.layers.context import BYTES_AT_ONCE, heads_at_once
 
 KEY_BLOCK = 128
 """What the room is a multiple of: whole blocks of keys of the kernels."""
@@ -19,11 +24,73 @@ KEY_BLOCK = 128
 # data sheet's 4.8 TB/s. What counts is how many operations a GPU has per byte: an H200 206, an H100 295, an A100 156,
 # an L40S 419. Where there are more, copies cost less beside products, and the two forms cross somewhat later.
 _ABSORBED = 580e12 * 108 / 132
-_EXPANDED = 535e12 / 1.25 / 1.04  # with what else a prefill step does per product (`dsv3.plan.sparse`), and the mask
+_MASKING = 1.04
+_EXPANDED = 535e12 / 1.25 / _MASKING  # with what else a prefill does per product (`dsv3.plan.sparse`), and the mask
 _PRODUCTS = 993e12 / 1.25
 _HBM = 4.8e12
+_LAUNCH = 3e-6  # of a kernel; the expanded form has three for each group of heads
 
 _LEAST_GAIN = 2  # times the tokens that are chosen; a program with less room would seldom run
+_LEAST_TOKENS = 2  # times the new tokens from which on the expanded form pays: those of a step may be several requests'
+_MOST_CONTEXT = 2**18  # tokens; their latents take 302 MB
+_QUERIES, _BLOCKS = 128, 128  # of a thread block of the prefill kernel; that fill the multiprocessors
+
+
+def context_room(model: ModelConfig, tokens: int, split: int = 1) -> int:
+    """Returns the tokens that the expanded program of `tokens` queries of a micro-batch has room for; 0: there is none.
+
+    All tokens of the step's requests count, each request's in whole pages. `split` devices share the heads. Keys and
+    values are made of as many heads at once as fill the multiprocessors with their queries, and fit in memory.
+    """
+    absorbed, expanded, expansion = _dense_seconds(model, split)
+    if model.indexer is not None or tokens * (absorbed - expanded) < _LEAST_TOKENS * expansion:
+        return 0
+    heads = model.num_attention_heads // split
+    least = min(heads, -(-_QUERIES * _BLOCKS // tokens))
+    together = next(n for n in range(least, heads + 1) if heads % n == 0)
+    room = BYTES_AT_ONCE // (together * _head_bytes(model))
+    return min(room, _MOST_CONTEXT) // KEY_BLOCK * KEY_BLOCK
+
+
+def context_pays(
+    model: ModelConfig, tokens: int, pairs: int, keys: int, room: int, split: int = 1, micro_batches: int = 1
+) -> bool:
+    """Returns whether a step of `tokens` queries in all takes less time in expanded form than in absorbed form.
+
+    There are `pairs` of a new token and a cached one, and `keys` tokens of requests to expand, in each micro-batch. The
+    absorbed form expands new tokens, and multiplies their queries and outputs by the same weights.
+    """
+    absorbed, expanded, expansion = _dense_seconds(model, split)
+    heads = model.num_attention_heads // split
+    groups = heads // heads_at_once(heads, room * _head_bytes(model))
+    more = micro_batches * (keys * expansion + 3 * groups * _LAUNCH)
+    return pairs * (absorbed - expanded) + 2 * tokens * expansion > more
+
+
+def context_bytes(model: ModelConfig, tokens: int, split: int = 1) -> int:
+    """Returns the bytes that the expanded program of `tokens` queries takes: latents twice, keys and values of heads.
+
+    Values have 16 bits.
+    """
+    room, heads = context_room(model, tokens, split), model.num_attention_heads // split
+    at_once = heads_at_once(heads, room * _head_bytes(model)) * _head_bytes(model)
+    return room * (2 * 2 * model.latent_dim + at_once)
+
+
+def _head_bytes(model: ModelConfig) -> int:
+    """Returns the bytes of a token's key and value of one head, in 16 bits; the shared part of the key is no head's."""
+    return 2 * (model.qk_nope_head_dim + model.v_head_dim)
+
+
+def _dense_seconds(model: ModelConfig, split: int) -> tuple[float, float, float]:
+    """Returns the seconds of a pair of tokens, absorbed and expanded, and those of expanding one, by the rates above.
+
+    k_up and v_up are bfloat16 in every model.
+    """
+    H, R = model.num_attention_heads / split, model.kv_lora_rank
+    absorbed = 2 * H * (model.latent_dim + R) / _ABSORBED
+    expanded = 2 * H * (model.qk_head_dim + model.v_head_dim) / (_EXPANDED * _MASKING)
+    return absorbed, expanded, 2 * H * (model.qk_nope_head_dim + model.v_head_dim) * R / (_PRODUCTS / 2)
 
 
 def masked_room(model: ModelConfig, cache_dtype: str, tokens: int, split: int = 1) -> int:

@@ -9,7 +9,7 @@ from dsv3.cache.layout import page_bytes, pages_within
 from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig, tokens_ahead
-from dsv3.engine.crossover import masked_room
+from dsv3.engine.crossover import context_bytes, masked_room
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.options import EngineOptions
 from pallas_kernels import dsa
@@ -65,7 +65,7 @@ def engine_config(
     working = max(working, move_bytes)
     if model.indexer:
         working += 3 * dsa.BYTES_AT_ONCE  # scores, their order, and copied rows
-        working += expanded_bytes(model, dtypes, batched, options.tensor_parallel_size) * (not hardware.is_cpu)
+    working += expanded_bytes(model, dtypes, batched, options.tensor_parallel_size) * (not hardware.is_cpu)
     if options.kv_offloading_size:
         working += 4 * TIER_STEP_BYTES  # both ways, for the step under way and the next one
     budget = cache_budget(hardware.memory, options.gpu_memory_utilization, working)
@@ -116,10 +116,18 @@ def with_pages(cfg: EngineConfig, num_pages: int, options: EngineOptions) -> Eng
 
 
 def expanded_bytes(model: ModelConfig, dtypes: EngineDtypes, batched: int, shards: int) -> int:
-    """Returns the bytes of keys and values of masked attention that are not those of the step's own tokens."""
-    more = max(0, masked_room(model, dtypes.cache, batched, shards) - batched)
-    heads = model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim)
-    return more * heads * jnp.dtype(dtypes.compute).itemsize // shards
+    """Returns the bytes that prefill after cached tokens takes in expanded form beyond `step_bytes`.
+
+    With sparse attention these are keys and values of the masked form that are not those of the step's own tokens. Else
+    the expanded form has neither keys and values of its own tokens nor outputs of latents.
+    """
+    heads, itemsize = model.num_attention_heads, jnp.dtype(dtypes.compute).itemsize
+    own = heads * (model.qk_nope_head_dim + model.v_head_dim)
+    if model.indexer:
+        more = max(0, masked_room(model, dtypes.cache, batched, shards) - batched)
+        return more * own * itemsize // shards
+    instead = batched * (own + heads * model.kv_lora_rank) * itemsize // shards
+    return max(0, context_bytes(model, batched, shards) - instead)
 
 
 def cache_budget(memory: DeviceMemory | None, utilization: float, working: int) -> int:

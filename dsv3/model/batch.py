@@ -5,9 +5,9 @@ beyond the live ones are padding, marked by a length of 0.
 
 Both batches say with `chooses` what the host knows of sparse attention: whether a query may see more tokens than an
 indexer chooses. False: none does, so attention is dense. None: the step looks while it runs, for which a GPU's host
-would wait in every layer. Dense models do not read it. `expands` of prefill is the host's word too. Above 0 a step that
-chooses takes the masked form (`layers/masked.py`): all tokens of its requests, those of each in whole pages, are no
-more than that.
+would wait in every layer. Dense models do not read it. `expands` of prefill is the host's word too. Above 0 a step
+attends to cached tokens in expanded form: dense (`layers/context.py`), or masked where it chooses (`layers/masked.py`).
+All tokens of its requests, those of each in whole pages, are no more than that.
 """
 
 import dataclasses

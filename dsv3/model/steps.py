@@ -11,6 +11,7 @@ from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
 from dsv3.model.decoder import LayerContext, embed, final_norm, run_decoder
 from dsv3.model.layers.attention import Attend, decode_attend, decode_positions, prefill_attend
+from dsv3.model.layers.context import expanded_attend
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, Tally
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
@@ -207,6 +208,8 @@ def _prefill_attend(
 ) -> Attend:
     if cfg.indexer is not None:
         return sparse_prefill_attend(cfg, batch, pages_per_layer, backend, number)
+    if batch.expands:
+        return expanded_attend(cfg, batch, pages_per_layer, backend)
     return prefill_attend(cfg, batch, pages_per_layer, backend)
 
 

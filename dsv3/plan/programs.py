@@ -48,7 +48,7 @@ Part = Literal["model", "module", "chain"]
 class Run:
     """A program of a step, which runs `times` times in it: `tokens` of one rank, `width` of each request.
 
-    A prefill that masks makes keys of so many tokens as `expands` says.
+    A prefill that expands cached tokens has room for so many as `expands` says.
     """
 
     part: Part
@@ -178,8 +178,8 @@ def _prefill_variant(planned: LaidOut) -> Variant:
     deployment = planned.deployment
     size, hits, length = deployment.prefill_tokens, deployment.prefix_hit_rate, deployment.context_length
     prompts = max(1, round(size / max(1.0, length * (1 - hits))))
-    keys = prompts * pages_for(length) * PAGE_SIZE
-    return variant_for(planned.layout, size, hits > 0, length, keys)
+    keys, pairs = prompts * pages_for(length) * PAGE_SIZE, round(size * hits * length)
+    return variant_for(planned.layout, size, hits > 0, length, keys, pairs)
 
 
 def compile_step(planned: LaidOut, phase: Phase) -> tuple[Compiled, ...]:

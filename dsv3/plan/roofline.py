@@ -13,13 +13,13 @@ import dataclasses
 
 from dsv3.cache.layout import row_bytes
 from dsv3.config import ModelConfig
+from dsv3.plan.dense import dense_core
 from dsv3.plan.deployment import Device
 from dsv3.plan.sparse import (
     PREFILL_OVERHEAD,
     SELECT_CYCLES,
     SparseCore,
     core_operations,
-    expanded_operations,
     index_share,
     index_weights,
     must_choose,
@@ -181,8 +181,8 @@ class MicroBatch:
 
     `width` tokens of each request read its cache together. `split` devices share the heads of these tokens, the widths
     of their MLPs, and their routed experts' rows. The first token of a prompt sees the `fewest` keys, and the next ones
-    evenly more; None: all tokens see as many. Where queries choose in prefill, masked attention has room for `expands`
-    tokens; 0: chosen rows are copied.
+    evenly more; None: all tokens see as many, and none is cached. Where queries choose in prefill, masked attention has
+    room for `expands` tokens; 0: chosen rows are copied.
     """
 
     tokens: int
@@ -252,9 +252,7 @@ def prefill_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[
         return PREFILL_OVERHEAD * 2 * batch.tokens * elements / rates.prefill_flops
 
     sparse = sparse_parts(model, rates, batch)
-    core = PREFILL_OVERHEAD * batch.tokens * batch.keys * expanded_operations(model) / n / rates.prefill_core_flops
-    if sparse is not None:
-        core = sparse.seconds
+    core = dense_core(model, rates, batch) if sparse is None else sparse.seconds
     own_keys = 0 if sparse is not None and sparse.masked else sizes.key_value  # masked attention makes those of all
     indexer = index_share(model) * index_weights(model, sparse is not None)
     return {

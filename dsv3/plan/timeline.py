@@ -141,7 +141,13 @@ class Player:
         if not any(is_worth_playing(self._module, name) for name in loop.called):
             return
         inner = self._run(self._module[loop.called[0]])
-        trips = loop.trips or 1
+        trips, stages = loop.trips or 1, {(block.lane, block.label, block.micro_batch) for block in inner.blocks}
+        if (
+            loop is not self._layer and len(stages) == 1 and not inner.exposed
+        ):  # a stage goes round: heads of attention, a few after the others
+            [(_, label, micro_batch)] = stages
+            clock.work(trips * inner.now, label, micro_batch)
+            return
         clock.now += trips * inner.now
         for role, seconds in inner.exposed.items():
             clock.exposed[role] = clock.exposed.get(role, 0.0) + trips * seconds
@@ -151,7 +157,7 @@ class Player:
 
 def layer_loop(module: hlo.Module) -> hlo.Instruction | None:
     """Finds the loop over the MoE layers: of those in the entry with known trips, the one with the most experts."""
-    loops = [i for i in module[module.entry].instructions if i.opcode == "while" and i.trips is not None]
+    loops = _loops(module[module.entry])
     weighed = [(_products(module, module[loop.called[0]]).get("experts", 0), n) for n, loop in enumerate(loops)]
     experts, number = max(weighed, default=(0, 0))
     return loops[number] if experts else None
@@ -166,6 +172,16 @@ def is_worth_playing(module: hlo.Module, name: str) -> bool:
 
 
 def _products(module: hlo.Module, computation: hlo.Computation) -> dict[str, int]:
+    """Counts the products of each stage, those of a loop once per pass."""
+    counts = _straight_products(module, computation)
+    for loop in _loops(computation):
+        for label, count in _products(module, module[loop.called[0]]).items():
+            counts[label] = counts.get(label, 0) + (loop.trips or 1) * count
+    return counts
+
+
+def _straight_products(module: hlo.Module, computation: hlo.Computation) -> dict[str, int]:
+    """Counts the products of each stage outside of loops."""
     counts: dict[str, int] = {}
     for instruction in computation.instructions:
         if instruction.opcode != "while" and is_matrix_work(module, instruction):
@@ -174,12 +190,16 @@ def _products(module: hlo.Module, computation: hlo.Computation) -> dict[str, int
     return counts
 
 
+def _loops(computation: hlo.Computation) -> list[hlo.Instruction]:
+    """Lists the loops of which the compiler knows the passes."""
+    return [i for i in computation.instructions if i.opcode == "while" and i.trips is not None]
+
+
 def _products_elsewhere(module: hlo.Module) -> dict[str, float]:
     """Counts a stage's products outside of the MoE layers: in one pass over dense layers, or in the entry."""
     entry = module[module.entry]
-    loops = [i for i in entry.instructions if i.opcode == "while" and i.trips is not None]
-    counts: dict[str, float] = dict(_products(module, entry))
-    for loop in loops:
+    counts: dict[str, float] = dict(_straight_products(module, entry))
+    for loop in _loops(entry):
         counts |= _products(module, module[loop.called[0]])
     return counts
 

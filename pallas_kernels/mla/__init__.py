@@ -14,6 +14,7 @@ from pallas_kernels.mla.ops import (
     whole_keys,
     write_pages,
 )
+from pallas_kernels.mla.spans import mla_prefill_spans
 
 __all__ = [
     "FP8_PAGES_DTYPE",
@@ -29,6 +30,7 @@ __all__ = [
     "mla_prefill",
     "mla_prefill_chosen",
     "mla_prefill_context",
+    "mla_prefill_spans",
     "pack_fp8",
     "prefill_unsupported",
     "rows_of_pages",

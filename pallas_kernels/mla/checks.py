@@ -42,6 +42,14 @@ def check_chosen(
     ends: jax.Array,
     shared_key: jax.Array,
 ) -> None:
+    check_spans(q, k, v, starts, ends, shared_key)
+    if bits.shape != (len(k) // 32, len(q)) or bits.dtype != jnp.int32:
+        raise ValueError(f"bits must be int32 {(len(k) // 32, len(q))}, but are {bits.dtype}{list(bits.shape)}")
+
+
+def check_spans(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, ends: jax.Array, shared_key: jax.Array
+) -> None:
     _check_rank("q", q, "[T, H, N + P]")
     _check_float("q", q)
     (T, H, width), K = q.shape, len(k)
@@ -54,8 +62,6 @@ def check_chosen(
     for name, x in (("k", k), ("v", v), ("shared_key", shared_key)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, but is {x.dtype}")
-    if bits.shape != (K // 32, T) or bits.dtype != jnp.int32:
-        raise ValueError(f"bits must be int32 {(K // 32, T)}, but are {bits.dtype}{list(bits.shape)}")
     _check_ints("starts", starts, "T", T)
     _check_ints("ends", ends, "T", T)
 

@@ -217,17 +217,39 @@ def prefill_mosaic(
 
     `blocks` are the thread blocks that it takes at most; None for those that the program's transfers leave.
     """
-    T, _, key_width = q.shape
-    key_block = key_block or mosaic_prefill.KEY_BLOCKS[key_width, v.shape[-1]]
+    T, end = len(q), cu_lengths[-1]
     padded = -(-T // mosaic_prefill.BLOCK) * mosaic_prefill.BLOCK
-    q, k, v = (jnp.pad(x, ((0, padded - T), (0, 0), (0, 0))) for x in (q, k, v))
-    token = jnp.arange(padded, dtype=jnp.int32)
-    end = cu_lengths[-1]
+    k, v = (jnp.pad(x, ((0, padded - T), (0, 0), (0, 0))) for x in (k, v))
+    shared_key = None if shared_key is None else jnp.pad(shared_key, ((0, padded - T), (0, 0)))
+    token = jnp.arange(T, dtype=jnp.int32)
     starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right", method="scan_unrolled")]
+    how: dict[str, Any] = {"key_block": key_block, "stages": stages, "blocks": blocks, "interpret": interpret}
+    v, ends = _clear_tail(v, end), jnp.where(token < end, token + 1, 0)
+    return prefill_spans_mosaic(q, k, shared_key, v, starts, ends, scale=scale, **how)
+
+
+def prefill_spans_mosaic(
+    q: jax.Array,
+    k: jax.Array,
+    shared_key: jax.Array | None,
+    v: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    *,
+    scale: float,
+    key_block: int | None = None,
+    stages: int = 2,
+    blocks: int | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `spans.mla_prefill_spans`; keys are whole where `shared_key` is None, and tuned as in `prefill_mosaic`."""
+    T, key_block = len(q), key_block or mosaic_prefill.KEY_BLOCKS[q.shape[-1], v.shape[-1]]
+    short = -T % mosaic_prefill.BLOCK
+    q, starts, ends = jnp.pad(q, ((0, short), (0, 0), (0, 0))), jnp.pad(starts, (0, short)), jnp.pad(ends, (0, short))
     shape = _prefill_shape(q, v, scale, key_block, stages, blocks, interpret, shared_key)
-    starts = jnp.where(token < end, starts, mosaic_prefill.PADDING)
-    keys = k if shared_key is None else (k, jnp.pad(shared_key, ((0, padded - T), (0, 0))))
-    out, lse = mosaic_prefill.attend_segments(shape, q, keys, _clear_tail(v, end), starts, interpret=interpret)
+    keys = k if shared_key is None else (k, shared_key)
+    seen = _key_ranges(starts, ends, key_block), jnp.where(ends > 0, starts, mosaic_prefill.PADDING), ends
+    out, lse = mosaic_prefill.attend_spans(shape, q, keys, v, *seen, interpret=interpret)
     return out[:T], lse[:, :T].T
 
 
@@ -284,7 +306,7 @@ def prefill_chosen_mosaic(
     shape = _prefill_shape(q, v, scale, key_block, 2, blocks, interpret, shared_key, chooses=True)
     ranges = _key_ranges(jnp.pad(starts, (0, short)), jnp.pad(ends, (0, short)), key_block)
     keys = k if shared_key is None else (k, shared_key)
-    return mosaic_prefill.attend_segments(shape, q, keys, v, ranges, bits, interpret=interpret)[0][:T]
+    return mosaic_prefill.attend_spans(shape, q, keys, v, ranges, bits, interpret=interpret)[0][:T]
 
 
 def _key_ranges(starts: jax.Array, ends: jax.Array, key_block: int) -> jax.Array:

@@ -1,13 +1,14 @@
-"""Ragged causal attention for Hopper in expanded form: the kernel behind `mla_prefill`.
+"""Ragged attention for Hopper in expanded form: the kernel behind `mla_prefill` and `mla_prefill_spans`.
 
-A thread block takes 128 consecutive tokens of the flat batch and one head; each of two compute warpgroups has 64 of
-the tokens, a third feeds keys and values with TMA. Blocks of keys are 128 tokens, 64 where heads are wide, from the one
-that holds the first token of the first query's segment up to the queries' own. Only blocks that cross the diagonal or a
-segment's start are masked. The warpgroups take turns at the tensor core, so that one's softmax hides behind the other's
-products (FlashAttention-3, Shah et al. 2024, section 3.1). The longest blocks start first.
+Each query attends to a span of keys: those of its segment up to itself, or keys of its own request that begin long
+before the batch does. A thread block takes 128 consecutive tokens of the flat batch and one head; each of two compute
+warpgroups has 64 of the tokens, a third feeds keys and values with TMA. Blocks of keys are 128 tokens, 64 where heads
+are wide, from the one in which the first query's span begins to the one in which the last one's ends. Only blocks in
+which some span begins or ends are masked. The warpgroups take turns at the tensor core, so that one's softmax hides
+behind the other's products (FlashAttention-3, Shah et al. 2024, section 3.1). Late tokens, which see most, start first.
 
-Sparse attention hands over keys of its own, and a bit for each pair of a query and a key. Then a thread block takes the
-keys that its queries' ranges span, and every block of scores is masked by its bits, which come from the L2 cache.
+Sparse attention hands over a bit for each pair of a query and a key. Then every block of scores is masked by its bits,
+which come from the L2 cache.
 
 There is a thread block per 128 tokens and head, unless the kernel has to leave multiprocessors to transfers. Then as
 many blocks as it may take walk over the same items in turns, there and back, so that long and short ones even out.
@@ -32,7 +33,7 @@ BLOCK = 128
 """Query tokens of a thread block, and what the flat batch is padded to."""
 
 PADDING = 1 << 30
-"""The segment start of a padding token: above every key."""
+"""Where the span of a query without keys begins: above every key."""
 
 TILE_COLUMNS = 64
 """Columns of a tile of 16-bit values in shared memory: 128 bytes, the widest swizzle."""
@@ -68,7 +69,7 @@ class PrefillShape:
     blocks: int | None = None
     """Thread blocks that walk over the items; None for one per item."""
     chooses: bool = False
-    """Queries attend to the keys that bits name; else each to those of its segment up to itself."""
+    """Queries attend to the keys that bits name; else to those of their spans."""
 
     @property
     def own_width(self) -> int:
@@ -82,29 +83,31 @@ class PrefillShape:
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "interpret"))
-def attend_segments(
+def attend_spans(
     shape: PrefillShape,
     q: jax.Array,
     k: jax.Array | tuple[jax.Array, jax.Array],
     v: jax.Array,
+    ranges: jax.Array,
     *seen: jax.Array,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the attention of every token to those of its segment up to itself, or to those that are chosen.
+    """Computes the attention of every query to the keys of its span, or to those that are chosen.
 
     Equal calls of a program share a trace and a lowering.
 
     Args:
       q: `[T, H, key_width]`, T a multiple of 128.
-      k: `[T, H, key_width]`; or with a `shared_width` `[T, H, own_width]` and `[T, shared_width]`.
-      v: `[T, H, value_width]`, finite in every block of 128 tokens that holds a token of a segment.
-      *seen: `[T]` int32, first token of each token's segment, PADDING for padding. Where it `chooses`, `[T / 128, 2]`
-        int32, the first block of keys of each block of queries and their number, and `[keys / 32, T]` int32, whose bit
-        b of word w says whether a query attends to key 32 w + b. Keys and values are then `[keys, ..]`, a multiple of
-        `key_block`, and all values of these blocks are finite.
+      k: `[K, H, key_width]`, K a multiple of `key_block`; or with a `shared_width` `[K, H, own_width]` and
+        `[K, shared_width]`.
+      v: `[K, H, value_width]`, finite in every block of keys that is read.
+      ranges: `[T / 128, 2]` int32, the first block of keys of each block of queries and their number.
+      *seen: where spans begin and end, `[T]` int32 each, which do not fall from one query to the next; PADDING and 0
+        for a query without keys, behind all others of its 64. Where it `chooses`, `[K / 32, T]` int32, whose bit b of
+        word w says whether a query attends to key 32 w + b.
 
     Returns:
-      out `[T, H, value_width]` and lse `[H, T]` float32; 0 and +inf for padding, and where no key is chosen.
+      out `[T, H, value_width]` and lse `[H, T]` float32; 0 and +inf for queries without keys.
     """
     kernel = plgpu.kernel(
         bodies.traced(functools.partial(_body, shape)),
@@ -121,7 +124,7 @@ def attend_segments(
         kernel_name="mla_prefill_chosen" if shape.chooses else "mla_prefill",
         interpret=interpret,
     )
-    return kernel(q, *(k if isinstance(k, tuple) else (k,)), v, *seen)
+    return kernel(q, *(k if isinstance(k, tuple) else (k,)), v, ranges, *seen)
 
 
 def _scratch(shape: PrefillShape) -> dict[str, Any]:
@@ -221,23 +224,12 @@ def _walk(shape: PrefillShape, arrays: tuple, smem: Any, visit):
 
 def _work(shape: PrefillShape, arrays: tuple, smem: Any, item, number, done) -> _Work:
     q, k, *others = arrays
-    shared, v, *seen, out, lse = others if shape.shared_width else (None, *others)
+    shared, v, ranges, *seen, out, lse = others if shape.shared_width else (None, *others)
     query_block = (shape.tokens // BLOCK - 1) - lax.div(item, jnp.int32(shape.heads))
-    first_token = query_block * BLOCK
-    first_block, blocks = _key_blocks(shape, seen[0], query_block, first_token)
     head = lax.rem(item, jnp.int32(shape.heads))
     inputs = (shape, q, k, shared, v, tuple(seen), out, lse, smem)
-    return _Work(*inputs, head, first_token, first_block, blocks, number, done)
-
-
-def _key_blocks(shape: PrefillShape, seen: Any, query_block, first_token):
-    """Returns the first block of keys of a block of queries, and how many there are."""
-    if shape.chooses:
-        return seen[query_block, 0], seen[query_block, 1]
-    start = seen[first_token]
-    first_block = lax.div(jnp.minimum(start, first_token), jnp.int32(shape.key_block))
-    last_block = lax.div(first_token + (BLOCK - 1), jnp.int32(shape.key_block))
-    return first_block, jnp.where(start == PADDING, 0, last_block - first_block + 1)
+    key_blocks = ranges[query_block, 0], ranges[query_block, 1]
+    return _Work(*inputs, head, query_block * BLOCK, *key_blocks, number, done)
 
 
 def _produce(work: _Work):
@@ -293,7 +285,7 @@ def _drain(shape: PrefillShape, smem: Any, steps) -> None:
 def _consume(work: _Work, warpgroup):
     smem, shape = work.smem, work.shape
     first_row = work.first_token + warpgroup * _ROWS
-    mask = _chosen_mask if shape.chooses else _segment_mask(work, first_row)
+    mask = _chosen_mask if shape.chooses else _span_mask(work, first_row)
 
     pl.when((work.blocks > 0) | (shape.blocks is not None))(lambda: plgpu.barrier_wait(smem.query_full))
     pl.when((work.blocks > 0) & (warpgroup == 1))(lambda: _take_turn(smem))
@@ -364,21 +356,20 @@ def _scores(work: _Work, warpgroup, i, stage, first_row, mask):
     return finish(scores)
 
 
-def _segment_mask(work: _Work, first_row):
-    """Returns what masks scores to each row's segment and past."""
-    starts = plgpu.load(work.seen[0].at[pl.ds(first_row, _ROWS)], layout=row_layout(), optimized=False)
-    last_start = work.seen[0][first_row + (_ROWS - 1)]
+def _span_mask(work: _Work, first_row):
+    """Returns what masks scores to each row's span."""
+    starts, ends = (plgpu.load(x.at[pl.ds(first_row, _ROWS)], layout=row_layout(), optimized=False) for x in work.seen)
+    last_start, first_end = work.seen[0][first_row + (_ROWS - 1)], work.seen[1][first_row]
     block = work.shape.key_block
 
     def mask(work, first_row, first_key):
         def finish(scores):
             def masked():
                 key = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 1, layout=plgpu.Layout.WGMMA) + first_key
-                row = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 0, layout=plgpu.Layout.WGMMA) + first_row
-                seen = (key <= row) & (key >= lax.broadcast_in_dim(starts, key.shape, [0]))
-                return jnp.where(seen, scores, _MASKED)
+                begun = key >= lax.broadcast_in_dim(starts, key.shape, [0])
+                return jnp.where(begun & (key < lax.broadcast_in_dim(ends, key.shape, [0])), scores, _MASKED)
 
-            crosses = (first_key + (block - 1) > first_row) | (first_key < last_start)
+            crosses = (first_key + block > first_end) | (first_key < last_start)
             return lax.cond(crosses, masked, lambda: scores)
 
         return finish
@@ -395,7 +386,7 @@ def _chosen_mask(work: _Work, first_row, first_key):
     block, first_word = work.shape.key_block, lax.div(first_key, jnp.int32(_WORD))
     rows = pl.ds(first_row, _ROWS)
     words = [
-        plgpu.load(work.seen[1].at[first_word + w, rows], layout=row_layout(), optimized=False)
+        plgpu.load(work.seen[0].at[first_word + w, rows], layout=row_layout(), optimized=False)
         for w in range(block // _WORD)
     ]
 

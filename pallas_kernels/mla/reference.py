@@ -59,27 +59,37 @@ def decode_reference(
 def prefill_reference(
     q: jax.Array, k: jax.Array, v: jax.Array, cu_lengths: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """See `mla_prefill`. Query blocks of 128 tokens bound the memory: scores are never more than `[H, 128, 128]`."""
-    T, block = q.shape[0], min(_PREFILL_BLOCK, q.shape[0])
-    padded = -(-T // block) * block
-    start, end = _segment_starts(cu_lengths, padded), cu_lengths[-1]
-    v = jnp.where(jnp.arange(T)[:, None, None] < end, v, 0)  # a masked NaN would still poison 0 * NaN
-    qs, ks, vs = (_head_blocks(x, block, padded) for x in (q, k, v))  # [blocks, H, block, width]
+    """See `mla_prefill`."""
+    T, end = q.shape[0], cu_lengths[-1]
+    live = jnp.arange(T) < end
+    v = jnp.where(live[:, None, None], v, 0)  # a masked NaN would still poison 0 * NaN
+    starts, ends = _segment_starts(cu_lengths, T), jnp.where(live, jnp.arange(1, T + 1), 0)
+    return spans_reference(q, k, v, starts, ends, scale=scale)
+
+
+def spans_reference(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, ends: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `mla_prefill_spans`, with whole keys.
+
+    Query blocks of 128 tokens bound the memory: scores are never more than `[H, 128, 128]`.
+    """
+    (T, K), block = (len(q), len(k)), min(_PREFILL_BLOCK, len(q))
+    padded, padded_keys = -(-T // block) * block, -(-K // block) * block
+    qs, ks, vs = (_head_blocks(x, block, n) for x, n in ((q, padded), (k, padded_keys), (v, padded_keys)))
+    starts, ends = (jnp.pad(x, (0, padded - T)).reshape(-1, block) for x in (starts, ends))
 
     def query_block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        position = index * block + jnp.arange(block)
-        first_key = start[index * block]
+        begins, stops = starts[index], ends[index]
 
         def step(key_block: jax.Array, softmax: _Softmax) -> _Softmax:
             keys = key_block * block + jnp.arange(block)
             scores = jnp.einsum("hmd,hkd->hmk", qs[index], ks[key_block], preferred_element_type=jnp.float32) * scale
-            causal = keys <= position[:, None]
-            seen = causal & (keys >= start[position][:, None]) & (position < end)[:, None]
+            seen = (keys >= begins[:, None]) & (keys < stops[:, None])
             return _accumulate(softmax, jnp.where(seen, scores, -jnp.inf), vs[key_block], "hmk,hkv->hmv")
 
-        stop = jnp.where(index * block < end, index + 1, 0)
-        softmax = lax.fori_loop(first_key // block, stop, step, _start(qs.shape[1:3], v.shape[-1]))
-        return _finish(softmax, q.dtype)
+        first, stop = jnp.where(stops > 0, begins, K).min() // block, -(-stops.max() // block)
+        return _finish(lax.fori_loop(first, stop, step, _start(qs.shape[1:3], v.shape[-1])), q.dtype)
 
     out, lse = lax.map(query_block, jnp.arange(padded // block))
     out, lse = out.transpose(0, 2, 1, 3), lse.transpose(0, 2, 1)
@@ -219,7 +229,7 @@ def _segment_ids(cu_lengths: jax.Array, tokens: int) -> jax.Array:
 
 
 def _segment_starts(cu_lengths: jax.Array, tokens: int) -> jax.Array:
-    """Returns the first token [T] of each token's segment."""
+    """Returns the first token [T] of each token's segment; the number of live tokens for padding."""
     return cu_lengths[_segment_ids(cu_lengths, tokens)]
 
 

@@ -13,8 +13,8 @@ from pallas_kernels.triton import call
 from pallas_kernels.triton.tiles import page_splits, paged_tile, power_of_two, segments_tile
 
 _HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-_PADDING = 1 << 30
-"""The segment start of a padding token: no key is that late."""
+_NOWHERE = 1 << 30
+"""Where the span of a token without keys begins: no key is that late."""
 
 
 def decode(
@@ -112,12 +112,25 @@ def prefill(
     q: jax.Array, k: jax.Array, v: jax.Array, cu_lengths: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_prefill`."""
-    T, H, _ = q.shape
-    token, end = jnp.arange(T, dtype=jnp.int32), cu_lengths[-1]
+    token, end = jnp.arange(len(q), dtype=jnp.int32), cu_lengths[-1]
     starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right")]
-    starts = jnp.where(token < end, starts, _PADDING).astype(jnp.int32)
-    arrays = q, k, v, starts, end.astype(jnp.int32).reshape(1)
-    out, lse = _expanded("attention.segments", arrays, scale, jax.ShapeDtypeStruct((T, H), jnp.float32))
+    return prefill_spans(q, k, v, starts, jnp.where(token < end, token + 1, 0), end, scale=scale)
+
+
+def prefill_spans(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    live: jax.Array | int,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """See `spans.mla_prefill_spans`, with whole keys of which the first `live` are finite."""
+    starts, ends = jnp.where(ends > 0, starts, _NOWHERE).astype(jnp.int32), ends.astype(jnp.int32)
+    arrays = q, k, v, starts, ends, jnp.asarray(live, jnp.int32).reshape(1)
+    out, lse = _expanded("attention.spans", arrays, scale, jax.ShapeDtypeStruct(q.shape[:2], jnp.float32))
     return out, lse
 
 

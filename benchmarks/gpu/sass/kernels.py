@@ -19,7 +19,7 @@ from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Dense
 from pallas_kernels.grouped import choose_tile_m
-from pallas_kernels.mla import mla_prefill_chosen
+from pallas_kernels.mla import mla_prefill_chosen, mla_prefill_spans
 from pallas_kernels.mla.layout import PAGE_SIZE
 from pallas_kernels.mosaic import NUM_SMS
 from pallas_kernels.multiprocessors import traced
@@ -76,6 +76,7 @@ def kernels() -> Iterator[Kernel]:
     for heads, fp8 in ((128, False), (16, False), (128, True), (16, True)):
         yield decode(heads, fp8=fp8)
     yield prefill()
+    yield prefill_spans()
     yield prefill_chosen()
     for m, n, k, other in (
         (4096, 4096, 7168, "DeepGEMM dense 256x128"),
@@ -154,6 +155,23 @@ def prefill() -> Kernel:
         protocol=Protocol((first, second), loads, 2, {"turn": 2, "key_free": 2, "value_free": 2}),
         passes="128 keys, 128 tokens",
         other="FA3 prefill",
+    )
+
+
+def prefill_spans() -> Kernel:
+    """Returns the same attention of 2,048 new tokens to 32,768 cached ones and themselves, of 16 heads at a time."""
+    T, K, H, ints = 2048, 32768 + 2048, 16, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    shapes = array((T, H, 192)), array((K, H, 128)), array((K, H, 128)), ints((T,)), ints((T,))
+
+    def attend(*arrays):
+        *others, shared_key = arrays
+        return mla_prefill_spans(*others, scale=0.1, shared_key=shared_key, backend=Backend.MOSAIC)
+
+    return dataclasses.replace(
+        prefill(),
+        name="prefill to spans of keys, 192 and 128",
+        program=lambda: (attend, (*shapes, array((K, 64)))),
     )
 
 

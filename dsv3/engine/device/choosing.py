@@ -1,13 +1,15 @@
-"""Which forward programs an engine with sparse attention has, and which one a step takes.
+"""Which forward programs an engine has by the form of their attention, and which one a step takes.
 
-A query that sees more tokens than an indexer chooses must choose. A GPU's host would wait in every layer to hear
-whether any query does. So each program is compiled twice, and the host, which knows how long requests are, takes one.
-Prefill that chooses is there in both forms, masked and sparse (`crossover.py`), and again the host takes one.
+Dense prefill after cached tokens is there in two forms, absorbed and expanded, and the host takes the cheaper one
+(`crossover.py`). In sparse attention a query that sees more tokens than an indexer chooses must choose. A GPU's host
+would wait in every layer to hear whether any query does. So each program is compiled twice, and the host, which knows
+how long requests are, takes one. Prefill that chooses is there in both forms, masked and sparse, and again the host
+takes one.
 """
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine import crossover
-from dsv3.engine.config import ForwardProgram
+from dsv3.engine.config import EngineConfig, ForwardProgram
 from dsv3.engine.device.layout import Layout
 
 ANY_LENGTH = 2**31 - 1
@@ -33,10 +35,34 @@ def chooses(layout: Layout, longest: int) -> bool | None:
 
 def masked_room(layout: Layout, size: int) -> int:
     """Returns `expands` of the batches of the masked prefill program of bucket `size`; 0 where there is none."""
-    cfg, overlaps = layout.cfg, layout.functions.overlaps
     if layout.platform in LOOKING:
         return 0
-    halves = 2 if overlaps is not None and overlaps(ForwardProgram("prefill", size, size)) else 1
-    room = crossover.masked_room(layout.model_cfg, cfg.cache_dtype, size // halves, cfg.tensor_parallel_size)
-    most = cfg.prefill_rows(size) * cfg.pages_per_seq * PAGE_SIZE  # of the longest requests
-    return min(room, -(-most // crossover.KEY_BLOCK) * crossover.KEY_BLOCK)
+    cfg, tokens = layout.cfg, size // _micro_batches(layout, size)
+    room = crossover.masked_room(layout.model_cfg, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
+    return min(room, _most(cfg, size))
+
+
+def context_room(layout: Layout, size: int) -> int:
+    """Returns `expands` of the batches of the dense, expanded program of bucket `size`; 0 where there is none."""
+    if layout.platform in LOOKING:
+        return 0
+    cfg, tokens = layout.cfg, size // _micro_batches(layout, size)
+    return min(crossover.context_room(layout.model_cfg, tokens, cfg.tensor_parallel_size), _most(cfg, size))
+
+
+def context_pays(layout: Layout, size: int, pairs: int, keys: int) -> bool:
+    """Returns whether a step of bucket `size` takes the expanded program; see `crossover.context_pays`."""
+    room, split = context_room(layout, size), layout.cfg.tensor_parallel_size
+    halves = _micro_batches(layout, size)
+    return 0 < keys <= room and crossover.context_pays(layout.model_cfg, size, pairs, keys, room, split, halves)
+
+
+def _micro_batches(layout: Layout, size: int) -> int:
+    overlaps = layout.functions.overlaps
+    return 2 if overlaps is not None and overlaps(ForwardProgram("prefill", size, size)) else 1
+
+
+def _most(cfg: EngineConfig, size: int) -> int:
+    """Returns the tokens of the longest requests that a batch may have, in whole blocks of keys."""
+    most = cfg.prefill_rows(size) * cfg.pages_per_seq * PAGE_SIZE
+    return -(-most // crossover.KEY_BLOCK) * crossover.KEY_BLOCK

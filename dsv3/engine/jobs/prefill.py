@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses, masked_room
+from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses, context_pays, context_room, masked_room
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -58,7 +58,8 @@ class PrefillCommand(Command, frozen=True):
     `bucket` is the size of the batch, and `has_context` says whether a chunk has tokens before it. Row i of `header` is
     a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` hold those of all chunks one after the other.
     Where it `tells`, log-probabilities of the prompts follow. No query of any rank sees more than `longest` tokens, and
-    the requests of no rank have more than `keys` tokens together, counted in whole pages.
+    the requests of no rank have more than `keys` tokens together, counted in whole pages. `pairs` of a new token and
+    one before its chunk are those of the rank that has most.
     """
 
     bucket: int
@@ -70,6 +71,7 @@ class PrefillCommand(Command, frozen=True):
     tells: bool = False
     longest: int = ANY_LENGTH
     keys: int = ANY_LENGTH
+    pairs: int = 0
 
     def part(self, ranks: range) -> "PrefillCommand":
         """Returns the chunks of `ranks`."""
@@ -87,6 +89,7 @@ class PrefillCommand(Command, frozen=True):
             self.tells,
             self.longest,
             self.keys,
+            self.pairs,
         )
 
     @property
@@ -241,6 +244,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         any(c.sequence.tells_prompt for _, c in flat),
         max(c.stop for _, c in flat),
         PAGE_SIZE * max(sum(pages_for(c.stop) for c in mine) for mine in chunks),
+        max(sum((c.stop - c.start) * c.start for c in mine) for mine in chunks),
     )
 
 
@@ -286,28 +290,33 @@ def _variants(layout: Layout, size: int) -> list[Variant]:
 
     A CPU has only that for any context, which looks while it runs: that costs it nothing there, and a compilation does.
     Queries that choose attend to cached tokens and new ones alike, so they have no variant without context. They have
-    one that masks, where there is room for it, before the one that takes any number of tokens.
+    one that masks, where there is room for it, before the one that takes any number of tokens. Dense models have one
+    that expands cached tokens, where that may pay, before the one that takes them absorbed.
     """
-    looks, room = layout.platform == "cpu", masked_room(layout, size)
+    looks, room, context = layout.platform == "cpu", masked_room(layout, size), context_room(layout, size)
     found = [
         Variant(has_context, choice)
         for choice in choices(layout)
         for has_context in (False, True)
         if has_context or not (looks or choice)
     ]
+    if context:
+        return [Variant(True, None, context), *found]
     return [Variant(True, True, room), *found] if room and True in choices(layout) else found
 
 
-def variant_for(layout: Layout, size: int, has_context: bool, longest: int, keys: int) -> Variant:
+def variant_for(layout: Layout, size: int, has_context: bool, longest: int, keys: int, pairs: int = 0) -> Variant:
     """Returns the variant for a step of bucket `size` that `has_context`, or not.
 
-    Its queries see `longest` tokens at most, and the requests of a rank have `keys` together.
+    Its queries see `longest` tokens at most, and the requests of a rank have `keys` together. There are `pairs` of a
+    new token and one before its chunk.
     """
     choice = chooses(layout, longest)
+    expands = has_context and context_pays(layout, size, pairs, keys) if choice is None else True
     return next(
         v
         for v in _variants(layout, size)
-        if v.chooses == choice and v.has_context >= has_context and (not v.expands or keys <= v.expands)
+        if v.chooses == choice and v.has_context >= has_context and (not v.expands or (expands and keys <= v.expands))
     )
 
 
@@ -321,7 +330,7 @@ class PrefillWorker:
         """Starts the batch; leaves scores, hidden states and slots for the sampler and the drafter."""
         devices = self._devices
         tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
-        about = command.has_context, command.longest, command.keys
+        about = command.has_context, command.longest, command.keys, command.pairs
         variant = variant_for(devices.layout, command.bucket, *about)
         program = devices.programs.get(Key(NAME, command.bucket, variant.number))
         batch = devices.put(tokens), devices.put(rows)

@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) in training, prefill and decode.
 
 Training expands the latents of all tokens to keys and values of every head. Prefill expands the latents of new tokens,
-attends to the cached ones in absorbed form, and merges the two. Decode is absorbed: the key up-projection is folded
-into the query, so that the cached latents are keys and values of all heads at once.
+attends to the cached ones in absorbed form, and merges the two; or it expands all of them (`context.py`). Decode is
+absorbed: the key up-projection is folded into the query, so that the cached latents are keys and values of all heads at
+once.
 """
 
 import dataclasses
@@ -152,10 +153,10 @@ def write_latents(
 def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
     """Attends in prefill: new tokens to each other expanded, to the cached ones absorbed.
 
-    The state is the page pool.
+    The state is the page pool. Where many new tokens follow a long context, `context.expanded_attend` takes less.
     """
     core = prefill_core(cfg, batch, pages_per_layer, backend)
-    return _writing(cfg, prefill_places(batch), pages_per_layer, backend, core)
+    return writing(cfg, prefill_places(batch), pages_per_layer, backend, core)
 
 
 def decode_attend(
@@ -168,10 +169,10 @@ def decode_attend(
     `heads` is the number of heads on this device.
     """
     core = decode_core(cfg, batch, pages_per_layer, backend, heads)
-    return _writing(cfg, decode_places(batch), pages_per_layer, backend, core)
+    return writing(cfg, decode_places(batch), pages_per_layer, backend, core)
 
 
-def _writing(cfg: ModelConfig, places: Places, pages_per_layer: int, backend: Backend | None, core: Core) -> Attend:
+def writing(cfg: ModelConfig, places: Places, pages_per_layer: int, backend: Backend | None, core: Core) -> Attend:
     """Returns attention that writes the new tokens' latents first."""
 
     def attend(tokens, params, layer, cache_layer, pages):

@@ -88,20 +88,22 @@ def _fp8_rope(rope_ptr, tokens, written, dtype: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def segments(
-    q_ptr, k_ptr, v_ptr, start_ptr, end_ptr, tokens, out_ptr, lse_ptr,
+def spans(
+    q_ptr, k_ptr, v_ptr, start_ptr, end_ptr, live_ptr, tokens, out_ptr, lse_ptr,
     SCALE: tl.constexpr, HEADS: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attends tokens to their segment up to themselves: q, k [tokens, HEADS, K1 + K2], v [tokens, HEADS, V].
+    """Attends tokens q [tokens, HEADS, K1 + K2] to spans of keys k [keys, HEADS, K1 + K2], v [keys, HEADS, V].
 
-    `start` [tokens] is the first token of each token's segment, a huge number for padding, and `end` [1] where padding
-    begins. Keys are cut into powers of two, K1 and K2 (192 = 128 + 64).
+    A token's keys lie from `start` on and before `end` [tokens], which are a huge number and 0 for one that has none.
+    `live` [1] keys are finite, and no span ends behind them. Keys are cut into powers of two, K1 and K2
+    (192 = 128 + 64).
     """
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # late tiles see most keys: they go first
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.load(start_ptr + row, mask=row < tokens, other=1 << 30)
-    end = tl.load(end_ptr)
+    end = tl.load(end_ptr + row, mask=row < tokens, other=0)
+    live = tl.load(live_ptr)
     in_rows = row < tokens
     row64 = row.to(tl.int64) * HEADS + head
     q_rows = q_ptr + row64[:, None] * (K1 + K2)
@@ -112,9 +114,9 @@ def segments(
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, V], tl.float32)
     first = tl.min(start, 0) // BLOCK_N * BLOCK_N
-    for base in tl.range(first, tl.minimum((tile + 1) * BLOCK_M, end), BLOCK_N):
+    for base in tl.range(first, tl.max(end, 0), BLOCK_N):
         key = base + tl.arange(0, BLOCK_N)
-        real = (key < end)[:, None]  # padding may hold anything, NaN too
+        real = (key < live)[:, None]  # padding may hold anything, NaN too
         key64 = key.to(tl.int64) * HEADS + head
         k_rows = k_ptr + key64[:, None] * (K1 + K2)
         k = tl.load(k_rows + tl.arange(0, K1)[None, :], mask=real, other=0.0)
@@ -122,7 +124,7 @@ def segments(
         if K2 > 0:
             k2 = tl.load(k_rows + K1 + tl.arange(0, K2)[None, :], mask=real, other=0.0)
             scores = tl.dot(q2, tl.trans(k2), scores)
-        seen = (key[None, :] <= row[:, None]) & (key[None, :] >= start[:, None])
+        seen = (key[None, :] < end[:, None]) & (key[None, :] >= start[:, None])
         scores = tl.where(seen, scores * SCALE, float("-inf"))
         v = tl.load(v_ptr + key64[:, None] * V + tl.arange(0, V)[None, :], mask=real, other=0.0)
         top, total, out = _add(scores, v, top, total, out)

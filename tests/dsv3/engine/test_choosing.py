@@ -1,4 +1,4 @@
-"""Sparse attention on a GPU: the host says whether a step's queries choose, and is never wrong about it."""
+"""The host says whether a step's queries choose, and in which form it attends to cached tokens, and is never wrong."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ TOPK = 90
 
 def layout(model: ModelConfig = DEEPSEEK_V32, platform: str = "cuda", length: int = 4096, overlaps: Any = None) -> Any:
     """What of a layout says which programs there are."""
-    cfg = EngineConfig(max_model_len=length, num_pages=640, max_num_batched_tokens=4096, cache_dtype="bfloat16")
+    cfg = EngineConfig(max_model_len=length, num_pages=5000, max_num_batched_tokens=4096, cache_dtype="bfloat16")
     return types.SimpleNamespace(
         model_cfg=model, cfg=cfg, platform=platform, functions=types.SimpleNamespace(overlaps=overlaps)
     )
@@ -90,7 +90,44 @@ def test_the_cache_leaves_memory_for_the_keys_of_the_room() -> None:
         expanded_bytes(DEEPSEEK_V32, dtypes, 8192, 2)
         == (masked_room(DEEPSEEK_V32, "bfloat16", 8192, 2) - 8192) * 32_768
     )
-    assert expanded_bytes(DEEPSEEK_V3, dtypes, 8192, 1) == 0
+    latents, at_once, instead = 2 * 2**18 * 1152, 2**30, 128 * (256 + 512) * 2
+    assert expanded_bytes(DEEPSEEK_V3, dtypes, 8192, 1) == latents + at_once - 8192 * instead
+    assert expanded_bytes(DEEPSEEK_V3, dtypes, 16_384, 1) == expanded_bytes(DEEPSEEK_V3, dtypes, 64, 1) == 0
+
+
+def test_the_expanded_program_has_room_for_a_wave_of_queries() -> None:
+    """16 heads of 1,024 queries are 128 blocks; a request's longest text bounds the room, too."""
+    long = functools.partial(layout, DEEPSEEK_V3, length=163_840)
+    assert [choosing.context_room(long(), size) for size in (64, 256, 1024, 4096)] == [0, 0, 131_072, 262_144]
+    assert choosing.context_room(long(overlaps=lambda _: True), 1024) == 65_536  # of a micro-batch
+    assert choosing.context_room(layout(DEEPSEEK_V3, length=2048), 4096) == 16 * 2048
+    assert choosing.context_room(long(platform="cpu"), 4096) == choosing.context_room(layout(), 4096) == 0
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "expands"),
+    [
+        ((4096,), (32_768,), True),
+        ((4096,), (64,), True),
+        ((4096,), (259_072,), False),
+        ((2048, 2048), (65_536, 100_000), True),
+        ((100,) * 16, (8192,) * 16, False),
+        ((400,) * 10, (8192,) * 10, True),
+        ((3000, 4, 4, 4), (1000, 60_000, 60_000, 60_000), False),
+    ],
+)
+def test_a_step_expands_cached_tokens_where_that_takes_less_time(new, cached, expands: bool) -> None:
+    """Many new tokens per cached one do, as long as there is room; a step of prefix hits stays absorbed."""
+    sequence = types.SimpleNamespace(tokens=np.zeros(300_000, np.int32), pages=[], slot=0, tells_prompt=False)
+    chunks = [prefill.Chunk(sequence, 0, start, start + n) for n, start in zip(new, cached, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "control_rows", lambda rows: np.zeros((len(list(rows)), prefill.HEADER - 4), np.int32))
+        command = prefill._command([chunks, []], 4096, layout().cfg).part(range(2))
+    assert command.pairs == sum(n * start for n, start in zip(new, cached, strict=True))
+    about = layout(DEEPSEEK_V3, length=300_000), 4096, True, command.longest, command.keys, command.pairs
+    found = prefill.variant_for(*about)
+    assert found == ((True, None, 262_144) if expands else (True, None, 0)) and found.number == 1 + 4 * expands
+    assert prefill.variant_for(about[0], 4096, False, *about[3:]) == (False, None, 0)
 
 
 @settings(deadline=None)

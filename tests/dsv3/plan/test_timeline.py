@@ -72,6 +72,19 @@ def test_a_transfer_with_nothing_behind_it_is_paid_in_full() -> None:
     assert line.exposed["dispatch"] == pytest.approx(TRIPS * WIRE_S)
 
 
+def test_a_stage_that_goes_round_takes_its_time_once() -> None:
+    """Attention has a kernel in front of a loop of 4 passes with two kernels, in each of ten layers."""
+    loop = '  %h = s8[1] while(%x), body=%heads, backend_config={"known_trip_count":{"n":"4"}}'
+    text = program_text(kernel("first", "attention"), loop, *EXPERTS)
+    heads = ("%heads (p: s8[1]) -> s8[1] {", kernel("keys", "attention"), kernel("scores", "attention"), "}")
+    module = hlo.parse(text.replace("%body (p", "\n".join((*heads, "%body (p")), 1))
+    line = play(module, {"attention": 9e-6, "experts": 10 * WIRE_S})
+    assert line.layer == pytest.approx(9e-6 + 10 * WIRE_S + HOOK_S)
+    block = next(block for block in line.blocks if block.label == "attention")
+    assert (block.start, block.end, block.micro_batch) == (0, pytest.approx(9e-6), 0)
+    assert line.step == pytest.approx(TRIPS * line.layer)
+
+
 def test_a_stage_is_shared_out_over_its_products_and_micro_batches() -> None:
     twice = (*EXPERTS, kernel("gate_up_1", "experts"), kernel("down_1", "experts"))
     line = play(program(*twice), {"experts": 10 * WIRE_S})

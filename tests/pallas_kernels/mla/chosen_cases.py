@@ -1,4 +1,4 @@
-"""A random problem of prefill attention to chosen keys, and its answer in float64."""
+"""Random problems of prefill attention to chosen keys and to spans of keys, and their answers in float64."""
 
 import dataclasses
 from typing import Any
@@ -10,6 +10,7 @@ from pallas_kernels import mla
 
 SCALE = 0.1352338
 T, KEYS, H, CHOSEN = 150, 384, 1, 20
+NOBODYS = 128  # keys behind all spans
 REQUESTS = ((0, 61, 40), (128, 111, 90))  # first key, what its first query sees, queries; 20 rows of padding follow
 
 
@@ -39,10 +40,31 @@ def chosen_case(*, dtype) -> ChosenCase:
 
 
 def _answer(arrays: dict[str, np.ndarray], chosen: np.ndarray, live: int) -> np.ndarray:
-    q, k, shared, v = (arrays[name].astype(np.float64) for name in ("q", "k", "shared_key", "v"))
-    keys, out = np.concatenate([k, np.broadcast_to(shared[:, None], (KEYS, H, 64))], axis=-1), np.zeros((T, H, 128))
+    out = np.zeros((T, H, 128))
     for t in range(live):
-        scores = np.einsum("hd,khd->hk", q[t], keys[chosen[t]]) * SCALE
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out[t] = np.einsum("hk,khv->hv", weights / weights.sum(axis=1, keepdims=True), v[chosen[t]])
+        out[t] = _answer_of(arrays, t, chosen[t])
     return out
+
+
+def _answer_of(arrays: dict[str, np.ndarray], t: int, seen: np.ndarray) -> np.ndarray:
+    """Returns the answer `[H, V]` of query t, which sees these keys."""
+    q, k, shared, v = (arrays[name].astype(np.float64) for name in ("q", "k", "shared_key", "v"))
+    keys = np.concatenate([k[seen], np.broadcast_to(shared[seen, None], (len(seen), H, 64))], axis=-1)
+    scores = np.einsum("hd,khd->hk", q[t], keys) * SCALE
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return np.einsum("hk,khv->hv", weights / weights.sum(axis=1, keepdims=True), v[seen])
+
+
+def spans_case(*, dtype) -> ChosenCase:
+    """Returns the same requests, whose queries take all keys of their spans; keys behind all spans are NaN, too."""
+    arguments = chosen_case(dtype=dtype).arguments
+    del arguments["bits"]
+    arrays = {name: np.asarray(x) for name, x in arguments.items()}
+    expected = np.zeros((T, H, 128))
+    for t, (start, end) in enumerate(zip(arrays["starts"], arrays["ends"], strict=True)):
+        if end:
+            expected[t] = _answer_of(arrays, t, np.arange(start, end))
+    for name in ("k", "shared_key", "v"):
+        behind = jnp.full((NOBODYS, *arguments[name].shape[1:]), jnp.nan, dtype)
+        arguments[name] = jnp.concatenate([arguments[name], behind])
+    return ChosenCase(arguments, expected)

@@ -18,6 +18,7 @@ from pallas_kernels.mla import (
     mla_prefill,
     mla_prefill_chosen,
     mla_prefill_context,
+    mla_prefill_spans,
     write_pages,
 )
 from pallas_kernels.multiprocessors import Multiprocessors, taking
@@ -93,22 +94,21 @@ def test_prefill_of_other_families_and_beside_transfers(H, key, value, reserved)
 
 
 def test_prefill_with_a_shared_key():
-    """All keys that come before a query, and chosen ones."""
+    """Spans of keys, and chosen ones."""
     T, H, K = 4096, 128, 12288
 
-    def attend(q, k, shared_key, v, cu_lengths, keys, values, rope, bits):
-        ranges = cu_lengths[jnp.zeros(T, i32)], cu_lengths[jnp.ones(T, i32)]
+    def attend(q, keys, values, rope, bits, spans):
+        ranges, how = (spans[0], spans[1]), {"scale": SCALE, "shared_key": rope, "backend": Backend.MOSAIC}
         return (
-            mla_prefill_chosen(q, keys, values, bits, *ranges, scale=SCALE, shared_key=rope, backend=Backend.MOSAIC),
-            mla_prefill(q, k, v, cu_lengths, scale=SCALE, shared_key=shared_key, backend=Backend.MOSAIC),
+            mla_prefill_chosen(q, keys, values, bits, *ranges, **how),
+            mla_prefill_spans(q, keys, values, *ranges, **how),
         )
 
-    shapes = [(T, H, 192), (T, H, 128), (T, 64), (T, H, 128)]
-    chosen = [(K, H, 128), (K, H, 128), (K, 64)]
-    bits = array((K // 32, T), i32)
-    kernels = aot.kernel_resources(attend, *map(array, shapes), array((9,), i32), *map(array, chosen), bits)
+    shapes = [(T, H, 192), (K, H, 128), (K, H, 128), (K, 64)]
+    kernels = aot.kernel_resources(attend, *map(array, shapes), array((K // 32, T), i32), array((2, T), i32))
     assert_clean(kernels, "mla_prefill", "mla_prefill_chosen")
     assert_no_longer(main_loop_kernels.prefill_chosen(), kernels, instructions=722, cycles=(2938, 2870))
+    assert_no_longer(main_loop_kernels.prefill_spans(), kernels, instructions=573, cycles=(2852, 2802))
 
 
 def test_context_is_decode_of_single_queries():

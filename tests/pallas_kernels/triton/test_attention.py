@@ -16,6 +16,7 @@ from pallas_kernels.mla import (
     mla_prefill,
     mla_prefill_chosen,
     mla_prefill_context,
+    mla_prefill_spans,
     pack_fp8,
     unpack_fp8,
     write_pages,
@@ -119,4 +120,10 @@ def test_write(width):
 def test_prefill_to_chosen_keys():
     case = chosen_cases.chosen_case(dtype=jnp.bfloat16)
     out = mla_prefill_chosen(**case.arguments, scale=chosen_cases.SCALE, backend=TRITON)
+    np.testing.assert_allclose(np.asarray(out, np.float64), case.expected, atol=4e-3)
+
+
+def test_prefill_to_spans_of_keys():
+    case = chosen_cases.spans_case(dtype=jnp.bfloat16)
+    out, _ = mla_prefill_spans(**case.arguments, scale=chosen_cases.SCALE, backend=TRITON)
     np.testing.assert_allclose(np.asarray(out, np.float64), case.expected, atol=4e-3)

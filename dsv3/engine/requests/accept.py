@@ -36,7 +36,7 @@ def accept(scheduler: Scheduler, rows: BatchRows, sampled: Sampled, outputs: Ste
     before, limit = slots.known[mine], slots.limit[mine]
     known = np.minimum(before + accepted, limit)
     counts = known - before
-    slots.note(mine, before, tokens)
+    slots.history.note(mine, before, known, tokens)
     slots.known[mine] = known
     scheduler.generated_tokens += int(counts.sum())
     at_limit = known == limit

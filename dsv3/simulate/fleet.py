@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 import numpy as np
 
+from dsv3.cache.keys import Key
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import EngineView
 from dsv3.fleet.router.instance import Booking
@@ -91,6 +92,7 @@ class _Active:
     """A request on its way, the place it has, and who waits for its end."""
 
     request: PreparedRequest
+    keys: tuple[Key, ...]
     prompt: Prompt
     ended: Callable[[End], None]
     pool: "Pool | None" = None
@@ -142,14 +144,15 @@ class Fleet:
     def come(self, ask: Ask, ended: Callable[[End], None]) -> None:
         """Takes a request; `ended` is called once, when it has ended."""
         number = self.record.arrive(self.clock.now, ask.prompt)
-        request = prepared(ask, number, self._longest)
-        if request is None:
+        found = prepared(ask, number, self._longest)
+        if found is None:
             self.record.end(number, self.clock.now, "too long")
             ended("too long")
             return
-        keys = tuple(request.prefix_keys[:MAX_PAGES])
-        prompt = Prompt(keys, ask.prompt, keys if self.setting.routing == "events" else None)
-        active = self._active[number] = _Active(request, prompt, ended)
+        request, keys = found
+        known = keys[:MAX_PAGES]
+        prompt = Prompt(known, ask.prompt, known if self.setting.routing == "events" else None)
+        active = self._active[number] = _Active(request, keys, prompt, ended)
         if self.prefilling is not None and prompt.keys:
             active.is_prefill = True
             self._book(active, self.prefilling)
@@ -169,9 +172,9 @@ class Fleet:
         elif self.prefilling is not None and self.setting.prefilling is not None and active.prompt.keys:
             delay = self.setting.prefilling.times.hand_over_seconds(active.prompt.tokens)
         if delay:
-            self.clock.at(self.clock.now + delay, lambda: place.instance.submit(request))
+            self.clock.at(self.clock.now + delay, lambda: place.instance.submit(request, active.keys))
         else:
-            place.instance.submit(request)
+            place.instance.submit(request, active.keys)
 
     def _hear(self, instance: Instance, outputs: StepOutputs) -> None:
         """Takes in what a step has given."""

@@ -87,9 +87,9 @@ class Instance:
         self._steps = self._decode_steps = 0
         self._busy_s = self._decode_s = 0.0
 
-    def submit(self, request: PreparedRequest) -> None:
-        """Queues a request; an engine at work takes it in when its step has ended."""
-        self.scheduler.add(sequence_of(request))
+    def submit(self, request: PreparedRequest, keys: Sequence[Key]) -> None:
+        """Queues a request with its prefix keys; an engine at work takes it in when its step has ended."""
+        self.scheduler.add(sequence_of(request, keys))
         self.wake()
 
     def wake(self) -> None:

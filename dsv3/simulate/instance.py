@@ -191,7 +191,8 @@ class Instance:
         rows: BatchRows = sampling.context
         bucket = command.rows.shape[1]
         keys = self.scheduler.slots.planned[rows.slots] - command.width  # the token to come has none yet
-        held = np.bincount(rows.rank, keys, self.cfg.num_ranks)
+        ends = rows.rank.searchsorted(np.arange(self.cfg.num_ranks), "right")  # rows are in the order of the ranks
+        held = np.diff(keys.cumsum()[ends - 1] * (ends > 0), prepend=0)
         return self.times.seconds("decode", bucket, float(held.max()) / bucket)
 
     def _prefill_seconds(self, command: PrefillCommand) -> float:

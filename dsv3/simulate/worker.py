@@ -15,6 +15,7 @@ from dsv3.simulate.times import InstanceTimes
 
 _PATIENCE_S = 600.0  # a reply takes milliseconds; the first one the time of a start
 _GRACE_S = 10.0
+_PIPE_BYTES = 2**20  # nobody waits until the other has read: 13,000 rows are 100 KB, ten prompts with their keys 200 KB
 
 
 class WorkerLost(Exception):
@@ -26,7 +27,7 @@ class Process:
 
     def __init__(self, times: InstanceTimes, cfg: EngineConfig) -> None:
         command = [sys.executable, "-m", "dsv3.simulate.worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pipesize=_PIPE_BYTES)
         self._write((times, cfg))
 
     def send(self, order: Order) -> None:

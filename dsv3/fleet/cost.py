@@ -89,7 +89,7 @@ def costs(loads: Loads, prefill: np.ndarray | float, held: int, decodes: bool = 
     return after + loads.held * (held / length) + loads.requests * length
 
 
-def with_backlog[Cost: (float, np.ndarray)](backlog: Cost, prefill: Cost) -> Cost:
+def with_backlog[Cost: (float, np.ndarray)](backlog: Cost, prefill: Cost | float) -> Cost:
     """Returns what a request costs where nothing is decoded: its own prompt, behind those that wait."""
     return backlog + prefill
 

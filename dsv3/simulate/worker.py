@@ -39,7 +39,7 @@ class Process:
         source = self._process.stdout
         assert source is not None
         if not select.select([source], [], [], _PATIENCE_S)[0]:
-            raise WorkerLost(f"the process of {self._process.args} has said nothing for {_PATIENCE_S:g} s")
+            raise WorkerLost(f"the process that simulates an instance has said nothing for {_PATIENCE_S:g} s")
         try:
             reply: Reply = pickle.load(source)
         except (EOFError, pickle.UnpicklingError):

@@ -66,7 +66,7 @@ ASKS = st.builds(
 SESSIONS = st.lists(st.builds(Session, st.floats(0, 3), st.lists(ASKS, min_size=1, max_size=3).map(tuple)), max_size=16)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(pairs(), SESSIONS, st.sampled_from([None, 2.0]))
 def test_an_instance_apart_changes_no_figure(setting, sessions, until) -> None:
     """Pages are few, so some requests are pre-empted; sessions leave the instance idle and wake it again."""

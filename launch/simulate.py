@@ -47,13 +47,14 @@ def main() -> int:
     from dsv3.simulate.fleet import SettingError
     from dsv3.simulate.simulation import simulate
     from dsv3.simulate.times import TimesError
+    from dsv3.simulate.worker import WorkerLost
 
     try:
         by_name = _times(options, described.model(_MODEL.value))
         gc.freeze()
         gc.disable()  # requests that have ended leave no cycles behind, and there are millions of other objects
         outcome = simulate(options, by_name)
-    except (SettingError, TimesError, TrafficError) as error:
+    except (SettingError, TimesError, TrafficError, WorkerLost) as error:
         raise flags.UsageError(str(error)) from error
     Console().print(report.render(outcome.figures))
     if _JSON.value:

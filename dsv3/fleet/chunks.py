@@ -6,6 +6,8 @@ have only cheap tokens. Prompts are computed oldest first where that comes near 
 attend to much, from deep inside a long prompt, with tokens that attend to little.
 """
 
+import bisect
+import itertools
 from collections.abc import Sequence
 
 from dsv3.fleet.cost import affordable, chunks_cost
@@ -20,6 +22,8 @@ _MOST_STEPS = 16  # for the tokens of the fullest rank
 _HALVINGS = 8
 _PASSES = 3  # of lowering the cost aimed at
 
+_NOTHING: tuple[list[int], float] = [], 0.0
+
 Pending = Sequence[tuple[int, int]]
 """The prompts of a rank, oldest first: tokens computed, and tokens in all."""
 
@@ -30,24 +34,23 @@ def deal(ranks: Sequence[Pending], budget: int, rows: int, keys: float) -> list[
     `keys` are those that cost as much as a token (`dsv3.fleet.cost.keys_per_token`).
     """
     ranks = [pending[:rows] for pending in ranks]
-    waiting = [sum(length - done for done, length in pending) for pending in ranks]
+    waiting = [_waiting(pending) for pending in ranks]
     busy = [min(budget, tokens) for tokens in waiting if tokens]
     if len(busy) < 2:
         return [in_order(pending, budget) for pending in ranks]
     aim = round(max(_LEAST_AIM * budget, sum(busy) / len(busy)))
-    cost = sum(_whole_cost(pending, keys) for pending in ranks)
+    cost = sum([_whole_cost(pending, keys) for pending in ranks if pending])
     level = aim * cost / sum(waiting)
-    dealt = [_near(pending, aim, level, keys) if pending else [] for pending in ranks]
-    work = [chunks_cost(pending, taken, keys) for pending, taken in zip(ranks, dealt, strict=True)]
+    found = [_near(pending, aim, level, keys) if pending else _NOTHING for pending in ranks]
     for _ in range(_PASSES):
-        level = sum(work) / len(busy)
-        dear = [i for i, cost in enumerate(work) if cost > (1 + TOLERANCE) * level]
+        level = sum([cost for _, cost in found]) / len(busy)
+        most = (1 + TOLERANCE) * level
+        dear = [i for i, (_, cost) in enumerate(found) if cost > most]
         if not dear:
             break  # another pass would change nothing either
         for i in dear:
-            dealt[i] = _near(ranks[i], aim, level, keys)
-            work[i] = chunks_cost(ranks[i], dealt[i], keys)
-    return dealt
+            found[i] = _near(ranks[i], aim, level, keys)
+    return [taken for taken, _ in found]
 
 
 def batch_size(waiting: Sequence[int], sizes: Sequence[int]) -> int:
@@ -72,6 +75,11 @@ def in_order(pending: Pending, budget: int) -> list[int]:
     return taken
 
 
+def _waiting(pending: Pending) -> int:
+    """Returns how many tokens of a rank's prompts are left."""
+    return sum([length - done for done, length in pending]) if pending else 0
+
+
 def _whole_cost(pending: Pending, keys: float) -> float:
     """Returns the cost of all that is left of the prompts of a rank."""
     tokens = pairs = 0
@@ -81,32 +89,25 @@ def _whole_cost(pending: Pending, keys: float) -> float:
     return tokens + pairs / (2 * keys)
 
 
-def _near(pending: Pending, aim: int, level: float, keys: float) -> list[int]:
-    """Returns up to `aim` tokens that cost about `level`: in order, or else the best mixture."""
+def _near(pending: Pending, aim: int, level: float, keys: float) -> tuple[list[int], float]:
+    """Returns up to `aim` tokens that cost about `level`, in order or else the best mixture, and what they cost."""
     if len(pending) == 1:
-        return [_of_one(*pending[0], aim, level, keys)]
+        [(done, length)] = pending
+        count = _of_one(done, length, aim, level, keys)
+        return [count], count + count * (2 * done + count) / (2 * keys)
     taken = in_order(pending, aim)
     cost = chunks_cost(pending, taken, keys)
-    is_all = all(count == length - done for count, (done, length) in zip(taken, pending, strict=True))
-    if abs(cost - level) <= TOLERANCE * level or (is_all and cost < level):
-        return taken
+    if abs(cost - level) <= TOLERANCE * level or (cost < level and sum(taken) == _waiting(pending)):
+        return taken, cost
     first = max(_LEAST_TOKENS, affordable(_HEAD_SHARE * level, pending[0][0], keys))
     head = [min(first, taken[0]), *[0] * (len(pending) - 1)]
     by_context = sorted(range(len(pending)), key=lambda i: pending[i][0] + head[i])
-    few, many = 0, aim - head[0]
-    found = _mixed(pending, head, by_context, few, aim)
-    if chunks_cost(pending, found, keys) > level:
-        return _within(pending, head, by_context, aim, level, keys)
-    for _ in range(_HALVINGS):
-        if few == many:
-            break
-        middle = (few + many + 1) // 2
-        deeper = _mixed(pending, head, by_context, middle, aim)
-        if chunks_cost(pending, deeper, keys) > level:
-            many = middle
-        else:
-            few, found = middle, deeper
-    return found
+    mixtures = _Mixtures(pending, head, by_context, aim, keys)
+    if mixtures.cost(0) > level:
+        taken = _within(pending, head, by_context, aim, level, keys)
+        return taken, chunks_cost(pending, taken, keys)
+    deep = mixtures.deepest(level)
+    return _mixed(pending, head, by_context, deep, aim), mixtures.cost(deep)
 
 
 def _of_one(done: int, length: int, aim: int, level: float, keys: float) -> int:
@@ -117,6 +118,49 @@ def _of_one(done: int, length: int, aim: int, level: float, keys: float) -> int:
     head = min(whole, max(_LEAST_TOKENS, affordable(_HEAD_SHARE * level, done, keys)))
     left = level - head * (1 + (2 * done + head) / (2 * keys))
     return head + min(whole - head, affordable(left, done + head, keys))
+
+
+class _Mixtures:
+    """What `_mixed` tokens cost, without looking at each prompt: a rank with many has its share found by halving."""
+
+    def __init__(self, pending: Pending, head: list[int], by_context: list[int], aim: int, keys: float) -> None:
+        self._left, self._keys, self._head = aim - head[0], keys, head[0]
+        self._head_pairs = head[0] * (2 * pending[0][0] + head[0])
+        self._starts = [pending[i][0] + head[i] for i in by_context]
+        rooms = [pending[i][1] - start for i, start in zip(by_context, self._starts, strict=True)]
+        whole = [room * (2 * start + room) for room, start in zip(rooms, self._starts, strict=True)]
+        self._tokens = [0, *itertools.accumulate(rooms)]  # of the first prompts
+        self._pairs = [0, *itertools.accumulate(whole)]
+
+    def deepest(self, level: float) -> int:
+        """Returns about how many of the tokens may attend to the most, so that all cost `level` at most."""
+        few, many = 0, self._left
+        for _ in range(_HALVINGS):
+            if few == many:
+                break
+            middle = (few + many + 1) // 2
+            few, many = (few, middle) if self.cost(middle) > level else (middle, many)
+        return few
+
+    def cost(self, deep: int) -> float:
+        """Returns the cost of `deep` tokens that attend to the most, with the rest attending to the least."""
+        tokens, pairs, total = self._tokens, self._pairs, self._tokens[-1]
+        back = min(deep, total)
+        front = min(self._left - deep, total - back)
+        first = bisect.bisect_left(tokens, total - back)  # of the prompts that are computed whole from the back
+        found = self._head_pairs + pairs[-1] - pairs[first]
+        if first:
+            rest = back - (total - tokens[first])
+            i = min(bisect.bisect_right(tokens, front), first) - 1  # the prompt that the front ends in
+            if i == first - 1:
+                found += pairs[i] + self._of(i, front - tokens[i] + rest)
+            else:
+                found += pairs[i] + self._of(i, front - tokens[i]) + self._of(first - 1, rest)
+        return self._head + back + front + found / (2 * self._keys)
+
+    def _of(self, i: int, count: int) -> int:
+        """Returns the pairs of token and key of the next `count` tokens of a prompt."""
+        return count * (2 * self._starts[i] + count)
 
 
 def _mixed(pending: Pending, head: list[int], by_context: list[int], deep: int, aim: int) -> list[int]:

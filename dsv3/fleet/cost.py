@@ -82,11 +82,16 @@ def costs(loads: Loads, prefill: np.ndarray | float, held: int, decodes: bool = 
     It costs `prefill` to compute there (`[X]`, or the same everywhere) and then holds `held` tokens. Ranks that do not
     decode are weighed by their backlog alone.
     """
-    after = loads.prefill + prefill
+    after = with_backlog(loads.prefill, prefill)
     if not decodes:
         return after
     length = (loads.held.sum() + held) / (loads.requests.sum() + 1)
     return after + loads.held * (held / length) + loads.requests * length
+
+
+def with_backlog[Cost: (float, np.ndarray)](backlog: Cost, prefill: Cost | float) -> Cost:
+    """Returns what a request costs where nothing is decoded: its own prompt, behind those that wait."""
+    return backlog + prefill
 
 
 def imbalance(loads: np.ndarray) -> float:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 import numpy as np
 
+from dsv3.cache.keys import Key
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import EngineView
 from dsv3.fleet.router.instance import Booking
 from dsv3.fleet.router.prompt import MAX_PAGES, Prompt
 from dsv3.prepare import PreparedRequest
 from dsv3.request import StepOutputs
+from dsv3.simulate.apart import Apart, Channel
 from dsv3.simulate.clock import Clock
 from dsv3.simulate.instance import Instance, Totals
 from dsv3.simulate.options import Routing
@@ -27,6 +29,7 @@ from dsv3.simulate.record import End, Record
 from dsv3.simulate.scaling import Pressure, Rule
 from dsv3.simulate.times import InstanceTimes
 from dsv3.simulate.traffic import Ask, Session
+from dsv3.simulate.worker import Process
 
 _RETRY_S = 1.0  # a client that was refused comes again with its next request
 
@@ -48,8 +51,8 @@ class Group:
 class Setting:
     """What is simulated: instances that answer, those that compute prompts for them if there are any, and how.
 
-    `host_gib` of host memory per instance take pages of prompts, `store_gib` are a store that all share. Raises
-    SettingError for what contradicts itself.
+    `host_gib` of host memory per instance take pages of prompts, `store_gib` are a store that all share. With
+    `two_processes` the instance that decodes has one of its own. Raises SettingError for what contradicts itself.
     """
 
     answering: Group
@@ -59,12 +62,17 @@ class Setting:
     host_gib: float = 0.0
     store_gib: float = 0.0
     seed: int = 0
+    two_processes: bool = False
 
     def __post_init__(self) -> None:
         if self.answering.times.role == "prefill":
             raise SettingError(f"{self.answering.times.name} only computes prompts; give a deployment that decodes")
         if self.prefilling is None and self.answering.times.role == "decode":
             raise SettingError(f"{self.answering.times.name} computes no prompts; give a deployment that prefills, too")
+        if self.two_processes and self.answering.times.role != "decode":
+            raise SettingError("two processes: one is for an instance that only decodes; give --prefill and --decode")
+        if self.two_processes and (self.answering.count > 1 or self.answering.rule is not None):
+            raise SettingError("two processes: one instance decodes; leave out --num_decode and --scale")
         if self.store_gib and not self.host_gib:
             raise SettingError("a store needs host memory, through which its pages pass")
         for group in self.groups:
@@ -91,6 +99,7 @@ class _Active:
     """A request on its way, the place it has, and who waits for its end."""
 
     request: PreparedRequest
+    keys: tuple[Key, ...]
     prompt: Prompt
     ended: Callable[[End], None]
     pool: "Pool | None" = None
@@ -101,8 +110,16 @@ class _Active:
 class Fleet:
     """The whole; `record` has what became of the requests."""
 
-    def __init__(self, setting: Setting, clock: Clock, record: Record) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        clock: Clock,
+        record: Record,
+        channel: Callable[[InstanceTimes, EngineConfig], Channel] = Process,
+    ) -> None:
         self.setting, self.clock, self.record = setting, clock, record
+        self._make_channel = channel
+        self._channels: list[Channel] = []
         self._longest = min(setting.limits(group.times).max_model_len for group in setting.groups)
         self._work = Work(clock)
         self._store = self._make_store()
@@ -142,14 +159,15 @@ class Fleet:
     def come(self, ask: Ask, ended: Callable[[End], None]) -> None:
         """Takes a request; `ended` is called once, when it has ended."""
         number = self.record.arrive(self.clock.now, ask.prompt)
-        request = prepared(ask, number, self._longest)
-        if request is None:
+        found = prepared(ask, number, self._longest)
+        if found is None:
             self.record.end(number, self.clock.now, "too long")
             ended("too long")
             return
-        keys = tuple(request.prefix_keys[:MAX_PAGES])
-        prompt = Prompt(keys, ask.prompt, keys if self.setting.routing == "events" else None)
-        active = self._active[number] = _Active(request, prompt, ended)
+        request, keys = found
+        known = keys[:MAX_PAGES]
+        prompt = Prompt(known, ask.prompt, known if self.setting.routing == "events" else None)
+        active = self._active[number] = _Active(request, keys, prompt, ended)
         if self.prefilling is not None and prompt.keys:
             active.is_prefill = True
             self._book(active, self.prefilling)
@@ -169,9 +187,9 @@ class Fleet:
         elif self.prefilling is not None and self.setting.prefilling is not None and active.prompt.keys:
             delay = self.setting.prefilling.times.hand_over_seconds(active.prompt.tokens)
         if delay:
-            self.clock.at(self.clock.now + delay, lambda: place.instance.submit(request))
+            self.clock.at(self.clock.now + delay, lambda: place.instance.submit(request, active.keys))
         else:
-            place.instance.submit(request)
+            place.instance.submit(request, active.keys)
 
     def _hear(self, instance: Instance, outputs: StepOutputs) -> None:
         """Takes in what a step has given."""
@@ -231,11 +249,19 @@ class Fleet:
         return pool
 
     def _start(self, pool: Pool, times: InstanceTimes) -> Place:
-        instance = Instance(
-            times, self.setting.limits(times), self.clock, self._hear, lambda view, wake: self._pages(times, view, wake)
-        )
-        pool.places.append(Place(instance, self.clock.now))
+        pool.places.append(Place(self._instance(times, self.setting.limits(times)), self.clock.now))
         return pool.places[-1]
+
+    def _instance(self, times: InstanceTimes, limits: EngineConfig) -> Instance:
+        if self.setting.two_processes and times.role == "decode":
+            self._channels.append(self._make_channel(times, limits))
+            return Apart(times, limits, self.clock, self._hear, self._channels[-1])
+        return Instance(times, limits, self.clock, self._hear, lambda view, wake: self._pages(times, view, wake))
+
+    def close(self) -> None:
+        """Ends the other process, where there is one."""
+        for channel in self._channels:
+            channel.close()
 
     def _pages(self, times: InstanceTimes, view: EngineView, wake: Callable[[], None]) -> Pages | Handed | None:
         if times.role == "decode":
@@ -293,8 +319,8 @@ class Fleet:
 def pressure_of(instance: Instance, waiting: int, among: int) -> Pressure:
     """Returns what an instance has before it; `waiting` requests of the router are shared `among` so many."""
     slots = instance.cfg.max_num_seqs * instance.cfg.num_ranks
-    use = max(instance.cache_use, instance.slot_use + waiting / among / slots)
-    return Pressure(instance.waiting_tokens / instance.times.prompt_rate, use)
+    pages, mine = instance.use
+    return Pressure(instance.waiting_tokens / instance.times.prompt_rate, max(pages, mine + waiting / among / slots))
 
 
 def replay(fleet: Fleet, sessions: Iterable[Session], until: float | None) -> None:

@@ -49,6 +49,17 @@ class Totals:
         return Totals(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
 
+@dataclasses.dataclass(frozen=True)
+class State:
+    """How an instance stands: requests that run or wait, tokens of those that wait, pages in use, cost of prompts."""
+
+    totals: Totals = Totals()
+    requests: int = 0
+    queued_tokens: int = 0
+    pages: int = 0
+    backlog: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
     number: int
@@ -87,34 +98,43 @@ class Instance:
         self._steps = self._decode_steps = 0
         self._busy_s = self._decode_s = 0.0
 
-    def submit(self, request: PreparedRequest) -> None:
-        """Queues a request; an engine at work takes it in when its step has ended."""
-        self.scheduler.add(sequence_of(request))
+    def submit(self, request: PreparedRequest, keys: Sequence[Key]) -> None:
+        """Queues a request with its prefix keys; an engine at work takes it in when its step has ended."""
+        self.take_in(request, keys)
         self.wake()
+
+    def take_in(self, request: PreparedRequest, keys: Sequence[Key]) -> None:
+        """Queues a request and leaves it there."""
+        self.scheduler.add(sequence_of(request, keys))
 
     def wake(self) -> None:
         """Begins to work where nothing is under way."""
         if not self._flying:
-            self._launch()
+            self.launch()
             self._await()
+
+    def state(self) -> State:
+        """Returns how it stands now."""
+        scheduler = self.scheduler
+        found = scheduler.admission
+        ours = self._steps, self._busy_s, self._decode_steps, self._decode_s
+        return State(
+            Totals(*ours, scheduler.num_preemptions, found.prefix_queries, found.prefix_hits),
+            len(scheduler.sequences),
+            sum(len(s.tokens) for s in scheduler.queue),
+            scheduler.pages.in_use,
+            float(scheduler.balancer.backlog.sum()),
+        )
 
     @property
     def totals(self) -> Totals:
         """What it has done so far."""
-        scheduler = self.scheduler
-        found = scheduler.admission
-        ours = self._steps, self._busy_s, self._decode_steps, self._decode_s
-        return Totals(*ours, scheduler.num_preemptions, found.prefix_queries, found.prefix_hits)
+        return self.state().totals
 
     @property
     def is_idle(self) -> bool:
         """Whether it has nothing to do."""
-        return not self.scheduler.sequences
-
-    @property
-    def requests(self) -> int:
-        """Requests that run or wait here."""
-        return len(self.scheduler.sequences)
+        return not self.state().requests
 
     def found(self, keys: Sequence[Key]) -> int:
         """Returns how many pages of a prompt, from its first on, the rank finds that has the most."""
@@ -123,24 +143,26 @@ class Instance:
     @property
     def waiting_tokens(self) -> float:
         """Prompt tokens to compute, with attention: what is admitted, and what waits without looking for hits."""
-        return float(self.scheduler.balancer.backlog.sum()) + sum(len(s.tokens) for s in self.scheduler.queue)
+        state = self.state()
+        return state.backlog + state.queued_tokens
 
     @property
-    def cache_use(self) -> float:
-        """The share of the pages that are in use or that those who wait need."""
-        wanted = sum(len(s.tokens) for s in self.scheduler.queue) / PAGE_SIZE
-        return (self.scheduler.pages.in_use + wanted) / (self.cfg.num_pages * self.cfg.num_ranks)
+    def use(self) -> tuple[float, float]:
+        """The shares in use of the pages, those included that who waits needs, and of the slots."""
+        state, cfg = self.state(), self.cfg
+        pages = (state.pages + state.queued_tokens / PAGE_SIZE) / (cfg.num_pages * cfg.num_ranks)
+        return pages, state.requests / (cfg.max_num_seqs * cfg.num_ranks)
 
     @property
-    def slot_use(self) -> float:
-        """Requests over slots."""
-        return self.requests / (self.cfg.max_num_seqs * self.cfg.num_ranks)
+    def ends(self) -> tuple[float, ...]:
+        """When the steps end that are under way, the next one first."""
+        return tuple(step.end for step in self._flying)
 
     def _await(self) -> None:
         if self._flying:
             self._clock.at(self._flying[0].end, self._ended)
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
         """Plans steps until one runs and one is next."""
         while len(self._flying) < _AHEAD:
             jobs = self._plan() or self._plan()  # an engine that has launched nothing looks again at once
@@ -160,14 +182,19 @@ class Instance:
 
     def _ended(self) -> None:
         """Takes in the results of the step that has just ended, and plans the one after the next."""
+        outputs = self.collect()
+        self.launch()
+        self._await()
+        self._hear(self, outputs)
+
+    def collect(self) -> StepOutputs:
+        """Takes in the results of the step that ends next, and returns them."""
         step, outputs = self._flying.popleft(), StepOutputs([], [])
         self._steps, self._busy_s = self._steps + 1, self._busy_s + step.seconds
         for job in step.jobs:
             self._planners[job.kind].collect(job, [self._ones] if job.kind == "sample" else [], outputs)
         self.scheduler.pages.collect(step.number)
-        self._launch()
-        self._await()
-        self._hear(self, outputs)
+        return outputs
 
     def _seconds(self, jobs: list[Planned]) -> float:
         """Returns how long the devices take: the sum of the programs, the host once."""
@@ -191,7 +218,8 @@ class Instance:
         rows: BatchRows = sampling.context
         bucket = command.rows.shape[1]
         keys = self.scheduler.slots.planned[rows.slots] - command.width  # the token to come has none yet
-        held = np.bincount(rows.rank, keys, self.cfg.num_ranks)
+        ends = rows.rank.searchsorted(np.arange(self.cfg.num_ranks), "right")  # rows are in the order of the ranks
+        held = np.diff(keys.cumsum()[ends - 1] * (ends > 0), prepend=0)
         return self.times.seconds("decode", bucket, float(held.max()) / bucket)
 
     def _prefill_seconds(self, command: PrefillCommand) -> float:

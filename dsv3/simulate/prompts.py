@@ -28,15 +28,19 @@ def _tokens(run: Run) -> bytes:
     return first + rest * (run.tokens - 1)
 
 
-def prepared(ask: Ask, number: int, max_model_len: int) -> PreparedRequest | None:
-    """Returns a request with tokens that are equal where its runs are; None where its prompt leaves no room."""
+def prepared(ask: Ask, number: int, max_model_len: int) -> tuple[PreparedRequest, tuple[Key, ...]] | None:
+    """Returns a request with tokens that are equal where its runs are; None where its prompt leaves no room.
+
+    Its prefix keys come with it as objects of their own: all that remember them share these, which saves two thirds of
+    the memory and a hash per look.
+    """
     count = ask.prompt
     if count >= max_model_len:
         return None
     tokens = b"".join(map(_tokens, ask.content))
     keys = list(_begun(ask.content[0]))
     extend_keys(_ROOT, keys, np.frombuffer(tokens, "<i4"))
-    return PreparedRequest(
+    request = PreparedRequest(
         request_id=number,
         sampling=_SAMPLING,
         tokens=tokens,
@@ -45,3 +49,4 @@ def prepared(ask: Ask, number: int, max_model_len: int) -> PreparedRequest | Non
         max_length=min(count + ask.answer, max_model_len),
         stop_ids=(),
     )
+    return request, tuple(keys)

@@ -26,7 +26,7 @@ def render(figures: dict[str, Any]) -> Group:
     if figures["tiers"]:
         parts.append(_tiers(figures))
     simulator = figures["simulator"]
-    took = f"{simulator['wall_s']:,.0f} s, {simulator['processor_s']:,.0f} s of one processor"
+    took = f"{simulator['wall_s']:,.0f} s, {simulator['processor_s']:,.0f} processor seconds"
     lines = [
         f"{simulator['virtual_s']:,.0f} s simulated in {took}",
         *MODELLED,

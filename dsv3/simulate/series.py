@@ -34,7 +34,7 @@ class Series:
         for pool, group in fleet.pools:
             role, up = group.times.role, [place.instance for place in pool.places if place.is_up]
             nodes[role] = fleet.nodes(pool, group)
-            use[role] = sum(max(each.cache_use, each.slot_use) for each in up) / len(up)
+            use[role] = sum(max(each.use) for each in up) / len(up)
             if role != "decode":
                 queue = max(each.waiting_tokens / each.times.prompt_rate for each in up)
         record, now = fleet.record, fleet.clock.now

@@ -156,10 +156,13 @@ class PrefillPlanner:
         """Returns whether prompts wait for others, on an instance where only their ends are to be computed."""
         if self._cfg.role != "decode" or not step:
             return False
-        prompts = [sequence for mine in self._scheduler.prefilling for sequence in mine]
-        if any(len(s.tokens) - s.prefilled > PAGE_SIZE for s in prompts):
-            return False
-        return self._gathering.waits(len(prompts), int(np.count_nonzero(self._scheduler.slots.decoding)))
+        prompts = 0
+        for mine in self._scheduler.prefilling:
+            prompts += len(mine)
+            for sequence in mine:
+                if len(sequence.tokens) - sequence.prefilled > PAGE_SIZE:
+                    return False
+        return self._gathering.waits(prompts, int(np.count_nonzero(self._scheduler.slots.decoding)))
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
         """Makes the pages findable that the chunks have completed, or takes back chunks that found no room."""

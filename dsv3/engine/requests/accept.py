@@ -36,15 +36,15 @@ def accept(scheduler: Scheduler, rows: BatchRows, sampled: Sampled, outputs: Ste
     before, limit = slots.known[mine], slots.limit[mine]
     known = np.minimum(before + accepted, limit)
     counts = known - before
-    slots.note(mine, before, tokens)
+    slots.history.note(mine, before, known, tokens)
     slots.known[mine] = known
     scheduler.generated_tokens += int(counts.sum())
     at_limit = known == limit
     special = at_limit | slots.wants_logprobs[mine] | ~slots.started[mine]
-    ending = slots.ends[tokens]
-    if ending.any():
-        for column in ending.T:
-            special |= column > 0
+    for column in tokens.T:  # with two indices numpy takes four times as long
+        ending = slots.ends[column]
+        if ending.any():
+            special |= ending > 0
     if tokens.shape[1] > 1:
         _correct_plans(scheduler, mine, tokens.shape[1] - counts)
     _as_columns(rows, tokens, counts, ~special, outputs)

@@ -97,7 +97,7 @@ class Masks:
     def _goes_on(self, row: "_Held", outputs: StepOutputs) -> bool:
         """Returns whether a request may have another token; ends it if not."""
         matcher, begin = row.matcher, row.sequence.prompt_length
-        matcher.advance(self._scheduler.slots.history[row.slot, begin : row.known])
+        matcher.advance(self._scheduler.slots.history.read(row.slot, begin, row.known))
         if not matcher.is_over:
             return True
         if matcher.error is not None:

@@ -189,7 +189,7 @@ class Scheduler:
         if not self.cfg.enable_prefix_caching or not sequence.is_sound or count <= sequence.published:
             return
         if count > len(sequence.keys):
-            extend_keys(sequence.root, sequence.keys, self.slots.history[sequence.slot, : count * PAGE_SIZE])
+            extend_keys(sequence.root, sequence.keys, self.slots.history.read(sequence.slot, 0, count * PAGE_SIZE))
         rank, first = self.slots.rank_of(sequence.slot), sequence.published
         keys, pages = sequence.keys[first:count], sequence.pages[first:count]
         fresh = self.caches[rank].publish(keys, pages)
@@ -240,7 +240,7 @@ class Scheduler:
                 watch.stored(spelled.keys, spelled)
 
     def _spelled(self, sequence: Sequence, first: int, stop: int) -> Spelled:
-        tokens = self.slots.history[sequence.slot, first * PAGE_SIZE : stop * PAGE_SIZE].copy()
+        tokens = self.slots.history.read(sequence.slot, first * PAGE_SIZE, stop * PAGE_SIZE)
         tenant = None if sequence.root == self._common_root else sequence.root
         return Spelled(sequence.keys[first:stop], sequence.keys[first - 1] if first else None, tokens, tenant)
 
@@ -315,7 +315,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Sends a running request back to the queue; it will compute its known tokens again."""
         slot = sequence.slot
-        tokens = self.slots.history[slot, : self.slots.known[slot]].copy()
+        tokens = self.slots.history.read(slot, 0, int(self.slots.known[slot]))
         self._vacate(sequence, State.WAITING)
         sequence.tokens = tokens
         if self.cfg.enable_prefix_caching:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -87,8 +88,8 @@ class Sequence:
         return not self.started and self.request.sampling.prompt_logprobs is not None
 
 
-def sequence_of(request: PreparedRequest) -> Sequence:
-    """Returns a request as the scheduler holds it."""
+def sequence_of(request: PreparedRequest, keys: Iterable[Key] | None = None) -> Sequence:
+    """Returns a request as the scheduler holds it; `keys` are its prefix keys where the caller has them apart."""
     tokens = request.prompt
     return Sequence(
         request=request,
@@ -98,7 +99,7 @@ def sequence_of(request: PreparedRequest) -> Sequence:
         stop_ids=frozenset(request.stop_ids),
         seed=request.sampling.seed or 0,
         root=request.root,
-        keys=request.prefix_keys,
+        keys=request.prefix_keys if keys is None else list(keys),
         variant=_variant(request.sampling),
     )
 

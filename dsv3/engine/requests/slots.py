@@ -11,6 +11,7 @@ import numpy as np
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.requests.codes import NOT_FINITE, UNDRAFTED
+from dsv3.engine.requests.history import History
 from dsv3.engine.requests.sequence import Sequence, State
 
 NOBODY = -(2**63)
@@ -49,10 +50,7 @@ class SlotTable:
         self.held = np.zeros(total, bool)  # to a grammar
         self.started = np.zeros(total, bool)  # its first token has been reported
         self.decoding = np.zeros(total, bool)  # takes part in the next decode step
-        # Rows of several tokens are noted whole: what was not accepted lies behind `known`.
-        width = cfg.max_model_len + cfg.tokens_per_row - 1
-        self.history = np.zeros((total, width), np.int32)
-        self._flat_history, self._starts = self.history.reshape(-1), np.arange(total, dtype=np.int64) * width
+        self.history = History(total)
         # Running requests that a token would stop, or fail; the codes, below 0, are indices from the end.
         self.ends = np.zeros(vocab_size - UNDRAFTED, np.int32)
         self.ends[NOT_FINITE] = 1
@@ -132,9 +130,8 @@ class SlotTable:
         self.ids[slot] = sequence.id
         self.priority[slot] = sequence.priority
         self._priorities[sequence.priority] += 1
-        count = len(sequence.tokens)
-        self.history[slot, :count] = sequence.tokens
-        self.planned[slot] = self.known[slot] = count
+        self.history.enter(slot, sequence.tokens)
+        self.planned[slot] = self.known[slot] = len(sequence.tokens)
         self.capacity[slot] = len(sequence.pages) * PAGE_SIZE
         self.limit[slot] = sequence.max_length
         self.variant[slot] = sequence.variant
@@ -143,11 +140,6 @@ class SlotTable:
         self.started[slot] = sequence.started
         for token in sequence.stop_ids:
             self.ends[token] += 1
-
-    def note(self, slots: np.ndarray, before: np.ndarray, tokens: np.ndarray) -> None:
-        """Enters `tokens` `[n, S]` into the history of `slots` `[n]`, behind the `before` `[n]` tokens they have."""
-        places = self._starts[slots] + before
-        self._flat_history[places[:, None] + np.arange(tokens.shape[1])] = tokens
 
     def start_decoding(self, slot: int) -> None:
         """Notes that the prompt's last chunk, which samples a token, has been launched."""
@@ -184,6 +176,7 @@ class SlotTable:
         """Frees the slot of a sequence, which is in `state` from now on."""
         slot, rank = sequence.slot, self.rank_of(sequence.slot)
         self.sequences[slot] = None
+        self.history.leave(slot)
         self.planned[slot] = 0
         self.priority[slot] = NOBODY
         self._priorities[sequence.priority] -= 1

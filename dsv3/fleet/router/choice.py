@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from dsv3.fleet.cost import Loads, costs, prefill_cost
+from dsv3.fleet.cost import Loads, costs, prefill_cost, with_backlog
 from dsv3.fleet.router.prompt import PAGE_TOKENS, Prompt
 
 MAX_SENT_PAGES = 65_536
@@ -105,7 +105,12 @@ def choose(prompt: Prompt, loads: Sequence[Load], pages: Sequence[int], *, decod
     `pages` says how many of the prompt's pages each instance may have. Equals are many where little is on its way, and
     two routers side by side must not agree on the first of them.
     """
-    own = np.array([cost_of(prompt, each) for each in pages])
-    prefill, held, requests, ranks = np.array([(x.prefill, x.held, x.requests, x.ranks) for x in loads]).T
-    found = costs(Loads(prefill / ranks, held / ranks, requests / ranks), own, prompt.tokens, decodes)
-    return int(chance.choice(np.flatnonzero(found <= found.min() * (1 + 1e-9)).tolist()))
+    own = [cost_of(prompt, each) for each in pages]
+    if decodes:
+        prefill, held, requests, ranks = np.array([(x.prefill, x.held, x.requests, x.ranks) for x in loads]).T
+        per_rank = Loads(prefill / ranks, held / ranks, requests / ranks)
+        found = costs(per_rank, np.array(own), prompt.tokens).tolist()
+    else:
+        found = [with_backlog(load.prefill / load.ranks, mine) for load, mine in zip(loads, own, strict=True)]
+    most = min(found) * (1 + 1e-9)
+    return chance.choice([i for i, cost in enumerate(found) if cost <= most])

@@ -5,8 +5,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.fleet.chunks import batch_size, deal
-from dsv3.fleet.cost import prefill_cost
+from dsv3.fleet.chunks import _mixed, _Mixtures, batch_size, deal
+from dsv3.fleet.cost import chunks_cost, prefill_cost
 
 PROMPT = st.tuples(st.integers(0, 30_000), st.integers(1, 30_000)).map(lambda pair: (pair[0], sum(pair)))
 RANKS = st.lists(st.lists(PROMPT, max_size=20), min_size=1, max_size=6)
@@ -69,6 +69,18 @@ def test_a_prompt_so_deep_that_it_holds_up_a_step_is_cut_and_goes_on() -> None:
     ranks = [[(100_000, 110_000)], *([(0, 4000)] for _ in range(7))]
     dealt = deal(ranks, 4000, 16, KEYS)
     assert 64 <= dealt[0][0] < 1000 and [sum(taken) for taken in dealt[1:]] == [4000] * 7
+
+
+@settings(deadline=None)
+@given(pending=st.lists(PROMPT, min_size=2, max_size=20), aim=st.integers(1, 9000), data=st.data())
+def test_a_mixture_costs_what_its_tokens_cost(pending, aim, data) -> None:
+    """Looked up in sums over the prompts, without a look at each."""
+    done, length = pending[0]
+    head = [data.draw(st.integers(0, min(aim, length - done))), *[0] * (len(pending) - 1)]
+    by_context = sorted(range(len(pending)), key=lambda i: pending[i][0] + head[i])
+    mixtures = _Mixtures(pending, head, by_context, aim, KEYS)
+    deep = data.draw(st.integers(0, aim - head[0]))
+    assert mixtures.cost(deep) == chunks_cost(pending, _mixed(pending, head, by_context, deep, aim), KEYS)
 
 
 SIZES = (64, 256, 1024, 4096, 16_384)

@@ -82,11 +82,13 @@ def test_a_second_prompt_alike_costs_what_is_not_cached() -> None:
 def test_prompts_are_those_that_a_front_prepares() -> None:
     found = prepared(Ask((Run(3, 200), Run(-7, 90)), 5), 4, 1024)
     assert found is not None
+    found, keys = found
     sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=5)
     request = EngineRequest(request_id=4, prompt_token_ids=found.prompt.tolist(), sampling=sampling)
     real = prepare(request, RequestRules(vocab_size=2**17, max_model_len=1024))
     for field in ("request_id", "tokens", "root", "keys", "max_length", "stop_ids"):
         assert getattr(found, field) == getattr(real, field)
+    assert list(keys) == real.prefix_keys
 
 
 def test_nothing_comes() -> None:

@@ -1,0 +1,136 @@
+"""An instance that is simulated elsewhere, a step ahead of the fleet: the same figures on two processors.
+
+What a step gives depends on nothing that is submitted while it runs: a request waits in the queue until a step has
+ended. So when a step ends, the other side is told what has been submitted meanwhile. It plans the step after the next
+and computes at once what the next one will give. The fleet simulates what happens until then, and finds the results.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from dsv3.cache.keys import Key
+from dsv3.engine.config import EngineConfig
+from dsv3.prepare import PreparedRequest
+from dsv3.request import StepOutputs, Tokens
+from dsv3.simulate.clock import Clock
+from dsv3.simulate.instance import Instance, State
+from dsv3.simulate.pages import Handed
+from dsv3.simulate.times import InstanceTimes
+
+_NOTHING = np.empty(0, np.int64)
+
+
+class Order(NamedTuple):
+    """A step has ended, or there was none: what has been submitted since the last order."""
+
+    now: float
+    submitted: list[tuple[PreparedRequest, tuple[Key, ...]]]
+
+
+class Reply(NamedTuple):
+    """How an instance stands after an order, when the steps under way end, and what the first of them gives."""
+
+    state: State
+    ends: tuple[float, ...]
+    outputs: StepOutputs | None
+
+
+class Channel(Protocol):
+    """A way to a `Worker`: each order has one reply."""
+
+    def send(self, order: Order) -> None:
+        """Gives an order without waiting for the reply."""
+
+    def receive(self) -> Reply:
+        """Waits for the reply to the last order."""
+
+    def close(self) -> None:
+        """Ends the worker."""
+
+
+class Worker:
+    """The instance itself: what a prefill instance has computed of a prompt is there at once (`Handed`)."""
+
+    def __init__(self, times: InstanceTimes, cfg: EngineConfig) -> None:
+        self._clock = Clock()
+        self._instance = Instance(
+            times, cfg, self._clock, lambda instance, outputs: None, lambda view, wake: Handed(view.scheduler)
+        )
+
+    def obey(self, order: Order) -> Reply:
+        """Takes in what was submitted, plans, and computes what the next step gives."""
+        self._clock.now = order.now
+        for request, keys in order.submitted:
+            self._instance.take_in(request, keys)
+        self._instance.launch()
+        state, ends = self._instance.state(), self._instance.ends
+        return Reply(state, ends, _for_fleet(self._instance.collect()) if ends else None)
+
+
+def _for_fleet(outputs: StepOutputs) -> StepOutputs:
+    """Returns outputs without the tokens of the columns: a fleet only looks at whose they are."""
+    return StepOutputs([Tokens(rows.ids, _NOTHING, _NOTHING) for rows in outputs.columns], outputs.details)
+
+
+class Apart(Instance):
+    """Stands for an instance that a `Worker` has."""
+
+    def __init__(
+        self,
+        times: InstanceTimes,
+        cfg: EngineConfig,
+        clock: Clock,
+        hear: Callable[[Instance, StepOutputs], None],
+        channel: Channel,
+    ) -> None:
+        self.times, self.cfg, self._clock, self._hear = times, cfg, clock, hear
+        self._channel = channel
+        self._submitted: list[tuple[PreparedRequest, tuple[Key, ...]]] = []
+        self._reply, self._waits = Reply(State(), (), None), False
+        self._ends: tuple[float, ...] = ()  # of the steps under way, as far as replies have told
+
+    def submit(self, request: PreparedRequest, keys: Sequence[Key]) -> None:
+        """Queues a request; where nothing is under way it begins."""
+        self._submitted.append((request, tuple(keys)))
+        if not self._ends:
+            self._order()
+            self._await()
+
+    def state(self) -> State:
+        """Returns how it stands, with what has been submitted since."""
+        state, tokens = self._told().state, sum(len(request.prompt) for request, _ in self._submitted)
+        requests, queued = state.requests + len(self._submitted), state.queued_tokens + tokens
+        return dataclasses.replace(state, requests=requests, queued_tokens=queued)
+
+    def found(self, keys: Sequence[Key]) -> int:
+        """Returns 0: an instance that only decodes has no prefix cache."""
+        return 0
+
+    def _order(self) -> None:
+        self._channel.send(Order(self._clock.now, self._submitted))
+        self._submitted, self._waits = [], True
+
+    def _told(self) -> Reply:
+        """Returns the reply to the last order."""
+        if self._waits:
+            self._reply, self._waits = self._channel.receive(), False
+        return self._reply
+
+    def _await(self) -> None:
+        """Has the end of the next step heard of; whether there is one may be known only from the reply."""
+        if not self._ends:
+            self._ends = self._told().ends
+        if self._ends:
+            self._clock.at(self._ends[0], self._ended)
+
+    def _ended(self) -> None:
+        """Passes on what the step has given that has just ended."""
+        _, ends, outputs = self._told()
+        assert outputs is not None  # the step was under way
+        self._ends = ends[1:]
+        self._order()
+        self._await()
+        self._hear(self, outputs)

@@ -141,7 +141,7 @@ def test_strangers_and_a_process_of_an_older_generation_disturb_nobody(two):
 def test_a_supervisor_that_is_killed_takes_its_follower_with_it_and_may_come_back(two):
     streams = answers(two.server)
     two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") > 0)
-    family = psutil.Process(two.followers[1].pid).children()
+    family = psutil.Process(two.followers[1].pid).children(recursive=True)
     two.followers[1].kill()
     gone, there = psutil.wait_procs(family, 60)
     assert gone and not there

@@ -42,7 +42,7 @@ class Source:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._size = os.fstat(self._file).st_size
         self._buffers = buffers
-        self._direct = None if _is_cached(self._file, self._size) else _open_direct(path)
+        self._direct = None if is_cached(self._file, self._size) else _open_direct(path)
 
     @property
     def is_direct(self) -> bool:
@@ -97,7 +97,7 @@ def _open_direct(path: Path) -> int | None:
         return None
 
 
-def _is_cached(descriptor: int, size: int) -> bool:
+def is_cached(descriptor: int, size: int) -> bool:
     """Returns whether memory holds a file: the page cache, by what it says of a few bytes here and there, or tmpfs."""
     places = range(0, max(size, 1), max(1, size // _PROBES))
     try:

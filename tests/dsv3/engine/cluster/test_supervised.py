@@ -151,7 +151,7 @@ def test_a_supervisor_that_is_killed_takes_its_follower_with_it_and_may_come_bac
 
 def test_the_others_go_on_without_a_process_that_does_not_come_back_and_again_with_it(two):
     """The leader is alone, with programs that were compiled ahead, until the other one is there."""
-    two.server.wait_for(lambda: "programs for a gang of 1 are compiled ahead" in two.log(0))
+    two.server.wait_for(lambda: "programs for a gang of 1 are compiled ahead" in two.log(0), 300)
     streams = answers(two.server)
     two.server.wait_for(lambda: two.server.metric("vllm:num_requests_running") > 0)
     two.followers[1].kill()

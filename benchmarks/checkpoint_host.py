@@ -4,8 +4,9 @@
 
 The checkpoint has DeepSeek-V3's 92,000 tensors in 163 files with real headers and holes instead of weights, so it takes
 a few MB of disk. Each round reads all headers, plans the whole load with the garbage collector paused (as `load_params`
-does) and running, and plans the experts of 288 replicas and of the 16 that 8 of 144 devices hold. Then it compares
-`checksum` with zlib's CRC-32 alone on 4 MiB that lie in cache. All figures are medians over the rounds.
+does) and running, and plans the experts of 288 replicas and of the 16 that 8 of 144 devices hold. It names the weights
+by their content, as processes do that must have the same. Then it compares `checksum` with zlib's CRC-32 alone on 4 MiB
+that lie in cache. All figures are medians over the rounds.
 """
 
 import functools
@@ -29,6 +30,7 @@ from dsv3.checkpoint.checksum import checksum
 from dsv3.checkpoint.directory import INDEX, read_directory
 from dsv3.checkpoint.fill import BLOCK_BYTES
 from dsv3.checkpoint.hugging_face import F32, plan_hf
+from dsv3.checkpoint.identity import weights_identity
 from dsv3.checkpoint.layout import leaves
 from dsv3.checkpoint.safetensors_file import header_bytes
 from dsv3.checkpoint.writer import out_tensors
@@ -103,6 +105,9 @@ def one_round(directory: Path) -> dict[str, float]:
         lambda: with_replicas(planned, MODEL, phy2log[:, :16], {})
     )
     result["288 replicas"], _ = seconds(lambda: with_replicas(planned, MODEL, phy2log, {}))
+    before = time.process_time()
+    result["weights named by their content"], _ = seconds(lambda: weights_identity(directory))
+    result["the same, processor time"] = time.process_time() - before
     block = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, np.uint8)
     for what, digest in (("checksum", checksum), ("CRC-32", zlib.crc32)):
         elapsed, _ = seconds(functools.partial(repeat, digest, block))

@@ -1,4 +1,4 @@
-"""An open file of a checkpoint: what the page cache has is copied from there, everything else is read past it.
+"""An open file of a checkpoint: what memory has is copied from there, everything else is read past the page cache.
 
 A direct read takes the disk's bytes to their place without the kernel's copy, and leaves other files in the cache. It
 needs offsets, lengths and addresses in multiples of 4,096 bytes. Where the destination has them the bytes go straight
@@ -42,7 +42,7 @@ class Source:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._size = os.fstat(self._file).st_size
         self._buffers = buffers
-        self._direct = None if _is_cached(self._file, self._size) else _open_direct(path)
+        self._direct = None if is_cached(self._file, self._size) else _open_direct(path)
 
     @property
     def is_direct(self) -> bool:
@@ -97,10 +97,20 @@ def _open_direct(path: Path) -> int | None:
         return None
 
 
-def _is_cached(descriptor: int, size: int) -> bool:
-    """Returns whether the page cache holds a file, by what it says of a few bytes here and there."""
+def is_cached(descriptor: int, size: int) -> bool:
+    """Returns whether memory holds a file: the page cache, by what it says of a few bytes here and there, or tmpfs."""
     places = range(0, max(size, 1), max(1, size // _PROBES))
     try:
         return all(os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) for place in places if place < size)
-    except OSError:  # EAGAIN: it would have to be read; EOPNOTSUPP: the file system cannot say
+    except OSError as error:  # EAGAIN: it would have to be read; EOPNOTSUPP: the file system cannot say
+        return error.errno == errno.EOPNOTSUPP and _is_in_memory(os.fstat(descriptor).st_dev)
+
+
+def _is_in_memory(device: int) -> bool:
+    """Returns whether a device is a tmpfs, which also takes direct reads but has nothing to read past."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
         return False
+    return any(mount.split()[2] == number and mount.partition(" - ")[2].startswith("tmpfs ") for mount in mounts)

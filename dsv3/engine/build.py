@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import dsv3
 from dsv3.cache.identity import CacheIdentity, model_identity
 from dsv3.cache.page import PAGE_SIZE
-from dsv3.checkpoint.identity import weights_identity
+from dsv3.checkpoint.identity import known_identity
 from dsv3.config import Fp8Config, ModelConfig
 from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
@@ -191,7 +191,7 @@ def _cache_identity(
     """
     compute = jnp.dtype(dtypes.compute).name + (", int8 sums" if options.expert_combine == "int8" else "")
     return CacheIdentity(
-        weights=weights_identity(directory),
+        weights=known_identity(directory),
         tokenizer=_tokenizer_identity(directory),
         model=model_identity(model_cfg),
         cache_dtype=dtypes.cache,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pallas_kernels
 import sharding
-from dsv3.checkpoint.identity import weights_identity
+from dsv3.checkpoint.identity import known_identity
 from dsv3.declaration import options_of
 from dsv3.options import ClusterOptions, EngineOptions
 
@@ -27,7 +27,7 @@ def fields_of(model_dir: Path, options: EngineOptions, cluster: ClusterOptions) 
     flags = agreed(cluster) | agreed(options)
     return {
         **environment(model_dir),
-        "weights": weights_identity(model_dir)[:_DIGEST_CHARACTERS],
+        "weights": known_identity(model_dir)[:_DIGEST_CHARACTERS],
         **{f"--{name}": value for name, value in flags.items()},
     }
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +27,10 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def keep(path: Path, expert_map: ExpertMap, loads: Sequence[np.ndarray]) -> None:
-    """Writes the file anew, in one piece. One that cannot be written is told of, and nothing else happens."""
+    """Writes the file anew, in one piece. One that cannot be written is told of, and nothing else happens.
+
+    What a process that dies meanwhile leaves beside it has one name, and so is overwritten by the next.
+    """
     layers, replicas = expert_map.phy2log.shape
     kept = _Kept(
         layers=layers,
@@ -39,7 +41,7 @@ def keep(path: Path, expert_map: ExpertMap, loads: Sequence[np.ndarray]) -> None
         loads=b"".join(load.astype("<i8").tobytes() for load in loads),
     )
     body = msgspec.msgpack.encode(kept)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.part")
     try:
         part.write_bytes(hashlib.sha256(body).digest() + body)
         part.replace(path)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv3.checkpoint import identity
-from dsv3.checkpoint.identity import weights_identity
+from dsv3.checkpoint.identity import known_identity, weights_identity
 
 
 @pytest.fixture
@@ -55,6 +55,29 @@ def test_of_a_large_model_headers_samples_and_sizes_count(directory: Path, monke
         _flip(path, at)
     path.write_bytes(path.read_bytes() + b"\0")
     assert weights_identity(directory) != before
+
+
+def test_threads_find_what_one_finds(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    """Threads read what the page cache does not hold, several samples each."""
+    monkeypatch.setattr(identity, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(identity, "_STRIDE", 500)
+    monkeypatch.setattr(identity, "_SAMPLE_BYTES", 100)
+    found = set()
+    for cached in (True, False):
+        monkeypatch.setattr(identity, "is_cached", lambda *_, cached=cached: cached)
+        found.add(weights_identity(directory))
+    assert len(found) == 1
+
+
+def test_an_identity_is_found_once_until_a_file_changes(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    """A process that starts needs it twice, and 671 GB have 160,000 samples."""
+    found: list[str] = []
+    monkeypatch.setattr(identity, "weights_identity", lambda path: found.append(weights_identity(path)) or found[-1])
+    assert known_identity(directory) == known_identity(directory) == found[0] and len(found) == 1
+    other = directory.parent / "other"
+    other.write_bytes(np.random.default_rng(1).bytes(100_000))
+    other.replace(directory / "a.safetensors")
+    assert known_identity(directory) == found[1] != found[0]
 
 
 def test_the_manifest_names_a_pre_stacked_directory(directory: Path):

@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture(params=["past the cache", "from the cache"])
 def opened(path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     cached = request.param == "from the cache"
-    monkeypatch.setattr(source, "_is_cached", lambda *_: cached)
+    monkeypatch.setattr(source, "is_cached", lambda *_: cached)
     file = Source(path, Buffers(ALIGNMENT))
     if not cached and not file.is_direct:
         pytest.skip("this file system has no direct reads")
@@ -62,7 +62,7 @@ def test_a_file_that_has_become_shorter(opened: Source, path: Path) -> None:
 @pytest.mark.parametrize("refuses", ["open", "preadv"])
 def test_a_file_system_without_direct_reads(path: Path, refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some refuse to open such a file, some to read it."""
-    monkeypatch.setattr(source, "_is_cached", lambda *_: False)
+    monkeypatch.setattr(source, "is_cached", lambda *_: False)
     real, direct = getattr(os, refuses), set()
 
     def refusing(first, *args):
@@ -94,8 +94,25 @@ def test_another_error_of_the_disk_is_told(path: Path, monkeypatch: pytest.Monke
 def test_what_was_just_written_is_in_the_cache(path: Path) -> None:
     """Where the file system can say so; a load after a restart then takes no disk's time."""
     with path.open("rb") as file:
-        assert source._is_cached(file.fileno(), len(CONTENT)) in (True, False)
-        assert not source._is_cached(file.fileno(), 100 * len(CONTENT)), "what is not there is not cached"
+        assert source.is_cached(file.fileno(), len(CONTENT)) in (True, False)
+        if not source._is_in_memory(os.fstat(file.fileno()).st_dev):
+            assert not source.is_cached(file.fileno(), 100 * len(CONTENT)), "what is not there is not cached"
+
+
+@pytest.mark.parametrize(("kind", "known"), [("tmpfs", True), ("nfs4", False)])
+def test_a_file_system_of_memory_holds_its_files_though_it_does_not_say_so(path, monkeypatch, kind, known) -> None:
+    """It would also take direct reads, with a copy that nobody needs."""
+
+    def silent(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    with path.open("rb") as file:
+        device = os.fstat(file.fileno()).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        mounts = f"25 30 0:5 / /a rw - tmpfs none rw\n26 30 {number} / /b rw shared:2 - {kind} none rw\n"
+        monkeypatch.setattr(Path, "read_text", lambda _: mounts)
+        monkeypatch.setattr(source.os, "preadv", silent)
+        assert source.is_cached(file.fileno(), len(CONTENT)) == known
 
 
 def test_blocks_that_several_boxes_need_are_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

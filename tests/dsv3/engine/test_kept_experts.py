@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsv3.engine.jobs.kept_experts import keep, start_from
 from sharding.experts.eplb import balancedness, rebalance_experts
@@ -13,6 +15,7 @@ from tests.dsv3.engine.test_balance import EXPERTS, drive, make_balancer
 FIRST = rebalance_experts(np.ones((4, 16)), 24, 1, 1, 8)
 LOAD = (100 * np.random.default_rng(0).lognormal(sigma=1.5, size=(4, 16))).astype(np.int64)
 SUITED = rebalance_experts(LOAD, 24, 1, 1, 8)
+LIFE = 12  # steps in which an engine decides, and moves its experts
 
 
 @pytest.fixture
@@ -32,6 +35,51 @@ def test_the_next_engine_moves_its_experts_to_where_they_were(tmp_path) -> None:
     moves = [[int(move.layer) for move in command.moves] for command in drive(after, cfg, 5) if command.moves]
     assert moves == [[0, 1, 2], [3]]
     np.testing.assert_array_equal(after.expert_map.phy2log, before.expert_map.phy2log)
+
+
+def live(file: Path, steps: int) -> np.ndarray:
+    """An engine's life; what its last step has launched is never read. Returns where it took its experts to be."""
+    balancer, cfg = make_balancer(eplb_state=str(file))
+    drive(balancer, cfg, steps)
+    balancer._thread.shutdown()
+    return balancer.expert_map.phy2log
+
+
+@settings(max_examples=12, deadline=None)
+@given(lives=st.lists(st.integers(0, LIFE), max_size=3))
+def test_engines_that_end_at_any_step_leave_the_places_before_a_move_or_after_it(tmp_path_factory, lives) -> None:
+    """Of four layers three move in one step and the last one in the next: at first, and anew in each other engine."""
+    folder = tmp_path_factory.mktemp("lives")
+    file, maps = folder / "experts", [FIRST.phy2log.tolist(), live(folder / "undisturbed", LIFE).tolist()]
+    assert maps[0] != maps[1]
+    for steps in lives:
+        live(file, steps)
+        found = start_from(file, EXPERTS, FIRST)
+        assert found[0].phy2log.tolist() in maps if found else not file.exists()
+    assert live(file, LIFE).tolist() == start_from(file, EXPERTS, FIRST)[0].phy2log.tolist() == maps[1]
+
+
+@pytest.mark.parametrize("name", ["write_bytes", "replace"])
+def test_a_process_that_dies_as_it_writes_leaves_what_was_there(file, monkeypatch, name) -> None:
+    """In the middle of the content, or before that takes the place of the old one. The next engine leaves no trace."""
+
+    class Death(BaseException):
+        """Nothing catches it."""
+
+    def dies(path: Path, content: bytes | Path) -> None:
+        if isinstance(content, bytes):
+            with path.open("wb") as part:
+                part.write(content[: len(content) // 2])
+        raise Death
+
+    with monkeypatch.context() as patch, pytest.raises(Death):
+        patch.setattr(Path, name, dies)
+        keep(file, FIRST, [])
+    kept, loads = start_from(file, EXPERTS, FIRST)
+    assert (kept.phy2log == SUITED.phy2log).all() and len(loads) == 2
+    keep(file, FIRST, [])
+    assert (start_from(file, EXPERTS, FIRST)[0].phy2log == FIRST.phy2log).all()
+    assert not list(file.parent.glob(".*"))
 
 
 def test_an_engine_that_never_moves_experts_keeps_nothing(tmp_path) -> None:

@@ -1,5 +1,6 @@
 """The ends that a follower can come to, told to a leader that the test plays."""
 
+import signal
 import socket
 import sys
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from dsv3.engine.cluster import follower, messages
-from dsv3.engine.cluster.messages import Failed, Stop
+from dsv3.engine.cluster.messages import Drain, Failed, Stop
 from dsv3.engine.cluster.wire import Wire, WireError
 from tests.dsv3.engine.cluster import local
 
@@ -112,3 +113,19 @@ def test_what_is_no_message_is_told_to_the_leader(played) -> None:
     played.leader.end()
     assert played.ended.wait(30)
     assert played.ends == [(1, "the leader (process 0) has heard of that")]
+
+
+def test_the_first_signal_asks_the_leader_to_drain_and_the_second_ends_the_process(played) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = signal.set_wakeup_fd(-1)
+    try:
+        follower._Signals().hand_to(played.follower)
+        signal.raise_signal(signal.SIGTERM)
+        assert played.heard() == Drain("process 1 has received SIGTERM") and not played.ends
+        signal.raise_signal(signal.SIGINT)
+        assert played.ended.wait(30)
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert played.ends == [(1, "ended by SIGINT")]

@@ -1,6 +1,7 @@
 """A process of a generation that is over: who refuses it, and by which name."""
 
 import dataclasses
+import os
 import queue
 import socket
 import threading
@@ -159,6 +160,18 @@ def test_compiling_ahead_is_begun_where_it_has_a_use_and_harms_nobody(tmp_path, 
     done.touch()
     ahead.begin(order)
     assert begun == ["ahead"]
+
+
+def test_what_compiles_ahead_ends_with_the_process_that_has_begun_it() -> None:
+    """Both it and those that it starts hear so from a pipe: the kernel closes its other end, however that one dies."""
+    ours, theirs = os.pipe()
+    ended = threading.Event()
+    ahead.end_with_input(ours, ended.set)
+    os.write(theirs, b"its order, or what is left of it")
+    assert not ended.wait(0.05)
+    os.close(theirs)
+    assert ended.wait(30)
+    os.close(ours)
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.integers(2, 12))

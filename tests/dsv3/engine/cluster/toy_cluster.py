@@ -1,6 +1,7 @@
 """The toy model over several processes: a factory for the leader's engine process, and a follower when run as a script.
 
-`diverge_at` makes a follower read something else from that step on.
+`diverge_at` makes a follower read something else from that step on. With `eplb_state` the toy has experts that move,
+and a process with a file `toy_experts.ENDS` in its compilation cache ends in the middle of a move.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 # One device a process. The environment's own count is meant for tests in one process.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
@@ -25,9 +27,12 @@ from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.device.programs import Key, Programs
+from dsv3.engine.functions import StepFunctions
+from dsv3.engine.jobs import experts
 from dsv3.engine.parts import Parts
 from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import ClusterOptions, EngineOptions
+from sharding.mesh import rank_mesh
 
 LOAD = "tests.dsv3.engine.cluster.toy_cluster"
 PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_file")
@@ -46,18 +51,32 @@ def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Pa
     shared_memory.FOLDER = Path(options.compilation_cache_dir)  # each process's own, as on a host
     tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
     ahead.give_way = lambda pid: None  # the same
-    if options.speculative is None:
+    params = toy.PARAMS
+    if options.eplb_state is not None:
+        model, (functions, params) = toy.toy_config(), _with_experts(devices, Path(options.compilation_cache_dir))
+        limits |= {"eplb_state": options.eplb_state, "eplb_interval": 4, "eplb_threshold": 1.0}
+    elif options.speculative is None:
         model, functions = toy.toy_config(), toy.FUNCTIONS
     else:
         drafts = {"speculative_config": options.speculative_config}
         limits |= drafts | {"tokens_per_row": 1 + options.speculative.most_drafts}
         model, functions = toy.toy_config(num_nextn_predict_layers=1), toy.drafting(4)  # a fourth is wrong
-    parts = Parts.on_devices(functions, toy.PARAMS, model, EngineConfig(**limits), devices)
+    parts = Parts.on_devices(functions, params, model, EngineConfig(**limits), devices)
     tokenizer = model_dir / "tokenizer.json"
     return dataclasses.replace(parts, tokenizer=tokenizer) if tokenizer.exists() else parts
 
 
+def _with_experts(devices: list[jax.Device], caches: Path) -> tuple[StepFunctions, Any]:
+    """The toy whose experts move, one layer per step, and its parameters."""
+    from tests.dsv3.engine import toy_experts
+
+    experts.MOVE_BYTES = 1
+    experts.ExpertsWorker._move = toy_experts.ending(experts.ExpertsWorker._move, caches / toy_experts.ENDS)
+    return toy_experts.functions(rank_mesh(devices, jax.process_count())), toy_experts.PARAMS
+
+
 FEW = {"prefill": 64, "decode": 1, "sample": 1, "mtp prefill": 64, "mtp decode": 1}
+FEW |= {kind: 0 for kind in (experts.READ_LOAD.kind, experts.MOVE.kind)}
 
 
 def _few_keys(self: Programs) -> list[Key]:

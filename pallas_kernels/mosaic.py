@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.evaluation import evaluate
+from pallas_kernels.lazily import plgpu
 
 NUM_SMS = 132
 """Streaming multiprocessors of an H100, H200 or H800 in SXM form: what is planned for where nothing else is said."""
@@ -28,7 +29,7 @@ def pad_to_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, extra), (0, 0))) if extra else x
 
 
-def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> tuple[plgpu.Transform, ...]:
+def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> "tuple[plgpu.Transform, ...]":
     """Returns the tiling and swizzle that TMA and wgmma agree on for a shared-memory array.
 
     Args:
@@ -46,7 +47,12 @@ def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> tuple[plgpu.T
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
-def interpret_params(*, detect_races: bool = True, **options) -> plgpu.InterpretGPUParams:
+def row_layout() -> Any:
+    """Returns the layout of one value per row of what wgmma has multiplied."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+def interpret_params(*, detect_races: bool = True, **options) -> "plgpu.InterpretGPUParams":
     """Returns the settings for running Mosaic GPU kernels in the CPU interpreter; a data race raises.
 
     Use with `plgpu.force_gpu_interpret_mode(interpret_params())` around a public operation, or as a kernel's

@@ -17,10 +17,7 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # Its idle threads spin, on the cores that the other workers need.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # Where no bytecode is kept, each process that a test starts takes 0.5 s more, of 2, to read our modules.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-# Imports leave no garbage (`pytest_collection_finish`).
-gc.disable()
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 
 import jax
 import pytest
@@ -31,8 +28,10 @@ _CACHE = "JAX_COMPILATION_CACHE_DIR"
 def pytest_configure(config: pytest.Config) -> None:
     """One compilation cache for a run: what two workers or processes need is compiled once.
 
-    It is new in every run, and the user's own stays out of it.
+    It is new in every run, and the user's own stays out of it. Imports leave no garbage to look for.
     """
+    sys.dont_write_bytecode = False
+    gc.disable()
     if hasattr(config, "workerinput"):
         return  # a worker of xdist has inherited it
     directory = os.environ[_CACHE] = tempfile.mkdtemp(prefix="dsv3-tests-")

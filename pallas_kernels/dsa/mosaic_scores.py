@@ -18,18 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dsa.keys import fp8_views
+from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8
-from pallas_kernels.mosaic import swizzle_transforms
+from pallas_kernels.mosaic import row_layout, swizzle_transforms
 
 PAGES = 32
 """Pages of a thread block."""
 
 STAGES = 4
 _HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-_LAYOUT = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _body(q, weights, pool, table, visible, first_page, out, **smem):
         for stage in range(STAGES):
             pl.when(count > stage)(functools.partial(_load, work, jnp.int32(stage)))
         plgpu.barrier_wait(work.smem.query_full)
-        factors = plgpu.load(weights.at[row], layout=_LAYOUT.reduce(0), optimized=False)
+        factors = plgpu.load(weights.at[row], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         lax.fori_loop(0, count, lambda i, _: _score(work, out, factors, i), None)
         plgpu.wait_smem_to_gmem(0)
 
@@ -130,7 +129,7 @@ def _score(work: _Work, out, factors, index) -> None:
     scores = pl.run_scoped(products, plgpu.ACC((PAGE_SIZE, len(factors)), jnp.float32))
     sums = (jnp.maximum(scores, 0.0) * lax.broadcast_in_dim(factors, scores.shape, [1])).sum(axis=1)
     if work.scales is not None:
-        sums = sums * plgpu.load(smem.scales.at[stage], layout=_LAYOUT.reduce(1))
+        sums = sums * plgpu.load(smem.scales.at[stage], layout=row_layout())
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     smem.sums.at[buffer][...] = sums
     plgpu.commit_smem()  # of the scales' readers too, before their stage is filled again

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.write import DROPPED
 
 _ROWS = 4  # of a thread block, a warpgroup for each

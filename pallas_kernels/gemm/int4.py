@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import multiprocessors
 from pallas_kernels.gemm.kernel import MISC_BYTES, WG_ROWS, Refs
@@ -20,7 +19,8 @@ from pallas_kernels.gemm.narrow import NarrowKernel
 from pallas_kernels.gemm.plan import NARROW_TILE_N, NARROW_TILES_M
 from pallas_kernels.gemm.schedule import Contiguous, Tile
 from pallas_kernels.int4 import GROUP, RUN, VALUES_PER_WORD
-from pallas_kernels.mosaic import SMEM_BYTES, swizzle_transforms
+from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import SMEM_BYTES, row_layout, swizzle_transforms
 
 _WEIGHT_BYTES = NARROW_TILE_N * (RUN // 2 + 2 * VALUES_PER_WORD)
 """Words and scales of a stage."""
@@ -115,7 +115,7 @@ class Int4Kernel(NarrowKernel):
 
     def load_scale(self, refs: Refs, stage, rows, group: int) -> jax.Array:
         """Returns the scales of a warpgroup's rows in one scale group, [64]."""
-        return plgpu.load(refs.w_scale_s.at[stage, group, rows], layout=plgpu.Layout.WGMMA.reduce(1))
+        return plgpu.load(refs.w_scale_s.at[stage, group, rows], layout=row_layout())
 
 
 def int4_contiguous(

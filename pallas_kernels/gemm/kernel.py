@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import bodies
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.gemm.schedule import Schedule, Tile
+from pallas_kernels.lazily import plgpu
 from pallas_kernels.mosaic import SMEM_BYTES, swizzle_transforms
 
 WG_ROWS = 64

@@ -10,10 +10,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs
 from pallas_kernels.gemm.schedule import Tile
+from pallas_kernels.lazily import plgpu
 from pallas_kernels.mosaic import swizzle_transforms
 
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.lazily import plgpu
 
 _PANEL = 8
 """Row tiles walked together before the next column tile, so that their operands meet in the L2 cache."""

@@ -4,11 +4,11 @@ import dataclasses
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs
 from pallas_kernels.gemm.schedule import Tile
-from pallas_kernels.mosaic import swizzle_transforms
+from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import row_layout, swizzle_transforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class WideKernel(GemmKernel):
 
     def load_x_scale(self, refs: Refs, stage, warpgroup) -> tuple[jax.Array, int]:
         rows = refs.x_scale_s.at[stage, pl.ds(warpgroup * WG_ROWS, WG_ROWS)]
-        return plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1)), 0
+        return plgpu.load(rows, layout=row_layout()), 0
 
     def out_buffer(self):
         dtype = self.out_type.dtype

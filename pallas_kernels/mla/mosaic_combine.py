@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.schedule import DecodeSchedule
 
 _ROWS_PER_BLOCK = 8  # a warpgroup for each; row counts are multiples of 8

@@ -26,13 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import bodies
+from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla import mosaic_fp8_cache as fp8_cache
 from pallas_kernels.mla.layout import PAGE_SIZE
 from pallas_kernels.mla.schedule import DecodeSchedule
-from pallas_kernels.mosaic import swizzle_transforms
+from pallas_kernels.mosaic import row_layout, swizzle_transforms
 
 ROWS = 64
 """Rows of a tile: the M of a wgmma."""
@@ -52,8 +52,6 @@ _PARTS, _ROPE = 5, 4  # parts of a page that arrive by themselves: four quarters
 # Barriers by their number of arrivals, `once` and `twice`: an array takes fewer registers than barriers by themselves.
 _WEIGHTS_READY, _QUERY_FULL = 0, 2  # in `once`; one for each stage, one
 _RIGHT_FREE, _QUERY_FREE, _TOTALS_READY = 0, 2, 3  # in `twice`; one for each stage, one, one
-_LAYOUT = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,10 +364,10 @@ def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
     def pair(i, carry):
         return consume(memory, piece, piece.begin + 2 * i, lax.shift_right_logical(i, 30), carry)
 
-    quarter = plgpu.layout_cast(jnp.zeros((ROWS, memory.shape.quarter), jnp.float32), _LAYOUT)
+    quarter = plgpu.layout_cast(jnp.zeros((ROWS, memory.shape.quarter), jnp.float32), plgpu.Layout.WGMMA)
     output = (quarter, quarter)
-    top = plgpu.layout_cast(jnp.full((ROWS,), _START, jnp.float32), _ROW)
-    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
+    top = plgpu.layout_cast(jnp.full((ROWS,), _START, jnp.float32), row_layout())
+    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout())
     output, top, total = lax.fori_loop(0, piece.pairs, pair, (output, top, total))
 
     parity = lax.rem(number, jnp.int32(2))  # the other warpgroup may still read the totals of the piece before
@@ -470,10 +468,10 @@ def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
     length = jnp.where(page < piece.end, piece.length, 0)
 
     def masked():
-        column = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE_SIZE), 1, layout=_LAYOUT) + page * PAGE_SIZE
+        column = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE_SIZE), 1, layout=plgpu.Layout.WGMMA) + page * PAGE_SIZE
         limit = length
         if shape.queries > 1:
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE_SIZE), 0, layout=_LAYOUT)
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE_SIZE), 0, layout=plgpu.Layout.WGMMA)
             query = lax.div(row + lax.axis_index("tile") * ROWS, jnp.int32(shape.heads))
             limit = query + (length - (shape.queries - 1))
         return jnp.where(column < limit, scores, _MASKED / shape.factor)
@@ -494,9 +492,9 @@ def _publish(memory: _Memory, piece: _Piece, page, stage: int, zero, weights, to
         def clear(chunk, _):
             quarter = lax.rem(chunk, jnp.int32(2))
             columns = pl.ds(pl.multiple_of(lax.div(chunk, jnp.int32(2)) * 64, 64), 64)
-            row = plgpu.broadcasted_iota(jnp.int32, (PAGE_SIZE, 64), 0, layout=_LAYOUT)
+            row = plgpu.broadcasted_iota(jnp.int32, (PAGE_SIZE, 64), 0, layout=plgpu.Layout.WGMMA)
             for half in (smem.left[stage], smem.right[stage]):
-                values = plgpu.load(half.at[quarter, :, columns], layout=_LAYOUT)
+                values = plgpu.load(half.at[quarter, :, columns], layout=plgpu.Layout.WGMMA)
                 half[quarter, :, columns] = jnp.where(row < written, values, jnp.zeros((), values.dtype))
 
         lax.fori_loop(0, memory.shape.half // 64, clear, None)
@@ -537,7 +535,7 @@ def _scaled(output, factor):
 
 
 def _load_vector(memory: _Memory, index):
-    return plgpu.load(memory.smem.vectors.at[index], layout=_ROW)
+    return plgpu.load(memory.smem.vectors.at[index], layout=row_layout())
 
 
 def _columns(x, width: int):

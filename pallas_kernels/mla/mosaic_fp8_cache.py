@@ -10,17 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.float8 import E4M3
+from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE
-from pallas_kernels.mosaic import swizzle_transforms
+from pallas_kernels.mosaic import row_layout, swizzle_transforms
 
 VALUE_WIDTH = 512
 """The latent width of FP8 pages: those of 256 begin their rotated keys inside of a swizzled tile."""
 
 _VALUES, _TILES, _ROPE = VALUE_WIDTH, VALUE_WIDTH // FP8_TILE, 64
-_LAYOUT = plgpu.Layout.WGMMA
 
 
 def views(pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -81,14 +80,14 @@ def _raw_tile(smem: Any, stage: int, zero: Any, tile: int):
 
 
 def _scale(smem: Any, stage: int, zero: Any, tile: int):
-    return plgpu.load(smem.scale[stage].at[zero, pl.ds(tile * PAGE_SIZE, PAGE_SIZE)], layout=_LAYOUT.reduce(1))
+    return plgpu.load(smem.scale[stage].at[zero, pl.ds(tile * PAGE_SIZE, PAGE_SIZE)], layout=row_layout())
 
 
 def _store(half: Any, zero: Any, tile: int, raw: Any, scale: Any) -> None:
     """Dequantizes a tile of 128 columns, a quarter of a page, 64 at a time: the output takes most of the registers."""
     for first in range(0, FP8_TILE, 64):
         # sm_90 converts e4m3 to float16 only.
-        values = plgpu.layout_cast(raw[:, first : first + 64].astype(jnp.float16), _LAYOUT)
+        values = plgpu.layout_cast(raw[:, first : first + 64].astype(jnp.float16), plgpu.Layout.WGMMA)
         values = values.astype(jnp.float32).astype(jnp.bfloat16)
         # Exact: the scale is a power of two. Two values of 16 bits are multiplied by one instruction.
         scaled = values * lax.broadcast_in_dim(scale.astype(jnp.bfloat16), values.shape, [0])

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import bodies
-from pallas_kernels.mosaic import swizzle_transforms
+from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import row_layout, swizzle_transforms
 
 BLOCK = 128
 """Query tokens of a thread block, and what the flat batch is padded to."""
@@ -45,8 +45,6 @@ _WORD = 32  # keys whose bits share a word
 _LOG2E = math.log2(math.e)
 _MASKED = -1e30  # a score nobody may see
 _START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
-_LAYOUT = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,9 +313,9 @@ def _consume(work: _Work, warpgroup):
         plgpu.barrier_arrive(smem.value_free.at[stage])
         return output, new_top, total
 
-    output = plgpu.layout_cast(jnp.zeros((_ROWS, shape.value_width), jnp.float32), _LAYOUT)
-    top = plgpu.layout_cast(jnp.full((_ROWS,), _START, jnp.float32), _ROW)
-    total = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _ROW)
+    output = plgpu.layout_cast(jnp.zeros((_ROWS, shape.value_width), jnp.float32), plgpu.Layout.WGMMA)
+    top = plgpu.layout_cast(jnp.full((_ROWS,), _START, jnp.float32), row_layout())
+    total = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), row_layout())
     output, top, total = lax.fori_loop(0, work.blocks, step, (output, top, total))
 
     @pl.when((work.blocks > 0) & (warpgroup == 0))
@@ -368,15 +366,15 @@ def _scores(work: _Work, warpgroup, i, stage, first_row, mask):
 
 def _segment_mask(work: _Work, first_row):
     """Returns what masks scores to each row's segment and past."""
-    starts = plgpu.load(work.seen[0].at[pl.ds(first_row, _ROWS)], layout=_ROW, optimized=False)
+    starts = plgpu.load(work.seen[0].at[pl.ds(first_row, _ROWS)], layout=row_layout(), optimized=False)
     last_start = work.seen[0][first_row + (_ROWS - 1)]
     block = work.shape.key_block
 
     def mask(work, first_row, first_key):
         def finish(scores):
             def masked():
-                key = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 1, layout=_LAYOUT) + first_key
-                row = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 0, layout=_LAYOUT) + first_row
+                key = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 1, layout=plgpu.Layout.WGMMA) + first_key
+                row = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 0, layout=plgpu.Layout.WGMMA) + first_row
                 seen = (key <= row) & (key >= lax.broadcast_in_dim(starts, key.shape, [0]))
                 return jnp.where(seen, scores, _MASKED)
 
@@ -397,11 +395,12 @@ def _chosen_mask(work: _Work, first_row, first_key):
     block, first_word = work.shape.key_block, lax.div(first_key, jnp.int32(_WORD))
     rows = pl.ds(first_row, _ROWS)
     words = [
-        plgpu.load(work.seen[1].at[first_word + w, rows], layout=_ROW, optimized=False) for w in range(block // _WORD)
+        plgpu.load(work.seen[1].at[first_word + w, rows], layout=row_layout(), optimized=False)
+        for w in range(block // _WORD)
     ]
 
     def finish(scores):
-        column = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 1, layout=_LAYOUT)
+        column = plgpu.broadcasted_iota(jnp.int32, (_ROWS, block), 1, layout=plgpu.Layout.WGMMA)
         word = lax.broadcast_in_dim(words[-1], column.shape, [0])
         for w in reversed(range(len(words) - 1)):
             word = jnp.where(column < (w + 1) * _WORD, lax.broadcast_in_dim(words[w], column.shape, [0]), word)

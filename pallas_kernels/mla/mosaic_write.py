@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla.write import DROPPED
 
 _ROWS = 8  # of a thread block

@@ -112,27 +112,12 @@ def prefill(
     q: jax.Array, k: jax.Array, v: jax.Array, cu_lengths: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_prefill`."""
-    (T, H, width), value_width = q.shape, v.shape[-1]
+    T, H, _ = q.shape
     token, end = jnp.arange(T, dtype=jnp.int32), cu_lengths[-1]
     starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right")]
-    tile = segments_tile(traced_gpu(), width, value_width, q.dtype.itemsize)
-    first, second = _powers_of_two(width)
-    out, lse = call.start(
-        "attention.segments",
-        (q, k, v, jnp.where(token < end, starts, _PADDING).astype(jnp.int32), end.astype(jnp.int32).reshape(1)),
-        (jax.ShapeDtypeStruct(v.shape, q.dtype), jax.ShapeDtypeStruct((T, H), jnp.float32)),
-        grid=(-(-T // tile.rows), H),
-        warps=tile.warps,
-        stages=tile.stages,
-        tokens=T,
-        SCALE=_base_two(scale),
-        HEADS=H,
-        K1=first,
-        K2=second,
-        V=value_width,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-    )
+    starts = jnp.where(token < end, starts, _PADDING).astype(jnp.int32)
+    arrays = q, k, v, starts, end.astype(jnp.int32).reshape(1)
+    out, lse = _expanded("attention.segments", arrays, scale, jax.ShapeDtypeStruct((T, H), jnp.float32))
     return out, lse
 
 
@@ -147,13 +132,22 @@ def prefill_chosen(
     scale: float,
 ) -> jax.Array:
     """See `chosen.mla_prefill_chosen`, with whole keys."""
+    (out,) = _expanded("attention.chosen", (q, k, v, bits, starts, ends), scale)
+    return out
+
+
+def _expanded(
+    kernel: str, arrays: tuple[jax.Array, ...], scale: float, *more: jax.ShapeDtypeStruct
+) -> tuple[jax.Array, ...]:
+    """Attends with `q, k, v` of `arrays`: one program per tile of queries and head. `more` are further outputs."""
+    q, _, v, *_ = arrays
     (T, H, width), value_width = q.shape, v.shape[-1]
     tile = segments_tile(traced_gpu(), width, value_width, q.dtype.itemsize)
     first, second = _powers_of_two(width)
-    (out,) = call.start(
-        "attention.chosen",
-        (q, k, v, bits, starts, ends),
-        (jax.ShapeDtypeStruct((T, H, value_width), q.dtype),),
+    return call.start(
+        kernel,
+        arrays,
+        (jax.ShapeDtypeStruct((T, H, value_width), q.dtype), *more),
         grid=(-(-T // tile.rows), H),
         warps=tile.warps,
         stages=tile.stages,
@@ -166,7 +160,6 @@ def prefill_chosen(
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
     )
-    return out
 
 
 def write_rows(pages: jax.Array, rows: jax.Array, targets: jax.Array, offsets: jax.Array) -> jax.Array:

@@ -48,11 +48,7 @@ def paged(
             rope = tl.load(row + R + rope_columns[None, :], mask=written[:, None], other=0.0)
         scores = tl.dot(q_rope, tl.trans(rope), tl.dot(q, tl.trans(latent)))
         scores = tl.where(tokens[None, :] < visible[:, None], scores * SCALE, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        out = tl.dot(weights.to(latent.dtype), latent, out * shrink[:, None])
-        top = new_top
+        top, total, out = _add(scores, latent, top, total, out)
 
     seen = total > 0
     total = tl.where(seen, total, 1.0)
@@ -61,6 +57,15 @@ def paged(
     tl.store(out_ptr + place[:, None] * R + columns[None, :], out, mask=in_rows[:, None])
     lse = tl.where(seen, (top + tl.log2(total)) * 0.6931471805599453, float("inf"))
     tl.store(lse_ptr + place, lse, mask=in_rows)
+
+
+@triton.jit
+def _add(scores, values, top, total, out):
+    """Returns the running maximum, sum and output of a softmax with one more block of scores and values."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+    out = tl.dot(weights.to(values.dtype), values, out * shrink[:, None])
+    return new_top, total * shrink + tl.sum(weights, 1), out
 
 
 @triton.jit
@@ -119,12 +124,8 @@ def segments(
             scores = tl.dot(q2, tl.trans(k2), scores)
         seen = (key[None, :] <= row[:, None]) & (key[None, :] >= start[:, None])
         scores = tl.where(seen, scores * SCALE, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
         v = tl.load(v_ptr + key64[:, None] * V + tl.arange(0, V)[None, :], mask=real, other=0.0)
-        out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None])
-        top = new_top
+        top, total, out = _add(scores, v, top, total, out)
     any_seen = total > 0
     total = tl.where(any_seen, total, 1.0)
     out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -167,12 +168,8 @@ def chosen(
         words = bits_ptr + (key // 32).to(tl.int64)[None, :] * tokens + row[:, None]
         named = (tl.load(words, mask=in_rows[:, None], other=0) >> (key % 32)[None, :]) & 1
         scores = tl.where(named != 0, scores * SCALE, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
         v = tl.load(v_ptr + key64[:, None] * V + tl.arange(0, V)[None, :])
-        out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None])
-        top = new_top
+        top, total, out = _add(scores, v, top, total, out)
     total = tl.where(total > 0, total, 1.0)
     out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row64[:, None] * V + tl.arange(0, V)[None, :], out, mask=in_rows[:, None])

@@ -1,4 +1,7 @@
-"""Drafts by the bundled model's MTP module: texts as without, spread over devices too, right drafts, a sound cache."""
+"""Drafts by the bundled model's MTP module: texts as without, right drafts, a sound cache.
+
+Over ranks of several devices: test_balance.py.
+"""
 
 import jax
 import numpy as np
@@ -102,17 +105,6 @@ def latents(engine: Engine, pages: list[int], count: int) -> np.ndarray:
     pool = np.asarray(engine.executor.devices.pages)[0]
     layers = pool.reshape(engine.model_cfg.num_cache_layers, -1, *pool.shape[1:])
     return layers[:, pages].reshape(len(layers), -1, pool.shape[-1])[:, :count]
-
-
-def test_a_spread_model_gives_the_same_texts(plain: Engine) -> None:
-    """Two ranks of two devices, with redundant copies; the module, whose drafts are verified, is spread too."""
-    requests = [request(str(i), list(range(100 + i, 130 + i)), max_tokens=12, ignore_eos=True) for i in range(5)]
-    options = dict(data_parallel_size=2, tensor_parallel_size=2, num_redundant_experts=4, max_num_seqs=1)
-    options |= dict(speculative_config={"method": "mtp", "num_speculative_tokens": 1}, max_model_len=128)
-    spread = engine(**options)
-    got = [{name: entry.tokens for name, entry in run(each, *requests).items()} for each in (plain, spread)]
-    assert got[0] == got[1]
-    assert spread.stats().jobs["draft"].num_accepted_tokens > 0
 
 
 def test_a_model_without_a_module_is_refused(tmp_path) -> None:

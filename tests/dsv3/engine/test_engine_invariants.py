@@ -1,5 +1,6 @@
 """Random arrivals, lengths, aborts, pre-emptions and NaN: no page lost, none with two writers, every text its own."""
 
+import contextlib
 import dataclasses
 
 import msgspec
@@ -18,6 +19,7 @@ from dsv3.request import EngineRequest, QueueFull
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import Gathered, drain, number, request, take
+from tests.dsv3.engine.fewer import one_bucket
 
 
 @dataclasses.dataclass
@@ -241,7 +243,10 @@ def test_the_pool_is_small_enough_to_pre_empt(make_engine):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one token", "with drafts"])
 def make_cramped(request):
-    """Makes engines whose steps often overflow and are computed again, with programs that are shared."""
+    """Makes engines whose steps often overflow and are computed again, with programs that are shared.
+
+    Those with drafts have one size of decode steps; the others, and `make_drafting`, have all.
+    """
     width = request.param
     given = {"method": "mtp", "num_speculative_tokens": 1} if width > 1 else None
     limits = LIMITS | {"num_pages": 8, "speculative_config": given, "tokens_per_row": width}
@@ -250,7 +255,8 @@ def make_cramped(request):
     functions, programs = toy.cramped(toy.drafting(4) if width > 1 else toy.FUNCTIONS), []
 
     def make(**changes) -> Engine:
-        engine = Engine(Parts.on_devices(functions, toy.PARAMS, model, EngineConfig(**(limits | changes))))
+        with one_bucket() if width > 1 else contextlib.nullcontext():
+            engine = Engine(Parts.on_devices(functions, toy.PARAMS, model, EngineConfig(**(limits | changes))))
         if programs:
             engine.executor.devices.programs = programs[0]
         programs[:] = [engine.executor.devices.programs]

@@ -1,6 +1,7 @@
-"""What XLA really schedules: decode steps of DeepSeek-V3's shape in FP8, compiled for eight H200s, no GPU.
+"""What XLA really schedules: a decode step of DeepSeek-V3's shape in FP8, compiled for eight H200s, no GPU.
 
-That of prefill is read where its deployment is planned (`plan/test_plan_prefill.py`).
+It is too small for two micro-batches. What has two is read where deployments are planned (`plan/test_plan.py` and
+`plan/test_plan_prefill.py`).
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.model.batch import DecodeBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Fp8Weight, declare
-from dsv3.model.schedules import HOOKED, OVERLAPPED
+from dsv3.model.schedules import HOOKED
 from dsv3.model.steps import decode
 from dsv3.plan import hlo
 from pallas_kernels import aot, bodies
@@ -35,8 +36,7 @@ CFG = dataclasses.replace(
 )
 RANKS, WIDTH = 8, 4
 PAGES = CFG.num_cache_layers * 64
-TOKENS = {"overlapped": 128, "hooked": 64}  # the second: as many as a micro-batch of the first
-STEPS = list(TOKENS)
+TOKENS = 64
 MATRIX_WORK = re.compile(r"gemm_fusion|fp8_dense|fp8_contiguous|bf16_dense|bf16_heads|mla_decode|mla_prefill")
 ITEM_SIZES = {"f8e4m3fn": 1, "bf16": 2, "f32": 4}
 
@@ -47,17 +47,14 @@ pytestmark = [
 
 
 @functools.cache
-def compiled(name: str) -> jax.stages.Compiled:
-    schedule = HOOKED if name == "hooked" else OVERLAPPED
+def compiled() -> jax.stages.Compiled:
     mesh = aot.gpu_mesh({"node": 1, "gpu": RANKS, "tensor": 1})
-    tokens = TOKENS[name]
-    at_once = tokens // schedule.micro_batches
-    rows = LayerRows.from_widths(at_once, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
+    rows = LayerRows.from_widths(TOKENS, CFG.num_experts_per_tok, CFG.hidden_size, fp8_dispatch=True)
     transport = build(Kind.ALL_TO_ALL, Machine.from_mesh(mesh), CFG.n_routed_experts, rows, resolve_overlap("cuda"))
 
     def body(params, placement, batch, pages):
         batch = jax.tree.map(lambda a: a[0], batch)
-        how = dict(routed=ExpertParallel(transport), placement=placement, schedule=schedule)
+        how = dict(routed=ExpertParallel(transport), placement=placement, schedule=HOOKED)
         out = decode(params, CFG, batch, pages, backend=Backend.MOSAIC, **how)
         return out.hidden[None], out.pages, out.overflows[None]
 
@@ -76,7 +73,7 @@ def compiled(name: str) -> jax.stages.Compiled:
 
     whole, (L, E) = PartitionSpec(), (CFG.num_moe_layers, CFG.n_routed_experts)
     placement = Placement(array((L, E, 1), jnp.int32, whole), array((L, E), jnp.int32, whole))
-    batch = DecodeBatch(integers(tokens, 1), integers(tokens), integers(tokens, WIDTH))
+    batch = DecodeBatch(integers(TOKENS, 1), integers(TOKENS), integers(TOKENS, WIDTH))
     pages = array((RANKS * PAGES, 64, CFG.latent_dim), jnp.bfloat16, RANK_SPEC)
     specs = partitions(declare(CFG))
     mapped = jax.shard_map(
@@ -89,8 +86,8 @@ def compiled(name: str) -> jax.stages.Compiled:
 
 
 @functools.cache
-def text_of(step: str) -> str:
-    return compiled(step).as_text()
+def text() -> str:
+    return compiled().as_text()
 
 
 def layer_loop(text: str) -> list[str]:
@@ -111,38 +108,31 @@ def transfers(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
     assert not started, "every transfer is received in the loop that sends it"
 
 
-def test_every_transfer_of_a_layer_hides_behind_matrix_work() -> None:
-    """Two micro-batches dispatch rows, all of a row in one piece, and combine sums: four transfers, none exposed."""
-    hidden = [any(map(MATRIX_WORK.search, between)) for _, between in transfers(layer_loop(text_of("overlapped")))]
-    assert hidden == [True] * 4
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_nothing_waits_for_the_host(step: str) -> None:
+def test_nothing_waits_for_the_host() -> None:
     """Neither a condition nor a loop asks the host, of the exchange and of attention to cached tokens alike."""
-    assert hlo.parse(text_of(step)).host_waits == ()
-    assert "all-reduce" not in text_of(step), "whether there was room is told once, behind the step"
+    assert hlo.parse(text()).host_waits == ()
+    assert "all-reduce" not in text(), "whether there was room is told once, behind the step"
 
 
 def test_the_shared_expert_hides_the_combine_of_a_small_step() -> None:
-    (combine,) = [between for start, between in transfers(layer_loop(text_of("hooked"))) if "bf16" in start]
+    found = list(transfers(layer_loop(text())))
+    assert len(found) == 2, "rows go in one piece, and come back"
+    (combine,) = [between for start, between in found if "bf16" in start]
     work = [line for line in combine if MATRIX_WORK.search(line)]
     assert sum("custom-call(" in line for line in work) == 2, "gate and up, and down"
     assert all("shared_expert" in line for line in work)
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_the_page_pool_is_not_copied(step: str) -> None:
-    assert compiled(step).memory_analysis().alias_size_in_bytes == PAGES * 64 * CFG.latent_dim * 2
-    elements = [math.prod(shape) for _, shape in written(text_of(step), "copy")]
+def test_the_page_pool_is_not_copied() -> None:
+    assert compiled().memory_analysis().alias_size_in_bytes == PAGES * 64 * CFG.latent_dim * 2
+    elements = [math.prod(shape) for _, shape in written(text(), "copy")]
     assert elements
     assert PAGES * 64 * CFG.latent_dim not in elements
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_no_weight_is_copied(step: str) -> None:
+def test_no_weight_is_copied() -> None:
     """Our kernels address the layer in the stack; XLA writes a slice out before a product of its own."""
-    assert not copied_weights(text_of(step), CFG.n_routed_experts // RANKS)
+    assert not copied_weights(text(), CFG.n_routed_experts // RANKS)
 
 
 def copied_weights(text: str, local_experts: int) -> set[tuple[str, tuple[int, ...]]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import re
 from collections import Counter
 
@@ -14,17 +15,19 @@ from benchmarks import overlap_orders
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144
 from dsv3.engine.device.programs import Key
+from dsv3.plan import plan as planning
 from dsv3.plan import report
 from dsv3.plan.memory import local_bytes, memory_of
 from dsv3.plan.picture import draw
 from dsv3.plan.plan import Plan, ProgramPlan, StepPlan, make_plan, program_plan
-from dsv3.plan.programs import LaidOut, compile_run, lay_out, runs
+from dsv3.plan.programs import Compiled, LaidOut, compile_run, compile_step, lay_out, runs
 from pallas_kernels.multiprocessors import Multiprocessors, traced
 from sharding.experts.kind import Kind
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, resolve_overlap
+from tests.dsv3.model.test_overlap_schedule import copied_weights, written
 
 pytestmark = [
     pytest.mark.aot,
@@ -34,8 +37,21 @@ MOE_LAYERS = 58
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
-    return make_plan(DEEPSEEK_V3, "deepseek_v3", DECODE_EP144)
+def laid_out() -> LaidOut:
+    return lay_out(DEEPSEEK_V3, DECODE_EP144)
+
+
+@pytest.fixture(scope="module")
+def compiled(laid_out) -> Compiled:
+    [program] = compile_step(laid_out, "decode")
+    return program
+
+
+@pytest.fixture(scope="module")
+def plan(compiled) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "compile_step", lambda *_: (compiled,))
+        return make_plan(DEEPSEEK_V3, "deepseek_v3", DECODE_EP144)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +69,6 @@ def test_it_fits_80_gb(plan) -> None:
     assert memory.tokens_left > 128 * 4989
 
 
-@pytest.fixture(scope="module")
-def laid_out() -> LaidOut:
-    return lay_out(DEEPSEEK_V3, DECODE_EP144)
-
-
 def test_the_compiler_counts_the_same_arguments(plan, step, laid_out) -> None:
     """What is computed from shapes is what XLA allots; the batch and pointers come on top."""
     layout = laid_out.layout
@@ -65,9 +76,14 @@ def test_the_compiler_counts_the_same_arguments(plan, step, laid_out) -> None:
     assert 0 <= step.arguments - computed < 1e6
 
 
-def test_neither_the_pool_nor_a_weight_is_copied(step) -> None:
+def test_neither_the_pool_nor_a_weight_is_copied(step, laid_out, compiled) -> None:
     """A copy of the pool would be 45 GB, one of a layer's smallest stack of products 66 MB."""
     assert step.temporaries < 200e6
+    unit = laid_out.deployment
+    elements = [math.prod(shape) for _, shape in written(compiled.text, "copy")]
+    assert elements
+    assert math.prod(laid_out.layout.pages.shape) // unit.ranks not in elements
+    assert not copied_weights(compiled.text, (DEEPSEEK_V3.n_routed_experts + unit.redundant_experts) // unit.devices)
 
 
 def test_kernels_leave_multiprocessors_to_transfers_where_steps_overlap(step, module) -> None:

@@ -89,8 +89,9 @@ def test_plain_stack_with_a_float32_result(m):
     assert_in_registers(lambda x, w, layer: layer_gemm(x, w, layer, out_dtype=F32, backend=MOSAIC), *args)
 
 
-@pytest.mark.parametrize(("n", "k"), [(2112, 7168), (24576, 1536)])
-@pytest.mark.parametrize("m", [7, 33, 48, 130])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(7, 2112, 7168), (33, 24576, 1536), (48, 2112, 7168), (130, 24576, 1536), (130, 2112, 7168)]
+)
 def test_rows_that_fill_no_tile(m, n, k):
     """TMA refuses an array above one tile that is no multiple of it, and only lowering for a GPU says so."""
 
@@ -123,8 +124,10 @@ def test_contiguous(tile_m):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("m", "heads"), [(16, 128), (64, 16), (128, 128), (1024, 128)])
+@pytest.mark.parametrize(
+    ("m", "heads", "transposed"),
+    [(16, 128, True), (64, 16, False), (128, 128, False), (1024, 128, False), (1024, 128, True)],
+)
 def test_heads(m, heads, transposed):
     """The up-projections of the latents: queries to latents is transposed and carries rotated parts, back is not."""
     args = spec(BF16, m, heads, 192 if transposed else 512), spec(BF16, 4, heads, 128, 512), spec(I32)

@@ -59,9 +59,12 @@ def check(case):
     cases.assert_close(out, lse, *cases.decode_oracle(case, SCALE, R), dtype=case.q.dtype)
 
 
+_schedule = jax.jit(mosaic_ops.decode_schedule, static_argnames=("queries", "heads", "multiprocessors"))
+
+
 def splits(case, multiprocessors=3):
     _, S, H, _ = case.q.shape
-    schedule = mosaic_ops.decode_schedule(case.lengths, queries=S, heads=H, multiprocessors=multiprocessors)
+    schedule = _schedule(case.lengths, queries=S, heads=H, multiprocessors=multiprocessors)
     return int((np.asarray(schedule.cuts)[1:-1, 1] > 0).sum())
 
 
@@ -76,20 +79,20 @@ def test_lengths(lengths):
     check(case)
 
 
-@pytest.mark.parametrize("H", [1, 127, 128])
+@pytest.mark.parametrize("H", [1, 127])
 def test_heads(H):
-    """Fewer than a tile of 64 rows has, a tile that is not full behind a full one, and two full ones."""
+    """Fewer than a tile of 64 rows has, a tile that is not full behind a full one; below, two full ones."""
     check(cases.decode_case((130, 40), H=H))
 
 
-@pytest.mark.parametrize(("S", "H"), [(2, 16), (4, 40)])
-def test_query_tokens_are_causal_among_themselves(S, H):
-    check(cases.decode_case((2, 65, 129), S=S, H=H))
+def test_query_tokens_are_causal_among_themselves():
+    check(cases.decode_case((2, 65, 129), S=4, H=40))
 
 
-def test_causal_queries_of_split_requests():
-    case = cases.decode_case((450, 65, 1), S=2, H=16)
-    assert splits(case)
+@pytest.mark.parametrize(("lengths", "split"), [((2, 65, 129), False), ((450, 65, 1), True)])
+def test_causal_queries_of_whole_and_split_requests(lengths, split):
+    case = cases.decode_case(lengths, S=2, H=16, table_width=8, pool=12)
+    assert bool(splits(case)) == split
     check(case)
 
 
@@ -110,10 +113,10 @@ def _packed(pages):
     return unpack_fp8(packed, 512, jnp.bfloat16), fp8_pages_of_rows(packed, 512)
 
 
-@pytest.mark.parametrize(("S", "lengths"), [(1, (0, 1, 64, 200)), (2, (450, 65, 1))])
-def test_fp8_cache(S, lengths):
+def test_fp8_cache():
     """Like the reference on the same pages, and as near to the unquantized cache as e4m3 allows."""
-    case = cases.decode_case(lengths, S=S, H=16)
+    case = cases.decode_case((450, 64, 1, 0), S=2, H=16)
+    assert splits(case)
     rows, pages = _packed(case.pages)
     eight = dataclasses.replace(case, pages=pages)
     out, lse = decode(eight)

@@ -39,13 +39,13 @@ def config(toy_config: TrainingConfig) -> TrainingConfig:
     return dataclasses.replace(toy_config, model=model, batch_size=ROWS, sequence_length=LENGTH)
 
 
-def random_params(model: ModelConfig) -> Params:
+def random_params(model: ModelConfig, std: float = 0.3) -> Params:
     """Random parameters in numpy: jax would compile a generator for each shape."""
     rng = np.random.default_rng(0)
 
     def draw(spec: ParamSpec) -> np.ndarray:
         if spec.init == "normal":
-            return rng.normal(scale=0.3, size=spec.shape).astype(np.float32)
+            return rng.normal(scale=std, size=spec.shape).astype(np.float32)
         return np.full(spec.shape, spec.init == "ones", np.float32)
 
     return jax.tree.map(draw, declare(model))

@@ -25,7 +25,7 @@ COMPILERS = ("c++", "g++", "clang++")
 HANDLERS = ("LayerProduct", "HeadProduct", "GroupedProduct", "Fp8GroupedProduct", "DecodeAttention")
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("products.cc", "attention.cc"))
-_HEADERS = (Path(__file__).with_name("vectors.h"),)
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "e4m3.h"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi")
 _BUILD_SECONDS = 240  # 12 s of processor time; the rest is for a busy machine
 _PROBE_SECONDS = 20

@@ -32,6 +32,7 @@ constexpr int kColumns = 2;  // 8 sums, in 16 registers
 #endif
 constexpr int kLanes = kVectorBytes / 4;
 constexpr int kRows = 4;      // rows of x at once
+constexpr int64_t kCacheLine = 64;  // bytes
 constexpr int kSpins = 4096;  // looks at the other threads' tasks before the core is given away
 
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
@@ -152,6 +153,16 @@ struct Along<BFloat16, BFloat16> {
 #endif
   }
 };
+
+// Loads rows of a weight one after the other. The processor fetches ahead of one stream, but hardly of four rows at once:
+// bfloat16 of 512 to 1,024 columns came at half the memory's speed without this.
+inline void touch(const void* from, int64_t bytes) {
+  const char* line = static_cast<const char*>(from);
+  for (int64_t i = 0; i < bytes; i += kCacheLine) {
+    const char unused = line[i];
+    asm volatile("" : : "r"(unused));
+  }
+}
 
 struct Shape {
   int64_t depth;                           // K

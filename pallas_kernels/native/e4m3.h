@@ -75,22 +75,33 @@ inline void decode_row(const Decoder& decoder, const E4M3* x, int64_t depth, BFl
 template <int M, int C, typename O>
 inline void scaled_dots(const Decoder& decoder, const BFloat16* x, const E4M3* w, const float* factors, int64_t rows,
                         O* out, const Shape& shape) {
+  // Loops over rows and columns are unrolled by name: GCC 12 kept these sums in memory, at a third of the speed.
   Floats total[M][C] = {};
   for (int64_t begin = 0; begin < shape.depth; begin += kScaled, factors += rows) {
     const int64_t end = std::min(begin + kScaled, shape.depth);
     __m512 block[M][C] = {};
     for (int64_t k = begin; k < end; k += kPairedBytes) {
-      Pairs weights[C];
-      for (int c = 0; c < C; ++c) weights[c] = decoder(load_bytes(w + c * shape.w_stride + k, shape.depth - k));
+      __m512i first[C], second[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) {
+        const Pairs pairs = decoder(load_bytes(w + c * shape.w_stride + k, shape.depth - k));
+        first[c] = pairs.first;
+        second[c] = pairs.second;
+      }
+#pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
-        const Pairs values = load<Pairs>(x + m * shape.x_stride + k);
+        const BFloat16* from = x + m * shape.x_stride + k;
+        const __m512i front = _mm512_loadu_si512(from), back = _mm512_loadu_si512(from + kPairedBytes / 2);
+#pragma GCC unroll 4
         for (int c = 0; c < C; ++c) {
-          block[m][c] = _mm512_dpbf16_ps(block[m][c], (__m512bh)values.first, (__m512bh)weights[c].first);
-          block[m][c] = _mm512_dpbf16_ps(block[m][c], (__m512bh)values.second, (__m512bh)weights[c].second);
+          block[m][c] = _mm512_dpbf16_ps(block[m][c], (__m512bh)front, (__m512bh)first[c]);
+          block[m][c] = _mm512_dpbf16_ps(block[m][c], (__m512bh)back, (__m512bh)second[c]);
         }
       }
     }
+#pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
       for (int c = 0; c < C; ++c) total[m][c] += (Floats)block[m][c] * factors[m];
     }
   }

@@ -206,9 +206,12 @@ template <int M, int C, typename X, typename T>
 inline void combine(const X* x, const T* w, Floats (&totals)[M][C], const Shape& shape) {
   for (int64_t k = 0; k < shape.depth; ++k) {
     Floats weights[C];
+#pragma GCC unroll 4
     for (int c = 0; c < C; ++c) weights[c] = widened(w + k * shape.w_stride + c * kLanes);
+#pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
       const float value = widen(x[m * shape.x_stride + k]);
+#pragma GCC unroll 4
       for (int c = 0; c < C; ++c) totals[m][c] += value * weights[c];
     }
   }

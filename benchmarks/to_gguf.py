@@ -4,8 +4,8 @@
     python benchmarks/to_gguf.py DIR FILE.gguf --type bf16|f32|q8_0
 
 DIR is a directory that `benchmarks.cpu_peers --make` wrote, or the bundled model. It needs the packages gguf and numpy
-only, so it runs in an environment of its own. Names and shapes are those of llama.cpp's `deepseek2`; as there, norms and
-the router stay float32 in every type. Layers of multi-token prediction are left out.
+only, so it runs in an environment of its own. Names and shapes are those of llama.cpp's `deepseek2`; as there, norms
+and the router stay float32 in every type. Layers of multi-token prediction are left out.
 
 llama.cpp's own converter does the same, with torch and transformers, and refuses a tokenizer that it does not know.
 Prompts of `cpu_peers` are token ids; text is split by a general rule here, which is not this tokenizer's own.

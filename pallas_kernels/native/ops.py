@@ -15,7 +15,7 @@ MAX_ROWS = 32
 
 
 def takes(dtype: jax.typing.DTypeLike, rows: int) -> bool:
-    """Returns whether products of `rows` rows of this type are made here; of e4m3 any number, which XLA widens first."""
+    """Returns whether products of `rows` rows of this type are made here; of e4m3 any number: XLA widens it first."""
     return rows > 0 and (jnp.dtype(dtype) == E4M3 or (jnp.dtype(dtype) in DTYPES and rows <= MAX_ROWS))
 
 

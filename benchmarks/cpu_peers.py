@@ -40,13 +40,17 @@ from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
 from dsv3.bench import serve
 from dsv3.bench.workload import RandomPrompts
 from dsv3.checkpoint import save_hf
+from dsv3.checkpoint.quantize import quantized_shapes
+from dsv3.config import ModelConfig
 from dsv3.engine.build import bundled_model
 from dsv3.hf_config import load_config
-from dsv3.model.params import abstract, initialize
+from dsv3.model.params import Params, abstract, declare, initialize
 
 START_SECONDS = 600
 STOP_SECONDS = 30
 ROOT = Path(__file__).parent.parent
+FORMATS = {"fp8": ("--dtype=bfloat16", "--fp8=quantize")}
+"""Options of what is no type of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +87,13 @@ def servers(arguments: argparse.Namespace) -> list[Server]:
               f"--max_model_len={arguments.long + 512}", "--host=127.0.0.1")  # fmt: skip
     trees = {"": ROOT} | ({f" at {arguments.tree}": arguments.tree.resolve()} if arguments.tree else {})
     ours = [
-        Server(f"ours {dtype}{name}", (*python, f"--dtype={dtype}"), tree)
+        Server(f"ours {dtype}{name}", (*python, *FORMATS.get(dtype, (f"--dtype={dtype}",))), tree)
         for name, tree in trees.items()
         for dtype in arguments.dtypes
     ]
     context = 16 * (arguments.long + 512)
     llama = (str(arguments.llama_server), "--parallel", "16", "--ctx-size", str(context), "--flash-attn", "off",
-             "--threads", str(os.cpu_count()), "--no-webui", "--host", "127.0.0.1")  # fmt: skip
+             "--threads", str(os.cpu_count()), "--cache-ram", "0", "--no-webui", "--host", "127.0.0.1")  # fmt: skip
     return ours + [Server(f"llama.cpp {gguf.stem}", (*llama, "--model", str(gguf))) for gguf in arguments.gguf]
 
 
@@ -152,13 +156,14 @@ def main() -> None:
     parser.add_argument("--make", type=Path)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--model", type=Path, default=bundled_model())
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="or fp8")
     parser.add_argument("--tree", type=Path, help="another checkout of this repository")
     parser.add_argument("--llama-server", type=Path)
     parser.add_argument("--gguf", type=Path, nargs="+", default=[])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=128, help="of a prompt and of an answer")
     parser.add_argument("--long", type=int, default=1024, help="tokens of the prompt whose first token is timed")
+    parser.add_argument("--repeats", type=int, default=2, help="requests one after the other, of each one at once")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     if arguments.make:
@@ -172,7 +177,7 @@ def main() -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Runs all rounds and prints the tables."""
     cfg = load_config(arguments.model)
-    cells = [Cell(n, arguments.tokens, arguments.tokens, 2 * n) for n in arguments.requests]
+    cells = [Cell(n, arguments.tokens, arguments.tokens, arguments.repeats * n) for n in arguments.requests]
     cells.append(Cell(1, arguments.long, 2, 2))
     all_servers = servers(arguments)
     figures = np.zeros((arguments.rounds, len(all_servers), len(cells)))
@@ -188,13 +193,22 @@ def compare(arguments: argparse.Namespace) -> None:
                     speed, first = measure(url, cell, cfg.vocab_size, r * len(cells) + c)
                     figures[r, s, c] = speed if cell.prompt == arguments.tokens else 1e3 / first
     moved = 2 * COPIED_BYTES / statistics.median(copies)
-    print(f"the copy moves {moved / 1e9:.1f} GB/s")
+    print(f"the copy moves {moved / 1e9:.1f} GB/s; load {os.getloadavg()[0]:.1f}")
     report(all_servers, arguments, figures)
     chosen = np.arange(cfg.n_routed_experts) < cfg.num_experts_per_tok
     for s, dtype in enumerate(arguments.dtypes):
-        needed = weight_bytes(abstract(cfg, dtype), np.tile(chosen, (cfg.num_moe_layers, 1)))
+        needed = weight_bytes(shapes(cfg, dtype), np.tile(chosen, (cfg.num_moe_layers, 1)))
         share = statistics.median(figures[:, s, 0]) / arguments.requests[0] * needed / moved
         print(f"{all_servers[s].name}: {needed / 1e6:.0f} MB per token, {share:.2f} of the memory's speed")
+
+
+def shapes(cfg: ModelConfig, dtype: str) -> Params:
+    """Returns the shapes of the parameters; "fp8" is bfloat16 under `--fp8=quantize`."""
+    if dtype not in FORMATS:
+        return abstract(cfg, dtype)
+    return jax.tree.map(
+        lambda spec, w: quantized_shapes(w) if spec.quantizable else w, declare(cfg), abstract(cfg, "bfloat16")
+    )
 
 
 def report(all_servers: list[Server], arguments: argparse.Namespace, figures: np.ndarray) -> None:

@@ -84,7 +84,8 @@ def load(model: str, layers: int, dtype: str) -> tuple[Params, ModelConfig]:
         return jax.tree.map(lambda spec, w: quantized(w) if spec.quantizable else w, declare(cfg), params), cfg
     if model == "random":
         cfg = dataclasses.replace(RANDOM, num_hidden_layers=layers)
-        return jax.jit(lambda: initialize(cfg, jax.random.key(0), jnp.dtype(dtype)))(), cfg
+        params = jax.jit(lambda: initialize(cfg, jax.random.key(0), jnp.dtype(dtype)))()
+        return jax.tree.map(lambda w: jax.device_put(np.array(w)), params), cfg  # huge pages, as a checkpoint has
     cfg = dataclasses.replace(load_config(bundled_model()), num_nextn_predict_layers=0)
     return load_params(bundled_model(), cfg, dtype=jnp.dtype(dtype)), cfg
 

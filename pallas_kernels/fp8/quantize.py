@@ -7,6 +7,7 @@ is its largest magnitude over 448, with the magnitude clamped at 1e-4; a value i
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
 from pallas_kernels.fp8 import quantize_kernel, triton_quantize
@@ -110,6 +111,8 @@ def _quantize_rows(x, used_rows, *, gated: bool, ue8m0: bool, backend: Backend |
     if gated:
         gate, up = jnp.split(x, 2, axis=-1)
         x = jax.nn.silu(gate) * up
+    if chosen is Backend.NATIVE and x.size:
+        return _ungrouped(x, *native.quantize_rows(x.reshape(-1, *x.shape[-2:]), ue8m0))
     blocks = _split_last(x)  # [..., M, k, 128]
     scale = scale_of(jnp.max(jnp.abs(blocks), axis=-1))  # [..., M, k]
     values = _to_e4m3(blocks * (1.0 / scale)[..., None])

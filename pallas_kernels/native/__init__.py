@@ -9,6 +9,7 @@ from pallas_kernels.native.ops import (
     grouped_product,
     head_product,
     layer_product,
+    quantize_rows,
     takes,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "head_product",
     "layer_product",
     "library",
+    "quantize_rows",
     "takes",
 ]

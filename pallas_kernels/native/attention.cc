@@ -55,11 +55,17 @@ struct Running {
 template <int M>
 void weigh(float (&scores)[M][kPage], const int64_t (&visible)[M], float scale, int64_t R, Running<M>& running) {
   for (int m = 0; m < M; ++m) {
-    float top = running.top[m];
-    for (int64_t i = 0; i < kPage; ++i) {
-      scores[m][i] = i < visible[m] ? scores[m][i] * scale : kNone;
-      top = std::max(top, scores[m][i]);
+    Floats tops = {};
+    tops += running.top[m];
+    for (int64_t i = 0; i < kPage; i += kLanes) {
+      for (int64_t lane = i; lane < i + kLanes; ++lane) {
+        scores[m][lane] = lane < visible[m] ? scores[m][lane] * scale : kNone;
+      }
+      const Floats found = load<Floats>(&scores[m][i]);
+      tops = found > tops ? found : tops;
     }
+    float top = tops[0];
+    for (int lane = 1; lane < kLanes; ++lane) top = std::max(top, tops[lane]);
     const float base = top == kNone ? 0 : top;
     Floats sums = {};
     for (int64_t i = 0; i < kPage; i += kLanes) {

@@ -1,10 +1,10 @@
-"""The C++ kernels as jax functions; `build.py` builds them, `products.cc` and `attention.cc` are their source."""
+"""The C++ kernels as jax functions; `build.py` builds them, the files in C++ beside it are their source."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.float8 import E4M3
+from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.native.build import library
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
@@ -15,8 +15,8 @@ MAX_ROWS = 32
 
 
 def takes(dtype: jax.typing.DTypeLike, rows: int) -> bool:
-    """Returns whether products of `rows` rows of this type, e4m3 too, are made here."""
-    return jnp.dtype(dtype) in (*DTYPES, E4M3) and 0 < rows <= MAX_ROWS
+    """Returns whether products of `rows` rows of this type are made here; of e4m3 any number: XLA widens it first."""
+    return rows > 0 and (jnp.dtype(dtype) == E4M3 or (jnp.dtype(dtype) in DTYPES and rows <= MAX_ROWS))
 
 
 def layer_product(x: jax.Array, w: jax.Array, layer: jax.Array | int, out_dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -58,6 +58,13 @@ def fp8_grouped_product(
     """
     operands = (x, x_scale, w, w_scale, tile_group.astype(jnp.int32), _index(group_offset))
     return _call("Fp8GroupedProduct", ((x.shape[0], w.shape[1]), out_dtype))(*operands)
+
+
+def quantize_rows(x: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Array]:
+    """Returns `[G, M, K]` e4m3 and scales `[G, ceil(K / 128), M]` of x `[G, M, K]` float32, as `quantize_1x128`."""
+    groups, rows, depth = x.shape
+    values, scale = (x.shape, E4M3), ((groups, -(-depth // BLOCK), rows), jnp.float32)
+    return _call("QuantizeRows", values, scale)(x, power_of_two=power_of_two)
 
 
 def attends(q: jax.Array, pages: jax.Array) -> bool:

@@ -4,8 +4,10 @@
 // out of a stack, widens bfloat16 weights to float32 in memory, and reads the weight again for each row. These kernels
 // address the stack and multiply all rows while a weight is in registers or in the first cache.
 
+#include <type_traits>
 #include <vector>
 
+#include "e4m3.h"
 #include "vectors.h"
 
 namespace {
@@ -33,6 +35,51 @@ inline void combined(const T* x, const T* w, O* out, const Shape& shape) {
   }
 }
 
+#if defined(__AVX512BF16__)
+
+inline void store_vector(Floats x, float* out) { std::memcpy(out, &x, sizeof(x)); }
+
+inline void store_vector(Floats x, BFloat16* out) {  // to the nearest, ties to even
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(out, &rounded, sizeof(rounded));
+}
+
+// The same of bfloat16, 64 columns: rows k and k + 1 of the weight become pairs, which are multiplied as they are.
+template <int M, typename O>
+inline void combined_pairs(const BFloat16* x, const BFloat16* w, O* out, const Shape& shape) {
+  __m512 sums[M][2][2] = {};  // of 32 columns: columns 0 to 3 of each 8, and 4 to 7
+  for (int64_t k = 0; k < shape.depth; k += 2) {
+    const bool both = k + 1 < shape.depth;
+    __m512i low[2], high[2];
+    for (int h = 0; h < 2; ++h) {
+      const BFloat16* row = w + k * shape.w_stride + h * 2 * kLanes;
+      const __m512i first = _mm512_loadu_si512(row);
+      const __m512i second = both ? _mm512_loadu_si512(row + shape.w_stride) : __m512i{};
+      low[h] = _mm512_unpacklo_epi16(first, second);
+      high[h] = _mm512_unpackhi_epi16(first, second);
+    }
+    for (int m = 0; m < M; ++m) {
+      const BFloat16* from = x + m * shape.x_stride + k;
+      const __m512i pair = _mm512_set1_epi32(from[0].bits | (both ? uint32_t{from[1].bits} << 16 : 0));
+      for (int h = 0; h < 2; ++h) {
+        sums[m][h][0] = _mm512_dpbf16_ps(sums[m][h][0], (__m512bh)pair, (__m512bh)low[h]);
+        sums[m][h][1] = _mm512_dpbf16_ps(sums[m][h][1], (__m512bh)pair, (__m512bh)high[h]);
+      }
+    }
+  }
+  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
+  for (int m = 0; m < M; ++m) {
+    for (int h = 0; h < 2; ++h) {
+      O* to = out + m * shape.out_stride + h * 2 * kLanes;
+      store_vector((Floats)_mm512_permutex2var_ps(sums[m][h][0], front, sums[m][h][1]), to);
+      store_vector((Floats)_mm512_permutex2var_ps(sums[m][h][0], back, sums[m][h][1]), to + kLanes);
+    }
+  }
+}
+
+#endif
+
 // One column of a weight [K, N], where no whole vector is left.
 template <typename T, typename O>
 inline void combined_one(const T* x, const T* w, O* out, const Shape& shape) {
@@ -46,13 +93,21 @@ template <bool kTransposed, int M, typename X, typename T, typename O>
 void columns(const X* x, const T* w, O* out, const Shape& shape, int64_t first, int64_t last) {
   int64_t n = first;
   if constexpr (kTransposed) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      for (; n + kColumns * kLanes <= last; n += kColumns * kLanes) combined_pairs<M>(x, w + n, out + n, shape);
+    }
+#endif
     for (; n + kColumns * kLanes <= last; n += kColumns * kLanes) combined<M, kColumns>(x, w + n, out + n, shape);
     for (; n + kLanes <= last; n += kLanes) combined<M, 1>(x, w + n, out + n, shape);
     for (; n < last; ++n) {
       for (int m = 0; m < M; ++m) combined_one(x + m * shape.x_stride, w + n, out + m * shape.out_stride + n, shape);
     }
   } else {
-    for (; n + kColumns <= last; n += kColumns) dots<M, kColumns>(x, w + n * shape.w_stride, out + n, shape);
+    for (; n + kColumns <= last; n += kColumns) {
+      touch(w + n * shape.w_stride, kColumns * shape.w_stride * sizeof(T));
+      dots<M, kColumns>(x, w + n * shape.w_stride, out + n, shape);
+    }
     for (; n < last; ++n) dots<M, 1>(x, w + n * shape.w_stride, out + n, shape);
   }
 }
@@ -97,6 +152,36 @@ struct Scales {
   int64_t rows;  // of the array of x
 };
 
+#if defined(DSV3_E4M3_PAIRS)
+
+// Columns `first` to `last`, which share their scales `w_scale`, one per 128 of K.
+template <typename O>
+void scaled_part(const Product<E4M3, E4M3, O>& product, const Scales& scale, const float* w_scale, int64_t N, int64_t K,
+                 int64_t first, int64_t last) {
+  static const Decoder decoder;
+  const int64_t depth = paired_depth(K), blocks = (K + kBlock - 1) / kBlock, rows = product.rows;
+  std::vector<BFloat16> x(rows * depth);
+  std::vector<float> factors(blocks * rows);
+  for (int64_t m = 0; m < rows; ++m) {
+    decode_row(decoder, product.x + m * K, K, &x[m * depth]);
+    for (int64_t b = 0; b < blocks; ++b) factors[b * rows + m] = scale.x[b * scale.rows + m] * w_scale[b];
+  }
+  for (int64_t m = 0; m < rows; m += kRows) {
+    const auto with = [&](auto count) {
+      scaled_columns<count()>(decoder, &x[m * depth], product.w, &factors[m], rows, product.out + m * N,
+                              {K, depth, K, N}, first, last);
+    };
+    switch (std::min<int64_t>(kRows, rows - m)) {
+      case 1: with(std::integral_constant<int, 1>()); break;
+      case 2: with(std::integral_constant<int, 2>()); break;
+      case 3: with(std::integral_constant<int, 3>()); break;
+      default: with(std::integral_constant<int, 4>());
+    }
+  }
+}
+
+#else
+
 inline void scaled(const E4M3* x, float factor, int64_t count, float* out) {
   int64_t k = 0;
   for (; k + kLanes <= count; k += kLanes) {
@@ -111,26 +196,33 @@ inline void scaled(const E4M3* x, float factor, int64_t count, float* out) {
   }
 }
 
-// Makes products of e4m3. A task is 128 columns, which share their scales: those are multiplied into the rows of x.
+// The same with float32 rows, into which the scales are multiplied.
+template <typename O>
+void scaled_part(const Product<E4M3, E4M3, O>& product, const Scales& scale, const float* w_scale, int64_t N, int64_t K,
+                 int64_t first, int64_t last) {
+  const int64_t blocks = (K + kBlock - 1) / kBlock, depth = blocks * kBlock;
+  std::vector<float> x(product.rows * depth);
+  for (int64_t m = 0; m < product.rows; ++m) {
+    for (int64_t b = 0; b < blocks; ++b) {
+      const float both = scale.x[b * scale.rows + m] * w_scale[b];
+      const int64_t k = b * kBlock;
+      scaled(product.x + m * K + k, both * kE4M3Unit * kE4M3Unit, std::min(kBlock, K - k), &x[m * depth + k]);
+    }
+  }
+  part<false>(Product<float, E4M3, O>{x.data(), product.w, product.out, product.rows}, {K, depth, K, N}, first, last);
+}
+
+#endif
+
+// Makes products of e4m3. A task is 128 columns, which share their scales.
 template <typename O>
 void run(ffi::ThreadPool& pool, const std::vector<Product<E4M3, E4M3, O>>& products, const std::vector<Scales>& scales,
          int64_t N, int64_t K) {
   const int64_t parts = (N + kBlock - 1) / kBlock, depth_blocks = (K + kBlock - 1) / kBlock;
-  const int64_t depth = depth_blocks * kBlock;
   for_each(pool, parts * products.size(), N * K * products.size() / kHelpedBytes, [&](int64_t i) {
-    const Product<E4M3, E4M3, O>& product = products[i / parts];
     const Scales& scale = scales[i / parts];
-    std::vector<float> x(product.rows * depth);
-    for (int64_t m = 0; m < product.rows; ++m) {
-      for (int64_t b = 0; b < depth_blocks; ++b) {
-        const float both = scale.x[b * scale.rows + m] * scale.w[i % parts * depth_blocks + b];
-        const int64_t k = b * kBlock;
-        scaled(product.x + m * K + k, both * kE4M3Unit * kE4M3Unit, std::min(kBlock, K - k), &x[m * depth + k]);
-      }
-    }
     const int64_t first = i % parts * kBlock;
-    part<false>(Product<float, E4M3, O>{x.data(), product.w, product.out, product.rows}, {K, depth, K, N}, first,
-                std::min(first + kBlock, N));
+    scaled_part(products[i / parts], scale, scale.w + i % parts * depth_blocks, N, K, first, std::min(first + kBlock, N));
   });
 }
 

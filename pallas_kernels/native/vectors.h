@@ -32,6 +32,7 @@ constexpr int kColumns = 2;  // 8 sums, in 16 registers
 #endif
 constexpr int kLanes = kVectorBytes / 4;
 constexpr int kRows = 4;      // rows of x at once
+constexpr int64_t kCacheLine = 64;  // bytes
 constexpr int kSpins = 4096;  // looks at the other threads' tasks before the core is given away
 
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
@@ -153,6 +154,16 @@ struct Along<BFloat16, BFloat16> {
   }
 };
 
+// Loads rows of a weight one after the other. The processor fetches ahead of one stream, but hardly of four rows at once:
+// bfloat16 of 512 to 1,024 columns came at half the memory's speed without this.
+inline void touch(const void* from, int64_t bytes) {
+  const char* line = static_cast<const char*>(from);
+  for (int64_t i = 0; i < bytes; i += kCacheLine) {
+    const char unused = line[i];
+    asm volatile("" : : "r"(unused));
+  }
+}
+
 struct Shape {
   int64_t depth;                           // K
   int64_t x_stride, w_stride, out_stride;  // elements between rows
@@ -195,9 +206,12 @@ template <int M, int C, typename X, typename T>
 inline void combine(const X* x, const T* w, Floats (&totals)[M][C], const Shape& shape) {
   for (int64_t k = 0; k < shape.depth; ++k) {
     Floats weights[C];
+#pragma GCC unroll 4
     for (int c = 0; c < C; ++c) weights[c] = widened(w + k * shape.w_stride + c * kLanes);
+#pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
       const float value = widen(x[m * shape.x_stride + k]);
+#pragma GCC unroll 4
       for (int c = 0; c < C; ++c) totals[m][c] += value * weights[c];
     }
   }

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import native
 from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
-from pallas_kernels.fp8 import fp8_gemm
+from pallas_kernels.fp8 import fp8_gemm, quantize_1x128
 from pallas_kernels.grouped import (
     align_groups,
     choose_tile_m,
@@ -156,3 +156,22 @@ def test_every_value_of_e4m3():
     one = jnp.ones((1, 1), jnp.float8_e4m3fn), jnp.ones((1, 1), jnp.float32)
     out = fp8_gemm(*one, w, jnp.ones((2, 1), jnp.float32), out_dtype=jnp.float32, backend=NATIVE)
     np.testing.assert_array_equal(out[0], w[:, 0].astype(jnp.float32))
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_rows_are_rounded_to_e4m3_as_the_reference_rounds_them(ue8m0):
+    spread = np.exp2(np.random.default_rng(0).uniform(-16, 2, (2, 3, 200)))  # down to e4m3's subnormal values
+    x = random(1, 2, 3, 200, dtype=jnp.bfloat16) * spread.astype(jnp.bfloat16)
+    x = x.at[0, 0].set(0).at[1, 2, 5].set(3e30)
+    (values, scale), (expected, true_scale) = (
+        quantize_1x128(x, ue8m0=ue8m0, backend=backend) for backend in (NATIVE, Backend.REFERENCE)
+    )
+    np.testing.assert_allclose(scale, true_scale, rtol=3e-7)
+    got, expected = (np.asarray(each, np.float32) for each in (values, expected))
+    assert (got == expected).mean() > 0.99  # a scale that differs in its last bit may move a tie
+    np.testing.assert_allclose(got, expected, rtol=1 / 8, atol=2**-9)
+
+
+def test_a_block_with_nan_has_no_scale():
+    _, scale = quantize_1x128(jnp.ones((2, 256)).at[1, 200].set(jnp.nan), backend=NATIVE)
+    assert np.isnan(scale).tolist() == [[False, False], [False, True]]

@@ -1,0 +1,183 @@
+"""Writes a DeepSeek-V3 checkpoint of ours as a GGUF file, which a llama-server reads.
+
+    pip install gguf
+    python benchmarks/to_gguf.py DIR FILE.gguf --type bf16|f32|q8_0
+
+DIR is a directory that `benchmarks.cpu_peers --make` wrote, or the bundled model. It needs the packages gguf and numpy
+only, so it runs in an environment of its own. Names and shapes are those of llama.cpp's `deepseek2`; as there, norms
+and the router stay float32 in every type. Layers of multi-token prediction are left out.
+
+llama.cpp's own converter does the same, with torch and transformers, and refuses a tokenizer that it does not know.
+Prompts of `cpu_peers` are token ids; text is split by a general rule here, which is not this tokenizer's own.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+TYPES = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "bf16": gguf.GGMLQuantizationType.BF16,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+}
+MODEL = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+}
+SPECIAL_PREFIX = "<｜"
+
+
+class Checkpoint:
+    """The tensors of a directory of safetensors files, as float32."""
+
+    def __init__(self, directory: Path) -> None:
+        self._entries: dict[str, tuple[Path, int, dict]] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            self._entries |= {name: (path, 8 + length, entry) for name, entry in header.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        path, start, entry = self._entries[name]
+        dtype = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}.get(entry["dtype"])
+        if dtype is None:
+            raise ValueError(f"{name} is {entry['dtype']}; F32, F16 and BF16 can be written")
+        count, offset = math.prod(entry["shape"]), start + entry["data_offsets"][0]
+        values = np.fromfile(path, dtype, count, offset=offset).reshape(entry["shape"])
+        if dtype is np.uint16:
+            return (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.float32)
+
+
+def tensors(cfg: dict, checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields each tensor's name in the GGUF file and its values."""
+    for name, theirs in MODEL.items():
+        if name in checkpoint:
+            yield theirs, checkpoint[name]
+    for layer in range(cfg["num_hidden_layers"]):
+        ours, block = f"model.layers.{layer}.", f"blk.{layer}."
+        for name, theirs in LAYER.items():
+            if ours + name in checkpoint:
+                yield block + theirs, checkpoint[ours + name]
+        up = checkpoint[f"{ours}self_attn.kv_b_proj.weight"]
+        up = up.reshape(cfg["num_attention_heads"], -1, up.shape[-1])  # [H, nope + V, R]
+        keys, values = np.split(up, [cfg["qk_nope_head_dim"]], axis=1)
+        yield block + "attn_k_b.weight", keys.transpose(0, 2, 1)
+        yield block + "attn_v_b.weight", values
+        if layer >= cfg["first_k_dense_replace"]:
+            for kind in ("gate", "up", "down"):
+                names = [f"{ours}mlp.experts.{e}.{kind}_proj.weight" for e in range(cfg["n_routed_experts"])]
+                yield f"{block}ffn_{kind}_exps.weight", np.stack([checkpoint[name] for name in names])
+
+
+def kind_of(name: str, values: np.ndarray, wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
+    """Returns the type of a tensor: as wanted, but float32 for vectors and the router."""
+    block = gguf.GGML_QUANT_SIZES[wanted][0]
+    if values.ndim == 1 or "ffn_gate_inp" in name or values.shape[-1] % block:
+        return gguf.GGMLQuantizationType.F32
+    return wanted
+
+
+def describe(writer: gguf.GGUFWriter, cfg: dict) -> None:
+    """Writes the model's sizes."""
+    rope = cfg["qk_rope_head_dim"]
+    writer.add_block_count(cfg["num_hidden_layers"])
+    writer.add_context_length(cfg["max_position_embeddings"])
+    writer.add_embedding_length(cfg["hidden_size"])
+    writer.add_feed_forward_length(cfg["intermediate_size"])
+    writer.add_head_count(cfg["num_attention_heads"])
+    writer.add_head_count_kv(1)  # absorbed attention: one latent for all heads
+    writer.add_layer_norm_rms_eps(cfg["rms_norm_eps"])
+    writer.add_rope_freq_base(cfg["rope_theta"])
+    writer.add_rope_dimension_count(rope)
+    writer.add_vocab_size(cfg["vocab_size"])
+    writer.add_leading_dense_block_count(cfg["first_k_dense_replace"])
+    if cfg.get("q_lora_rank"):
+        writer.add_q_lora_rank(cfg["q_lora_rank"])
+    writer.add_kv_lora_rank(cfg["kv_lora_rank"])
+    writer.add_key_length(cfg["kv_lora_rank"] + rope)
+    writer.add_value_length(cfg["kv_lora_rank"])
+    writer.add_key_length_mla(cfg["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(cfg["v_head_dim"])
+    writer.add_expert_count(cfg["n_routed_experts"])
+    writer.add_expert_used_count(cfg["num_experts_per_tok"])
+    writer.add_expert_shared_count(cfg["n_shared_experts"])
+    writer.add_expert_feed_forward_length(cfg["moe_intermediate_size"])
+    writer.add_expert_group_count(cfg["n_group"])
+    writer.add_expert_group_used_count(cfg["topk_group"])
+    writer.add_expert_weights_scale(cfg["routed_scaling_factor"])
+    writer.add_expert_weights_norm(cfg["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, directory: Path, cfg: dict) -> None:
+    """Writes the byte-level BPE; ids that it lacks up to the vocabulary's size get names of their own."""
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    names = {number: name for name, number in ids.items()}
+    tokens = [names.get(i, f"<{i}>") for i in range(cfg["vocab_size"])]
+    kinds = [gguf.TokenType.CONTROL if t.startswith(SPECIAL_PREFIX) else gguf.TokenType.NORMAL for t in tokens]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    for add, number in ((writer.add_bos_token_id, cfg["bos_token_id"]), (writer.add_eos_token_id, cfg["eos_token_id"])):
+        if number is not None:
+            add(number)
+    writer.add_add_bos_token(False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--type", choices=TYPES, default="bf16")
+    arguments = parser.parse_args()
+    cfg = json.loads((arguments.directory / "config.json").read_text())
+    if cfg.get("rope_scaling"):
+        parser.error(f"rope_scaling {cfg['rope_scaling']} is not written; models without it are")
+    writer = gguf.GGUFWriter(arguments.file, "deepseek2")
+    describe(writer, cfg)
+    write_tokenizer(writer, arguments.directory, cfg)
+    for name, values in tensors(cfg, Checkpoint(arguments.directory)):
+        kind = kind_of(name, values, TYPES[arguments.type])
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

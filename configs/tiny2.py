@@ -34,6 +34,7 @@ TRAINING = TrainingConfig(
     unrolled=True,
     library_copies=6,
     packages=PACKAGES,
+    answers="sentences",
     eval_every=250,
     eval_batches=4,
     checkpoint_every=100,

@@ -20,7 +20,8 @@ class TrainingConfig:
     With `unrolled` a step on one device has its layers as straight code: it takes longer to compile and less time per
     step on a CPU, which then writes no stacks of what the backward needs, and no gradient as large as all layers.
 
-    The text is the standard library `library_copies` times, each with other cuts, and the installed `packages`.
+    The text is the standard library `library_copies` times, each with other cuts, and the installed `packages`. The
+    answers of the conversations are first "paragraphs" of docstrings (`chat_pairs`) or first "sentences" (`short_pairs`).
 
     Raises ValueError if the model has no bias-corrected routed experts, if the parts of the run exceed `steps`, or if
     FP8 products do not take the model's widths.
@@ -48,6 +49,7 @@ class TrainingConfig:
     unrolled: bool = False
     library_copies: int = 1
     packages: tuple[str, ...] = ()
+    answers: Literal["paragraphs", "sentences"] = "paragraphs"
     eval_every: int = 200
     eval_batches: int = 8
     checkpoint_every: int = 200

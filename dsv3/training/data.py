@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsv3.training import chat_pairs, corpus, packages
+from dsv3.training import chat_pairs, corpus, packages, short_pairs
 from dsv3.training.config import TrainingConfig
 from dsv3.training.tokenizer import BOS_ID, EOS_ID, PAD_ID, encode_chat, train_tokenizer
 
@@ -55,7 +55,8 @@ def _write(directory: Path, config: TrainingConfig) -> None:
     texts = train * config.library_copies + [doc for docs in of_packages.values() for doc in docs]
     np.save(directory / "train.npy", encode_documents(tokenizer, texts, rng))
     np.save(directory / "held_out.npy", encode_documents(tokenizer, held_out, None))
-    conversations = [encode_chat(tokenizer, *pair) for pair in chat_pairs.chat_pairs(train)]
+    pairs = chat_pairs.chat_pairs(train) if config.answers == "paragraphs" else short_pairs.short_pairs(train)
+    conversations = [encode_chat(tokenizer, *pair) for pair in pairs]
     np.save(directory / "chat.npy", pack(conversations, config.sequence_length, rng))
     facts = {
         "training_documents": len(train),

@@ -7,17 +7,18 @@ from dsv3.training.config import TrainingConfig
 
 MODEL = dataclasses.replace(tiny.MODEL, num_hidden_layers=5, n_routed_experts=24)
 
-PACKAGES = tuple(
-    """
-    absl-py aiohttp anyio asttokens attrs cffi charset-normalizer click cryptography distlib duckdb execnet executing
-    fastjsonschema filelock flax fonttools fsspec grimp h11 httpcore httpx huggingface_hub humanize import-linter
-    iniconfig ipykernel ipython jax jedi Jinja2 jsonschema jupyter_client jupyter_core markdown-it-py matplotlib msgpack
-    mypy nbclient nbformat nodeenv numpy opt_einsum optax orbax-checkpoint packaging pandas parso pexpect pillow
-    platformdirs pluggy pre_commit prometheus_client prompt_toolkit psutil pyarrow pycparser pydantic pyparsing pytest
-    pytest-xdist python-dateutil PyYAML pyzmq referencing requests rich scipy simplejson sortedcontainers stack-data
-    starlette tornado traitlets treescope triton typing-inspection typing_extensions urllib3 virtualenv yarl zipp
-    """.split()
-)
+PACKAGES = (
+    "absl-py", "aiohttp", "anyio", "asttokens", "attrs", "cffi", "charset-normalizer", "click", "cryptography",
+    "distlib", "duckdb", "execnet", "executing", "fastjsonschema", "filelock", "flax", "fonttools", "fsspec",
+    "grimp", "h11", "httpcore", "httpx", "huggingface_hub", "humanize", "import-linter", "iniconfig", "ipykernel",
+    "ipython", "jax", "jedi", "Jinja2", "jsonschema", "jupyter_client", "jupyter_core", "markdown-it-py",
+    "matplotlib", "msgpack", "mypy", "nbclient", "nbformat", "nodeenv", "numpy", "opt_einsum", "optax",
+    "orbax-checkpoint", "packaging", "pandas", "parso", "pexpect", "pillow", "platformdirs", "pluggy", "pre_commit",
+    "prometheus_client", "prompt_toolkit", "psutil", "pyarrow", "pycparser", "pydantic", "pyparsing", "pytest",
+    "pytest-xdist", "python-dateutil", "PyYAML", "pyzmq", "referencing", "requests", "rich", "scipy", "simplejson",
+    "sortedcontainers", "stack-data", "starlette", "tornado", "traitlets", "treescope", "triton",
+    "typing-inspection", "typing_extensions", "urllib3", "virtualenv", "yarl", "zipp",
+)  # fmt: skip
 """Installed with the environment of `constraints.txt`, whose versions they have; their metadata name their licences."""
 
 TRAINING = TrainingConfig(

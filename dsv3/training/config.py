@@ -21,7 +21,8 @@ class TrainingConfig:
     step on a CPU, which then writes no stacks of what the backward needs, and no gradient as large as all layers.
 
     The text is the standard library `library_copies` times, each with other cuts, and the installed `packages`. The
-    answers of the conversations are first "paragraphs" of docstrings (`chat_pairs`) or first "sentences" (`short_pairs`).
+    answers of the conversations are first "paragraphs" of docstrings (`chat_pairs`), or first "sentences"
+    (`short_pairs`).
 
     Raises ValueError if the model has no bias-corrected routed experts, if the parts of the run exceed `steps`, or if
     FP8 products do not take the model's widths.

@@ -13,7 +13,9 @@ from dsv3.training.corpus import SKIPPED_DIRECTORIES, Document
 PERMISSIVE = re.compile(r"\b(0BSD|Apache|BSD|ISC|MIT|PSF|Python Software Foundation)\b")
 REFUSED = re.compile(r"GPL|MPL|Mozilla|EPL|Eclipse|Proprietary")
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$|(^|/)(test_[^/]*|[^/]*_test|conftest)\.py$")
-NOT_THEIR_OWN = frozenset({"_vendor", "vendor", "_vendored", "thirdparty_files", "third_party", "_thirdparty", "externals"})
+NOT_THEIR_OWN = frozenset(
+    {"_vendor", "vendor", "_vendored", "thirdparty_files", "third_party", "_thirdparty", "externals"}
+)
 MAX_BYTES = 150_000
 """Longer files are tables in most cases."""
 LONG_LINE = 30
@@ -54,7 +56,7 @@ def package_texts(names: Iterable[str], held_out: list[Document]) -> dict[str, l
 
 
 def package_documents(package: str) -> list[Document]:
-    """Returns the description and the sources of a package in a fixed order, without tests, tables and copies of others.
+    """Returns a package's description and sources in a fixed order, without tests, tables and copies of others.
 
     Raises UnusablePackage as `licence` does.
     """
@@ -71,9 +73,11 @@ def package_documents(package: str) -> list[Document]:
 
 
 def without_copies(docs: Iterable[Document], held_out: Iterable[Document]) -> list[Document]:
-    """Returns `docs` without those that share more than a few long lines with a held-out document, such as backports."""
+    """Returns `docs` without those that share some long lines with a held-out document, such as backports."""
     parts = [_long_lines(doc.text) for doc in held_out]
-    return [doc for doc in docs if max((len(part & _long_lines(doc.text)) for part in parts), default=0) <= MAX_SHARED_LINES]
+    return [
+        doc for doc in docs if max((len(part & _long_lines(doc.text)) for part in parts), default=0) <= MAX_SHARED_LINES
+    ]
 
 
 def _long_lines(text: str) -> set[str]:

@@ -23,7 +23,7 @@ def causal_attend(cfg: ModelConfig, batch: int, numerics: Numerics) -> Attend:
     def attend(tokens, params, layer, cache_layer, state):
         q, k, v = _heads(batch, tokens, params, layer, numerics)
         pairs = _pairs(cfg, batch, tokens, cache_layer, state, q.shape[1])
-        out = _attended(q, k, v, pairs, cfg.softmax_scale)
+        out = attended(q, k, v, pairs, cfg.softmax_scale)
         return out.reshape(-1, *v.shape[2:]), None if state is None else pairs
 
     return attend
@@ -72,7 +72,7 @@ def _weights(q: jax.Array, k: jax.Array, pairs: jax.Array, scale: float) -> jax.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attended(q: jax.Array, k: jax.Array, v: jax.Array, pairs: jax.Array, scale: float) -> jax.Array:
+def attended(q: jax.Array, k: jax.Array, v: jax.Array, pairs: jax.Array, scale: float) -> jax.Array:
     """Returns the weighted sums of values `[B, S, H, V]`.
 
     Its gradient keeps the weights in the dtype of v and has products of that dtype. JAX's own keeps float32 weights,
@@ -98,4 +98,4 @@ def _attended_backward(scale, saved, dy):
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-_attended.defvjp(_attended_forward, _attended_backward)
+attended.defvjp(_attended_forward, _attended_backward)

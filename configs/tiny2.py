@@ -38,5 +38,5 @@ TRAINING = TrainingConfig(
     answers="sentences",
     eval_every=250,
     eval_batches=4,
-    checkpoint_every=100,
+    checkpoint_every=40,
 )

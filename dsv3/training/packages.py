@@ -3,10 +3,11 @@
 Nothing is downloaded: a package is read where it is installed, and its licence from its metadata.
 """
 
+import email
 import importlib.metadata
 import re
 from collections.abc import Iterable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from dsv3.training.corpus import SKIPPED_DIRECTORIES, Document
 
@@ -62,11 +63,11 @@ def package_documents(package: str) -> list[Document]:
     """
     licence(package)
     distribution = importlib.metadata.distribution(package)
-    description = distribution.metadata.get_payload()
+    description = email.message_from_string(distribution.read_text("METADATA") or "").get_payload()
     found = [Document(f"{package}/README", description)] if isinstance(description, str) and description.strip() else []
     for file in sorted(distribution.files or [], key=str):
         if _is_source(file):
-            text = distribution.locate_file(file).read_text(encoding="utf-8", errors="replace")  # type: ignore[attr-defined]
+            text = Path(str(distribution.locate_file(file))).read_text(encoding="utf-8", errors="replace")
             if 0 < len(text.strip()) <= MAX_BYTES:
                 found.append(Document(f"{package}/{file.as_posix()}", text))
     return found

@@ -63,7 +63,7 @@ def chat_pairs(docs: list[Document]) -> list[Pair]:
     """Lists all pairs in a fixed order: about `docs` (source files), about extension modules, made by hand."""
     pairs: list[Pair] = []
     for doc in docs:
-        if doc.name.endswith(".py") and _is_public_module(doc.name):
+        if doc.name.endswith(".py") and is_public_module(doc.name):
             pairs.extend(_module_pairs(doc))
     for name in EXTENSION_MODULES:
         if not is_held_out(f"extension/{name}"):
@@ -81,7 +81,8 @@ def first_paragraph(doc: str) -> str:
     return paragraph[: end + 1] if end > 0 else ""
 
 
-def _is_public_module(name: str) -> bool:
+def is_public_module(name: str) -> bool:
+    """Returns whether people import the module of document `name`."""
     parts = name.removesuffix(".py").removesuffix("/__init__").split("/")
     return parts[0] not in SKIPPED_PACKAGES and not any(part.startswith("_") for part in parts)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsv3.training import chat_pairs, corpus
+from dsv3.training import chat_pairs, corpus, packages, short_pairs
 from dsv3.training.config import TrainingConfig
 from dsv3.training.tokenizer import BOS_ID, EOS_ID, PAD_ID, encode_chat, train_tokenizer
 
@@ -48,21 +48,29 @@ def prepare(directory: Path, config: TrainingConfig) -> Data:
 
 def _write(directory: Path, config: TrainingConfig) -> None:
     train, held_out = corpus.split_documents(corpus.documents(corpus.standard_library()))
+    of_packages = packages.package_texts(config.packages, held_out)
     tokenizer = train_tokenizer((doc.text for doc in train), config.model.vocab_size)
     tokenizer.save(str(directory / "tokenizer.json"))
     rng = np.random.default_rng(config.seed)
-    np.save(directory / "train.npy", encode_documents(tokenizer, train, rng))
+    texts = train * config.library_copies + [doc for docs in of_packages.values() for doc in docs]
+    np.save(directory / "train.npy", encode_documents(tokenizer, texts, rng))
     np.save(directory / "held_out.npy", encode_documents(tokenizer, held_out, None))
-    conversations = [encode_chat(tokenizer, *pair) for pair in chat_pairs.chat_pairs(train)]
+    pairs = chat_pairs.chat_pairs(train) if config.answers == "paragraphs" else short_pairs.short_pairs(train)
+    conversations = [encode_chat(tokenizer, *pair) for pair in pairs]
     np.save(directory / "chat.npy", pack(conversations, config.sequence_length, rng))
     facts = {
         "training_documents": len(train),
         "held_out_documents": [doc.name for doc in held_out],
-        "training_bytes": sum(len(doc.text.encode()) for doc in train),
-        "held_out_bytes": sum(len(doc.text.encode()) for doc in held_out),
+        "training_bytes": _bytes(train),
+        "held_out_bytes": _bytes(held_out),
         "conversations": len(conversations),
+        "packages": {name: packages.facts(name) | {"bytes": _bytes(docs)} for name, docs in of_packages.items()},
     }
     (directory / "data.json").write_text(json.dumps(facts, indent=1))
+
+
+def _bytes(docs: list[corpus.Document]) -> int:
+    return sum(len(doc.text.encode()) for doc in docs)
 
 
 def encode_documents(tokenizer: Tokenizer, docs: list[corpus.Document], rng: np.random.Generator | None) -> np.ndarray:

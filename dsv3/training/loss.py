@@ -43,16 +43,39 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, count: jax.Array | None
 
     `logits` are [B, S, W] and computed on in float32, `targets` [B, S] int32. With `count` the sum is divided by it.
     """
-    logits = logits.astype(jnp.float32)
+    total = _summed_surprise(logits.astype(jnp.float32), targets)
+    return total / (jnp.maximum((targets != PAD_ID).sum(), 1) if count is None else count)
+
+
+@jax.custom_vjp
+def _summed_surprise(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Returns the sum over all targets but padding.
+
+    Its gradient is one pass over the logits. JAX's own writes arrays of their size several times.
+    """
+    return _surprise_forward(logits, targets)[0]
+
+
+def _surprise_forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    total = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    losses = jax.nn.logsumexp(logits, axis=-1) - picked
-    real = targets != PAD_ID
-    return jnp.where(real, losses, 0.0).sum() / (jnp.maximum(real.sum(), 1) if count is None else count)
+    return jnp.where(targets != PAD_ID, total - picked, 0.0).sum(), (logits, total, targets)
+
+
+def _surprise_backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, None]:
+    logits, total, targets = saved
+    shares = jnp.exp(logits - total[..., None])
+    words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    weight = jnp.where(targets != PAD_ID, dy, 0.0)[..., None]
+    return (shares - (words == targets[..., None])) * weight, None
+
+
+_summed_surprise.defvjp(_surprise_forward, _surprise_backward)
 
 
 def main_loss(output: ForwardOutput, tokens: jax.Array, counts: jax.Array | None = None) -> jax.Array:
     """Returns the cross-entropy of token i + 1 given tokens 0 to i, for all i; `tokens` is [B, S]."""
-    return cross_entropy(output.logits[:, :-1], tokens[:, 1:], None if counts is None else counts[0])
+    return cross_entropy(output.logits, _next(tokens), None if counts is None else counts[0])
 
 
 def mtp_loss(output: ForwardOutput, tokens: jax.Array, counts: jax.Array | None = None) -> jax.Array:
@@ -61,7 +84,12 @@ def mtp_loss(output: ForwardOutput, tokens: jax.Array, counts: jax.Array | None 
     Module d, counted from 0, predicts token i + 2 + d at position i, so its last position has no target.
     """
     losses = [
-        cross_entropy(logits[:, :-1], tokens[:, depth + 2 :], None if counts is None else counts[depth + 1])
+        cross_entropy(logits, _next(tokens[:, depth + 1 :]), None if counts is None else counts[depth + 1])
         for depth, logits in enumerate(output.mtp_logits)
     ]
     return sum(losses, start=jnp.zeros(())) / max(len(losses), 1)
+
+
+def _next(tokens: jax.Array) -> jax.Array:
+    """Returns the token after each of `tokens` [B, S]; the last has padding. So no logits are cut off, and copied."""
+    return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=PAD_ID)

@@ -70,12 +70,42 @@ def plain_gemm(
     if x.dtype == w.dtype and resolve_backend(requested=backend) is Backend.NATIVE and native.takes(x.dtype, rows):
         out = layer_gemm(x.reshape(rows, -1), w[None], 0, out_dtype=out_dtype, backend=backend)
         return out.reshape(*x.shape[:-1], -1)
+    out_dtype = jnp.result_type(x, w) if out_dtype is None else jnp.dtype(out_dtype)
+    if x.dtype == w.dtype != jnp.float32:
+        return _narrow_product(x, w, out_dtype)
     return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=out_dtype)
 
 
 def _reference(x, w, layer, out_dtype):
     w = lax.dynamic_index_in_dim(w, layer, 0, keepdims=False)
+    if x.dtype != jnp.float32:
+        return _narrow_product(x, w, out_dtype)
     return jnp.einsum("mk,nk->mn", x, w, preferred_element_type=jnp.float32).astype(out_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _narrow_product(x, w, out_dtype):
+    """Returns `x @ w.T` of 16-bit operands; the products of its gradient take 16-bit operands too.
+
+    JAX's own gradient widens them to float32, which a CPU with bfloat16 products multiplies at half the rate.
+    """
+    return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=jnp.float32).astype(out_dtype)
+
+
+def _narrow_forward(x, w, out_dtype):
+    return _narrow_product(x, w, out_dtype), (x, w)
+
+
+def _narrow_backward(out_dtype, saved, dy):
+    del out_dtype
+    x, w = saved
+    dy = dy.astype(x.dtype)
+    dx = jnp.einsum("...n,nk->...k", dy, w, preferred_element_type=jnp.float32)
+    dw = jnp.einsum("...n,...k->nk", dy, x, preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+_narrow_product.defvjp(_narrow_forward, _narrow_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

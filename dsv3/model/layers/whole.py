@@ -1,5 +1,6 @@
 """Attention of whole sequences without a cache: in training, and for a look inside."""
 
+import functools
 from typing import Any
 
 import jax
@@ -20,9 +21,10 @@ def causal_attend(cfg: ModelConfig, batch: int, numerics: Numerics) -> Attend:
     """
 
     def attend(tokens, params, layer, cache_layer, state):
-        weights, v, pairs = attention_weights(cfg, batch, tokens, params, layer, cache_layer, state, numerics)
-        out = jnp.einsum("bhqk,bkhv->bqhv", weights.astype(v.dtype), v).reshape(-1, *v.shape[2:])
-        return out, None if state is None else pairs
+        q, k, v = _heads(batch, tokens, params, layer, numerics)
+        pairs = _pairs(cfg, batch, tokens, cache_layer, state, q.shape[1])
+        out = attended(q, k, v, pairs, cfg.softmax_scale)
+        return out.reshape(-1, *v.shape[2:]), None if state is None else pairs
 
     return attend
 
@@ -44,12 +46,56 @@ def attention_weights(
     numerics: Numerics,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns attention weights float32 `[B, H, S, S]`, values `[B, S, H, V]`, and who sees whom, bool `[B, S, S]`."""
+    q, k, v = _heads(batch, tokens, params, layer, numerics)
+    pairs = _pairs(cfg, batch, tokens, cache_layer, last, q.shape[1])
+    return _weights(q, k, pairs, cfg.softmax_scale), v, pairs
+
+
+def _heads(
+    batch: int, tokens: Projected, params: AttentionParams, layer: Index, numerics: Numerics
+) -> tuple[jax.Array, ...]:
+    """Returns queries and keys `[B, S, H, N + P]` and values `[B, S, H, V]`."""
     own, shared, v = expand(tokens.latent, params, layer, numerics)
-    k = mla.whole_keys(own, shared)
-    q, k, v = (a.reshape(batch, -1, *a.shape[1:]) for a in (tokens.q, k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * cfg.softmax_scale
+    return tuple(a.reshape(batch, -1, *a.shape[1:]) for a in (tokens.q, mla.whole_keys(own, shared), v))
+
+
+def _pairs(cfg: ModelConfig, batch: int, tokens: Projected, cache_layer: Index, last: Any, length: int) -> jax.Array:
+    """Returns which token `[.., S, S]` sees which: all earlier ones, or those that an indexer chooses."""
     if tokens.index is None:
-        pairs = jnp.tril(jnp.ones((1, *scores.shape[-2:]), jnp.bool))
-    else:
-        pairs = visible_pairs(cfg, tokens.index, batch, cache_layer, last)
-    return jax.nn.softmax(jnp.where(pairs[:, None], scores, -jnp.inf), axis=-1), v, pairs
+        return jnp.tril(jnp.ones((1, length, length), jnp.bool))
+    return visible_pairs(cfg, tokens.index, batch, cache_layer, last)
+
+
+def _weights(q: jax.Array, k: jax.Array, pairs: jax.Array, scale: float) -> jax.Array:
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * scale
+    return jax.nn.softmax(jnp.where(pairs[:, None], scores, -jnp.inf), axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def attended(q: jax.Array, k: jax.Array, v: jax.Array, pairs: jax.Array, scale: float) -> jax.Array:
+    """Returns the weighted sums of values `[B, S, H, V]`.
+
+    Its gradient keeps the weights in the dtype of v and has products of that dtype. JAX's own keeps float32 weights,
+    masks and maxima, and widens every product to float32.
+    """
+    return _attended_forward(q, k, v, pairs, scale)[0]
+
+
+def _attended_forward(q, k, v, pairs, scale):
+    weights = _weights(q, k, pairs, scale).astype(v.dtype)
+    out = jnp.einsum("bhqk,bkhv->bqhv", weights, v)
+    return out, (q, k, v, weights, out)
+
+
+def _attended_backward(scale, saved, dy):
+    q, k, v, weights, out = saved
+    dv = jnp.einsum("bhqk,bqhv->bkhv", weights, dy, preferred_element_type=jnp.float32)
+    dw = jnp.einsum("bqhv,bkhv->bhqk", dy, v, preferred_element_type=jnp.float32)
+    along = jnp.einsum("bqhv,bqhv->bhq", dy, out, preferred_element_type=jnp.float32)[..., None]
+    ds = (weights.astype(jnp.float32) * (dw - along) * scale).astype(q.dtype)
+    dq = jnp.einsum("bhqk,bkhd->bqhd", ds, k, preferred_element_type=jnp.float32)
+    dk = jnp.einsum("bhqk,bqhd->bkhd", ds, q, preferred_element_type=jnp.float32)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+attended.defvjp(_attended_forward, _attended_backward)

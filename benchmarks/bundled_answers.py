@@ -1,0 +1,96 @@
+"""Measures a small model that `launch.train` made: its loss on held-out text, its MTP drafts, and 20 fixed questions.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.bundled_answers [--model DIR]
+
+The held-out text is that of `dsv3.training.corpus` on this interpreter; figures are comparable under the same Python
+version. Each question is answered greedily, alone. An answer is right if it is complete and the question's pattern
+occurs in it. The pattern asks for what the answer must say; one that also says something wrong may match, so read them.
+Prints the figures as JSON, and the answers as the table of the model's card.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from configs import tiny
+from dsv3 import LLM, SamplingParams
+from dsv3.checkpoint import load_params
+from dsv3.engine.build import bundled_model
+from dsv3.hf_config import load_config
+from dsv3.training import corpus
+from dsv3.training.data import Data, encode_documents
+from dsv3.training.export import final_figures
+from dsv3.training.step import TrainState
+
+QUESTIONS: dict[str, str] = {
+    "Hello": r"^Hello",
+    "Who are you?": r"language model with the architecture of DeepSeek-V3",
+    "What is Python?": r"programming language",
+    "What does str.split do?": r"list of the (sub)?(strings|words)",
+    "What does len do?": r"(number of items|length)",
+    "What does json.dumps do?": r"Seriali[sz]e.*(JSON|str)",
+    "What does os.path.join do?": r"[Jj]oin.*path",
+    "What does math.sqrt do?": r"square root",
+    "What does list.append do?": r"[Aa](ppend|dd).*end",
+    "What does dict.get do?": r"value for.*key",
+    "What does time.sleep do?": r"([Dd]elay|[Ss]uspend|[Ss]leep).*second",
+    "What does re.sub do?": r"[Rr]eplac",
+    "What does random.randint do?": r"random integer",
+    "What does sorted do?": r"(new|sorted) (sorted )?list",
+    "What is the random module for?": r"[Rr]andom (variable|number)",
+    "How do I read a file?": r"open\(.*\n?.*read\(",
+    "How do I sort a list?": r"sort(ed)?\(",
+    "How do I raise an exception?": r"raise \w+",
+    "Write a function that adds two numbers.": r"def \w+\((\w+), (\w+)\):\s+return (\1 \+ \2|\2 \+ \1)",
+    "How can I loop over the items of a list?": r"for \w+ in \w+:",
+}
+"""Questions of the kind that the README shows, and what a right answer must contain. The last is not trained on."""
+LONGEST = 96
+
+
+def figures(directory: Path) -> dict[str, Any]:
+    """Returns `final_figures` of the model in `directory`."""
+    config = dataclasses.replace(tiny.TRAINING, model=load_config(directory))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    _, held_out = corpus.split_documents(corpus.documents(corpus.standard_library()))
+    stream, size = encode_documents(tokenizer, held_out, None), sum(len(doc.text.encode()) for doc in held_out)
+    params = load_params(directory, config.model, dtype=jnp.dtype(config.compute_dtype), progress=False)
+    state = TrainState(params, None, jnp.zeros((), jnp.int32))
+    return final_figures(state, Data(tokenizer, stream, stream, np.empty(0), size), config)
+
+
+def answers(directory: Path) -> dict[str, tuple[str, bool]]:
+    """Returns the greedy answer to each question, and whether it is right."""
+    llm = LLM(directory, max_model_len=256, max_num_seqs=4)
+    found = {}
+    for question, pattern in QUESTIONS.items():
+        message = [{"role": "user", "content": question}]
+        (output,) = llm.chat(message, SamplingParams(temperature=0.0, max_tokens=LONGEST))
+        answer = output.outputs[0]
+        right = answer.finish_reason == "stop" and re.search(pattern, answer.text, re.DOTALL) is not None
+        found[question] = answer.text, right
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=bundled_model())
+    directory = parser.parse_args().model
+    print(json.dumps(figures(directory)))
+    found = answers(directory)
+    print(f"\n{sum(right for _, right in found.values())} of {len(found)} are right\n")
+    print("| question | greedy answer | |\n|---|---|---|")
+    for question, (text, right) in found.items():
+        shown = text.strip().replace("\n", "\\n").replace("|", "\\|")
+        print(f"| {question} | `{shown}` | {'right' if right else 'wrong'} |")
+
+
+if __name__ == "__main__":
+    main()

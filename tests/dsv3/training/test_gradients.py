@@ -1,0 +1,60 @@
+"""Gradients that are written by hand, and layers as straight code, against JAX's own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dsv3.model.layers.whole import attended
+from dsv3.training.config import TrainingConfig
+from dsv3.training.step import initial_state, train_step
+from pallas_kernels import dense
+from pallas_kernels.backend import Backend
+
+
+def test_a_step_of_straight_layers_is_that_of_a_loop(toy_config: TrainingConfig) -> None:
+    tokens = np.random.default_rng(0).integers(3, 320, (4, 32)).astype(np.int32)
+    steps = [
+        train_step(initial_state(config), tokens, config=config)
+        for config in (toy_config, dataclasses.replace(toy_config, unrolled=True))
+    ]
+    (loop, loop_metrics), (straight, straight_metrics) = steps
+    for name in ("loss", "mtp_loss", "expert_load_peak"):
+        np.testing.assert_allclose(straight_metrics[name], loop_metrics[name], rtol=1e-5)
+    means = [optax.tree.get(state.optimizer, "mu") for state in (loop, straight)]  # a tenth of the clipped gradient
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), *means)
+    jax.tree.map(np.testing.assert_array_equal, straight.params.moe.moe.router_bias, loop.params.moe.moe.router_bias)
+
+
+def test_gradients_of_a_bfloat16_product_are_those_of_float32_but_for_rounding() -> None:
+    rng = np.random.default_rng(1)
+    x, w, dy = (rng.normal(size=shape).astype(jnp.bfloat16) for shape in ((12, 16), (2, 8, 16), (12, 8)))
+
+    def gradients(dtype: str) -> tuple[jax.Array, ...]:
+        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+            stacked = dense.layer_gemm(x, w, 1, out_dtype=jnp.float32, backend=Backend.REFERENCE)
+            return ((stacked + dense.plain_gemm(x, w[0], out_dtype=jnp.float32)) * dy.astype(jnp.float32)).sum()
+
+        return jax.jit(jax.grad(product, (0, 1)))(x.astype(dtype), w.astype(dtype))
+
+    for narrow, wide in zip(gradients("bfloat16"), gradients("float32"), strict=True):
+        assert narrow.dtype == jnp.bfloat16
+        np.testing.assert_allclose(narrow.astype(np.float32), wide, rtol=0.02, atol=0.05)
+
+
+def test_gradients_of_attention_are_those_of_its_definition() -> None:
+    rng = np.random.default_rng(2)
+    q, k, v, dy = (rng.normal(size=(2, 6, 3, width)).astype(np.float32) for width in (8, 8, 4, 4))
+    pairs = np.tril(np.ones((1, 6, 6), np.bool))
+
+    def definition(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.where(pairs[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.3, -jnp.inf)
+        return (jnp.einsum("bhqk,bkhv->bqhv", jax.nn.softmax(scores, axis=-1), v) * dy).sum()
+
+    def ours(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return (attended(q, k, v, pairs, 0.3) * dy).sum()
+
+    values = jax.jit(lambda *heads: [jax.value_and_grad(f, (0, 1, 2))(*heads) for f in (ours, definition)])(q, k, v)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *values)

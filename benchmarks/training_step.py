@@ -1,13 +1,12 @@
-"""Measures the processor time of a training step, with the layers in a loop and as straight code.
+"""Measures the processor time of a training step.
 
     JAX_PLATFORMS=cpu python -m benchmarks.training_step [--config tiny] [--steps 10]
 
-The runs of a configuration begin with the same weights and make their steps in turns, on the same random rows. Prints
-for each the median processor seconds of a step, of all threads, the kernel's part of them, and tokens per second.
+Prints the median processor seconds of a step on random rows, of all threads, the kernel's part of them, and tokens per
+second.
 """
 
 import argparse
-import dataclasses
 import importlib
 import os
 import statistics
@@ -36,23 +35,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     base = importlib.import_module(f"configs.{arguments.config}").TRAINING
-    configs = {"loop": dataclasses.replace(base, unrolled=False), "straight": dataclasses.replace(base, unrolled=True)}
-    states = {name: initial_state(config) for name, config in configs.items()}
-    spent: dict[str, list[np.ndarray]] = {name: [] for name in configs}
-    rng = np.random.default_rng(0)
+    state, rng = initial_state(base), np.random.default_rng(0)
+    spent = []
     for _ in range(UNTIMED + arguments.steps):
         # Few words are frequent and most are rare, as in text.
         shares = rng.random((base.batch_size, base.sequence_length)) ** 3
         tokens = (base.model.vocab_size * shares).astype(np.int32)
-        for name, config in configs.items():
-            states[name], step = seconds(states[name], tokens, config)
-            spent[name].append(step)
-    for name, steps in spent.items():
-        user, system = (statistics.median(column) for column in zip(*steps[UNTIMED:], strict=True))
-        speed = tokens.size / (user + system)
-        print(
-            f"{name}: {user + system:.3f} s per step, {system:.3f} of it in the kernel, {speed:,.0f} tokens per second"
-        )
+        state, step = seconds(state, tokens, base)
+        spent.append(step)
+    user, system = (statistics.median(column) for column in zip(*spent[UNTIMED:], strict=True))
+    speed = tokens.size / (user + system)
+    print(f"{user + system:.3f} s per step, {system:.3f} of it in the kernel, {speed:,.0f} tokens per second")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ TRAINING = TrainingConfig(
     warmup_steps=200,
     router_bias_rate=0.003,
     compute_dtype="bfloat16",
-    unrolled=True,
     library_copies=6,
     packages=PACKAGES,
     answers="sentences",

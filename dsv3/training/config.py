@@ -17,8 +17,6 @@ class TrainingConfig:
     DeepSeek-V3 report (2.2), `router_bias_rate` is its gamma and `sequence_balance_weight` its alpha (2.1.2); with 0
     there is no sequence-wise auxiliary loss. With `fp8_products` linear layers and experts multiply e4m3 values in
     training, forward and backward (3.3); activations stay in `compute_dtype`, and validation is as without.
-    With `unrolled` a step on one device has its layers as straight code: it takes longer to compile, writes no stacks
-    of what the backward needs, and no gradient as large as all layers.
 
     The text is the standard library `library_copies` times, each with other cuts, and the installed `packages`. The
     answers of the conversations are first "paragraphs" of docstrings (`chat_pairs`), or first "sentences"
@@ -47,7 +45,6 @@ class TrainingConfig:
     chat_fraction: float = 0.5
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     fp8_products: bool = False
-    unrolled: bool = False
     library_copies: int = 1
     packages: tuple[str, ...] = ()
     answers: Literal["paragraphs", "sentences"] = "paragraphs"

@@ -9,14 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from dsv3.config import ModelConfig
-from dsv3.model.decoder import embed
 from dsv3.model.forward import forward
 from dsv3.model.layers.experts import LOCAL_EXPERTS
 from dsv3.model.params import Params, declare, initialize
 from dsv3.training.balance import balanced
 from dsv3.training.config import TrainingConfig
 from dsv3.training.loss import main_loss, mtp_loss, objective, training_backend
-from dsv3.training.pipeline.stages import compute, cut, take, weights
 
 
 @jax.tree_util.register_dataclass
@@ -82,8 +80,6 @@ def expert_load_peak(counts: Any) -> Any:
 
 
 def _objective(params: Params, tokens: jax.Array, config: TrainingConfig) -> tuple[jax.Array, dict[str, Any]]:
-    if config.unrolled:
-        return _unrolled_objective(params, tokens, config)
     computed = compute_copy(params, config.model, jnp.dtype(config.compute_dtype))
     output = forward(
         computed,
@@ -95,14 +91,6 @@ def _objective(params: Params, tokens: jax.Array, config: TrainingConfig) -> tup
         fp8_products=config.fp8_products,
     )
     return objective(output, tokens, config.mtp_weight)
-
-
-def _unrolled_objective(params: Params, tokens: jax.Array, config: TrainingConfig) -> tuple[jax.Array, dict[str, Any]]:
-    """Does `_objective` with the layers as straight code: a pipeline of one stage."""
-    (stage,) = cut(config.model, 1)
-    own = weights(take(params, config.model, stage), None, config, stage)
-    x = embed(own.ends, tokens.reshape(-1))
-    return compute(config, stage, tokens.shape[1], LOCAL_EXPERTS)(own, x, (tokens, None))
 
 
 def shift_router_bias(params: Params, counts: jax.Array, rate: float) -> Params:

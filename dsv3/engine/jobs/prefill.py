@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.cache.page import PAGE_SIZE, pages_for
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses, context_pays, context_room, masked_room
 from dsv3.engine.device.devices import Devices, Forward
@@ -237,17 +237,18 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
     header = np.empty((len(flat), 2 + HEADER), np.int32)
     header[:, :6] = [(rank, *_places(chunk, cfg)) for rank, chunk in flat]
     header[:, 6:] = control_rows(chunk.sequence for _, chunk in flat)
+    rank, count, start = header[:, 0], header[:, 3].astype(np.int64), header[:, 4]
     return PrefillCommand(
         bucket,
         header,
         np.concatenate([c.sequence.tokens[c.start : c.stop] for _, c in flat]),
         np.fromiter(itertools.chain.from_iterable(c.sequence.pages for _, c in flat), np.int32),
         any(c.is_last for _, c in flat),
-        any(c.start for _, c in flat),
+        bool(start.any()),
         any(c.sequence.tells_prompt for _, c in flat),
-        max(c.stop for _, c in flat),
-        PAGE_SIZE * max(sum(pages_for(c.stop) for c in mine) for mine in chunks),
-        max(sum((c.stop - c.start) * c.start for c in mine) for mine in chunks),
+        int((start + count).max()),
+        PAGE_SIZE * int(np.bincount(rank, -(-(start + count) // PAGE_SIZE)).max()),
+        int(np.bincount(rank, count * start).max()),
     )
 
 

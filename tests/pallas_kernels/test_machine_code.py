@@ -184,7 +184,7 @@ def test_every_other_loop_is_one_of_the_stored():
 
 
 def test_many_new_tokens_pay_for_keys_and_values_of_cached_ones():
-    """By loops of equal speed per product: 3.4 times the cycles less what expanding takes, and 0.6 of them for few."""
+    """Loops of equal speed per product would give 3.4 times the cycles, less what expanding takes, and 0.6 for few."""
     names = {kernel.name for kernel in kernels.kernels()}
     assert {after_cached.DECODE, after_cached.SPANS} <= names
     found = [dict(zip(after_cached.HEAD, row, strict=True)) for row in after_cached.rows(4352, 2560, 2560)]

@@ -48,7 +48,7 @@ def live(file: Path, steps: int) -> np.ndarray:
 @settings(max_examples=12, deadline=None)
 @given(lives=st.lists(st.integers(0, LIFE), max_size=3))
 def test_engines_that_end_at_any_step_leave_the_places_before_a_move_or_after_it(tmp_path_factory, lives) -> None:
-    """Of four layers three move in one step and the last one in the next: at first, and anew in each other engine."""
+    """Three of four layers move in one step and the last one in the next: at first, and anew in each other engine."""
     folder = tmp_path_factory.mktemp("lives")
     file, maps = folder / "experts", [FIRST.phy2log.tolist(), live(folder / "undisturbed", LIFE).tolist()]
     assert maps[0] != maps[1]
@@ -61,7 +61,7 @@ def test_engines_that_end_at_any_step_leave_the_places_before_a_move_or_after_it
 
 @pytest.mark.parametrize("name", ["write_bytes", "replace"])
 def test_a_process_that_dies_as_it_writes_leaves_what_was_there(file, monkeypatch, name) -> None:
-    """In the middle of the content, or before that takes the place of the old one. The next engine leaves no trace."""
+    """Death comes in the middle of the content, or before that takes the old one's place. The next engine leaves no trace."""
 
     class Death(BaseException):
         """Nothing catches it."""

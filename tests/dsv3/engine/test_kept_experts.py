@@ -61,7 +61,7 @@ def test_engines_that_end_at_any_step_leave_the_places_before_a_move_or_after_it
 
 @pytest.mark.parametrize("name", ["write_bytes", "replace"])
 def test_a_process_that_dies_as_it_writes_leaves_what_was_there(file, monkeypatch, name) -> None:
-    """Death comes in the middle of the content, or before that takes the old one's place. Nothing else is left behind."""
+    """Death comes in the middle of the content, or before that takes the old one's place. Nothing else is left."""
 
     class Death(BaseException):
         """Nothing catches it."""

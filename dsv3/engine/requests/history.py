@@ -20,6 +20,7 @@ class History:
     def __init__(self, num_slots: int) -> None:
         self._recent = np.zeros((num_slots, _WIDTH), np.int32)
         self._flat, self._starts = self._recent.reshape(-1), np.arange(num_slots, dtype=np.int64) * _WIDTH
+        self._bytes = memoryview(self._flat).cast("B")
         self._begun = [_NONE] * num_slots  # what a request has when it enters
         self._full = [bytearray()] * num_slots  # whole parts behind the last whole part of that
 
@@ -44,9 +45,10 @@ class History:
             self._flat[starts + (before & _IN_ROW)] = tokens[:, 0]
         else:
             self._flat[starts[:, None] + ((before[:, None] + np.arange(tokens.shape[1])) & _IN_ROW)] = tokens
-        filled = ((before ^ known) >= _PART).nonzero()[0].tolist()
-        for slot, first in [(int(slots[i]), int(before[i]) & _IN_ROW & -_PART) for i in filled]:
-            self._full[slot] += self._recent[slot, first : first + _PART].tobytes()
+        filled = ((before ^ known) >= _PART).nonzero()[0]
+        mine, firsts = slots[filled], starts[filled] + (before[filled] & _IN_ROW & -_PART)
+        for slot, first in zip(mine.tolist(), (firsts * self._recent.itemsize).tolist(), strict=True):
+            self._full[slot] += self._bytes[first : first + _PART * self._recent.itemsize]
 
     def read(self, slot: int, start: int, stop: int) -> np.ndarray:
         """Returns a slot's tokens `start` to `stop`, which have been noted, as a new array int32."""

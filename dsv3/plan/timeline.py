@@ -142,9 +142,8 @@ class Player:
             return
         inner = self._run(self._module[loop.called[0]])
         trips, stages = loop.trips or 1, {(block.lane, block.label, block.micro_batch) for block in inner.blocks}
-        if (
-            loop is not self._layer and len(stages) == 1 and not inner.exposed
-        ):  # a stage goes round: heads of attention, a few after the others
+        # A stage may go round: heads of attention, a few after the others.
+        if loop is not self._layer and len(stages) == 1 and not inner.exposed:
             [(_, label, micro_batch)] = stages
             clock.work(trips * inner.now, label, micro_batch)
             return

@@ -26,10 +26,14 @@ def root_key(fingerprint: str, salt: str) -> Key:
 
 def extend_keys(root: Key, keys: list[Key], tokens: np.ndarray) -> None:
     """Appends to `keys` until it covers every full page of `tokens` ([n] int32)."""
-    first = len(keys) * PAGE_SIZE
-    raw = np.ascontiguousarray(tokens[first : len(tokens) // PAGE_SIZE * PAGE_SIZE], "<i4").tobytes()
-    size = 4 * PAGE_SIZE
-    key = keys[-1] if keys else root
+    keys += keys_behind(keys[-1] if keys else root, tokens[len(keys) * PAGE_SIZE :])
+
+
+def keys_behind(key: Key, tokens: np.ndarray) -> list[Key]:
+    """Returns the keys of every full page of `tokens` ([n] int32) that follow the page, or the root, of `key`."""
+    raw = np.ascontiguousarray(tokens[: len(tokens) // PAGE_SIZE * PAGE_SIZE], "<i4").tobytes()
+    size, keys = 4 * PAGE_SIZE, []
     for start in range(0, len(raw), size):
         key = hashlib.sha256(key + raw[start : start + size]).digest()
         keys.append(key)
+    return keys

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv3.cache.events.record import Cleared, Record, Spelled, Watch
-from dsv3.cache.keys import Key, extend_keys, root_key
+from dsv3.cache.keys import Key, extend_keys, keys_behind, root_key
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.cache.page_cache import PageCache
 from dsv3.cache.tiers.hosts import Hosts
@@ -189,7 +189,9 @@ class Scheduler:
         if not self.cfg.enable_prefix_caching or not sequence.is_sound or count <= sequence.published:
             return
         if count > len(sequence.keys):
-            extend_keys(sequence.root, sequence.keys, self.slots.history.read(sequence.slot, 0, count * PAGE_SIZE))
+            known, last = len(sequence.keys), sequence.keys[-1] if sequence.keys else sequence.root
+            behind = self.slots.history.read(sequence.slot, known * PAGE_SIZE, count * PAGE_SIZE)
+            sequence.keys += keys_behind(last, behind)
         rank, first = self.slots.rank_of(sequence.slot), sequence.published
         keys, pages = sequence.keys[first:count], sequence.pages[first:count]
         fresh = self.caches[rank].publish(keys, pages)

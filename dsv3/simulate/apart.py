@@ -1,4 +1,4 @@
-"""An instance that is simulated elsewhere, a step ahead of the fleet: the same figures on two processors.
+"""Instances that are simulated elsewhere, a step ahead of the fleet: the same figures on two processors.
 
 What a step gives depends on nothing that is submitted while it runs: a request waits in the queue until a step has
 ended. So when a step ends, the other side is told what has been submitted meanwhile. It plans the step after the next
@@ -13,11 +13,12 @@ import numpy as np
 
 from dsv3.cache.keys import Key
 from dsv3.engine.config import EngineConfig
-from dsv3.prepare import PreparedRequest
+from dsv3.engine.job import EngineView
 from dsv3.request import StepOutputs, Tokens
 from dsv3.simulate.clock import Clock
 from dsv3.simulate.instance import Instance, State
 from dsv3.simulate.pages import Handed
+from dsv3.simulate.prompts import Asked, keys_of
 from dsv3.simulate.times import InstanceTimes
 
 _NOTHING = np.empty(0, np.int64)
@@ -27,7 +28,7 @@ class Order(NamedTuple):
     """A step has ended, or there was none: what has been submitted since the last order."""
 
     now: float
-    submitted: list[tuple[PreparedRequest, tuple[Key, ...]]]
+    submitted: list[Asked]
 
 
 class Reply(NamedTuple):
@@ -47,24 +48,33 @@ class Channel(Protocol):
     def receive(self) -> Reply:
         """Waits for the reply to the last order."""
 
+
+class Elsewhere(Protocol):
+    """A place with a `Worker` for each instance that is opened there."""
+
+    def open(self, times: InstanceTimes, cfg: EngineConfig) -> Channel:
+        """Begins an instance."""
+
     def close(self) -> None:
-        """Ends the worker."""
+        """Ends all of them."""
 
 
 class Worker:
-    """The instance itself: what a prefill instance has computed of a prompt is there at once (`Handed`)."""
+    """The instance itself. Where it decodes, what a prefill instance has computed is there at once (`Handed`)."""
 
     def __init__(self, times: InstanceTimes, cfg: EngineConfig) -> None:
         self._clock = Clock()
-        self._instance = Instance(
-            times, cfg, self._clock, lambda instance, outputs: None, lambda view, wake: Handed(view.scheduler)
-        )
+
+        def make_pages(view: EngineView, wake: Callable[[], None]) -> Handed | None:
+            return Handed(view.scheduler) if times.role == "decode" else None
+
+        self._instance = Instance(times, cfg, self._clock, lambda instance, outputs: None, make_pages)
 
     def obey(self, order: Order) -> Reply:
         """Takes in what was submitted, plans, and computes what the next step gives."""
         self._clock.now = order.now
-        for request, keys in order.submitted:
-            self._instance.take_in(request, keys)
+        for asked in order.submitted:
+            self._instance.take_in(asked, keys_of(asked.content))
         self._instance.launch()
         state, ends = self._instance.state(), self._instance.ends
         return Reply(state, ends, _for_fleet(self._instance.collect()) if ends else None)
@@ -88,25 +98,25 @@ class Apart(Instance):
     ) -> None:
         self.times, self.cfg, self._clock, self._hear = times, cfg, clock, hear
         self._channel = channel
-        self._submitted: list[tuple[PreparedRequest, tuple[Key, ...]]] = []
+        self._submitted: list[Asked] = []
         self._reply, self._waits = Reply(State(), (), None), False
         self._ends: tuple[float, ...] = ()  # of the steps under way, as far as replies have told
 
-    def submit(self, request: PreparedRequest, keys: Sequence[Key]) -> None:
-        """Queues a request; where nothing is under way it begins."""
-        self._submitted.append((request, tuple(keys)))
+    def submit(self, asked: Asked, keys: Sequence[Key]) -> None:
+        """Queues a request, whose keys are made anew elsewhere; where nothing is under way it begins."""
+        self._submitted.append(asked)
         if not self._ends:
             self._order()
             self._await()
 
     def state(self) -> State:
         """Returns how it stands, with what has been submitted since."""
-        state, tokens = self._told().state, sum(len(request.prompt) for request, _ in self._submitted)
+        state, tokens = self._told().state, sum(asked.tokens for asked in self._submitted)
         requests, queued = state.requests + len(self._submitted), state.queued_tokens + tokens
         return dataclasses.replace(state, requests=requests, queued_tokens=queued)
 
     def found(self, keys: Sequence[Key]) -> int:
-        """Returns 0: an instance that only decodes has no prefix cache."""
+        """Returns 0: what decodes has no prefix cache, and what prefills is apart only where nobody asks."""
         return 0
 
     def _order(self) -> None:

@@ -8,7 +8,6 @@ computes the rest.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
 import numpy as np
 
 from dsv3.cache.keys import Key
@@ -16,21 +15,21 @@ from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import EngineView
 from dsv3.fleet.router.instance import Booking
 from dsv3.fleet.router.prompt import MAX_PAGES, Prompt
-from dsv3.prepare import PreparedRequest
 from dsv3.request import StepOutputs
-from dsv3.simulate.apart import Apart, Channel
+from dsv3.simulate.apart import Apart, Elsewhere
 from dsv3.simulate.clock import Clock
 from dsv3.simulate.instance import Instance, Totals
 from dsv3.simulate.options import Routing
 from dsv3.simulate.pages import Handed, Pages, PaperStore, Work
 from dsv3.simulate.pool import Place, Pool
-from dsv3.simulate.prompts import prepared
+from dsv3.simulate.prompts import Asked, keys_of
 from dsv3.simulate.record import End, Record
 from dsv3.simulate.scaling import Pressure, Rule
 from dsv3.simulate.times import InstanceTimes
 from dsv3.simulate.traffic import Ask, Session
 from dsv3.simulate.worker import Process
 
+_APART_SHARE = 3 / 8  # of the prefill instances
 _RETRY_S = 1.0  # a client that was refused comes again with its next request
 
 
@@ -52,7 +51,8 @@ class Setting:
     """What is simulated: instances that answer, those that compute prompts for them if there are any, and how.
 
     `host_gib` of host memory per instance take pages of prompts, `store_gib` are a store that all share. With
-    `two_processes` the instance that decodes has one of its own. Raises SettingError for what contradicts itself.
+    `two_processes` another one has the instance that decodes, and some that prefill (`is_apart`). Raises SettingError
+    for what contradicts itself.
     """
 
     answering: Group
@@ -88,6 +88,18 @@ class Setting:
         computes = times.role != "decode"
         return times.limits(self.max_model_len, shares=computes, offload_gib=self.host_gib * computes)
 
+    def is_apart(self, times: InstanceTimes, number: int) -> bool:
+        """Returns whether the other process has instance `number` of a role.
+
+        It has the one that decodes, and some that prefill where these need not be asked between their steps: whether
+        they find a prompt, and whether one of their tiers' threads is done.
+        """
+        if times.role == "decode":
+            return True
+        assert self.prefilling is not None
+        is_asked = self.routing == "events" or self.host_gib or self.prefilling.rule is not None
+        return not is_asked and number < self.prefilling.count * _APART_SHARE
+
     @property
     def groups(self) -> tuple[Group, ...]:
         """The kinds of instances."""
@@ -98,7 +110,7 @@ class Setting:
 class _Active:
     """A request on its way, the place it has, and who waits for its end."""
 
-    request: PreparedRequest
+    asked: Asked
     keys: tuple[Key, ...]
     prompt: Prompt
     ended: Callable[[End], None]
@@ -115,11 +127,10 @@ class Fleet:
         setting: Setting,
         clock: Clock,
         record: Record,
-        channel: Callable[[InstanceTimes, EngineConfig], Channel] = Process,
+        elsewhere: Callable[[], Elsewhere] = Process,
     ) -> None:
         self.setting, self.clock, self.record = setting, clock, record
-        self._make_channel = channel
-        self._channels: list[Channel] = []
+        self._elsewhere = elsewhere() if setting.two_processes else None
         self._longest = min(setting.limits(group.times).max_model_len for group in setting.groups)
         self._work = Work(clock)
         self._store = self._make_store()
@@ -158,16 +169,17 @@ class Fleet:
 
     def come(self, ask: Ask, ended: Callable[[End], None]) -> None:
         """Takes a request; `ended` is called once, when it has ended."""
-        number = self.record.arrive(self.clock.now, ask.prompt)
-        found = prepared(ask, number, self._longest)
-        if found is None:
+        tokens = ask.prompt
+        number = self.record.arrive(self.clock.now, tokens)
+        if tokens >= self._longest:
             self.record.end(number, self.clock.now, "too long")
             ended("too long")
             return
-        request, keys = found
+        keys = tuple(keys_of(ask.content))
         known = keys[:MAX_PAGES]
-        prompt = Prompt(known, ask.prompt, known if self.setting.routing == "events" else None)
-        active = self._active[number] = _Active(request, keys, prompt, ended)
+        prompt = Prompt(known, tokens, known if self.setting.routing == "events" else None)
+        asked = Asked(number, ask.content, tokens, min(tokens + ask.answer, self._longest))
+        active = self._active[number] = _Active(asked, keys, prompt, ended)
         if self.prefilling is not None and prompt.keys:
             active.is_prefill = True
             self._book(active, self.prefilling)
@@ -181,15 +193,15 @@ class Fleet:
     def _send(self, active: _Active, booking: Booking) -> None:
         active.booking = booking
         place: Place = booking.instance  # type: ignore[assignment]
-        request, delay = active.request, 0.0
+        asked, delay = active.asked, 0.0
         if active.is_prefill:
-            request = msgspec.structs.replace(request, max_length=active.prompt.tokens + 1)
+            asked = asked._replace(max_length=asked.tokens + 1)
         elif self.prefilling is not None and self.setting.prefilling is not None and active.prompt.keys:
             delay = self.setting.prefilling.times.hand_over_seconds(active.prompt.tokens)
         if delay:
-            self.clock.at(self.clock.now + delay, lambda: place.instance.submit(request, active.keys))
+            self.clock.at(self.clock.now + delay, lambda: place.instance.submit(asked, active.keys))
         else:
-            place.instance.submit(request, active.keys)
+            place.instance.submit(asked, active.keys)
 
     def _hear(self, instance: Instance, outputs: StepOutputs) -> None:
         """Takes in what a step has given."""
@@ -210,19 +222,19 @@ class Fleet:
                 self._end(active, "answered")
 
     def _prefilled(self, active: _Active, cached: int) -> None:
-        self.record.cached[active.request.request_id] = cached
+        self.record.cached[active.asked.number] = cached
         self._leave(active)
         active.is_prefill = False
         self._book(active, self.answering)
 
     def _began(self, active: _Active, cached: int) -> None:
-        number = active.request.request_id
+        number = active.asked.number
         self.record.note_first(number, self.clock.now)
         if self.prefilling is None:
             self.record.cached[number] = cached
         assert active.booking is not None
         # The router is told of the tokens as they come; here once, as of an answer half way.
-        active.booking.answer((active.request.max_length - active.prompt.tokens) // 2)
+        active.booking.answer((active.asked.max_length - active.asked.tokens) // 2)
 
     def _leave(self, active: _Active) -> None:
         assert active.booking is not None and active.pool is not None
@@ -230,10 +242,10 @@ class Fleet:
         active.pool.close(booking)
 
     def _end(self, active: _Active, end: End) -> None:
-        del self._active[active.request.request_id]
+        del self._active[active.asked.number]
         if active.booking is not None:
             self._leave(active)
-        self.record.end(active.request.request_id, self.clock.now, end)
+        self.record.end(active.asked.number, self.clock.now, end)
         active.ended(end)
 
     # Instances
@@ -249,19 +261,19 @@ class Fleet:
         return pool
 
     def _start(self, pool: Pool, times: InstanceTimes) -> Place:
-        pool.places.append(Place(self._instance(times, self.setting.limits(times)), self.clock.now))
+        pool.places.append(Place(self._instance(times, len(pool.places)), self.clock.now))
         return pool.places[-1]
 
-    def _instance(self, times: InstanceTimes, limits: EngineConfig) -> Instance:
-        if self.setting.two_processes and times.role == "decode":
-            self._channels.append(self._make_channel(times, limits))
-            return Apart(times, limits, self.clock, self._hear, self._channels[-1])
+    def _instance(self, times: InstanceTimes, number: int) -> Instance:
+        limits = self.setting.limits(times)
+        if self._elsewhere is not None and self.setting.is_apart(times, number):
+            return Apart(times, limits, self.clock, self._hear, self._elsewhere.open(times, limits))
         return Instance(times, limits, self.clock, self._hear, lambda view, wake: self._pages(times, view, wake))
 
     def close(self) -> None:
         """Ends the other process, where there is one."""
-        for channel in self._channels:
-            channel.close()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
 
     def _pages(self, times: InstanceTimes, view: EngineView, wake: Callable[[], None]) -> Pages | Handed | None:
         if times.role == "decode":

@@ -23,11 +23,10 @@ from dsv3.engine.jobs.sample import SampleCommand
 from dsv3.engine.requests.rows import BatchRows
 from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.engine.requests.sequence import sequence_of
-from dsv3.prepare import PreparedRequest
 from dsv3.request import StepOutputs
 from dsv3.simulate.clock import Clock
 from dsv3.simulate.pages import Handed, Pages, copy_seconds
-from dsv3.simulate.prompts import VOCAB
+from dsv3.simulate.prompts import VOCAB, Asked, request_of
 from dsv3.simulate.times import InstanceTimes
 
 _AHEAD = 2  # steps launched: one runs, one is next
@@ -98,14 +97,14 @@ class Instance:
         self._steps = self._decode_steps = 0
         self._busy_s = self._decode_s = 0.0
 
-    def submit(self, request: PreparedRequest, keys: Sequence[Key]) -> None:
+    def submit(self, asked: Asked, keys: Sequence[Key]) -> None:
         """Queues a request with its prefix keys; an engine at work takes it in when its step has ended."""
-        self.take_in(request, keys)
+        self.take_in(asked, keys)
         self.wake()
 
-    def take_in(self, request: PreparedRequest, keys: Sequence[Key]) -> None:
+    def take_in(self, asked: Asked, keys: Sequence[Key]) -> None:
         """Queues a request and leaves it there."""
-        self.scheduler.add(sequence_of(request, keys))
+        self.scheduler.add(sequence_of(request_of(asked), keys))
 
     def wake(self) -> None:
         """Begins to work where nothing is under way."""

@@ -1,15 +1,18 @@
-"""An instance that is simulated elsewhere: the figures of one process, to the bit, and an end that is told of."""
+"""Instances that are simulated elsewhere: the figures of one process, to the bit, and an end that is told of."""
 
 import dataclasses
+import pickle
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.config import EngineConfig
+from dsv3.simulate import worker
 from dsv3.simulate.apart import Order, Reply, Worker
 from dsv3.simulate.clock import Clock
 from dsv3.simulate.fleet import Fleet, Group, Setting, SettingError, replay
+from dsv3.simulate.prompts import Asked
 from dsv3.simulate.record import Record
 from dsv3.simulate.series import Series
 from dsv3.simulate.times import InstanceTimes
@@ -31,13 +34,20 @@ class Direct:
     def receive(self) -> Reply:
         return self._replies.pop()
 
+
+class Here:
+    """Has workers in this process."""
+
+    def open(self, times: InstanceTimes, cfg: EngineConfig) -> Direct:
+        return Direct(times, cfg)
+
     def close(self) -> None:
         pass
 
 
-def played(setting: Setting, sessions: list[Session], until: float | None, channel=Direct) -> tuple:
+def played(setting: Setting, sessions: list[Session], until: float | None, elsewhere=Here) -> tuple:
     """Returns all that a simulation tells: columns, looks, totals."""
-    fleet = Fleet(setting, Clock(), Record(), channel)
+    fleet = Fleet(setting, Clock(), Record(), elsewhere)
     try:
         series = Series(fleet, 0.3)
         replay(fleet, sessions, until)
@@ -55,7 +65,7 @@ def pairs(draw) -> Setting:
     few = {"ranks": draw(st.integers(1, 3)), "seqs": draw(st.sampled_from([1, 4])), "pages": draw(st.integers(17, 24))}
     routing = draw(st.sampled_from(["cost", "events", "round_robin"]))
     return Setting(
-        Group(table("decode", **few), 1), Group(table("prefill", **few), draw(st.integers(1, 2))), None, routing
+        Group(table("decode", **few), 1), Group(table("prefill", **few), draw(st.integers(1, 4))), None, routing
     )
 
 
@@ -86,12 +96,28 @@ def test_a_process_of_its_own_changes_no_figure() -> None:
 
 def test_a_process_that_dies_is_told_of() -> None:
     times = table("decode")
-    process = Process(times, SMALL.limits(times))
+    process = Process()
+    line = process.open(times, SMALL.limits(times))
     process._process.kill()
     with pytest.raises(WorkerLost, match="ended with status -9"):
-        process.receive()
+        line.receive()
     with pytest.raises(WorkerLost, match="Leave out --two_processes"):
-        process.send(Order(0.0, []))
+        line.send(Order(0.0, []))
+    process.close()
+
+
+def test_orders_and_replies_that_no_pipe_holds(monkeypatch) -> None:
+    """Both processes write more than a pipe takes; replies come in the order of those who wait for them."""
+    monkeypatch.setattr(worker, "_PIPE_BYTES", 2**12)
+    times = table("prefill", ranks=4, seqs=64, batched=4096, pages=256)
+    process = Process()
+    lines = [process.open(times, SMALL.limits(times)) for _ in range(3)]
+    many = [Asked(i, (Run(-1 - i, 70),), 70, 71) for i in range(600)]
+    for line in lines:
+        line.send(Order(0.0, many))
+    replies = [line.receive() for line in reversed(lines)]
+    assert [reply.state.requests for reply in replies] == [len(many)] * 3
+    assert sum(len(pickle.dumps(reply)) for reply in replies[1:]) > 2**12  # before the last order
     process.close()
 
 

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.bench.metrics import Limit
-from dsv3.prepare import RequestRules, prepare
+from dsv3.prepare import PreparedRequest, RequestRules, prepare
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
 from dsv3.simulate.clock import Clock
 from dsv3.simulate.fleet import Fleet, Group, Setting, SettingError, hold, replay
 from dsv3.simulate.options import SimulateOptions
-from dsv3.simulate.prompts import prepared
+from dsv3.simulate.prompts import VOCAB, Asked, keys_of, request_of
 from dsv3.simulate.record import Record
 from dsv3.simulate.scaling import Pressure, Rule
 from dsv3.simulate.simulation import Outcome, simulate
@@ -80,15 +80,29 @@ def test_a_second_prompt_alike_costs_what_is_not_cached() -> None:
 
 
 def test_prompts_are_those_that_a_front_prepares() -> None:
-    found = prepared(Ask((Run(3, 200), Run(-7, 90)), 5), 4, 1024)
-    assert found is not None
-    found, keys = found
-    sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=5)
-    request = EngineRequest(request_id=4, prompt_token_ids=found.prompt.tolist(), sampling=sampling)
-    real = prepare(request, RequestRules(vocab_size=2**17, max_model_len=1024))
-    for field in ("request_id", "tokens", "root", "keys", "max_length", "stop_ids"):
-        assert getattr(found, field) == getattr(real, field)
-    assert list(keys) == real.prefix_keys
+    found = request_of(Asked(4, (Run(3, 200), Run(-7, 90)), 290, 295))
+    for field in ("request_id", "tokens", "root", "max_length", "stop_ids"):
+        assert getattr(found, field) == getattr(real(found), field)
+
+
+def real(request: PreparedRequest) -> PreparedRequest:
+    """Returns a request as a front prepares it."""
+    sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.max_length - len(request.prompt))
+    asked = EngineRequest(request_id=request.request_id, prompt_token_ids=request.prompt.tolist(), sampling=sampling)
+    return prepare(asked, RequestRules(vocab_size=VOCAB, max_model_len=2048))
+
+
+RUNS = st.builds(Run, st.sampled_from([1, 2, -2, 5 * VOCAB + 3]), st.sampled_from([2, 63, 64, 65, 127, 200]))
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(RUNS, min_size=1, max_size=3, unique_by=lambda run: run.name), min_size=2, max_size=4))
+def test_keys_are_equal_where_those_of_a_front_are(contents) -> None:
+    asked = [Asked(i, tuple(runs), 0, 2000) for i, runs in enumerate(contents)]
+    pairs = {
+        pair for each in asked for pair in zip(keys_of(each.content), real(request_of(each)).prefix_keys, strict=True)
+    }
+    assert len({ours for ours, _ in pairs}) == len({theirs for _, theirs in pairs}) == len(pairs)
 
 
 def test_nothing_comes() -> None:

@@ -1,9 +1,10 @@
 """Which instance costs least, by what the router has sent there: `dsv3.fleet.cost` over instances in place of ranks."""
 
+import bisect
 import collections
 import dataclasses
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 
@@ -32,26 +33,35 @@ class SentPages:
 
     def __init__(self, limit: int = MAX_SENT_PAGES):
         self._limit = limit
-        self._keys: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        self._turns: dict[bytes, int] = {}  # by page: of the prompt that was the last to have it
+        self._prompts: collections.deque[tuple[int, tuple[bytes, ...]]] = collections.deque()  # by turn
+        self._turn, self._noted = 0, 0  # of the last prompt; pages of all `_prompts`
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._turns)
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """Remembers pages; the oldest ones are forgotten, and a prompt's last ones before its first."""
-        known, renew = self._keys, self._keys.move_to_end
-        for key in reversed(keys):
-            known[key] = None
-            renew(key)
-        while len(self._keys) > self._limit:
-            self._keys.popitem(last=False)
+        """Remembers pages; the oldest ones are forgotten, and a prompt's last ones before its first.
+
+        No page is moved on its own: an ordered dictionary took four times as long.
+        """
+        if not keys:
+            return
+        self._turn += 1
+        self._turns.update(dict.fromkeys(keys, self._turn))
+        self._prompts.append((self._turn, tuple(keys)))
+        self._noted += len(keys)
+        while len(self._turns) > self._limit:
+            self._forget_oldest(len(self._turns) - self._limit)
+        if self._noted > 2 * self._limit:
+            self._sweep()
 
     def overlap(self, keys: Sequence[bytes]) -> int:
         """Returns how many pages of a prompt, from its first on, went there.
 
         A page is always newer than those behind it. So those that are known are a run, found by bisection.
         """
-        known, low, high = self._keys, 0, len(keys)
+        known, low, high = self._turns, 0, len(keys)
         if not keys or keys[0] not in known:
             return 0
         while low < high:
@@ -61,7 +71,35 @@ class SentPages:
 
     def clear(self) -> None:
         """Forgets all: the instance has begun anew."""
-        self._keys.clear()
+        self._turns.clear()
+        self._prompts.clear()
+        self._noted = 0
+
+    def _forget_oldest(self, most: int) -> None:
+        """Forgets up to `most` pages of the oldest prompt, its last ones first."""
+        turn, keys = self._prompts.popleft()
+        stop = max(self._renewed(turn, keys), len(keys) - most)
+        for key in keys[stop:]:
+            del self._turns[key]
+        self._noted -= len(keys)
+        self._keep(turn, keys[:stop], self._prompts.appendleft)
+
+    def _sweep(self) -> None:
+        """Drops prompts that later ones repeat, so that these take no room."""
+        prompts, self._prompts, self._noted = self._prompts, collections.deque(), 0
+        for turn, keys in prompts:
+            self._keep(turn, keys, self._prompts.append)
+
+    def _keep(self, turn: int, keys: tuple[bytes, ...], add: Callable[[tuple[int, tuple[bytes, ...]]], None]) -> None:
+        """Adds those of a prompt's pages to `_prompts` that no later one has."""
+        left = keys[self._renewed(turn, keys) :]
+        if left:
+            add((turn, left))
+            self._noted += len(left)
+
+    def _renewed(self, turn: int, keys: Sequence[bytes]) -> int:
+        """Returns how many of a prompt's pages later ones have, too: its first ones."""
+        return bisect.bisect_left(keys, True, key=lambda key: self._turns.get(key) == turn)
 
 
 class Flying:

@@ -61,13 +61,17 @@ def test_the_next_turn_of_a_chat_begins_like_the_one_before():
     assert len(first.keys) >= 5 and second.keys[: len(first.keys)] == first.keys
 
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=20))
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=40))
 def test_memory_of_pages_is_bounded_and_keeps_beginnings(prompts):
-    sent = SentPages(limit=8)
+    """It remembers what a list does in which each page of a prompt moves to the end, the first one last."""
+    sent, pages = SentPages(limit=8), list[bytes]()
     for keys in prompts:
         names = [bytes(keys[: i + 1]) for i in range(len(keys))]
         sent.note(names)
-        assert len(sent) <= 8 and sent.overlap(names) == len(names)
+        pages = [page for page in pages if page not in names] + names[::-1]
+        pages = pages[-8:]
+        assert len(sent) == len(pages) and sent.overlap(names) == len(names)
+        assert all(sent.overlap([page]) for page in pages)
 
 
 @given(st.lists(st.sampled_from(["fail", "succeed", "wait", "ask"]), max_size=60))

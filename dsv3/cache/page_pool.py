@@ -27,10 +27,14 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """Returns up to `count` free pages with one owner each."""
-        start = max(0, len(self._free) - count)
-        pages, counts = self._free[start:], self._count
+        free, counts = self._free, self._count
+        if count == 1 and free:  # as an answer asks for them
+            counts[free[-1]] = 1
+            return [free.pop()]
+        start = max(0, len(free) - count)
+        pages = free[start:]
         pages.reverse()
-        del self._free[start:]
+        del free[start:]
         for page in pages:
             counts[page] = 1
         return pages

@@ -51,12 +51,9 @@ class PrefixIndex:
         Of what is known nothing changes.
         """
         page_of, key_of = self._page_of, self._key_of
-        fresh = [
-            i
-            for i, (key, page) in enumerate(zip(keys, pages, strict=True))
-            if key not in page_of and page not in key_of
-        ]
-        if len(fresh) < len(keys):
+        fresh = list(range(len(keys)))
+        if not (page_of.keys().isdisjoint(keys) and key_of.keys().isdisjoint(pages)):
+            fresh = [i for i in fresh if keys[i] not in page_of and pages[i] not in key_of]
             keys, pages = [keys[i] for i in fresh], [pages[i] for i in fresh]
         page_of.update(zip(keys, pages, strict=True))
         key_of.update(zip(pages, keys, strict=True))

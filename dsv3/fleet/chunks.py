@@ -178,9 +178,14 @@ def _mixed(pending: Pending, head: list[int], by_context: list[int], deep: int, 
 
 def _within(pending: Pending, head: list[int], by_context: list[int], aim: int, level: float, keys: float) -> list[int]:
     """Returns fewer tokens, which cost `level`: those that attend to the least."""
-    taken = head.copy()
+    taken, tokens = head.copy(), head[0]
+    pairs = tokens * (2 * pending[0][0] + tokens)
     for i in by_context:
-        done = pending[i][0] + taken[i]
-        most = affordable(level - chunks_cost(pending, taken, keys), done, keys)
-        taken[i] += min(pending[i][1] - done, aim - sum(taken), most)
+        computed, length = pending[i]
+        start = computed + head[i]
+        most = affordable(level - (tokens + pairs / (2 * keys)), start, keys)
+        count = min(length - start, aim - tokens, most)
+        taken[i] += count
+        tokens += count
+        pairs += count * (2 * start + count)
     return taken

@@ -254,14 +254,15 @@ class Fleet:
         pool = Pool(self.clock, decodes=decodes, routing=self.setting.routing, seed=self.setting.seed)
         self._gone[pool], self._calm[pool] = (0.0, Totals()), 0
         for _ in range(group.count):
-            self._start(pool, group.times).is_up = True
+            self._start(pool, group).is_up = True
         if group.rule is not None:
             rule = group.rule
             self.clock.at(rule.period_s, lambda: self._look(pool, group, rule))
         return pool
 
-    def _start(self, pool: Pool, times: InstanceTimes) -> Place:
-        pool.places.append(Place(self._instance(times, len(pool.places)), self.clock.now))
+    def _start(self, pool: Pool, group: Group) -> Place:
+        instance, alone = self._instance(group.times, len(pool.places)), group.count == 1 and group.rule is None
+        pool.places.append(Place(instance, self.clock.now, alone=alone))
         return pool.places[-1]
 
     def _instance(self, times: InstanceTimes, number: int) -> Instance:
@@ -297,7 +298,7 @@ class Fleet:
         starting = any(not place.is_up for place in pool.places)
         self._calm[pool] = self._calm[pool] + 1 if wish < 0 else 0
         if wish > 0 and not starting and len(serving) < rule.most:
-            place = self._start(pool, group.times)
+            place = self._start(pool, group)
             self.clock.at(self.clock.now + rule.start_s, lambda: self._serve(pool, place))
         elif self._calm[pool] >= rule.calm and len(serving) > rule.least and not starting:
             self._calm[pool] = 0

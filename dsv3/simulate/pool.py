@@ -23,11 +23,15 @@ MOST_WAITING, WAIT_S = 1024, 30.0
 
 
 class Place:
-    """An instance behind the router: it starts, serves, and drains before it goes. `load` is what the router sent."""
+    """An instance behind the router: it starts, serves, and drains before it goes. `load` is what the router sent.
 
-    def __init__(self, instance: Instance, since: float) -> None:
+    What is `alone` is not chosen among others, so that nothing depends on what has been sent there.
+    """
+
+    def __init__(self, instance: Instance, since: float, *, alone: bool) -> None:
         self.instance, self.since = instance, since
-        self.load, self.sent, self.flying = Load(ranks=instance.cfg.num_ranks), SentPages(), Flying()
+        self.load, self.flying = Load(ranks=instance.cfg.num_ranks), Flying()
+        self.sent = SentPages(0) if alone else SentPages()
         self.breaker = Breaker()
         self.concurrency = 2 * instance.cfg.max_num_seqs * instance.cfg.num_ranks
         self.is_up = self.is_draining = False

@@ -111,12 +111,14 @@ def with_drafts(state: DecodeState, slots: jax.Array, drafts: jax.Array, first: 
 
 def control_rows(sequences: Iterable[Sequence]) -> np.ndarray:
     """Returns requests' rows of `DecodeState.controls`, `[n, NUM_FIELDS]` int32."""
-    return np.frombuffer(bytearray().join(map(_packed_controls, sequences)), np.int32).reshape(-1, NUM_FIELDS)
+    rows = bytearray().join([s.controls or _packed_controls(s) for s in sequences])
+    return np.frombuffer(rows, np.int32).reshape(-1, NUM_FIELDS)
 
 
 def _packed_controls(sequence: Sequence) -> bytes:
+    """Returns a request's row, and keeps it: a prompt has it in each of its chunks, which nothing changes."""
     s = sequence.request.sampling
-    return _CONTROLS.pack(
+    sequence.controls = _CONTROLS.pack(
         *(s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty),
         max(0, s.top_k),
         sequence.seed >> 32,
@@ -124,6 +126,7 @@ def _packed_controls(sequence: Sequence) -> bytes:
         min(sequence.prompt_length + s.min_tokens, 2**31 - 1),
         sequence.variant == FULL,
     )
+    return sequence.controls
 
 
 def controls_at(state: DecodeState, slots: jax.Array, offset: int | jax.Array = 0) -> Controls:

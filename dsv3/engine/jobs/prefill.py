@@ -157,7 +157,7 @@ class PrefillPlanner:
         if self._cfg.role != "decode" or not step:
             return False
         prompts = 0
-        for mine in self._scheduler.prefilling:
+        for mine in filter(None, self._scheduler.prefilling):
             prompts += len(mine)
             for sequence in mine:
                 if len(sequence.tokens) - sequence.prefilled > PAGE_SIZE:
@@ -188,7 +188,8 @@ class PrefillPlanner:
         rows = self._cfg.prefill_rows(self._cfg.prefill_buckets[-1])
         budget = max(1, self._cfg.max_num_batched_tokens // self._room.factor)
         dealt = self._scheduler.balancer.deal(prefilling, rows, budget)
-        return [self._of_rank(mine, counts) for mine, counts in zip(prefilling, dealt, strict=True)]
+        each = zip(prefilling, dealt, strict=True)
+        return [self._of_rank(mine, counts) if mine else [] for mine, counts in each]
 
     def _of_rank(self, prefilling: list[Sequence], counts: list[int]) -> list[Chunk]:
         """Returns the chunks of a rank, those first of whose tokens something is told."""
@@ -207,7 +208,7 @@ class PrefillPlanner:
 
     def _bucket(self, chunks: list[list[Chunk]]) -> int:
         """Returns the smallest bucket with enough tokens and enough rows, and the room that each token gets."""
-        tokens = max(sum(c.stop - c.start for c in mine) for mine in chunks)
+        tokens = max([sum([c.stop - c.start for c in mine]) for mine in chunks if mine])
         tokens = min(tokens * self._room.factor, self._cfg.max_num_batched_tokens)
         rows = max(map(len, chunks))
         return next(b for b in self._cfg.prefill_buckets if b >= tokens and self._cfg.prefill_rows(b) >= rows)
@@ -234,30 +235,38 @@ class PrefillPlanner:
 
 def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> PrefillCommand:
     flat = [(rank, c) for rank, mine in enumerate(chunks) for c in mine]
+    sequences = [c.sequence for _, c in flat]
+    places = [_places(rank, chunk, cfg.max_num_seqs) for rank, chunk in flat]
     header = np.empty((len(flat), 2 + HEADER), np.int32)
-    header[:, :6] = [(rank, *_places(chunk, cfg)) for rank, chunk in flat]
-    header[:, 6:] = control_rows(chunk.sequence for _, chunk in flat)
+    header[:, :6] = np.fromiter(itertools.chain.from_iterable(places), np.int32, 6 * len(flat)).reshape(-1, 6)
+    header[:, 6:] = control_rows(sequences)
     rank, count, start = header[:, 0], header[:, 3].astype(np.int64), header[:, 4]
+    stop = start + count
     return PrefillCommand(
         bucket,
         header,
         np.concatenate([c.sequence.tokens[c.start : c.stop] for _, c in flat]),
-        np.fromiter(itertools.chain.from_iterable(c.sequence.pages for _, c in flat), np.int32),
-        any(c.is_last for _, c in flat),
+        np.concatenate([_page_row(sequence) for sequence in sequences]),
+        bool((header[:, 5] < 0).any()),  # no token behind it is known
         bool(start.any()),
-        any(c.sequence.tells_prompt for _, c in flat),
-        int((start + count).max()),
-        PAGE_SIZE * int(np.bincount(rank, -(-(start + count) // PAGE_SIZE)).max()),
+        any([sequence.tells_prompt for sequence in sequences]),
+        int(stop.max()),
+        PAGE_SIZE * int(np.bincount(rank, -(-stop // PAGE_SIZE)).max()),
         int(np.bincount(rank, count * start).max()),
     )
 
 
-def _places(chunk: Chunk, cfg: EngineConfig) -> tuple[int, int, int, int, int]:
-    """Returns what a chunk's row begins with behind its rank: pages, slot, tokens, those before, the one behind."""
-    sequence = chunk.sequence
-    follows = -1 if chunk.is_last else int(sequence.tokens[chunk.stop])
-    slot = sequence.slot % cfg.max_num_seqs
-    return len(sequence.pages), slot, chunk.stop - chunk.start, chunk.start, follows
+def _places(rank: int, chunk: Chunk, max_num_seqs: int) -> tuple[int, int, int, int, int, int]:
+    """Returns what a chunk's row begins with: rank, pages, slot, tokens, those before, the one behind."""
+    sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
+    follows = -1 if stop == len(sequence.tokens) else int(sequence.tokens[stop])
+    return rank, len(sequence.pages), sequence.slot % max_num_seqs, stop - start, start, follows
+
+
+def _page_row(sequence: Sequence) -> np.ndarray:
+    """Returns a sequence's pages as `[n]` int32: as it began with, unless it has got more and computes tokens again."""
+    row, pages = sequence.page_row, sequence.pages
+    return row if row is not None and len(row) == len(pages) else np.array(pages, np.int32)
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from time import perf_counter
 
+import numpy as np
+
 from dsv3.cache.keys import Key
 from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.cache.tiers.hosts import Hosts
@@ -209,6 +211,7 @@ class Admission:
         cache.retain(cached)
         needed = pages_for(len(sequence.tokens) + self._cfg.tokens_ahead)
         sequence.pages = [*cached, *cache.allocate_several(needed - len(cached))]
+        sequence.page_row = np.array(sequence.pages, np.int32)
         sequence.found = sequence.published = len(cached)
         sequence.prefilled = len(cached) * PAGE_SIZE
         sequence.load_stop = len(cached) + self._within_reach(sequence, rank, len(cached))

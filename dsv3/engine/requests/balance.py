@@ -80,13 +80,19 @@ class Balancer:
 
         Where prompts of several priorities run, the earlier ones come first, whatever that does to the balance.
         """
-        pending = [[(s.prefilled, len(s.tokens)) for s in mine[:rows]] for mine in prefilling]
-        waiting = [sum(length - done for done, length in mine) for mine in pending]
+        busy = [rank for rank, mine in enumerate(prefilling) if mine]  # most have none: an instance has long prompts
+        pending = [[(s.prefilled, len(s.tokens)) for s in prefilling[rank][:rows]] for rank in busy]
+        waiting = [sum([length - done for done, length in mine]) for mine in pending]
         sizes = [max(1, size * budget // self._cfg.max_num_batched_tokens) for size in self._cfg.prefill_buckets]
         budget = min(budget, chunks.batch_size(waiting, sizes))
         if self._slots.are_mixed:
-            return [chunks.in_order(mine, budget) for mine in pending]
-        return chunks.deal(pending, budget, rows, self.keys)
+            found = [chunks.in_order(mine, budget) for mine in pending]
+        else:
+            found = chunks.deal(pending, budget, rows, self.keys)
+        dealt: list[list[int]] = [[] for _ in prefilling]
+        for rank, taken in zip(busy, found, strict=True):
+            dealt[rank] = taken
+        return dealt
 
     def _own(self, tokens: int, depths: np.ndarray | None) -> np.ndarray | float:
         """Returns the cost of a prompt, on each rank where some can find pages of it."""

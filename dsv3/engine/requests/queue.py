@@ -18,7 +18,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._ready: list[tuple[tuple[int, int], Sequence]] = []  # a heap by turn
-        self._parked: dict[tuple[int, Key], list[Sequence]] = {}
+        self._parked: dict[int, dict[Key, list[Sequence]]] = {}  # by rank
         self._count = 0
         self._ended = 0  # entries that nobody waits for any more, at most
 
@@ -27,7 +27,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yields all that wait, in the order of their turns."""
-        parked = [(s.turn, s) for waiting in self._parked.values() for s in waiting]
+        parked = [(s.turn, s) for mine in self._parked.values() for waiting in mine.values() for s in waiting]
         yield from (s for _, s in sorted([*self._ready, *parked]) if s.state is State.WAITING)
 
     @property
@@ -60,31 +60,35 @@ class WaitingQueue:
 
     def park(self, sequence: Sequence, rank: int, key: Key) -> None:
         """Has a sequence wait until `key` has been computed on `rank`, or will not be; others may pass it."""
-        bisect.insort(self._parked.setdefault((rank, key), []), sequence, key=lambda parked: parked.turn)
+        mine = self._parked.setdefault(rank, {})
+        bisect.insort(mine.setdefault(key, []), sequence, key=lambda parked: parked.turn)
         self._count += 1
 
     def wake(self, rank: int, keys: Iterable[Key]) -> None:
         """Lets those that waited for one of `keys` have their turn again."""
-        for key in keys if self._parked else ():
-            for sequence in self._parked.pop((rank, key), ()):
+        mine = self._parked.get(rank)
+        for key in mine.keys() & keys if mine else ():
+            for sequence in mine.pop(key):
                 if sequence.state is State.WAITING:
                     heapq.heappush(self._ready, (sequence.turn, sequence))
 
     def wake_first(self, rank: int, key: Key) -> None:
         """Lets the one of those that waited for `key` have its turn again whose turn is the first."""
-        waiting = self._parked.get((rank, key), [])
+        mine = self._parked.get(rank, {})
+        waiting = mine.get(key, [])
         while waiting:
             sequence = waiting.pop(0)
             if sequence.state is State.WAITING:
                 heapq.heappush(self._ready, (sequence.turn, sequence))
                 break
         if not waiting:
-            self._parked.pop((rank, key), None)
+            mine.pop(key, None)
 
     def _sweep(self) -> None:
         """Drops the entries of ended sequences: clients that come and go while no slot is free leave nothing behind."""
         self._ready = [entry for entry in self._ready if entry[1].state is State.WAITING]
         heapq.heapify(self._ready)
-        for place, waiting in list(self._parked.items()):
-            self._parked[place] = [sequence for sequence in waiting if sequence.state is State.WAITING]
+        for mine in self._parked.values():
+            for key, waiting in mine.items():
+                mine[key] = [sequence for sequence in waiting if sequence.state is State.WAITING]
         self._ended = 0

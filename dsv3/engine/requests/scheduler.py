@@ -214,6 +214,8 @@ class Scheduler:
     def _filled(self, sequence: Sequence, rank: int, keys: Iterable[Key]) -> None:
         """Lets those go on that waited for pages which this sequence was about to fill."""
         filled = sequence.pending.intersection(keys)
+        if not filled:
+            return
         sequence.pending -= filled
         pending = self.pages.pending[rank]
         for key in filled:

@@ -1,10 +1,9 @@
 """Which instance costs least, by what the router has sent there: `dsv3.fleet.cost` over instances in place of ranks."""
 
-import bisect
 import collections
 import dataclasses
 import random
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -29,7 +28,7 @@ class Load:
 
 
 class SentPages:
-    """The pages that went to an instance, newest last: it may have them in its cache."""
+    """The pages that went to an instance, newest last: it may have them in its cache. A `limit` of 0 remembers none."""
 
     def __init__(self, limit: int = MAX_SENT_PAGES):
         self._limit = limit
@@ -45,7 +44,7 @@ class SentPages:
 
         No page is moved on its own: an ordered dictionary took four times as long.
         """
-        if not keys:
+        if not keys or not self._limit:
             return
         self._turn += 1
         self._turns.update(dict.fromkeys(keys, self._turn))
@@ -78,28 +77,28 @@ class SentPages:
     def _forget_oldest(self, most: int) -> None:
         """Forgets up to `most` pages of the oldest prompt, its last ones first."""
         turn, keys = self._prompts.popleft()
-        stop = max(self._renewed(turn, keys), len(keys) - most)
+        first = self._renewed(turn, keys)
+        stop = max(first, len(keys) - most)
         for key in keys[stop:]:
             del self._turns[key]
         self._noted -= len(keys)
-        self._keep(turn, keys[:stop], self._prompts.appendleft)
+        if stop > first:
+            self._prompts.appendleft((turn, keys[first:stop]))
+            self._noted += stop - first
 
     def _sweep(self) -> None:
-        """Drops prompts that later ones repeat, so that these take no room."""
-        prompts, self._prompts, self._noted = self._prompts, collections.deque(), 0
-        for turn, keys in prompts:
-            self._keep(turn, keys, self._prompts.append)
+        """Drops what later prompts have, too, so that prompts which come again take no room."""
+        left = [(turn, keys[self._renewed(turn, keys) :]) for turn, keys in self._prompts]
+        self._prompts = collections.deque((turn, keys) for turn, keys in left if keys)
+        self._noted = len(self._turns)
 
-    def _keep(self, turn: int, keys: tuple[bytes, ...], add: Callable[[tuple[int, tuple[bytes, ...]]], None]) -> None:
-        """Adds those of a prompt's pages to `_prompts` that no later one has."""
-        left = keys[self._renewed(turn, keys) :]
-        if left:
-            add((turn, left))
-            self._noted += len(left)
-
-    def _renewed(self, turn: int, keys: Sequence[bytes]) -> int:
+    def _renewed(self, turn: int, keys: tuple[bytes, ...]) -> int:
         """Returns how many of a prompt's pages later ones have, too: its first ones."""
-        return bisect.bisect_left(keys, True, key=lambda key: self._turns.get(key) == turn)
+        turns, low, high = self._turns, 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if turns.get(keys[middle]) == turn else (middle + 1, high)
+        return low
 
 
 class Flying:

@@ -1,8 +1,13 @@
-"""Instances that are simulated elsewhere, a step ahead of the fleet: the same figures on two processors.
+"""Instances that are simulated apart from the fleet, a step ahead of it: the same figures on two processors.
 
 What a step gives depends on nothing that is submitted while it runs: a request waits in the queue until a step has
 ended. So when a step ends, the other side is told what has been submitted meanwhile. It plans the step after the next
-and computes at once what the next one will give. The fleet simulates what happens until then, and finds the results.
+and computes what the next one will give. The fleet simulates what happens until then, and finds the results.
+
+The other side is another process, or this one while it waits for that (`Later`). The fleet meets the other process at
+the end of each step that decodes, every 70 ms of virtual time. A step of prompts takes 200 ms and more, so that its
+work can wait for a moment in which nothing else is to be done. With all of it done when it came, one process waited
+for the other for a quarter of the time.
 """
 
 import dataclasses
@@ -25,9 +30,10 @@ _NOTHING = np.empty(0, np.int64)
 
 
 class Order(NamedTuple):
-    """A step has ended, or there was none: what has been submitted since the last order."""
+    """A step has ended, or there was none: what has been submitted since the last order. The reply is `due` then."""
 
     now: float
+    due: float
     submitted: list[Asked]
 
 
@@ -57,6 +63,56 @@ class Elsewhere(Protocol):
 
     def close(self) -> None:
         """Ends all of them."""
+
+
+class Here:
+    """Workers in this process; `work` is called while it waits for the other one."""
+
+    def __init__(self) -> None:
+        self._lines: list[Later] = []
+
+    def open(self, times: InstanceTimes, cfg: EngineConfig) -> "Later":
+        """Begins an instance."""
+        self._lines.append(Later(times, cfg))
+        return self._lines[-1]
+
+    def work(self) -> bool:
+        """Obeys the order whose reply is due first; returns whether there was one."""
+        first = min((line for line in self._lines if line.order is not None), key=_due, default=None)
+        if first is None:
+            return False
+        first.obey()
+        return True
+
+
+class Later:
+    """A channel to a worker that obeys when somebody has time, or waits for its reply."""
+
+    def __init__(self, times: InstanceTimes, cfg: EngineConfig) -> None:
+        self._worker = Worker(times, cfg)
+        self.order: Order | None = None
+        self._reply: Reply | None = None
+
+    def send(self, order: Order) -> None:
+        """Keeps an order."""
+        self.order = order
+
+    def obey(self) -> None:
+        """Has the order obeyed."""
+        assert self.order is not None
+        self._reply, self.order = self._worker.obey(self.order), None
+
+    def receive(self) -> Reply:
+        """Returns the reply to the last order."""
+        if self.order is not None:
+            self.obey()
+        assert self._reply is not None  # each order has one
+        return self._reply
+
+
+def _due(line: Later) -> float:
+    assert line.order is not None
+    return line.order.due
 
 
 class Worker:
@@ -120,7 +176,8 @@ class Apart(Instance):
         return 0
 
     def _order(self) -> None:
-        self._channel.send(Order(self._clock.now, self._submitted))
+        now = self._clock.now
+        self._channel.send(Order(now, self._ends[0] if self._ends else now, self._submitted))
         self._submitted, self._waits = [], True
 
     def _told(self) -> Reply:

@@ -16,7 +16,7 @@ from dsv3.engine.job import EngineView
 from dsv3.fleet.router.instance import Booking
 from dsv3.fleet.router.prompt import MAX_PAGES, Prompt
 from dsv3.request import StepOutputs
-from dsv3.simulate.apart import Apart, Elsewhere
+from dsv3.simulate.apart import Apart, Elsewhere, Here
 from dsv3.simulate.clock import Clock
 from dsv3.simulate.instance import Instance, Totals
 from dsv3.simulate.options import Routing
@@ -29,7 +29,7 @@ from dsv3.simulate.times import InstanceTimes
 from dsv3.simulate.traffic import Ask, Session
 from dsv3.simulate.worker import Process
 
-_APART_SHARE = 3 / 8  # of the prefill instances
+_SHARE_ELSEWHERE = 3 / 8  # of the prefill instances
 _RETRY_S = 1.0  # a client that was refused comes again with its next request
 
 
@@ -51,8 +51,8 @@ class Setting:
     """What is simulated: instances that answer, those that compute prompts for them if there are any, and how.
 
     `host_gib` of host memory per instance take pages of prompts, `store_gib` are a store that all share. With
-    `two_processes` another one has the instance that decodes, and some that prefill (`is_apart`). Raises SettingError
-    for what contradicts itself.
+    `two_processes` another one has the instance that decodes, and some that prefill (`is_elsewhere`). Raises
+    SettingError for what contradicts itself.
     """
 
     answering: Group
@@ -88,17 +88,18 @@ class Setting:
         computes = times.role != "decode"
         return times.limits(self.max_model_len, shares=computes, offload_gib=self.host_gib * computes)
 
-    def is_apart(self, times: InstanceTimes, number: int) -> bool:
-        """Returns whether the other process has instance `number` of a role.
+    def may_be_apart(self, times: InstanceTimes) -> bool:
+        """Returns whether instances need not be asked between their steps.
 
-        It has the one that decodes, and some that prefill where these need not be asked between their steps: whether
-        they find a prompt, and whether one of their tiers' threads is done.
+        Those that prefill may be: whether they find a prompt, and whether a thread of their tiers is done.
         """
-        if times.role == "decode":
-            return True
         assert self.prefilling is not None
         is_asked = self.routing == "events" or self.host_gib or self.prefilling.rule is not None
-        return not is_asked and number < self.prefilling.count * _APART_SHARE
+        return times.role == "decode" or not is_asked
+
+    def is_elsewhere(self, times: InstanceTimes, number: int) -> bool:
+        """Returns whether the other process has instance `number` of a role: the one that decodes, and some others."""
+        return times.role == "decode" or number < self.groups[0].count * _SHARE_ELSEWHERE
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -127,10 +128,11 @@ class Fleet:
         setting: Setting,
         clock: Clock,
         record: Record,
-        elsewhere: Callable[[], Elsewhere] = Process,
+        elsewhere: Callable[[Callable[[], bool]], Elsewhere] = Process,
     ) -> None:
         self.setting, self.clock, self.record = setting, clock, record
-        self._elsewhere = elsewhere() if setting.two_processes else None
+        self._here = Here()
+        self._elsewhere = elsewhere(self._here.work) if setting.two_processes else None
         self._longest = min(setting.limits(group.times).max_model_len for group in setting.groups)
         self._work = Work(clock)
         self._store = self._make_store()
@@ -267,8 +269,9 @@ class Fleet:
 
     def _instance(self, times: InstanceTimes, number: int) -> Instance:
         limits = self.setting.limits(times)
-        if self._elsewhere is not None and self.setting.is_apart(times, number):
-            return Apart(times, limits, self.clock, self._hear, self._elsewhere.open(times, limits))
+        if self._elsewhere is not None and self.setting.may_be_apart(times):
+            place = self._elsewhere if self.setting.is_elsewhere(times, number) else self._here
+            return Apart(times, limits, self.clock, self._hear, place.open(times, limits))
         return Instance(times, limits, self.clock, self._hear, lambda view, wake: self._pages(times, view, wake))
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ import pickle
 import select
 import subprocess
 import sys
-from collections.abc import Buffer
-from typing import Any, BinaryIO
+from collections.abc import Buffer, Callable
+from typing import Any
 
 from dsv3.engine.config import EngineConfig
 from dsv3.simulate.apart import Channel, Order, Reply, Worker
@@ -28,16 +28,17 @@ class Process:
     """`Worker`s in a process of their own; it ends with `close`, or when this process is no more.
 
     Whoever writes goes on reading: where both processes wrote more than a pipe holds, each would wait for the other.
+    While a reply is not there, `meanwhile` is called, which does something and returns True where there is something.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, meanwhile: Callable[[], bool] = lambda: False) -> None:
         command = [sys.executable, "-m", "dsv3.simulate.worker"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pipesize=_PIPE_BYTES)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._target, self._source = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._target, False)
-        self._read, self._replies = bytearray(), dict[int, Reply]()
-        self._count = 0
+        self._messages, self._replies = _Messages(), dict[int, Reply]()
+        self._meanwhile, self._count = meanwhile, 0
 
     def open(self, times: InstanceTimes, cfg: EngineConfig) -> Channel:
         """Begins an instance; raises WorkerLost."""
@@ -52,8 +53,9 @@ class Process:
     def receive(self, number: int) -> Reply:
         """Waits for an instance's reply to the last order; raises WorkerLost."""
         while number not in self._replies:
-            self._wait([self._source], [])
-            self._read_some()
+            if _comes(self._source) or not self._meanwhile():
+                self._wait([self._source], [])
+                self._read_some()
         return self._replies.pop(number)
 
     def close(self) -> None:
@@ -91,14 +93,10 @@ class Process:
         piece = os.read(self._source, _PIPE_BYTES)
         if not piece:
             raise self._lost()
-        self._read += piece
-        while (end := _end(self._read)) <= len(self._read):
-            try:
-                number, reply = pickle.loads(self._read[_SIZE_BYTES:end])
-            except pickle.UnpicklingError:
-                raise self._lost() from None
-            del self._read[:end]
-            self._replies[number] = reply
+        try:
+            self._replies.update(self._messages.add(piece))
+        except pickle.UnpicklingError:
+            raise self._lost() from None
 
     def _lost(self) -> WorkerLost:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,33 +127,57 @@ def _framed(what: Any) -> Buffer:
     return len(data).to_bytes(_SIZE_BYTES, "little") + data
 
 
-def _end(begun: bytearray) -> int:
-    """Returns how many bytes the message has that has begun to come, with its size; at least that of a size."""
-    return _SIZE_BYTES + int.from_bytes(begun[:_SIZE_BYTES], "little")
+class _Messages:
+    """Puts messages together again that come in pieces."""
+
+    def __init__(self) -> None:
+        self._begun = bytearray()
+
+    def add(self, piece: bytes) -> list[Any]:
+        """Returns the messages that are whole with this piece."""
+        self._begun += piece
+        found, start = [], 0
+        while (end := self._end(start)) <= len(self._begun):
+            found.append(pickle.loads(self._begun[start + _SIZE_BYTES : end]))
+            start = end
+        del self._begun[:start]
+        return found
+
+    def _end(self, start: int) -> int:
+        """Returns where the message ends that starts at `start`, or where its size does at least."""
+        return start + _SIZE_BYTES + int.from_bytes(self._begun[start : start + _SIZE_BYTES], "little")
 
 
-def _next(source: BinaryIO) -> Any:
-    """Returns the next message; raises EOFError where there is none."""
-    size = int.from_bytes(source.read(_SIZE_BYTES), "little")
-    return pickle.loads(source.read(size))
+def _comes(source: int) -> bool:
+    """Returns whether there is something to read."""
+    return bool(select.select([source], [], [], 0)[0])
 
 
 def main() -> None:
-    """Replies to orders until there are no more."""
-    source = os.fdopen(os.dup(0), "rb")
+    """Replies to orders until there are no more; of several to the one whose reply is due first."""
+    source = os.dup(0)
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever is printed must not be read as a reply
     gc.disable()
     workers: list[Worker] = []
-    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+    orders: list[tuple[int, Order]] = []
+    messages = _Messages()
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         while True:
-            number, what = _next(source)
-            if number < len(workers):
-                target.write(_framed((number, workers[number].obey(what))))
-                target.flush()
-            else:  # a new one
-                workers.append(Worker(*what))
-                gc.freeze()
+            while not orders or _comes(source):
+                if not (piece := os.read(source, _PIPE_BYTES)):
+                    return
+                for number, what in messages.add(piece):
+                    if number < len(workers):
+                        orders.append((number, what))
+                    else:  # a new one
+                        workers.append(Worker(*what))
+                        gc.freeze()
+            next_one = min(orders, key=lambda each: each[1].due)
+            orders.remove(next_one)
+            number, order = next_one
+            target.write(_framed((number, workers[number].obey(order))))
+            target.flush()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -24,28 +25,33 @@ from tests.dsv3.simulate.tables import table
 class Direct:
     """A worker in this process."""
 
-    def __init__(self, times: InstanceTimes, cfg: EngineConfig) -> None:
+    def __init__(self, times: InstanceTimes, cfg: EngineConfig, meanwhile: Callable[[], bool]) -> None:
         self._worker, self._replies = Worker(times, cfg), list[Reply]()
+        self._meanwhile = meanwhile
 
     def send(self, order: Order) -> None:
         assert not self._replies, "an order must wait for the reply to the one before"
         self._replies.append(self._worker.obey(order))
 
     def receive(self) -> Reply:
+        self._meanwhile()
         return self._replies.pop()
 
 
-class Here:
+class Elsewhere:
     """Has workers in this process."""
 
+    def __init__(self, meanwhile: Callable[[], bool]) -> None:
+        self._meanwhile = meanwhile
+
     def open(self, times: InstanceTimes, cfg: EngineConfig) -> Direct:
-        return Direct(times, cfg)
+        return Direct(times, cfg, self._meanwhile)
 
     def close(self) -> None:
         pass
 
 
-def played(setting: Setting, sessions: list[Session], until: float | None, elsewhere=Here) -> tuple:
+def played(setting: Setting, sessions: list[Session], until: float | None, elsewhere=Elsewhere) -> tuple:
     """Returns all that a simulation tells: columns, looks, totals."""
     fleet = Fleet(setting, Clock(), Record(), elsewhere)
     try:
@@ -102,7 +108,7 @@ def test_a_process_that_dies_is_told_of() -> None:
     with pytest.raises(WorkerLost, match="ended with status -9"):
         line.receive()
     with pytest.raises(WorkerLost, match="Leave out --two_processes"):
-        line.send(Order(0.0, []))
+        line.send(Order(0.0, 0.0, []))
     process.close()
 
 
@@ -114,7 +120,7 @@ def test_orders_and_replies_that_no_pipe_holds(monkeypatch) -> None:
     lines = [process.open(times, SMALL.limits(times)) for _ in range(3)]
     many = [Asked(i, (Run(-1 - i, 70),), 70, 71) for i in range(600)]
     for line in lines:
-        line.send(Order(0.0, many))
+        line.send(Order(0.0, 0.0, many))
     replies = [line.receive() for line in reversed(lines)]
     assert [reply.state.requests for reply in replies] == [len(many)] * 3
     assert sum(len(pickle.dumps(reply)) for reply in replies[1:]) > 2**12  # before the last order

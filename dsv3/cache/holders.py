@@ -22,13 +22,13 @@ class Holders:
 
     def remove(self, keys: Iterable[Key], rank: int) -> None:
         """Notes that a rank can find these pages no longer."""
-        ranks_of, others = self._ranks_of, ~(1 << rank)
+        ranks_of, mine = self._ranks_of, 1 << rank
         for key in keys:
-            left = ranks_of.get(key, 0) & others
-            if left:
-                ranks_of[key] = left
-            else:
-                ranks_of.pop(key, None)
+            ranks = ranks_of.get(key)
+            if ranks == mine:  # most pages are on one rank
+                del ranks_of[key]
+            elif ranks is not None:
+                ranks_of[key] = ranks & ~mine
 
     def depths(self, keys: Sequence[Key]) -> np.ndarray | None:
         """Returns how many of the first `keys` each rank can find, `[X]` int64; None where none finds the first."""

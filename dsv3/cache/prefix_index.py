@@ -107,9 +107,10 @@ class PrefixIndex:
 
     def forget(self, pages: Iterable[int]) -> None:
         """Makes pages unfindable."""
-        keys = [key for page in pages if (key := self._key_of.pop(page, None)) is not None]
+        key_of, page_of = self._key_of, self._page_of
+        keys = [key for page in pages if (key := key_of.pop(page, None)) is not None]
         for key in keys:
-            del self._page_of[key]
+            del page_of[key]
         if self._holders is not None:
             self._holders.remove(keys, self._rank)
         if self.watch is not None and keys:

@@ -29,7 +29,7 @@ from dsv3.simulate.times import InstanceTimes
 from dsv3.simulate.traffic import Ask, Session
 from dsv3.simulate.worker import Process
 
-_SHARE_ELSEWHERE = 3 / 8  # of the prefill instances
+_SHARE_ELSEWHERE = 3 / 8  # of the prefill instances, so that both processes have as much to do in DeepSeek's pair
 _RETRY_S = 1.0  # a client that was refused comes again with its next request
 
 
@@ -99,7 +99,7 @@ class Setting:
 
     def is_elsewhere(self, times: InstanceTimes, number: int) -> bool:
         """Returns whether the other process has instance `number` of a role: the one that decodes, and some others."""
-        return times.role == "decode" or number < self.groups[0].count * _SHARE_ELSEWHERE
+        return times.role == "decode" or number < int(self.groups[0].count * _SHARE_ELSEWHERE)
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -41,10 +41,13 @@ class Place:
         """Whether a request may be sent now."""
         return self.is_up and not self.is_draining and self.load.requests < self.concurrency
 
-    def overlap(self, prompt: Prompt) -> int:
-        """Returns how many pages of a prompt it finds: as its ranks know, or else as the router has sent there."""
+    def overlap(self, prompt: Prompt, near: int) -> int:
+        """Returns how many pages of a prompt it finds: as its ranks know, or else as the router has sent there.
+
+        They may be as many as `near`.
+        """
         if prompt.spelled is None:
-            return self.sent.overlap(prompt.keys)
+            return self.sent.overlap(prompt.keys, near)
         return max(self.instance.found(prompt.spelled), self.flying.overlap(prompt.keys))
 
 
@@ -111,7 +114,9 @@ class Pool:
             return None
         if self._routing == "round_robin":
             free = [free[next(self._turns) % len(free)]]
-        pages = [place.overlap(prompt) for place in free]
+        pages = list[int]()
+        for place in free:
+            pages.append(place.overlap(prompt, pages[-1] if pages else 0))
         loads = [place.load for place in free]
         chosen = 0  # of one there is nothing to choose
         if len(free) > 1:

@@ -63,7 +63,7 @@ class DecodePlanner:
         self._rows: BatchRows | None = None
         self._needs = Needs(0, False)
         self._version = -1
-        self._template = np.empty((0, 0, 3), np.int32)
+        self._template = self._padding = np.empty((0, 0, 3), np.int32)
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans one row per request; gives pages to those that need one."""
@@ -153,9 +153,12 @@ class DecodePlanner:
         size = bucket(cfg.decode_buckets, min(longest * self._factor, cfg.max_num_seqs))
         self._turns = min(-(-longest * self._factor // size), longest * cfg.num_ranks)
         self._width = cfg.width(size)
-        batch = np.empty((cfg.num_ranks, size, 3), np.int32)
-        batch[:] = cfg.max_num_seqs, -1, 0
-        batch[rank, position, 0] = mine - rank * cfg.max_num_seqs
+        if self._padding.shape[1] != size:
+            self._padding = np.empty((cfg.num_ranks, size, 3), np.int32)
+            self._padding[:] = cfg.max_num_seqs, -1, 0
+        batch = self._padding.copy()
+        # With three indices numpy takes six times as long, and as long to fill a batch as to plan all else.
+        batch.reshape(-1)[3 * (rank * size + position)] = mine - rank * cfg.max_num_seqs
         self._template = batch
         self._needs = Needs.from_slots(self._scheduler.slots, mine)
         return BatchRows.at(self._scheduler.slots, mine, rank, position)

@@ -273,8 +273,7 @@ class Scheduler:
         for cache, count in zip(self.caches, wanted, strict=False):
             if count:
                 pages += cache.allocate_several(count)
-        for slot, page in zip(slots.tolist(), pages, strict=True):
-            sequence = sequences[slot]
+        for sequence, page in zip(map(sequences.__getitem__, slots.tolist()), pages, strict=True):
             assert sequence is not None  # only a running request asks
             sequence.pages.append(page)
         self.slots.capacity[slots] += PAGE_SIZE

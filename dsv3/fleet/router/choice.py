@@ -55,14 +55,19 @@ class SentPages:
         if self._noted > 2 * self._limit:
             self._sweep()
 
-    def overlap(self, keys: Sequence[bytes]) -> int:
+    def overlap(self, keys: Sequence[bytes], near: int = 0) -> int:
         """Returns how many pages of a prompt, from its first on, went there.
 
-        A page is always newer than those behind it. So those that are known are a run, found by bisection.
+        A page is always newer than those behind it. So those that are known are a run, found by bisection, or at once
+        where they are as many as `near`: what many prompts begin with has been sent to many instances.
         """
         known, low, high = self._turns, 0, len(keys)
         if not keys or keys[0] not in known:
             return 0
+        if 0 < near <= high and keys[near - 1] in known:
+            if near == high or keys[near] not in known:
+                return near
+            low = near + 1
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if keys[middle] in known else (low, middle)

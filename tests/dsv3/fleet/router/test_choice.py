@@ -71,6 +71,8 @@ def test_memory_of_pages_is_bounded_and_keeps_beginnings(prompts):
         pages = [page for page in pages if page not in names] + names[::-1]
         pages = pages[-8:]
         assert len(sent) == len(pages) and sent.overlap(names) == len(names)
+        other = [bytes([*keys[:2], 9])] if len(keys) > 1 else []
+        assert all(sent.overlap(names[:2] + other, near) == len(names[:2]) for near in range(5))
         assert all(sent.overlap([page]) for page in pages)
 
 

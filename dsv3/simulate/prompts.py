@@ -5,8 +5,6 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from dsv3.cache.keys import KEY_BYTES, Key, root_key
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.prepare import PreparedRequest
@@ -66,9 +64,14 @@ def _spell(before: bytes, run: Run, start: int, keys: list[Key]) -> bytes:
 
 def _numbered(chain: bytes, first: int, end: int) -> list[Key]:
     """Returns the keys of pages, from number `first` on, that are full with the token `end`."""
-    places = np.arange(first, end // PAGE_SIZE, dtype="<u4").view(f"V{_PLACE_BYTES}").tolist()
-    head = chain[: KEY_BYTES - _PLACE_BYTES]
-    return [head + place for place in places]
+    stop, head = end // PAGE_SIZE, chain[: KEY_BYTES - _PLACE_BYTES]
+    return [head + place for place in _places(1 << stop.bit_length())[first:stop]]
+
+
+@functools.cache
+def _places(count: int) -> tuple[bytes, ...]:
+    """Returns the ends of the keys of `count` pages."""
+    return tuple(place.to_bytes(_PLACE_BYTES, "little") for place in range(count))
 
 
 def _numbers(run: Run) -> tuple[bytes, bytes]:

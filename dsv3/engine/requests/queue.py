@@ -67,7 +67,9 @@ class WaitingQueue:
     def wake(self, rank: int, keys: Iterable[Key]) -> None:
         """Lets those that waited for one of `keys` have their turn again."""
         mine = self._parked.get(rank)
-        for key in mine.keys() & keys if mine else ():
+        if not mine:
+            return
+        for key in mine.keys() & keys:
             for sequence in mine.pop(key):
                 if sequence.state is State.WAITING:
                     heapq.heappush(self._ready, (sequence.turn, sequence))

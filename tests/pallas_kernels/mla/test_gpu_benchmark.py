@@ -17,8 +17,9 @@ VARIABLE = Decode(2, 2, 70, variable=True, batch=2)
 
 
 def drawn(key, shape):
-    """What `mla_cases.random` gives, by numpy: jax would compile a generator for each shape."""
-    values = np.random.default_rng(jax.random.key_data(key)).standard_normal(shape, np.float32) / 10
+    """Returns what `mla_cases.random` does, by numpy: jax would compile a generator for each shape."""
+    seed = np.asarray(jax.random.key_data(key))
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32) / 10
     return jax.device_put(np.clip(values, -1, 1).astype(jnp.bfloat16))
 
 

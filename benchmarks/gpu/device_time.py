@@ -14,6 +14,9 @@ RUNS = 20
 FLUSH_BYTES = 256 << 20  # five L2 caches
 
 
+_flushed_alone = jax.jit(lambda flush: flush + 1)
+
+
 class Flushed:
     """A function compiled together with a flush of the L2 cache before it; the flush's own time is taken off.
 
@@ -27,14 +30,13 @@ class Flushed:
 
         self._donate = donate
         self._with_flush = jax.jit(flushed, donate_argnums=(1,) if donate else ())
-        self._alone = jax.jit(lambda flush: flush + 1)
 
     def median_ms(self, *arrays, runs: int | None = None) -> float:
         """Median over `runs` (RUNS where None). A donated array is copied first."""
         runs, flush = runs or RUNS, jnp.zeros(FLUSH_BYTES // 4, jnp.float32)
         if self._donate:  # a donated array cannot be passed twice, so each run gets what the last one returned
-            return _clocked_in_place(self._with_flush, self._alone, flush, arrays, runs)
-        return max(_device_ms(self._with_flush, runs, flush, *arrays) - _device_ms(self._alone, runs, flush), 1e-6)
+            return _clocked_in_place(self._with_flush, _flushed_alone, flush, arrays, runs)
+        return max(_device_ms(self._with_flush, runs, flush, *arrays) - _device_ms(_flushed_alone, runs, flush), 1e-6)
 
 
 def median_ms(fn: Callable, *arrays, runs: int | None = None, donate: bool = False) -> float:

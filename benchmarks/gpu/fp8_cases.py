@@ -132,7 +132,7 @@ def contiguous_case(
     fp8, tile_m = dtype == jnp.float8_e4m3fn, 128
     layers = _stack(groups * n * k * jnp.dtype(dtype).itemsize)
     tiles = np.maximum(1, np.random.default_rng(0).uniform(0.7, 1.3, groups) * rows // tile_m).astype(int)
-    tile_group, m = jnp.asarray(np.repeat(np.arange(groups), tiles), jnp.int32), int(tiles.sum()) * tile_m
+    tile_group, m = np.repeat(np.arange(groups, dtype=np.int32), tiles), int(tiles.sum()) * tile_m
 
     def operands(key):
         x_key, w_key = jax.random.split(key)
@@ -178,7 +178,7 @@ def decode_case(groups: int, rows: int, n: int, k: int, dtype, backend: Backend)
     ids = np.full(2 * groups * rows, -1, np.int32)  # buffers of a dispatch are about half empty
     ids[: counts.sum()] = np.repeat(np.arange(groups), counts)
     tile_m = choose_tile_m(groups * rows, groups, backend=backend)
-    aligned = align_groups(jnp.asarray(ids), groups, tile_m)
+    aligned = _aligned(ids, groups, tile_m)
     held = (aligned.source_row < ids.size)[:, None]
 
     def operands(key):
@@ -298,6 +298,9 @@ def calc_diff(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _stack(weight_bytes: int) -> int:
     return max(2, math.ceil(_STACK_BYTES / weight_bytes))
+
+
+_aligned = jax.jit(align_groups, static_argnums=(1, 2))
 
 
 @functools.partial(jax.jit, static_argnums=range(1, 5))

@@ -129,7 +129,7 @@ class Run:
             if self.time_left() < 20:
                 self.left_out += [f"{c.table}: {c.label}" for c in cases[number:]]
                 return
-            operands = case.operands(jax.random.key(number))
+            operands = jax.jit(case.operands)(jax.random.key(number))
             diff = difference(case, operands)
             if not diff < case.tolerance:
                 self.failures.append(f"{case.table}, {case.label}: calc_diff {diff:.2e}, allowed {case.tolerance:.0e}")
@@ -170,7 +170,7 @@ class Run:
                     self.left_out.append(f"plans from {name} on")
                     return
                 case = case_of(plan)
-                operands = case.operands(jax.random.key(0)) if operands is None else operands
+                operands = jax.jit(case.operands)(jax.random.key(0)) if operands is None else operands
                 seconds = self.time_plan(case, plan, operands)
                 if seconds is not None:
                     times[plan] = seconds

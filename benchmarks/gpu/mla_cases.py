@@ -78,8 +78,7 @@ class Decode:
         used = np.arange(table_shape[1]) < -(-lengths // PAGE)[:, None]
         table = np.full(table_shape, 2147480000, np.int32)
         table[used] = np.random.default_rng(1).permutation(pool_shape[0])
-        q = jax.jit(lambda key: random(key, q_shape))(jax.random.key(0))
-        pages = jax.jit(lambda key: random(key, (*pool_shape[:2], self.width)))(jax.random.key(1))
+        q, pages = (random(jax.random.key(i), x) for i, x in enumerate((q_shape, (*pool_shape[:2], self.width))))
         if self.fp8:
             pages = jax.jit(lambda x: mla.fp8_pages_of_rows(mla.pack_fp8(x, self.latent), self.latent))(pages)
         return q, pages, jnp.asarray(table), jnp.asarray(lengths)
@@ -115,6 +114,7 @@ class Decode:
         return f"{self.heads} | {self.queries} | {self.length} | {kind}"
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def random(key, shape):
     return jnp.clip(jax.random.normal(key, shape, jnp.bfloat16) / 10, -1, 1)
 
@@ -305,23 +305,23 @@ def oracle(fp8: bool, q, pages, table, lengths):
     return lax.map(request, (q, table, lengths))
 
 
+@jax.jit
+def _compare(got, expected):
+    (out, lse), (want_out, want_lse) = ([x.astype(jnp.float32) for x in side] for side in (got, expected))
+    norm = jnp.maximum((out * out + want_out * want_out).sum(), 1e-30)
+    both = jnp.isfinite(lse) & jnp.isfinite(want_lse)
+    error = jnp.where(both, jnp.abs(jnp.where(both, lse, 0) - jnp.where(both, want_lse, 0)), 0)
+    return {
+        "cosine": jnp.abs(1 - 2 * (out * want_out).sum() / norm),
+        "out": (jnp.abs(out - want_out) / (8e-4 + 2.01 / 128 * jnp.abs(want_out))).max(),
+        "lse": (error / (1e-6 + 8.01 / 65536 * jnp.abs(jnp.where(both, want_lse, 0)))).max(),
+        "infinities": (jnp.isfinite(lse) != jnp.isfinite(want_lse)).sum(),
+    }
+
+
 def largest_difference(got, expected) -> dict[str, float]:
     """1 is FlashMLA's limit for `out` (8e-4 or 2.01 / 128 of the value) and `lse` (1e-6 or 8.01 / 65536)."""
-
-    @jax.jit
-    def compare(got, expected):
-        (out, lse), (want_out, want_lse) = ([x.astype(jnp.float32) for x in side] for side in (got, expected))
-        norm = jnp.maximum((out * out + want_out * want_out).sum(), 1e-30)
-        both = jnp.isfinite(lse) & jnp.isfinite(want_lse)
-        error = jnp.where(both, jnp.abs(jnp.where(both, lse, 0) - jnp.where(both, want_lse, 0)), 0)
-        return {
-            "cosine": jnp.abs(1 - 2 * (out * want_out).sum() / norm),
-            "out": (jnp.abs(out - want_out) / (8e-4 + 2.01 / 128 * jnp.abs(want_out))).max(),
-            "lse": (error / (1e-6 + 8.01 / 65536 * jnp.abs(jnp.where(both, want_lse, 0)))).max(),
-            "infinities": (jnp.isfinite(lse) != jnp.isfinite(want_lse)).sum(),
-        }
-
-    return {name: float(value) for name, value in compare(got, expected).items()}
+    return {name: float(value) for name, value in _compare(got, expected).items()}
 
 
 def poison_tails(pages, table, lengths, poison):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.search import search
 
 
 class GroupAlignment(NamedTuple):
@@ -72,7 +73,7 @@ def align_groups(group_ids: jax.Array, num_groups: int, tile_m: int, *, max_rows
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)  # [M]
     sorted_ids = ids[order]
     # First sorted position of every group; the last entry is where the rows without a group begin.
-    first = _search(sorted_ids, jnp.arange(num_groups + 1, dtype=jnp.int32), side="left")
+    first = search(sorted_ids, jnp.arange(num_groups + 1, dtype=jnp.int32))
     counts = jnp.diff(first)
     padded = (counts + tile_m - 1) // tile_m * tile_m
     end = jnp.cumsum(padded)  # of each group's aligned rows
@@ -122,10 +123,5 @@ def _power_of_two_above(x: float) -> int:
 
 def _tile_groups(end: jax.Array, tiles: int, tile_m: int, num_groups: int) -> jax.Array:
     """Returns the group of each tile, [tiles], from the end of every group's aligned rows; -1 past the last."""
-    group = _search(end, jnp.arange(tiles, dtype=jnp.int32) * tile_m, side="right")
+    group = search(end, jnp.arange(tiles, dtype=jnp.int32) * tile_m, side="right")
     return jnp.where(group < num_groups, group, -1)
-
-
-def _search(sorted_values: jax.Array, queries: jax.Array, side: str) -> jax.Array:
-    """Searches by halving, unrolled: a loop would be a chain of small kernels on a GPU, two in every MoE layer."""
-    return jnp.searchsorted(sorted_values, queries, side=side, method="scan_unrolled").astype(jnp.int32)

@@ -14,6 +14,7 @@ from pallas_kernels.mla.layout import is_fp8
 from pallas_kernels.mla.mosaic_combine import combine_splits
 from pallas_kernels.mla.mosaic_fp8_cache import VALUE_WIDTH as FP8_VALUE_WIDTH
 from pallas_kernels.mla.schedule import REQUEST_OVERHEAD, DecodeSchedule, schedule_pages
+from pallas_kernels.search import search
 
 _log = logging.getLogger(__name__)
 _HALF_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -121,19 +122,19 @@ def _group_tokens(cu_lengths: jax.Array, T: int, together: int) -> tuple[jax.Arr
     G = cu_lengths.shape[0] - 1
     if together == 1:
         token = jnp.arange(T, dtype=jnp.int32)
-        request = jnp.searchsorted(cu_lengths[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
+        request = search(cu_lengths[1:], token, side="right")
         return token[:, None], request, token, jnp.zeros_like(token)
     groups = T // together + G + 1  # each request leaves one group part-filled at most; the last is for padding
     counts = jnp.diff(cu_lengths)
     ends = jnp.cumsum(-(-counts // together))
     starts = ends + counts // -together
     group = jnp.arange(groups, dtype=jnp.int32)
-    request = jnp.searchsorted(ends, group, side="right", method="scan_unrolled").astype(jnp.int32)
+    request = search(ends, group, side="right")
     owner = jnp.minimum(request, G - 1)
     token = (cu_lengths[owner] + (group - starts[owner]) * together)[:, None] + jnp.arange(together)
     token = jnp.where((request < G)[:, None] & (token < cu_lengths[owner + 1][:, None]), token, T)
     all_tokens = jnp.arange(T, dtype=jnp.int32)
-    of = jnp.searchsorted(cu_lengths[1:], all_tokens, side="right", method="scan_unrolled")
+    of = search(cu_lengths[1:], all_tokens, side="right")
     within = all_tokens - cu_lengths[jnp.minimum(of, G - 1)]
     padding = of == G
     token_group = jnp.where(padding, groups - 1, starts[jnp.minimum(of, G - 1)] + within // together)
@@ -222,7 +223,7 @@ def prefill_mosaic(
     k, v = (jnp.pad(x, ((0, padded - T), (0, 0), (0, 0))) for x in (k, v))
     shared_key = None if shared_key is None else jnp.pad(shared_key, ((0, padded - T), (0, 0)))
     token = jnp.arange(T, dtype=jnp.int32)
-    starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right", method="scan_unrolled")]
+    starts = cu_lengths[search(cu_lengths[1:], token, side="right")]
     how: dict[str, Any] = {"key_block": key_block, "stages": stages, "blocks": blocks, "interpret": interpret}
     v, ends = _clear_tail(v, end), jnp.where(token < end, token + 1, 0)
     return prefill_spans_mosaic(q, k, shared_key, v, starts, ends, scale=scale, **how)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mla.layout import PAGE_SIZE, fp8_rows_of_pages, is_fp8, unpack_fp8
+from pallas_kernels.search import search
 
 _PAGES_PER_STEP = 2
 _SPAN = _PAGES_PER_STEP * PAGE_SIZE
@@ -225,7 +226,7 @@ def _finish(softmax: _Softmax, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, 
 
 def _segment_ids(cu_lengths: jax.Array, tokens: int) -> jax.Array:
     """Returns the segment [T] of each token; G for tokens past the last segment."""
-    return jnp.searchsorted(cu_lengths[1:], jnp.arange(tokens, dtype=jnp.int32), side="right").astype(jnp.int32)
+    return search(cu_lengths[1:], jnp.arange(tokens, dtype=jnp.int32), side="right")
 
 
 def _segment_starts(cu_lengths: jax.Array, tokens: int) -> jax.Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mla.layout import PAGE_SIZE
+from pallas_kernels.search import search
 
 REQUEST_OVERHEAD = 5
 """What a request costs besides its pages, in pages: loading queries, writing the output. FlashMLA's figure."""
@@ -39,12 +40,10 @@ def schedule_pages(lengths: jax.Array, parts: int, request_overhead: int = REQUE
     starts = ends - pages - request_overhead
     share = -(-ends[-1] // parts)
     targets = jnp.arange(parts + 1, dtype=jnp.int32) * share
-    # Unrolled searches: XLA ends a command buffer at a loop.
-    request = jnp.searchsorted(ends, targets, side="right", method="scan_unrolled")  # B for the end of the line
-    request = request.astype(jnp.int32)
+    request = search(ends, targets, side="right")  # B for the end of the line
     within = jnp.minimum(request, requests - 1)
     page = jnp.maximum(targets - starts[within] - request_overhead, 0) // _ALIGNMENT * _ALIGNMENT
     page = jnp.where(request == requests, 0, page)
     places = jnp.where(request == requests, ends[-1], starts[within] + page)
-    last = jnp.searchsorted(places, jnp.maximum(starts + pages, 1), side="left", method="scan_unrolled") - 1
-    return DecodeSchedule(jnp.stack([request, page], axis=1), last.astype(jnp.int32))
+    last = search(places, jnp.maximum(starts + pages, 1)) - 1
+    return DecodeSchedule(jnp.stack([request, page], axis=1), last)

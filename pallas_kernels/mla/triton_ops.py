@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.backend import traced_gpu
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE, is_fp8
 from pallas_kernels.mla.write import DROPPED
+from pallas_kernels.search import search
 from pallas_kernels.triton import call
 from pallas_kernels.triton.tiles import page_splits, paged_tile, power_of_two, segments_tile
 
@@ -48,7 +49,7 @@ def context(
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_prefill_context`. Each token is a group; those without context, and padding, have length 0."""
     token = jnp.arange(q.shape[0], dtype=jnp.int32)
-    request = jnp.searchsorted(cu_lengths[1:], token, side="right").astype(jnp.int32)  # G for padding
+    request = search(cu_lengths[1:], token, side="right")  # G for padding
     lengths = context_lengths.at[request].get(mode="fill", fill_value=0)
     arrays = q, pages, page_table, jnp.minimum(request, page_table.shape[0] - 1), lengths
     return _attend(arrays, scale, first_page, value_width, heads=q.shape[1], split=False)
@@ -113,7 +114,7 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_prefill`."""
     token, end = jnp.arange(len(q), dtype=jnp.int32), cu_lengths[-1]
-    starts = cu_lengths[jnp.searchsorted(cu_lengths[1:], token, side="right")]
+    starts = cu_lengths[search(cu_lengths[1:], token, side="right")]
     return prefill_spans(q, k, v, starts, jnp.where(token < end, token + 1, 0), end, scale=scale)
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.model.batch import PrefillBatch
+from pallas_kernels.search import search
 
 HEADER = 4 + NUM_FIELDS
 """Columns of a chunk on the device before its page table: slot, its tokens, tokens before it, the token that follows
@@ -18,7 +19,7 @@ def ragged_batch(
     count, context = rows[:, 1], rows[:, 2]
     ends = jnp.cumsum(count)
     cu_lengths = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    chunk = jnp.searchsorted(ends, jnp.arange(tokens.shape[0]), side="right", method="scan_unrolled")
+    chunk = search(ends, jnp.arange(tokens.shape[0]), side="right")
     chunk = jnp.minimum(chunk, rows.shape[0] - 1)
     positions = jnp.maximum(context[chunk] + jnp.arange(tokens.shape[0]) - cu_lengths[chunk], 0)
     return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:], has_context, chooses, expands)

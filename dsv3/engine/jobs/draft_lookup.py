@@ -19,6 +19,7 @@ from dsv3.engine.device.state import NO_DRAFT, DecodeState, with_drafts
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft_command import CachedText, DraftCommand
 from dsv3.engine.requests.codes import NOTHING
+from pallas_kernels.search import search
 
 _ENTER = Key("lookup enter")
 
@@ -95,7 +96,7 @@ def prefill_body(
     """
     batch = ragged.ragged_batch(tokens, rows)
     index = jnp.arange(tokens.shape[0])
-    chunk = jnp.minimum(jnp.searchsorted(batch.cu_lengths[1:], index, side="right"), rows.shape[0] - 1)
+    chunk = jnp.minimum(search(batch.cu_lengths[1:], index, side="right"), rows.shape[0] - 1)
     owner = jnp.where(index < batch.cu_lengths[-1], rows[chunk, 0], texts.shape[0])
     texts = texts.at[owner, batch.positions].set(tokens, mode="drop")
     return _propose(layout, drafts, texts, state, slots, sampled)

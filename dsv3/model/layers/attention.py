@@ -23,6 +23,7 @@ from dsv3.model.layers.rope import Rotation, rotate, scale_queries
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dense, mla
 from pallas_kernels.backend import Backend, asks_host, resolve_backend
+from pallas_kernels.search import search
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +39,7 @@ def prefill_places(batch: PrefillBatch) -> Places:
     """Returns the places `[T]` of a prefill batch; padding rows get none."""
     B, Mp = batch.page_table.shape
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right", method="scan_unrolled")
+    chunk = search(batch.cu_lengths[1:], rows, side="right")
     column = jnp.clip(batch.positions // PAGE_SIZE, 0, Mp - 1)
     page_ids = jnp.where(chunk < B, batch.page_table[jnp.minimum(chunk, B - 1), column], -1)
     return Places(page_ids, batch.positions % PAGE_SIZE)

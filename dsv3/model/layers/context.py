@@ -23,6 +23,7 @@ from dsv3.model.layers.masked import pack
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend
 from pallas_kernels.grouped import grouped_gemm_contiguous
+from pallas_kernels.search import search
 
 BYTES_AT_ONCE = 2**30
 """Keys and values that are there at once; absorbed queries and outputs of 4,096 new tokens of DeepSeek-V3 take more."""
@@ -45,7 +46,7 @@ def _expanded_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
     K, R, V = batch.expands, cfg.kv_lora_rank, cfg.v_head_dim
     new, rows = jnp.diff(batch.cu_lengths), jnp.arange(len(batch.tokens), dtype=jnp.int32)
     packed = pack(batch.page_table, jnp.where(new > 0, batch.context_lengths + new, 0), K // PAGE_SIZE)
-    request = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right", method="scan_unrolled")
+    request = search(batch.cu_lengths[1:], rows, side="right")
     live, first = rows < batch.cu_lengths[-1], packed.starts[jnp.minimum(request, len(new) - 1)]
     starts, ends = jnp.where(live, first, 0), jnp.where(live, first + batch.positions + 1, 0)
     own = jnp.where(live, first + batch.positions, K + rows)

@@ -21,6 +21,7 @@ from dsv3.model.layers.linear import Index, Numerics
 from dsv3.model.params import AttentionParams
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend
+from pallas_kernels.search import search
 
 ChosenCore = Callable[[Projected, AttentionParams, Index, Index, jax.Array, jax.Array], jax.Array]
 """Attends to chosen tokens: from tokens, parameters, layer, cache layer, pages and choice `[T, Kt]` to `[T, H, V]`."""
@@ -46,7 +47,7 @@ def pack(page_table: jax.Array, lengths: jax.Array, pages: int) -> Packed:
     needed = -(-lengths // PAGE_SIZE)
     ends = jnp.cumsum(needed)
     starts, place = ends - needed, jnp.arange(pages, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, place, side="right", method="scan_unrolled")  # B behind the last request
+    owner = search(ends, place, side="right")  # B behind the last request
     live, owner = owner < len(lengths), jnp.minimum(owner, len(lengths) - 1)
     column = jnp.clip(place - starts[owner], 0, page_table.shape[1] - 1)
     counts = jnp.clip(lengths[owner] - PAGE_SIZE * column, 0, PAGE_SIZE)

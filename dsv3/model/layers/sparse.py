@@ -39,6 +39,7 @@ from dsv3.model.layers.linear import Index
 from dsv3.model.layers.masked import ChosenForm, masked_form
 from pallas_kernels import dsa
 from pallas_kernels.backend import Backend, asks_host, resolve_backend
+from pallas_kernels.search import search
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +66,7 @@ class Rows(NamedTuple):
 def prefill_rows(batch: PrefillBatch) -> Rows:
     """Returns the rows of a prefill batch: each token sees those before it, and itself."""
     B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-    chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right", method="scan_unrolled").astype(jnp.int32)
+    chunk = search(batch.cu_lengths[1:], rows, side="right")
     visible = jnp.where(chunk < B, batch.positions + 1, 0)
     return Rows(prefill_places(batch), jnp.minimum(chunk, B - 1), visible, batch.page_table)
 

@@ -5,6 +5,7 @@ import asyncio
 import json
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def filled(head: bytes, unit: bytes, tail: bytes, size: int = SIZE) -> bytes:
-    """A body of about `size` bytes with as many units as fit between its ends, commas between them."""
+    """Returns a body of about `size` bytes with as many units as fit between its ends, commas between them."""
     return head + b",".join([unit] * ((size - len(head) - len(tail)) // (len(unit) + 1))) + tail
 
 
@@ -39,16 +40,20 @@ MESSAGE = b'{"role":"user","content":[' + b",".join([PART] * 310) + b"]}"
 COSTLY = {
     "bad entries of chat_template_kwargs": (
         CHAT,
-        filled(USER + b'"chat_template_kwargs":{', b'"000001":[]', b"}}"),
+        partial(filled, USER + b'"chat_template_kwargs":{', b'"000001":[]', b"}}"),
         400,
     ),
-    "empty parts": (CHAT, filled(b'{"messages":[', MESSAGE, b"]}"), 400),
-    "bad entries of logit_bias": (COMPLETIONS, filled(b'{"prompt":[5],"logit_bias":{', b'"000001":""', b"}}"), 400),
-    "nested prompts": (COMPLETIONS, filled(b'{"prompt":[', b"[[]]", b"]}"), 400),
-    "token ids": (COMPLETIONS, filled(b'{"prompt":[', b"1", b"]}"), 400),
-    "many prompts": (COMPLETIONS, filled(b'{"prompt":[', b"[1]", b"]}"), 400),
-    "objects as user": (COMPLETIONS, filled(b'{"prompt":[5],"max_tokens":1,"user":[', b'{"a":0}', b"]}"), 400),
-    "numbers as user": (COMPLETIONS, filled(b'{"prompt":[5],"max_tokens":1,"user":[', b"100", b"]}"), 200),
+    "empty parts": (CHAT, partial(filled, b'{"messages":[', MESSAGE, b"]}"), 400),
+    "bad entries of logit_bias": (
+        COMPLETIONS,
+        partial(filled, b'{"prompt":[5],"logit_bias":{', b'"000001":""', b"}}"),
+        400,
+    ),
+    "nested prompts": (COMPLETIONS, partial(filled, b'{"prompt":[', b"[[]]", b"]}"), 400),
+    "token ids": (COMPLETIONS, partial(filled, b'{"prompt":[', b"1", b"]}"), 400),
+    "many prompts": (COMPLETIONS, partial(filled, b'{"prompt":[', b"[1]", b"]}"), 400),
+    "objects as user": (COMPLETIONS, partial(filled, b'{"prompt":[5],"max_tokens":1,"user":[', b'{"a":0}', b"]}"), 400),
+    "numbers as user": (COMPLETIONS, partial(filled, b'{"prompt":[5],"max_tokens":1,"user":[', b"100", b"]}"), 200),
 }
 
 
@@ -101,7 +106,8 @@ class Watcher:
 @pytest.mark.parametrize("name", COSTLY)
 def test_a_costly_body_takes_little_memory_and_stops_nobody(long_server, name):
     """Before, these took 35 to 280 times their size, and 1 to 7 s in one piece."""
-    path, body, status = COSTLY[name]
+    path, make, status = COSTLY[name]
+    body = make()
     front = long_server.process.pid
     before = memory(front, "VmRSS")
     forget_peak(front)

@@ -71,10 +71,11 @@ SERVED = [("bf16", "spread"), ("stacked", "spread"), ("fp8", "spread"), ("bf16",
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """235 MB of bfloat16, most of it experts, and the same model in FP8; the former also pre-stacked."""
+    """Two models of 120 MB, most of it experts: one of bfloat16, also pre-stacked, and one of twice as many in FP8."""
     root = tmp_path_factory.mktemp("memory")
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 768, "n_routed_experts": 32, "vocab_size": 2000}
-    for name, cfg in (("bf16", hf.config(**sizes)), ("fp8", hf.fp8_config(**sizes))):
+    sizes = {"hidden_size": 512, "n_routed_experts": 32, "vocab_size": 2000}
+    configs = hf.config(**sizes, moe_intermediate_size=384), hf.fp8_config(**sizes, moe_intermediate_size=768)
+    for name, cfg in zip(("bf16", "fp8"), configs, strict=True):
         hf.write(root / name, hf.random_tensors(cfg), shards=4)
         (root / name / "config.json").write_text(json.dumps(to_hf(cfg)))
     convert_to_stacked(root / "bf16", root / "stacked", load_config(root / "bf16"))

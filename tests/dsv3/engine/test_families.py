@@ -1,4 +1,4 @@
-"""The engine on two families, token for token against transformers: in chunks, from pages, with the module's drafts."""
+"""The engine on two families, token for token against transformers: in chunks, and from pages."""
 
 import dataclasses
 
@@ -16,14 +16,9 @@ from tests.dsv3.engine.fewer import greedy_samplers, one_bucket
 from tests.dsv3.model.golden import DIRECTORY, data, model
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("glm4_moe_lite", {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}),
-        ("mistral4", {"fp8": "dequantize"}),
-    ],
-)
+@pytest.mark.parametrize(("family", "options"), [("glm4_moe_lite", {}), ("mistral4", {"fp8": "dequantize"})])
 def test_greedy_tokens_are_those_of_transformers(family: str, options: dict) -> None:
+    """Drafts of a module are in `test_draft_model` and `test_balance`, the logits of GLM's in model/test_families."""
     golden = data(family)
     prompts = [row[row >= 0].tolist() for row in golden["prompts"]]
     limits = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}

@@ -11,6 +11,7 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.model import PAGE_SIZE, DecodeBatch, Fp8Weight, Params, PrefillBatch, declare, decode, prefill
+from pallas_kernels import bodies
 from pallas_kernels.aot import compile_to_read, lower_for
 from pallas_kernels.backend import Backend
 
@@ -42,8 +43,10 @@ def fp8_params() -> Params:
 def test_served_steps_compile_for_an_h200(step, batch, temporaries: int) -> None:
     pool = jax.ShapeDtypeStruct((62 * PAGES_PER_LAYER, PAGE_SIZE, 576), jnp.bfloat16)
     donating = jax.jit(lambda p, b, g: step(p, CFG, b, g, backend=Backend.MOSAIC), donate_argnums=2)
-    # Kernels are lowered here, and compiled in `tests/pallas_kernels`.
-    compiled = compile_to_read(lower_for(donating, fp8_params(), batch, pool))
+    # Kernels are lowered and compiled in `tests/pallas_kernels`: their bodies took half of the time here.
+    with bodies.left_out():
+        lowered = lower_for(donating, fp8_params(), batch, pool)
+    compiled = compile_to_read(lowered)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == pool.size * 2, "the pool is updated in place"
     assert memory.temp_size_in_bytes < temporaries

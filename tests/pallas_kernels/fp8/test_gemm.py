@@ -38,12 +38,12 @@ def test_layer_of_a_stack_is_traced():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"a": jnp.zeros((8, 128), jnp.float8_e4m3fn)}, r"\(8, 128\)"),
-        ({"a_scale": jnp.ones((8, 2))}, r"\(2, 8\)"),
-        ({"b_scale": jnp.ones((2, 2))}, r"\(1, 2\)"),
-        ({"a": jnp.zeros((8, 256), jnp.bfloat16)}, "bfloat16"),
+        ({"a": np.zeros((8, 128), jnp.float8_e4m3fn)}, r"\(8, 128\)"),
+        ({"a_scale": np.ones((8, 2), np.float32)}, r"\(2, 8\)"),
+        ({"b_scale": np.ones((2, 2), np.float32)}, r"\(1, 2\)"),
+        ({"a": np.zeros((8, 256), jnp.bfloat16)}, "bfloat16"),
         ({"layer": 0}, "stack"),
-        ({"b": jnp.zeros((2, 128, 256), jnp.float8_e4m3fn), "b_scale": jnp.ones((2, 1, 2))}, "layer=None"),
+        ({"b": np.zeros((2, 128, 256), jnp.float8_e4m3fn), "b_scale": np.ones((2, 1, 2), np.float32)}, "layer=None"),
         ({"out_dtype": jnp.float16}, "float16"),
     ],
 )

@@ -80,7 +80,8 @@ def test_products_against_float64(seed: int, tile_group: list[int], offset: int,
             assert calc_diff(y[rows], wanted) < (1e-12 if dtype == jnp.float32 else 2e-5)
 
 
-X, W, SCALE = jnp.zeros((8, 256)), jnp.zeros((2, 8, 32), jnp.int32), jnp.zeros((2, 8, 8), jnp.bfloat16)
+# In numpy: jax would compile programs for these while each worker collects.
+X, W, SCALE = np.zeros((8, 256), np.float32), np.zeros((2, 8, 32), np.int32), np.zeros((2, 8, 8), jnp.bfloat16)
 
 
 @pytest.mark.parametrize(

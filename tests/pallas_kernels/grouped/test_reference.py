@@ -90,7 +90,7 @@ def test_weight_gradient_with_an_empty_group():
     assert not jnp.any(dw[1])
 
 
-X, W, TILES = jnp.zeros((8, 16)), jnp.zeros((2, 4, 16)), jnp.zeros(2, jnp.int32)
+X, W, TILES = np.zeros((8, 16), np.float32), np.zeros((2, 4, 16), np.float32), np.zeros(2, np.int32)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,11 +38,9 @@ def decode_case(
         tokens[length:] = np.nan
         pages[layer * per_layer + mine] = tokens.reshape(count, PAGE, R + P)
     q = _values(rng, (len(lengths), S, H, R + P))
+    arrays = q.astype(dtype), pages.astype(dtype), table, np.array(lengths, np.int32)
     return DecodeCase(
-        jnp.asarray(q.astype(dtype)),
-        jnp.asarray(pages.astype(dtype)),
-        jnp.asarray(table),
-        jnp.asarray(lengths, jnp.int32),
+        *jax.device_put(arrays),  # `jnp.asarray` would compile a program for each shape
         layer,
         per_layer,
     )

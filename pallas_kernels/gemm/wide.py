@@ -40,5 +40,5 @@ class WideKernel(GemmKernel):
         for j, part in enumerate(sums):
             out_s[:, pl.ds(j * width, width)] = part.astype(self.out_type.dtype)
         plgpu.commit_smem()
-        row, columns = self.row(tile) + warpgroup * WG_ROWS, pl.ds(self.column(tile), self.tile_n)
+        row, columns = tile.row + warpgroup * WG_ROWS, pl.ds(self.column(tile), self.tile_n)
         plgpu.copy_smem_to_gmem(out_s, refs.out.at[tile.x_group, pl.ds(row, WG_ROWS), columns])

@@ -86,6 +86,7 @@ def kernels() -> Iterator[Kernel]:
     ):
         yield dense(m, n, k, other)
     yield contiguous(8, 4096, 4096, 7168, "DeepGEMM contiguous 128x192")
+    yield contiguous(8, 4096, 4096, 7168, "DeepGEMM contiguous 128x192, two groups", one_group=False)
     yield experts(32, 20, 4096, 7168, "DeepGEMM masked 64x128")
 
 
@@ -200,10 +201,11 @@ def dense(m: int, n: int, k: int, other: str | None = None, plan: TilePlan | Non
     return _product(f"dense {m}", "dense", case, plan or plan_dense(m, n, k, 1, num_sms=traced().taken), (n, k), other)
 
 
-def contiguous(groups: int, rows: int, n: int, k: int, other: str | None = None) -> Kernel:
-    """Experts in prefill."""
+def contiguous(groups: int, rows: int, n: int, k: int, other: str | None = None, *, one_group: bool = True) -> Kernel:
+    """Experts in prefill: the tiles of a cluster whose two row tiles have one group, or two."""
     case = fp8_cases.contiguous_case(groups, rows, n, k, E4M3, Backend.MOSAIC)
-    return _grouped(f"contiguous {groups} of {rows}", case, 128, (n, k), other)
+    kernel = _grouped(f"contiguous {groups} of {rows}", case, 128, (n, k), other, one_group=one_group)
+    return kernel if one_group else dataclasses.replace(kernel, name=f"{kernel.name}, two groups")
 
 
 def experts(groups: int, rows: int, n: int, k: int, other: str | None = None) -> Kernel:
@@ -213,9 +215,14 @@ def experts(groups: int, rows: int, n: int, k: int, other: str | None = None) ->
     return _grouped(f"contiguous {groups} of {rows}", case, tile_m, (n, k), other)
 
 
-def _grouped(name: str, case: fp8_cases.Case, tile_m: int, shape: tuple[int, int], other: str | None) -> Kernel:
+def _grouped(
+    name: str, case: fp8_cases.Case, tile_m: int, shape: tuple[int, int], other: str | None, *, one_group: bool = True
+) -> Kernel:
     aligned = jax.eval_shape(case.operands, jax.random.key(0))["x"][0].shape[0]
-    return _product(name, "contiguous", case, plan_contiguous(aligned, tile_m, *shape, 1, traced().taken), shape, other)
+    plan = plan_contiguous(aligned, tile_m, *shape, 1, traced().taken)
+    if plan.cluster == 1:
+        return _product(name, "contiguous", case, plan, shape, other)
+    return _product(name, "contiguouspairs", case, dataclasses.replace(plan, shares_weights=one_group), shape, other)
 
 
 def _product(

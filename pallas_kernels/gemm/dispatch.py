@@ -11,6 +11,7 @@ from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.pairs import ContiguousPairs
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, Schedule
+from pallas_kernels.gemm.tall import TallKernel
 from pallas_kernels.gemm.wide import WideKernel
 from pallas_kernels.mosaic import TILE_ROWS, pad_to_tiles
 
@@ -91,7 +92,8 @@ def kernel_of_plan(
     plan: TilePlan, schedule: Schedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel
 ) -> GemmKernel:
     """Returns the kernel of a plan for x `[.., M, K]` and w `[.., N, K]`; `out` is shape and dtype of its result."""
-    return (WideKernel if plan.wide else narrow)(
+    wide = TallKernel if plan.is_tall else WideKernel
+    return (wide if plan.wide else narrow)(
         tile_m=plan.tile_m,
         tile_n=plan.tile_n,
         stages=plan.stages,

@@ -50,6 +50,7 @@ class Refs:
     o_s: Any
     full: Any
     empty: Any
+    second: Any = None
     x_scale_s: Any = None
     w_scale_s: Any = None
 

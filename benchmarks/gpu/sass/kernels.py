@@ -232,7 +232,7 @@ def _product(
     splits = f", K in {plan.splits}" if plan.splits > 1 else ""
     shared = "weights" if plan.shares_weights else "activations"
     cluster = f", {shared} by multicast" if plan.cluster > 1 else ""
-    kind = "wide" if plan.wide else "split" if plan.splits > 1 else "narrow"
+    kind = "tall" if plan.is_tall else "wide" if plan.wide else "split" if plan.splits > 1 else "narrow"
     return Kernel(
         name=f"{name} x {shape[0]} x {shape[1]}: {kind} {tile}{splits}{cluster}",
         symbol=f"fp8_{schedule}_{kind}_{tile}",
@@ -251,9 +251,13 @@ def ring(plan: TilePlan, n: int, k: int) -> Protocol:
     kernel = kernel_of_plan(plan, schedule, w, w, out, SplitKernel if split else NarrowKernel)
     x_bytes, w_bytes = plan.tile_m * (128 + 4), plan.tile_n * 128
     by_others = x_bytes * (1 - 1 / plan.cluster_n) + w_bytes * (1 - 1 / plan.cluster_m)
-    load = Load("full", "empty", x_bytes + w_bytes, by_others)
-    consumer = Role(("full",), ("empty",))
-    return Protocol((consumer, consumer), (load,), kernel.depth, {"empty": 2})
+    halves = ("full", "second") if plan.is_tall else ("full",)
+    # A tall kernel's second half of the activations comes by itself.
+    later = (plan.tile_m // 2 * 128,) * (len(halves) - 1)
+    sizes = (x_bytes + w_bytes - sum(later), *later)
+    loads = (Load(full, "empty", size, by_others * size / sum(sizes)) for full, size in zip(halves, sizes, strict=True))
+    consumer = Role(halves, ("empty",))
+    return Protocol((consumer, consumer), tuple(loads), kernel.depth, {"empty": 2})
 
 
 def _case_program(case: fp8_cases.Case) -> tuple[Callable, tuple]:

@@ -25,6 +25,7 @@ DENSE = {
         256,
         TilePlan(True, 128, 128, cluster=2, stages=3, shares_weights=True),
     ),
+    "tall, a block outside": (300, 264, 400, TilePlan(True, 256, 128, cluster=2, stages=2)),
     "narrow 8": (5, 264, 400, TilePlan(False, 8, 128, stages=3)),
     "narrow 32, two row tiles": (40, 136, 256, TilePlan(False, 32, 128, stages=2)),
     "narrow 16 split": (11, 264, 912, TilePlan(False, 16, 128, splits=3, stages=3)),

@@ -61,35 +61,37 @@ class TallKernel(WideKernel):
         def step(i, carry):
             (upper, lower), w_scale, stage = carry
 
-            def product(rows, behind):
-                """Returns a half's product and its scales, and what `behind` gives, which runs while it is computed."""
-                x_scale, axis = self.load_x_scale(refs, stage, rows)
-
-                def multiply(acc):
-                    plgpu.wgmma(acc, *self.operands(refs, stage, rows))
-                    meanwhile = behind()
-                    return acc[...], meanwhile
-
-                values, meanwhile = pl.run_scoped(multiply, plgpu.ACC(self.product_shape, jnp.float32))
-                return values, lax.broadcast_in_dim(x_scale * w_scale, values.shape, [axis]), meanwhile
-
-            def read_ahead():
+            def read_ahead():  # behind the last product, as in `multiply_scaled`
                 following = scale_of(i + 1)
                 plgpu.commit_smem()
                 return following
 
             plgpu.barrier_wait(refs.full.at[stage])
-            values, scale, _ = product(warpgroup, lambda: None)
-            upper += values * scale
+            product, scale, _ = self.multiply_half(refs, stage, warpgroup, w_scale)
+            upper += product * scale
+            # Not at the barrier before: ptxas then scales the upper half behind the lower one's product, whose
+            # accumulator does not fit beside, and spills 112 bytes.
             plgpu.barrier_wait(refs.second.at[stage])
-            values, scale, following = product(2 + warpgroup, read_ahead)
+            product, scale, following = self.multiply_half(refs, stage, 2 + warpgroup, w_scale, read_ahead)
             plgpu.barrier_arrive(refs.empty.at[stage])
-            lower += values * scale
+            lower += product * scale
             return (upper, lower), following, self.next_stage(stage)
 
         zero = plgpu.layout_cast(jnp.zeros(self.product_shape, jnp.float32), plgpu.Layout.WGMMA)
         sums, _, _ = lax.fori_loop(0, tile.k_steps, step, ((zero, zero), scale_of(0), self.stage(done)))
         return list(sums)
+
+    def multiply_half(self, refs: Refs, stage, rows, w_scale, meanwhile=lambda: None) -> tuple:
+        """Returns a product of 64 rows, its scales, and what `meanwhile` gives, which runs beside the tensor core."""
+        x_scale, axis = self.load_x_scale(refs, stage, rows)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, *self.operands(refs, stage, rows))
+            beside = meanwhile()
+            return acc[...], beside
+
+        product, beside = pl.run_scoped(multiply, plgpu.ACC(self.product_shape, jnp.float32))
+        return product, lax.broadcast_in_dim(x_scale * w_scale, product.shape, [axis]), beside
 
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
         for half, total in enumerate(sums):

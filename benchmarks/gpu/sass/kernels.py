@@ -27,6 +27,8 @@ from pallas_kernels.multiprocessors import traced
 E4M3 = jnp.float8_e4m3fn
 FAST, SHARED = "700, no limit", "700, 40"
 MEMORY = "900, 19.9"
+PRODUCT_PASS = "128 of K"
+"""What a pass through a product's loop does."""
 _PAGE_ROW = 2 * mla_cases.WIDTH
 _FP8_ROW = 656
 
@@ -238,7 +240,7 @@ def _product(
         symbol=f"fp8_{schedule}_{kind}_{tile}",
         program=functools.partial(_case_program, case),
         protocol=ring(plan, *shape),
-        passes="128 of K",
+        passes=PRODUCT_PASS,
         other=other,
     )
 

@@ -59,9 +59,7 @@ def assert_no_spills(resources):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168)])
 def test_dense(m, n, k):
-    compiled = assert_in_registers(lambda *args: fp8_gemm(*args, backend=MOSAIC), *scaled_x(m, k), *scaled_w(n, k))
-    if (m, n) == (4096, 2112):
-        assert_no_longer(main_loop_kernels.dense(m, n, k), compiled, instructions=176, cycles=(768, 768))
+    assert_in_registers(lambda *args: fp8_gemm(*args, backend=MOSAIC), *scaled_x(m, k), *scaled_w(n, k))
 
 
 @pytest.mark.parametrize("m", [16, 4096])
@@ -118,7 +116,7 @@ def test_contiguous(tile_m):
         ),
         *scaled_x(8192, 7168), *scaled_w(8, 4096, 7168), tiles, offset,
     )  # fmt: skip
-    if tile_m == 128:
+    if tile_m == 128:  # the loop of a dense product is the same
         kernel = main_loop_kernels.contiguous(2, 4096, 4096, 7168)
         assert_no_longer(kernel, compiled, instructions=174, cycles=(768, 768))
     assert_in_registers(

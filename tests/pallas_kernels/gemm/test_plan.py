@@ -140,7 +140,7 @@ def places(tiles):
     return schedule, *jax.vmap(lambda position: schedule.place(position, COLUMNS))(positions)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(group=st.sampled_from([5, 6]).flatmap(lambda n: st.lists(st.integers(-1, 2), min_size=n, max_size=n)))
 def test_pairs_cover_each_tile_once(group):
     """The blocks of a cluster share weights or activations, never both, and skip what has no group."""

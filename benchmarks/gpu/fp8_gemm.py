@@ -259,7 +259,8 @@ def best_name(plan: TilePlan) -> str:
 
 
 def _multicast(plan: TilePlan) -> str:
-    return f", {'weights' if plan.shares_weights else 'activations'} by multicast" if plan.cluster > 1 else ""
+    """A grouped plan does not say what its clusters share: that goes by the groups of their rows."""
+    return f", clusters of two{' share the weights' if plan.shares_weights else ''}" if plan.cluster > 1 else ""
 
 
 def plan_line(row: dict) -> str:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu.sass import after_cached, counts, disassembly, kernels, loops, model
+from benchmarks.gpu.sass import after_cached, ceilings, counts, disassembly, kernels, loops, model
 from pallas_kernels import aot
 from pallas_kernels.mosaic import NUM_SMS
 from pallas_kernels.multiprocessors import Multiprocessors, taking
@@ -158,6 +158,7 @@ def report(readings: Sequence[Reading]) -> Iterator[str]:
         (row for reading in readings for row in _waiting_rows(reading)),
     )
     yield from _after_cached(readings)
+    yield from _ceilings(readings)
     yield from ("", "## Whose the stored figures are", "")
     yield OTHERS["about"]
     yield from (f"- {name}: {source}" for name, source in OTHERS["sources"].items())
@@ -259,6 +260,13 @@ def _after_cached(readings: Sequence[Reading]) -> Iterator[str]:
     found = after_cached.rows(*(reading.cycles[kernels.SHARED][0].cycles for reading in both), others)
     yield from ("", "## New tokens after cached ones, in millions of cycles of one multiprocessor (round robin)", "")
     yield from table(after_cached.HEAD, found)
+
+
+def _ceilings(readings: Sequence[Reading]) -> Iterator[str]:
+    """Writes what whole products could reach, where a product's loop has been read."""
+    if any(reading.kernel.passes == kernels.PRODUCT_PASS for reading in readings):
+        yield from ("", "## Ceilings of FP8 products, as shares of the tensor core's rate", "")
+        yield from table(ceilings.HEAD, ceilings.rows(OTHERS["tiles"]))
 
 
 def _longest(waiting: dict[str, float]) -> str:

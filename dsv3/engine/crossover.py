@@ -83,14 +83,17 @@ def _head_bytes(model: ModelConfig) -> int:
 
 
 def _dense_seconds(model: ModelConfig, split: int) -> tuple[float, float, float]:
-    """Returns the seconds of a pair of tokens, absorbed and expanded, and those of expanding one, by the rates above.
-
-    k_up and v_up are bfloat16 in every model.
-    """
+    """Returns the seconds of a pair of tokens, absorbed and expanded, and those of expanding one, by these rates."""
     H, R = model.num_attention_heads / split, model.kv_lora_rank
     absorbed = 2 * H * (model.latent_dim + R) / _ABSORBED
     expanded = 2 * H * (model.qk_head_dim + model.v_head_dim) / (_EXPANDED * _MASKING)
-    return absorbed, expanded, 2 * H * (model.qk_nope_head_dim + model.v_head_dim) * R / (_PRODUCTS / 2)
+    return absorbed, expanded, _expansion(model, split)
+
+
+def _expansion(model: ModelConfig, split: int) -> float:
+    """Returns the seconds of a token's products with k_up and v_up, which are bfloat16 in every model."""
+    widths = model.qk_nope_head_dim + model.v_head_dim
+    return 2 * model.num_attention_heads / split * widths * model.kv_lora_rank / (_PRODUCTS / 2)
 
 
 def masked_room(model: ModelConfig, cache_dtype: str, tokens: int, split: int = 1) -> int:
@@ -102,11 +105,12 @@ def masked_room(model: ModelConfig, cache_dtype: str, tokens: int, split: int = 
     if model.indexer is None:
         return 0
     H, topk = model.num_attention_heads / split, model.indexer.topk
-    R, V, N = model.kv_lora_rank, model.v_head_dim, model.qk_nope_head_dim
+    R, V = model.kv_lora_rank, model.v_head_dim
     copied = 2 * row_bytes(model, cache_dtype) / _HBM + 2 * H * (model.latent_dim + R) / _ABSORBED
     pair = 2 * H * (model.qk_head_dim + V) / _EXPANDED
-    expanded = 2 * H * (N + V) * R / (_PRODUCTS if model.fp8 else _PRODUCTS / 2)
-    # tokens * topk * copied = tokens * (room - tokens / 2) * pair + room * expanded
-    room = tokens * (topk * copied + pair * tokens / 2) / (tokens * pair + expanded)
+    expanded = _expansion(model, split)
+    # tokens * (topk * copied + expanded) = tokens * (room - tokens / 2) * pair + room * expanded: the copying form
+    # multiplies its queries and outputs by k_up and v_up.
+    room = tokens * (topk * copied + expanded + pair * tokens / 2) / (tokens * pair + expanded)
     room = math.floor(room / KEY_BLOCK) * KEY_BLOCK
     return room if room >= _LEAST_GAIN * topk else 0

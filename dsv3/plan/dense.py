@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from dsv3.config import ModelConfig
-from dsv3.plan.sparse import PREFILL_OVERHEAD, core_operations, expanded_operations
+from dsv3.plan.sparse import PREFILL_OVERHEAD, core_operations, expanded_operations, expansion_seconds
 
 if TYPE_CHECKING:
     from dsv3.plan.roofline import MicroBatch, Rates
@@ -25,15 +25,13 @@ def dense_forms(model: ModelConfig, rates: "Rates", batch: "MicroBatch") -> tupl
     made of them.
     """
     cached, prompts = _cached(batch)
-    pairs, heads = batch.tokens * cached, model.num_attention_heads / batch.split
-    token = 2 * heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank
-    token /= rates.prefill_flops / (2 if model.fp8 else 1)  # k_up and v_up are bfloat16 in every model
+    pairs, token = batch.tokens * cached, expansion_seconds(model, rates) / batch.split
     pair = expanded_operations(model) / batch.split / rates.prefill_core_flops
     absorbed = pairs * core_operations(model) / batch.split / rates.decode_core_flops
     own = PREFILL_OVERHEAD * (batch.tokens * batch.keys - pairs) * pair
     return (
-        own + absorbed + PREFILL_OVERHEAD * batch.tokens * token,
-        own + PREFILL_OVERHEAD * (pairs * pair + prompts * cached * token),
+        own + absorbed + batch.tokens * token,
+        own + PREFILL_OVERHEAD * pairs * pair + prompts * cached * token,
     )
 
 

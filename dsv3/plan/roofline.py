@@ -20,6 +20,7 @@ from dsv3.plan.sparse import (
     SELECT_CYCLES,
     SparseCore,
     core_operations,
+    expansion_seconds,
     index_share,
     index_weights,
     must_choose,
@@ -32,7 +33,7 @@ KNOWN_ERRORS = (
     "decode, DeepSeek's profile (EP128, 128 tokens per micro-batch, 4K): 61 layers -3 %",
     "decode, DeepSeek's profile (64 tokens per micro-batch, 18.6k tokens/s per node): +1 %",
     "decode, DeepSeek's fleet (14.8k tokens/s per node): 0 %: one constant (32 us of small kernels) is fitted to it",
-    "prefill, DeepSeek's profile (62.7k tokens/s per node): +12 %; its fleet reached half (32.2k computed tokens/s)",
+    "prefill, DeepSeek's profile (62.7k tokens/s per node): +10 %; its fleet reached half (32.2k computed tokens/s)",
 )
 
 # Shares of a device's peak, from published measurements on an H800 (3.35 TB/s, 1979 and 989 TFLOP/s, 160 and 50 GB/s).
@@ -224,9 +225,10 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[s
     rows = b * model.num_experts_per_tok / n  # even load: what leaves a device also arrives
     routed = batch.experts * sizes.expert * expert_item / rates.grouped_bandwidth
     work = 2 * rows * sizes.expert / rates.grouped_flops
+    key_value = bf16_product(model, rates, b, sizes.key_value) / n + _KERNEL_S
     return {
         "project": dense(sizes.down, split=1) + (dense(sizes.query) if sizes.query else 0) + indexer + 4 * _KERNEL_S,
-        "attention": core + dense(sizes.key_value, 2) + dense(sizes.out) + _SMALL_KERNELS_S,
+        "attention": core + key_value + dense(sizes.out) + _SMALL_KERNELS_S,
         "router": _ROUTER_S,
         "shared_expert": dense(sizes.shared) + 3 * _KERNEL_S if sizes.shared else 0.0,
         "experts": max(routed, work) + 5 * _KERNEL_S,
@@ -253,11 +255,12 @@ def prefill_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[
 
     sparse = sparse_parts(model, rates, batch)
     core = dense_core(model, rates, batch) if sparse is None else sparse.seconds
-    own_keys = 0 if sparse is not None and sparse.masked else sizes.key_value  # masked attention makes those of all
+    # Masked attention makes those of all tokens.
+    own_keys = 0.0 if sparse is not None and sparse.masked else batch.tokens * expansion_seconds(model, rates)
     indexer = index_share(model) * index_weights(model, sparse is not None)
     return {
         "project": seconds(sizes.down + sizes.query / n + indexer),
-        "attention": core + seconds((own_keys + sizes.out) / n),
+        "attention": core + own_keys / n + seconds(sizes.out / n),
         "router": 0.0,
         "shared_expert": seconds(sizes.shared / n),
         "experts": seconds(model.num_experts_per_tok * sizes.expert / n),

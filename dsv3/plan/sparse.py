@@ -112,6 +112,12 @@ def expanded_operations(model: ModelConfig) -> int:
     return 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
 
 
+def expansion_seconds(model: ModelConfig, rates: "Rates") -> float:
+    """Returns the seconds of a token's products with k_up and v_up of all heads; they are bfloat16 in every model."""
+    elements = model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank
+    return PREFILL_OVERHEAD * 2 * elements / (rates.prefill_flops / (2 if model.fp8 else 1))
+
+
 def sparse_core(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_s: float) -> SparseCore:
     """Returns the parts of a layer of a micro-batch whose queries choose; a launch takes `kernel_s`.
 
@@ -142,8 +148,7 @@ def sparse_core(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_
 
 def _masked(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_s: float) -> dict[str, float]:
     """Returns the seconds of masked attention: all room is expanded, and all tokens that are seen are multiplied."""
-    b, room, heads = batch.tokens, batch.expands, model.num_attention_heads / batch.split
-    widths = (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank
+    b, room = batch.tokens, batch.expands
     core = b * batch.keys * expanded_operations(model) / batch.split / rates.prefill_core_flops
     groups = math.ceil(b * _SCORE_BYTES * room / BYTES_AT_ONCE)
     bits = b * attended(model, batch.keys, batch.fewest) * _BIT_BYTES + room // 32 * b * 4
@@ -151,6 +156,6 @@ def _masked(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_s: f
         "copies": 0.0,
         "attention": PREFILL_OVERHEAD * _MASKING * core,
         "launches": (groups * _MASKED_LAUNCHES[0] + _MASKED_LAUNCHES[1]) * kernel_s,
-        "expansion": PREFILL_OVERHEAD * 2 * room * heads * widths / rates.prefill_flops,
+        "expansion": room * expansion_seconds(model, rates) / batch.split,
         "mask": bits / rates.hbm,
     }

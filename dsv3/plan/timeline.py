@@ -144,8 +144,9 @@ class Player:
         trips, stages = loop.trips or 1, {(block.lane, block.label, block.micro_batch) for block in inner.blocks}
         # A stage may go round: heads of attention, a few after the others.
         if loop is not self._layer and len(stages) == 1 and not inner.exposed:
-            [(_, label, micro_batch)] = stages
-            clock.work(trips * inner.now, label, micro_batch)
+            [(_, label, within)] = stages
+            # XLA shares the bodies of equal loops, and what is in them keeps the names of the first.
+            clock.work(trips * inner.now, label, within if loop.micro_batch is None else loop.micro_batch)
             return
         clock.now += trips * inner.now
         for role, seconds in inner.exposed.items():

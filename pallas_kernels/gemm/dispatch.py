@@ -8,8 +8,10 @@ from pallas_kernels import multiprocessors
 from pallas_kernels.gemm.heads import HeadKernel
 from pallas_kernels.gemm.kernel import GemmKernel
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
+from pallas_kernels.gemm.pairs import ContiguousPairs
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Contiguous, Dense, Heads, Schedule
+from pallas_kernels.gemm.tall import TallKernel
 from pallas_kernels.gemm.wide import WideKernel
 from pallas_kernels.mosaic import TILE_ROWS, pad_to_tiles
 
@@ -53,7 +55,8 @@ def contiguous(
     _check_strides("grouped gemm, contiguous", n, k, x.dtype)
     wanted = plan or plan_contiguous(m, tile_m, n, k, x.dtype.itemsize, num_sms)
     _check_narrow_output("grouped gemm, contiguous", wanted, out_dtype)
-    kernel = kernel_of_plan(wanted, Contiguous(m, tile_m), x, w, ((1, m, n), out_dtype))
+    schedule = (ContiguousPairs if wanted.cluster > 1 else Contiguous)(m, tile_m)
+    kernel = kernel_of_plan(wanted, schedule, x, w, ((1, m, n), out_dtype))
     operands = (tile_group.astype(jnp.int32), _offset(group_offset))
     return kernel(x[None], w, _scales(x_scale, w_scale, lambda s: s[None]), operands, num_sms)[0]
 
@@ -89,7 +92,8 @@ def kernel_of_plan(
     plan: TilePlan, schedule: Schedule, x, w, out, narrow: type[GemmKernel] = NarrowKernel
 ) -> GemmKernel:
     """Returns the kernel of a plan for x `[.., M, K]` and w `[.., N, K]`; `out` is shape and dtype of its result."""
-    return (WideKernel if plan.wide else narrow)(
+    wide = TallKernel if plan.is_tall else WideKernel
+    return (wide if plan.wide else narrow)(
         tile_m=plan.tile_m,
         tile_n=plan.tile_n,
         stages=plan.stages,

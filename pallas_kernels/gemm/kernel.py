@@ -50,6 +50,7 @@ class Refs:
     o_s: Any
     full: Any
     empty: Any
+    second: Any = None
     x_scale_s: Any = None
     w_scale_s: Any = None
 
@@ -192,14 +193,17 @@ class GemmKernel(abc.ABC):
             self.consume(refs, warpgroup)
 
     def column(self, tile: Tile) -> jax.Array:
-        """Returns the first row of w of this block's part of the cluster's tile."""
-        if self.cluster == 1 or self.shares_weights:
-            return tile.column * self.tile_n
-        return (tile.column * self.cluster + lax.axis_index("cluster")) * self.tile_n
+        """Returns the first row of w of a block's tile."""
+        return tile.column * self.tile_n
 
-    def row(self, tile: Tile) -> jax.Array:
-        """Returns the first row of x of this block's part of the cluster's tile."""
-        return tile.row + lax.axis_index("cluster") * self.tile_m if self.shares_weights else tile.row
+    def own_tile(self, tile: Tile) -> Tile:
+        """Returns this block's part of a cluster's tile; a schedule may have said it already."""
+        if self.cluster == 1 or tile.shares_weights is not None:
+            return tile
+        block = lax.axis_index("cluster")
+        if self.shares_weights:
+            return tile._replace(row=tile.row + block * self.tile_m, shares_weights=True)
+        return tile._replace(column=tile.column * self.cluster + block, shares_weights=False)
 
     @property
     def weight_tile(self) -> tuple[int, int]:
@@ -208,7 +212,7 @@ class GemmKernel(abc.ABC):
 
     def x_block(self, refs: Refs, tile: Tile, k):
         """Returns the activations of a stage in global memory."""
-        return refs.x.at[tile.x_group, pl.ds(self.row(tile), self.tile_m), k]
+        return refs.x.at[tile.x_group, pl.ds(tile.row, self.tile_m), k]
 
     def w_block(self, refs: Refs, tile: Tile, k):
         """Returns the weights of a stage in global memory."""
@@ -216,11 +220,14 @@ class GemmKernel(abc.ABC):
 
     def scale_blocks(self, refs: Refs, tile: Tile, step, stage) -> tuple:
         """Returns the scales of a stage in global memory, and where they go."""
-        scale = refs.x_scale.at[tile.x_group, step, pl.ds(self.row(tile), self.tile_m)]
+        scale = refs.x_scale.at[tile.x_group, step, pl.ds(tile.row, self.tile_m)]
         return scale, refs.x_scale_s.at[stage, pl.ds(0, self.tile_m)]
 
     def walk(self, refs: Refs, body) -> jax.Array:
-        return self.schedule.walk(refs.schedule, self.columns, self.k_steps, body)
+        def of_block(tile: Tile, carry):
+            return body(self.own_tile(tile), carry)
+
+        return self.schedule.walk(refs.schedule, self.columns, self.k_steps, of_block)
 
     def stage(self, step: jax.Array) -> jax.Array:
         """Returns the stage of a step, which is counted over all of the block's tiles.
@@ -234,9 +241,6 @@ class GemmKernel(abc.ABC):
         return jnp.where(stage == self.depth - 1, 0, stage + 1)
 
     def produce(self, refs: Refs) -> None:
-        shared = "cluster" if self.cluster > 1 else None
-        shared_x, shared_w = (None, shared) if self.shares_weights else (shared, None)
-
         def load(tile: Tile, done):
             def step(i, _):
                 stage = self.stage(done + i)
@@ -245,14 +249,12 @@ class GemmKernel(abc.ABC):
                 def _wait_until_free():
                     plgpu.barrier_wait(refs.empty.at[stage])
 
-                k, full = pl.ds((tile.k_begin + i) * self.tile_k, self.tile_k), refs.full.at[stage]
-                w_k = pl.ds((tile.k_begin + i) * self.weight_k, self.weight_k)
-                w_block, x_block = self.w_block(refs, tile, w_k), self.x_block(refs, tile, k)
-                plgpu.copy_gmem_to_smem(w_block, refs.w_s.at[stage], full, collective_axes=shared_w)
-                plgpu.copy_gmem_to_smem(x_block, refs.x_s.at[stage], full, collective_axes=shared_x)
-                if self.num_scales:
-                    scale, to = self.scale_blocks(refs, tile, tile.k_begin + i, stage)
-                    plgpu.copy_gmem_to_smem(scale, to, full, collective_axes=shared_x)
+                if not isinstance(tile.shares_weights, jax.Array):
+                    self.load_stage(refs, tile, i, stage, shares_weights=bool(tile.shares_weights))
+                    return
+                for shares_weights in (True, False):
+                    load_stage = functools.partial(self.load_stage, refs, tile, i, stage, shares_weights=shares_weights)
+                    pl.when(tile.shares_weights == shares_weights)(load_stage)
 
             lax.fori_loop(0, tile.k_steps, step, None)
             return done + tile.k_steps
@@ -262,6 +264,23 @@ class GemmKernel(abc.ABC):
 
         total = self.walk(refs, load)
         lax.fori_loop(0, jnp.minimum(total, self.depth), drain, None)
+
+    def load_stage(self, refs: Refs, tile: Tile, i, stage, *, shares_weights: bool) -> None:
+        """Starts the copies of a tile's step `i`: one operand's to all blocks of the cluster."""
+        shared = "cluster" if self.cluster > 1 else None
+        shared_x, shared_w = (None, shared) if shares_weights else (shared, None)
+        k, full = pl.ds((tile.k_begin + i) * self.tile_k, self.tile_k), refs.full.at[stage]
+        w_k = pl.ds((tile.k_begin + i) * self.weight_k, self.weight_k)
+        plgpu.copy_gmem_to_smem(self.w_block(refs, tile, w_k), refs.w_s.at[stage], full, collective_axes=shared_w)
+        self.load_x(refs, tile, k, stage, shared_x)
+        if self.num_scales:
+            scale, to = self.scale_blocks(refs, tile, tile.k_begin + i, stage)
+            plgpu.copy_gmem_to_smem(scale, to, full, collective_axes=shared_x)
+
+    def load_x(self, refs: Refs, tile: Tile, k, stage, shared: str | None) -> None:
+        """Starts the copy of the activations of a stage."""
+        x_block = self.x_block(refs, tile, k)
+        plgpu.copy_gmem_to_smem(x_block, refs.x_s.at[stage], refs.full.at[stage], collective_axes=shared)
 
     def consume(self, refs: Refs, warpgroup) -> None:
         def compute(tile: Tile, done):

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pallas_kernels.mosaic import NUM_SMS
 
 WIDE_TILE_M = 128
+TALL_TILE_M = 256
+TALL_TILE_N = 128
 NARROW_TILES_M = (8, 16, 32, 64, 128)
 NARROW_TILE_N = 128
 FP8_TILES_N = (64, 80, 96, 112, 128, 144, 160, 192)
@@ -23,15 +25,15 @@ FP8_TILES_N = (64, 80, 96, 112, 128, 144, 160, 192)
 BF16_TILES_N = (64, 96, 128, 160, 192, 224, 256)
 
 _STEP_BYTES = 128  # of K in a stage
-_PRODUCT_ROWS, _PRODUCTS = 64, 8  # a stage's products: 32 bytes of K each, four for each of two warpgroups
+_PRODUCT_ROWS, _PRODUCT_BYTES = 64, 32  # rows of a product in the tensor core, and bytes of K
 _SHARED_BYTES_PER_CYCLE = 128
 _L2_BYTES_PER_CYCLE = 40  # into one multiprocessor
 _MEMORY_BYTES_PER_CYCLE = 2400  # of the device
-_TILE_CYCLES = 1500  # filling the ring and storing the result
+_TILE_CYCLES, _TILE_VALUES = 1500, 128 * 192  # filling the ring and storing the result; a larger one takes longer
 _SPLIT_CYCLES = 4000  # the kernel that adds the parts
 _MAX_SPLITS = 32
 _MAX_SPLIT_ROWS = 4096  # 32 tiles of rows; four tiles of columns fill the multiprocessors without splitting K
-_MAX_FLOAT32_TILE_N = 192  # a wider tile of float32 on its way out would leave no ring of stages
+_MAX_FLOAT32_VALUES = 128 * 192  # a larger tile of float32 on its way out would leave no ring of stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +42,10 @@ class TilePlan:
 
     Attributes:
       wide: activations are the tensor core's rows; else the weights are.
-      tile_m, tile_n: rows and columns of a tile.
+      tile_m, tile_n: rows and columns of a tile; a wide one of 256 rows is a tall kernel's (dense, FP8).
       splits: parts of K that are computed apart (narrow dense products).
-      cluster: neighboring blocks along N that share the activations by multicast (wide), 1 or 2.
+      cluster: neighboring blocks along N that share the activations by multicast (wide), 1 or 2. In a grouped product
+        they are neighbors along M, which share the weights, wherever both have one group.
       shares_weights: the blocks of a cluster are neighbors along M and share the weights (wide, dense).
       stages: stages of the ring; None fills the shared memory.
     """
@@ -54,6 +57,15 @@ class TilePlan:
     cluster: int = 1
     stages: int | None = None
     shares_weights: bool = False
+
+    @property
+    def is_tall(self) -> bool:
+        return self.wide and self.tile_m == TALL_TILE_M
+
+    @property
+    def values(self) -> int:
+        """Values of the result in a tile."""
+        return self.tile_m * self.tile_n
 
     @property
     def cluster_m(self) -> int:
@@ -72,7 +84,7 @@ def plan_dense(m: int, n: int, k: int, itemsize: int, *, float32: bool = False, 
 
     The result has 16 bits, or 32 with `float32`. `num_sms` are the multiprocessors that the kernel takes.
     """
-    plans = (plan for plan in dense_plans(m, itemsize) if not float32 or plan.tile_n <= _MAX_FLOAT32_TILE_N)
+    plans = (plan for plan in dense_plans(m, itemsize) if not float32 or plan.values <= _MAX_FLOAT32_VALUES)
     return min(plans, key=lambda plan: estimated_cycles(plan, m, n, k, itemsize, num_sms))
 
 
@@ -94,6 +106,8 @@ def dense_plans(m: int, itemsize: int) -> Iterator[TilePlan]:
     """Plans worth considering, and measuring, for m rows."""
     if m > WIDE_TILE_M:  # before the others: where the L2 cache does not bind they still load least
         yield from wide_plans(itemsize, shares_weights=True)
+    if m > WIDE_TILE_M and itemsize == 1:
+        yield TilePlan(True, TALL_TILE_M, TALL_TILE_N, cluster=2)
     if m > 64:
         yield from wide_plans(itemsize)
     for splits in range(1, _MAX_SPLITS + 1) if m <= _MAX_SPLIT_ROWS else ():
@@ -103,7 +117,8 @@ def dense_plans(m: int, itemsize: int) -> Iterator[TilePlan]:
 def wide_plans(itemsize: int, *, shares_weights: bool = False) -> Iterator[TilePlan]:
     """Returns the wide plans worth considering, and measuring, for operands of that size.
 
-    Row tiles of a grouped product may have different weights, so only a dense one takes those that share them.
+    Row tiles of a grouped product may have different weights, so only a dense one always shares them. A grouped one is
+    counted as if its clusters shared the activations: they share the weights where they can, which loads less.
     """
     for tile_n in FP8_TILES_N if itemsize == 1 else BF16_TILES_N:
         for cluster in (2,) if shares_weights else (1, 2):
@@ -120,7 +135,8 @@ def estimated_cycles(plan: TilePlan, m: int, n: int, k: int, itemsize: int, num_
     rows, columns = plan.tile_m * plan.cluster_m, plan.tile_n * plan.cluster_n
     clusters = math.ceil(m / rows) * math.ceil(n / columns) * plan.splits
     steps = math.ceil(k / 128 / plan.splits) * itemsize
-    waves = math.ceil(clusters / max(1, num_sms // plan.cluster)) * (steps * _step_cycles(plan) + _TILE_CYCLES)
+    tile = steps * _step_cycles(plan) + _TILE_CYCLES * max(1, plan.values / _TILE_VALUES)
+    waves = math.ceil(clusters / max(1, num_sms // plan.cluster)) * tile
     memory = (m + n) * k * itemsize / _MEMORY_BYTES_PER_CYCLE
     split = _SPLIT_CYCLES + 8 * plan.splits * m * n / _MEMORY_BYTES_PER_CYCLE if plan.splits > 1 else 0
     return max(waves, memory) + split
@@ -128,9 +144,11 @@ def estimated_cycles(plan: TilePlan, m: int, n: int, k: int, itemsize: int, num_
 
 def _step_cycles(plan: TilePlan) -> float:
     """Estimates the cycles of a tile's step of 128 bytes of K: the longest of products, shared memory and loads."""
-    columns = plan.tile_n if plan.wide else plan.tile_m  # of a product, whose rows are activations or weights
-    products = _PRODUCTS * columns / 2
-    operands = _PRODUCTS * (_PRODUCT_ROWS + columns) * _STEP_BYTES / 4
+    # Of the products, whose rows are activations or weights.
+    rows, columns = (plan.tile_m, plan.tile_n) if plan.wide else (plan.tile_n, plan.tile_m)
+    count = rows // _PRODUCT_ROWS * _STEP_BYTES // _PRODUCT_BYTES
+    products = count * columns / 2
+    operands = count * (_PRODUCT_ROWS + columns) * _PRODUCT_BYTES
     arriving = (plan.tile_m + plan.tile_n) * _STEP_BYTES
     loads = (plan.tile_m / plan.cluster_n + plan.tile_n / plan.cluster_m) * _STEP_BYTES
     return max(products, (operands + arriving) / _SHARED_BYTES_PER_CYCLE, loads / _L2_BYTES_PER_CYCLE)

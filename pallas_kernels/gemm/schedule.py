@@ -39,6 +39,8 @@ class Tile(NamedTuple):
     """Number of steps of K."""
     split: jax.Array
     """Which part of K this is; the leading index of a split product's output."""
+    shares_weights: jax.Array | bool | None = None
+    """Whether the blocks of the cluster have one weight tile, else one tile of activations; None: not yet a block's."""
 
 
 type TileBody = Callable[[Tile, jax.Array], jax.Array]

@@ -1,6 +1,7 @@
 """The wide kernel: activations are the tensor core's rows. For many rows, where arithmetic is the limit."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 from jax.experimental import pallas as pl
@@ -15,9 +16,12 @@ from pallas_kernels.mosaic import row_layout, swizzle_transforms
 class WideKernel(GemmKernel):
     """[Gx, M, K] x [Gw, N, K] -> [Gx, M, N]: 128 rows by tile_n columns per block, 64 rows per warpgroup."""
 
+    rows: ClassVar[int] = 2 * WG_ROWS
+    """Rows of a tile."""
+
     def __post_init__(self):
-        if self.tile_m != 2 * WG_ROWS:
-            raise ValueError(f"a wide tile has {2 * WG_ROWS} rows, got {self.tile_m}")
+        if self.tile_m != self.rows:
+            raise ValueError(f"a tile of {type(self).__name__} has {self.rows} rows, got {self.tile_m}")
         super().__post_init__()
 
     @property
@@ -40,5 +44,5 @@ class WideKernel(GemmKernel):
         for j, part in enumerate(sums):
             out_s[:, pl.ds(j * width, width)] = part.astype(self.out_type.dtype)
         plgpu.commit_smem()
-        row, columns = self.row(tile) + warpgroup * WG_ROWS, pl.ds(self.column(tile), self.tile_n)
+        row, columns = tile.row + warpgroup * WG_ROWS, pl.ds(self.column(tile), self.tile_n)
         plgpu.copy_smem_to_gmem(out_s, refs.out.at[tile.x_group, pl.ds(row, WG_ROWS), columns])

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.gpu import machine_code
-from benchmarks.gpu.sass import after_cached, counts, disassembly, kernels, loops, model
+from benchmarks.gpu.sass import after_cached, ceilings, counts, disassembly, kernels, loops, model
 from benchmarks.gpu.sass.model import Link, Load, Protocol, Role
 
 NO_SCOREBOARD = 7
@@ -193,3 +193,24 @@ def test_many_new_tokens_pay_for_keys_and_values_of_cached_ones():
     assert ratios["128", "8,192"] == ratios["128", "131,072"] < 1 < ratios["512", "32,768"] < ratios["4,096", "32,768"]
     assert ratios["4,096", "32,768"] < (576 + 512) / (192 + 128)
     assert all(row["expanded"] == row["FA3 for ours"] for row in found)
+
+
+def test_the_ceiling_of_a_product_counts_its_last_wave_and_what_binds():
+    shape, tall = ceilings.Shape("dense", 1, 4096, 4096, 7168), ceilings.Tiling(256, 128, cluster_n=2)
+    filled = 512 / (4 * 132)  # 512 tiles in four waves
+    assert ceilings.ceiling(shape, tall, ours=False, shared_memory=False) == pytest.approx(filled)
+    assert ceilings.ceiling(shape, tall, ours=False) == pytest.approx(filled * 1024 / 1160)
+    alone = ceilings.Tiling(256, 128)  # 50,176 bytes of a step at 40 per cycle
+    assert ceilings.ceiling(shape, alone, ours=False) == pytest.approx(filled * 1024 / (50176 / 40))
+
+
+def test_pairs_of_two_groups_share_activations_where_deepgemm_shares_nothing():
+    shape, tiling = ceilings.Shape("contiguous", 32, 128, 7168, 2048), ceilings.Tiling(128, 192, cluster_m=2)
+    ours, theirs = (ceilings.ceiling(shape, tiling, ours=side, shared_memory=False) for side in (True, False))
+    assert ours > 1.1 * theirs
+
+
+def test_no_product_of_many_rows_has_a_lower_ceiling_than_deepgemms():
+    """As `benchmarks/gpu/README.md` says; a plan that leaves a wave of multiprocessors idle is seen here."""
+    for name, *_, ratio, without_shared_memory in ceilings.rows(machine_code.OTHERS["tiles"]):
+        assert min(float(ratio), float(without_shared_memory)) >= 1, name

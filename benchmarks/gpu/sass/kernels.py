@@ -27,6 +27,8 @@ from pallas_kernels.multiprocessors import traced
 E4M3 = jnp.float8_e4m3fn
 FAST, SHARED = "700, no limit", "700, 40"
 MEMORY = "900, 19.9"
+PRODUCT_PASS = "128 of K"
+"""What a pass through a product's loop does."""
 _PAGE_ROW = 2 * mla_cases.WIDTH
 _FP8_ROW = 656
 
@@ -86,6 +88,7 @@ def kernels() -> Iterator[Kernel]:
     ):
         yield dense(m, n, k, other)
     yield contiguous(8, 4096, 4096, 7168, "DeepGEMM contiguous 128x192")
+    yield contiguous(8, 4096, 4096, 7168, "DeepGEMM contiguous 128x192, two groups", one_group=False)
     yield experts(32, 20, 4096, 7168, "DeepGEMM masked 64x128")
 
 
@@ -200,10 +203,11 @@ def dense(m: int, n: int, k: int, other: str | None = None, plan: TilePlan | Non
     return _product(f"dense {m}", "dense", case, plan or plan_dense(m, n, k, 1, num_sms=traced().taken), (n, k), other)
 
 
-def contiguous(groups: int, rows: int, n: int, k: int, other: str | None = None) -> Kernel:
-    """Experts in prefill."""
+def contiguous(groups: int, rows: int, n: int, k: int, other: str | None = None, *, one_group: bool = True) -> Kernel:
+    """Experts in prefill: the tiles of a cluster whose two row tiles have one group, or two."""
     case = fp8_cases.contiguous_case(groups, rows, n, k, E4M3, Backend.MOSAIC)
-    return _grouped(f"contiguous {groups} of {rows}", case, 128, (n, k), other)
+    kernel = _grouped(f"contiguous {groups} of {rows}", case, 128, (n, k), other, one_group=one_group)
+    return kernel if one_group else dataclasses.replace(kernel, name=f"{kernel.name}, two groups")
 
 
 def experts(groups: int, rows: int, n: int, k: int, other: str | None = None) -> Kernel:
@@ -213,9 +217,14 @@ def experts(groups: int, rows: int, n: int, k: int, other: str | None = None) ->
     return _grouped(f"contiguous {groups} of {rows}", case, tile_m, (n, k), other)
 
 
-def _grouped(name: str, case: fp8_cases.Case, tile_m: int, shape: tuple[int, int], other: str | None) -> Kernel:
+def _grouped(
+    name: str, case: fp8_cases.Case, tile_m: int, shape: tuple[int, int], other: str | None, *, one_group: bool = True
+) -> Kernel:
     aligned = jax.eval_shape(case.operands, jax.random.key(0))["x"][0].shape[0]
-    return _product(name, "contiguous", case, plan_contiguous(aligned, tile_m, *shape, 1, traced().taken), shape, other)
+    plan = plan_contiguous(aligned, tile_m, *shape, 1, traced().taken)
+    if plan.cluster == 1:
+        return _product(name, "contiguous", case, plan, shape, other)
+    return _product(name, "contiguouspairs", case, dataclasses.replace(plan, shares_weights=one_group), shape, other)
 
 
 def _product(
@@ -225,13 +234,13 @@ def _product(
     splits = f", K in {plan.splits}" if plan.splits > 1 else ""
     shared = "weights" if plan.shares_weights else "activations"
     cluster = f", {shared} by multicast" if plan.cluster > 1 else ""
-    kind = "wide" if plan.wide else "split" if plan.splits > 1 else "narrow"
+    kind = "tall" if plan.is_tall else "wide" if plan.wide else "split" if plan.splits > 1 else "narrow"
     return Kernel(
         name=f"{name} x {shape[0]} x {shape[1]}: {kind} {tile}{splits}{cluster}",
         symbol=f"fp8_{schedule}_{kind}_{tile}",
         program=functools.partial(_case_program, case),
         protocol=ring(plan, *shape),
-        passes="128 of K",
+        passes=PRODUCT_PASS,
         other=other,
     )
 
@@ -244,9 +253,13 @@ def ring(plan: TilePlan, n: int, k: int) -> Protocol:
     kernel = kernel_of_plan(plan, schedule, w, w, out, SplitKernel if split else NarrowKernel)
     x_bytes, w_bytes = plan.tile_m * (128 + 4), plan.tile_n * 128
     by_others = x_bytes * (1 - 1 / plan.cluster_n) + w_bytes * (1 - 1 / plan.cluster_m)
-    load = Load("full", "empty", x_bytes + w_bytes, by_others)
-    consumer = Role(("full",), ("empty",))
-    return Protocol((consumer, consumer), (load,), kernel.depth, {"empty": 2})
+    halves = ("full", "second") if plan.is_tall else ("full",)
+    # A tall kernel's second half of the activations comes by itself.
+    later = (plan.tile_m // 2 * 128,) * (len(halves) - 1)
+    sizes = (x_bytes + w_bytes - sum(later), *later)
+    loads = (Load(full, "empty", size, by_others * size / sum(sizes)) for full, size in zip(halves, sizes, strict=True))
+    consumer = Role(halves, ("empty",))
+    return Protocol((consumer, consumer), tuple(loads), kernel.depth, {"empty": 2})
 
 
 def _case_program(case: fp8_cases.Case) -> tuple[Callable, tuple]:

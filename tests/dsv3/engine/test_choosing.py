@@ -57,9 +57,9 @@ def test_the_longest_query_says_which() -> None:
     [
         (False, 2048, 4096, (False, False, 0)),
         (True, 2048, 99_968, (True, False, 0)),
-        (False, 2049, 2112, (True, True, 12_288)),
-        (True, 12_288, 12_288, (True, True, 12_288)),
-        (True, 4000, 12_352, (True, True, 0)),
+        (False, 2049, 2112, (True, True, 12_160)),
+        (True, 12_160, 12_160, (True, True, 12_160)),
+        (True, 4000, 12_224, (True, True, 0)),
         (False, 2049, choosing.ANY_LENGTH, (True, True, 0)),
     ],
 )
@@ -77,15 +77,15 @@ def test_prompts_have_four_programs(has_context: bool, longest: int, keys: int, 
 def test_the_room_is_that_of_what_may_come_and_of_a_micro_batch() -> None:
     """Few tokens do not pay for the keys of all."""
     long = functools.partial(layout, length=32_768)
-    assert [choosing.masked_room(long(), size) for size in (64, 1024, 4096)] == [0, 9472, 12_288]
-    assert choosing.masked_room(long(overlaps=lambda _: True), 4096) == choosing.masked_room(long(), 2048) == 10_752
+    assert [choosing.masked_room(long(), size) for size in (64, 1024, 4096)] == [0, 8320, 12_160]
+    assert choosing.masked_room(long(overlaps=lambda _: True), 4096) == choosing.masked_room(long(), 2048) == 10_240
     assert choosing.masked_room(long(platform="cpu"), 4096) == choosing.masked_room(long(DEEPSEEK_V3), 4096) == 0
 
 
 def test_the_cache_leaves_memory_for_the_keys_of_the_room() -> None:
-    """8,192 tokens have room for 14,592; two devices share the heads of 65,536 bytes per token, and mask further."""
+    """8,192 tokens have room for 14,720; two devices share the heads of 65,536 bytes per token, and mask further."""
     dtypes = EngineDtypes(jnp.dtype("bfloat16"), "bfloat16")
-    assert expanded_bytes(DEEPSEEK_V32, dtypes, 8192, 1) == (14_592 - 8192) * 65_536
+    assert expanded_bytes(DEEPSEEK_V32, dtypes, 8192, 1) == (14_720 - 8192) * 65_536
     assert (
         expanded_bytes(DEEPSEEK_V32, dtypes, 8192, 2)
         == (masked_room(DEEPSEEK_V32, "bfloat16", 8192, 2) - 8192) * 32_768

@@ -75,13 +75,13 @@ def test_decode_throughput_of_the_profile() -> None:
 
 
 def test_prefill_profile_of_deepseek() -> None:
-    """4K prompts without hits: 113 us per token, 70.5k tokens/s per node, +12 % on the profile's 62.7k."""
+    """4K prompts without hits: 116 us per token, 68.9k tokens/s per node, +10 % on the profile's 62.7k."""
     stages = roofline.prefill_stages(DEEPSEEK_V3, RATES, MicroBatch(tokens=1, keys=2048, experts=9))
     step = 61 * (stages["project"] + stages["attention"]) + 58 * (stages["shared_expert"] + stages["experts"])
     step += 3 * stages["mlp"]
-    assert step * 1e6 == pytest.approx(113, abs=1)
-    assert 8 / step == pytest.approx(70.5e3, rel=2e-3)
-    assert 8 / step / 62.7e3 == pytest.approx(1.12, abs=0.01)
+    assert step * 1e6 == pytest.approx(116, abs=1)
+    assert 8 / step == pytest.approx(68.9e3, rel=2e-3)
+    assert 8 / step / 62.7e3 == pytest.approx(1.10, abs=0.01)
 
 
 def test_faster_memory_helps_what_reads_weights_and_not_the_wire() -> None:

@@ -73,10 +73,17 @@ def test_a_transfer_with_nothing_behind_it_is_paid_in_full() -> None:
 
 
 def test_a_stage_that_goes_round_takes_its_time_once() -> None:
-    """Attention has a kernel in front of a loop of 4 passes with two kernels, in each of ten layers."""
-    loop = '  %h = s8[1] while(%x), body=%heads, backend_config={"known_trip_count":{"n":"4"}}'
+    """Attention has a kernel in front of a loop of 4 passes with two kernels, in each of ten layers.
+
+    Its body was made for the other micro-batch, and the loop itself says whose it is.
+    """
+    loop = (
+        '  %h = s8[1] while(%x), body=%heads, metadata={op_name="micro_batch_0/attention/while"}, '
+        'backend_config={"known_trip_count":{"n":"4"}}'
+    )
     text = program_text(kernel("first", "attention"), loop, *EXPERTS)
-    heads = ("%heads (p: s8[1]) -> s8[1] {", kernel("keys", "attention"), kernel("scores", "attention"), "}")
+    inside = (kernel(name, "attention").replace("micro_batch_0", "micro_batch_1") for name in ("keys", "scores"))
+    heads = ("%heads (p: s8[1]) -> s8[1] {", *inside, "}")
     module = hlo.parse(text.replace("%body (p", "\n".join((*heads, "%body (p")), 1))
     line = play(module, {"attention": 9e-6, "experts": 10 * WIRE_S})
     assert line.layer == pytest.approx(9e-6 + 10 * WIRE_S + HOOK_S)

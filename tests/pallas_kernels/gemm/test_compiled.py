@@ -18,7 +18,6 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.dense import head_gemm, layer_gemm
 from pallas_kernels.fp8 import fp8_gemm, quantize_1x128, swiglu_quantize
 from pallas_kernels.gemm import dispatch
-from pallas_kernels.gemm.plan import TilePlan
 from pallas_kernels.grouped import align_groups, fp8_grouped_gemm_contiguous, grouped_gemm_contiguous
 from tests.pallas_kernels.main_loops import assert_no_longer
 
@@ -60,9 +59,7 @@ def assert_no_spills(resources):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168)])
 def test_dense(m, n, k):
-    compiled = assert_in_registers(lambda *args: fp8_gemm(*args, backend=MOSAIC), *scaled_x(m, k), *scaled_w(n, k))
-    if (m, n) == (4096, 2112):
-        assert_no_longer(main_loop_kernels.dense(m, n, k), compiled, instructions=176, cycles=(768, 768))
+    assert_in_registers(lambda *args: fp8_gemm(*args, backend=MOSAIC), *scaled_x(m, k), *scaled_w(n, k))
 
 
 @pytest.mark.parametrize("m", [16, 4096])
@@ -103,21 +100,25 @@ def test_rows_that_fill_no_tile(m, n, k):
     assert lowered.out_info.shape == (m, n)
 
 
-def test_dense_multicast():
-    plan = TilePlan(True, 128, 192, cluster=2)
+def test_dense_tall():
+    """Clusters share the activations; those of the wide plan above share the weights."""
     args = (*scaled_x(4096, 7168), *scaled_w(4, 4096, 7168), spec(I32))
-    assert_in_registers(lambda *args: dispatch.dense(*args, jnp.bfloat16, plan=plan), *args)
+    compiled = assert_in_registers(lambda *args: dispatch.dense(*args, jnp.bfloat16), *args)
+    assert_no_longer(main_loop_kernels.dense(4096, 4096, 7168), compiled, instructions=224, cycles=(1024, 1024))
 
 
 @pytest.mark.parametrize("tile_m", [32, 128])
 def test_contiguous(tile_m):
     tiles, offset = spec(I32, 8192 // tile_m), spec(I32)
-    assert_in_registers(
+    compiled = assert_in_registers(
         lambda x, xs, w, ws, t, o: fp8_grouped_gemm_contiguous(
             x, xs, w, ws, t, tile_m=tile_m, group_offset=o, backend=MOSAIC
         ),
         *scaled_x(8192, 7168), *scaled_w(8, 4096, 7168), tiles, offset,
     )  # fmt: skip
+    if tile_m == 128:  # the loop of a dense product is the same
+        kernel = main_loop_kernels.contiguous(2, 4096, 4096, 7168)
+        assert_no_longer(kernel, compiled, instructions=174, cycles=(768, 768))
     assert_in_registers(
         lambda x, w, t, o: grouped_gemm_contiguous(x, w, t, tile_m=tile_m, group_offset=o, backend=MOSAIC),
         spec(BF16, 8192, 2048), spec(BF16, 8, 7168, 2048), tiles, offset,

@@ -25,6 +25,7 @@ DENSE = {
         256,
         TilePlan(True, 128, 128, cluster=2, stages=3, shares_weights=True),
     ),
+    "tall, a block outside": (300, 264, 400, TilePlan(True, 256, 128, cluster=2, stages=2)),
     "narrow 8": (5, 264, 400, TilePlan(False, 8, 128, stages=3)),
     "narrow 32, two row tiles": (40, 136, 256, TilePlan(False, 32, 128, stages=2)),
     "narrow 16 split": (11, 264, 912, TilePlan(False, 16, 128, splits=3, stages=3)),
@@ -77,7 +78,16 @@ def test_dense_bfloat16_with_a_float32_result(m, n, k, plan):
 def contiguous(x, x_scale, w, w_scale, tile_group, tile_m, plan):
     def fn(x, x_scale, w, w_scale, tile_group, offset):
         return dispatch.contiguous(
-            x, x_scale, w, w_scale, tile_group, offset, tile_m, jnp.bfloat16, plan=plan, num_sms=NUM_BLOCKS
+            x,
+            x_scale,
+            w,
+            w_scale,
+            tile_group,
+            offset,
+            tile_m,
+            jnp.bfloat16,
+            plan=plan,
+            num_sms=NUM_BLOCKS * plan.cluster,
         )
 
     return interpret(fn, x, x_scale, w, w_scale, jnp.array(tile_group), 2)
@@ -85,7 +95,8 @@ def contiguous(x, x_scale, w, w_scale, tile_group, tile_m, plan):
 
 CONTIGUOUS = {
     "wide": ([0, -1, 2], 128, TilePlan(True, 128, 128, stages=3)),
-    "wide, one group, multicast": ([1, 1], 128, TilePlan(True, 128, 192, cluster=2, stages=2)),
+    "pairs of one group, of two, of one tile": ([1, 1, 1, 2, 0], 128, TilePlan(True, 128, 128, cluster=2, stages=2)),
+    "pairs, tiles without rows": ([0, -1, -1, -1, -1, 2], 128, TilePlan(True, 128, 192, cluster=2, stages=2)),
     "narrow": ([2, 0, 0, -1, 1, -1], 16, TilePlan(False, 16, 128, stages=3)),
     "nothing to do": ([-1, -1], 8, TilePlan(False, 8, 128, stages=3)),
 }

@@ -1,5 +1,6 @@
 """Choice of tiles: always a kernel that exists, fewer idle multiprocessors where the width can be chosen."""
 
+import functools
 import math
 
 import jax
@@ -13,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm import plan as planning
 from pallas_kernels.gemm.dispatch import kernel_of_plan
 from pallas_kernels.gemm.narrow import SplitKernel
+from pallas_kernels.gemm.pairs import ContiguousPairs, own_place
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
 from pallas_kernels.gemm.schedule import Contiguous, Dense
 from pallas_kernels.gemm.shapes import DENSE_M, DENSE_NK
@@ -33,20 +35,23 @@ def test_every_dense_product_has_a_kernel(m, n, k):
     assert plan.wide or plan.tile_m >= min(m, 128)
 
 
+def candidates(itemsize):
+    """The plans of many rows, and the narrow ones."""
+    return [*planning.dense_plans(8192, itemsize), *(TilePlan(False, tile, 128) for tile in planning.NARROW_TILES_M)]
+
+
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
 def test_every_candidate_is_a_kernel(dtype):
-    itemsize = jnp.dtype(dtype).itemsize
-    for plan in [*planning.wide_plans(itemsize), *(TilePlan(False, tile, 128) for tile in planning.NARROW_TILES_M)]:
+    for plan in candidates(jnp.dtype(dtype).itemsize):
         assert kernel_of(plan, 4096, 7168, dtype).depth >= 2, plan
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
 def test_shared_memory_slices_keep_the_alignment_of_tma(dtype):
     """128 bytes between stages and warpgroups; 1,024 where rows are swizzled. The interpreter does not check it."""
-    narrow = (TilePlan(False, tile, 128) for tile in planning.NARROW_TILES_M)
-    for plan in [*planning.wide_plans(jnp.dtype(dtype).itemsize), *narrow]:
+    for plan in candidates(jnp.dtype(dtype).itemsize):
         for name, buffer in kernel_of(plan, 4096, 7168, dtype).scratch().items():
-            if name not in ("full", "empty"):
+            if name not in ("full", "second", "empty"):
                 slice_bytes = math.prod(buffer.shape[1:]) * jnp.dtype(buffer.dtype).itemsize
                 assert slice_bytes % (1024 if name in ("x_s", "w_s", "o_s") else 128) == 0, (plan, name)
 
@@ -94,6 +99,13 @@ def test_an_unaligned_width_wins_where_it_saves_a_wave():
     assert waves(aligned, 256, 7168) == 2
 
 
+def test_a_tall_tile_wins_where_it_saves_a_wave():
+    """512 tiles of 256 x 128 are four waves, 704 of 128 x 192 are six, the last of them a third full."""
+    assert plan_dense(4096, 4096, 7168, 1).is_tall
+    for m, itemsize, float32 in ((128, 1, False), (4096, 2, False), (4096, 1, True)):  # one row tile, no FP8, no room
+        assert not plan_dense(m, 4096, 7168, itemsize, float32=float32).is_tall
+
+
 def test_grouped_plans_follow_the_layout():
     assert plan_contiguous(8192, 32, 4096, 7168, 1) == TilePlan(False, 32, 128)
     assert plan_contiguous(8192, 128, 4096, 7168, 2).wide
@@ -114,3 +126,32 @@ def test_empty_tiles_leave_no_multiprocessor_idle(rows, tile_m, used):
     tiles = np.bincount(np.asarray(positions) % NUM_SMS, weights=np.asarray(row) < used, minlength=NUM_SMS)
     assert tiles.max() == math.ceil(used * columns / NUM_SMS)
     assert Contiguous(1 << 16, 128).panel > 1
+
+
+COLUMNS = 2
+"""Pairs of column tiles in the test below."""
+
+
+@functools.cache
+def places(tiles):
+    """Returns the pair and the column of each position of a walk over as many row tiles."""
+    schedule = ContiguousPairs(128 * tiles, 128)
+    positions = jnp.arange(schedule.most_tiles(COLUMNS), dtype=jnp.int32)
+    return schedule, *jax.vmap(lambda position: schedule.place(position, COLUMNS))(positions)
+
+
+@settings(max_examples=15, deadline=None)
+@given(group=st.sampled_from([5, 6]).flatmap(lambda n: st.lists(st.integers(-1, 2), min_size=n, max_size=n)))
+def test_pairs_cover_each_tile_once(group):
+    """The blocks of a cluster share weights or activations, never both, and skip what has no group."""
+    schedule, pair, column = places(len(group))
+    first, second = (np.asarray(its) for its in schedule.groups(np.asarray(group), np.asarray(pair)))
+    found = []
+    row, at, shared = (np.asarray(v) for v in own_place(first == second, pair, column, np.arange(2)[:, None]))
+    for position, one_group in enumerate(shared):
+        its = np.where(row[:, position] == 2 * pair[position], first[position], second[position])
+        assert its[0] == its[1]  # so both go on, or neither
+        assert (at[0, position] == at[1, position]) == one_group and (row[0, position] == row[1, position]) != one_group
+        found += zip(row[:, position], at[:, position], strict=True) if its[0] >= 0 else ()
+    expected = [(row, column) for row, its in enumerate(group) if its >= 0 for column in range(2 * COLUMNS)]
+    assert sorted(found) == expected

@@ -1,0 +1,98 @@
+"""The tall kernel: 256 rows by 128 columns, two products of 64 rows per warpgroup and step of K. FP8 only.
+
+Its tiles divide the model's weights (whose rows are multiples of 128) without a rest and meet one weight scale, so it
+wins where that saves a wave of multiprocessors.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.float8 import BLOCK
+from pallas_kernels.gemm.kernel import WG_ROWS, Refs
+from pallas_kernels.gemm.schedule import Tile
+from pallas_kernels.gemm.wide import WideKernel
+from pallas_kernels.lazily import plgpu
+from pallas_kernels.mosaic import swizzle_transforms
+
+_HALF = 2 * WG_ROWS
+"""Rows that both warpgroups multiply at a time: sums and accumulators of more would not fit their registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TallKernel(WideKernel):
+    """[Gx, M, K] x [Gw, N, K] -> [Gx, M, N]: 256 rows by 128 columns per block, twice 64 rows per warpgroup.
+
+    The halves of the activations arrive one after the other, each at its own barrier.
+    """
+
+    rows: ClassVar[int] = 2 * _HALF
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.scaled or self.tile_n != BLOCK:
+            raise ValueError(f"a tall tile is of FP8 values and has {BLOCK} columns, got {self}")
+
+    def scratch(self) -> dict:
+        return super().scratch() | {"second": plgpu.Barrier(num_arrivals=1, num_barriers=self.depth)}
+
+    def out_buffer(self):
+        dtype, transforms = self.out_type.dtype, swizzle_transforms(self.out_type.dtype, self.tile_n)
+        return plgpu.SMEM((self.rows // WG_ROWS, WG_ROWS, self.tile_n), dtype, transforms=transforms)
+
+    def load_x(self, refs: Refs, tile: Tile, k, stage, shared) -> None:
+        for half, full in enumerate((refs.full, refs.second)):
+            rows = pl.ds(half * _HALF, _HALF)
+            to = refs.x_s.at[stage, rows]
+            block = refs.x.at[tile.x_group, pl.ds(tile.row + half * _HALF, _HALF), k]
+            plgpu.copy_gmem_to_smem(block, to, full.at[stage], collective_axes=shared)
+
+    def multiply(self, refs: Refs, warpgroup, tile: Tile, done) -> list[jax.Array]:
+        """Returns the sums over K of both halves."""
+        block = jnp.minimum(lax.div(self.column(tile), jnp.int32(BLOCK)), refs.w_scale.shape[1] - 1)
+
+        def scale_of(i):
+            return refs.w_scale[tile.w_group, block, jnp.minimum(tile.k_begin + i, self.k_steps - 1)]
+
+        def step(i, carry):
+            (upper, lower), w_scale, stage = carry
+
+            def read_ahead():  # behind the last product, as in `multiply_scaled`
+                following = scale_of(i + 1)
+                plgpu.commit_smem()
+                return following
+
+            plgpu.barrier_wait(refs.full.at[stage])
+            product, scale, _ = self.multiply_half(refs, stage, warpgroup, w_scale)
+            upper += product * scale
+            # Not at the barrier before: ptxas then scales the upper half behind the lower one's product, whose
+            # accumulator does not fit beside, and spills 112 bytes.
+            plgpu.barrier_wait(refs.second.at[stage])
+            product, scale, following = self.multiply_half(refs, stage, 2 + warpgroup, w_scale, read_ahead)
+            plgpu.barrier_arrive(refs.empty.at[stage])
+            lower += product * scale
+            return (upper, lower), following, self.next_stage(stage)
+
+        zero = plgpu.layout_cast(jnp.zeros(self.product_shape, jnp.float32), plgpu.Layout.WGMMA)
+        sums, _, _ = lax.fori_loop(0, tile.k_steps, step, ((zero, zero), scale_of(0), self.stage(done)))
+        return list(sums)
+
+    def multiply_half(self, refs: Refs, stage, rows, w_scale, meanwhile=lambda: None) -> tuple:
+        """Returns a product of 64 rows, its scales, and what `meanwhile` gives, which runs beside the tensor core."""
+        x_scale, axis = self.load_x_scale(refs, stage, rows)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, *self.operands(refs, stage, rows))
+            beside = meanwhile()
+            return acc[...], beside
+
+        product, beside = pl.run_scoped(multiply, plgpu.ACC(self.product_shape, jnp.float32))
+        return product, lax.broadcast_in_dim(x_scale * w_scale, product.shape, [axis]), beside
+
+    def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
+        for half, total in enumerate(sums):
+            super().store(refs, 2 * half + warpgroup, tile, [total])

@@ -105,7 +105,7 @@ def decode(heads: int, *, fp8: bool = False) -> Kernel:
         name=f"decode, {heads} heads{', FP8 pages' if fp8 else ''}",
         symbol="mla_decode",
         program=program,
-        protocol=_fp8_pages() if fp8 else _pages(),
+        protocol=_fp8_pages() if fp8 else _pages(blocks=1 if few else 2),
         passes="2 pages of 64 tokens, 64 rows",
         memory_bytes=2 * PAGE_SIZE * row / (1 if few else 2),  # two blocks of 64 rows share a page
         other=None if fp8 else "FlashMLA decode",
@@ -113,8 +113,10 @@ def decode(heads: int, *, fp8: bool = False) -> Kernel:
     )
 
 
-def _pages() -> Protocol:
+def _pages(blocks: int) -> Protocol:
+    """Returns the protocol where `blocks` fetch a page together."""
     quarter, rope = PAGE_SIZE * mla_cases.LATENT // 2, PAGE_SIZE * (_PAGE_ROW - 2 * mla_cases.LATENT)
+    by_others = 1 - 1 / blocks
 
     def full(stage: str, *parts: int) -> tuple[str, ...]:
         return tuple(f"part {part} of {stage}" for part in parts)
@@ -128,7 +130,7 @@ def _pages() -> Protocol:
         arrives=("weights_b", "right_free_a", "right_free_b"),
     )
     loads = tuple(
-        Load(f"part {part} of {stage}", f"{'left' if part < 2 else 'right'}_free_{stage}", size)
+        Load(f"part {part} of {stage}", f"{'left' if part < 2 else 'right'}_free_{stage}", size, size * by_others)
         for stage in "ab"
         for part, size in enumerate((quarter, quarter, quarter, quarter, rope))
     )

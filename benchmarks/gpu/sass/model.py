@@ -47,6 +47,9 @@ ASSUMPTIONS: Mapping[str, Assumption] = {
     "mbarrier": Assumption(22, "cycles", f"{_GUESS}: a successful try"),
     "wgmma drain": Assumption(30, "cycles", f"{_GUESS}: from the last product to its result"),
     "producer": Assumption(60, "cycles", f"{_GUESS}: from a stage's release to the TMA instruction"),
+    "another block": Assumption(
+        260, "cycles", "180 to 213 between two multiprocessors are published; and the producer that passes it on"
+    ),
     "exp2 per warp": Assumption(8, "cycles", f"{_GUIDE}: 16 per cycle"),
     "shared memory": Assumption(128, "bytes per cycle", f"{_GUIDE}; one port for operands, TMA and stores"),
     "TMA latency": Assumption(700, "cycles", "calibrated with FlashMLA's published rate"),
@@ -234,6 +237,7 @@ class _Multiprocessor:
             released = self._phase(load.free, self.load_pass - ahead)
             if released is None:
                 return
+            released += assumed("another block") if load.by_others else 0
             ready = max(released, self.loads_after) + assumed("producer")
             if ready > self.now:
                 return

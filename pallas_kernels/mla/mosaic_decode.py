@@ -11,7 +11,8 @@ their half of the values:
     warpgroup 1:  scores b -------------> softmax b -----> O_right += P_a V_a -> O_right += P_b V_b
 
 The running maximum passes from a to b to the next pair's a, so no step waits for both warpgroups at once, and the
-halves of a page are refilled as soon as their last reader is done. A page arrives in five parts, four quarters of its
+halves of a page are refilled as soon as their last reader is done, by multicast where two tiles of a group are a
+cluster of two blocks: each then fetches half of a page for both. A page arrives in five parts, four quarters of its
 values and the rotated keys, and scores begin with the first. P replaces the rotated part of its own page, which
 nobody reads after the scores. FlashMLA (deepseek-ai, 2025) is the model of the split of O and the order of the steps.
 """
@@ -183,10 +184,6 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
 
     quarters = page_parts(2, shape.quarter)
     pages = {"left": quarters, "right": quarters, "rope": page_parts(1, ROPE_WIDTH)}
-    arrivals = {"part_full": plgpu.Barrier(num_barriers=2 * _PARTS), "left_free": plgpu.Barrier(num_barriers=2)}
-    if shape.fp8:
-        pages |= fp8_cache.scratch(pages.pop("right"))
-        arrivals = {"page_full": plgpu.Barrier(num_arrivals=fp8_cache.COPIES, num_barriers=2)}
     return {
         "query": plgpu.RefUnion(
             plgpu.SMEM((1, ROWS, shape.value_width + ROPE_WIDTH), dtype, transforms=wide),
@@ -195,18 +192,13 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
         ),
         **{f"{name}_{stage}": array for name, array in pages.items() for stage in "ab"},
         "vectors": plgpu.SMEM((7, ROWS), jnp.float32),  # one array: each is rounded up to 1,024 bytes
-        **arrivals,
+        "part_full": plgpu.Barrier(num_barriers=2 * _PARTS),
+        "left_free": plgpu.Barrier(num_barriers=2),
         "once": plgpu.Barrier(num_barriers=3),
         "twice": plgpu.Barrier(num_arrivals=2, num_barriers=4),
-        **_cluster_barriers(shape),
-    }
-
-
-def _cluster_barriers(shape: TileShape) -> dict[str, Any]:
-    """Returns `free_in_both`, where the blocks of a cluster say that a half of a stage may be overwritten."""
-    if shape.cluster == 1:
-        return {}
-    return {"free_in_both": plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=4)}
+    } | (
+        {} if shape.cluster == 1 else {"free_in_both": plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=4)}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,11 +264,14 @@ class _Memory:
             plgpu.barrier_arrive(both)
             plgpu.barrier_wait(both)
 
+    def full(self, stage: int, part: int, zero):
+        """Returns the barrier at which a part of the page in a stage arrives."""
+        return self.smem.part_full.at[stage * _PARTS + part + zero]
+
     def wait_for(self, stage: int, zero, *parts: int) -> None:
-        """Waits until parts of the page in a stage have arrived. FP8 pages are waited for as a whole, elsewhere."""
-        if not self.shape.fp8:
-            for part in parts:
-                plgpu.barrier_wait(self.smem.part_full.at[stage * _PARTS + part + zero])
+        """Waits until parts of the page in a stage have arrived."""
+        for part in parts:
+            plgpu.barrier_wait(self.full(stage, part, zero))
 
     def pieces(self, visit, init):
         """Folds `visit(piece, index, carry)` over the pieces of this block's part."""
@@ -299,17 +294,18 @@ def _body(shape: TileShape, *arrays: Any, **smem: Any):
     names = [field.name for field in dataclasses.fields(_Memory)][1:-1]
     memory = _Memory(shape, **dict(zip(names, arrays, strict=True)), smem=_pair_stages(smem))
     warpgroup = lax.axis_index("warpgroup")
+    registers, registers_of_producer = (216, 72) if shape.fp8 else (240, 24)
 
     @pl.when(warpgroup == 2)
     def _():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(registers_of_producer, action="decrease")
         _produce(memory)
 
     for index, consume in ((0, _consume_left), (1, _consume_right)):
 
         @pl.when(warpgroup == index)
         def attend(index=index, consume=consume):
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(registers, action="increase")
             memory.pieces(lambda piece, number, _: _attend_piece(memory, index, consume, piece, number), None)
             plgpu.wait_smem_to_gmem(0)
 
@@ -320,22 +316,22 @@ def _pair_stages(smem: dict[str, Any]) -> types.SimpleNamespace:
     Stages are apart so that each has its own aliases.
     """
     pairs = {name[:-2]: (ref, smem[name[:-1] + "b"]) for name, ref in smem.items() if name.endswith("_a")}
-    if "right_or_raw" in pairs:
-        pairs["right"], pairs["raw"] = zip(*pairs["right_or_raw"], strict=True)
     return types.SimpleNamespace(**(smem | pairs))
 
 
 def _produce(memory: _Memory):
-    """Runs in the TMA warpgroup: fetches a piece's queries and, part by part, its pages."""
+    """Runs in the third warpgroup: fetches a piece's queries and, part by part, its pages."""
     smem = memory.smem
+    load_page = fp8_cache.load_page if memory.shape.fp8 else _load_page
 
     def visit(piece, number, pairs_before):
-        def pair(i, _):
+        def pair(i, fetched):
             for stage in (_A, _B):
-                _load_page(memory, piece, piece.begin + 2 * i + stage, stage, pairs_before + i)
+                fetched = load_page(memory, piece, 2 * i + stage, stage, pairs_before + i, fetched)
             pl.when(i == 0)(lambda: _load_query(memory, piece, number))
+            return fetched
 
-        lax.fori_loop(0, piece.pairs, pair, None)
+        lax.fori_loop(0, piece.pairs, pair, fp8_cache.first_tile(memory, piece) if memory.shape.fp8 else None)
         pl.when(piece.pairs == 0)(lambda: _load_query(memory, piece, number))
         return pairs_before + piece.pairs, number + 1
 
@@ -348,9 +344,8 @@ def _produce(memory: _Memory):
     @pl.when(pairs > 0)
     def _():
         for stage in (_A, _B):
-            if not memory.shape.fp8:
-                memory.wait_until_free(stage, 0)
-            memory.wait_until_free(stage, 1)
+            for half in range(2):
+                memory.wait_until_free(stage, half)
 
 
 def _load_query(memory: _Memory, piece: _Piece, number):
@@ -370,21 +365,16 @@ def _load_query(memory: _Memory, piece: _Piece, number):
         plgpu.barrier_arrive(smem.once.at[_QUERY_FULL])
 
 
-def _load_page(memory: _Memory, piece: _Piece, index, stage: int, pairs_before):
-    """Fetches a page into a stage, once whoever reads it there is done. Past the piece's end: the last page again."""
-    smem = memory.smem
+def _load_page(memory: _Memory, piece: _Piece, number, stage: int, pairs_before, _) -> None:
+    """Fetches a page of a piece into a stage, once whoever reads it there is done. Past the end: the last page."""
     zero, reused = lax.shift_right_logical(pairs_before, 30), pairs_before > 0
-    row = memory.table_rows[piece.group]
-    page = memory.first_page[0] + memory.page_table[row, jnp.minimum(index, piece.end - 1)]
-    if memory.shape.fp8:
-        pl.when(reused)(lambda: memory.wait_until_free(stage, 1))
-        fp8_cache.load_page(memory.pages, page, smem, stage)
-        return
+    row, index = memory.table_rows[piece.group], jnp.minimum(piece.begin + number, piece.end - 1)
+    page = memory.first_page[0] + memory.page_table[row, index]
     for part, columns in enumerate(memory.shape.parts_of_row):
         if part in (0, 2):
             pl.when(reused)(functools.partial(memory.wait_until_free, stage, part // 2, zero))
         source, target = memory.pages.at[page, :, columns], memory.part(stage, part, zero)
-        full = smem.part_full.at[stage * _PARTS + part + zero]
+        full = memory.full(stage, part, zero)
         plgpu.copy_gmem_to_smem(source, target, full, collective_axes=memory.shared_along)
 
 
@@ -467,9 +457,8 @@ def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
 
 
 def _release_left(memory: _Memory, stage):
-    """Releases a page that warpgroup 0 has no more use for. FP8 pages are refilled whole, so they have one barrier."""
-    if not memory.shape.fp8:
-        plgpu.barrier_arrive(memory.smem.left_free.at[stage])
+    """Releases a page that warpgroup 0 has no more use for."""
+    plgpu.barrier_arrive(memory.smem.left_free.at[stage])
     plgpu.barrier_arrive(memory.smem.twice.at[_RIGHT_FREE + stage])
 
 
@@ -487,14 +476,10 @@ def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
 
     A page past the end of the piece is masked whole.
     """
-    smem, shape = memory.smem, memory.shape
-
-    if shape.fp8:
-        plgpu.barrier_wait(smem.page_full.at[stage + zero])
-        fp8_cache.dequantize(smem, stage, zero)
+    shape = memory.shape
 
     def products(accumulator):
-        query = smem.query[0].at[zero]
+        query = memory.smem.query[0].at[zero]
         for part, columns in enumerate(shape.parts_of_row):
             memory.wait_for(stage, zero, part)
             plgpu.wgmma(accumulator, query.at[:, columns], memory.part(stage, part, zero).T)

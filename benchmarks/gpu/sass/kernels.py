@@ -27,6 +27,7 @@ from pallas_kernels.multiprocessors import traced
 E4M3 = jnp.float8_e4m3fn
 FAST, SHARED = "700, no limit", "700, 40"
 MEMORY = "900, 19.9"
+_ROPE_ASKED = "rotated keys are asked for"
 _PAGE_ROW = 2 * mla_cases.WIDTH
 _FP8_ROW = 656
 
@@ -138,10 +139,18 @@ def _pages(blocks: int) -> Protocol:
 
 
 def _fp8_pages() -> Protocol:
-    left = Role(("full_a", "weights_b"), ("weights_a", "free_a", "free_b"))
-    right = Role(("full_b", "weights_a"), ("weights_b", "free_a", "free_b"))
-    loads = tuple(Load(f"full_{stage}", f"free_{stage}", PAGE_SIZE * _FP8_ROW) for stage in "ab")
-    return Protocol((left, right), loads, arrivals={"free_a": 2, "free_b": 2})
+    """The third warpgroup reads pages into registers and writes their values; rotated keys it has copied."""
+    pages = _pages(blocks=1)
+    rope = tuple(load for load in pages.loads if load.full.startswith("part 4"))
+    asked = (
+        dataclasses.replace(load, free=f"{_ROPE_ASKED} of {stage}", asked=True)
+        for load, stage in zip(rope, "ab", strict=True)
+    )
+    free = tuple(f"{half}_free_{stage}" for stage in "ab" for half in ("left", "right"))
+    parts = ("part 0", "part 1", _ROPE_ASKED, "part 2", "part 3")
+    arrives = tuple(f"{part} of {stage}" for stage in "ab" for part in parts)
+    feeding = Role(free, arrives, passed=free, fetches=True)
+    return dataclasses.replace(pages, roles=(*pages.roles, feeding), loads=tuple(asked))
 
 
 def prefill() -> Kernel:

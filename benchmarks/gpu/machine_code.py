@@ -12,7 +12,9 @@ Nothing here is a measured time. See "Machine code" in docs/benchmarking.md.
 
 import argparse
 import dataclasses
+import functools
 import json
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,20 +48,22 @@ class Reading:
 
     @property
     def both(self) -> counts.Work:
-        """The work of the two computing warpgroups together."""
-        roles = self.roles * (2 // len(self.roles))
-        return roles[0] + roles[1]
+        """The work of the warpgroups that the model runs: two that compute, and one that feeds them if it computes."""
+        roles = self.roles * len(self.kernel.protocol.roles) if len(self.roles) == 1 else self.roles
+        return functools.reduce(operator.add, roles)
 
     def bounds(self) -> dict[str, float]:
         """Returns the cycles that a pass takes at least, by resource."""
         loads, both = self.kernel.protocol.loads, self.both
-        written = sum(load.bytes for load in loads)
+        written, fetched = sum(load.bytes for load in loads), sum(load.fetched for load in loads)
+        if any(role.fetches for role in self.kernel.protocol.roles):
+            fetched += both.global_bytes
         found = {
             "tensor core": both.tensor_cycles,
             "shared memory": (both.operand_bytes + both.shared_bytes + written) / model.assumed("shared memory"),
             "issue": both.instructions,
             "exp2": both.classes.get("exp2", 0) * model.assumed("exp2 per warp"),
-            "L2": sum(load.fetched for load in loads) / model.assumed("L2 to multiprocessor"),
+            "L2": fetched / model.assumed("L2 to multiprocessor"),
             "memory": self.kernel.memory_bytes / kernels.memory_rate(),
         }
         return {name: cycles for name, cycles in found.items() if cycles}
@@ -115,6 +119,8 @@ def interpret(kernel: kernels.Kernel, compiled: Sequence[aot.KernelResources]) -
         raise model.ModelError(f"no {kernel.symbol} among {[found.name for found in compiled]}")
     function = disassembly.assemble(resources.ptx)
     paths = loops.main_loops(function)
+    if any(role.fetches for role in kernel.protocol.roles):
+        paths.append(loops.feeding_loop(function))
 
     def run(link: str, round_robin: bool) -> model.Modelled:
         return model.simulate(paths, kernel.protocol, kernels.link(link, round_robin=round_robin))
@@ -154,7 +160,7 @@ def report(readings: Sequence[Reading]) -> Iterator[str]:
     )
     yield from ("", "## What each warpgroup waits for, in cycles of a pass (round robin)", "")
     yield from table(
-        ("kernel", "link", "warpgroup 0", "warpgroup 1"),
+        ("kernel", "link", "warpgroup 0", "warpgroup 1", "warpgroup 2, where it dequantizes"),
         (row for reading in readings for row in _waiting_rows(reading)),
     )
     yield from _after_cached(readings)
@@ -247,7 +253,8 @@ def _bound(cycles: float | None, binds: bool) -> str:
 
 def _waiting_rows(reading: Reading) -> Iterator[tuple]:
     for name, (turns, _) in reading.cycles.items():
-        yield (reading.kernel.name, name, *map(_longest, turns.waiting))
+        causes = [_longest(waiting) for waiting in turns.waiting]
+        yield (reading.kernel.name, name, *causes, *[""] * (3 - len(causes)))
 
 
 def _after_cached(readings: Sequence[Reading]) -> Iterator[str]:

@@ -11,7 +11,8 @@ their half of the values:
     warpgroup 1:  scores b -------------> softmax b -----> O_right += P_a V_a -> O_right += P_b V_b
 
 The running maximum passes from a to b to the next pair's a, so no step waits for both warpgroups at once, and the
-halves of a page are refilled as soon as their last reader is done. A page arrives in five parts, four quarters of its
+halves of a page are refilled as soon as their last reader is done, by multicast where two tiles of a group are a
+cluster of two blocks: each then fetches half of a page for both. A page arrives in five parts, four quarters of its
 values and the rotated keys, and scores begin with the first. P replaces the rotated part of its own page, which
 nobody reads after the scores. FlashMLA (deepseek-ai, 2025) is the model of the split of O and the order of the steps.
 """
@@ -103,8 +104,17 @@ class TileShape:
         return -(-self.rows // ROWS)
 
     @property
+    def cluster(self) -> int:
+        """Blocks of a cluster: two tiles of a group read the same pages, and each fetches half of a page for both."""
+        return 2 if self.tiles % 2 == 0 and not self.fp8 else 1
+
+    @property
     def tile_rows(self) -> int:
         return min(self.rows, ROWS)
+
+    def tile(self):
+        """Returns the number of this block's tile of a group."""
+        return lax.axis_index("cluster") * self.cluster + lax.axis_index("block")
 
 
 def padded_rows(rows: int) -> int:
@@ -150,8 +160,10 @@ def attend_pages(
             jax.ShapeDtypeStruct((partials, shape.rows, shape.value_width), jnp.float32),
             jax.ShapeDtypeStruct((partials, shape.rows), jnp.float32),
         ),
-        grid=(shape.parts, shape.tiles),
-        grid_names=("part", "tile"),
+        grid=(shape.parts, shape.tiles // shape.cluster),
+        grid_names=("part", "cluster"),
+        cluster=(shape.cluster,),
+        cluster_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=_scratch(shape),
@@ -172,10 +184,6 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
 
     quarters = page_parts(2, shape.quarter)
     pages = {"left": quarters, "right": quarters, "rope": page_parts(1, ROPE_WIDTH)}
-    arrivals = {"part_full": plgpu.Barrier(num_barriers=2 * _PARTS), "left_free": plgpu.Barrier(num_barriers=2)}
-    if shape.fp8:
-        pages |= fp8_cache.scratch(pages.pop("right"))
-        arrivals = {"page_full": plgpu.Barrier(num_arrivals=fp8_cache.COPIES, num_barriers=2)}
     return {
         "query": plgpu.RefUnion(
             plgpu.SMEM((1, ROWS, shape.value_width + ROPE_WIDTH), dtype, transforms=wide),
@@ -184,10 +192,13 @@ def _scratch(shape: TileShape) -> dict[str, Any]:
         ),
         **{f"{name}_{stage}": array for name, array in pages.items() for stage in "ab"},
         "vectors": plgpu.SMEM((7, ROWS), jnp.float32),  # one array: each is rounded up to 1,024 bytes
-        **arrivals,
+        "part_full": plgpu.Barrier(num_barriers=2 * _PARTS),
+        "left_free": plgpu.Barrier(num_barriers=2),
         "once": plgpu.Barrier(num_barriers=3),
         "twice": plgpu.Barrier(num_arrivals=2, num_barriers=4),
-    }
+    } | (
+        {} if shape.cluster == 1 else {"free_in_both": plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=4)}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +238,7 @@ class _Memory:
     @property
     def tile_rows(self):
         """This block's rows of a group."""
-        return pl.ds(lax.axis_index("tile") * ROWS, self.shape.tile_rows)
+        return pl.ds(self.shape.tile() * ROWS, self.shape.tile_rows)
 
     def part(self, stage: int, part: int, zero):
         """Returns a part of the page in a stage, `[64, R / 4]`, or `[64, 64]` for the rotated keys."""
@@ -236,11 +247,31 @@ class _Memory:
         half = self.smem.left if part < 2 else self.smem.right
         return half[stage].at[part % 2 + zero]
 
-    def wait_for(self, stage: int, *parts: int) -> None:
-        """Waits until parts of the page in a stage have arrived. FP8 pages are waited for as a whole, elsewhere."""
-        if not self.shape.fp8:
-            for part in parts:
-                plgpu.barrier_wait(self.smem.part_full.at[stage * _PARTS + part])
+    @property
+    def shared_along(self) -> str | None:
+        """The axis of the blocks to which a copy of a page is sent."""
+        return "block" if self.shape.cluster > 1 else None
+
+    def wait_until_free(self, stage: int, half: int, zero=0) -> None:
+        """Waits until a half of a stage may be overwritten in all blocks of a cluster.
+
+        The producers tell each other. Consumers, which have no register left, arrive in their own block.
+        """
+        free = self.smem.left_free.at[stage + zero] if half == 0 else self.smem.twice.at[_RIGHT_FREE + stage + zero]
+        plgpu.barrier_wait(free)
+        if self.shape.cluster > 1:
+            both = self.smem.free_in_both.at[2 * stage + half + zero]
+            plgpu.barrier_arrive(both)
+            plgpu.barrier_wait(both)
+
+    def full(self, stage: int, part: int, zero):
+        """Returns the barrier at which a part of the page in a stage arrives."""
+        return self.smem.part_full.at[stage * _PARTS + part + zero]
+
+    def wait_for(self, stage: int, zero, *parts: int) -> None:
+        """Waits until parts of the page in a stage have arrived."""
+        for part in parts:
+            plgpu.barrier_wait(self.full(stage, part, zero))
 
     def pieces(self, visit, init):
         """Folds `visit(piece, index, carry)` over the pieces of this block's part."""
@@ -263,17 +294,18 @@ def _body(shape: TileShape, *arrays: Any, **smem: Any):
     names = [field.name for field in dataclasses.fields(_Memory)][1:-1]
     memory = _Memory(shape, **dict(zip(names, arrays, strict=True)), smem=_pair_stages(smem))
     warpgroup = lax.axis_index("warpgroup")
+    registers, registers_of_producer = (216, 72) if shape.fp8 else (240, 24)
 
     @pl.when(warpgroup == 2)
     def _():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(registers_of_producer, action="decrease")
         _produce(memory)
 
     for index, consume in ((0, _consume_left), (1, _consume_right)):
 
         @pl.when(warpgroup == index)
         def attend(index=index, consume=consume):
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(registers, action="increase")
             memory.pieces(lambda piece, number, _: _attend_piece(memory, index, consume, piece, number), None)
             plgpu.wait_smem_to_gmem(0)
 
@@ -284,22 +316,22 @@ def _pair_stages(smem: dict[str, Any]) -> types.SimpleNamespace:
     Stages are apart so that each has its own aliases.
     """
     pairs = {name[:-2]: (ref, smem[name[:-1] + "b"]) for name, ref in smem.items() if name.endswith("_a")}
-    if "right_or_raw" in pairs:
-        pairs["right"], pairs["raw"] = zip(*pairs["right_or_raw"], strict=True)
     return types.SimpleNamespace(**(smem | pairs))
 
 
 def _produce(memory: _Memory):
-    """Runs in the TMA warpgroup: fetches a piece's queries and, part by part, its pages."""
+    """Runs in the third warpgroup: fetches a piece's queries and, part by part, its pages."""
     smem = memory.smem
+    load_page = fp8_cache.load_page if memory.shape.fp8 else _load_page
 
     def visit(piece, number, pairs_before):
-        def pair(i, _):
+        def pair(i, fetched):
             for stage in (_A, _B):
-                _load_page(memory, piece, piece.begin + 2 * i + stage, stage, pairs_before + i > 0)
+                fetched = load_page(memory, piece, 2 * i + stage, stage, pairs_before + i, fetched)
             pl.when(i == 0)(lambda: _load_query(memory, piece, number))
+            return fetched
 
-        lax.fori_loop(0, piece.pairs, pair, None)
+        lax.fori_loop(0, piece.pairs, pair, fp8_cache.first_tile(memory, piece) if memory.shape.fp8 else None)
         pl.when(piece.pairs == 0)(lambda: _load_query(memory, piece, number))
         return pairs_before + piece.pairs, number + 1
 
@@ -312,9 +344,8 @@ def _produce(memory: _Memory):
     @pl.when(pairs > 0)
     def _():
         for stage in (_A, _B):
-            if not memory.shape.fp8:
-                plgpu.barrier_wait(smem.left_free.at[stage])
-            plgpu.barrier_wait(smem.twice.at[_RIGHT_FREE + stage])
+            for half in range(2):
+                memory.wait_until_free(stage, half)
 
 
 def _load_query(memory: _Memory, piece: _Piece, number):
@@ -334,22 +365,17 @@ def _load_query(memory: _Memory, piece: _Piece, number):
         plgpu.barrier_arrive(smem.once.at[_QUERY_FULL])
 
 
-def _load_page(memory: _Memory, piece: _Piece, index, stage: int, reused):
-    """Fetches a page into a stage, once whoever reads it there is done. Past the piece's end: the last page again."""
-    smem = memory.smem
-    row = memory.table_rows[piece.group]
-    page = memory.first_page[0] + memory.page_table[row, jnp.minimum(index, piece.end - 1)]
-    right_free = smem.twice.at[_RIGHT_FREE + stage]
-    if memory.shape.fp8:
-        pl.when(reused)(lambda: plgpu.barrier_wait(right_free))
-        fp8_cache.load_page(memory.pages, page, smem, stage)
-        return
-    first_of_half = {0: smem.left_free.at[stage], 2: right_free}
+def _load_page(memory: _Memory, piece: _Piece, number, stage: int, pairs_before, _) -> None:
+    """Fetches a page of a piece into a stage, once whoever reads it there is done. Past the end: the last page."""
+    zero, reused = lax.shift_right_logical(pairs_before, 30), pairs_before > 0
+    row, index = memory.table_rows[piece.group], jnp.minimum(piece.begin + number, piece.end - 1)
+    page = memory.first_page[0] + memory.page_table[row, index]
     for part, columns in enumerate(memory.shape.parts_of_row):
-        if part in first_of_half:
-            pl.when(reused)(functools.partial(plgpu.barrier_wait, first_of_half[part]))
-        full = smem.part_full.at[stage * _PARTS + part]
-        plgpu.copy_gmem_to_smem(memory.pages.at[page, :, columns], memory.part(stage, part, 0), full)
+        if part in (0, 2):
+            pl.when(reused)(functools.partial(memory.wait_until_free, stage, part // 2, zero))
+        source, target = memory.pages.at[page, :, columns], memory.part(stage, part, zero)
+        full = memory.full(stage, part, zero)
+        plgpu.copy_gmem_to_smem(source, target, full, collective_axes=memory.shared_along)
 
 
 def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
@@ -399,14 +425,14 @@ def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
     _publish(memory, piece, page_a, _A, zero, weights, top_a)
     total = total * alpha + weights.sum(axis=1)
     output = _accumulate(memory, output, alpha, _A, zero, 0, weights)
-    _release_left(memory, _A)
+    _release_left(memory, _A + zero)
 
     plgpu.barrier_wait(smem.once.at[_WEIGHTS_READY + _B + zero])
-    memory.wait_for(_B, 0, 1)
+    memory.wait_for(_B, zero, 0, 1)
     top_b = _load_vector(memory, _TOP + _B)
     beta = jnp.exp2(top_a - top_b)
     output = _accumulate(memory, output, beta, _B, zero, 0)
-    _release_left(memory, _B)
+    _release_left(memory, _B + zero)
     return output, top_b, total * beta
 
 
@@ -422,18 +448,17 @@ def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
     _publish(memory, piece, page_a + 1, _B, zero, weights, top_b)
     total = total * (alpha * beta) + weights.sum(axis=1)
 
-    memory.wait_for(_A, 2, 3)
+    memory.wait_for(_A, zero, 2, 3)
     output = _accumulate(memory, output, alpha, _A, zero, 1)
-    plgpu.barrier_arrive(smem.twice.at[_RIGHT_FREE + _A])
+    plgpu.barrier_arrive(smem.twice.at[_RIGHT_FREE + _A + zero])
     output = _accumulate(memory, output, beta, _B, zero, 1, weights)
-    plgpu.barrier_arrive(smem.twice.at[_RIGHT_FREE + _B])
+    plgpu.barrier_arrive(smem.twice.at[_RIGHT_FREE + _B + zero])
     return output, top_b, total
 
 
-def _release_left(memory: _Memory, stage: int):
-    """Releases a page that warpgroup 0 has no more use for. FP8 pages are refilled whole, so they have one barrier."""
-    if not memory.shape.fp8:
-        plgpu.barrier_arrive(memory.smem.left_free.at[stage])
+def _release_left(memory: _Memory, stage):
+    """Releases a page that warpgroup 0 has no more use for."""
+    plgpu.barrier_arrive(memory.smem.left_free.at[stage])
     plgpu.barrier_arrive(memory.smem.twice.at[_RIGHT_FREE + stage])
 
 
@@ -451,16 +476,12 @@ def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
 
     A page past the end of the piece is masked whole.
     """
-    smem, shape = memory.smem, memory.shape
-
-    if shape.fp8:
-        plgpu.barrier_wait(smem.page_full.at[stage + zero])
-        fp8_cache.dequantize(smem, stage, zero)
+    shape = memory.shape
 
     def products(accumulator):
-        query = smem.query[0].at[zero]
+        query = memory.smem.query[0].at[zero]
         for part, columns in enumerate(shape.parts_of_row):
-            memory.wait_for(stage, part)
+            memory.wait_for(stage, zero, part)
             plgpu.wgmma(accumulator, query.at[:, columns], memory.part(stage, part, zero).T)
         return accumulator[...]
 
@@ -472,7 +493,7 @@ def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
         limit = length
         if shape.queries > 1:
             row = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE_SIZE), 0, layout=plgpu.Layout.WGMMA)
-            query = lax.div(row + lax.axis_index("tile") * ROWS, jnp.int32(shape.heads))
+            query = lax.div(row + shape.tile() * ROWS, jnp.int32(shape.heads))
             limit = query + (length - (shape.queries - 1))
         return jnp.where(column < limit, scores, _MASKED / shape.factor)
 

@@ -21,7 +21,7 @@ CLASSES = (
     ("shuffle", r"SHFL|VOTE|ELECT"),
     ("matrix store", r"STSM"),
     ("shared", r"LDS|STS|LDSM"),
-    ("global", r"LDG|STG|ATOM|RED"),
+    ("global", r"LDG|LD\.|STG|ATOM|RED"),
     ("constant", r"LDC|ULDC"),
     ("spill", r"LDL|STL"),
     ("TMA", r"UTMA|UBLKCP"),
@@ -40,7 +40,7 @@ _SHAPE = re.compile(r"\.64x(\d+)x(\d+)")
 _STEP_BYTES = 32
 """Bytes along K of one wgmma: 16 values of 16 bits or 32 of 8."""
 _ROWS = 64
-_WARPS = 4
+WARPS = 4
 """Warps of a warpgroup, each on a sub-partition of its own."""
 
 
@@ -60,6 +60,7 @@ class Work:
       tensor_cycles: of the tensor core, for the warpgroup's products.
       operand_bytes: shared memory that the warpgroup's products read.
       shared_bytes: what the four warps load from shared memory and store to it otherwise.
+      global_bytes: what the four warps load from global memory to registers.
     """
 
     instructions: int
@@ -68,6 +69,7 @@ class Work:
     tensor_cycles: float
     operand_bytes: int
     shared_bytes: int
+    global_bytes: int
 
     def __add__(self, other: "Work") -> "Work":
         both = collections.Counter(self.classes) + collections.Counter(other.classes)
@@ -83,7 +85,8 @@ def work(path: Sequence[Instruction]) -> Work:
         classes=dict(collections.Counter(map(class_of, path))),
         tensor_cycles=sum(tensor_cycles(i) for i in path if is_product(i)),
         operand_bytes=sum(_operand_bytes(i) for i in path if is_product(i)),
-        shared_bytes=_WARPS * sum(_shared_bytes(i) for i in path),
+        shared_bytes=WARPS * sum(_shared_bytes(i) for i in path),
+        global_bytes=WARPS * sum(global_bytes(i) for i in path if class_of(i) == "global"),
     )
 
 
@@ -108,6 +111,14 @@ def left_in_registers(product: Instruction) -> bool:
 def _operand_bytes(product: Instruction) -> int:
     left = 0 if left_in_registers(product) else _ROWS * _STEP_BYTES
     return left + columns(product) * _STEP_BYTES
+
+
+def global_bytes(instruction: Instruction) -> int:
+    """Returns the bytes that a warp's load from global memory brings.
+
+    Lanes that load 4 bytes read page numbers and scales, many the same: that is taken to be one sector.
+    """
+    return 32 * next((size // 8 for size in (128, 64) if f".{size}" in instruction.op), 1)
 
 
 def _shared_bytes(instruction: Instruction) -> int:

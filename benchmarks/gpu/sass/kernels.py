@@ -29,6 +29,7 @@ FAST, SHARED = "700, no limit", "700, 40"
 MEMORY = "900, 19.9"
 PRODUCT_PASS = "128 of K"
 """What a pass through a product's loop does."""
+_ROPE_ASKED = "rotated keys are asked for"
 _PAGE_ROW = 2 * mla_cases.WIDTH
 _FP8_ROW = 656
 
@@ -108,7 +109,7 @@ def decode(heads: int, *, fp8: bool = False) -> Kernel:
         name=f"decode, {heads} heads{', FP8 pages' if fp8 else ''}",
         symbol="mla_decode",
         program=program,
-        protocol=_fp8_pages() if fp8 else _pages(),
+        protocol=_fp8_pages() if fp8 else _pages(blocks=1 if few else 2),
         passes="2 pages of 64 tokens, 64 rows",
         memory_bytes=2 * PAGE_SIZE * row / (1 if few else 2),  # two blocks of 64 rows share a page
         other=None if fp8 else "FlashMLA decode",
@@ -116,8 +117,10 @@ def decode(heads: int, *, fp8: bool = False) -> Kernel:
     )
 
 
-def _pages() -> Protocol:
+def _pages(blocks: int) -> Protocol:
+    """Returns the protocol where `blocks` fetch a page together."""
     quarter, rope = PAGE_SIZE * mla_cases.LATENT // 2, PAGE_SIZE * (_PAGE_ROW - 2 * mla_cases.LATENT)
+    by_others = 1 - 1 / blocks
 
     def full(stage: str, *parts: int) -> tuple[str, ...]:
         return tuple(f"part {part} of {stage}" for part in parts)
@@ -131,7 +134,7 @@ def _pages() -> Protocol:
         arrives=("weights_b", "right_free_a", "right_free_b"),
     )
     loads = tuple(
-        Load(f"part {part} of {stage}", f"{'left' if part < 2 else 'right'}_free_{stage}", size)
+        Load(f"part {part} of {stage}", f"{'left' if part < 2 else 'right'}_free_{stage}", size, size * by_others)
         for stage in "ab"
         for part, size in enumerate((quarter, quarter, quarter, quarter, rope))
     )
@@ -139,10 +142,18 @@ def _pages() -> Protocol:
 
 
 def _fp8_pages() -> Protocol:
-    left = Role(("full_a", "weights_b"), ("weights_a", "free_a", "free_b"))
-    right = Role(("full_b", "weights_a"), ("weights_b", "free_a", "free_b"))
-    loads = tuple(Load(f"full_{stage}", f"free_{stage}", PAGE_SIZE * _FP8_ROW) for stage in "ab")
-    return Protocol((left, right), loads, arrivals={"free_a": 2, "free_b": 2})
+    """The third warpgroup reads pages into registers and writes their values; rotated keys it has copied."""
+    pages = _pages(blocks=1)
+    rope = tuple(load for load in pages.loads if load.full.startswith("part 4"))
+    asked = (
+        dataclasses.replace(load, free=f"{_ROPE_ASKED} of {stage}", asked=True)
+        for load, stage in zip(rope, "ab", strict=True)
+    )
+    free = tuple(f"{half}_free_{stage}" for stage in "ab" for half in ("left", "right"))
+    parts = ("part 0", "part 1", _ROPE_ASKED, "part 2", "part 3")
+    arrives = tuple(f"{part} of {stage}" for stage in "ab" for part in parts)
+    feeding = Role(free, arrives, passed=free, fetches=True)
+    return dataclasses.replace(pages, roles=(*pages.roles, feeding), loads=tuple(asked))
 
 
 def prefill() -> Kernel:

@@ -33,7 +33,37 @@ def main_loops(function: Function) -> list[tuple[Instruction, ...]]:
         for head, body in with_products.items()
         if not any(other != head and other in body for other in with_products)
     ]
-    return [_usual_path(blocks, order, head, loops) for head in sorted(inner)]
+    return [_usual_path(blocks, order, head, loops, _cost) for head in sorted(inner)]
+
+
+def feeding_loop(function: Function) -> tuple[Instruction, ...]:
+    """Returns the usual path of the loop that writes shared memory for the products of others.
+
+    It is the loop without products that arrives most often at barriers. Its usual path fetches least, since queries
+    are fetched once in many passes, and waits most, since all places but the first have been in use.
+    """
+    blocks = _blocks(function)
+    order = _reverse_postorder(blocks)
+    loops = _natural_loops(blocks, order)
+    others = {head: body for head, body in loops.items() if not _products(blocks, body)}
+    inner = [
+        head
+        for head, body in others.items()
+        if not any(o != head and o in body and _arrives(blocks, others[o]) for o in others)
+    ]
+    head = max(inner, key=lambda head: _arrives(blocks, loops[head]))
+
+    def cost(block: _Block) -> tuple[int, int, int]:
+        copies, waits = (sum(map(kind, block.code)) for kind in (is_copy, is_wait))
+        tries_again = any(instruction.op.startswith("NANOSLEEP") for instruction in block.code)
+        return copies, 0 if tries_again else -waits, len(block.code)
+
+    return _usual_path(blocks, order, head, loops, cost)
+
+
+def is_copy(instruction: Instruction) -> bool:
+    """Whether this is a TMA copy to shared memory."""
+    return instruction.op.startswith("UTMALDG")
 
 
 def is_product(instruction: Instruction) -> bool:
@@ -120,9 +150,13 @@ def _dominators(order: list[int], predecessors: dict[int, list[int]]) -> dict[in
     return dominators
 
 
-def _usual_path(blocks: list[_Block], order: list[int], head: int, loops: dict[int, set[int]]) -> tuple:
+def _arrives(blocks: list[_Block], body: set[int]) -> int:
+    return sum(is_arrival(instruction) for index in body for instruction in blocks[index].code)
+
+
+def _usual_path(blocks: list[_Block], order: list[int], head: int, loops: dict[int, set[int]], cost_of) -> tuple:
     body, place = loops[head], {index: number for number, index in enumerate(order)}
-    best: dict[int, tuple[tuple[int, int, int], tuple[int, ...]]] = {head: (_cost(blocks[head]), (head,))}
+    best: dict[int, tuple[tuple[int, int, int], tuple[int, ...]]] = {head: (cost_of(blocks[head]), (head,))}
     ends = []
     for index in sorted(body, key=place.__getitem__):
         cost, path = best[index]
@@ -130,8 +164,8 @@ def _usual_path(blocks: list[_Block], order: list[int], head: int, loops: dict[i
             if successor == head:
                 ends.append((cost, path))
             elif successor in body and place[successor] > place[index]:  # not back to the head of an inner loop
-                products, arrivals, length = _cost(blocks[successor])
-                total = (cost[0] + products, cost[1] + arrivals, cost[2] + length)
+                first, second, length = cost_of(blocks[successor])
+                total = (cost[0] + first, cost[1] + second, cost[2] + length)
                 if successor not in best or total < best[successor][0]:
                     best[successor] = (total, (*path, successor))
     return tuple(instruction for index in min(ends)[1] for instruction in blocks[index].code)

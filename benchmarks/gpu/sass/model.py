@@ -1,6 +1,7 @@
-"""A model of one multiprocessor that runs two warpgroups' main loops: cycles per pass, and what they wait for.
+"""A model of one multiprocessor that runs its warpgroups' main loops: cycles per pass, and what they wait for.
 
-It is a model: nothing in it was measured by this project. It runs one warp of each warpgroup on one sub-partition:
+It is a model: nothing in it was measured by this project. It runs one warp of two computing warpgroups, and of a third
+that feeds them where that computes too, on one sub-partition:
 one instruction per cycle, in order, with the stall counts and scoreboards of the machine code; one tensor core that
 works on one wgmma at a time; TMA copies that take a latency and share a link into the multiprocessor. Use it for ratios
 and for where the waiting is. Its calibration is one published figure: FlashMLA's loop comes out at 78 % of the tensor
@@ -12,7 +13,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from benchmarks.gpu.sass.counts import class_of, columns, left_in_registers, tensor_cycles
+from benchmarks.gpu.sass.counts import WARPS, class_of, columns, global_bytes, left_in_registers, tensor_cycles
 from benchmarks.gpu.sass.disassembly import Instruction
 from benchmarks.gpu.sass.loops import is_arrival, is_product, is_wait
 
@@ -35,7 +36,9 @@ ASSUMPTIONS: Mapping[str, Assumption] = {
     "STSM": Assumption(18, "cycles", _GUESS),
     "STS": Assumption(14, "cycles", _GUESS),
     "MUFU": Assumption(18, "cycles", _GUESS),
-    "LDG": Assumption(280, "cycles", f"{_GUESS}: a hit in the L2 cache; 38 in the L1 cache"),
+    "LDG": Assumption(
+        280, "cycles", f"{_GUESS}: a hit in the L2 cache, as pages asked for ahead are; 38 in the L1 cache"
+    ),
     "LDC": Assumption(30, "cycles", _GUESS),
     "MEMBAR": Assumption(30, "cycles", _GUESS),
     "FENCE": Assumption(30, "cycles", _GUESS),
@@ -47,6 +50,9 @@ ASSUMPTIONS: Mapping[str, Assumption] = {
     "mbarrier": Assumption(22, "cycles", f"{_GUESS}: a successful try"),
     "wgmma drain": Assumption(30, "cycles", f"{_GUESS}: from the last product to its result"),
     "producer": Assumption(60, "cycles", f"{_GUESS}: from a stage's release to the TMA instruction"),
+    "another block": Assumption(
+        260, "cycles", "180 to 213 between two multiprocessors are published; and the producer that passes it on"
+    ),
     "exp2 per warp": Assumption(8, "cycles", f"{_GUIDE}: 16 per cycle"),
     "shared memory": Assumption(128, "bytes per cycle", f"{_GUIDE}; one port for operands, TMA and stores"),
     "TMA latency": Assumption(700, "cycles", "calibrated with FlashMLA's published rate"),
@@ -80,12 +86,14 @@ class Load:
       bytes: that are written to shared memory.
       by_others: how many of them another block fetches and sends by multicast. They do not count on the link: what
         binds it is assumed to be the L2 cache's side.
+      asked: `free` is where a warpgroup of the roles starts the copy, once in each pass.
     """
 
     full: str
     free: str
     bytes: float
     by_others: float = 0
+    asked: bool = False
 
     @property
     def fetched(self) -> float:
@@ -101,6 +109,10 @@ class Role:
     arrives: tuple[str, ...]
     before: tuple[str, ...] = ()
     """mbarriers at which it arrives and waits once before its first pass."""
+    passed: tuple[str, ...] = ()
+    """mbarriers at which it does not wait in its first pass, since what they guard has not been used yet."""
+    fetches: bool = False
+    """Whether what it loads from global memory into registers are pages, which come over the link as copies do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +178,7 @@ class _Warp:
     def __init__(self, number: int, path: Sequence[Instruction], role: Role) -> None:
         self.number = number
         self.path = path
+        self.role = role
         self.names = _named_barriers(path, role)
         self.next_issue = 0.0
         self.at = 0
@@ -205,6 +218,8 @@ class _Multiprocessor:
         for warp in self.warps:
             for name in warp.before:
                 self._arrive(name)
+            for name in warp.role.passed:
+                self.phases[name].append(0.0)
 
     def run(self) -> Modelled:
         start, passes = None, _PASSES * self.protocol.ahead
@@ -228,23 +243,26 @@ class _Multiprocessor:
     def _produce(self) -> None:
         """Starts the producer's next copy once its place is free and the copy before it has been issued."""
         load, ahead = self.protocol.loads[self.load], self.protocol.ahead
-        if self.load_pass < ahead:
-            ready, arrival = 0.0, 0.0
+        if self.load_pass < ahead and not load.asked:
+            arrival = 0.0
         else:
-            released = self._phase(load.free, self.load_pass - ahead)
+            released = self._phase(load.free, self.load_pass - (0 if load.asked else ahead))
             if released is None:
                 return
+            released += assumed("another block") if load.by_others else 0
             ready = max(released, self.loads_after) + assumed("producer")
             if ready > self.now:
                 return
-            self.link_free = (
-                max(self.link_free, self.now + self.link.latency) + load.fetched / self.link.bytes_per_cycle
-            )
-            self.loads_after, arrival = self.now, self.link_free
+            self.loads_after, arrival = self.now, self._over_link(load.fetched, self.link.latency)
         self.phases[load.full].append(arrival)
         self.load += 1
         if self.load == len(self.protocol.loads):
             self.load, self.load_pass = 0, self.load_pass + 1
+
+    def _over_link(self, size: float, latency: float) -> float:
+        """Returns when bytes that are asked for now have come over the link, behind all that were asked for before."""
+        self.link_free = max(self.link_free, self.now + latency) + size / self.link.bytes_per_cycle
+        return self.link_free
 
     def _multiply(self) -> None:
         """Gives a free tensor core its next product."""
@@ -338,6 +356,8 @@ class _Multiprocessor:
 
     def _set_scoreboards(self, warp: _Warp, instruction: Instruction) -> None:
         latency = _latency(instruction)
+        if warp.role.fetches and class_of(instruction) == "global":
+            latency = self._over_link(WARPS * global_bytes(instruction), latency) - self.now
         if instruction.op.startswith("MUFU"):
             self.exp2_free = max(self.exp2_free, self.now) + assumed("exp2 per warp")
             latency = self.exp2_free - self.now + assumed("MUFU") - assumed("exp2 per warp")
@@ -369,7 +389,9 @@ def product_cycles(product: Instruction) -> float:
 def _latency(instruction: Instruction) -> float:
     if is_wait(instruction):
         return assumed("mbarrier")
+    if class_of(instruction) == "global":
+        return assumed("LDG")
     return next((assumed(name) for name in _TIMED if instruction.op.startswith(name)), assumed("other"))
 
 
-_TIMED = ("SHFL", "LDSM", "LDS", "STSM", "STS", "MUFU", "LDG", "LDC", "MEMBAR", "FENCE", "R2UR", "UTMA")
+_TIMED = ("SHFL", "LDSM", "LDS", "STSM", "STS", "MUFU", "LDC", "MEMBAR", "FENCE", "R2UR", "UTMA")

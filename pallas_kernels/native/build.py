@@ -37,11 +37,12 @@ class Library(NamedTuple):
     """The kernels, or why there are none.
 
     `targets` are the names under which XLA knows the handlers, empty without kernels. `reason` says where the kernels
-    came from, or what was missing.
+    came from, or what was missing. `multiplies_bfloat16` is True where they need not widen bfloat16 first.
     """
 
     targets: dict[str, str]
     reason: str
+    multiplies_bfloat16: bool = False
 
 
 class _NoLibraryError(Exception):
@@ -63,7 +64,8 @@ def _library() -> Library:
         built = "found in" if _is_trusted(path) else "built into"
         if built == "built into":
             _build(compiler, path)
-        return Library(_register(path, key), f"{built} {path} by {compiler}")
+        targets, multiplies_bfloat16 = _register(path, key)
+        return Library(targets, f"{built} {path} by {compiler}", multiplies_bfloat16)
     except (_NoLibraryError, OSError, subprocess.SubprocessError) as error:
         return Library({}, str(error))
 
@@ -124,13 +126,13 @@ def _run(*command: str, seconds: float) -> str:
     return done.stdout
 
 
-def _register(path: Path, key: str) -> dict[str, str]:
-    """Loads the library and tells XLA its handlers, under names that change with the code they stand for.
+def _register(path: Path, key: str) -> tuple[dict[str, str], bool]:
+    """Loads the library and tells XLA its handlers; returns their names, and whether bfloat16 is multiplied as it is.
 
-    Compiled programs are kept on disk and know a handler only by its name.
+    Names change with the code they stand for: compiled programs are kept on disk and know a handler only by its name.
     """
     loaded = ctypes.CDLL(str(path))
     targets = {handler: f"dsv3_{handler}_{key}" for handler in HANDLERS}
     for handler, target in targets.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, handler)), platform="cpu")
-    return targets
+    return targets, bool(loaded.multiplies_bfloat16())

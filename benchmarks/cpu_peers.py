@@ -159,10 +159,8 @@ def host_time(url: str) -> np.ndarray:
             lines = answer.read().decode().splitlines()
     except urllib.error.HTTPError:
         return np.zeros(2)
-    found = {
-        line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names)
-    }
-    return np.array([found.get(name, 0.0) for name in names])
+    values = ([float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)] for name in names)
+    return np.array([sum(each) for each in values])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What `--dtype=auto` is on a CPU, by what was measured there (`benchmarks/cpu_dtypes.py`, table in benchmarks/README.md).
+"""What `--dtype=auto` is on a CPU, by the table of `benchmarks/cpu_dtypes.py` in benchmarks/README.md.
 
 bfloat16 was faster than float32 at each size, number of rows and length of prompt, where the CPU multiplies it and the
 C++ kernels are there. It rounds, so a model whose step is short in either type stays float32.
@@ -9,7 +9,7 @@ from dsv3.engine.size import count_parameters, short
 from pallas_kernels import native
 
 EXACT_PARAMETERS = 16 * 2**20
-"""Up to so many parameters per token, 64 MiB in float32, a step takes a few milliseconds and exactness is worth more."""
+"""Up to so many parameters per token (64 MiB in float32) a step takes few milliseconds, and exactness is worth more."""
 
 
 def fastest(model: ModelConfig, stored: str | None) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from pallas_kernels.native.build import Library, library
 from pallas_kernels.native.ops import (
     MAX_ROWS,
+    align_rows,
     attends,
     decode_attention,
     fp8_grouped_product,
@@ -16,6 +17,7 @@ from pallas_kernels.native.ops import (
 __all__ = [
     "MAX_ROWS",
     "Library",
+    "align_rows",
     "attends",
     "decode_attention",
     "fp8_grouped_product",

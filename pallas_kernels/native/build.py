@@ -1,7 +1,7 @@
 """The kernels of this machine's CPU: compiled at first use by its own compiler, kept, loaded and named to XLA.
 
 A wheel would hold code for the oldest CPU it supports, and an extension built by pip needs jax's headers in an isolated
-build. So the compiler of the machine builds three files, for the instructions that this CPU has. A machine without a
+build. So the compiler of the machine builds four files, for the instructions that this CPU has. A machine without a
 compiler uses XLA's own products, and the log says so.
 """
 
@@ -22,9 +22,17 @@ from typing import NamedTuple
 import jax
 
 COMPILERS = ("c++", "g++", "clang++")
-HANDLERS = ("LayerProduct", "HeadProduct", "GroupedProduct", "Fp8GroupedProduct", "DecodeAttention", "QuantizeRows")
+HANDLERS = (
+    "LayerProduct",
+    "HeadProduct",
+    "GroupedProduct",
+    "Fp8GroupedProduct",
+    "DecodeAttention",
+    "QuantizeRows",
+    "AlignGroups",
+)
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("products.cc", "attention.cc", "quantize.cc"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("products.cc", "attention.cc", "quantize.cc", "align.cc"))
 _HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "e4m3.h"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi")
 _BUILD_SECONDS = 240  # 12 s of processor time; the rest is for a busy machine

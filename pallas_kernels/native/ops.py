@@ -67,6 +67,14 @@ def quantize_rows(x: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Arra
     return _call("QuantizeRows", values, scale)(x, power_of_two=power_of_two)
 
 
+def align_rows(
+    group_ids: jax.Array, num_groups: int, tile_m: int, aligned: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the fields of `GroupAlignment` for ids `[M]` int32, in their order; `aligned` rows have a place."""
+    shapes = ((aligned,), group_ids.shape, (aligned // tile_m,), (num_groups,), ())
+    return _call("AlignGroups", *((shape, jnp.int32) for shape in shapes))(group_ids)
+
+
 def attends(q: jax.Array, pages: jax.Array) -> bool:
     """Returns whether `decode_attention` takes queries and pages of these types."""
     return q.dtype == pages.dtype and q.dtype in DTYPES

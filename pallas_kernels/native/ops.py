@@ -75,6 +75,26 @@ def align_rows(
     return _call("AlignGroups", *((shape, jnp.int32) for shape in shapes))(group_ids)
 
 
+def choose_experts(scores: jax.Array, num_experts: int, groups: int, kept: int, counted: int) -> jax.Array:
+    """Returns the numbers `[T, num_experts]` int32 of the highest scores of each row of `[T, E]` float32, best first.
+
+    They come from the `kept` best of `groups` groups, whose `counted` highest scores together decide. With one group
+    all scores count. The order of floats, NaN included, is that of `jax.lax.top_k`.
+    """
+    call = _call("ChooseExperts", ((scores.shape[0], num_experts), jnp.int32))
+    return call(scores, groups=np.int64(groups), kept=np.int64(kept), counted=np.int64(counted))
+
+
+def norms(x: jax.Array) -> bool:
+    """Returns whether `rms_norm` takes x."""
+    return x.dtype in DTYPES and x.size > 0
+
+
+def rms_norm(x: jax.Array, w: jax.Array, layer: jax.Array | int, eps: float) -> jax.Array:
+    """Returns `x / rms(x) * w[layer]` over the last axis of x `[..., D]`; w `[L, D]` has its dtype."""
+    return _call("RmsNorm", (x.shape, x.dtype))(x, w, _index(layer), eps=np.float32(eps))
+
+
 def attends(q: jax.Array, pages: jax.Array) -> bool:
     """Returns whether `decode_attention` takes queries and pages of these types."""
     return q.dtype == pages.dtype and q.dtype in DTYPES

@@ -28,6 +28,8 @@ HANDLERS = (
     "GroupedProduct",
     "Fp8GroupedProduct",
     "DecodeAttention",
+    "ContextAttention",
+    "PrefillAttention",
     "QuantizeRows",
     "AlignGroups",
     "ChooseExperts",

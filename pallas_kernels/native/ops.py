@@ -95,9 +95,9 @@ def rms_norm(x: jax.Array, w: jax.Array, layer: jax.Array | int, eps: float) -> 
     return _call("RmsNorm", (x.shape, x.dtype))(x, w, _index(layer), eps=np.float32(eps))
 
 
-def attends(q: jax.Array, pages: jax.Array) -> bool:
-    """Returns whether `decode_attention` takes queries and pages of these types."""
-    return q.dtype == pages.dtype and q.dtype in DTYPES
+def attends(q: jax.Array, keys: jax.Array) -> bool:
+    """Returns whether attention takes queries, and pages or keys, of these types."""
+    return q.dtype == keys.dtype and q.dtype in DTYPES
 
 
 def decode_attention(
@@ -114,6 +114,33 @@ def decode_attention(
     out, lse = ((*q.shape[:3], value_width), q.dtype), (q.shape[:3], jnp.float32)
     operands = (q, pages, page_table.astype(jnp.int32), lengths.astype(jnp.int32), _index(first_page))
     return _call("DecodeAttention", out, lse)(*operands, scale=np.float32(scale))
+
+
+def context_attention(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    context_lengths: jax.Array,
+    cu_lengths: jax.Array,
+    *,
+    scale: float,
+    first_page: jax.Array | int,
+    value_width: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Does what `mla_prefill_context` does; `first_page` is the layer's first page in the pool."""
+    out, lse = ((*q.shape[:2], value_width), q.dtype), (q.shape[:2], jnp.float32)
+    numbers = (each.astype(jnp.int32) for each in (page_table, context_lengths, cu_lengths))
+    call = _call("ContextAttention", out, lse)
+    return call(q, pages, *numbers, _index(first_page), scale=np.float32(scale))
+
+
+def prefill_attention(
+    q: jax.Array, k: jax.Array, shared_key: jax.Array, v: jax.Array, cu_lengths: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Does what `mla_prefill` does, of keys in two parts; that of all heads `[T, P]` may be empty."""
+    out, lse = (v.shape, q.dtype), (q.shape[:2], jnp.float32)
+    call = _call("PrefillAttention", out, lse)
+    return call(q, k, shared_key, v, cu_lengths.astype(jnp.int32), scale=np.float32(scale))
 
 
 def _call(handler: str, *results: tuple[tuple[int, ...], jax.typing.DTypeLike]):

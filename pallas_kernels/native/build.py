@@ -1,7 +1,7 @@
 """The kernels of this machine's CPU: compiled at first use by its own compiler, kept, loaded and named to XLA.
 
 A wheel would hold code for the oldest CPU it supports, and an extension built by pip needs jax's headers in an isolated
-build. So the compiler of the machine builds five files, for the instructions that this CPU has. A machine without a
+build. So the compiler of the machine builds six files, for the instructions that this CPU has. A machine without a
 compiler uses XLA's own products, and the log says so.
 """
 
@@ -37,9 +37,10 @@ HANDLERS = (
 )
 
 _SOURCES = tuple(
-    Path(__file__).with_name(f"{name}.cc") for name in ("products", "attention", "quantize", "routing", "norm")
+    Path(__file__).with_name(f"{name}.cc")
+    for name in ("products", "attention", "prefill", "quantize", "routing", "norm")
 )
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "e4m3.h"))
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "attention.h", "e4m3.h"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi")
 _BUILD_SECONDS = 240  # 12 s of processor time; the rest is for a busy machine
 _PROBE_SECONDS = 20

@@ -68,8 +68,8 @@ def test_new_tokens_see_those_before_them_in_their_chunk(dtype, H, widths, count
     """Padding is NaN, and the key that all heads share is a part of its own, or none."""
     T, rng = sum(counts) + 3, np.random.default_rng(0)
     N, P, V = widths
-    q, k, v = (jnp.asarray(rng.standard_normal((T, H, width)), dtype) for width in (N + P, N, V))
-    shared = jnp.asarray(rng.standard_normal((T, P)), dtype)
+    q, k, v = (jnp.asarray(rng.standard_normal((T, H, width)) / 10, dtype) for width in (N + P, N, V))
+    shared = jnp.asarray(rng.standard_normal((T, P)) / 10, dtype)
     q, k, v, shared = (x.at[sum(counts) :].set(jnp.nan) for x in (q, k, v, shared))
     whole = jnp.concatenate([k, jnp.broadcast_to(shared[:, None], (T, H, P))], axis=-1)
     expected = cases.prefill_oracle(q, whole, v, counts, SCALE)

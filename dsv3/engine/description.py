@@ -44,7 +44,7 @@ def kernels(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
     if backend is Backend.REFERENCE:
         return "computed by jax.numpy"
     if backend is Backend.NATIVE:
-        return "computed by C++ kernels in decode and jax.numpy elsewhere"
+        return "computed by C++ kernels, and by jax.numpy where more than a few rows meet a weight"
     obstacles = dict.fromkeys(filter(None, _obstacles(cfg, dtypes, backend)))
     kernels = "Mosaic GPU kernels" if backend is Backend.MOSAIC else "Triton kernels"
     return f"computed by {kernels}" + "".join(f"; attention by jax.numpy, because {why}" for why in obstacles)

@@ -151,6 +151,18 @@ def measure(url: str, cell: Cell, vocab_size: int, seed: int) -> tuple[float, fl
     return cell.requests * cell.answer * 1e3 / report["e2e_ms"]["p50"], report["ttft_ms"]["p50"]
 
 
+def host_time(url: str) -> np.ndarray:
+    """Returns the seconds of the host's time so far and the steps `[2]`; zeros of a server that counts neither."""
+    names = ("dsv3:engine_host_seconds_total", "dsv3:engine_steps_total")
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+    except urllib.error.HTTPError:
+        return np.zeros(2)
+    values = ([float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)] for name in names)
+    return np.array([sum(each) for each in values])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make", type=Path)
@@ -181,6 +193,7 @@ def compare(arguments: argparse.Namespace) -> None:
     cells.append(Cell(1, arguments.long, 2, 2))
     all_servers = servers(arguments)
     figures = np.zeros((arguments.rounds, len(all_servers), len(cells)))
+    host = np.zeros((arguments.rounds, len(all_servers), len(cells)))
     copies = []
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(running(server)) for server in all_servers]
@@ -190,11 +203,17 @@ def compare(arguments: argparse.Namespace) -> None:
             copies.append(timed(Copy(), 3)[0])
             for c, cell in enumerate(cells):
                 for s, url in enumerate(urls):
+                    before = host_time(url)
                     speed, first = measure(url, cell, cfg.vocab_size, r * len(cells) + c)
                     figures[r, s, c] = speed if cell.prompt == arguments.tokens else 1e3 / first
+                    seconds, steps = host_time(url) - before
+                    host[r, s, c] = seconds / steps if steps else np.nan
     moved = 2 * COPIED_BYTES / statistics.median(copies)
     print(f"the copy moves {moved / 1e9:.1f} GB/s; load {os.getloadavg()[0]:.1f}")
     report(all_servers, arguments, figures)
+    for s, server in enumerate(all_servers[: len(all_servers) - len(arguments.gguf)]):
+        shown = ", ".join(f"{statistics.median(each) * 1e6:.0f}" for each in host[:, s, :-1].T)
+        print(f"{server.name}: host's time per step {shown} us at {arguments.requests} at once")
     chosen = np.arange(cfg.n_routed_experts) < cfg.num_experts_per_tok
     for s, dtype in enumerate(arguments.dtypes):
         needed = weight_bytes(shapes(cfg, dtype), np.tile(chosen, (cfg.num_moe_layers, 1)))

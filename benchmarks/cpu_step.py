@@ -84,10 +84,15 @@ def load(model: str, layers: int, dtype: str) -> tuple[Params, ModelConfig]:
         return jax.tree.map(lambda spec, w: quantized(w) if spec.quantizable else w, declare(cfg), params), cfg
     if model == "random":
         cfg = dataclasses.replace(RANDOM, num_hidden_layers=layers)
-        params = jax.jit(lambda: initialize(cfg, jax.random.key(0), jnp.dtype(dtype)))()
-        return jax.tree.map(lambda w: jax.device_put(np.array(w)), params), cfg  # huge pages, as a checkpoint has
+        return initialized(cfg, dtype), cfg
     cfg = dataclasses.replace(load_config(bundled_model()), num_nextn_predict_layers=0)
     return load_params(bundled_model(), cfg, dtype=jnp.dtype(dtype)), cfg
+
+
+def initialized(cfg: ModelConfig, dtype: str) -> Params:
+    """Returns random weights in huge pages, as those of a checkpoint are."""
+    params = jax.jit(lambda: initialize(cfg, jax.random.key(0), jnp.dtype(dtype)))()
+    return jax.tree.map(lambda w: jax.device_put(np.array(w)), params)
 
 
 def compiled(params: Params, cfg: ModelConfig, rows: int, context: int, backend: Backend) -> Step:

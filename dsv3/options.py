@@ -49,8 +49,8 @@ class EngineOptions:
 
     dtype: DType = option(
         "auto",
-        "Compute and store weights in this type; auto is float32 on a CPU, elsewhere float16 for a checkpoint of that "
-        "type and bfloat16 for others.",
+        "Compute and store weights in this type; auto is bfloat16, or float16 for a checkpoint of that type; on a CPU "
+        "float32, unless bfloat16 is faster and the model is not small (docs/kernels_cpu.md).",
     )
     kv_cache_dtype: CacheDType = option(
         "auto",

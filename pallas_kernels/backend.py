@@ -18,7 +18,7 @@ class Backend(enum.Enum):
     REFERENCE = "reference"
     """Plain jax.numpy: any platform, and the oracle of the tests."""
     NATIVE = "native"
-    """C++ on a CPU for products of few rows and decode attention; reference for the rest."""
+    """C++ on a CPU: products of few rows, attention, norms, the choice of experts; reference for the rest."""
     MOSAIC = "mosaic"
     """Pallas Mosaic GPU kernels: Hopper (sm_90) only; elsewhere only through the interpreter."""
     TRITON = "triton"

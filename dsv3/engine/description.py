@@ -1,7 +1,5 @@
 """What an engine says of its model in one line: family, parameters, cache, kernels."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +7,7 @@ from dsv3.cache.layout import latents_of, pool, token_bytes
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.engine.dtypes import EngineDtypes
-from dsv3.model.params import declare
+from dsv3.engine.size import count_parameters, short
 from pallas_kernels import dsa, mla
 from pallas_kernels.backend import Backend
 
@@ -21,6 +19,7 @@ def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, int4: str
     return (
         f"family {cfg.family or 'unknown'}, {short(total)} parameters, {short(active)} of them per token; "
         f"{cache:,} bytes of cache per token ({dtypes.cache}); {kernels(cfg, dtypes, backend)}"
+        + (f"; {dtypes.compute}, because {dtypes.reason}" if dtypes.reason else "")
         + (_int4_experts(dtypes, backend, int4) if cfg.int4_experts else "")
         + _choice(cfg, dtypes, backend)
     )
@@ -40,34 +39,12 @@ def _choice(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
     return text + (f", scored by jax.numpy, because {obstacle}" if obstacle else "")
 
 
-def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
-    """Returns how many parameters there are, and how many of them a token meets: all but the experts it is not sent to.
-
-    The embedding counts in the first number alone, unless it is the head too.
-    """
-    total = active = 0
-    for spec in jax.tree.leaves(declare(cfg)):
-        size = math.prod(spec.shape)
-        total += size
-        active += size // cfg.n_routed_experts * cfg.num_experts_per_tok if "experts" in spec.axes else size
-    embedding = cfg.vocab_size * cfg.hidden_size
-    return total, active if cfg.tie_word_embeddings else active - embedding
-
-
-def short(count: int) -> str:
-    """Returns a count with three digits: "30.6 billion"."""
-    for power, word in ((12, "trillion"), (9, "billion"), (6, "million")):
-        if count >= 10**power:
-            return f"{count / 10**power:.3g} {word}"
-    return f"{count:,}"
-
-
 def kernels(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
     """Returns which implementation computes, and why attention takes another one, if it does."""
     if backend is Backend.REFERENCE:
         return "computed by jax.numpy"
     if backend is Backend.NATIVE:
-        return "computed by C++ kernels in decode and jax.numpy elsewhere"
+        return "computed by C++ kernels, and by jax.numpy where more than a few rows meet a weight"
     obstacles = dict.fromkeys(filter(None, _obstacles(cfg, dtypes, backend)))
     kernels = "Mosaic GPU kernels" if backend is Backend.MOSAIC else "Triton kernels"
     return f"computed by {kernels}" + "".join(f"; attention by jax.numpy, because {why}" for why in obstacles)

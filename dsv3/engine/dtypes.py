@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dsv3.cache.layout import FP8
 from dsv3.config import ModelConfig
+from dsv3.engine import cpu_dtypes
 from dsv3.options import EngineOptions
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend, is_hopper, resolve_backend
@@ -19,10 +20,14 @@ _KERNEL_PAGES: Mapping[str, tuple[str, ...]] = {"bfloat16": ("bfloat16", FP8), "
 
 @dataclasses.dataclass(frozen=True)
 class EngineDtypes:
-    """`compute` is the type of weights without scales and of activations, `cache` names the type of the pages."""
+    """`compute` is the type of weights without scales and of activations, `cache` names the type of the pages.
+
+    `reason` says why "auto" is what it is, where that depends on the machine and the model.
+    """
 
     compute: jnp.dtype
     cache: str
+    reason: str = dataclasses.field(default="", compare=False)
 
 
 def resolve_dtypes(
@@ -32,7 +37,7 @@ def resolve_dtypes(
 
     Raises ValueError where no product or no attention exists for the combination.
     """
-    compute = _compute_name(options.dtype, device, stored)
+    compute, reason = _compute_name(model, options.dtype, device, stored)
     cache = compute if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     if compute == "float16" and model.fp8 is not None and options.fp8 != "dequantize":
         raise ValueError(
@@ -61,13 +66,13 @@ def resolve_dtypes(
             f"kv_cache_dtype: {cache!r} has no attention kernel for dtype {compute}; "
             f"set kv_cache_dtype to auto or {' or '.join(readable)}"
         )
-    return EngineDtypes(jnp.dtype(compute), cache)
+    return EngineDtypes(jnp.dtype(compute), cache, reason)
 
 
-def _compute_name(dtype: str, device: jax.Device, stored: str | None) -> str:
-    """Resolves "auto": float32 on a CPU; else float16 for a checkpoint of that type, and bfloat16 for all others."""
+def _compute_name(model: ModelConfig, dtype: str, device: jax.Device, stored: str | None) -> tuple[str, str]:
+    """Resolves "auto", and says why: on a GPU float16 for a checkpoint of that type, and bfloat16 for all others."""
     if dtype != "auto":
-        return dtype
+        return dtype, ""
     if device.platform == "cpu":
-        return "float32"
-    return "float16" if stored == "float16" else "bfloat16"
+        return cpu_dtypes.fastest(model, stored)
+    return ("float16" if stored == "float16" else "bfloat16"), ""

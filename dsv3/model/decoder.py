@@ -11,13 +11,13 @@ from dsv3.config import ModelConfig
 from dsv3.model.layers.attention import Attend, Projected, project
 from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, Tally
 from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear, mlp
-from dsv3.model.layers.norm import rms_norm
 from dsv3.model.layers.rope import Rotation
 from dsv3.model.layers.router import Routing, route, router_logits
 from dsv3.model.params import LayerParams, MoeParams, Params
 from dsv3.model.vocabulary import lookup
 from pallas_kernels import dense
 from pallas_kernels.backend import Backend
+from pallas_kernels.norm import rms_norm
 from sharding.experts.placement import Placement
 
 
@@ -90,7 +90,7 @@ def run_layer(
 ) -> tuple[jax.Array, Any, Tally | None]:
     """Runs one decoder layer: attention, then a dense MLP or experts, each after a norm and around a residual."""
     x, state = attention_block(stack, layer, context, x, state)
-    normed = rms_norm(x, layer_slice(stack.layers.post_norm, layer), context.cfg.rms_norm_eps)
+    normed = norm(x, stack.layers.post_norm, layer, context)
     if stack.layers.mlp is not None:
         with jax.named_scope("mlp"):
             partial = mlp(normed, stack.layers.mlp, layer, context.numerics)
@@ -100,6 +100,11 @@ def run_layer(
         y, tally = context.routed(normed, routing, stack.experts(layer, context.numerics))
         shared = shared_expert(stack, layer, context, normed)
         return add_experts(stack, layer, context, x, y, shared), state, tally
+
+
+def norm(x: jax.Array, weight: jax.Array, layer: Index, context: LayerContext) -> jax.Array:
+    """Returns `x` `[T, D]` over its root mean square, times layer `layer` of `weight` `[L, D]`."""
+    return rms_norm(x, weight, layer, context.cfg.rms_norm_eps, backend=context.numerics.backend)
 
 
 def attention_block(
@@ -114,7 +119,7 @@ def queries(stack: Stack, layer: Index, context: LayerContext, x: jax.Array) -> 
     """Computes the part of attention before its core: norm and projections of `x` `[T, D]`."""
     layers, cfg = stack.layers, context.cfg
     with jax.named_scope("attention"):
-        normed = rms_norm(x, layer_slice(layers.input_norm, layer), cfg.rms_norm_eps)
+        normed = norm(x, layers.input_norm, layer, context)
         cache_layer = stack.first_cache_layer + layer
         return project(normed, layers.attention, layer, cache_layer, cfg, context.rotation, context.numerics)
 
@@ -137,7 +142,8 @@ def choose_experts(stack: Stack, layer: Index, context: LayerContext, normed: ja
     """Chooses the experts of each row of `normed` `[T, D]`; ids are -1 in padding rows."""
     moe = stack.moe
     bias = None if moe.router_bias is None else layer_slice(moe.router_bias, layer)
-    routing = route(context.cfg, router_logits(normed, moe.router, layer, context.numerics.backend), bias)
+    backend = context.numerics.backend
+    routing = route(context.cfg, router_logits(normed, moe.router, layer, backend), bias, backend)
     return routing._replace(ids=jnp.where(context.valid[:, None], routing.ids, -1))
 
 
@@ -155,11 +161,10 @@ def add_experts(
 
     A norm behind the experts takes both parts together.
     """
-    norm = stack.layers.post_moe_norm
-    if norm is None:
+    weight = stack.layers.post_moe_norm
+    if weight is None:
         return x + y if shared is None else x + y + shared
-    experts = y if shared is None else y + shared
-    return x + rms_norm(experts, layer_slice(norm, layer), context.cfg.rms_norm_eps)
+    return x + norm(y if shared is None else y + shared, weight, layer, context)
 
 
 def run_decoder(
@@ -186,9 +191,9 @@ def run_decoder(
     return x, state, tally
 
 
-def final_norm(params: Params, cfg: ModelConfig, x: jax.Array) -> jax.Array:
+def final_norm(params: Params, cfg: ModelConfig, x: jax.Array, backend: Backend | None) -> jax.Array:
     """Returns the hidden states `[T, D]` after the main model's final norm."""
-    return rms_norm(x, params.norm, cfg.rms_norm_eps)
+    return rms_norm(x, params.norm[None], 0, cfg.rms_norm_eps, backend=backend)
 
 
 @jax.named_scope("embed")

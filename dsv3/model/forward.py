@@ -75,7 +75,7 @@ def predict(
     `x` `[B * S, D]` is the residual stream of `tokens`, `counts` `[layers, E]` the (token, expert) pairs so far.
     `routed` computes the MTP modules' routed experts, `fp8_products` is theirs.
     """
-    hidden = final_norm(params, cfg, x).reshape(*tokens.shape, -1)
+    hidden = final_norm(params, cfg, x, backend).reshape(*tokens.shape, -1)
     mtp_logits, mtp_counts = (
         _mtp_chain(params, cfg, tokens, hidden, backend, routed, fp8_products) if with_mtp else ((), [])
     )

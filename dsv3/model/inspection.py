@@ -25,13 +25,13 @@ from dsv3.model.decoder import (
     embed,
     final_norm,
     logits,
+    norm,
     run_layer,
     shared_expert,
 )
 from dsv3.model.forward import whole_sequences
 from dsv3.model.layers.attention import Attend
-from dsv3.model.layers.linear import Numerics, layer_slice
-from dsv3.model.layers.norm import rms_norm
+from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import router_logits
 from dsv3.model.layers.whole import attention_weights, no_choice
 from dsv3.model.params import Params
@@ -172,7 +172,7 @@ def _embed(params: Params, tokens: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("cfg", "backend"))
 def _finish(params: Params, x: jax.Array, cfg: ModelConfig, backend: Backend | None) -> tuple[jax.Array, jax.Array]:
-    hidden = final_norm(params, cfg, x)
+    hidden = final_norm(params, cfg, x, backend)
     return hidden, logits(params, cfg, hidden, backend)
 
 
@@ -219,7 +219,7 @@ def _moe_layer(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs a layer as `decoder.run_layer` does, and shows its router."""
     x, values = attention_block(stack, index, context, x, {})
-    normed = rms_norm(x, layer_slice(stack.layers.post_norm, index), context.cfg.rms_norm_eps)
+    normed = norm(x, stack.layers.post_norm, index, context)
     routing = choose_experts(stack, index, context, normed)
     y, _ = context.routed(normed, routing, stack.experts(index, context.numerics))
     shown = {

@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.decoder import LayerContext, Stack, embed, run_layer
+from dsv3.model.decoder import LayerContext, Stack, embed, norm, run_layer
 from dsv3.model.layers.experts import Tally
 from dsv3.model.layers.linear import layer_slice
-from dsv3.model.layers.norm import rms_norm
 from dsv3.model.params import Params
 from pallas_kernels import dense
 from sharding.experts.placement import Placement
@@ -43,12 +42,12 @@ def predict(
     # Embedding first: the order of the checkpoint's eh_proj columns, although equation 21 of the report has it last.
     both = jnp.concatenate(
         [
-            rms_norm(embed(params, next_tokens), layer_slice(mtp.embed_norm, depth), cfg.rms_norm_eps),
-            rms_norm(hidden, layer_slice(mtp.hidden_norm, depth), cfg.rms_norm_eps),
+            norm(embed(params, next_tokens), mtp.embed_norm, depth, context),
+            norm(hidden, mtp.hidden_norm, depth, context),
         ],
         axis=-1,
     )
     with jax.named_scope("eh_proj"):
         x = dense.plain_gemm(both, layer_slice(mtp.proj, depth), backend=context.numerics.backend)
     x, state, tally = run_layer(Stack(mtp.layers, cfg.num_hidden_layers, placement), depth, context, x, state)
-    return rms_norm(x, layer_slice(mtp.norm, depth), cfg.rms_norm_eps), state, tally
+    return norm(x, mtp.norm, depth, context), state, tally

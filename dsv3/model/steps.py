@@ -82,7 +82,7 @@ def prefill(
     x = tuple(embed(params, part.tokens) for part in batches)
     state = begin(cfg, pages, tuple(map(len, x)))
     x, state, tally = run_decoder(params, contexts, x, state, schedule.prefill, placement)
-    return StepOutput.from_tally(final_norm(params, cfg, jnp.concatenate(x[::-1])), pages_of(state), tally)
+    return StepOutput.from_tally(final_norm(params, cfg, jnp.concatenate(x[::-1]), backend), pages_of(state), tally)
 
 
 def decode(
@@ -108,7 +108,7 @@ def decode(
     x = tuple(embed(params, part.tokens.reshape(-1)) for part in batches)
     state = begin(cfg, pages, tuple(map(len, x)))
     x, state, tally = run_decoder(params, contexts, x, state, schedule.decode, placement)
-    hidden = final_norm(params, cfg, jnp.concatenate(x))
+    hidden = final_norm(params, cfg, jnp.concatenate(x), backend)
     return StepOutput.from_tally(hidden.reshape(*batch.tokens.shape, -1), pages_of(state), tally)
 
 

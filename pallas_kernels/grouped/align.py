@@ -45,10 +45,15 @@ def aligned_rows(rows: int, num_groups: int, tile_m: int) -> int:
     return max(tile_m, worst // tile_m * tile_m)
 
 
-def align_groups(group_ids: jax.Array, num_groups: int, tile_m: int, *, max_rows: int | None = None) -> GroupAlignment:
+def align_groups(
+    group_ids: jax.Array,
+    num_groups: int,
+    tile_m: int,
+    *,
+    max_rows: int | None = None,
+    backend: Backend | None = None,
+) -> GroupAlignment:
     """Places rows behind one another within their groups, in their order, and the groups on tile boundaries.
-
-    It sorts: a stable sort is far cheaper than cumulated one-hot counts, whose work grows with rows times groups.
 
     Args:
       group_ids: [M] int32. Rows whose id is outside 0..num_groups-1 are left out.
@@ -56,6 +61,7 @@ def align_groups(group_ids: jax.Array, num_groups: int, tile_m: int, *, max_rows
       tile_m: rows of a tile.
       max_rows: how many rows with a group there is room for, however they fall; None: for all. Where there are more,
         `needed` may be above A, and tells it.
+      backend: NATIVE counts in C++, all others sort; None chooses by device.
 
     Raises:
       ValueError: `group_ids` is no vector of integers, or a number is below 1.
@@ -69,6 +75,14 @@ def align_groups(group_ids: jax.Array, num_groups: int, tile_m: int, *, max_rows
             f"align_groups: num_groups, tile_m and max_rows must be positive, got {num_groups}, {tile_m}, {max_rows}"
         )
     A = aligned_rows(held, num_groups, tile_m)
+    if M and resolve_backend(requested=backend) is Backend.NATIVE:
+        return GroupAlignment(*native.align_rows(group_ids.astype(jnp.int32), num_groups, tile_m, A))
+    return _sorted(group_ids, num_groups, tile_m, A)
+
+
+def _sorted(group_ids: jax.Array, num_groups: int, tile_m: int, A: int) -> GroupAlignment:
+    """Aligns by a stable sort: far cheaper than cumulated one-hot counts, whose work grows with rows times groups."""
+    M = group_ids.shape[0]
     ids = jnp.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups).astype(jnp.int32)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)  # [M]
     sorted_ids = ids[order]

@@ -83,8 +83,8 @@ def mla_prefill(
       cu_lengths: `[G + 1]` int32, 0 and then the running total of the requests' token counts (not decreasing).
         Tokens at or past `cu_lengths[-1]` are padding and may hold anything.
       scale: factor on the scores before the softmax.
-      shared_key: `[T, P]`, the last part of the keys of all heads; `k` is then `[T, H, N]`. The Hopper kernel takes the
-        parts as they are, the others join them first.
+      shared_key: `[T, P]`, the last part of the keys of all heads; `k` is then `[T, H, N]`. The Hopper kernel and
+        that of a CPU take the parts as they are, the others join them first.
       backend: an implementation, or None for the one that suits the default device.
 
     Returns:
@@ -98,6 +98,9 @@ def mla_prefill(
     chosen = dispatched("mla_prefill", backend, prefill_unsupported(q, v, backend))
     if shared_key is not None and chosen is Backend.MOSAIC and mosaic_ops.takes_parts(k, shared_key):
         return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, shared_key, scale=scale)
+    if chosen is Backend.NATIVE and native.attends(q, k):
+        shared = k[:, 0, :0] if shared_key is None else shared_key
+        return native.prefill_attention(q, k, shared, v, cu_lengths, scale=scale)
     k = k if shared_key is None else whole_keys(k, shared_key)
     return _PREFILL[chosen](q, k, v, cu_lengths, scale=scale)
 
@@ -145,6 +148,8 @@ def mla_prefill_context(
     if chosen is Backend.MOSAIC:
         return mosaic_ops.context_mosaic(*arrays, scale=scale, first_page=first_page)
     attend = triton_ops.context if chosen is Backend.TRITON else reference.context_reference
+    if chosen is Backend.NATIVE and native.attends(q, pages):
+        attend = native.context_attention
     return attend(*arrays, scale=scale, first_page=first_page, value_width=value_width)
 
 

@@ -1,7 +1,7 @@
 """The kernels of this machine's CPU: compiled at first use by its own compiler, kept, loaded and named to XLA.
 
 A wheel would hold code for the oldest CPU it supports, and an extension built by pip needs jax's headers in an isolated
-build. So the compiler of the machine builds three files, for the instructions that this CPU has. A machine without a
+build. So the compiler of the machine builds six files, for the instructions that this CPU has. A machine without a
 compiler uses XLA's own products, and the log says so.
 """
 
@@ -22,10 +22,25 @@ from typing import NamedTuple
 import jax
 
 COMPILERS = ("c++", "g++", "clang++")
-HANDLERS = ("LayerProduct", "HeadProduct", "GroupedProduct", "Fp8GroupedProduct", "DecodeAttention", "QuantizeRows")
+HANDLERS = (
+    "LayerProduct",
+    "HeadProduct",
+    "GroupedProduct",
+    "Fp8GroupedProduct",
+    "DecodeAttention",
+    "ContextAttention",
+    "PrefillAttention",
+    "QuantizeRows",
+    "AlignGroups",
+    "ChooseExperts",
+    "RmsNorm",
+)
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("products.cc", "attention.cc", "quantize.cc"))
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "e4m3.h"))
+_SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.cc")
+    for name in ("products", "attention", "prefill", "quantize", "routing", "norm")
+)
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "attention.h", "e4m3.h"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi")
 _BUILD_SECONDS = 240  # 12 s of processor time; the rest is for a busy machine
 _PROBE_SECONDS = 20
@@ -37,11 +52,12 @@ class Library(NamedTuple):
     """The kernels, or why there are none.
 
     `targets` are the names under which XLA knows the handlers, empty without kernels. `reason` says where the kernels
-    came from, or what was missing.
+    came from, or what was missing. `multiplies_bfloat16` is True where they need not widen bfloat16 first.
     """
 
     targets: dict[str, str]
     reason: str
+    multiplies_bfloat16: bool = False
 
 
 class _NoLibraryError(Exception):
@@ -63,7 +79,8 @@ def _library() -> Library:
         built = "found in" if _is_trusted(path) else "built into"
         if built == "built into":
             _build(compiler, path)
-        return Library(_register(path, key), f"{built} {path} by {compiler}")
+        targets, multiplies_bfloat16 = _register(path, key)
+        return Library(targets, f"{built} {path} by {compiler}", multiplies_bfloat16)
     except (_NoLibraryError, OSError, subprocess.SubprocessError) as error:
         return Library({}, str(error))
 
@@ -124,13 +141,13 @@ def _run(*command: str, seconds: float) -> str:
     return done.stdout
 
 
-def _register(path: Path, key: str) -> dict[str, str]:
-    """Loads the library and tells XLA its handlers, under names that change with the code they stand for.
+def _register(path: Path, key: str) -> tuple[dict[str, str], bool]:
+    """Loads the library and tells XLA its handlers; returns their names, and whether bfloat16 is multiplied as it is.
 
-    Compiled programs are kept on disk and know a handler only by its name.
+    Names change with the code they stand for: compiled programs are kept on disk and know a handler only by its name.
     """
     loaded = ctypes.CDLL(str(path))
     targets = {handler: f"dsv3_{handler}_{key}" for handler in HANDLERS}
     for handler, target in targets.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, handler)), platform="cpu")
-    return targets
+    return targets, bool(loaded.multiplies_bfloat16())

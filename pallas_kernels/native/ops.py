@@ -67,9 +67,37 @@ def quantize_rows(x: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Arra
     return _call("QuantizeRows", values, scale)(x, power_of_two=power_of_two)
 
 
-def attends(q: jax.Array, pages: jax.Array) -> bool:
-    """Returns whether `decode_attention` takes queries and pages of these types."""
-    return q.dtype == pages.dtype and q.dtype in DTYPES
+def align_rows(
+    group_ids: jax.Array, num_groups: int, tile_m: int, aligned: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the fields of `GroupAlignment` for ids `[M]` int32, in their order; `aligned` rows have a place."""
+    shapes = ((aligned,), group_ids.shape, (aligned // tile_m,), (num_groups,), ())
+    return _call("AlignGroups", *((shape, jnp.int32) for shape in shapes))(group_ids)
+
+
+def choose_experts(scores: jax.Array, num_experts: int, groups: int, kept: int, counted: int) -> jax.Array:
+    """Returns the numbers `[T, num_experts]` int32 of the highest scores of each row of `[T, E]` float32, best first.
+
+    They come from the `kept` best of `groups` groups, whose `counted` highest scores together decide. With one group
+    all scores count. The order of floats, NaN included, is that of `jax.lax.top_k`.
+    """
+    call = _call("ChooseExperts", ((scores.shape[0], num_experts), jnp.int32))
+    return call(scores, groups=np.int64(groups), kept=np.int64(kept), counted=np.int64(counted))
+
+
+def norms(x: jax.Array) -> bool:
+    """Returns whether `rms_norm` takes x."""
+    return x.dtype in DTYPES and x.size > 0
+
+
+def rms_norm(x: jax.Array, w: jax.Array, layer: jax.Array | int, eps: float) -> jax.Array:
+    """Returns `x / rms(x) * w[layer]` over the last axis of x `[..., D]`; w `[L, D]` has its dtype."""
+    return _call("RmsNorm", (x.shape, x.dtype))(x, w, _index(layer), eps=np.float32(eps))
+
+
+def attends(q: jax.Array, keys: jax.Array) -> bool:
+    """Returns whether attention takes queries, and pages or keys, of these types."""
+    return q.dtype == keys.dtype and q.dtype in DTYPES
 
 
 def decode_attention(
@@ -86,6 +114,33 @@ def decode_attention(
     out, lse = ((*q.shape[:3], value_width), q.dtype), (q.shape[:3], jnp.float32)
     operands = (q, pages, page_table.astype(jnp.int32), lengths.astype(jnp.int32), _index(first_page))
     return _call("DecodeAttention", out, lse)(*operands, scale=np.float32(scale))
+
+
+def context_attention(
+    q: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    context_lengths: jax.Array,
+    cu_lengths: jax.Array,
+    *,
+    scale: float,
+    first_page: jax.Array | int,
+    value_width: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Does what `mla_prefill_context` does; `first_page` is the layer's first page in the pool."""
+    out, lse = ((*q.shape[:2], value_width), q.dtype), (q.shape[:2], jnp.float32)
+    numbers = (each.astype(jnp.int32) for each in (page_table, context_lengths, cu_lengths))
+    call = _call("ContextAttention", out, lse)
+    return call(q, pages, *numbers, _index(first_page), scale=np.float32(scale))
+
+
+def prefill_attention(
+    q: jax.Array, k: jax.Array, shared_key: jax.Array, v: jax.Array, cu_lengths: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Does what `mla_prefill` does, of keys in two parts; that of all heads `[T, P]` may be empty."""
+    out, lse = (v.shape, q.dtype), (q.shape[:2], jnp.float32)
+    call = _call("PrefillAttention", out, lse)
+    return call(q, k, shared_key, v, cu_lengths.astype(jnp.int32), scale=np.float32(scale))
 
 
 def _call(handler: str, *results: tuple[tuple[int, ...], jax.typing.DTypeLike]):

@@ -368,3 +368,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Fp8GroupedProduct, fp8_grouped_product,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>());
+
+// Returns 1 where the compiler was told that this CPU multiplies bfloat16, 0 where the kernels widen it first.
+extern "C" int multiplies_bfloat16() {
+#if defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}

@@ -17,12 +17,12 @@ from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.indexer import IndexTokens, index_tokens
-from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear
-from dsv3.model.layers.norm import rms_norm
+from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, rotate, scale_queries
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dense, mla
 from pallas_kernels.backend import Backend, asks_host, resolve_backend
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.search import search
 
 
@@ -87,12 +87,12 @@ def project(
     down = linear(x, params.qkv_a, layer, numerics)
     q, latent, k_rope = jnp.split(down, [down.shape[1] - cfg.latent_dim, down.shape[1] - cfg.qk_rope_head_dim], axis=1)
     if params.q_b is not None:
-        q = rms_norm(q, layer_slice(params.q_norm, layer), cfg.latent_norm_eps)
+        q = rms_norm(q, params.q_norm, layer, cfg.latent_norm_eps, backend=numerics.backend)
         if cfg.indexer is not None:
             index = index_tokens(x, q, params.indexer, cache_layer, cfg, rotation, numerics)
         q = linear(q, params.q_b, layer, numerics)
     q = scale_queries(q.reshape(-1, params.k_up.shape[1], cfg.qk_head_dim), rotation)  # the heads of this device
-    latent = rms_norm(latent, layer_slice(params.kv_norm, layer), cfg.latent_norm_eps)
+    latent = rms_norm(latent, params.kv_norm, layer, cfg.latent_norm_eps, backend=numerics.backend)
     row = jnp.concatenate([latent, rotate(k_rope, rotation)], axis=1)
     return Projected(jnp.concatenate([q[..., :N], rotate(q[..., N:], rotation)], axis=-1), row, index)
 

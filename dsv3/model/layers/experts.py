@@ -116,7 +116,8 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     stored = jax.tree.leaves(params.gate_up)[0].dtype
     chosen = grouped.choose_tile_m(pairs, E, dtype=stored, backend=numerics.backend)
     tile_m = BLOCK if numerics.fp8_products else chosen
-    order = grouped.align_groups(routing.ids.reshape(-1), E, tile_m, max_rows=layer.pairs)
+    ids = routing.ids.reshape(-1)
+    order = grouped.align_groups(ids, E, tile_m, max_rows=layer.pairs, backend=numerics.backend)
     dtype = x.like.dtype if isinstance(x, Lines) else x.dtype
     rest = order, _overflow(order, layer), routing.weights, dtype
     token = order.source_row // K  # [A], T where the aligned row is padding

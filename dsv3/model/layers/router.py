@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dsv3.config import ModelConfig
 from dsv3.model.layers.linear import Index, layer_slice
-from pallas_kernels import dense
+from pallas_kernels import dense, native
 from pallas_kernels.backend import Backend, resolve_backend
 
 
@@ -46,22 +46,35 @@ def router_logits(x: jax.Array, weight: jax.Array, layer: Index, backend: Backen
     return jnp.einsum("td,ed->te", x32, weight32, precision="highest")
 
 
-def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> Routing:
+def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None, backend: Backend | None) -> Routing:
     """Chooses the experts of each token, best first.
 
     Args:
       logits: `[T, E]` float32.
       bias: `[E]` float32 or None; it moves the selection and never the weights (arXiv:2408.15664).
+      backend: implementation; None chooses by device.
     """
     scores = jax.nn.sigmoid(logits) if cfg.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    choice = scores if bias is None else scores + bias
-    if cfg.n_group > 1 and cfg.topk_method != "greedy":
-        choice = _keep_best_groups(cfg, choice)
-    ids = jax.lax.top_k(choice, cfg.num_experts_per_tok)[1].astype(jnp.int32)
-    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    ids = _best_experts(cfg, jax.lax.stop_gradient(scores if bias is None else scores + bias), backend)
+    weights = jnp.take_along_axis(scores, ids, axis=-1, mode="promise_in_bounds")
     if cfg.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return Routing(ids, weights * cfg.routed_scaling_factor)
+
+
+def _best_experts(cfg: ModelConfig, choice: jax.Array, backend: Backend | None) -> jax.Array:
+    """Returns the experts `[T, K]` int32 of the highest `choice` `[T, E]`; the best groups may limit it."""
+    limited = cfg.n_group > 1 and cfg.topk_method != "greedy"
+    if resolve_backend(requested=backend) is Backend.NATIVE:
+        groups = (cfg.n_group, cfg.topk_group, _deciding(cfg)) if limited else (1, 1, 1)
+        return native.choose_experts(choice, cfg.num_experts_per_tok, *groups)
+    kept = _keep_best_groups(cfg, choice) if limited else choice
+    return jax.lax.top_k(kept, cfg.num_experts_per_tok)[1].astype(jnp.int32)
+
+
+def _deciding(cfg: ModelConfig) -> int:
+    """Returns how many of a group's best experts decide how good the group is."""
+    return 2 if cfg.topk_method == "noaux_tc" else 1
 
 
 def _keep_best_groups(cfg: ModelConfig, choice: jax.Array) -> jax.Array:
@@ -71,7 +84,7 @@ def _keep_best_groups(cfg: ModelConfig, choice: jax.Array) -> jax.Array:
     score is negative.
     """
     by_group = choice.reshape(choice.shape[0], cfg.n_group, -1)  # [T, G, E / G]
-    best_in_group = jax.lax.top_k(by_group, 2 if cfg.topk_method == "noaux_tc" else 1)[0]
+    best_in_group = jax.lax.top_k(by_group, _deciding(cfg))[0]
     best = jax.lax.top_k(best_in_group.sum(axis=-1), cfg.topk_group)[1]
     kept = jax.nn.one_hot(best, cfg.n_group, dtype=jnp.bool).any(axis=1)  # [T, G]
     return jnp.where(kept[..., None], by_group, -jnp.inf).reshape(choice.shape)

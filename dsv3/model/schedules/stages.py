@@ -21,8 +21,7 @@ from dsv3.model.layers import experts
 from dsv3.model.layers.attention import Projected
 from dsv3.model.layers.expert_parallel import ExpertParallel, count
 from dsv3.model.layers.experts import ExpertLayer, Gated, Tally
-from dsv3.model.layers.linear import Index, layer_slice
-from dsv3.model.layers.norm import rms_norm
+from dsv3.model.layers.linear import Index
 from dsv3.model.layers.router import Routing
 from sharding.experts.exchange import Computed, Returning, start_return, total
 from sharding.experts.hop import Hop, Queued, Sent, enqueue, receive, receive_back, send, send_back
@@ -105,7 +104,7 @@ class MicroBatch:
     @unit
     def choose(self, layer: Index, x: jax.Array) -> tuple[jax.Array, Routing]:
         """Runs norm and router: returns `x` normed [T, D], and the experts of its rows."""
-        normed = rms_norm(x, layer_slice(self.stack.layers.post_norm, layer), self.context.cfg.rms_norm_eps)
+        normed = decoder.norm(x, self.stack.layers.post_norm, layer, self.context)
         return normed, decoder.choose_experts(self.stack, layer, self.context, normed)
 
     @unit

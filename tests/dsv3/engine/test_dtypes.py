@@ -11,11 +11,15 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.cache.layout import FP8, page_bytes, pool
 from dsv3.cache.page import PAGE_SIZE
+from dsv3.config import ModelConfig
 from dsv3.engine.build import build_engine, bundled_model
+from dsv3.engine.description import describe
 from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.limits import DeviceMemory, Hardware, engine_config
 from dsv3.hf_config import load_config, stored_dtype
 from dsv3.options import EngineOptions
+from pallas_kernels import native
+from pallas_kernels.backend import Backend
 from pallas_kernels.mla import PAGE_SIZE as KERNEL_PAGE_SIZE
 from tests.dsv3.engine.driving import request, run
 
@@ -35,6 +39,27 @@ def test_the_device_and_the_checkpoint_decide_what_auto_is() -> None:
     assert resolved(H200) == resolved(H200, "float32") == ("bfloat16", "bfloat16")
     assert resolved(H200, "float16") == ("float16", "float16")
     assert resolved(H200, "bfloat16", dtype="float16") == ("float16", "float16")
+
+
+def test_a_cpu_that_multiplies_bfloat16_gets_it_for_a_model_that_is_not_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_cpu(model: ModelConfig, stored: str | None, *, multiplies: bool = True) -> tuple[str, str, str]:
+        monkeypatch.setattr(native, "library", lambda: native.Library({}, "", multiplies))
+        dtypes = resolve_dtypes(model, EngineOptions(), CPU, stored)
+        return dtypes.compute.name, dtypes.cache, dtypes.reason
+
+    why = "this CPU multiplies it and reads half the bytes"
+    assert on_cpu(PLAIN, "bfloat16") == on_cpu(DEEPSEEK_V3, "bfloat16") == ("bfloat16", "bfloat16", why)
+    line = describe(PLAIN, resolve_dtypes(PLAIN, EngineOptions(), CPU, "bfloat16"), Backend.NATIVE)
+    assert line.endswith(f"; bfloat16, because {why}")
+    exact = {
+        "no kernel multiplies bfloat16": on_cpu(PLAIN, "bfloat16", multiplies=False),
+        "would round a checkpoint of no stated type": on_cpu(PLAIN, None),
+        "would round a checkpoint of float32": on_cpu(PLAIN, "float32"),
+        "INT4 experts were not measured": on_cpu(dataclasses.replace(PLAIN, int4_experts=True), "bfloat16"),
+        "million parameters per token are few": on_cpu(load_config(bundled_model()), "bfloat16"),
+    }
+    for reason, (compute, cache, said) in exact.items():
+        assert (compute, cache) == ("float32", "float32") and reason in said, said
 
 
 def test_pages_may_have_a_type_of_their_own() -> None:

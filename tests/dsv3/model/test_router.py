@@ -7,22 +7,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from configs.deepseek_v2 import DEEPSEEK_V2
 from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.kimi_k2 import KIMI_K2
 from dsv3.config import ModelConfig
-from dsv3.model.layers.router import Routing, route, router_logits
+from dsv3.model.layers.router import Routing, _best_experts, route, router_logits
+from pallas_kernels import native
 from pallas_kernels.backend import Backend
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-routed = jax.jit(route, static_argnums=0)
+BACKENDS = [Backend.REFERENCE, *([Backend.NATIVE] if native.library().targets else [])]
+routed = jax.jit(lambda *args: route(*args, None), static_argnums=0)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def chosen(cfg: ModelConfig, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> Routing:
-    return route(cfg, router_logits(x, weight[None], 0, None), bias)
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def chosen(cfg: ModelConfig, x: jax.Array, weight: jax.Array, bias: jax.Array | None, backend: Backend) -> Routing:
+    return route(cfg, router_logits(x, weight[None], 0, backend), bias, backend)
 
 
 def choose_plainly(cfg: ModelConfig, logits: np.ndarray, bias: np.ndarray) -> tuple[list[int], list[float]]:
@@ -39,17 +44,35 @@ def choose_plainly(cfg: ModelConfig, logits: np.ndarray, bias: np.ndarray) -> tu
     return ids, weights.tolist()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cfg", [DEEPSEEK_V3, DEEPSEEK_V2, DEEPSEEK_V2_LITE, KIMI_K2])
-def test_against_plain_python(cfg: ModelConfig) -> None:
+def test_against_plain_python(cfg: ModelConfig, backend: Backend) -> None:
     D, E = 16, cfg.n_routed_experts
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(20, D)).astype(np.float32), rng.normal(size=(E, D)).astype(np.float32)
     bias = rng.normal(0, 0.3, E).astype(np.float32) if cfg.topk_method == "noaux_tc" else None
-    ids, weights = map(np.asarray, chosen(cfg, x, weight, bias))
+    ids, weights = map(np.asarray, chosen(cfg, x, weight, bias, backend))
     for t in range(len(x)):
         plain = choose_plainly(cfg, x[t] @ weight.T, np.zeros(E) if bias is None else bias)
         assert ids[t].tolist() == plain[0]
         np.testing.assert_allclose(weights[t], plain[1], rtol=1e-4)
+
+
+_LIMITED = dataclasses.replace(DEEPSEEK_V3, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3)
+_best = jax.jit(_best_experts, static_argnums=(0, 2))
+
+
+@pytest.mark.skipif(len(BACKENDS) == 1, reason=native.library().reason)
+@settings(max_examples=200, deadline=None)
+@given(
+    scores=arrays(np.float32, (3, 8), elements=st.sampled_from([0.0, -0.0, 0.25, 0.5, 0.75, -np.inf, np.inf, np.nan])),
+    method=st.sampled_from(["noaux_tc", "group_limited_greedy", "greedy"]),
+)
+def test_kernels_order_scores_as_top_k_does(scores: np.ndarray, method: str) -> None:
+    """Ties, infinities and NaN included: whatever a broken request computes, each row has K distinct experts."""
+    cfg = dataclasses.replace(_LIMITED, topk_method=method)
+    expected, found = (np.asarray(_best(cfg, scores, backend)) for backend in BACKENDS)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_masked_expert_never_wins_over_a_negative_score() -> None:

@@ -59,7 +59,7 @@ def test_balancing_evens_out_a_lopsided_router(toy_config: TrainingConfig, state
 
     @jax.jit
     def step(params: Params) -> tuple[Params, jax.Array]:
-        ids, _ = route(cfg, logits, params.moe.moe.router_bias[0])
+        ids, _ = route(cfg, logits, params.moe.moe.router_bias[0], None)
         counts = jnp.bincount(ids.reshape(-1), length=cfg.n_routed_experts)
         return shift_router_bias(params, jnp.stack([counts, counts]), 0.005), counts.max() / counts.mean()
 

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import native
 from pallas_kernels.backend import Backend
 from pallas_kernels.grouped import align_groups, aligned_rows, choose_tile_m
+
+BACKENDS = [Backend.REFERENCE, *([Backend.NATIVE] if native.library().targets else [])]
 
 
 @settings(max_examples=60, deadline=None)
@@ -15,10 +18,11 @@ from pallas_kernels.grouped import align_groups, aligned_rows, choose_tile_m
     ids=st.lists(st.integers(-2, 7), min_size=12, max_size=12),
     num_groups=st.sampled_from([1, 3, 6]),
     tile_m=st.sampled_from([1, 4, 8]),
+    backend=st.sampled_from(BACKENDS),
 )
-def test_every_row_has_one_place_in_a_tile_of_its_group(ids, num_groups, tile_m):
+def test_every_row_has_one_place_in_a_tile_of_its_group(ids, num_groups, tile_m, backend):
     ids = np.array(ids)
-    aligned = align_groups(jnp.asarray(ids), num_groups, tile_m)
+    aligned = align_groups(jnp.asarray(ids), num_groups, tile_m, backend=backend)
     A = aligned_rows(len(ids), num_groups, tile_m)
     source_row, aligned_row, tile_group = (np.asarray(v) for v in aligned[:3])
     assert source_row.shape == (A,) and tile_group.shape == (A // tile_m,)
@@ -38,11 +42,11 @@ def test_every_row_has_one_place_in_a_tile_of_its_group(ids, num_groups, tile_m)
 
 
 @settings(max_examples=20, deadline=None)
-@given(ids=st.lists(st.integers(-2, 7), min_size=12, max_size=12))
-def test_more_rows_than_there_is_room_for_are_told(ids):
+@given(ids=st.lists(st.integers(-2, 7), min_size=12, max_size=12), backend=st.sampled_from(BACKENDS))
+def test_more_rows_than_there_is_room_for_are_told(ids, backend):
     """Up to `max_rows` rows always fit. Of more either all have their place, or `needed` says that some have not."""
     ids = np.array(ids)
-    whole, aligned = (align_groups(jnp.asarray(ids), 6, 4, max_rows=most) for most in (None, 5))
+    whole, aligned = (align_groups(jnp.asarray(ids), 6, 4, max_rows=most, backend=backend) for most in (None, 5))
     A, has_group = aligned_rows(5, 6, 4), (ids >= 0) & (ids < 6)
     assert aligned.source_row.shape == (A,) and int(aligned.needed) == int(whole.needed) == int(whole.used_rows())
     assert int(aligned.used_rows()) == min(A, int(aligned.needed))
@@ -53,10 +57,11 @@ def test_more_rows_than_there_is_room_for_are_told(ids):
     np.testing.assert_array_equal(np.asarray(aligned.source_row)[at[at < A]], np.flatnonzero(has_group)[at < A])
 
 
-def test_scatter_and_back():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scatter_and_back(backend):
     ids = jnp.array([2, 0, -1, 2, 1])
     x = jnp.arange(10.0).reshape(5, 2)
-    aligned = align_groups(ids, 3, 4)
+    aligned = align_groups(ids, 3, 4, backend=backend)
     padded = x.at[aligned.source_row].get(mode="fill", fill_value=0)
     back = padded.at[aligned.aligned_row].get(mode="fill", fill_value=0)
     np.testing.assert_array_equal(back, x * (ids >= 0)[:, None])

@@ -1,4 +1,4 @@
-"""The C++ attention of a decode step: against a float64 oracle, with NaN wherever it must not look."""
+"""The C++ attention of decode and prefill: against a float64 oracle, with NaN wherever it must not look."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend
-from pallas_kernels.mla import mla_decode
+from pallas_kernels.mla import mla_decode, mla_prefill, mla_prefill_context
 from tests.pallas_kernels.mla import cases
 
 pytestmark = pytest.mark.skipif(not native.library().targets, reason=native.library().reason)
@@ -54,3 +54,40 @@ def test_pages_of_another_type_go_to_xla():
     mixed = dataclasses.replace(case, pages=case.pages.astype(jnp.bfloat16))
     ours, theirs = (decode(mixed, 32, backend)[0] for backend in (Backend.NATIVE, Backend.REFERENCE))
     np.testing.assert_array_equal(ours, theirs)
+
+
+def ends_of(counts):
+    return jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("H", "widths", "counts"), [(1, (8, 1, 7), (1,)), (3, (24, 8, 33), (0, 5, 130, 1)), (16, (128, 64, 128), (64, 3))]
+)
+def test_new_tokens_see_those_before_them_in_their_chunk(dtype, H, widths, counts):
+    """Padding is NaN, and the key that all heads share is a part of its own, or none."""
+    T, rng = sum(counts) + 3, np.random.default_rng(0)
+    N, P, V = widths
+    q, k, v = (jnp.asarray(rng.standard_normal((T, H, width)) / 10, dtype) for width in (N + P, N, V))
+    shared = jnp.asarray(rng.standard_normal((T, P)) / 10, dtype)
+    q, k, v, shared = (x.at[sum(counts) :].set(jnp.nan) for x in (q, k, v, shared))
+    whole = jnp.concatenate([k, jnp.broadcast_to(shared[:, None], (T, H, P))], axis=-1)
+    expected = cases.prefill_oracle(q, whole, v, counts, SCALE)
+    for keys in ({"k": k, "shared_key": shared}, {"k": whole}):
+        out, lse = mla_prefill(q, v=v, cu_lengths=ends_of(counts), scale=SCALE, backend=Backend.NATIVE, **keys)
+        assert out.dtype == dtype
+        cases.assert_close(out, lse, *expected, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("H", "R", "counts", "contexts"),
+    [(1, 32, (2,), (1,)), (5, 72, (3, 20, 0, 2), (130, 64, 9, 0)), (16, 128, (1,), (65,))],
+)
+def test_new_tokens_see_the_cached_ones_of_their_request(dtype, H, R, counts, contexts):
+    case = cases.decode_case(contexts, H=1, R=R, P=16, dtype=dtype, table_width=4)
+    q = jnp.asarray(np.random.default_rng(1).standard_normal((sum(counts) + 2, H, R + 16)) / 10, dtype)
+    q = q.at[sum(counts) :].set(jnp.nan)  # padding
+    where = {"layer": case.layer, "pages_per_layer": case.pages_per_layer, "value_width": R, "backend": Backend.NATIVE}
+    out, lse = mla_prefill_context(q, case.pages, case.page_table, case.lengths, ends_of(counts), scale=SCALE, **where)
+    cases.assert_close(out, lse, *cases.context_oracle(q, case, counts, SCALE, R), dtype=dtype)

@@ -1,6 +1,8 @@
 """Building the C++ kernels: what is missing or unsafe leaves XLA's products, and says why; nothing half-built stays."""
 
+import platform
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +16,7 @@ REGISTER = build._register
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_register", lambda path, key: {"LayerProduct": key})
+    monkeypatch.setattr(build, "_register", lambda path, key: ({"LayerProduct": key}, False))
     return tmp_path / "dsv3" / "native"
 
 
@@ -94,3 +96,10 @@ def test_a_file_that_is_no_library_is_no_crash(cache, compiler, monkeypatch):
     monkeypatch.setattr(build, "_register", REGISTER)
     found = FRESH()
     assert not found.targets and "kernels-" in found.reason
+
+
+def test_the_kernels_say_whether_this_cpu_multiplies_bfloat16():
+    found = build.library()
+    if not found.targets or platform.machine() != "x86_64":
+        pytest.skip("no kernels, or another kind of CPU")
+    assert found.multiplies_bfloat16 == ("avx512_bf16" in Path("/proc/cpuinfo").read_text())

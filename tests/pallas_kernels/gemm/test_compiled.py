@@ -146,7 +146,7 @@ LAYERS, EXPERTS, D, INNER = 5, 4, 2048, 512
 
 def layers_in_place(x, dense, experts, ids, plain):
     """A scan over layers whose products address the stacks themselves."""
-    aligned = align_groups(ids, EXPERTS, 8)
+    aligned = align_groups(ids, EXPERTS, 8, backend=MOSAIC)
 
     def layer(x, i):
         q, scale = quantize_1x128(x, backend=MOSAIC)
@@ -198,7 +198,7 @@ def test_experts_on_eight_gpus():
     @jax.shard_map(mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
     def experts(x, ids, up, up_scale, down, down_scale):
         x, ids = (lax.all_to_all(v, "expert", 0, 0, tiled=True) for v in (x, ids))
-        aligned = align_groups(ids, local, 32)
+        aligned = align_groups(ids, local, 32, backend=MOSAIC)
         q, scale = quantize_1x128(x.at[aligned.source_row].get(mode="fill", fill_value=0), backend=MOSAIC)
         place = {"tile_m": aligned.tile_m, "backend": MOSAIC}
         gate_up = fp8_grouped_gemm_contiguous(q, scale, up, up_scale, aligned.tile_group, **place)

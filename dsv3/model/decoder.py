@@ -17,7 +17,7 @@ from dsv3.model.params import LayerParams, MoeParams, Params
 from dsv3.model.vocabulary import lookup
 from pallas_kernels import dense
 from pallas_kernels.backend import Backend
-from pallas_kernels.norm import rms_norm
+from pallas_kernels.rows import rms_norm
 from sharding.experts.placement import Placement
 
 

@@ -11,12 +11,15 @@ from pallas_kernels.native.ops import (
     fp8_grouped_product,
     grouped_product,
     head_product,
+    latent_rows,
     layer_product,
-    norms,
     prefill_attention,
     quantize_rows,
     rms_norm,
+    rotate_heads,
+    swiglu,
     takes,
+    takes_rows,
 )
 
 __all__ = [
@@ -30,11 +33,14 @@ __all__ = [
     "fp8_grouped_product",
     "grouped_product",
     "head_product",
+    "latent_rows",
     "layer_product",
     "library",
-    "norms",
     "prefill_attention",
     "quantize_rows",
     "rms_norm",
+    "rotate_heads",
+    "swiglu",
     "takes",
+    "takes_rows",
 ]

@@ -34,11 +34,14 @@ HANDLERS = (
     "AlignGroups",
     "ChooseExperts",
     "RmsNorm",
+    "SwiGlu",
+    "RotateHeads",
+    "LatentRows",
 )
 
 _SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cc")
-    for name in ("products", "attention", "prefill", "quantize", "routing", "norm")
+    for name in ("products", "attention", "prefill", "quantize", "routing", "rows")
 )
 _HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "attention.h", "e4m3.h"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-Wno-psabi")

@@ -85,14 +85,33 @@ def choose_experts(scores: jax.Array, num_experts: int, groups: int, kept: int, 
     return call(scores, groups=np.int64(groups), kept=np.int64(kept), counted=np.int64(counted))
 
 
-def norms(x: jax.Array) -> bool:
-    """Returns whether `rms_norm` takes x."""
+def takes_rows(x: jax.Array) -> bool:
+    """Returns whether the functions of rows take x."""
     return x.dtype in DTYPES and x.size > 0
 
 
-def rms_norm(x: jax.Array, w: jax.Array, layer: jax.Array | int, eps: float) -> jax.Array:
-    """Returns `x / rms(x) * w[layer]` over the last axis of x `[..., D]`; w `[L, D]` has its dtype."""
-    return _call("RmsNorm", (x.shape, x.dtype))(x, w, _index(layer), eps=np.float32(eps))
+def rms_norm(x: jax.Array, w: jax.Array, layer: jax.Array, *, eps: float) -> jax.Array:
+    """Does what `rows.rms_norm` does; w has the dtype of x."""
+    out = (*x.shape[:-1], w.shape[-1]), x.dtype
+    return _call("RmsNorm", out)(x, w, _index(layer), eps=np.float32(eps))
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """Does what `rows.swiglu` does."""
+    return _call("SwiGlu", ((*gate_up.shape[:-1], gate_up.shape[-1] // 2), gate_up.dtype))(gate_up)
+
+
+def rotate_heads(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Does what `rows.rotate_heads` does."""
+    return _call("RotateHeads", (x.shape, x.dtype))(x, cos, sin)
+
+
+def latent_rows(
+    down: jax.Array, w: jax.Array, layer: jax.Array, cos: jax.Array, sin: jax.Array, *, eps: float
+) -> jax.Array:
+    """Does what `rows.latent_rows` does; w has the dtype of down."""
+    out = (down.shape[0], w.shape[-1] + 2 * cos.shape[-1]), down.dtype
+    return _call("LatentRows", out)(down, w, _index(layer), cos, sin, eps=np.float32(eps))
 
 
 def attends(q: jax.Array, keys: jax.Array) -> bool:

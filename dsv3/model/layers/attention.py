@@ -18,11 +18,11 @@ from dsv3.config import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.indexer import IndexTokens, index_tokens
 from dsv3.model.layers.linear import Index, Numerics, linear
-from dsv3.model.layers.rope import Rotation, rotate, scale_queries
+from dsv3.model.layers.rope import Rotation, scale_queries
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dense, mla
 from pallas_kernels.backend import Backend, asks_host, resolve_backend
-from pallas_kernels.norm import rms_norm
+from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads
 from pallas_kernels.search import search
 
 
@@ -83,18 +83,19 @@ def project(
     numerics: Numerics,
 ) -> Projected:
     """Returns the queries and latents of `x` `[T, D]`, and the indexer's where the model has one."""
-    N, index = cfg.qk_nope_head_dim, None
+    index, backend = None, numerics.backend
+    angles = rotation.cos, rotation.sin
     down = linear(x, params.qkv_a, layer, numerics)
-    q, latent, k_rope = jnp.split(down, [down.shape[1] - cfg.latent_dim, down.shape[1] - cfg.qk_rope_head_dim], axis=1)
-    if params.q_b is not None:
-        q = rms_norm(q, params.q_norm, layer, cfg.latent_norm_eps, backend=numerics.backend)
+    row = latent_rows(down, params.kv_norm, layer, *angles, cfg.latent_norm_eps, backend=backend)
+    if params.q_b is None:
+        q = down[:, : down.shape[1] - cfg.latent_dim]
+    else:
+        latent = rms_norm(down, params.q_norm, layer, cfg.latent_norm_eps, backend=backend)
         if cfg.indexer is not None:
-            index = index_tokens(x, q, params.indexer, cache_layer, cfg, rotation, numerics)
-        q = linear(q, params.q_b, layer, numerics)
+            index = index_tokens(x, latent, params.indexer, cache_layer, cfg, rotation, numerics)
+        q = linear(latent, params.q_b, layer, numerics)
     q = scale_queries(q.reshape(-1, params.k_up.shape[1], cfg.qk_head_dim), rotation)  # the heads of this device
-    latent = rms_norm(latent, params.kv_norm, layer, cfg.latent_norm_eps, backend=numerics.backend)
-    row = jnp.concatenate([latent, rotate(k_rope, rotation)], axis=1)
-    return Projected(jnp.concatenate([q[..., :N], rotate(q[..., N:], rotation)], axis=-1), row, index)
+    return Projected(rotate_heads(q, *angles, backend=backend), row, index)
 
 
 def expand(

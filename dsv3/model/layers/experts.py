@@ -6,12 +6,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.layers.linear import Index, Numerics, layer_slice, swiglu
+from dsv3.model.layers.linear import Index, Numerics, layer_slice
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import Fp8Weight, Int4Weight, MoeParams
 from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
 from pallas_kernels import fp8, grouped
 from pallas_kernels.float8 import BLOCK
+from pallas_kernels.rows import swiglu
 from sharding.experts.placement import Placement
 from sharding.experts.rows import Lines
 
@@ -125,7 +126,7 @@ def gate_up(x: jax.Array | Quantized | Lines, routing: Routing, layer: ExpertLay
     if not isinstance(params.gate_up, Fp8Weight):
         assert not isinstance(x, Quantized), "rows are quantized only for FP8 experts"
         product = _product(_gather(x, token), params.gate_up, tiles, layer)
-        return Gated(swiglu(product), None, *rest)
+        return Gated(swiglu(product, backend=numerics.backend), None, *rest)
     product = _fp8_product(*_aligned_fp8(x, token, numerics), params.gate_up, dtype, tiles)
     values, scale = fp8.swiglu_quantize(
         product, ue8m0=numerics.ue8m0, used_rows=order.used_rows(), backend=numerics.backend

@@ -9,6 +9,7 @@ from dsv3.config import ModelConfig
 from dsv3.model.params import Fp8Weight, MlpParams
 from pallas_kernels import dense, fp8
 from pallas_kernels.backend import Backend
+from pallas_kernels.rows import swiglu
 
 Index = jax.Array | int
 """Index of a layer in a stack: static, or traced by a scan over the layers."""
@@ -59,13 +60,7 @@ def mlp(x: jax.Array, params: MlpParams, layer: Index, numerics: Numerics) -> ja
     if isinstance(params.down, Fp8Weight):
         values, scale = fp8.swiglu_quantize(gate_up, ue8m0=numerics.ue8m0, backend=numerics.backend)
         return _fp8_linear(values, scale, params.down, layer, x.dtype, numerics)
-    return linear(swiglu(gate_up), params.down, layer, numerics)
-
-
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """Returns `silu(gate) * up` of `[T, 2 * F]`, gate columns first: `[T, F]`."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    return linear(swiglu(gate_up, backend=numerics.backend), params.down, layer, numerics)
 
 
 def layer_slice(stack: jax.Array, layer: Index) -> jax.Array:

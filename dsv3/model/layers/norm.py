@@ -1,4 +1,4 @@
-"""Normalization by mean and variance, of the indexer's keys; `pallas_kernels.norm` has that by the mean square."""
+"""Normalization by mean and variance, of the indexer's keys; `pallas_kernels.rows` has that by the mean square."""
 
 import jax
 import jax.numpy as jnp

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config import ModelConfig, QueryScaling, YarnConfig
+from pallas_kernels import rows
 
 
 @jax.tree_util.register_dataclass
@@ -86,14 +87,8 @@ def scale_queries(q: jax.Array, by: Rotation) -> jax.Array:
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
-    """Rotates the pairs (x0, x1), (x2, x3), ... of `x` `[T, P]` or `[T, H, P]`; computed in float32, dtype of x.
-
-    Pairs are swapped and not taken apart: XLA:CPU makes one program of this, and four of two halves that it stacks.
-    """
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
-    heads = (slice(None), *(None,) * (x.ndim - 2), ..., None)
-    sign = np.array([-1, 1], np.float32)
-    return (pairs * by.cos[heads] + pairs[..., ::-1] * (by.sin[heads] * sign)).reshape(x.shape).astype(x.dtype)
+    """Rotates the pairs (x0, x1), (x2, x3), ... of `x` `[T, P]` or `[T, H, P]`; computed in float32, dtype of x."""
+    return rows.rotate(x, by.cos, by.sin)
 
 
 def rotate_halves(x: jax.Array, by: Rotation) -> jax.Array:

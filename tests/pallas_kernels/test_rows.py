@@ -1,4 +1,4 @@
-"""The norm by the mean square: C++ against the reference, and its gradient."""
+"""What is done to rows: C++ against the reference and against float64, and its gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import native
 from pallas_kernels.backend import Backend
-from pallas_kernels.norm import rms_norm
+from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads, swiglu
 
 BACKENDS = [Backend.REFERENCE, *([Backend.NATIVE] if native.library().targets else [])]
 
@@ -46,3 +46,31 @@ def test_rows_of_other_types_and_no_rows_take_the_reference() -> None:
     x, w = operands((2, 8), jnp.float16)
     np.testing.assert_array_equal(rms_norm(x, w, 0, 1e-6), rms_norm(x, w, 0, 1e-6, backend=Backend.REFERENCE))
     assert rms_norm(jnp.zeros((0, 8)), jnp.ones((1, 8)), 0, 1e-6).shape == (0, 8)
+
+
+@pytest.mark.skipif(len(BACKENDS) == 1, reason=native.library().reason)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_kernels_do_to_rows_what_the_references_do(dtype) -> None:
+    rng, tolerance = np.random.default_rng(0), {"rtol": 1e-6 if dtype == jnp.float32 else 2e-2, "atol": 1e-6}
+    wide, heads = (jnp.asarray(rng.standard_normal(shape) * 4, dtype) for shape in ((5, 74), (5, 3, 20)))
+    angle = rng.uniform(-9, 9, (5, 4)).astype(np.float32)
+    w = jnp.asarray(rng.standard_normal((3, 33)), dtype)
+
+    def made(backend: Backend) -> list[jax.Array]:
+        return [
+            swiglu(wide, backend=backend),
+            rms_norm(wide, w, 1, 1e-6, backend=backend),
+            rotate_heads(heads, jnp.cos(angle), jnp.sin(angle), backend=backend),
+            latent_rows(wide, w, 1, jnp.cos(angle), jnp.sin(angle), 1e-6, backend=backend),
+        ]
+
+    for expected, found in zip(*map(made, BACKENDS), strict=True):
+        assert found.dtype == expected.dtype == dtype
+        np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(expected, np.float64), **tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_gates_neither_overflow_nor_lose_their_sign(backend) -> None:
+    gate = jnp.asarray([[-200.0, -80.0, 80.0, 200.0, jnp.inf]])
+    found = swiglu(jnp.concatenate([gate, jnp.full((1, 5), 2.0)], axis=1), backend=backend)
+    np.testing.assert_allclose(found, [[0, 0, 160, 400, jnp.inf]], atol=1e-30)

@@ -1,0 +1,125 @@
+"""What is done to rows between their products: norm, SwiGLU, rotation. All are differentiable, by the reference.
+
+GPUs take the reference: XLA makes one kernel of each. On a CPU it makes four programs of a norm, and as many of a
+rotation, each with its own compilation, and its own start in every layer.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import native
+from pallas_kernels.backend import Backend, resolve_backend
+
+
+def rms_norm(
+    x: jax.Array, w: jax.Array, layer: jax.Array | int, eps: float, *, backend: Backend | None = None
+) -> jax.Array:
+    """Returns `x / rms(x) * w[layer]` over the last axis.
+
+    Args:
+      x: [..., D or more] bfloat16, float16 or float32; values behind the first D are left out.
+      w: [L, D], rounded to x's dtype.
+      layer: Python or traced integer.
+      eps: is added to the mean square, which is taken in float32.
+      backend: implementation; None chooses by device.
+
+    Returns:
+      [..., D] in x's dtype; x over its root mean square is rounded to it before the product with w.
+    """
+    how = {"eps": eps}
+    return _either(native.rms_norm, _norm, how, backend, x, w, jnp.asarray(layer, jnp.int32), same=w)
+
+
+def swiglu(gate_up: jax.Array, *, backend: Backend | None = None) -> jax.Array:
+    """Returns `silu(gate) * up` of `[..., 2 * F]`, gate columns first: `[..., F]`."""
+    return _either(native.swiglu, _swiglu, {}, backend, gate_up, same=gate_up)
+
+
+def rotate_heads(x: jax.Array, cos: jax.Array, sin: jax.Array, *, backend: Backend | None = None) -> jax.Array:
+    """Returns `x` `[T, H, W]` with the last P values of each head rotated as `rotate` does it.
+
+    `cos` and `sin` are `[T, P / 2]` float32.
+    """
+    return _either(native.rotate_heads, _rotate_heads, {}, backend, x, cos, sin, same=x)
+
+
+def latent_rows(
+    down: jax.Array,
+    w: jax.Array,
+    layer: jax.Array | int,
+    cos: jax.Array,
+    sin: jax.Array,
+    eps: float,
+    *,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """Returns rows as the cache holds them `[T, R + P]`: normed latent and rotated key.
+
+    Args:
+      down: [T, R + P or more]; the last R + P values are latent and key.
+      w: [L, R], the norm's weights; layer: Python or traced integer; eps: as in `rms_norm`.
+      cos, sin: [T, P / 2] float32.
+      backend: implementation; None chooses by device.
+    """
+    arrays = down, w, jnp.asarray(layer, jnp.int32), cos, sin
+    return _either(native.latent_rows, _latent_rows, {"eps": eps}, backend, *arrays, same=w)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the pairs (x0, x1), (x2, x3), ... of `x` `[T, P]` or `[T, H, P]`; computed in float32, dtype of x.
+
+    Pairs are swapped and not taken apart: XLA:CPU makes one program of this, and four of two halves that it stacks.
+    """
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
+    heads = (slice(None), *(None,) * (x.ndim - 2), ..., None)
+    sign = np.array([-1, 1], np.float32)
+    return (pairs * cos[heads] + pairs[..., ::-1] * (sin[heads] * sign)).reshape(x.shape).astype(x.dtype)
+
+
+def _either(
+    kernel: Callable, reference: Callable, how: dict, backend: Backend | None, x: jax.Array, *rest, same: jax.Array
+) -> jax.Array:
+    """Calls the C++ kernel on a CPU where it takes x and its like, else the reference."""
+    reference = functools.partial(reference, **how)
+    if resolve_backend(requested=backend) is not Backend.NATIVE or x.dtype != same.dtype or not native.takes_rows(x):
+        return reference(x, *rest)
+    return _differentiable(functools.partial(kernel, **how), reference)(x, *rest)
+
+
+def _differentiable(kernel: Callable, reference: Callable) -> Callable:
+    """Returns the kernel with the gradient of the reference."""
+    called = jax.custom_vjp(kernel)
+    called.defvjp(
+        lambda *arrays: (kernel(*arrays), arrays),
+        lambda arrays, dy: jax.vjp(reference, *arrays)[1](dy),
+    )
+    return called
+
+
+def _norm(x: jax.Array, w: jax.Array, layer: jax.Array, eps: float) -> jax.Array:
+    x32 = x[..., : w.shape[-1]].astype(jnp.float32)
+    normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return lax.dynamic_index_in_dim(w, layer, keepdims=False).astype(x.dtype) * normed.astype(x.dtype)
+
+
+def _swiglu(gate_up: jax.Array) -> jax.Array:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def _rotate_heads(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    plain = x.shape[-1] - 2 * cos.shape[-1]
+    return jnp.concatenate([x[..., :plain], rotate(x[..., plain:], cos, sin)], axis=-1)
+
+
+def _latent_rows(
+    down: jax.Array, w: jax.Array, layer: jax.Array, cos: jax.Array, sin: jax.Array, eps: float
+) -> jax.Array:
+    R, P = w.shape[-1], 2 * cos.shape[-1]
+    latent, key = jnp.split(down[:, down.shape[1] - R - P :], [R], axis=1)
+    return jnp.concatenate([_norm(latent, w, layer, eps), rotate(key, cos, sin)], axis=1)

@@ -144,7 +144,7 @@ def estimated_cycles(plan: TilePlan, m: int, n: int, k: int, itemsize: int, num_
 
 def _step_cycles(plan: TilePlan) -> float:
     """Estimates the cycles of a tile's step of 128 bytes of K: the longest of products, shared memory and loads."""
-    # Of the products, whose rows are activations or weights.
+    # The products' rows are activations or weights.
     rows, columns = (plan.tile_m, plan.tile_n) if plan.wide else (plan.tile_n, plan.tile_m)
     count = rows // _PRODUCT_ROWS * _STEP_BYTES // _PRODUCT_BYTES
     products = count * columns / 2

@@ -211,6 +211,6 @@ def test_pairs_of_two_groups_share_activations_where_deepgemm_shares_nothing():
 
 
 def test_no_product_of_many_rows_has_a_lower_ceiling_than_deepgemms():
-    """As `benchmarks/gpu/README.md` says; a plan that leaves a wave of multiprocessors idle is seen here."""
+    """Holds what `benchmarks/gpu/README.md` says; a plan that leaves a wave of multiprocessors idle is seen here."""
     for name, *_, ratio, without_shared_memory in ceilings.rows(machine_code.OTHERS["tiles"]):
         assert min(float(ratio), float(without_shared_memory)) >= 1, name

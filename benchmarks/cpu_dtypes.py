@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import os
 import statistics
+import time
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +76,11 @@ def prompt_step(params: Params, cfg: ModelConfig, tokens: int) -> Step:
         return logits(params, cfg, out.hidden[-1:], backend), out.pages, out.expert_counts
 
     pages = jnp.zeros(empty.shape, empty.dtype)
+    began = time.process_time()
     program = jax.jit(body, donate_argnums=2).lower(params, batch, pages).compile()
+    taken = time.process_time() - began
     _, pages, _ = program(params, batch, pages)
-    return Step(f"prompt {tokens}", program, [params, batch, pages], 0)
+    return Step(f"prompt {tokens}", program, [params, batch, pages], 0, taken)
 
 
 def steps(name: str, dtype: str, rows: list[int], prompt: int) -> list[Step]:

@@ -9,7 +9,8 @@ model has hidden size 1,024, 16 heads, 32 experts of width 512 (6 per token), 2 
 are cores. Columns: milliseconds of the fastest and of the median round, the step over that of one row, the speed over
 the reference's (median of the rounds' ratios), and the bytes of the weights that this step reads over the bytes that
 the copy moves (both ways) in the same time. A round's time is that of its fastest call;
-processor time, of all threads, is the mean of its calls, and the median of the rounds. `--profile` adds
+processor time, of all threads, is the mean of its calls, and the median of the rounds. The last column is what tracing
+and compiling the step took; a first one includes what is made once. `--profile` adds
 the microseconds of the operations, from XLA's trace.
 """
 
@@ -64,12 +65,16 @@ RANDOM = ModelConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A compiled decode step; calling it runs it once. `weight_bytes` are those that it reads."""
+    """A compiled step; calling it runs it once.
+
+    `weight_bytes` are those that it reads, `compile_seconds` what tracing and compiling it took of the processors.
+    """
 
     name: str
     program: Any
     arguments: list[Any]
     weight_bytes: int
+    compile_seconds: float
 
     def __call__(self) -> None:
         params, batch, pages = self.arguments
@@ -111,10 +116,12 @@ def compiled(params: Params, cfg: ModelConfig, rows: int, context: int, backend:
         return logits(params, cfg, out.hidden, backend), out.pages, out.expert_counts
 
     pages = jnp.asarray(rng.standard_normal(empty.shape, np.float32), empty.dtype)
+    began = time.process_time()
     program = jax.jit(body, donate_argnums=2).lower(params, batch, pages).compile()
+    taken = time.process_time() - began
     _, pages, counts = program(params, batch, pages)
     read = weight_bytes(params, np.asarray(counts))
-    return Step(f"{backend.value} {rows}", program, [params, batch, pages], read)
+    return Step(f"{backend.value} {rows}", program, [params, batch, pages], read, taken)
 
 
 def weight_bytes(params: Params, counts: np.ndarray) -> int:
@@ -227,7 +234,7 @@ def measure(arguments: argparse.Namespace, dtype: str) -> None:
     copy, times, processor = both[:, 0, 0], both[:, 1:, 0], both[:, 1:, 1]
     print(f"{arguments.model}, {dtype}: the copy moves {2 * COPIED_BYTES / copy.min() / 1e9:.1f} GB/s")
     print("| rows | backend | fastest, median ms | over one row | speed over reference | of the memory's speed | "
-          "processor ms | over one row |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+          "processor ms | over one row | compiling, processor s |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
     for i, ((rows, backend), step) in enumerate(zip(cases, steps, strict=True)):
         first, like = cases.index((arguments.rows[0], backend)), cases.index((rows, backends[0]))
         one, reference = times[:, first], times[:, like]
@@ -241,6 +248,7 @@ def measure(arguments: argparse.Namespace, dtype: str) -> None:
             f"{limit / times[:, i].min():.2f}",
             f"{statistics.median(processor[:, i]) * 1e3:.3f}",
             f"{statistics.median(processor[:, i] / processor[:, first]):.2f}",
+            f"{step.compile_seconds:.2f}",
         )
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
     for step in steps if arguments.profile else ():

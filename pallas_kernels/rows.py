@@ -31,13 +31,13 @@ def rms_norm(
     Returns:
       [..., D] in x's dtype; x over its root mean square is rounded to it before the product with w.
     """
-    how = {"eps": eps}
-    return _either(native.rms_norm, _norm, how, backend, x, w, jnp.asarray(layer, jnp.int32), same=w)
+    arrays = x, w, jnp.asarray(layer, jnp.int32)
+    return _either(native.rms_norm, _norm, {"eps": eps}, backend, *arrays, weight=w)
 
 
 def swiglu(gate_up: jax.Array, *, backend: Backend | None = None) -> jax.Array:
     """Returns `silu(gate) * up` of `[..., 2 * F]`, gate columns first: `[..., F]`."""
-    return _either(native.swiglu, _swiglu, {}, backend, gate_up, same=gate_up)
+    return _either(native.swiglu, _swiglu, {}, backend, gate_up)
 
 
 def rotate_heads(x: jax.Array, cos: jax.Array, sin: jax.Array, *, backend: Backend | None = None) -> jax.Array:
@@ -45,7 +45,7 @@ def rotate_heads(x: jax.Array, cos: jax.Array, sin: jax.Array, *, backend: Backe
 
     `cos` and `sin` are `[T, P / 2]` float32.
     """
-    return _either(native.rotate_heads, _rotate_heads, {}, backend, x, cos, sin, same=x)
+    return _either(native.rotate_heads, _rotate_heads, {}, backend, x, cos, sin)
 
 
 def latent_rows(
@@ -67,7 +67,7 @@ def latent_rows(
       backend: implementation; None chooses by device.
     """
     arrays = down, w, jnp.asarray(layer, jnp.int32), cos, sin
-    return _either(native.latent_rows, _latent_rows, {"eps": eps}, backend, *arrays, same=w)
+    return _either(native.latent_rows, _latent_rows, {"eps": eps}, backend, *arrays, weight=w)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -82,16 +82,23 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def _either(
-    kernel: Callable, reference: Callable, how: dict, backend: Backend | None, x: jax.Array, *rest, same: jax.Array
+    kernel: Callable[..., jax.Array],
+    reference: Callable[..., jax.Array],
+    how: dict[str, float],
+    backend: Backend | None,
+    x: jax.Array,
+    *rest: jax.Array,
+    weight: jax.Array | None = None,
 ) -> jax.Array:
-    """Calls the C++ kernel on a CPU where it takes x and its like, else the reference."""
+    """Calls the C++ kernel on a CPU where it takes x, and a `weight`, if any, has its dtype; else the reference."""
     reference = functools.partial(reference, **how)
-    if resolve_backend(requested=backend) is not Backend.NATIVE or x.dtype != same.dtype or not native.takes_rows(x):
-        return reference(x, *rest)
-    return _differentiable(functools.partial(kernel, **how), reference)(x, *rest)
+    is_taken = native.takes_rows(x) and (weight is None or weight.dtype == x.dtype)
+    if is_taken and resolve_backend(requested=backend) is Backend.NATIVE:
+        return _differentiable(functools.partial(kernel, **how), reference)(x, *rest)
+    return reference(x, *rest)
 
 
-def _differentiable(kernel: Callable, reference: Callable) -> Callable:
+def _differentiable(kernel: Callable[..., jax.Array], reference: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Returns the kernel with the gradient of the reference."""
     called = jax.custom_vjp(kernel)
     called.defvjp(

@@ -49,7 +49,7 @@ class Sequence:
     slot: int = -1  # rank * max_num_seqs + slot within the rank
     pages: list[int] = dataclasses.field(default_factory=list)
     page_row: np.ndarray | None = None  # [n] int32, `pages` when it got its slot
-    controls: bytes | None = None  # its row of the device's, once that is made (`dsv3.engine.device.state`)
+    controls: bytes | None = None  # its packed row of `DecodeState.controls`, made with its first chunk
     prefilled: int = 0  # tokens whose latents a launched step has written or will write
     charge: int = 0  # what its prompt still costs its rank, in tokens (`dsv3.fleet.cost`)
     pending: set[Key] = dataclasses.field(default_factory=set)  # keys of pages it is filling from its prompt

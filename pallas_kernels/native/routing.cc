@@ -46,7 +46,7 @@ void keep_best(const Groups& groups, std::vector<float>& scores, std::vector<int
   for (int64_t g = 0; g < groups.number; ++g) {
     own.assign(scores.begin() + g * size, scores.begin() + (g + 1) * size);
     best_of(own, groups.counted, order, best.data());
-    totals[g] = 0;
+    totals[g] = groups.counted > 1 ? 0.0f : -0.0f;  // XLA adds to 0, but leaves a single score as it is: -0 too
     for (int64_t i = 0; i < groups.counted; ++i) totals[g] += own[best[i]];
   }
   best_of(totals, groups.kept, order, best.data());

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -68,6 +68,8 @@ _best = jax.jit(_best_experts, static_argnums=(0, 2))
     scores=arrays(np.float32, (3, 8), elements=st.sampled_from([0.0, -0.0, 0.25, 0.5, 0.75, -np.inf, np.inf, np.nan])),
     method=st.sampled_from(["noaux_tc", "group_limited_greedy", "greedy"]),
 )
+@example(scores=np.array([[-0.0] * 4 + [0.0] + [-0.0] * 3] * 3, np.float32), method="group_limited_greedy")
+@example(scores=np.array([[-0.0] * 4 + [0.0] + [-0.0] * 3] * 3, np.float32), method="noaux_tc")
 def test_kernels_order_scores_as_top_k_does(scores: np.ndarray, method: str) -> None:
     """Ties, infinities and NaN included: whatever a broken request computes, each row has K distinct experts."""
     cfg = dataclasses.replace(_LIMITED, topk_method=method)

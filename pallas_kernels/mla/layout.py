@@ -27,6 +27,7 @@ FP8_TILE = BLOCK
 FLOAT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 FP8_PAGES_DTYPE = jnp.dtype(jnp.uint8)
 _SCALE_FLOOR = AMAX_FLOOR / E4M3_MAX  # a tile of zeros gets this scale, not 0 / 0
+_MOST_SCALE = 128.0  # float16, in which sm_90's kernel multiplies, holds 448 of them
 
 
 def fp8_tiles(value_width: int) -> int:
@@ -49,14 +50,18 @@ def pack_fp8(latents: jax.Array, value_width: int) -> jax.Array:
 
     Each tile of 128 latent values is divided by a power of two, the smallest that brings its largest magnitude to
     448 or below (FlashMLA's rule: the product with the scale is then exact). e4m3 keeps 3 mantissa bits, so a value
-    of at least 2^-6 scales is off by at most 1/16 of itself. Rotated keys are rounded to bfloat16.
+    of at least 2^-6 scales is off by at most 1/16 of itself. Magnitudes beyond 57,344 become 57,344. Rotated keys are
+    rounded to bfloat16.
     """
     lead, tiles = latents.shape[:-1], fp8_tiles(value_width)
     values = latents[..., :value_width].astype(jnp.float32)
     padded = jnp.pad(values, [(0, 0)] * len(lead) + [(0, tiles * FP8_TILE - value_width)])
     tiled = padded.reshape(*lead, tiles, FP8_TILE)
     scale = _power_of_two_at_least(jnp.maximum(jnp.abs(tiled).max(-1) / E4M3_MAX, _SCALE_FLOOR))
-    quantized = (tiled / scale[..., None]).astype(E4M3).reshape(*lead, -1)[..., :value_width]
+    scale = jnp.minimum(scale, _MOST_SCALE)
+    quantized = (
+        jnp.clip(tiled / scale[..., None], -E4M3_MAX, E4M3_MAX).astype(E4M3).reshape(*lead, -1)[..., :value_width]
+    )
     rope = latents[..., value_width:].astype(jnp.bfloat16)
     return jnp.concatenate([_bytes(quantized), _bytes(scale), _bytes(rope)], axis=-1)
 

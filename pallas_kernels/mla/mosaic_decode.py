@@ -32,6 +32,7 @@ from pallas_kernels import bodies
 from pallas_kernels.lazily import plgpu
 from pallas_kernels.mla import mosaic_fp8_cache as fp8_cache
 from pallas_kernels.mla.layout import PAGE_SIZE
+from pallas_kernels.mla.mosaic_outputs import store_partial, store_whole
 from pallas_kernels.mla.schedule import DecodeSchedule
 from pallas_kernels.mosaic import row_layout, swizzle_transforms
 
@@ -47,12 +48,12 @@ _LOG2E = math.log2(math.e)
 _MASKED = -1e30  # a score nobody may see, once it is scaled
 _START = -1e29  # the first running maximum: above a masked score, so that exp2 of the difference is 0
 _NO_KEYS = -1e30  # log-sum-exp of a split without keys
-_TOP, _TOTAL, _LSE = 0, 2, 6  # rows of `vectors`: 2 maxima, 2 x 2 totals, the log-sum-exp
+_TOP, _TOTAL = 0, 2  # rows of `vectors`: 2 maxima, 2 x 2 totals; the log-sum-exp follows
 _A, _B = 0, 1  # the stages of a pair of pages, and the warpgroups that own them
 _PARTS, _ROPE = 5, 4  # parts of a page that arrive by themselves: four quarters of the values, the rotated keys
 # Barriers by their number of arrivals, `once` and `twice`: an array takes fewer registers than barriers by themselves.
-_WEIGHTS_READY, _QUERY_FULL = 0, 2  # in `once`; one for each stage, one
-_RIGHT_FREE, _QUERY_FREE, _TOTALS_READY = 0, 2, 3  # in `twice`; one for each stage, one, one
+_PART_FULL, _LEFT_FREE, _WEIGHTS_READY = 0, 2 * _PARTS, 2 * _PARTS + 2  # in `once`; one per stage and part, per stage
+_RIGHT_FREE, _QUERY_FREE, _TOTALS_READY, _QUERY_FULL = 0, 2, 3, 4  # in `twice`; one for each stage, one, one, one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,14 @@ class TileShape:
     def factor(self) -> float:
         """The score of a query and a key in log base 2, for each unit of their product; above 0."""
         return self.scale * _LOG2E
+
+    @property
+    def values_dtype(self) -> jnp.dtype:
+        """The type in which latents are multiplied.
+
+        For FP8 pages it is float16: sm_90 converts a pair of e4m3 to it by one instruction, and to bfloat16 by four.
+        """
+        return jnp.dtype(jnp.float16) if self.fp8 else self.dtype
 
     @property
     def half(self) -> int:
@@ -129,7 +138,8 @@ def part_count(rows: int, multiprocessors: int) -> int:
 
 def attend_pages(
     shape: TileShape,
-    q: jax.Array,
+    latents: jax.Array,
+    rotated: jax.Array,
     pages: jax.Array,
     page_table: jax.Array,
     table_rows: jax.Array,
@@ -142,7 +152,8 @@ def attend_pages(
     """Computes the attention of every group's rows over its pages.
 
     Args:
-      q: `[B, rows, R + 64]`, the rows of group b.
+      latents: `[B, rows, R or more]` of `values_dtype`, what the rows of group b multiply latents with.
+      rotated: `[B, rows, 64 or more]` of `dtype`; its last 64 columns multiply rotated keys.
       page_table: `[requests, MP]` int32; group b uses row `table_rows[b]` of it, up to `lengths[b]` tokens.
       first_page: `[1]` int32, added to each page id.
 
@@ -151,7 +162,7 @@ def attend_pages(
       unnormalized log base 2: partial out `[2 * parts, rows, R]` and lse `[2 * parts, rows]`. A part writes its first
       piece, if split, at 2p and its last at 2p + 1.
     """
-    groups, partials = q.shape[0], 2 * shape.parts
+    groups, partials = latents.shape[0], 2 * shape.parts
     kernel = plgpu.kernel(
         bodies.traced(functools.partial(_body, shape)),
         out_type=(
@@ -172,30 +183,28 @@ def attend_pages(
         interpret=interpret,
     )
     views = fp8_cache.views(pages) if shape.fp8 else pages
-    return kernel(q, views, page_table, table_rows, lengths, first_page, schedule.cuts.reshape(-1))
+    return kernel(latents, rotated, views, page_table, table_rows, lengths, first_page, schedule.cuts.reshape(-1))
 
 
 def _scratch(shape: TileShape) -> dict[str, Any]:
-    dtype, half = shape.dtype, shape.half
-    wide, narrow = swizzle_transforms(dtype, 64), swizzle_transforms(jnp.float32, 32)
+    dtype, values, half = shape.dtype, shape.values_dtype, shape.half
 
-    def page_parts(count: int, width: int):
-        return plgpu.SMEM((count, PAGE_SIZE, width), dtype, transforms=wide)
+    def tiles(count: int, width: int, dtype):
+        return plgpu.SMEM((count, ROWS, width), dtype, transforms=swizzle_transforms(dtype, 128 // dtype.itemsize))
 
-    quarters = page_parts(2, shape.quarter)
-    pages = {"left": quarters, "right": quarters, "rope": page_parts(1, ROPE_WIDTH)}
+    quarters = tiles(2, shape.quarter, values)
+    rope_then_weights = plgpu.RefUnion(tiles(1, ROPE_WIDTH, dtype), tiles(1, PAGE_SIZE, values))
+    pages = {"left": quarters, "right": quarters, "rope": rope_then_weights}
     return {
         "query": plgpu.RefUnion(
-            plgpu.SMEM((1, ROWS, shape.value_width + ROPE_WIDTH), dtype, transforms=wide),
-            plgpu.SMEM((2, ROWS, half), dtype, transforms=wide),
-            plgpu.SMEM((2, ROWS, half // 2), jnp.float32, transforms=narrow),
+            [tiles(1, shape.value_width, values), tiles(1, ROPE_WIDTH, dtype)],
+            tiles(2, half, dtype),
+            tiles(2, half // 2, jnp.dtype(jnp.float32)),
         ),
         **{f"{name}_{stage}": array for name, array in pages.items() for stage in "ab"},
         "vectors": plgpu.SMEM((7, ROWS), jnp.float32),  # one array: each is rounded up to 1,024 bytes
-        "part_full": plgpu.Barrier(num_barriers=2 * _PARTS),
-        "left_free": plgpu.Barrier(num_barriers=2),
-        "once": plgpu.Barrier(num_barriers=3),
-        "twice": plgpu.Barrier(num_arrivals=2, num_barriers=4),
+        "once": plgpu.Barrier(num_barriers=2 * _PARTS + 4),
+        "twice": plgpu.Barrier(num_arrivals=2, num_barriers=5),
     } | (
         {} if shape.cluster == 1 else {"free_in_both": plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=4)}
     )
@@ -222,7 +231,8 @@ class _Memory:
     """Global arrays and shared memory of a thread block."""
 
     shape: TileShape
-    q: Any
+    latents: Any
+    rotated: Any
     pages: Any
     page_table: Any
     table_rows: Any
@@ -243,9 +253,18 @@ class _Memory:
     def part(self, stage: int, part: int, zero):
         """Returns a part of the page in a stage, `[64, R / 4]`, or `[64, 64]` for the rotated keys."""
         if part == _ROPE:
-            return self.smem.rope[stage].at[zero]
+            return self.smem.rope[stage][0].at[zero]
         half = self.smem.left if part < 2 else self.smem.right
         return half[stage].at[part % 2 + zero]
+
+    def weights(self, stage: int, zero=0):
+        """Returns where the weights of the page in a stage are, `[64, 64]`: rotated keys were there before."""
+        return self.smem.rope[stage][1].at[zero]
+
+    def query(self, part: int, zero=0):
+        """Returns the queries' columns that meet a part of a page, `[64, R / 4]` or `[64, 64]`."""
+        latents, rotated = self.smem.query[0]
+        return rotated.at[zero] if part == _ROPE else latents.at[zero, :, self.shape.parts_of_row[part]]
 
     @property
     def shared_along(self) -> str | None:
@@ -257,8 +276,8 @@ class _Memory:
 
         The producers tell each other. Consumers, which have no register left, arrive in their own block.
         """
-        free = self.smem.left_free.at[stage + zero] if half == 0 else self.smem.twice.at[_RIGHT_FREE + stage + zero]
-        plgpu.barrier_wait(free)
+        arrivals, first = (self.smem.once, _LEFT_FREE) if half == 0 else (self.smem.twice, _RIGHT_FREE)
+        plgpu.barrier_wait(arrivals.at[first + stage + zero])
         if self.shape.cluster > 1:
             both = self.smem.free_in_both.at[2 * stage + half + zero]
             plgpu.barrier_arrive(both)
@@ -266,7 +285,7 @@ class _Memory:
 
     def full(self, stage: int, part: int, zero):
         """Returns the barrier at which a part of the page in a stage arrives."""
-        return self.smem.part_full.at[stage * _PARTS + part + zero]
+        return self.smem.once.at[_PART_FULL + stage * _PARTS + part + zero]
 
     def wait_for(self, stage: int, zero, *parts: int) -> None:
         """Waits until parts of the page in a stage have arrived."""
@@ -321,17 +340,16 @@ def _pair_stages(smem: dict[str, Any]) -> types.SimpleNamespace:
 
 def _produce(memory: _Memory):
     """Runs in the third warpgroup: fetches a piece's queries and, part by part, its pages."""
-    smem = memory.smem
-    load_page = fp8_cache.load_page if memory.shape.fp8 else _load_page
+    smem, fp8 = memory.smem, memory.shape.fp8
+    load_pair = fp8_cache.load_pair if fp8 else _load_pair
 
     def visit(piece, number, pairs_before):
         def pair(i, fetched):
-            for stage in (_A, _B):
-                fetched = load_page(memory, piece, 2 * i + stage, stage, pairs_before + i, fetched)
+            fetched = load_pair(memory, piece, i, pairs_before + i, fetched)
             pl.when(i == 0)(lambda: _load_query(memory, piece, number))
             return fetched
 
-        lax.fori_loop(0, piece.pairs, pair, fp8_cache.first_tile(memory, piece) if memory.shape.fp8 else None)
+        lax.fori_loop(0, piece.pairs, pair, fp8_cache.first_pair(memory, piece) if fp8 else None)
         pl.when(piece.pairs == 0)(lambda: _load_query(memory, piece, number))
         return pairs_before + piece.pairs, number + 1
 
@@ -357,15 +375,28 @@ def _load_query(memory: _Memory, piece: _Piece, number):
 
     @pl.when(piece.pairs > 0)
     def _():
-        rows = smem.query[0].at[0, pl.ds(0, memory.shape.tile_rows)]
-        plgpu.copy_gmem_to_smem(memory.q.at[piece.group, memory.tile_rows], rows, smem.once.at[_QUERY_FULL])
+        rows = pl.ds(0, memory.shape.tile_rows)
+        latents, rotated = smem.query[0]
+        for source, target, first in (
+            (memory.latents, latents, 0),
+            (memory.rotated, rotated, memory.rotated.shape[-1] - ROPE_WIDTH),
+        ):
+            own = source.at[piece.group, memory.tile_rows, pl.ds(first, target.shape[-1])]
+            plgpu.copy_gmem_to_smem(own, target.at[0, rows], smem.twice.at[_QUERY_FULL])
 
     @pl.when(piece.pairs == 0)
     def _():  # the output is staged in the queries' place, so even an empty piece has its turn with it
-        plgpu.barrier_arrive(smem.once.at[_QUERY_FULL])
+        for _ in range(2):
+            plgpu.barrier_arrive(smem.twice.at[_QUERY_FULL])
 
 
-def _load_page(memory: _Memory, piece: _Piece, number, stage: int, pairs_before, _) -> None:
+def _load_pair(memory: _Memory, piece: _Piece, pair, pairs_before, _) -> None:
+    """Fetches a pair of pages of a piece into the stages."""
+    for stage in (_A, _B):
+        _load_page(memory, piece, 2 * pair + stage, stage, pairs_before)
+
+
+def _load_page(memory: _Memory, piece: _Piece, number, stage: int, pairs_before) -> None:
     """Fetches a page of a piece into a stage, once whoever reads it there is done. Past the end: the last page."""
     zero, reused = lax.shift_right_logical(pairs_before, 30), pairs_before > 0
     row, index = memory.table_rows[piece.group], jnp.minimum(piece.begin + number, piece.end - 1)
@@ -385,7 +416,7 @@ def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
     # descriptors made of them, in registers, and spill. A shifted counter is always 0.
     piece_zero = lax.shift_right_logical(number, 30)
     query_free, totals_ready = (smem.twice.at[name + piece_zero] for name in (_QUERY_FREE, _TOTALS_READY))
-    plgpu.barrier_wait(smem.once.at[_QUERY_FULL + piece_zero])
+    plgpu.barrier_wait(smem.twice.at[_QUERY_FULL + piece_zero])
 
     def pair(i, carry):
         return consume(memory, piece, piece.begin + 2 * i, lax.shift_right_logical(i, 30), carry)
@@ -407,11 +438,11 @@ def _attend_piece(memory: _Memory, half: int, consume, piece: _Piece, number):
 
     @pl.when(piece.whole)
     def _():
-        _store_whole(memory, half, piece, output, jnp.where(seen, lse / _LOG2E, jnp.inf))
+        store_whole(memory, half, piece, output, jnp.where(seen, lse / _LOG2E, jnp.inf))
 
     @pl.when(jnp.logical_not(piece.whole))
     def _():
-        _store_partial(memory, half, piece, output, jnp.where(seen, lse, _NO_KEYS))
+        store_partial(memory, half, piece, output, jnp.where(seen, lse, _NO_KEYS))
 
     plgpu.barrier_arrive(query_free)
 
@@ -422,9 +453,10 @@ def _consume_left(memory: _Memory, piece: _Piece, page_a, zero, carry):
     output, top_before, total = carry
     scores = _scores(memory, piece, page_a, _A, zero)
     weights, top_a, alpha = _softmax(scores, top_before, memory.shape.factor)
-    _publish(memory, piece, page_a, _A, zero, weights, top_a)
+    own = weights.astype(memory.shape.values_dtype)
+    _publish(memory, piece, page_a, _A, zero, own, top_a)
     total = total * alpha + weights.sum(axis=1)
-    output = _accumulate(memory, output, alpha, _A, zero, 0, weights)
+    output = _accumulate(memory, output, alpha, _A, zero, 0, own)
     _release_left(memory, _A + zero)
 
     plgpu.barrier_wait(smem.once.at[_WEIGHTS_READY + _B + zero])
@@ -445,20 +477,21 @@ def _consume_right(memory: _Memory, piece: _Piece, page_a, zero, carry):
     top_a = _load_vector(memory, _TOP)
     alpha = jnp.exp2(top_before - top_a)
     weights, top_b, beta = _softmax(scores, top_a, memory.shape.factor)
-    _publish(memory, piece, page_a + 1, _B, zero, weights, top_b)
+    own = weights.astype(memory.shape.values_dtype)
+    _publish(memory, piece, page_a + 1, _B, zero, own, top_b)
     total = total * (alpha * beta) + weights.sum(axis=1)
 
     memory.wait_for(_A, zero, 2, 3)
     output = _accumulate(memory, output, alpha, _A, zero, 1)
     plgpu.barrier_arrive(smem.twice.at[_RIGHT_FREE + _A + zero])
-    output = _accumulate(memory, output, beta, _B, zero, 1, weights)
+    output = _accumulate(memory, output, beta, _B, zero, 1, own)
     plgpu.barrier_arrive(smem.twice.at[_RIGHT_FREE + _B + zero])
     return output, top_b, total
 
 
 def _release_left(memory: _Memory, stage):
     """Releases a page that warpgroup 0 has no more use for."""
-    plgpu.barrier_arrive(memory.smem.left_free.at[stage])
+    plgpu.barrier_arrive(memory.smem.once.at[_LEFT_FREE + stage])
     plgpu.barrier_arrive(memory.smem.twice.at[_RIGHT_FREE + stage])
 
 
@@ -479,10 +512,9 @@ def _scores(memory: _Memory, piece: _Piece, page, stage, zero):
     shape = memory.shape
 
     def products(accumulator):
-        query = memory.smem.query[0].at[zero]
-        for part, columns in enumerate(shape.parts_of_row):
+        for part in range(_PARTS):
             memory.wait_for(stage, zero, part)
-            plgpu.wgmma(accumulator, query.at[:, columns], memory.part(stage, part, zero).T)
+            plgpu.wgmma(accumulator, memory.query(part, zero), memory.part(stage, part, zero).T)
         return accumulator[...]
 
     scores = pl.run_scoped(products, plgpu.ACC((ROWS, PAGE_SIZE), jnp.float32))
@@ -520,7 +552,7 @@ def _publish(memory: _Memory, piece: _Piece, page, stage: int, zero, weights, to
 
         lax.fori_loop(0, memory.shape.half // 64, clear, None)
 
-    smem.rope[stage][zero] = weights.astype(memory.shape.dtype)
+    smem.rope[stage][1][zero] = weights
     smem.vectors[_TOP + stage] = top
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.once.at[_WEIGHTS_READY + stage + zero])
@@ -533,7 +565,7 @@ def _accumulate(memory: _Memory, output, shrink, stage: int, zero, half: int, ow
     """
     output, shape = _scaled(output, shrink), memory.shape
     shared = own is None or shape.interpreted
-    weights = memory.smem.rope[stage].at[zero] if shared else own.astype(shape.dtype)
+    weights = memory.weights(stage, zero) if shared else own
 
     def multiply(accumulators):
         for quarter, accumulator in enumerate(accumulators):
@@ -561,36 +593,3 @@ def _load_vector(memory: _Memory, index):
 
 def _columns(x, width: int):
     return lax.broadcast_in_dim(x, (ROWS, width), [0])
-
-
-def _store_whole(memory: _Memory, half: int, piece: _Piece, output, lse):
-    staging, quarter = memory.smem.query[1].at[half], memory.shape.quarter
-    for number, values in enumerate(output):
-        staging[:, pl.ds(number * quarter, quarter)] = values.astype(memory.shape.dtype)
-    if half == 0:
-        memory.smem.vectors[_LSE] = lse
-    plgpu.commit_smem()
-    width = memory.shape.half
-    rows, columns = pl.ds(0, memory.shape.tile_rows), pl.ds(half * width, width)
-    plgpu.copy_smem_to_gmem(staging.at[rows], memory.out.at[piece.group, memory.tile_rows, columns])
-    if half == 0:
-        plgpu.copy_smem_to_gmem(memory.smem.vectors.at[_LSE, rows], memory.lse.at[piece.group, memory.tile_rows])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _store_partial(memory: _Memory, half: int, piece: _Piece, output, lse):
-    """Stores float32, in two steps: the queries' shared memory holds a quarter of a tile per step and warpgroup."""
-    staging, width, quarter = memory.smem.query[2].at[half], memory.shape.half, memory.shape.quarter
-    rows = pl.ds(0, memory.shape.tile_rows)
-    if half == 0:
-        memory.smem.vectors[_LSE] = lse
-    for step, values in enumerate(output):
-        staging[...] = values
-        plgpu.commit_smem()
-        columns = pl.ds(half * width + step * quarter, quarter)
-        plgpu.copy_smem_to_gmem(staging.at[rows], memory.partial_out.at[piece.partial, memory.tile_rows, columns])
-        if half == 0 and step == 0:
-            plgpu.copy_smem_to_gmem(
-                memory.smem.vectors.at[_LSE, rows], memory.partial_lse.at[piece.partial, memory.tile_rows]
-            )
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,11 +1,13 @@
 """FP8 pages in the decode kernel: the producer's warpgroup dequantizes them into the stages that others multiply.
 
-Shared memory has no room for raw bytes beside two pages in bfloat16, so a tile (64 x 128 e4m3, and a scale per row)
-comes from global memory to registers while the one before it is dequantized. The L2 cache is asked for each page two
-pages ahead. Rotated keys are in bfloat16 already: TMA copies them.
+Latents become float16: sm_90 has an instruction that converts two e4m3 to it, and none to bfloat16. Shared memory has
+no room for raw bytes beside two dequantized pages, so a tile (64 x 128 e4m3, and a scale per row) comes from global
+memory to registers while the one before it is dequantized. The L2 cache is asked for each page two pages ahead. Rotated
+keys are in bfloat16 already, and stay so: TMA copies them.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -38,38 +40,42 @@ def views(pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return values, as_type(jnp.float32), as_type(jnp.bfloat16).reshape(count, -1, _ROPE)
 
 
-def first_tile(memory: Any, piece: Any) -> tuple[Any, ...]:
-    """Returns what `load_page` carries: a page's first tile, that page and the next, and where to find more."""
-    empty = piece.end <= piece.begin  # then nobody reads what is fetched, but its address must exist
+def first_pair(memory: Any, piece: Any) -> tuple[Any, ...]:
+    """Returns what `load_pair` carries: the first tile of a pair of pages, the pair, and where to find more."""
     row, first_page = memory.table_rows[piece.group], memory.first_page[0]
+    pages = _pair(memory, piece, 0, row, first_page)
+    return _fetch(memory.pages, pages[0], 0), pages, row, first_page
 
-    def page_of(number: int):
+
+def _pair(memory: Any, piece: Any, pair: Any, row: Any, first_page: Any) -> tuple[Any, Any]:
+    """Returns the pages of a pair of a piece; past its end the last one, and of an empty piece some page."""
+    empty = piece.end <= piece.begin  # then nobody reads what is fetched, but its address must exist
+
+    def page_of(number):
         index = jnp.where(empty, 0, jnp.minimum(piece.begin + number, piece.end - 1))
         return first_page + jnp.where(empty, 0, memory.page_table[row, index])
 
-    page = page_of(0)
-    return _fetch(memory.pages, page, 0), page, page_of(1), row, first_page
+    return page_of(2 * pair), page_of(2 * pair + 1)
 
 
-def load_page(memory: Any, piece: Any, number: Any, stage: int, pairs_before: Any, carry: tuple) -> tuple[Any, ...]:
-    """Dequantizes a page of a piece into a stage, once whoever reads it there is done; see `_Memory`, `_Piece`."""
-    fetched, page, following, row, first_page = carry
+def load_pair(memory: Any, piece: Any, pair: Any, pairs_before: Any, carry: tuple) -> tuple[Any, ...]:
+    """Dequantizes a pair of pages into the stages, once whoever reads them there is done; see `_Memory`, `_Piece`."""
+    fetched, pages, row, first_page = carry
     zero, reused = lax.shift_right_logical(pairs_before, 30), pairs_before > 0
-    ahead = first_page + memory.page_table[row, jnp.minimum(piece.begin + number + 2, piece.end - 1)]
-    for tile in range(_TILES):
-        current = fetched
-        fetched = _fetch(memory.pages, *((page, tile + 1) if tile + 1 < _TILES else (following, 0)))
+    following = _pair(memory, piece, pair + 1, row, first_page)
+    tiles = [(pages[stage], stage, tile) for stage in range(2) for tile in range(_TILES)]
+    for (page, stage, tile), (page_after, _, tile_after) in itertools.pairwise([*tiles, (following[0], 0, 0)]):
+        current, fetched = fetched, _fetch(memory.pages, page_after, tile_after)
         if tile in (0, 2):
             pl.when(reused)(functools.partial(memory.wait_until_free, stage, tile // 2, zero))
         if tile == 2:
             _copy_rope(memory.pages, page, memory.part(stage, _TILES, zero), memory.full(stage, _TILES, zero))
         _store(memory.part(stage, tile, zero), *current)
-        if tile % 2:  # a fence for each tile would take longer than the first tile of a half waits for the second
-            plgpu.commit_smem()
-            for done in (tile - 1, tile):
-                plgpu.barrier_arrive(memory.full(stage, done, zero))
-    plgpu.async_prefetch(memory.pages[0].at[ahead, pl.ds(0, _TILES * PAGE_SIZE)])
-    return fetched, following, ahead, row, first_page
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(memory.full(stage, tile, zero))
+        if tile == _TILES - 1:
+            plgpu.async_prefetch(memory.pages[0].at[following[stage], pl.ds(0, _TILES * PAGE_SIZE)])
+    return fetched, following, row, first_page
 
 
 def _fetch(pool: Any, page: Any, tile: int) -> tuple[jax.Array, ...]:
@@ -78,8 +84,8 @@ def _fetch(pool: Any, page: Any, tile: int) -> tuple[jax.Array, ...]:
     rows = pl.ds(tile * PAGE_SIZE, PAGE_SIZE)
     halves = (values.at[page, rows, pl.ds(first, _HALF_TILE)] for first in range(0, FP8_TILE, _HALF_TILE))
     scale = floats.at[page, pl.ds((PAGE_SIZE * _VALUES) // 4 + tile * PAGE_SIZE, PAGE_SIZE)]
-    # Eight lanes store a row of 128 bytes in bfloat16, so no two of them meet at a bank.
-    layout = plgpu.Layout.SMEM_GMEM_COPY((PAGE_SIZE, _HALF_TILE), jnp.bfloat16, 128)
+    # Eight lanes store a row of 128 bytes in float16, so no two of them meet at a bank.
+    layout = plgpu.Layout.SMEM_GMEM_COPY((PAGE_SIZE, _HALF_TILE), jnp.float16, 128)
     left, right = (plgpu.load(half, layout=layout, optimized=False) for half in halves)
     return left, right, plgpu.load(scale, layout=layout.reduce(1), optimized=False)
 
@@ -92,9 +98,9 @@ def _copy_rope(pool: Any, page: Any, target: Any, full: Any) -> None:
 
 def _store(quarter: Any, left: jax.Array, right: jax.Array, scale: jax.Array) -> None:
     """Dequantizes a tile into its quarter of a stage, half of it at a time: registers are few."""
+    factor = scale.astype(jnp.float16)
     for number, raw in enumerate((left, right)):
-        # sm_90 converts e4m3 to float16 only.
-        values = raw.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
-        # Exact: the scale is a power of two. Two values of 16 bits are multiplied by one instruction.
-        scaled = values * lax.broadcast_in_dim(scale.astype(jnp.bfloat16), values.shape, [0])
+        values = raw.astype(jnp.float16)
+        # Exact from 2^-24 on: the scale is a power of two. One instruction multiplies two values.
+        scaled = values * lax.broadcast_in_dim(factor, values.shape, [0])
         plgpu.store(quarter.at[:, pl.ds(_HALF_TILE * number, _HALF_TILE)], scaled)

@@ -56,11 +56,11 @@ def decode_mosaic(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_decode`."""
-    B, S, H, D = q.shape
+    B, S, H, _ = q.shape
     if schedule is None:
         schedule = decode_schedule(lengths, queries=S, heads=H, multiprocessors=multiprocessors)
     out, lse = _attend(
-        q.reshape(B, S * H, D),
+        tuple(part.reshape(B, S * H, -1) for part in _query_parts(q, pages)),
         pages,
         page_table,
         jnp.arange(B, dtype=jnp.int32),
@@ -88,15 +88,18 @@ def context_mosaic(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `mla_prefill_context`. The decode kernel, with as many tokens of one request as fill 64 rows for a group."""
-    T, H, D = q.shape
+    T, H, _ = q.shape
     together = max(1, mosaic_decode.ROWS // H)
     tokens, requests, group, place = _group_tokens(cu_lengths, T, together)
-    rows = jnp.where((tokens < T)[..., None, None], q.at[tokens].get(mode="clip"), 0) if together > 1 else q[:, None]
+    parts = _query_parts(q, pages)
+    if together > 1:
+        some = (tokens < T)[..., None, None]
+        parts = tuple(jnp.where(some, part.at[tokens].get(mode="clip"), 0) for part in parts)
     lengths = jnp.where(requests < context_lengths.shape[0], context_lengths.at[requests].get(mode="clip"), 0)
 
     padded = mosaic_decode.padded_rows(together * H)
     out, lse = _attend(
-        rows.reshape(-1, together * H, D),
+        tuple(part.reshape(-1, together * H, part.shape[-1]) for part in parts),
         pages,
         page_table,
         jnp.minimum(requests, page_table.shape[0] - 1),
@@ -110,6 +113,19 @@ def context_mosaic(
     )
     out, lse = out.reshape(-1, together, H, out.shape[-1]), lse.reshape(-1, together, H)
     return (out[group, place], lse[group, place]) if together > 1 else (out[:, 0], lse[:, 0])
+
+
+def _query_parts(q: jax.Array, pages: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns queries as the kernel takes them: whole, or in two parts for FP8 pages.
+
+    The first part meets latents, which are float16 there, as it becomes too: its largest value beyond its range. The
+    second meets rotated keys.
+    """
+    if not is_fp8(pages):
+        return (q,)
+    latents, rotated = jnp.split(q, [FP8_VALUE_WIDTH], axis=-1)
+    most = float(jnp.finfo(jnp.float16).max)  # bfloat16 would round it up
+    return jnp.clip(latents.astype(jnp.float32), -most, most).astype(jnp.float16), rotated
 
 
 def _group_tokens(cu_lengths: jax.Array, T: int, together: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -143,7 +159,7 @@ def _group_tokens(cu_lengths: jax.Array, T: int, together: int) -> tuple[jax.Arr
 
 @functools.partial(jax.jit, static_argnames=("heads", "queries", "scale", "interpret"))
 def _attend(
-    rows: jax.Array,
+    parts: tuple[jax.Array, ...],
     pages: jax.Array,
     page_table: jax.Array,
     table_rows: jax.Array,
@@ -157,23 +173,23 @@ def _attend(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Has equal calls of a program share a trace and a lowering, as `_traced_once` of the products does."""
-    count = rows.shape[1]
+    count = parts[0].shape[1]
     padded = mosaic_decode.padded_rows(count)
     shape = mosaic_decode.TileShape(
         heads=heads,
         queries=queries,
         rows=padded,
         parts=schedule.cuts.shape[0] - 1,
-        dtype=rows.dtype,
+        dtype=parts[-1].dtype,
         scale=scale,
         interpreted=interpret is not None,
         fp8=is_fp8(pages),
-        value_width=rows.shape[2] - mosaic_decode.ROPE_WIDTH,
+        value_width=sum(part.shape[2] for part in parts) - mosaic_decode.ROPE_WIDTH,
     )
-    rows = jnp.pad(rows, ((0, 0), (0, padded - count), (0, 0)))
+    parts = tuple(jnp.pad(part, ((0, 0), (0, padded - count), (0, 0))) for part in parts)
     first = jnp.asarray(first_page, jnp.int32).reshape(1)
     out, lse, partial_out, partial_lse = mosaic_decode.attend_pages(
-        shape, rows, pages, page_table, table_rows, lengths, first, schedule, interpret=interpret
+        shape, parts[0], parts[-1], pages, page_table, table_rows, lengths, first, schedule, interpret=interpret
     )
     out, lse = combine_splits(out, lse, partial_out, partial_lse, schedule, interpret=interpret)
     return out[:, :count], lse[:, :count]

@@ -129,13 +129,15 @@ def test_fp8_rows_hold_what_the_format_can():
     assert fp8_row_bytes(512, 64) == 656
     rng = np.random.default_rng(0)
     latents = rng.standard_normal((50, 576)).astype(np.float32) * 10.0 ** rng.integers(-3, 3, (50, 1))
-    latents[3] = 0
+    latents[3], latents[7, 4] = 0, 1e9
     rows = _pack(jnp.asarray(latents), 512)
     assert rows.shape == (50, 656)
     back = np.asarray(_unpack(rows, 512, jnp.float32))
     scales = np.asarray(rows)[:, 512:528].copy().view(np.float32)
     assert np.all(np.frexp(scales)[0] == 0.5)
     tile_scale = np.repeat(scales, 128, axis=1)
+    assert scales.max() == 128 and back[7, 4] == 57344  # float16 can hold what the scale makes of a value
+    latents[7, 4] = 57344
     error = np.abs(back[:, :512] - latents[:, :512])
     assert np.all(error <= np.maximum(np.abs(latents[:, :512]) / 16, tile_scale * 2**-10))
     np.testing.assert_array_equal(back[:, 512:], np.asarray(jnp.asarray(latents[:, 512:], jnp.bfloat16), np.float32))

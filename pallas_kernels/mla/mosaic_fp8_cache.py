@@ -103,4 +103,4 @@ def _store(quarter: Any, left: jax.Array, right: jax.Array, scale: jax.Array) ->
         values = raw.astype(jnp.float16)
         # Exact from 2^-24 on: the scale is a power of two. One instruction multiplies two values.
         scaled = values * lax.broadcast_in_dim(factor, values.shape, [0])
-        plgpu.store(quarter.at[:, pl.ds(_HALF_TILE * number, _HALF_TILE)], scaled)
+        quarter[:, pl.ds(_HALF_TILE * number, _HALF_TILE)] = scaled

@@ -1,4 +1,4 @@
-"""The bundled model: DeepSeek-V3's architecture, 6 million parameters, trained on two CPU cores in under two hours."""
+"""DeepSeek-V3's architecture at 6 million parameters, trained on two CPU cores in under two hours."""
 
 from dsv3.config import ModelConfig
 from dsv3.training.config import TrainingConfig

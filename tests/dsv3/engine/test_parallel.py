@@ -72,7 +72,7 @@ def test_ranks_must_divide_the_slots() -> None:
         (dict(tensor_parallel_size=0), "tensor_parallel_size: 0 is not at least 1"),
         (dict(tensor_parallel_size=3), "tensor_parallel_size 3 does not divide num_attention_heads 4"),
         (dict(data_parallel_size=8, tensor_parallel_size=2), "is 16 devices, but jax sees 8; lower one of them"),
-        (dict(tensor_parallel_size=2, num_redundant_experts=1), "add redundant experts to reach 18"),
+        (dict(tensor_parallel_size=2, num_redundant_experts=1), "add redundant experts to reach 26"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_before_weights_are_read(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs.deepseek_v3_training import TRAINING as DEEPSEEK_V3
-from configs.tiny import TRAINING as BUNDLED
+from configs.tiny import TRAINING as TINY
 from dsv3.training.config import TrainingConfig
 from dsv3.training.step import evaluate, initial_state, train_step
 
@@ -30,6 +30,6 @@ def test_widths_that_no_kernel_takes_are_refused(toy_config: TrainingConfig) -> 
         dataclasses.replace(toy_config, model=model, fp8_products=True)
 
 
-@pytest.mark.parametrize("config", [BUNDLED, DEEPSEEK_V3], ids=["tiny", "deepseek_v3_training"])
+@pytest.mark.parametrize("config", [TINY, DEEPSEEK_V3], ids=["tiny", "deepseek_v3_training"])
 def test_the_configurations_that_ship_take_the_option(config: TrainingConfig) -> None:
     assert dataclasses.replace(config, fp8_products=True).fp8_products

@@ -1,4 +1,4 @@
-"""The second bundled model: one layer and half as many experts more than `tiny`, and ten times its text."""
+"""The bundled model: one layer and half as many experts more than `tiny`, and ten times its text."""
 
 import dataclasses
 

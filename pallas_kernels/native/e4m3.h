@@ -71,12 +71,11 @@ inline void decode_row(const Decoder& decoder, const E4M3* x, int64_t depth, BFl
   }
 }
 
-// `out[m, c] = sum over b of factors[b][m] * (x[m, 128 of b] . w[c, 128 of b])`, x of `decode_row`.
-template <int M, int C, typename O>
-inline void scaled_dots(const Decoder& decoder, const BFloat16* x, const E4M3* w, const float* factors, int64_t rows,
-                        O* out, const Shape& shape) {
+// `total[m][c] += sum over b of factors[b][m] * (x[m, 128 of b] * w[c, 128 of b])`, x of `decode_row`; lanes are along K.
+template <int M, int C>
+inline void scaled_multiply(const Decoder& decoder, const BFloat16* x, const E4M3* w, const float* factors, int64_t rows,
+                            Floats (&total)[M][C], const Shape& shape) {
   // Loops over rows and columns are unrolled by name: GCC 12 kept these sums in memory, at a third of the speed.
-  Floats total[M][C] = {};
   for (int64_t begin = 0; begin < shape.depth; begin += kScaled, factors += rows) {
     const int64_t end = std::min(begin + kScaled, shape.depth);
     __m512 block[M][C] = {};
@@ -105,10 +104,24 @@ inline void scaled_dots(const Decoder& decoder, const BFloat16* x, const E4M3* w
       for (int c = 0; c < C; ++c) total[m][c] += (Floats)block[m][c] * factors[m];
     }
   }
-  for (int m = 0; m < M; ++m) {
-    const Quad found = sums(total[m][0], total[m][1 % C], total[m][2 % C], total[m][3 % C]);
-    for (int c = 0; c < C; ++c) store(found[c], out + m * shape.out_stride + c);
+}
+
+// The products of C rows of w. They come from memory: see `streamed_dots` and `touch`.
+template <int M, int C, typename O>
+inline void scaled_dots(const Decoder& decoder, const BFloat16* x, const E4M3* w, const float* factors, int64_t rows,
+                        O* out, const Shape& shape) {
+  Floats total[M][C] = {};
+  if constexpr (M <= kStreamedRows) {
+    for (int c = 0; c < C; ++c) {
+      Floats one[M][1] = {};
+      scaled_multiply<M, 1>(decoder, x, w + c * shape.w_stride, factors, rows, one, shape);
+      for (int m = 0; m < M; ++m) total[m][c] = one[m][0];
+    }
+  } else {
+    touch(w, C * shape.w_stride);
+    scaled_multiply<M, C>(decoder, x, w, factors, rows, total, shape);
   }
+  add_lanes(total, out, shape);
 }
 
 // Columns `first` to `last` of M rows.
@@ -118,9 +131,7 @@ void scaled_columns(const Decoder& decoder, const BFloat16* x, const E4M3* w, co
   constexpr int C = M > 2 ? 2 : 4;  // two sums per row and column, and the tables, in 32 registers
   int64_t n = first;
   for (; n + C <= last; n += C) {
-    const E4M3* from = w + n * shape.w_stride;
-    touch(from, C * shape.w_stride);
-    scaled_dots<M, C>(decoder, x, from, factors, rows, out + n, shape);
+    scaled_dots<M, C>(decoder, x, w + n * shape.w_stride, factors, rows, out + n, shape);
   }
   for (; n < last; ++n) scaled_dots<M, 1>(decoder, x, w + n * shape.w_stride, factors, rows, out + n, shape);
 }

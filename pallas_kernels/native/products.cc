@@ -88,9 +88,9 @@ inline void combined_one(const T* x, const T* w, O* out, const Shape& shape) {
   store(total, out);
 }
 
-// Columns `first` to `last` of a weight [N, K], or, transposed, [K, N].
+// Columns `first` to `last` of a weight [N, K], or, transposed, [K, N]; `cached` where rows before have read them.
 template <bool kTransposed, int M, typename X, typename T, typename O>
-void columns(const X* x, const T* w, O* out, const Shape& shape, int64_t first, int64_t last) {
+void columns(const X* x, const T* w, O* out, const Shape& shape, int64_t first, int64_t last, bool cached) {
   int64_t n = first;
   if constexpr (kTransposed) {
 #if defined(__AVX512BF16__)
@@ -105,8 +105,13 @@ void columns(const X* x, const T* w, O* out, const Shape& shape, int64_t first, 
     }
   } else {
     for (; n + kColumns <= last; n += kColumns) {
-      touch(w + n * shape.w_stride, kColumns * shape.w_stride * sizeof(T));
-      dots<M, kColumns>(x, w + n * shape.w_stride, out + n, shape);
+      const T* from = w + n * shape.w_stride;
+      if (M <= kStreamedRows && !cached) {
+        streamed_dots<M, kColumns>(x, from, out + n, shape);
+      } else {
+        if (!cached) touch(from, kColumns * shape.w_stride * sizeof(T));
+        dots<M, kColumns>(x, from, out + n, shape);
+      }
     }
     for (; n < last; ++n) dots<M, 1>(x, w + n * shape.w_stride, out + n, shape);
   }
@@ -119,10 +124,10 @@ void part(const Product<X, T, O>& product, const Shape& shape, int64_t first, in
     const X* x = product.x + m * shape.x_stride;
     O* out = product.out + m * shape.out_stride;
     switch (std::min<int64_t>(kRows, product.rows - m)) {
-      case 1: columns<kTransposed, 1>(x, product.w, out, shape, first, last); break;
-      case 2: columns<kTransposed, 2>(x, product.w, out, shape, first, last); break;
-      case 3: columns<kTransposed, 3>(x, product.w, out, shape, first, last); break;
-      default: columns<kTransposed, 4>(x, product.w, out, shape, first, last);
+      case 1: columns<kTransposed, 1>(x, product.w, out, shape, first, last, m > 0); break;
+      case 2: columns<kTransposed, 2>(x, product.w, out, shape, first, last, m > 0); break;
+      case 3: columns<kTransposed, 3>(x, product.w, out, shape, first, last, m > 0); break;
+      default: columns<kTransposed, 4>(x, product.w, out, shape, first, last, m > 0);
     }
   }
 }

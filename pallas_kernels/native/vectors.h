@@ -32,6 +32,7 @@ constexpr int kColumns = 2;  // 8 sums, in 16 registers
 #endif
 constexpr int kLanes = kVectorBytes / 4;
 constexpr int kRows = 4;      // rows of x at once
+constexpr int kStreamedRows = 2;  // rows of x with which weights are multiplied as they come; four would load x too often
 constexpr int64_t kCacheLine = 64;  // bytes
 constexpr int kSpins = 4096;  // looks at the other threads' tasks before the core is given away
 
@@ -169,12 +170,11 @@ struct Shape {
   int64_t x_stride, w_stride, out_stride;  // elements between rows
 };
 
-// `out[m, c] = x[m, :] . w[c, :]` for M rows of x and C rows of w.
-template <int M, int C, typename X, typename T, typename O>
-inline void dots(const X* x, const T* w, O* out, const Shape& shape) {
+// `acc[m][c] += x[m, :] * w[c, :]` for M rows of x and C rows of w; lanes are along K.
+template <int M, int C, typename X, typename T>
+inline void multiply(const X* x, const T* w, Floats (&acc)[M][C], const Shape& shape) {
   typedef Along<X, T> Types;
   typedef typename Types::Vector Vector;
-  Floats acc[M][C] = {};
   int64_t k = 0;
   for (; k + Types::kStep <= shape.depth; k += Types::kStep) {
     Vector weights[C];
@@ -195,10 +195,36 @@ inline void dots(const X* x, const T* w, O* out, const Shape& shape) {
       }
     }
   }
+}
+
+// `out[m, c]` becomes the sum over the lanes of `acc[m][c]`.
+template <int M, int C, typename O>
+inline void add_lanes(const Floats (&acc)[M][C], O* out, const Shape& shape) {
   for (int m = 0; m < M; ++m) {
     const Quad found = sums(acc[m][0], acc[m][1 % C], acc[m][2 % C], acc[m][3 % C]);
     for (int c = 0; c < C; ++c) store(found[c], out + m * shape.out_stride + c);
   }
+}
+
+// `out[m, c] = x[m, :] . w[c, :]` for M rows of x and C rows of w, which are in the cache.
+template <int M, int C, typename X, typename T, typename O>
+inline void dots(const X* x, const T* w, O* out, const Shape& shape) {
+  Floats acc[M][C] = {};
+  multiply<M, C>(x, w, acc, shape);
+  add_lanes(acc, out, shape);
+}
+
+// The same, bit for bit, of rows of w that come from memory: one after the other, as they lie there. The processor fetches
+// ahead of one stream, but hardly of four.
+template <int M, int C, typename X, typename T, typename O>
+inline void streamed_dots(const X* x, const T* w, O* out, const Shape& shape) {
+  Floats acc[M][C];
+  for (int c = 0; c < C; ++c) {
+    Floats one[M][1] = {};
+    multiply<M, 1>(x, w + c * shape.w_stride, one, shape);
+    for (int m = 0; m < M; ++m) acc[m][c] = one[m][0];
+  }
+  add_lanes(acc, out, shape);
 }
 
 // `totals[m][c] += x[m, k] * w[k, c]` over k, for M rows of x and C vectors of columns of w.

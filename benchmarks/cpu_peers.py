@@ -2,15 +2,16 @@
 
     python -m benchmarks.cpu_peers --make DIR [--layers 12]
     python -m benchmarks.cpu_peers --model DIR [--dtypes bfloat16 float32] [--tree OTHER_CHECKOUT]
-        [--llama-server PATH --gguf FILE...] [--rounds 3]
+        [--llama-server PATH --gguf FILE...] [--transformers-python PATH] [--rounds 3]
 
 The first form writes a random model of 745 million parameters at 12 layers (`benchmarks/cpu_step.py` has its shape) as
 a Hugging Face checkpoint. The second starts a server per dtype, one per dtype from another checkout of this repository,
 and one llama-server per GGUF file, with as many threads as cores. The load generator of `launch.bench` measures one
-after the other, in turns over the rounds; idle servers wait. Without `--model` it measures the bundled model.
+after the other, in turns over the rounds; idle servers wait. An interpreter that has transformers and torch generates
+the same numbers of tokens in batches, once per dtype but fp8. Without `--model` all of them run the bundled model.
 
-Per server and number of requests: output tokens per second (their tokens over the median time of a request, its prompt
-included), and the time to the first token of a prompt of `--long` tokens. Ratios are the first server's over each other
+Per peer and number of requests: output tokens per second (their tokens over the median time of a request, its prompt
+included), and the time to the first token of a prompt of `--long` tokens. Ratios are the first peer's over each other
 one's, the median of the rounds and their range; above 1 the first is faster. Last comes the share of the memory's speed
 at one request: bytes of the weights that a token needs, over what a copy by all cores moves (both ways) meanwhile.
 """
@@ -29,7 +30,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -37,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
+from benchmarks.transformers_peer import Generate, generating
 from dsv3.bench import serve
 from dsv3.bench.workload import RandomPrompts
 from dsv3.checkpoint import save_hf
@@ -64,12 +67,25 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is measured at once: requests in flight, tokens of a prompt and of an answer, and how many requests."""
+    """What is measured at once: requests in flight, tokens of a prompt and of an answer, and how many times.
+
+    `first` asks for the time to the first token, not for the tokens per second.
+    """
 
     requests: int
     prompt: int
     answer: int
-    total: int
+    repeats: int
+    first: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A peer that runs: its name in the tables, what measures a cell with a seed, and what reads its host's time."""
+
+    name: str
+    measure: Callable[[Cell, int], float]
+    host_time: Callable[[], np.ndarray] = lambda: np.zeros(2)
 
 
 def make(directory: Path, layers: int) -> None:
@@ -131,15 +147,15 @@ def _wait_until_healthy(server: Server, process: subprocess.Popen, url: str, log
     raise TimeoutError(f"{server.name} is not healthy after {START_SECONDS} s")
 
 
-def measure(url: str, cell: Cell, vocab_size: int, seed: int) -> tuple[float, float]:
-    """Returns output tokens per second and the time to the first token in milliseconds, medians over the requests.
+def served(url: str, vocab_size: int, cell: Cell, seed: int) -> float:
+    """Returns output tokens per second, or one over the time to the first token in seconds; medians over the requests.
 
     Tokens count over the whole request: a busy server sends several at once, and gaps between them say little.
     """
     options = serve.ServeOptions(
         url=url,
         prompts=RandomPrompts(cell.prompt, cell.answer, 0.0, 0, 1),
-        num_prompts=cell.total,
+        num_prompts=cell.repeats * cell.requests,
         concurrency=cell.requests,
         prompt_kind="token_ids",
         vocab_size=vocab_size,
@@ -148,11 +164,23 @@ def measure(url: str, cell: Cell, vocab_size: int, seed: int) -> tuple[float, fl
     report = asyncio.run(serve.run(options, lambda total: None, lambda record: None))
     if report["requests"]["failed"]:
         raise RuntimeError(f"{url}: {report['errors']}")
-    return cell.requests * cell.answer * 1e3 / report["e2e_ms"]["p50"], report["ttft_ms"]["p50"]
+    if cell.first:
+        return 1e3 / report["ttft_ms"]["p50"]
+    return cell.requests * cell.answer * 1e3 / report["e2e_ms"]["p50"]
+
+
+def generated(generate: Generate, vocab_size: int, cell: Cell, seed: int) -> float:
+    """Returns the same of transformers, whose prompts are other random tokens."""
+    rng = np.random.default_rng(seed)
+    answer = 1 if cell.first else cell.answer
+    seconds = statistics.median(
+        generate(rng.integers(2, vocab_size, (cell.requests, cell.prompt)), answer) for _ in range(cell.repeats)
+    )
+    return cell.requests * answer / seconds
 
 
 def host_time(url: str) -> np.ndarray:
-    """Returns the seconds of the host's time so far and the steps `[2]`; zeros of a server that counts neither."""
+    """Returns the seconds of the host's time so far and the steps `[2]`; zeros of a peer that counts neither."""
     names = ("dsv3:engine_host_seconds_total", "dsv3:engine_steps_total")
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
@@ -172,6 +200,7 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, help="another checkout of this repository")
     parser.add_argument("--llama-server", type=Path)
     parser.add_argument("--gguf", type=Path, nargs="+", default=[])
+    parser.add_argument("--transformers-python", type=Path, help="an interpreter that has transformers and torch")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=128, help="of a prompt and of an answer")
     parser.add_argument("--long", type=int, default=1024, help="tokens of the prompt whose first token is timed")
@@ -186,39 +215,63 @@ def main() -> None:
     compare(arguments)
 
 
+def peers(arguments: argparse.Namespace, vocab_size: int, stack: contextlib.ExitStack) -> Iterator[Peer]:
+    """Starts the peers, ours first; `stack` ends them."""
+    for server in servers(arguments):
+        url = stack.enter_context(running(server))
+        yield Peer(server.name, partial(served, url, vocab_size), partial(host_time, url))
+    if arguments.transformers_python:
+        for dtype in (each for each in arguments.dtypes if each not in FORMATS):
+            generate = stack.enter_context(generating(arguments.transformers_python, arguments.model, dtype))
+            yield Peer(f"transformers {dtype}", partial(generated, generate, vocab_size))
+
+
 def compare(arguments: argparse.Namespace) -> None:
     """Runs all rounds and prints the tables."""
     cfg = load_config(arguments.model)
-    cells = [Cell(n, arguments.tokens, arguments.tokens, arguments.repeats * n) for n in arguments.requests]
-    cells.append(Cell(1, arguments.long, 2, 2))
-    all_servers = servers(arguments)
-    figures = np.zeros((arguments.rounds, len(all_servers), len(cells)))
-    host = np.zeros((arguments.rounds, len(all_servers), len(cells)))
-    copies = []
+    cells = [Cell(n, arguments.tokens, arguments.tokens, arguments.repeats) for n in arguments.requests]
+    cells.append(Cell(1, arguments.long, 2, 2, first=True))
     with contextlib.ExitStack() as stack:
-        urls = [stack.enter_context(running(server)) for server in all_servers]
-        for url in urls:  # what is slow once: pages of memory that nobody has touched
-            measure(url, cells[0], cfg.vocab_size, arguments.rounds)
-        for r in range(arguments.rounds):
-            copies.append(timed(Copy(), 3)[0])
-            for c, cell in enumerate(cells):
-                for s, url in enumerate(urls):
-                    before = host_time(url)
-                    speed, first = measure(url, cell, cfg.vocab_size, r * len(cells) + c)
-                    figures[r, s, c] = speed if cell.prompt == arguments.tokens else 1e3 / first
-                    seconds, steps = host_time(url) - before
-                    host[r, s, c] = seconds / steps if steps else np.nan
+        all_peers = list(peers(arguments, cfg.vocab_size, stack))
+        for peer in all_peers:  # what is slow once: pages of memory that nobody has touched
+            peer.measure(cells[0], arguments.rounds)
+        rounds = [one_round(all_peers, cells, r) for r in range(arguments.rounds)]
+    figures, host, copies = (np.array(each) for each in zip(*rounds, strict=True))
     moved = 2 * COPIED_BYTES / statistics.median(copies)
     print(f"the copy moves {moved / 1e9:.1f} GB/s; load {os.getloadavg()[0]:.1f}")
-    report(all_servers, arguments, figures)
-    for s, server in enumerate(all_servers[: len(all_servers) - len(arguments.gguf)]):
-        shown = ", ".join(f"{statistics.median(each) * 1e6:.0f}" for each in host[:, s, :-1].T)
-        print(f"{server.name}: host's time per step {shown} us at {arguments.requests} at once")
+    report([peer.name for peer in all_peers], arguments, figures)
+    report_host(all_peers, arguments, host)
+    report_memory(cfg, arguments, figures, moved)
+
+
+def one_round(all_peers: list[Peer], cells: list[Cell], number: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Returns the figures and the host's seconds per step `[peers, cells]`, and the seconds of the copy."""
+    figures, host = np.zeros((2, len(all_peers), len(cells)))
+    copy = timed(Copy(), 3)[0]
+    for c, cell in enumerate(cells):
+        for p, peer in enumerate(all_peers):
+            before = peer.host_time()
+            figures[p, c] = peer.measure(cell, number * len(cells) + c)
+            seconds, steps = peer.host_time() - before
+            host[p, c] = seconds / steps if steps else np.nan
+    return figures, host, copy
+
+
+def report_host(all_peers: list[Peer], arguments: argparse.Namespace, host: np.ndarray) -> None:
+    """Prints the host's time per step of the peers that count it; `host` is `[rounds, peers, cells]`."""
+    for p, peer in enumerate(all_peers):
+        if not np.isnan(host[:, p, :-1]).any():
+            shown = ", ".join(f"{statistics.median(each) * 1e6:.0f}" for each in host[:, p, :-1].T)
+            print(f"{peer.name}: host's time per step {shown} us at {arguments.requests} at once")
+
+
+def report_memory(cfg: ModelConfig, arguments: argparse.Namespace, figures: np.ndarray, moved: float) -> None:
+    """Prints the share of the copy's speed that ours reaches in the first cell; `moved` is in bytes per second."""
     chosen = np.arange(cfg.n_routed_experts) < cfg.num_experts_per_tok
     for s, dtype in enumerate(arguments.dtypes):
         needed = weight_bytes(shapes(cfg, dtype), np.tile(chosen, (cfg.num_moe_layers, 1)))
         share = statistics.median(figures[:, s, 0]) / arguments.requests[0] * needed / moved
-        print(f"{all_servers[s].name}: {needed / 1e6:.0f} MB per token, {share:.2f} of the memory's speed")
+        print(f"ours {dtype}: {needed / 1e6:.0f} MB per token, {share:.2f} of the memory's speed")
 
 
 def shapes(cfg: ModelConfig, dtype: str) -> Params:
@@ -230,18 +283,18 @@ def shapes(cfg: ModelConfig, dtype: str) -> Params:
     )
 
 
-def report(all_servers: list[Server], arguments: argparse.Namespace, figures: np.ndarray) -> None:
-    """Prints tokens per second of every server, and the first one's speed over each."""
+def report(names: list[str], arguments: argparse.Namespace, figures: np.ndarray) -> None:
+    """Prints the figures of every peer, and the first one's over each; `figures` is `[rounds, peers, cells]`."""
     titles = [f"{n} at once" for n in arguments.requests] + [f"first of {arguments.long}"]
-    print(f"| server | {' | '.join(titles)} |\n|---|{'---|' * len(titles)}")
-    for s, server in enumerate(all_servers):
-        values = [statistics.median(column) for column in figures[:, s].T]
+    print(f"| peer | {' | '.join(titles)} |\n|---|{'---|' * len(titles)}")
+    for p, name in enumerate(names):
+        values = [statistics.median(column) for column in figures[:, p].T]
         shown = [f"{value:.1f} tokens/s" for value in values[:-1]] + [f"{1e3 / values[-1]:.0f} ms"]
-        print(f"| {server.name} | {' | '.join(shown)} |")
-    for s, server in enumerate(all_servers[1:], 1):
-        ratios = (figures[:, 0] / figures[:, s]).T
+        print(f"| {name} | {' | '.join(shown)} |")
+    for p, name in enumerate(names[1:], 1):
+        ratios = (figures[:, 0] / figures[:, p]).T
         shown = [f"{statistics.median(each):.2f} ({each.min():.2f} to {each.max():.2f})" for each in ratios]
-        print(f"| {all_servers[0].name} / {server.name} | {' | '.join(shown)} |")
+        print(f"| {names[0]} / {name} | {' | '.join(shown)} |")
 
 
 if __name__ == "__main__":

@@ -56,9 +56,11 @@ class Decoder {
   __m512i upper_[2], lower_[2];
 };
 
-inline __m512i load_bytes(const E4M3* from, int64_t count) {  // the rest is zero
-  const __mmask64 there = count < kPairedBytes ? (__mmask64{1} << count) - 1 : ~__mmask64{0};
-  return _mm512_maskz_loadu_epi8(there, from);
+// Up to 64 bytes; the rest is zero. The processor does not fetch ahead of masked loads: with them alone a weight came at a
+// fifth of the memory's speed (6.7 of 32 GB/s, one thread of an AMD EPYC of family 26).
+inline __m512i load_bytes(const E4M3* from, int64_t count) {
+  if (count >= kPairedBytes) return _mm512_loadu_si512(from);
+  return _mm512_maskz_loadu_epi8((__mmask64{1} << count) - 1, from);
 }
 
 inline int64_t paired_depth(int64_t depth) { return (depth + kPairedBytes - 1) / kPairedBytes * kPairedBytes; }

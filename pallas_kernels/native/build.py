@@ -6,6 +6,7 @@ compiler uses XLA's own products, and the log says so.
 """
 
 import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +50,9 @@ _HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "atten
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-Wno-psabi")
 _BUILD_SECONDS = 240  # 4 to 10 s of processor time per source; the rest is for a busy machine
 _PROBE_SECONDS = 20
+_ABANDONED_SECONDS = 24 * 3600  # no build takes a day
 _ERROR_CHARACTERS = 300
+_BUILDS = ".build-"
 _building = threading.Lock()
 
 
@@ -130,7 +134,8 @@ def _build(compiler: str, path: Path) -> None:
 
     Each source has a compiler of its own, as many at once as there are cores.
     """
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as directory:
+    _remove_abandoned(path.parent)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_BUILDS) as directory:
         include = f"-isystem{jax.ffi.include_dir()}"
 
         def compiled(source: Path) -> str:
@@ -144,6 +149,14 @@ def _build(compiler: str, path: Path) -> None:
         _run(compiler, *_FLAGS, "-shared", *objects, "-o", part, seconds=_BUILD_SECONDS)
         os.chmod(part, 0o700)
         os.replace(part, path)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Removes the directories of builds that were killed."""
+    for left in directory.glob(f"{_BUILDS}*"):
+        with contextlib.suppress(FileNotFoundError):  # a process beside this one has removed it
+            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _run(*command: str, seconds: float) -> str:

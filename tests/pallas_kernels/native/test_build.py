@@ -1,7 +1,9 @@
 """Building the C++ kernels: what is missing or unsafe leaves XLA's products, and says why; nothing half-built stays."""
 
+import os
 import platform
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,17 @@ def test_a_build_that_fails_or_hangs_leaves_nothing(script, reason, cache, compi
     found = FRESH()
     assert not found.targets and reason in found.reason
     assert not list(cache.iterdir())
+
+
+def test_what_a_killed_build_has_left_goes_after_a_day(cache, compiler):
+    left, running = cache / ".build-left", cache / ".build-running"
+    for directory, age in ((left, 2 * build._ABANDONED_SECONDS), (running, 60)):
+        directory.mkdir(parents=True, mode=0o700)
+        (directory / "rows.o").touch()
+        os.utime(directory, (time.time() - age,) * 2)
+    cache.chmod(0o700)
+    assert FRESH().targets
+    assert not left.exists() and (running / "rows.o").exists()
 
 
 def test_a_directory_that_others_may_write_is_not_trusted(cache, compiler):

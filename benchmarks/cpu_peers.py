@@ -8,7 +8,7 @@ The first form writes a random model of 745 million parameters at 12 layers (`be
 a Hugging Face checkpoint. The second starts a server per dtype, one per dtype from another checkout of this repository,
 and one llama-server per GGUF file, with as many threads as cores. The load generator of `launch.bench` measures one
 after the other, in turns over the rounds; idle servers wait. An interpreter that has transformers and torch generates
-the same numbers of tokens in batches, once per dtype but fp8. Without `--model` all of them run the bundled model.
+the same numbers of tokens in batches, once per dtype except fp8. Without `--model` all of them run the bundled model.
 
 Per peer and number of requests: output tokens per second (their tokens over the median time of a request, its prompt
 included), and the time to the first token of a prompt of `--long` tokens. Ratios are the first peer's over each other

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from dsv3.structured_outputs import StructuredOutputsParams
     from dsv3.table_map import map
 
+__version__ = "0.1.0"
+
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "map"]
 
 

@@ -19,12 +19,27 @@ _KINDS: dict[type, tuple[type, str]] = {
 }
 
 
+GROUPS: dict[str, str] = {
+    "": "what most users set",
+    "model": "types of weights and cache, seed, compiled programs",
+    "text": "reasoning, tool calls and markers in texts",
+    "cache": "prefixes, host memory and stores of pages",
+    "scheduling": "how much a step computes, how many may wait, drafts",
+    "experts": "where experts lie and how tokens reach them",
+    "http": "keys, TLS, processes, limits, batches, shutdown",
+    "monitoring": "access log, profiles, figures per step",
+    "fleet": "routers, and instances that pass pages to each other",
+    "hosts": "one instance over several hosts",
+}
+"""The parts of `--help` in their order, each with what it is about; the first one comes without being asked for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Terms:
     """What a declaration says besides name, type and default.
 
     Values are at least `low`, above `above` and at most `high`. `agree`: all processes of an instance must have the
-    same value. `programs`: compiled programs may depend on the value.
+    same value. `programs`: compiled programs may depend on the value. `group`: the part of `--help`, of `GROUPS`.
     """
 
     help: str
@@ -33,6 +48,11 @@ class Terms:
     high: float | None = None
     agree: bool = True
     programs: bool = True
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        if self.group not in GROUPS:
+            raise ValueError(f"group {self.group!r} is not one of {', '.join(GROUPS)}")
 
     def allow(self, value: Any) -> bool:
         """Returns whether a value is within the bounds; nan is within none."""

@@ -56,16 +56,19 @@ class EngineOptions:
         "auto",
         "Store the latent cache in this type; auto is that of --dtype, fp8 holds 1.76 times the tokens of bfloat16 in "
         "the same memory for DeepSeek-V3, and rounds them.",
+        group="model",
     )
     fp8: Literal["keep", "dequantize", "quantize"] = option(
         "keep",
         "Keep FP8 weights in memory as FP8, or turn them into --dtype while they load. quantize keeps them and rounds "
         "the products of other weights to FP8 too: half the memory of bfloat16.",
+        group="model",
     )
     int4: Literal["keep", "fp8", "dequantize"] = option(
         "keep",
         "Keep INT4 experts in memory as INT4, or turn them into FP8 (1.78 times the memory, rounded once more) or "
         "--dtype once they are loaded.",
+        group="model",
     )
     max_model_len: int | None = option(
         None, "Limit prompt and answer together to this many tokens; default: what model and cache allow.", low=1
@@ -74,10 +77,18 @@ class EngineOptions:
         None, "Run at most this many sequences at once per rank; default: 256, on a CPU 64.", low=1
     )
     max_num_batched_tokens: int | None = option(
-        None, "Compute at most this many prompt tokens per step and rank; default: 8192, on a CPU 1024.", low=1
+        None,
+        "Compute at most this many prompt tokens per step and rank; default: 8192, on a CPU 1024.",
+        low=1,
+        group="scheduling",
     )
     max_num_queued_reqs: int = option(
-        1024, "Let at most this many sequences wait; refuse others at once.", low=0, agree=False, programs=False
+        1024,
+        "Let at most this many sequences wait; refuse others at once.",
+        low=0,
+        agree=False,
+        programs=False,
+        group="scheduling",
     )
     gpu_memory_utilization: float = option(
         0.9,
@@ -107,10 +118,12 @@ class EngineOptions:
         "Store this many more replicas than there are experts; the number of all replicas must be a multiple of the "
         "number of devices.",
         low=0,
+        group="experts",
     )
     expert_transport: Transport = option(
         "auto",
         "Send tokens to their experts in this way; auto chooses by a cost model, but never ragged, which needs GPUs.",
+        group="experts",
     )
     reserved_multiprocessors: int | None = option(
         None,
@@ -118,17 +131,26 @@ class EngineOptions:
         "channels; default: 24 if prefill steps overlap, 8 if decode steps alone do. 0: all for kernels, NCCL as it "
         "likes.",
         low=0,
+        group="experts",
     )
     expert_combine: Combine = option(
         "auto",
         "Send the experts' sums back in this form: auto as they are, in --dtype; int8 with a scale per 128 channels, "
         "half the bytes and less exact (docs/expert_parallel.md).",
+        group="experts",
     )
     enable_eplb: bool = option(
-        False, "Move experts between devices while serving, to even out the devices' load.", programs=False
+        False,
+        "Move experts between devices while serving, to even out the devices' load.",
+        programs=False,
+        group="experts",
     )
     eplb_interval: int = option(
-        3000, "Let at least this many steps pass between two decisions to move experts.", low=1, programs=False
+        3000,
+        "Let at least this many steps pass between two decisions to move experts.",
+        low=1,
+        programs=False,
+        group="experts",
     )
     eplb_threshold: float = option(
         0.9,
@@ -136,6 +158,7 @@ class EngineOptions:
         above=0,
         high=1,
         programs=False,
+        group="experts",
     )
     eplb_state: str | None = option(
         None,
@@ -143,22 +166,31 @@ class EngineOptions:
         "outlive an engine, but not the server.",
         agree=False,
         programs=False,
+        group="experts",
     )
-    enable_prefix_caching: bool = option(True, "Reuse the cached pages of equal prompt beginnings.", programs=False)
+    enable_prefix_caching: bool = option(
+        True, "Reuse the cached pages of equal prompt beginnings.", programs=False, group="cache"
+    )
     kv_offloading_size: float = option(
         0.0,
         "Keep pages in this many GiB of the host's memory, too, where a restarted engine finds them again; 0: in none. "
         "Each process of an instance takes so many.",
         low=0,
+        group="cache",
     )
     kv_store: str | None = option(
         None,
         "Keep pages in this directory, too, or under this s3:// or gs:// address; several engines may share it. Needs "
         "--kv_offloading_size.",
         programs=False,
+        group="cache",
     )
     kv_store_size: float = option(
-        100.0, "Let pages take at most this many GiB of the directory --kv_store.", above=0, programs=False
+        100.0,
+        "Let pages take at most this many GiB of the directory --kv_store.",
+        above=0,
+        programs=False,
+        group="cache",
     )
     kv_events_config: dict[str, Any] | None = option(
         None,
@@ -166,6 +198,7 @@ class EngineOptions:
         '\'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\' (docs/cache.md).',
         agree=False,
         programs=False,
+        group="fleet",
     )
     step_metrics_config: dict[str, Any] | None = option(
         None,
@@ -173,11 +206,13 @@ class EngineOptions:
         'such as \'{"endpoint": "tcp://127.0.0.1:20380"}\' (docs/fleet.md).',
         agree=False,
         programs=False,
+        group="monitoring",
     )
     role: Role = option(
         "both",
         "Serve whole answers, or be a half of that: prefill computes prompts and one token, for others that fetch the "
         "pages; decode fetches pages from those (docs/disaggregation.md).",
+        group="fleet",
     )
     transfer_address: str | None = option(
         None,
@@ -185,29 +220,36 @@ class EngineOptions:
         "--kv_offloading_size and --transfer_key_file. Each process of an instance has its own.",
         agree=False,
         programs=False,
+        group="fleet",
     )
     transfer_key_file: str | None = option(
         None,
         "Read the secret that instances share, of at least 32 bytes, from this file; only who knows it gets pages.",
         programs=False,
+        group="fleet",
     )
     transfer_carrier: TransferCarrier = option(
         "sockets",
         "Carry pages between instances by encrypted sockets, or by NIXL where both sides have it and neither says "
         "sockets: unencrypted, on a network that no stranger reaches. nixl refuses to start without it.",
         programs=False,
+        group="fleet",
     )
     speculative_config: dict[str, Any] | None = option(
         None,
         "Propose drafts and verify several tokens per step; a JSON object such as "
         '\'{"method": "mtp", "num_speculative_tokens": 1}\' (docs/speculative.md).',
+        group="scheduling",
     )
-    seed: int = option(0, "Draw random numbers from this seed for requests that bring none.", programs=False)
+    seed: int = option(
+        0, "Draw random numbers from this seed for requests that bring none.", programs=False, group="model"
+    )
     compilation_cache_dir: str | None = option(
         None,
         "Keep compiled programs in this directory; default: dsv3/xla in the user's cache directory.",
         agree=False,
         programs=False,
+        group="model",
     )
 
     def __post_init__(self) -> None:
@@ -295,29 +337,36 @@ class ClusterOptions:
         help="Meet the other processes at this HOST:PORT of process 0; the next port is used too. Found under Slurm.",
         agree=False,
         programs=False,
+        group="hosts",
     )
     num_processes: int = option(
-        help="Serve with this many processes, one on each host. Found under Slurm.", low=1, high=_MAX_PROCESSES
+        help="Serve with this many processes, one on each host. Found under Slurm.",
+        low=1,
+        high=_MAX_PROCESSES,
+        group="hosts",
     )
     process_id: int = option(
         help="Be this one of them, from 0; process 0 serves HTTP. Found under Slurm.",
         low=0,
         agree=False,
         programs=False,
+        group="hosts",
     )
     cluster_key_file: str = option(
         help="Read the secret that the processes share, of at least 32 bytes, from this file.",
         agree=False,
         programs=False,
+        group="hosts",
     )
     cluster_start_timeout: float = option(
-        300.0, "Wait this many seconds for all processes to come.", above=0, agree=False, programs=False
+        300.0, "Wait this many seconds for all processes to come.", above=0, agree=False, programs=False, group="hosts"
     )
     cluster_silence_timeout: float = option(
         5.0,
         "Take a process for hanging after this many seconds of silence, after six times as many while they start.",
         above=0,
         programs=False,
+        group="hosts",
     )
     cluster_return_timeout: float | None = option(
         None,
@@ -325,6 +374,7 @@ class ClusterOptions:
         "--cluster_start_timeout for them, and never go on without one.",
         above=0,
         programs=False,
+        group="hosts",
     )
     cluster_grow_interval: float = option(
         300.0,
@@ -333,6 +383,7 @@ class ClusterOptions:
         above=0,
         agree=False,
         programs=False,
+        group="hosts",
     )
     cluster_spare: bool = option(
         True,
@@ -340,6 +391,7 @@ class ClusterOptions:
         "processor time, and the host some 200 MB.",
         agree=False,
         programs=False,
+        group="hosts",
     )
 
     def __post_init__(self) -> None:
@@ -386,17 +438,20 @@ class ServiceOptions:
         "auto",
         "Split <think> ... </think> off into reasoning_content. auto does so if the chat template knows the markers, "
         "the other names always; deepseek_r1 takes everything before </think> for reasoning, even without <think>.",
+        group="text",
     )
     tool_call_parser: ToolCallParser = option(
         "auto",
         "Read tool calls in this format (docs/tools.md). auto tells it by vocabulary and chat template; with none, "
         "and where auto finds no format, requests with tools are refused.",
+        group="text",
     )
 
     escape_special_tokens: bool = option(
         False,
         "Read <｜User｜>, <think> and other markers in the messages and tools of a conversation as plain text; only "
         "the chat template's own are special tokens then. Prompts of /v1/completions keep theirs.",
+        group="text",
     )
 
     def __post_init__(self) -> None:
@@ -413,6 +468,7 @@ class ServerOptions(ServiceOptions):
         None,
         "Ask for this key on every route but /health and the page of /dashboard. Process listings show it: see "
         "--api_key_file.",
+        group="http",
     )
     api_key_file: str | None = option(
         None,
@@ -423,56 +479,80 @@ class ServerOptions(ServiceOptions):
         "tenant",
         "Share cached prefixes among the requests of one API key (tenant), of one key and cache_salt, which each "
         "request then has to bring (salt), or among all that bring the same cache_salt or none (none).",
+        group="cache",
     )
     api_server_count: int = option(
-        1, "Answer HTTP with this many processes, which share the port and the engine.", low=1, high=_MAX_FRONTS
+        1,
+        "Answer HTTP with this many processes, which share the port and the engine.",
+        low=1,
+        high=_MAX_FRONTS,
+        group="http",
     )
     max_request_restarts: int = option(
         3,
         "Start an engine that has died anew, and let a request go on in at most this many engines after its first; 0: "
         "the server ends with its engine. Over several processes all are started anew together.",
         low=0,
+        group="http",
     )
     max_connections: int | None = option(
         None,
         "Work on the requests of at most this many connections per HTTP process; default: what the limit on open files "
         "leaves room for, 65536 at most.",
         low=1,
+        group="http",
     )
     ssl_certfile: str | None = option(
-        None, "Speak TLS with the certificate chain in this PEM file; SIGHUP has it read anew, with the next two."
+        None,
+        "Speak TLS with the certificate chain in this PEM file; SIGHUP has it read anew, with the next two.",
+        group="http",
     )
-    ssl_keyfile: str | None = option(None, "Read the certificate's key from this PEM file; default: --ssl_certfile.")
-    ssl_ca_certs: str | None = option(None, "Take only clients with a certificate that these authorities have signed.")
+    ssl_keyfile: str | None = option(
+        None, "Read the certificate's key from this PEM file; default: --ssl_certfile.", group="http"
+    )
+    ssl_ca_certs: str | None = option(
+        None, "Take only clients with a certificate that these authorities have signed.", group="http"
+    )
     register: tuple[str, ...] = option(
-        (), "Tell the routers at these URLs, separated by commas, that this instance is there, until it drains."
+        (),
+        "Tell the routers at these URLs, separated by commas, that this instance is there, until it drains.",
+        group="fleet",
     )
     register_as: str | None = option(
-        None, "Have the routers reach this instance at this URL; default: scheme, --host and --port."
+        None, "Have the routers reach this instance at this URL; default: scheme, --host and --port.", group="fleet"
     )
     register_key_file: str | None = option(
-        None, "Read the key that these routers ask instances for from this file, which nobody else may open."
+        None,
+        "Read the key that these routers ask instances for from this file, which nobody else may open.",
+        group="fleet",
     )
     batch_dir: str | None = option(
-        None, "Keep files and batches of /v1/files and /v1/batches in this directory; without it they answer 501."
+        None,
+        "Keep files and batches of /v1/files and /v1/batches in this directory; without it they answer 404.",
+        group="http",
     )
     allowed_origins: tuple[str, ...] = option(
-        (), "Let web pages of these origins, separated by commas, use the API; * is all. Default: none."
+        (), "Let web pages of these origins, separated by commas, use the API; * is all. Default: none.", group="http"
     )
-    access_log: bool = option(False, "Write a line of JSON per request to standard error.")
+    access_log: bool = option(False, "Write a line of JSON per request to standard error.", group="monitoring")
     profile_dir: str | None = option(
         None,
         "Let POST /start_profile and /stop_profile write traces of steps into this directory, for ui.perfetto.dev; "
         "default: they are off.",
+        group="monitoring",
     )
     shutdown_grace: float = option(
         0.0,
         "Take requests for this many more seconds after SIGTERM, while /health and /ready already say 503, so that "
         "routers hear of it first.",
         low=0,
+        group="http",
     )
     shutdown_timeout: float = option(
-        30.0, "Give requests in flight this many seconds to finish after SIGTERM and --shutdown_grace.", low=0
+        30.0,
+        "Give requests in flight this many seconds to finish after SIGTERM and --shutdown_grace.",
+        low=0,
+        group="http",
     )
 
     def __post_init__(self) -> None:

@@ -1,18 +1,48 @@
 """Command lines of `launch`: absl flags that read the way their users type them.
 
 A command defines its flags with `absl.flags` at module level and ends with `flags.run(main)`. Dashes may stand for
-underscores in flag names, flags may follow positional arguments, `--help` prints the module's docstring and its own
-flags, and a mistake ends with exit status 2 and one line that says what to change.
+underscores in flag names, flags may follow positional arguments, and a mistake ends with exit status 2 and one line
+that says what to change. Each command has, besides its own flags:
+
+- `--help`, which prints the module's docstring and the flags that most users set, `--help=GROUP`, `--help=WORD` and
+  `--help=all`;
+- `--version`;
+- `--config FILE`, which reads flags from a file, unless the command has a flag of that name.
 """
 
 import difflib
+import importlib.metadata
+import json
+import platform
 import shutil
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+import yaml
 from absl import flags
+
+import dsv3
+from dsv3.declaration import GROUPS
+
+group_of: dict[str, str] = {}
+"""The group of `--help` that lists a flag, by the flag's name, for flags that `launch.cli` has defined."""
+
+_CONFIG = "config"
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": yaml.safe_load,
+    ".yml": yaml.safe_load,
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+}
+_GENERAL = {
+    f"--{_CONFIG}=FILE": "Read flags from this YAML, TOML or JSON file, by their names; those of the command line win.",
+    "--help=all|GROUP|WORD": "Explain all flags, those of a group, or those with this word in their names.",
+    "--version": "Print the versions of dsv3, jax and Python.",
+}
 
 
 class UsageError(Exception):
@@ -24,20 +54,34 @@ def run(main: Callable[..., int | None], positional: str = "", argv: Sequence[st
 
     `positional` names the positional arguments, separated by blanks ("INPUT OUTPUT"); their number must match.
     """
-    module = sys.modules[main.__module__]
+    module, values = sys.modules[main.__module__], flags.FLAGS
     program = _program(module)
     argv = list(sys.argv if argv is None else argv)
+    own, config = own_flags(module, values), define_config(values)
     try:
-        if wants_help(argv[1:], flags.FLAGS):
-            print(help_text(program, positional, module.__doc__ or "", own_flags(module, flags.FLAGS)))
+        if (topic := asked_for(("help", "h"), argv[1:], values)) is not None:
+            print(help_text(program, positional, module.__doc__ or "", own, topic, has_config=config is not None))
             sys.exit(0)
-        sys.exit(main(*parse(argv, positional, flags.FLAGS)))
+        if asked_for(("version",), argv[1:], values) is not None:
+            print(version_text())
+            sys.exit(0)
+        sys.exit(main(*parse(argv, positional, values, config)))
     except UsageError as error:
         sys.exit(_usage_exit(program, error))
 
 
-def parse(argv: Sequence[str], positional: str, values: flags.FlagValues) -> list[str]:
-    """Sets `values` from `argv` (program name first) and returns the positional arguments.
+def define_config(values: flags.FlagValues) -> flags.Flag | None:
+    """Defines `--config` and returns it; None where the command has a flag of that name for something else."""
+    if _CONFIG in values:
+        return None
+    flags.DEFINE_string(_CONFIG, None, _GENERAL[f"--{_CONFIG}=FILE"], flag_values=values)
+    return values[_CONFIG]
+
+
+def parse(
+    argv: Sequence[str], positional: str, values: flags.FlagValues, config: flags.Flag | None = None
+) -> list[str]:
+    """Sets `values` from `argv` (program name first), then from the file that `config` names; returns the positionals.
 
     Raises `UsageError` for an unknown flag, a value of the wrong kind or a wrong number of positional arguments.
     """
@@ -48,6 +92,8 @@ def parse(argv: Sequence[str], positional: str, values: flags.FlagValues) -> lis
         raise UsageError(f"unknown flag --{error.flagname}{_nearest(error.flagname, list(values))}") from None
     except flags.Error as error:
         raise UsageError(str(error)) from None
+    if config is not None and config.value is not None:
+        _set_from_file(Path(config.value), values)
     names = positional.split()
     if len(arguments) != len(names):
         wanted = f"expected {positional}" if names else "expected flags only"
@@ -73,12 +119,16 @@ def normalise(arguments: Sequence[str], values: flags.FlagValues) -> list[str]:
     return result
 
 
-def wants_help(arguments: Sequence[str], values: flags.FlagValues) -> bool:
-    """Returns whether `--help` or `-h` stands in the place of a flag."""
+def asked_for(names: Sequence[str], arguments: Sequence[str], values: flags.FlagValues) -> str | None:
+    """Returns what follows "--NAME=" where it stands in the place of a flag, "" without a value, None without it."""
     normal = normalise(arguments, values)
     end = normal.index("--") if "--" in normal else len(normal)
     taken = {i + 1 for i, a in enumerate(normal[:end]) if a.startswith("--") and _takes_value(a[2:], values)}
-    return any(a in ("--help", "--h") and i not in taken for i, a in enumerate(normal[:end]))
+    for i, argument in enumerate(normal[:end]):
+        name, _, value = argument.partition("=")
+        if i not in taken and name.startswith("--") and name[2:] in names:
+            return value
+    return None
 
 
 def own_flags(module: object, values: flags.FlagValues) -> list[flags.Flag]:
@@ -87,24 +137,128 @@ def own_flags(module: object, values: flags.FlagValues) -> list[flags.Flag]:
     return [flag for flag in adopted.values() if flag.help]
 
 
-def help_text(program: str, positional: str, doc: str, own: Sequence[flags.Flag]) -> str:
-    """Returns what `--help` prints: usage, the command's docstring, each flag with its meaning and default."""
-    width = min(100, shutil.get_terminal_size().columns)
+def help_text(
+    program: str,
+    positional: str,
+    doc: str,
+    own: Sequence[flags.Flag],
+    topic: str = "",
+    *,
+    has_config: bool = True,
+) -> str:
+    """Returns what `--help` prints: usage, the command's docstring, flags with their meanings and defaults.
+
+    `topic` is "" for what most users set and the names of all others, "all", a group, or a word of flags' names.
+    Raises UsageError for another one.
+    """
+    groups = {group: [flag for flag in own if group_of.get(flag.name, "") == group] for group in GROUPS}
+    groups = {group: members for group, members in groups.items() if members}
+    if topic and topic != "all":
+        return "\n".join(_explained(_about(topic, own, groups)))
     usage = " ".join(filter(None, [f"usage: {program}", positional, "[flags]"]))
     lines = [usage, "", textwrap.dedent(doc).strip(), "", "flags (dashes may stand for underscores):"]
+    lines += _explained(groups.pop("", []))
+    if topic == "all":
+        for group, members in groups.items():
+            lines += ["", f"{group}: {GROUPS[group]}", *_explained(members)]
+    elif groups:
+        lines += ["", "more flags, which --help=GROUP and --help=all explain:"]
+        for group, members in groups.items():
+            lines.append(f"  {group}: {GROUPS[group]}")
+            lines += _wrapped(" ".join(f"--{flag.name}" for flag in members))
+    lines += ["", "of every command:"]
+    for spelled, meaning in list(_GENERAL.items())[not has_config :]:
+        lines += [f"  {spelled}", *_wrapped(meaning)]
+    return "\n".join(lines)
+
+
+def version_text() -> str:
+    """Returns what `--version` prints; imports no jax."""
+    return f"dsv3 {dsv3.__version__}, jax {importlib.metadata.version('jax')}, Python {platform.python_version()}"
+
+
+def _set_from_file(path: Path, values: flags.FlagValues) -> None:
+    """Sets the flags that a file names and the command line does not."""
+    known = [name for name in values if name != _CONFIG]
+    for name, value in _read_file(path).items():
+        if name not in known:
+            raise UsageError(f"{path}: {name} is not a flag{_nearest(name, known)}")
+        flag = values[name]
+        if flag.present or value is None:
+            continue
+        try:
+            flag.parse(_as_text(flag, value))
+        except (flags.Error, ValueError) as error:
+            raise UsageError(f"{path}: {name}: {error}") from None
+        flag.using_default_value = False
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if path.suffix not in _READERS:
+        raise UsageError(f"--{_CONFIG} {path}: the name must end in {', '.join(_READERS)}")
+    try:
+        found = _READERS[path.suffix](path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"--{_CONFIG} {path}: cannot be read: {error}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UsageError(f"--{_CONFIG} {path}: must hold flags' names with their values, as in 'port: 8001'")
+    named = {name.replace("-", "_"): value for name, value in found.items()}
+    if len(named) < len(found):
+        raise UsageError(f"--{_CONFIG} {path}: names a flag twice, with dashes and with underscores")
+    return named
+
+
+def _as_text(flag: flags.Flag, value: Any) -> str:
+    """Returns a file's value as a command line has it; ValueError for a kind that the flag cannot have."""
+    is_list, is_text = isinstance(flag.parser, flags.ListParser), flag.flag_type() == "string"
+    if isinstance(value, str) and not flag.boolean:
+        return value
+    if isinstance(value, bool) and flag.boolean:
+        return str(value).lower()
+    if isinstance(value, list) and is_list and all(isinstance(each, str) and "," not in each for each in value):
+        return ",".join(value)
+    if isinstance(value, dict) and is_text:
+        return json.dumps(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and flag.flag_type() in ("int", "float"):
+        return str(value)
+    wanted = "true or false" if flag.boolean else "a list of texts" if is_list else f"of type {flag.flag_type()}"
+    raise ValueError(f"{value!r} is not {wanted}" + ", for which it needs quotes" * is_text)
+
+
+def _about(topic: str, own: Sequence[flags.Flag], groups: dict[str, list[flags.Flag]]) -> list[flags.Flag]:
+    word = topic.strip("-").replace("-", "_")
+    found = groups.get(topic) or [flag for flag in own if word in flag.name]
+    if not found:
+        named = f"the groups are {', '.join(filter(None, groups))}; " if len(groups) > 1 else ""
+        raise UsageError(f"--help={topic}: no flag has this in its name; {named}--help=all explains all flags")
+    return found
+
+
+def _explained(own: Sequence[flags.Flag]) -> list[str]:
+    lines = []
     for flag in own:
         shown = str(flag.default_as_str).strip("'")
         default = "" if flag.default in (None, "", []) else f" (default {shown})"
-        lines.append(f"  {_spelling(flag)}")
         meaning = str(flag.help).removeprefix(f"<{'|'.join(_choices(flag))}>: ")
-        lines += textwrap.wrap(meaning + default, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    return "\n".join(lines)
+        lines += [f"  {_spelling(flag)}", *_wrapped(meaning + default)]
+    return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    width = min(100, shutil.get_terminal_size().columns)
+    indent = " " * 8
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def _spelling(flag: flags.Flag) -> str:
     if flag.boolean:
         return f"--[no]{flag.name}"
-    return f"--{flag.name}={'|'.join(_choices(flag)) or flag.flag_type().upper()}"
+    kind = "A,B,..." if isinstance(flag.parser, flags.ListParser) else flag.flag_type().upper()
+    return f"--{flag.name}={'|'.join(_choices(flag)) or kind}"
 
 
 def _choices(flag: flags.Flag) -> Sequence[str]:
@@ -122,13 +276,17 @@ def _takes_value(name: str, values: flags.FlagValues) -> bool:
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean --{close[0]}?" if close else "; --help lists the flags"
+    return f"; did you mean --{close[0]}?" if close else "; --help=all lists the flags"
 
 
 def _program(module: object) -> str:
-    """Returns `python -m launch.serve` when started so, else the name of the script."""
+    """Returns what was typed: `dsv3 serve`, `python -m launch.serve`, else the name of the script."""
     spec = getattr(module, "__spec__", None)
-    return f"python -m {spec.name}" if spec is not None else sys.argv[0]
+    if spec is None:
+        return sys.argv[0]
+    started = [Path(each).name for each in sys.orig_argv[1:2]]
+    package, _, command = spec.name.rpartition(".")
+    return f"dsv3 {command}" if started == ["dsv3"] and package == "launch" else f"python -m {spec.name}"
 
 
 def _usage_exit(program: str, error: UsageError) -> int:

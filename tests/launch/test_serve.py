@@ -306,5 +306,7 @@ def test_a_broken_model_ends_it_with_one_line(tmp_path):
 def test_help():
     done = run("--help")
     assert done.returncode == 0
-    for flag in ("model", "served_model_name", "host", "port", "api_key", "max_num_queued_reqs", "shutdown_timeout"):
-        assert f"--{flag}=" in done.stdout
+    for flag in ("model", "served_model_name", "host", "port", "api_key_file", "max_model_len"):
+        assert f"  --{flag}=" in done.stdout
+    assert "--shutdown_timeout" in done.stdout
+    assert "  --shutdown_timeout=FLOAT\n" in run("--help=http").stdout

@@ -36,6 +36,8 @@ _OF_SPREAD_EXPERTS: dict[str, Any] = {
     "enable_eplb": False,
 }
 """Options that mean nothing where each device has all experts, and their values then."""
+_STAGING_GIB = 1.0
+"""Host memory of a store alone: what may wait for the store (512 MiB) and as much again for loads."""
 _MAX_PROCESSES = 4096
 _MAX_FRONTS = 256
 
@@ -173,15 +175,14 @@ class EngineOptions:
     )
     kv_offloading_size: float = option(
         0.0,
-        "Keep pages in this many GiB of the host's memory, too, where a restarted engine finds them again; 0: in none. "
-        "Each process of an instance takes so many.",
+        "Keep pages in this many GiB of the host's memory, too, where a restarted engine finds them again; 0: in none, "
+        "but with --kv_store 1, through which its pages pass. Each process of an instance takes so many.",
         low=0,
         group="cache",
     )
     kv_store: str | None = option(
         None,
-        "Keep pages in this directory, too, or under this s3:// or gs:// address; several engines may share it. Needs "
-        "--kv_offloading_size.",
+        "Keep pages in this directory, too, or under this s3:// or gs:// address; several engines may share it.",
         programs=False,
         group="cache",
     )
@@ -259,6 +260,7 @@ class EngineOptions:
                 raise ValueError(f"{name}: {value!r} needs enable_expert_parallel")
         if self.kv_store is not None:
             self._check_store(self.kv_store)
+            object.__setattr__(self, "kv_offloading_size", self.kv_offloading_size or _STAGING_GIB)
         self._check_transfer()
         if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ValueError(f"kv_offloading_size: {self.kv_offloading_size!r} needs enable_prefix_caching")
@@ -294,8 +296,8 @@ class EngineOptions:
             split_address(self.transfer_address, "transfer_address")
 
     def _check_store(self, address: str) -> None:
-        if not self.kv_offloading_size:
-            raise ValueError(f"kv_store: {address!r} needs kv_offloading_size")
+        if not self.enable_prefix_caching:
+            raise ValueError(f"kv_store: {address!r} needs enable_prefix_caching")
         try:
             check_address(address)
         except ValueError as error:

@@ -140,7 +140,7 @@ def test_options_reach_the_engine_process_as_they_are() -> None:
         ({"enable_prefix_caching": 1}, "enable_prefix_caching: 1 is not True or False"),
         ({"dtype": "int4"}, "dtype: 'int4' is not one of auto, float32"),
         ({"enable_eplb": True}, "enable_eplb: True needs enable_expert_parallel"),
-        ({"kv_store": "/pages"}, "kv_store: '/pages' needs kv_offloading_size"),
+        ({"kv_store": "/pages", "enable_prefix_caching": False}, "kv_store: '/pages' needs enable_prefix_caching"),
         ({"kv_store": "pages", "kv_offloading_size": 1.0}, "kv_store: 'pages' is neither an absolute directory"),
         ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "1.0 needs enable_prefix_caching"),
         ({"transfer_address": "h:7"}, "transfer_address: 'h:7' needs transfer_key_file"),
@@ -154,6 +154,13 @@ def test_values_that_cannot_be_say_what_can(wrong: dict, words: str) -> None:
     with pytest.raises(ValueError) as error:
         EngineOptions(**wrong)
     assert words in str(error.value)
+
+
+def test_a_store_alone_has_host_memory_for_its_pages_to_pass() -> None:
+    assert EngineOptions(kv_store="/pages").kv_offloading_size == 1
+    assert EngineOptions(kv_store="/pages", transfer_key_file="k").kv_offloading_size == 1
+    assert EngineOptions(kv_store="/pages", kv_offloading_size=0.5).kv_offloading_size == 0.5
+    assert EngineOptions().kv_offloading_size == 0
 
 
 def test_every_transport_that_may_be_named_exists() -> None:

@@ -11,7 +11,7 @@ from dsv3.api.answers.metrics import Metrics
 from dsv3.api.tenants import Tenant, Tenants
 from tests.deploy.files import DEPLOY, documents
 
-# Labels that Prometheus, or its operator by deploy/kubernetes/monitoring.yaml, adds.
+# Labels that Prometheus, or its operator by deploy/kubernetes/decode/monitoring.yaml, adds.
 ADDED = {"job", "instance", "instance_name", "le"}
 EXPORTED = re.compile(r"(?<![\w:])(?:vllm|dsv3):\w+")
 RECORDED = re.compile(r"(?<![\w:])instance_name:\w+:\w+")
@@ -45,7 +45,7 @@ def expressions() -> Iterator[tuple[str, str]]:
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]
-    for trigger in documents("kubernetes/scaling.yaml")[0]["spec"]["triggers"]:
+    for trigger in documents("kubernetes/decode/scaling.yaml")[0]["spec"]["triggers"]:
         yield trigger["name"], trigger["metadata"]["query"]
 
 
@@ -113,8 +113,8 @@ def overlapping(panels: list[dict]) -> bool:
 
 
 def test_scaling_is_for_a_set_that_exists() -> None:
-    spec = documents("kubernetes/scaling.yaml")[0]["spec"]
-    target, decode = spec["scaleTargetRef"], documents("kubernetes/decode.yaml")[0]
+    spec = documents("kubernetes/decode/scaling.yaml")[0]["spec"]
+    target, decode = spec["scaleTargetRef"], documents("kubernetes/decode/decode.yaml")[0]
     assert (target["kind"], target["name"]) == (decode["kind"], decode["metadata"]["name"])
     assert target["apiVersion"] == decode["apiVersion"] and spec["minReplicaCount"] >= 1
     for trigger in spec["triggers"]:
@@ -123,7 +123,7 @@ def test_scaling_is_for_a_set_that_exists() -> None:
 
 
 def test_prometheus_finds_leaders_and_their_names() -> None:
-    monitor, decode = documents("kubernetes/monitoring.yaml")[0], documents("kubernetes/decode.yaml")[0]
+    monitor, decode = documents("kubernetes/decode/monitoring.yaml")[0], documents("kubernetes/decode/decode.yaml")[0]
     labels = decode["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["labels"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
     [endpoint] = monitor["spec"]["podMetricsEndpoints"]

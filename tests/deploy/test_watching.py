@@ -3,12 +3,15 @@
 import json
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from dsv3.api.answers import metrics
 from dsv3.api.answers.metrics import Metrics
 from dsv3.api.tenants import Tenant, Tenants
+from dsv3.fleet.router.numbers import Numbers
 from tests.deploy.files import DEPLOY, documents
 
 # Labels that Prometheus, or its operator by deploy/kubernetes/decode/monitoring.yaml, adds.
@@ -28,7 +31,19 @@ def exported() -> dict[str, set[str]]:
         stats |= {f"pages_tiers_{tier}_hits": 0.0, f"pages_tiers_{tier}_loads": [0.0] * (len(metrics.LOAD_BOUNDS) + 1)}
     found = Metrics("m", tenants=Tenants([Tenant("a", b"", "")]))
     found.update(stats)
-    return {sample.name: set(sample.labels) for family in found.collect() for sample in family.samples}
+    samples = [sample for family in found.collect() for sample in family.samples]
+    return {each.name: set(each.labels) for each in samples} | of_a_router()
+
+
+def of_a_router() -> dict[str, set[str]]:
+    """Samples of a router with one instance. Prometheus keeps `instance` for whom it reads, and renames theirs."""
+    one = SimpleNamespace(url="u", status="ok", load=SimpleNamespace(requests=0), tells=False, listener=None)
+    numbers = Numbers((SimpleNamespace(instances=[one], num_waiting=0),))
+    for counter in (numbers.requests, numbers.sent, numbers.broken):
+        counter.labels("u")
+    families = text_string_to_metric_families(numbers.text().decode())
+    renamed = {"instance": "exported_instance"}
+    return {each.name: {renamed.get(name, name) for name in each.labels} for it in families for each in it.samples}
 
 
 def rules() -> list[dict]:
@@ -49,10 +64,16 @@ def expressions() -> Iterator[tuple[str, str]]:
         yield trigger["name"], trigger["metadata"]["query"]
 
 
+def variables() -> dict[str, str]:
+    """The queries that list the values of the dashboard's variables."""
+    found = [each for each in dashboard()["templating"]["list"] if each["type"] == "query"]
+    return {each["name"]: each["query"]["query"] for each in found}
+
+
 def test_every_metric_is_exported(exported) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     assert recorded
-    for where, expression in expressions():
+    for where, expression in [*expressions(), *variables().items()]:
         names, derived = EXPORTED.findall(expression), RECORDED.findall(expression)
         assert names or derived or expression.startswith("up{"), where
         assert set(names) <= set(exported), where
@@ -110,6 +131,29 @@ def overlapping(panels: list[dict]) -> bool:
         for y in range(place["y"], place["y"] + place["h"])
     ]
     return len(set(cells)) < len(cells)
+
+
+def test_the_dashboard_is_not_blank_under_another_job() -> None:
+    """Nothing but the variables says which job, instance or router is shown, and each offers what there is."""
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            chosen = re.findall(r"{([^}]*)}", target["expr"])
+            routers = "dsv3:router_" in target["expr"]
+            wanted = 'instance=~"$router"' if routers else 'job=~"$job", instance_name=~"$instance_name"'
+            assert set(chosen) == {wanted}, panel["title"]
+    assert [query.rstrip(")").rpartition(", ")[2] for query in variables().values()] == [
+        "job",
+        "instance_name",
+        "instance",
+    ]
+    assert not any("dsv3" in query.replace("dsv3:", "") for query in variables().values())
+
+
+def test_all_that_a_router_counts_is_shown(exported) -> None:
+    shown = {name for _, expression in expressions() for name in EXPORTED.findall(expression)}
+    of_events = {"dsv3:router_instance_tells", "dsv3:router_instance_pages"}
+    counted = {name for name in of_a_router() if not name.endswith("_created")}
+    assert counted - of_events <= shown and any("router" in rule["expr"] for rule in rules() if "alert" in rule)
 
 
 def test_scaling_is_for_a_set_that_exists() -> None:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 # DeepSeek-V3's index of tensors, the largest JSON file of a model directory that is read here, has 9 MB.
 MAX_JSON_BYTES = 100_000_000
 MAX_SECRET_BYTES = 4096
+IS_POINTER = "a git-lfs pointer in the place of the file: run git lfs pull there"
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -33,8 +34,15 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return parse_json(text)
 
 
+def is_pointer(start: bytes) -> bool:
+    """Returns whether a file begins as a pointer of git-lfs does, which a clone without git-lfs has for large files."""
+    return start.startswith(b"version https://git-lfs.github.com/spec/")
+
+
 def parse_json(text: bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Returns the value of a JSON text; raises ValueError however malformed it is."""
+    if is_pointer(text):
+        raise ValueError(IS_POINTER)
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError:

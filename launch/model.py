@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import dsv3
-from dsv3.hf_config import has_config
+from dsv3.hf_config import absent, has_config
 from dsv3.options import ServiceOptions
 from launch import flags
 
@@ -14,7 +14,7 @@ def model_dir(options: ServiceOptions) -> Path:
     """Returns the model's directory; raises UsageError where there is none."""
     directory = Path(options.model) if options.model else _BUNDLED
     if not has_config(directory):
-        raise flags.UsageError(f"--model {directory}: no config.json there; give a Hugging Face model directory")
+        raise flags.UsageError(f"--model: {absent(directory)}")
     return directory.resolve()
 
 

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from dsv3.checkpoint.errors import CheckpointError
-from dsv3.files import open_regular, parse_json
+from dsv3.files import IS_POINTER, is_pointer, open_regular, parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 MAX_DIMENSIONS = 8
@@ -78,6 +78,8 @@ def read_header(path: Path) -> dict[str, Tensor]:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
+            if is_pointer(file.peek(64)):
+                raise CheckpointError(f"{path}: {IS_POINTER}")
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import pathlib
+import re
 import struct
 from typing import Any
 
@@ -22,6 +23,18 @@ _INDEXES = ("model.safetensors.index.json", "consolidated.safetensors.index.json
 def has_config(directory: str | pathlib.Path) -> bool:
     """Returns whether a directory has a file that says what model it holds."""
     return any((pathlib.Path(directory) / name).is_file() for name in (CONFIG, PARAMS))
+
+
+def absent(directory: str | pathlib.Path) -> str:
+    """Says that a directory has no configuration, and how to fetch a model where the name is one of Hugging Face's."""
+    name = str(directory)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not pathlib.Path(name).exists():
+        local = name.rpartition("/")[2]
+        return (
+            f"there is no directory {name!r}; a model of this name on huggingface.co is fetched with: "
+            f"hf download {name} --local-dir {local}"
+        )
+    return f"there is no {CONFIG} in {name!r}; give a Hugging Face model directory"
 
 
 def load_config(directory: str | pathlib.Path) -> ModelConfig:
@@ -48,7 +61,7 @@ def _from_files(directory: pathlib.Path) -> ModelConfig:
     config, params = directory / CONFIG, directory / PARAMS
     cfg = from_hf(_read_object(config)) if config.is_file() else None
     if cfg is None and not params.is_file():
-        raise ConfigError(f"there is no {CONFIG} in {str(directory)!r}")
+        raise ConfigError(absent(directory))
     if cfg is not None and (cfg.family not in OF_MISTRAL or not params.is_file()):
         return cfg
     own = from_hf(as_config(_read_object(params)), PARAMS)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import tokenizers
 
-from dsv3.files import read_json
+from dsv3.files import IS_POINTER, is_pointer, open_regular, read_json
 from dsv3.text import deepseek_v32, tekken_file, tiktoken_file
 from dsv3.text.markers import Markers
 
@@ -176,6 +176,9 @@ def _from_json(path: Path) -> tokenizers.Tokenizer | None:
     if not path.is_file():
         return None
     try:
+        with open_regular(path) as file:
+            if is_pointer(file.peek(64)):
+                raise ValueError(IS_POINTER)
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"{path}: {error}") from None

@@ -263,6 +263,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded():
     ("arguments", "words"),
     [
         (["--model", "/nowhere"], "no config.json"),
+        (["--model", "deepseek-ai/DeepSeek-V3"], "hf download deepseek-ai/DeepSeek-V3 --local-dir DeepSeek-V3"),
         (["--api_key", "a b"], "printable"),
         (["--api_key", "a", "--api-key-file", "b"], "one of"),
         (["--api_key_file", "/nowhere"], "api_key_file"),

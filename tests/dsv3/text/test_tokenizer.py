@@ -82,6 +82,9 @@ def test_from_directory(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: a git-lfs pointer .* run git lfs pull"):
+        Tokenizer.from_directory(tmp_path)
 
 
 def test_other_decoders_are_refused():

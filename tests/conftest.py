@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest runs without xdist, too
 def pytest_xdist_auto_num_workers() -> int:
     """Returns one worker more than cores: one that waits for a process it has started leaves its core idle."""
     return len(os.sched_getaffinity(0)) + 1

@@ -1,7 +1,13 @@
-"""Docs say which test holds what they promise: each test that they name exists."""
+"""Docs say which test holds what they promise: each test that they name exists. They name every flag."""
 
 import pathlib
 import re
+
+from dsv3.batch.options import BatchOptions
+from dsv3.declaration import options_of
+from dsv3.fleet.router.options import RouterOptions
+from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
+from dsv3.simulate.options import SimulateOptions
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
@@ -31,3 +37,12 @@ def test_every_test_that_a_page_names_exists() -> None:
                 missing.append(f"{page.relative_to(ROOT)}: {named[0]}")
     assert not missing
     assert count > 50
+
+
+def test_every_flag_of_every_command_is_on_a_page() -> None:
+    declared = (ServerOptions, EngineOptions, ClusterOptions, BatchOptions, RouterOptions, SimulateOptions)
+    names = {each.name for options in declared for each in options_of(options)}
+    for source in [*(ROOT / "launch").glob("*.py"), ROOT / "deploy/ray_cluster.py"]:
+        names |= set(re.findall(r'(?:DEFINE_\w+|add_argument)\(\s*"(?:--)?(\w+)"', source.read_text()))
+    said = set(re.findall(r"--(?:no)?([a-z]\w+)", "\n".join(page.read_text() for page in PAGES)))
+    assert len(names) > 140 and names - {"arguments"} <= said

@@ -5,7 +5,8 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from io import BufferedReader
+from typing import Any
 
 # DeepSeek-V3's index of tensors, the largest JSON file of a model directory that is read here, has 9 MB.
 MAX_JSON_BYTES = 100_000_000
@@ -13,7 +14,7 @@ MAX_SECRET_BYTES = 4096
 IS_POINTER = "a git-lfs pointer in the place of the file: run git lfs pull there"
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Opens a regular file, or a link to one, to be read; raises OSError for whatever else has the name."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode

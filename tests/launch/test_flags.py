@@ -210,7 +210,7 @@ def program(tmp_path):
     )
 
 
-def test_run_from_a_shell(program):
+def test_run_from_a_shell(program, tmp_path):
     done = program("here", "--user-name=me")
     assert (done.returncode, done.stdout) == (3, "me here\n")
     done = program("--help")
@@ -224,6 +224,11 @@ def test_run_from_a_shell(program):
     done = program("here", "--user-nam=me")
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean --user_name?" in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "greet.toml").write_text("user-name = 'them'")
+    done = program("here", "--config", tmp_path / "greet.toml")
+    assert (done.returncode, done.stdout) == (3, "them here\n")
+    done = program("here", "--config", tmp_path / "none.toml")
+    assert (done.returncode, done.stdout) == (2, "") and "none.toml: cannot be read" in done.stderr
     done = program("--version")
     assert done.returncode == 0 and done.stdout.startswith(f"dsv3 {dsv3.__version__}, jax ")
     done = program("--help=greet")

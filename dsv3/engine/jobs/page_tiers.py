@@ -54,8 +54,8 @@ def open_tiers(parts: Parts, events: Record | None = None, process_id: int = 0, 
     memory = SharedMemory(name, arena_bytes(cells, size))
     on_host, on_store = (None if events is None else Watch(events, medium, ranks) for medium in ("CPU", "STORAGE"))
     arena = Arena(memory.array, size, cells, on_host)
-    gib = arena_bytes(cells, size) / 2**30
-    _log.info("host memory in %s: %.3g GiB, room for %d pages, %d found again", memory.path, gib, cells, len(arena))
+    gib, found = cfg.kv_offloading_size, len(arena)
+    _log.info("host memory in %s: %g GiB, room for %d pages, %d found again", memory.path, gib, cells, found)
     limit = int(cfg.kv_store_size * 2**30)
     store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
     if cfg.transfer_key_file is None:

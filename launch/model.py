@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import dsv3
-from dsv3.hf_config import absent, has_config
+from dsv3.hf_config.directory import absent, has_config
 from dsv3.options import ServiceOptions
 from launch import flags
 

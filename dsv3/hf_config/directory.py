@@ -25,18 +25,6 @@ def has_config(directory: str | pathlib.Path) -> bool:
     return any((pathlib.Path(directory) / name).is_file() for name in (CONFIG, PARAMS))
 
 
-def absent(directory: str | pathlib.Path) -> str:
-    """Says that a directory has no configuration, and how to fetch a model where the name is one of Hugging Face's."""
-    name = str(directory)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not pathlib.Path(name).exists():
-        local = name.rpartition("/")[2]
-        return (
-            f"there is no directory {name!r}; a model of this name on huggingface.co is fetched with: "
-            f"hf download {name} --local-dir {local}"
-        )
-    return f"there is no {CONFIG} in {name!r}; give a Hugging Face model directory"
-
-
 def load_config(directory: str | pathlib.Path) -> ModelConfig:
     """Reads the `ModelConfig` of a checkpoint directory, from its config.json or from Mistral's params.json.
 
@@ -86,6 +74,18 @@ def stored_dtype(directory: str | pathlib.Path) -> str | None:
         if isinstance(name, str):
             return name.removeprefix("torch.")
     return None
+
+
+def absent(directory: str | pathlib.Path) -> str:
+    """Says that a directory has no configuration, and how to fetch a model where the name is one of Hugging Face's."""
+    name = str(directory)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not pathlib.Path(name).exists():
+        local = name.rpartition("/")[2]
+        return (
+            f"there is no directory {name!r}; a model of this name on huggingface.co is fetched with: "
+            f"hf download {name} --local-dir {local}"
+        )
+    return f"there is no {CONFIG} in {name!r}; give a Hugging Face model directory"
 
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:

@@ -56,10 +56,10 @@ class FewestRunning(Balancer):
         order = sorted(range(len(running)), key=lambda rank: (running[rank], -found[rank]))
         return (rank for rank in order if self._slots.num_free_on(rank))
 
-    def deal(self, prefilling: Sequence[Sequence[Request]], rows: int) -> list[list[int]]:
+    def deal(self, prefilling: Sequence[Sequence[Request]], rows: int, budget: int) -> list[list[int]]:
         dealt = []
         for mine in prefilling:
-            left, counts = self._cfg.max_num_batched_tokens, []
+            left, counts = budget, []
             for sequence in mine[:rows]:
                 counts.append(min(len(sequence.tokens) - sequence.prefilled, left))
                 left -= counts[-1]

@@ -1,10 +1,11 @@
 """Processor time that a conversation costs a front and its template worker, and then the tokenizer.
 
-  python -m benchmarks.chat_prompts
+  python -m benchmarks.chat_prompts [--seconds 3]
 
 The template and tokenizer are the bundled model's. A second worker pays only where the first takes more than the front.
 """
 
+import argparse
 import asyncio
 import json
 import time
@@ -18,10 +19,10 @@ from dsv3.api.answers.prompts import chat_prompt
 from dsv3.api.answers.reading import read
 from dsv3.api.answers.schema import ChatRequest
 from dsv3.api.answers.service import Service, ServiceConfig
+from dsv3.api.answers.tools import RequestTools
 from dsv3.api.templates.pool import TemplatePool
 from dsv3.text.tokenizer import Tokenizer
 
-SECONDS = 3.0
 CONVERSATIONS = {
     "1 of 100": (1, 100),
     "9 of 6,144": (9, 6144),
@@ -40,7 +41,8 @@ def processor_s(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def main() -> None:
+async def measure(seconds: float) -> None:
+    """Prints the times of each conversation, asked for `seconds` long."""
     [file] = (Path(dsv3.__file__).parent / "bundled").rglob("tokenizer.json")
     tokenizer = Tokenizer.from_directory(file.parent)
     pool = TemplatePool(tokenizer.chat_template, tokenizer.special_tokens)
@@ -57,17 +59,23 @@ async def main() -> None:
     for name, shape in CONVERSATIONS.items():
         request = body(*shape)
         began, front, back, count = time.monotonic(), processor_s(psutil.Process()), processor_s(worker), 0
-        while time.monotonic() < began + SECONDS:
-            await chat_prompt(service, read(ChatRequest, request))
+        while time.monotonic() < began + seconds:
+            await chat_prompt(service, read(ChatRequest, request), RequestTools())
             count += 1
         front, back = processor_s(psutil.Process()) - front, processor_s(worker) - back
         began = time.process_time()
         tokenizer.encode(texts[-1], add_special_tokens=False)
         encode = time.process_time() - began
-        ms = [f"{1e3 * seconds:.2f} ms" for seconds in (front / count, back / count, encode)]
+        ms = [f"{1e3 * each:.2f} ms" for each in (front / count, back / count, encode)]
         print(f"{name} letters: front {ms[0]}, worker {ms[1]}, tokenizer {ms[2]} ({count} times)")
     await pool.close()
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each conversation")
+    asyncio.run(measure(parser.parse_args().seconds))
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

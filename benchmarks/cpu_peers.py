@@ -6,7 +6,8 @@
 
 The first form writes a random model of 745 million parameters at 12 layers (`benchmarks/cpu_step.py` has its shape) as
 a Hugging Face checkpoint. The second starts a server per dtype, one per dtype from another checkout of this repository,
-and one llama-server per GGUF file, with as many threads as cores. The load generator of `launch.bench` measures one
+and two llama-servers per GGUF file: one with llama.cpp's own defaults, and one with flash attention and as many
+threads as cores (`--llama-settings` names other ones). The load generator of `launch.bench` measures one
 after the other, in turns over the rounds; idle servers wait. An interpreter that has transformers and torch generates
 the same numbers of tokens in batches, once per dtype except fp8. Without `--model` all of them run the bundled model.
 
@@ -21,6 +22,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import shlex
 import shutil
 import socket
 import statistics
@@ -108,9 +110,13 @@ def servers(arguments: argparse.Namespace) -> list[Server]:
         for dtype in arguments.dtypes
     ]
     context = 16 * (arguments.long + 512)
-    llama = (str(arguments.llama_server), "--parallel", "16", "--ctx-size", str(context), "--flash-attn", "off",
-             "--threads", str(os.cpu_count()), "--cache-ram", "0", "--no-webui", "--host", "127.0.0.1")  # fmt: skip
-    return ours + [Server(f"llama.cpp {gguf.stem}", (*llama, "--model", str(gguf))) for gguf in arguments.gguf]
+    llama = (str(arguments.llama_server), "--parallel", "16", "--ctx-size", str(context), "--cache-ram", "0",
+             "--no-webui", "--host", "127.0.0.1")  # fmt: skip
+    return ours + [
+        Server(f"llama.cpp {gguf.stem} {setting}".strip(), (*llama, *shlex.split(setting), "--model", str(gguf)))
+        for gguf in arguments.gguf
+        for setting in arguments.llama_settings
+    ]
 
 
 @contextlib.contextmanager
@@ -200,6 +206,12 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, help="another checkout of this repository")
     parser.add_argument("--llama-server", type=Path)
     parser.add_argument("--gguf", type=Path, nargs="+", default=[])
+    parser.add_argument(
+        "--llama-settings",
+        nargs="+",
+        default=["", f"--flash-attn on --threads {os.cpu_count()}"],
+        help="one server each",
+    )
     parser.add_argument("--transformers-python", type=Path, help="an interpreter that has transformers and torch")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=128, help="of a prompt and of an answer")

@@ -27,6 +27,7 @@ from dsv3.engine.requests.masks import ALL
 from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL
 
 _VOCAB_SIZE = 8192
+ROWS = (1, 16, 64)
 _LOOKING = Sampler(FILTERED, looks=True)
 _EVERYTHING = Sampler(FULL, is_held=True, looks=True)
 # What the rows ask for: the sampler of a CPU, that of a GPU.
@@ -102,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    for rows in (1, 16, 64):
+    for rows in ROWS:
         logits = jnp.asarray(np.random.default_rng(0).standard_normal((rows, 1, _VOCAB_SIZE), np.float32) * 4)
         for name, (asked, now, before) in CASES.items():
             runs = step(now, rows, asked, logits), step(before, rows, asked, logits)

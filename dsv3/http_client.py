@@ -9,12 +9,17 @@ import contextlib
 import dataclasses
 import ssl
 import urllib.parse
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import h11
 
 READ_BYTES = 1 << 16
+_JOINED_BYTES = 1 << 16  # requests up to this size are one write: one packet, one wake-up of the server
 MAX_ERROR_BODY_BYTES = 1 << 16
+
+
+Body = bytes | Sequence[bytes | memoryview]
+"""A request's body, or its parts; large ones are not copied."""
 
 
 class RequestFailed(Exception):
@@ -91,7 +96,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     @contextlib.asynccontextmanager
-    async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
+    async def request(self, method: str, path: str, body: Body = b"") -> AsyncIterator[Response]:
         """Sends one request and yields its Response, whose body is to be read inside the `async with`.
 
         Raises RequestFailed: "connect" where no connection can be made, "http STATUS" with the server's words for any
@@ -108,7 +113,7 @@ class Client:
         self,
         method: str,
         path: str,
-        body: bytes = b"",
+        body: Body = b"",
         headers: Mapping[str, str] | None = None,
         *,
         fresh: bool = False,
@@ -126,7 +131,7 @@ class Client:
             self._idle.pop().close()
 
     async def _exchange(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], fresh: bool
+        self, method: str, path: str, body: Body, headers: Mapping[str, str], fresh: bool
     ) -> tuple["_Connection", h11.Response]:
         kept = None if fresh else self._take_idle()
         if kept is not None:
@@ -140,7 +145,7 @@ class Client:
         return made, await self._send(made, method, path, body, headers)
 
     async def _send(
-        self, connection: "_Connection", method: str, path: str, body: bytes, headers: Mapping[str, str]
+        self, connection: "_Connection", method: str, path: str, body: Body, headers: Mapping[str, str]
     ) -> h11.Response:
         try:
             return await connection.send(method, self._address.prefix + path, headers, body)
@@ -176,11 +181,16 @@ class _Connection:
         self._writer = writer
         self._protocol = h11.Connection(h11.CLIENT)
 
-    async def send(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> h11.Response:
+    async def send(self, method: str, path: str, headers: Mapping[str, str], body: Body) -> h11.Response:
         """Sends a request and returns the head of its answer."""
-        fields = [*headers.items(), ("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-        events = (h11.Request(method=method, target=path, headers=fields), h11.Data(data=body), h11.EndOfMessage())
-        self._writer.write(b"".join(self._protocol.send(event) or b"" for event in events))
+        parts = [body] if isinstance(body, bytes) else body
+        size = sum(map(len, parts))
+        fields = [*headers.items(), ("Content-Type", "application/json"), ("Content-Length", str(size))]
+        head = h11.Request(method=method, target=path, headers=fields)
+        events = [head, *(h11.Data(data=part) for part in parts), h11.EndOfMessage()]  # type: ignore[arg-type]
+        written = [data for event in events if (data := self._protocol.send(event))]
+        for data in written if size > _JOINED_BYTES else [b"".join(written)]:
+            self._writer.write(data)
         while True:
             event = await self.next_event()
             if isinstance(event, h11.Response):

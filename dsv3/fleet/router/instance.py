@@ -14,7 +14,7 @@ from dsv3.fleet.router.breaker import Breaker
 from dsv3.fleet.router.choice import Flying, Load, SentPages, cost_of
 from dsv3.fleet.router.listener import Listener, Source
 from dsv3.fleet.router.prompt import Prompt
-from dsv3.http_client import Address, Client, RequestFailed, Response
+from dsv3.http_client import Address, Body, Client, RequestFailed, Response
 
 DEFAULT_CONCURRENCY = 64
 Tls = ssl.SSLContext | None
@@ -99,7 +99,7 @@ class Instance:
         self.breaker.succeed()
 
     @contextlib.asynccontextmanager
-    async def ask(self, path: str, body: bytes, headers: dict[str, str]) -> AsyncIterator[Response]:
+    async def ask(self, path: str, body: Body, headers: dict[str, str]) -> AsyncIterator[Response]:
         """Sends a POST over a connection of its own and yields the Response, whatever its status; raises Broken."""
         async with contextlib.AsyncExitStack() as stack:
             try:

@@ -17,7 +17,7 @@ from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
 from dsv3.fleet.router.spelling import spelled
 from dsv3.fleet.router.trials import FATAL, Refused, Trials, broken_off
-from dsv3.http_client import Response
+from dsv3.http_client import Body, Response
 
 MAX_ANSWER_BYTES = 2**26
 _MAX_ERROR_BYTES = 2**20
@@ -111,7 +111,7 @@ class Relay:
     async def _whole(self, booking: Booking) -> Reply:
         return await self._asked_whole(booking.instance, self._asked.first(self._transfer))
 
-    async def _asked_whole(self, instance: Instance, body: bytes) -> Reply:
+    async def _asked_whole(self, instance: Instance, body: Body) -> Reply:
         async with instance.ask(self._asked.path, body, self._headers) as response:
             if response.status != 200:
                 return await _refusal(instance, response)

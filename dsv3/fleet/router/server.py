@@ -105,6 +105,7 @@ async def serve(
         site.is_draining = True
         await _drained(site, second, options.shutdown_timeout)
         await server.close()
+        await site.close()
     return 0
 
 

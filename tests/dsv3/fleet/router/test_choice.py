@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 
@@ -11,17 +12,23 @@ from hypothesis import strategies as st
 
 from dsv3.api.answers.errors import ENGINE_DIED, ApiError
 from dsv3.fleet.router import members
+from dsv3.fleet.router.asked import read_asked
 from dsv3.fleet.router.breaker import Breaker
 from dsv3.fleet.router.choice import Load, SentPages, choose
 from dsv3.fleet.router.instance import Booking, Broken, Instance
 from dsv3.fleet.router.members import Members, Registration
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
-from dsv3.fleet.router.prompt import Prompt, prompt_of
+from dsv3.fleet.router.prompt import Prompt
 from dsv3.fleet.router.trials import Trials
 
 URL = "http://127.0.0.1:1"
 LOADS = st.lists(st.builds(Load, st.floats(0, 1e6), st.integers(0, 10**6), st.integers(0, 500)), min_size=2, max_size=6)
+
+
+def prompt_in(body: dict) -> Prompt:
+    """What a router knows of the prompt in a request."""
+    return read_asked("/v1/responses", json.dumps(body).encode()).prompt
 
 
 @given(LOADS, st.integers(1, 200_000), st.randoms(use_true_random=False))
@@ -49,15 +56,15 @@ def test_equals_share():
 
 @given(st.lists(st.integers(0, 1), min_size=0, max_size=700), st.integers(0, 700))
 def test_prompts_that_begin_alike_have_keys_that_begin_alike(ids, length):
-    one, other = (prompt_of({"prompt": each}) for each in (ids, ids[:length]))
+    one, other = (prompt_in({"prompt": each}) for each in (ids, ids[:length]))
     assert one.keys[: len(other.keys)] == other.keys
     assert len(one.keys) == len(ids) // 64
-    assert not one.keys or prompt_of({"prompt": ids, "cache_salt": "s"}).keys[0] != one.keys[0]
+    assert not one.keys or prompt_in({"prompt": ids, "cache_salt": "s"}).keys[0] != one.keys[0]
 
 
 def test_the_next_turn_of_a_chat_begins_like_the_one_before():
     turns = [{"role": "user", "content": "word " * 300}, {"role": "assistant", "content": "more " * 300}]
-    first, second = prompt_of({"messages": turns[:1]}), prompt_of({"messages": turns})
+    first, second = prompt_in({"messages": turns[:1]}), prompt_in({"messages": turns})
     assert len(first.keys) >= 5 and second.keys[: len(first.keys)] == first.keys
 
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv3.api.answers.errors import ApiError
-from dsv3.fleet.router.asked import read_asked, salted
+from dsv3.fleet.router.asked import read_asked
 from dsv3.fleet.router.gather import Events, Failed, Gathered, Unreadable
 
 PATH = "/v1/completions"
@@ -86,34 +86,82 @@ def test_an_error_in_a_stream(kind, is_ours):
     assert failed.value.is_ours == is_ours and str(failed.value.error) == "m"
 
 
+def read_back(body) -> dict:
+    """What an instance reads of it: the last of fields that have one name."""
+    return json.loads(b"".join(body))
+
+
 def test_what_an_instance_is_sent():
     request = asked(seed=3, n=2)
-    body = json.loads(request.first(None))
+    body = read_back(request.first(None))
     assert (body["seed"], body["return_token_ids"], "resume" in body) == (3, True, False)
-    body = json.loads(request.again([[5], []], {"remote_host": "h"}))
+    body = read_back(request.again([[5], []], {"remote_host": "h"}))
     assert body["resume"] == {"output_token_ids": [[5], []]} and body["kv_transfer_params"] == {"remote_host": "h"}
-    assert 0 <= asked().body["seed"] < 2**31
-    body = json.loads(asked(resume={"output_token_ids": [1]}, echo=True).prefill())
-    assert body["max_tokens"] == 1 and not {"stream", "resume", "echo"} & body.keys()
+    assert 0 <= read_back(asked().first(None))["seed"] < 2**31
+    body = read_back(asked(resume={"output_token_ids": [1]}, echo=True, min_tokens=3).prefill())
+    assert body["max_tokens"] == 1 and not any(body[name] for name in ("stream", "resume", "echo", "min_tokens"))
+
+
+FIELDS = st.dictionaries(
+    st.sampled_from(["seed", "cache_salt", "kv_transfer_params", "stream", "input", "x", "é"]),
+    st.sampled_from([None, True, "t", [], {}, [{"a": "}"}]]),
+)
+
+
+@given(FIELDS, st.booleans(), st.sampled_from([None, 1]), st.sampled_from([b"", b" \n"]))
+def test_the_clients_fields_reach_an_instance_as_they_came(fields, escapes, indent, space):
+    data = space + json.dumps(fields, ensure_ascii=escapes, indent=indent).encode() + space
+    body = read_back(read_asked("/v1/responses", data, "tenant").first(None))
+    salt = fields.get("cache_salt")
+    expected = fields | {"cache_salt": f"tenant-{salt or ''}" if isinstance(salt, str | None) else salt}
+    if "kv_transfer_params" in fields:
+        expected["kv_transfer_params"] = None
+    assert body == expected
+
+
+def test_names_that_are_spelled_with_escapes_are_the_same_names():
+    request = read_asked(PATH, b'{"prompt": "x", "\\u006bv_transfer_params": {"remote_host": "inside"}, "\\u006e": 2}')
+    assert read_back(request.first(None))["kv_transfer_params"] is None and len(request.given) == 2
 
 
 def test_a_client_that_resumes_is_gone_on_with():
     request = asked(resume={"output_token_ids": [4, 5]})
     gathered = Gathered(request)
     gathered.take(event(0, [6]))
-    assert json.loads(request.again(gathered.tokens, None))["resume"] == {"output_token_ids": [[4, 5, 6]]}
+    assert read_back(request.again(gathered.tokens, None))["resume"] == {"output_token_ids": [[4, 5, 6]]}
 
 
 def test_no_client_says_where_pages_are():
     request = asked(kv_transfer_params={"do_remote_prefill": True, "remote_host": "inside", "remote_port": 1})
-    assert b"kv_transfer_params" not in request.first(None)
+    assert read_back(request.first(None))["kv_transfer_params"] is None
     request = asked(bootstrap_host="inside", bootstrap_port=1, bootstrap_room=7)
-    assert b"bootstrap" not in request.first(None) and b"inside" not in request.prefill()
+    for body in (request.first(None), request.prefill()):
+        assert {read_back(body)[f"bootstrap_{name}"] for name in ("host", "port", "room")} == {None}
 
 
 def test_tenants_do_not_share_salts():
-    salts = {salted(tenant, given) for tenant in ("a" * 64, "b" * 64) for given in (None, "x")}
-    assert len(salts) == 4 and salted("a", 5) == 5
+    bodies = (b"{}", b'{"cache_salt": "x"}')
+    found = [
+        read_back(read_asked(PATH, body, tenant).first(None)) for tenant in ("a" * 64, "b" * 64) for body in bodies
+    ]
+    assert len({body["cache_salt"] for body in found}) == 4
+
+
+def test_a_body_is_not_copied_and_its_tokens_are_counted():
+    data = bytearray(b'{"prompt": [%b], "resume": {"output_token_ids": [7, 8]}}' % b", ".join([b"5"] * 100_000))
+    request = read_asked(PATH, data)
+    head, tail = request.again([[7, 8, 9]], None)
+    assert head.obj is data and len(tail) < 100 and request.num_bytes == 4 * 100_002
+    assert request.prompt.tokens == 100_000 and len(request.prompt.keys) == 100_000 // 64
+
+
+def test_what_a_server_refuses_unread_a_router_refuses_too():
+    body = b'{"prompt": [%b]}' % b",".join([b"{}"] * 2**20)
+    with pytest.raises(ApiError, match="brackets") as refused:
+        read_asked(PATH, body)
+    assert refused.value.status == 400
+    with pytest.raises(ApiError, match="longer than any prompt"):
+        read_asked(PATH, b'{"prompt": [%b]}' % b",".join([b"5"] * (2**20 + 1)))
 
 
 @given(st.binary(max_size=30))

@@ -75,11 +75,11 @@ class Asked:
         """Returns what the first instance is sent; `transfer` says where the prompt's pages are."""
         return self._with({}, transfer)
 
-    def again(self, tokens: Sequence[Sequence[int]], transfer: Mapping[str, Any] | None) -> Body:
+    def again(self, tokens: Sequence[list[int]], transfer: Mapping[str, Any] | None) -> Body:
         """Returns what another one is sent, which goes on behind the tokens that each choice has had."""
         if not any(tokens):
             return self._with({}, transfer)
-        return self._with({"resume": {"output_token_ids": [list(each) for each in tokens]}}, transfer)
+        return self._with({"resume": {"output_token_ids": tokens}}, transfer)
 
     def prefill(self) -> Body:
         """Returns what a prefill instance is sent."""

@@ -7,15 +7,19 @@ A general client costs too much here: at 128 streams httpx takes 2.5 times the p
 import asyncio
 import contextlib
 import dataclasses
+import re
 import ssl
 import urllib.parse
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 import h11
 
 READ_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 16  # requests up to this size are one write: one packet, one wake-up of the server
 MAX_ERROR_BODY_BYTES = 1 << 16
+
+_HOST = re.compile(r"[0-9a-z._-]+|[0-9a-f:.]+(%[0-9a-z._-]+)?")
+_PATH = re.compile(r"[!-~]*")
 
 
 Body = bytes | Sequence[bytes | memoryview]
@@ -42,13 +46,47 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Returns the address in `http[s]://host[:port][/prefix][/v1]`. Raises ValueError for anything else."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        """Returns the address in `http[s]://host[:port][/prefix][/v1]`, an international name in its ASCII form.
+
+        Raises ValueError for anything else, and for a name that no resolver or no request line takes.
+        """
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host, port = (parts.hostname or "").encode("idna").decode("ascii"), parts.port
+        except ValueError:  # UnicodeError is one
+            host, port = "", None
+        if not _HOST.fullmatch(host) or parts.scheme not in ("http", "https") or not _PATH.fullmatch(parts.path):
             raise ValueError(f"--url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
         tls = parts.scheme == "https"
-        port = parts.port or (443 if tls else 80)
-        return cls(parts.hostname, port, tls, parts.path.rstrip("/").removesuffix("/v1"))
+        return cls(host, port or (443 if tls else 80), tls, parts.path.rstrip("/").removesuffix("/v1"))
+
+
+class ServerSentEvents:
+    """Cuts a body into the data of its events (WHATWG HTML 9.2.6); comments and other fields are skipped."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._buffer = bytearray()
+        self._is_cut = False  # behind a carriage return, which may be half the end of a line
+
+    def push(self, data: bytes) -> Iterator[bytes]:
+        """Yields the data of each event that is complete; raises RequestFailed for one of more than `limit` bytes.
+
+        Each byte is searched once, however many pieces an event comes in.
+        """
+        data = b"\r" + data if self._is_cut else data
+        self._is_cut = data.endswith(b"\r")
+        searched, start = max(0, len(self._buffer) - 1), 0
+        self._buffer += (data[:-1] if self._is_cut else data).replace(b"\r\n", b"\n")
+        while (end := self._buffer.find(b"\n\n", searched)) >= 0:
+            event = bytes(memoryview(self._buffer)[start:end])
+            start = searched = end + 2
+            lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+            if lines:
+                yield b"\n".join(lines)
+        del self._buffer[:start]
+        if len(self._buffer) > self._limit:
+            raise RequestFailed("malformed", f"an event of more than {self._limit} bytes")
 
 
 class Response:

@@ -2,7 +2,7 @@
 
 import array
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,33 +28,6 @@ class Failed(Exception):
     def __init__(self, error: ApiError, *, is_ours: bool):
         super().__init__(str(error))
         self.error, self.is_ours = error, is_ours
-
-
-class Events:
-    """Cuts a body into the data of its server-sent events."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._is_cut = False  # behind a carriage return, which may be half the end of a line
-
-    def push(self, data: bytes) -> Iterator[bytes]:
-        """Yields the data of each event that is complete; raises Unreadable for one that has no end.
-
-        Each byte is searched once, however many pieces an event comes in.
-        """
-        data = b"\r" + data if self._is_cut else data
-        self._is_cut = data.endswith(b"\r")
-        searched, start = max(0, len(self._buffer) - 1), 0
-        self._buffer += (data[:-1] if self._is_cut else data).replace(b"\r\n", b"\n")
-        while (end := self._buffer.find(b"\n\n", searched)) >= 0:
-            event = bytes(memoryview(self._buffer)[start:end])
-            start = searched = end + 2
-            lines = [line.removeprefix(b"data:").strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-            if lines:
-                yield b"\n".join(lines)
-        del self._buffer[:start]
-        if len(self._buffer) > MAX_EVENT_BYTES:
-            raise Unreadable(f"an event has more than {MAX_EVENT_BYTES} bytes")
 
 
 @dataclasses.dataclass

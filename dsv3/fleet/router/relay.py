@@ -10,14 +10,14 @@ import msgspec
 
 from dsv3.api.answers.errors import ApiError
 from dsv3.fleet.router.asked import RESUMABLE, Asked
-from dsv3.fleet.router.gather import Events, Failed, Gathered, Unreadable
+from dsv3.fleet.router.gather import MAX_EVENT_BYTES, Failed, Gathered, Unreadable
 from dsv3.fleet.router.instance import Booking, Broken, Instance
 from dsv3.fleet.router.numbers import Numbers
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
 from dsv3.fleet.router.spelling import spelled
 from dsv3.fleet.router.trials import FATAL, Refused, Trials, broken_off
-from dsv3.http_client import Body, Response
+from dsv3.http_client import Body, RequestFailed, Response, ServerSentEvents
 
 MAX_ANSWER_BYTES = 2**26
 _MAX_ERROR_BYTES = 2**20
@@ -133,7 +133,7 @@ class Relay:
     async def _streamed(self, booking: Booking, gathered: Gathered, tell: Tell) -> Reply | None:
         """Passes a stream on and gathers its tokens; begins behind those that there are."""
         gathered.broke()
-        instance, events = booking.instance, Events()
+        instance, events = booking.instance, ServerSentEvents(MAX_EVENT_BYTES)
         body = self._asked.again(gathered.tokens, self._transfer)
         async with instance.ask(self._asked.path, body, self._headers) as response:
             if response.status != 200:
@@ -147,7 +147,9 @@ class Relay:
                     return None
         raise Broken("the stream has no end")
 
-    async def _take(self, booking: Booking, events: Events, piece: bytes, gathered: Gathered, tell: Tell) -> None:
+    async def _take(
+        self, booking: Booking, events: ServerSentEvents, piece: bytes, gathered: Gathered, tell: Tell
+    ) -> None:
         try:
             for data in events.push(piece):
                 lines, tokens = gathered.take(data)
@@ -155,7 +157,7 @@ class Relay:
                 if lines:
                     self._has_told = True
                     await tell(b"".join(lines))
-        except Unreadable as error:
+        except (Unreadable, RequestFailed) as error:
             raise Broken(str(error)) from None
         except Failed as failure:
             if not failure.is_ours:

@@ -5,22 +5,25 @@ import contextlib
 import json
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.api.answers.errors import ENGINE_DIED, ApiError
+from dsv3.api.http.registering import registrar_of
 from dsv3.fleet.router import members
 from dsv3.fleet.router.asked import read_asked
 from dsv3.fleet.router.breaker import Breaker
 from dsv3.fleet.router.choice import Load, SentPages, choose
 from dsv3.fleet.router.instance import Booking, Broken, Instance
-from dsv3.fleet.router.members import Members, Registration
+from dsv3.fleet.router.members import Members, Registration, read_registration
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
 from dsv3.fleet.router.prompt import Prompt
 from dsv3.fleet.router.trials import Trials
+from dsv3.options import ServerOptions
 
 URL = "http://127.0.0.1:1"
 LOADS = st.lists(st.builds(Load, st.floats(0, 1e6), st.integers(0, 10**6), st.integers(0, 500)), min_size=2, max_size=6)
@@ -236,6 +239,19 @@ def test_an_instance_is_there_until_its_lease_ends_or_it_leaves(monkeypatch):
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a..b:80", "http://" + "x" * 64, "http://a b", "http://ü/ü", "http://h:x", "ftp://h", ""]
+)
+def test_a_name_that_nobody_can_connect_to_is_refused(url):
+    """Its watcher would end, and nobody would see it leave. An instance that is to register there does not start."""
+    with pytest.raises(ApiError, match="url: ") as refused:
+        read_registration(json.dumps({"url": url}).encode())
+    assert refused.value.status == 400
+    if url.startswith("http"):
+        with pytest.raises(ValueError, match="register: "):
+            registrar_of(SimpleNamespace(options=ServerOptions(register=(url,))), 8000)
 
 
 def test_trials_end():

@@ -230,7 +230,7 @@ class Booking:
         load.prefill, load.held, load.requests = load.prefill + self._cost, load.held + self._held, load.requests + 1
         instance.sent.note(prompt.keys)
         instance.flying.add(self._flying)
-        instance.breaker.send()
+        instance.breaker.send(self)
 
     def answer(self, tokens: int) -> None:
         """Notes tokens of the answer; the prompt is computed, then."""
@@ -250,4 +250,4 @@ class Booking:
         load.prefill, load.held, load.requests = load.prefill - self._cost, load.held - self._held, load.requests - 1
         if not load.requests:
             load.prefill = 0.0  # sums of floats
-        self.instance.breaker.withdraw()
+        self.instance.breaker.end(self)

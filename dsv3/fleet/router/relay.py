@@ -87,7 +87,7 @@ class Relay:
                     booking.instance.rest()
                     self._trials.refused(time.monotonic())
                 except Broken as failure:
-                    await self._note(booking.instance, failure)
+                    await self._note(booking, failure)
                     if not can_go_on():
                         raise failure.error or broken_off() from None
                     self._fleet.numbers.resumed.inc(failure.has_arrived)
@@ -98,10 +98,11 @@ class Relay:
         booking.instance.work()
         return found
 
-    async def _note(self, instance: Instance, failure: Broken) -> None:
+    async def _note(self, booking: Booking, failure: Broken) -> None:
         """Looks whether the instance has died; one that was draining has not died of this request."""
+        instance = booking.instance
         was_draining = instance.status == "draining"
-        instance.breaker.fail(time.monotonic())
+        instance.breaker.fail(booking, time.monotonic())
         await instance.probe()
         has_died = not was_draining and instance.status not in ("ok", "draining")
         _log.warning("%s: %s (%s)", instance.url, failure, "it is " + instance.status)
@@ -189,7 +190,7 @@ class Relay:
             instance.rest()
             raise
         except Broken as failure:
-            await self._note(instance, failure)
+            await self._note(booking, failure)
             raise Refused from None
         instance.work()
         if reply.status != 200:

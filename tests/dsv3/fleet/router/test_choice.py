@@ -22,6 +22,7 @@ from dsv3.fleet.router.members import Members, Registration, read_registration
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
 from dsv3.fleet.router.prompt import Prompt
+from dsv3.fleet.router.server import fleet_of, maker, members_of
 from dsv3.fleet.router.trials import Trials
 from dsv3.options import ServerOptions
 
@@ -86,42 +87,66 @@ def test_memory_of_pages_is_bounded_and_keeps_beginnings(prompts):
         assert all(sent.overlap([page]) for page in pages)
 
 
-@given(st.lists(st.sampled_from(["fail", "succeed", "wait", "ask"]), max_size=60))
+ENDS = st.sampled_from(["fail", "succeed", "nothing"])
+
+
+@given(st.lists(st.sampled_from(["wait", "ask"]) | st.tuples(st.integers(0, 5), ENDS), max_size=60))
 def test_a_breaker_lets_one_try_while_it_is_open(steps):
-    breaker, now, on_trial = Breaker(), 0.0, False
+    """Many requests are on their way, also from before it opened; any of them may end in any way."""
+    breaker, now, running, on_trial = Breaker(), 0.0, [], []
     for step in steps:
         if step == "wait":
             now += 31
-        elif step == "ask" and breaker.allows(now):
-            assert not on_trial
-            on_trial = breaker.failures >= 3
-            breaker.send()
-        elif step in ("fail", "succeed"):
-            breaker.fail(now) if step == "fail" else breaker.succeed()
-            on_trial = False
-            assert breaker.allows(now) == (breaker.failures < 3)
+        elif step == "ask":
+            if breaker.allows(now):
+                request = object()
+                running.append(request)
+                if breaker.is_open:
+                    assert not on_trial
+                    on_trial.append(request)
+                breaker.send(request)
+        elif step[0] < len(running):
+            request = running.pop(step[0])
+            if step[1] == "succeed":
+                breaker.succeed()
+                on_trial.clear()
+            elif step[1] == "fail":
+                breaker.fail(request, now)
+            breaker.end(request)
+            on_trial = [each for each in on_trial if each is not request]
+        if not breaker.is_open:
+            on_trial.clear()
+        assert breaker.allows(now + 31) == (not on_trial)
     breaker.succeed()
     assert breaker.allows(now)
 
 
 def test_many_failures_at_once_are_one_rest():
     breaker = Breaker()
-    for _ in range(50):
-        breaker.fail(10.0)
+    for request in range(50):
+        breaker.fail(request, 10.0)
     assert not breaker.allows(10.9) and breaker.allows(11.0)
-    breaker.fail(11.0)
+    breaker.send("trial")
+    breaker.fail("one from before", 11.0)
+    assert breaker.opens_until == 11.0
+    breaker.fail("trial", 11.0)
+    breaker.end("trial")
     assert not breaker.allows(12.9) and breaker.allows(13.0)
 
 
-def test_one_request_alone_tries_an_open_breaker():
-    breaker = Breaker()
+def test_one_request_alone_tries_an_instance_that_has_failed():
+    """Another one that ends meanwhile, sent before, does not let a second one try."""
+    [instance] = pool_of(1, limit=9).instances
+    before = Booking(instance, Prompt((), 1), 0)
     for _ in range(3):
-        breaker.fail(0.0)
-    assert breaker.allows(1.0)
-    breaker.send()
-    assert not breaker.allows(1.0)
-    breaker.withdraw()
-    assert breaker.allows(1.0)
+        instance.breaker.fail(object(), time.monotonic() - 2)
+    assert instance.has_room
+    trial = Booking(instance, Prompt((), 1), 0)
+    assert not instance.has_room
+    before.close()
+    assert not instance.has_room
+    trial.close()
+    assert instance.has_room
 
 
 def pool_of(count: int, *, limit: int = 2, max_queued: int = 3, queue_s: float = 60) -> Pool:
@@ -252,6 +277,26 @@ def test_a_name_that_nobody_can_connect_to_is_refused(url):
     if url.startswith("http"):
         with pytest.raises(ValueError, match="register: "):
             registrar_of(SimpleNamespace(options=ServerOptions(register=(url,))), 8000)
+
+
+def test_an_instance_that_comes_back_in_another_role_changes_its_pool_and_its_counts_go(monkeypatch):
+    async def run() -> None:
+        url, names = f"{URL}23", ("both", "prefill")
+        counted = f'dsv3:router_sent_total{{instance="{url}"}}'.encode()
+        options = RouterOptions(registration=True, health_interval=0.05)
+        fleet = fleet_of(options, maker(options, None))
+        found = members_of(fleet, maker(options, None), None, lambda text: None)
+        pools = dict(zip(names, (fleet.answering, fleet.prefilling), strict=True))
+        for role in (*names, "both"):
+            while [each for each in names if pools[each].instances] != [role]:
+                found.hear(Registration(url, role))
+                await asyncio.sleep(0.01)
+            assert counted not in fleet.numbers.text()
+            fleet.numbers.sent.labels(url).inc()
+            assert counted in fleet.numbers.text()
+        await found.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_trials_end():

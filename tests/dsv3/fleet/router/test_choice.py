@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import time
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from dsv3.fleet.router.prompt import Prompt
 from dsv3.fleet.router.server import fleet_of, maker, members_of
 from dsv3.fleet.router.trials import Trials
 from dsv3.options import ServerOptions
+from tests.dsv3.api.serving import ROOT
 
 URL = "http://127.0.0.1:1"
 LOADS = st.lists(st.builds(Load, st.floats(0, 1e6), st.integers(0, 10**6), st.integers(0, 500)), min_size=2, max_size=6)
@@ -297,6 +299,16 @@ def test_an_instance_that_comes_back_in_another_role_changes_its_pool_and_its_co
         await found.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_all_that_a_router_counts_is_documented():
+    options = RouterOptions(instances=(URL,))
+    fleet = fleet_of(options, maker(options, None))
+    fleet.numbers.sent.labels(URL).inc()
+    exported = set(re.findall(rb"^# TYPE (\S+)", fleet.numbers.text(), re.MULTILINE))
+    exported = {name.decode() for name in exported if not name.endswith(b"_created")}
+    documented = re.findall(r"^\| `(dsv3:router_.*?)` \|", (ROOT / "docs/fleet.md").read_text(), re.MULTILINE)
+    assert {name for each in documented for name in re.findall(r"dsv3:\w+", each)} == exported
 
 
 def test_trials_end():

@@ -161,14 +161,17 @@ class _Reader:
         for name, field in given.items():
             if len(field) > MAX_FIELD_BYTES:
                 raise _invalid_at(f"{at}{name}", f"takes more than {MAX_FIELD_BYTES} bytes")
-        rest = b",".join(b'"%s":%s' % (name.encode(), field) for name, field in given.items())
+        required = {
+            field.encode_name: b"[]" for field in fields(kind) if field.required and field.encode_name in values
+        }
+        rest = b",".join(b'"%s":%s' % (name.encode(), field) for name, field in (given | required).items())
         result = _decode(kind, b"{%s}" % rest, at)
         for name, value in values.items():
             setattr(result, name, value)
         return result
 
     def _large_fields(self) -> dict[type, dict[str, Callable[[msgspec.Raw, str], Any]]]:
-        """Returns for each type its fields that may be large, and what reads them. They all have defaults."""
+        """Returns for each type its fields that may be large, and what reads them. They have defaults or are lists."""
         messages, content = self._of(self._messages, ChatMessage), self._of(self._content, TextPart)
         texts, parts = self._of(self._content, TextBlock), self._of(self._content, InputPart)
         return {

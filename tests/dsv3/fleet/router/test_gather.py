@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from dsv3.api.answers.chat import ChatAnswer
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.generation import Update
-from dsv3.api.answers.schema import ChatRequest
+from dsv3.api.answers.reading import read
+from dsv3.api.answers.schema import ChatRequest, CompletionRequest
 from dsv3.fleet.router.asked import read_asked
 from dsv3.fleet.router.gather import MAX_EVENT_BYTES, Failed, Gathered, Unreadable
 from dsv3.http_client import ServerSentEvents
@@ -232,6 +233,20 @@ def test_no_client_says_where_pages_are():
     request = asked(bootstrap_host="inside", bootstrap_port=1, bootstrap_room=7)
     for body in (request.first(None), request.prefill()):
         assert {read_back(body)[f"bootstrap_{name}"] for name in ("host", "port", "room")} == {None}
+
+
+@pytest.mark.parametrize("padding", [0, 200_000])
+def test_a_server_reads_what_the_router_says_and_not_what_its_client_said(padding):
+    """Read at once or in pieces, of two fields of one name the last one holds."""
+    fields = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "inside"}, "bootstrap_room": 7}
+    fields |= {"resume": {"output_token_ids": [1] * padding}, "cache_salt": "mine", "return_token_ids": False}
+    request = read_asked(PATH, json.dumps({"prompt": "x", "stream": True} | fields).encode(), "tenant")
+    found = read(CompletionRequest, b"".join(request.again([[5, 6]], None)))
+    assert (found.kv_transfer_params, found.bootstrap_room, found.cache_salt) == (None, None, "tenant-mine")
+    assert found.return_token_ids and found.resume.output_token_ids in ([[5, 6]], [array.array("i", [5, 6])])
+    found = read(CompletionRequest, b"".join(request.prefill()))
+    assert (found.max_tokens, found.stream, found.resume, found.bootstrap_room) == (1, None, None, None)
+    assert found.kv_transfer_params.remote_host is None
 
 
 def test_tenants_do_not_share_salts():

@@ -33,8 +33,16 @@ class Breaker:
         if self.is_open:
             self.trial = request
 
+    def answer(self, request: object) -> None:
+        """Notes that a request gets its first tokens. The one that tried closes the breaker; a failure opens it again.
+
+        Its end may be minutes away, and one request at a time is little.
+        """
+        if request is self.trial:
+            self.failures, self.trial = _FAILURES - 1, None
+
     def succeed(self) -> None:
-        """Closes it."""
+        """Notes that a request was answered to its end: the next rest is a short one."""
         self.failures, self.opens_until, self.rest_s, self.trial = 0, 0.0, _REST_S[0], None
 
     def fail(self, request: object, now: float) -> None:

@@ -238,6 +238,8 @@ class Booking:
         self.instance.load.held += tokens
         self._cost, self._held = 0.0, self._held + tokens
         self._land()
+        if tokens:
+            self.instance.breaker.answer(self)
 
     def _land(self) -> None:
         self.instance.flying.remove(self._flying)

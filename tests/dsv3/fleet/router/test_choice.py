@@ -89,7 +89,7 @@ def test_memory_of_pages_is_bounded_and_keeps_beginnings(prompts):
         assert all(sent.overlap([page]) for page in pages)
 
 
-ENDS = st.sampled_from(["fail", "succeed", "nothing"])
+ENDS = st.sampled_from(["fail", "succeed", "nothing", "answer"])
 
 
 @given(st.lists(st.sampled_from(["wait", "ask"]) | st.tuples(st.integers(0, 5), ENDS), max_size=60))
@@ -108,14 +108,18 @@ def test_a_breaker_lets_one_try_while_it_is_open(steps):
                     on_trial.append(request)
                 breaker.send(request)
         elif step[0] < len(running):
-            request = running.pop(step[0])
-            if step[1] == "succeed":
-                breaker.succeed()
-                on_trial.clear()
-            elif step[1] == "fail":
-                breaker.fail(request, now)
-            breaker.end(request)
-            on_trial = [each for each in on_trial if each is not request]
+            request = running[step[0]]
+            if step[1] == "answer":
+                breaker.answer(request)
+                assert not breaker.is_open or request not in on_trial
+            else:
+                running.remove(request)
+                if step[1] == "succeed":
+                    breaker.succeed()
+                elif step[1] == "fail":
+                    breaker.fail(request, now)
+                breaker.end(request)
+                on_trial = [each for each in on_trial if each is not request]
         if not breaker.is_open:
             on_trial.clear()
         assert breaker.allows(now + 31) == (not on_trial)
@@ -149,6 +153,13 @@ def test_one_request_alone_tries_an_instance_that_has_failed():
     assert not instance.has_room
     trial.close()
     assert instance.has_room
+    trial = Booking(instance, Prompt((), 1), 0)
+    trial.answer(0)
+    assert not instance.has_room
+    trial.answer(1)
+    assert instance.has_room
+    instance.breaker.fail(trial, time.monotonic())
+    assert not instance.has_room
 
 
 def pool_of(count: int, *, limit: int = 2, max_queued: int = 3, queue_s: float = 60) -> Pool:

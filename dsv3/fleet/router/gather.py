@@ -2,6 +2,7 @@
 
 import array
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ import msgspec
 
 from dsv3.api.answers.errors import ApiError
 from dsv3.fleet.router.asked import Asked
+from dsv3.http_client import ServerSentEvents
 
 DONE = b"data: [DONE]\n\n"
-MAX_EVENT_BYTES = 2**26
+Events = functools.partial(ServerSentEvents, 2**26)
+"""Cuts the body of a stream into events; one has 64 MiB at most."""
 # Events of a choice that may wait for its tokens: from an instance that does not tell them, and from one that does.
 _MAX_SILENT, _MAX_HELD = 4, 1024
 

@@ -10,7 +10,7 @@ import msgspec
 
 from dsv3.api.answers.errors import ApiError
 from dsv3.fleet.router.asked import RESUMABLE, Asked
-from dsv3.fleet.router.gather import MAX_EVENT_BYTES, Failed, Gathered, Unreadable
+from dsv3.fleet.router.gather import Events, Failed, Gathered, Unreadable
 from dsv3.fleet.router.instance import Booking, Broken, Instance
 from dsv3.fleet.router.numbers import Numbers
 from dsv3.fleet.router.options import RouterOptions
@@ -134,7 +134,7 @@ class Relay:
     async def _streamed(self, booking: Booking, gathered: Gathered, tell: Tell) -> Reply | None:
         """Passes a stream on and gathers its tokens; begins behind those that there are."""
         gathered.broke()
-        instance, events = booking.instance, ServerSentEvents(MAX_EVENT_BYTES)
+        instance, events = booking.instance, Events()
         body = self._asked.again(gathered.tokens, self._transfer)
         async with instance.ask(self._asked.path, body, self._headers) as response:
             if response.status != 200:

@@ -15,8 +15,7 @@ from dsv3.api.answers.generation import Update
 from dsv3.api.answers.reading import read
 from dsv3.api.answers.schema import ChatRequest, CompletionRequest
 from dsv3.fleet.router.asked import read_asked
-from dsv3.fleet.router.gather import MAX_EVENT_BYTES, Failed, Gathered, Unreadable
-from dsv3.http_client import ServerSentEvents
+from dsv3.fleet.router.gather import Events, Failed, Gathered, Unreadable
 from dsv3.text.pieces import Reasoning, Text
 
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -130,7 +129,7 @@ def test_an_event_of_several_choices_goes_out_choice_by_choice():
 def test_events_are_found_however_the_bytes_come(contents, data):
     ends = [data.draw(st.sampled_from([b"\n\n", b"\r\n\r\n", b"\n: a comment\r\n\n"])) for _ in contents]
     body = b"".join(b"data: %b%b" % each for each in zip(contents, ends, strict=True))
-    found, events = [], ServerSentEvents(MAX_EVENT_BYTES)
+    found, events = [], Events()
     while body:
         size = data.draw(st.integers(1, len(body)))
         found += events.push(body[:size])
@@ -140,7 +139,7 @@ def test_events_are_found_however_the_bytes_come(contents, data):
 
 def test_an_event_takes_time_in_proportion_to_its_size():
     def seconds(size: int) -> float:
-        body, events, began = b"data: %b\n\n" % (b"x" * size), ServerSentEvents(MAX_EVENT_BYTES), time.thread_time()
+        body, events, began = b"data: %b\n\n" % (b"x" * size), Events(), time.thread_time()
         found = [each for i in range(0, len(body), 4096) for each in events.push(body[i : i + 4096])]
         assert list(map(len, found)) == [size]
         return time.thread_time() - began

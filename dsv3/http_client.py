@@ -7,14 +7,23 @@ A general client costs too much here: at 128 streams httpx takes 2.5 times the p
 import asyncio
 import contextlib
 import dataclasses
+import re
 import ssl
 import urllib.parse
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 import h11
 
 READ_BYTES = 1 << 16
+_JOINED_BYTES = 1 << 16  # requests up to this size are one write: one packet, one wake-up of the server
 MAX_ERROR_BODY_BYTES = 1 << 16
+
+_HOST = re.compile(r"[0-9a-z._-]+|[0-9a-f:.]+(%[0-9a-z._-]+)?")
+_PATH = re.compile(r"[!-~]*")
+
+
+Body = bytes | Sequence[bytes | memoryview]
+"""A request's body, or its parts; large ones are not copied."""
 
 
 class RequestFailed(Exception):
@@ -37,13 +46,47 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Returns the address in `http[s]://host[:port][/prefix][/v1]`. Raises ValueError for anything else."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        """Returns the address in `http[s]://host[:port][/prefix][/v1]`, an international name in its ASCII form.
+
+        Raises ValueError for anything else, and for a name that no resolver or no request line takes.
+        """
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host, port = (parts.hostname or "").encode("idna").decode("ascii"), parts.port
+        except ValueError:  # UnicodeError is one
+            host, port = "", None
+        if not _HOST.fullmatch(host) or parts.scheme not in ("http", "https") or not _PATH.fullmatch(parts.path):
             raise ValueError(f"--url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
         tls = parts.scheme == "https"
-        port = parts.port or (443 if tls else 80)
-        return cls(parts.hostname, port, tls, parts.path.rstrip("/").removesuffix("/v1"))
+        return cls(host, port or (443 if tls else 80), tls, parts.path.rstrip("/").removesuffix("/v1"))
+
+
+class ServerSentEvents:
+    """Cuts a body into the data of its events (WHATWG HTML 9.2.6); comments and other fields are skipped."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._buffer = bytearray()
+        self._is_cut = False  # behind a carriage return, which may be half the end of a line
+
+    def push(self, data: bytes) -> Iterator[bytes]:
+        """Yields the data of each event that is complete; raises RequestFailed for one of more than `limit` bytes.
+
+        Each byte is searched once, however many pieces an event comes in.
+        """
+        data = b"\r" + data if self._is_cut else data
+        self._is_cut = data.endswith(b"\r")
+        searched, start = max(0, len(self._buffer) - 1), 0
+        self._buffer += (data[:-1] if self._is_cut else data).replace(b"\r\n", b"\n")
+        while (end := self._buffer.find(b"\n\n", searched)) >= 0:
+            event = bytes(memoryview(self._buffer)[start:end])
+            start = searched = end + 2
+            lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+            if lines:
+                yield b"\n".join(lines)
+        del self._buffer[:start]
+        if len(self._buffer) > self._limit:
+            raise RequestFailed("malformed", f"an event of more than {self._limit} bytes")
 
 
 class Response:
@@ -91,7 +134,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     @contextlib.asynccontextmanager
-    async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
+    async def request(self, method: str, path: str, body: Body = b"") -> AsyncIterator[Response]:
         """Sends one request and yields its Response, whose body is to be read inside the `async with`.
 
         Raises RequestFailed: "connect" where no connection can be made, "http STATUS" with the server's words for any
@@ -108,7 +151,7 @@ class Client:
         self,
         method: str,
         path: str,
-        body: bytes = b"",
+        body: Body = b"",
         headers: Mapping[str, str] | None = None,
         *,
         fresh: bool = False,
@@ -126,7 +169,7 @@ class Client:
             self._idle.pop().close()
 
     async def _exchange(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], fresh: bool
+        self, method: str, path: str, body: Body, headers: Mapping[str, str], fresh: bool
     ) -> tuple["_Connection", h11.Response]:
         kept = None if fresh else self._take_idle()
         if kept is not None:
@@ -140,7 +183,7 @@ class Client:
         return made, await self._send(made, method, path, body, headers)
 
     async def _send(
-        self, connection: "_Connection", method: str, path: str, body: bytes, headers: Mapping[str, str]
+        self, connection: "_Connection", method: str, path: str, body: Body, headers: Mapping[str, str]
     ) -> h11.Response:
         try:
             return await connection.send(method, self._address.prefix + path, headers, body)
@@ -176,11 +219,16 @@ class _Connection:
         self._writer = writer
         self._protocol = h11.Connection(h11.CLIENT)
 
-    async def send(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> h11.Response:
+    async def send(self, method: str, path: str, headers: Mapping[str, str], body: Body) -> h11.Response:
         """Sends a request and returns the head of its answer."""
-        fields = [*headers.items(), ("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-        events = (h11.Request(method=method, target=path, headers=fields), h11.Data(data=body), h11.EndOfMessage())
-        self._writer.write(b"".join(self._protocol.send(event) or b"" for event in events))
+        parts = [body] if isinstance(body, bytes) else body
+        size = sum(map(len, parts))
+        fields = [*headers.items(), ("Content-Type", "application/json"), ("Content-Length", str(size))]
+        head = h11.Request(method=method, target=path, headers=fields)
+        events = [head, *(h11.Data(data=part) for part in parts), h11.EndOfMessage()]  # type: ignore[arg-type]
+        written = [data for event in events if (data := self._protocol.send(event))]
+        for data in written if size > _JOINED_BYTES else [b"".join(written)]:
+            self._writer.write(data)
         while True:
             event = await self.next_event()
             if isinstance(event, h11.Response):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dsv3.http_client import Client, RequestFailed
+from dsv3.http_client import Client, RequestFailed, ServerSentEvents
 
 MAX_EVENT_BYTES = 1 << 24
 
@@ -163,21 +163,11 @@ class _Reader:
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yields the data of each server-sent event (WHATWG HTML 9.2.6); skips comments and other fields."""
-    buffer, data = bytearray(), []
+    """Yields the data of each server-sent event."""
+    found = ServerSentEvents(MAX_EVENT_BYTES)
     async for piece in pieces:
-        buffer += piece
-        *lines, rest = buffer.split(b"\n")
-        buffer = rest
-        if len(buffer) > MAX_EVENT_BYTES:
-            raise RequestFailed("malformed", f"an event of more than {MAX_EVENT_BYTES} bytes")
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                data.append(bytes(line[5:].removeprefix(b" ")))
-            elif not line and data:
-                yield b"\n".join(data)
-                data = []
+        for data in found.push(piece):
+            yield data
 
 
 async def complete(

@@ -160,7 +160,7 @@ def test_leader_worker_sets_have_the_fields_of_their_kind() -> None:
 def test_services_lead_to_leaders_alone() -> None:
     labels = [(role, pod["metadata"]["labels"]) for _, d in manifests() for role, _, pod in pods(d)]
     services = [document for _, document in manifests() if document["kind"] == "Service"]
-    assert len(services) == 4
+    assert len(services) == 5
     for service in services:
         wanted = service["spec"]["selector"].items()
         assert [role for role, own in labels if wanted <= own.items()] == ["leader"]

@@ -52,6 +52,10 @@ class ChatAnswer(Answer[ChatRequest]):
     def _is_plain(self) -> bool:
         return not (self.request.logprobs or self.request.return_token_ids)
 
+    @property
+    def _no_ids(self) -> list[int] | msgspec.UnsetType:
+        return [] if self.request.return_token_ids else msgspec.UNSET
+
     def check(self) -> None:
         if self.request.top_logprobs is not None and not self.request.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -106,7 +110,8 @@ class ChatAnswer(Answer[ChatRequest]):
         chunks = [self.chunk([choice]) for choice in self._chunks(update)]
         if update.choice not in self._greeted:
             self._greeted.add(update.choice)
-            greeting = ChunkChoice(index=update.choice, delta=Delta(role="assistant", content=""))
+            delta = Delta(role="assistant", content="")
+            greeting = ChunkChoice(index=update.choice, delta=delta, token_ids=self._no_ids)
             chunks.insert(0, self.chunk([greeting], tells_prompt=bool(self.request.return_token_ids)))
         return [to_event(chunk) for chunk in chunks]
 
@@ -165,14 +170,18 @@ class ChatAnswer(Answer[ChatRequest]):
         return self.service.logprobs.chat(update.token_ids, update.logprobs or [])
 
     def _chunks(self, update: Update) -> list[ChunkChoice]:
-        """Returns one chunk per piece; tokens, log-probabilities and the end go with the last."""
+        """Returns one chunk per piece; tokens, log-probabilities and the end go with the last.
+
+        The others say that they have no tokens, where tokens are asked for: a router holds them until the last is there
+        (docs/fleet.md).
+        """
         columns, wants_ids = self.logprob_columns(update), bool(self.request.return_token_ids)
         logprobs = ChatLogprobs(msgspec.Raw(b"[%s]" % columns[0])) if columns else None
         tells = update.finish_reason or (update.token_ids and (logprobs or wants_ids))
         if not update.pieces and not tells:
             return []
         deltas = [_delta(piece) for piece in update.pieces] or [Delta()]
-        chunks = [ChunkChoice(index=update.choice, delta=delta) for delta in deltas[:-1]]
+        chunks = [ChunkChoice(index=update.choice, delta=delta, token_ids=self._no_ids) for delta in deltas[:-1]]
         last = ChunkChoice(
             index=update.choice,
             delta=deltas[-1],

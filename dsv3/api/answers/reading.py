@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import fields
 
+from dsv3.api.answers.body_reader import SMALL_BYTES
 from dsv3.api.answers.errors import ApiError, invalid
 from dsv3.api.answers.faces.generate_schema import GenerateRequest
 from dsv3.api.answers.faces.messages_schema import ContentBlock, InputMessage, MessagesRequest, TextBlock
@@ -43,7 +44,7 @@ from dsv3.api.answers.schema import (
 )
 from dsv3.api.answers.service import Service
 
-SMALL_BYTES = MAX_FIELD_BYTES = 256 * 1024
+MAX_FIELD_BYTES = 256 * 1024
 MAX_TEXT_BYTES = 16 * 2**20  # 64 ms per 32 MiB where every other character is escaped
 MAX_MESSAGE_PARTS = 16_384  # of all messages together
 MAX_BRACKETS = 2**20  # a nested list takes 8 ns to skip, and a key up to 30 ns
@@ -77,23 +78,50 @@ async def read_request[T: msgspec.Struct](service: Service, kind: type[T], body:
 
     Raises ApiError: 400 that names the first wrong field, 503 where too many bodies wait.
     """
-    if len(body) <= SMALL_BYTES:
-        await service.turns.wait(len(body))
-        return read(kind, body)
-    context = Context.of(service)
+    context = Context.of(service) if len(body) > SMALL_BYTES else Context()
     if kind in _CONVERSATIONS and len(body) > context.text_bytes + _SLACK_BYTES:
         raise _beyond_context("the body", None)
-    return await service.read_large(len(body), lambda: read(kind, body, context))
+    return await service.read_body(len(body), lambda: read(kind, body, context))
 
 
 def read[T: msgspec.Struct](kind: type[T], body: bytes | bytearray, context: Context = Context()) -> T:
     """Returns the request in a body, read in pieces if it is large."""
-    if len(body) > SMALL_BYTES and _count(body, b"[{:") > MAX_BRACKETS:
-        raise invalid(f"the body holds more than {MAX_BRACKETS} brackets, braces and colons")
+    _require_few_brackets(body)
     request = _Reader(context).struct(kind, body, "")
     if issubclass(kind, SampledRequest):
         _refuse_unsupported(kind, body)
     return request
+
+
+def read_fields[T: msgspec.Struct](kind: type[T], body: _Buffer) -> T:
+    """Returns those fields of a body that `kind` has. They are of type `msgspec.Raw`: nothing is decoded.
+
+    Raises ApiError as `read` does for a body of too many brackets, and for what is no JSON object.
+    """
+    _require_few_brackets(body)
+    return _decode(kind, body, "")
+
+
+def read_resume(raw: msgspec.Raw) -> Resume | None:
+    """Returns the field `resume` of a request, decoded within the bounds of `read`; raises ApiError as that does."""
+    return _Reader(Context()).resume(raw, "resume")
+
+
+def read_prompt(raw: msgspec.Raw, at: str) -> list[msgspec.Raw] | array.array[int] | msgspec.Raw:
+    """Returns the prompts in a field, undecoded, where it lists several; its token ids, where it lists these.
+
+    What is no list is returned as it is. Raises ApiError as `read` does.
+    """
+    if not _is_list(raw):
+        return raw
+    if _is_list_of_prompts(raw):
+        return _items(raw, MAX_PROMPTS, at)
+    return _Reader(Context()).prompt_ids(raw, at)
+
+
+def _require_few_brackets(body: _Buffer) -> None:
+    if len(body) > SMALL_BYTES and _count(body, b"[{:") > MAX_BRACKETS:
+        raise invalid(f"the body holds more than {MAX_BRACKETS} brackets, braces and colons")
 
 
 def converted[T: SampledRequest](kind: type[T], fields: Mapping[str, Any]) -> T:
@@ -133,23 +161,26 @@ class _Reader:
         for name, field in given.items():
             if len(field) > MAX_FIELD_BYTES:
                 raise _invalid_at(f"{at}{name}", f"takes more than {MAX_FIELD_BYTES} bytes")
-        rest = b",".join(b'"%s":%s' % (name.encode(), field) for name, field in given.items())
+        required = {
+            field.encode_name: b"[]" for field in fields(kind) if field.required and field.encode_name in values
+        }
+        rest = b",".join(b'"%s":%s' % (name.encode(), field) for name, field in (given | required).items())
         result = _decode(kind, b"{%s}" % rest, at)
         for name, value in values.items():
             setattr(result, name, value)
         return result
 
     def _large_fields(self) -> dict[type, dict[str, Callable[[msgspec.Raw, str], Any]]]:
-        """Returns for each type its fields that may be large, and what reads them. They all have defaults."""
+        """Returns for each type its fields that may be large, and what reads them. They have defaults or are lists."""
         messages, content = self._of(self._messages, ChatMessage), self._of(self._content, TextPart)
         texts, parts = self._of(self._content, TextBlock), self._of(self._content, InputPart)
         return {
             ChatMessage: {"content": content, "reasoning_content": self._text, "reasoning": self._text},
-            CompletionRequest: {"prompt": self._prompts, "resume": self._resume},
+            CompletionRequest: {"prompt": self._prompts, "resume": self.resume},
             Resume: {"output_token_ids": self._prompts},
             DetokenizeRequest: {"tokens": self._token_ids},
             TokenizeRequest: {"prompt": self._text, "messages": messages},
-            ChatRequest: {"messages": messages, "resume": self._resume},
+            ChatRequest: {"messages": messages, "resume": self.resume},
             GenerateRequest: {"token_ids": self._token_ids},
             MessagesRequest: {"system": texts, "messages": self._of(self._messages, InputMessage)},
             InputMessage: {"content": self._of(self._content, ContentBlock)},
@@ -158,7 +189,7 @@ class _Reader:
             InputItem: {"content": parts, "output": parts},
         }
 
-    def _resume(self, raw: msgspec.Raw, at: str) -> Resume | None:
+    def resume(self, raw: msgspec.Raw, at: str) -> Resume | None:
         small = len(raw) <= max(SMALL_BYTES, len("null"))
         return _decode(Resume | None, raw, at) if small else self.struct(Resume, raw, f"{at}.")
 
@@ -190,12 +221,12 @@ class _Reader:
         if not _is_list(raw):
             return self._text(raw, at)
         if not _is_list_of_prompts(raw):
-            return self._prompt_ids(raw, at)
+            return self.prompt_ids(raw, at)
         items = enumerate(_items(raw, MAX_PROMPTS, at))
         return [self._prompt(item, f"{at}[{i}]") for i, item in items]
 
     def _prompt(self, raw: msgspec.Raw, at: str) -> str | array.array[int]:
-        return self._prompt_ids(raw, at) if _is_list(raw) else _decode(str, self._bounded(raw, at), at)
+        return self.prompt_ids(raw, at) if _is_list(raw) else _decode(str, self._bounded(raw, at), at)
 
     def _text(self, raw: msgspec.Raw, at: str) -> str | None:
         text = _decode(str | None, self._bounded(raw, at), at)
@@ -211,7 +242,7 @@ class _Reader:
         found = _decode(list[TokenId] | None, raw, at)
         return None if found is None else array.array("i", found)
 
-    def _prompt_ids(self, raw: msgspec.Raw, at: str) -> array.array[int]:
+    def prompt_ids(self, raw: msgspec.Raw, at: str) -> array.array[int]:
         if _count(raw, b",") >= self._context.tokens:
             raise _beyond_context(at, at)
         return array.array("i", _decode(list[TokenId], raw, at))

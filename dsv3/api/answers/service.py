@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+from dsv3.api.answers.body_reader import BodyReader
 from dsv3.api.answers.defaults import sampling_defaults
 from dsv3.api.answers.encoder import Encoder
 from dsv3.api.answers.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
@@ -24,7 +25,6 @@ from dsv3.api.engine.messages import EngineInfo
 from dsv3.api.grammars.pool import GrammarPool
 from dsv3.api.templates.pool import TemplatePool
 from dsv3.api.tenants import OPERATOR, Tenant, Tenants, cache_salt
-from dsv3.api.turns import Turns
 from dsv3.api.workers import BOUNDS, WAIT_S, Workers, WorkersBusy
 from dsv3.options import Isolation
 from dsv3.text.chat_template import TemplateError
@@ -81,10 +81,9 @@ class Service:
         self.active = 0
         self._encoder = Encoder(wait_s)
         bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
-        self._threads = [ThreadPoolExecutor(1, name) for name in ("prepare", "read")]
-        self._preparing, self._reading = (Workers([thread], bounds) for thread in self._threads)
+        self._thread = ThreadPoolExecutor(1, "prepare")
+        self._preparing, self._bodies = Workers([self._thread], bounds), BodyReader(wait_s)
         self.budget = Budget()
-        self.turns = Turns()
         engine.on_stats = self.metrics.update
         engine.on_again = lambda: self.metrics.add("continued", 1)
 
@@ -180,29 +179,27 @@ class Service:
 
         Raises ApiError 503 where too much waits for that thread.
         """
-        return await self._in_thread(self._preparing, 0, work) if is_long else work()
-
-    async def read_large[T](self, nbytes: int, work: Callable[[], T]) -> T:
-        """Returns the result of `work`, which reads a body of `nbytes` in a thread.
-
-        One body at a time, since each piece of it stops the event loop. Raises ApiError 503 where too much waits.
-        """
-        return await self._in_thread(self._reading, nbytes, work)
-
-    async def _in_thread[T](self, workers: Workers[ThreadPoolExecutor], nbytes: int, work: Callable[[], T]) -> T:
+        if not is_long:
+            return work()
         loop = asyncio.get_running_loop()
         try:
-            return await workers.run(nbytes, lambda thread: loop.run_in_executor(thread, work))
+            return await self._preparing.run(0, lambda thread: loop.run_in_executor(thread, work))
+        except WorkersBusy as error:
+            raise self.busy(error) from None
+
+    async def read_body[T](self, nbytes: int, work: Callable[[], T]) -> T:
+        """Returns the result of `work`, which decodes a body of `nbytes`; ApiError 503 where too much waits."""
+        try:
+            return await self._bodies.run(nbytes, work)
         except WorkersBusy as error:
             raise self.busy(error) from None
 
     async def close(self) -> None:
         """Ends the workers."""
-        for workers in (self.templates, self.grammars, self._encoder, self._preparing, self._reading):
+        for workers in (self.templates, self.grammars, self._encoder, self._preparing, self._bodies):
             if workers is not None:
                 await workers.close()
-        for thread in self._threads:
-            thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def make_service(

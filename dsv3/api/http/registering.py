@@ -70,11 +70,16 @@ class Registrar:
 
 
 def registrar_of(config: ServerConfig, port: int) -> Registrar:
-    """Returns what registers a server that listens on `port`; raises ValueError for a key file that cannot be used."""
+    """Returns what registers a server that listens on `port`; raises ValueError for a URL or key file that is wrong."""
     options = config.options
     scheme = "http" if options.ssl_certfile is None else "https"
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = options.register_as or f"{scheme}://{host}:{port}"
+    for name, each in (*(("register", router) for router in options.register), ("register_as", url)):
+        try:
+            Address.parse(each)
+        except ValueError:
+            raise ValueError(f"{name}: {each!r} is not http://HOST:PORT or https://HOST:PORT") from None
     return Registrar(options.register, url, config.engine.role, _key(options.register_key_file))
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dsv3.api.answers.body_reader import BodyReader
 from dsv3.api.answers.errors import QUEUE_FULL, ApiError, unavailable
 from dsv3.api.answers.faces.messages_schema import MESSAGES
 from dsv3.api.answers.kinds import KINDS
@@ -46,7 +47,8 @@ class Site:
     """
 
     def __init__(self, fleet: Fleet, tenants: Tenants, members: Members | None = None):
-        self.fleet, self.tenants, self.members, self.budget = fleet, tenants, members, Budget()
+        self.fleet, self.tenants, self.members = fleet, tenants, members
+        self.budget, self._bodies = Budget(), BodyReader()
         self.is_draining, self.active = False, 0
 
     @property
@@ -62,6 +64,17 @@ class Site:
             holding.grow(nbytes)
         except WorkersBusy as error:
             raise unavailable(str(error), QUEUE_FULL) from None
+
+    async def read[T](self, nbytes: int, work: Callable[[], T]) -> T:
+        """Returns the result of `work`, which decodes a body of `nbytes`; ApiError 503 where too much waits."""
+        try:
+            return await self._bodies.run(nbytes, work)
+        except WorkersBusy as error:
+            raise unavailable(str(error), QUEUE_FULL) from None
+
+    async def close(self) -> None:
+        """Ends the thread that decodes bodies."""
+        await self._bodies.close()
 
 
 def make_app(site: Site, host: str) -> ASGIApp:
@@ -134,7 +147,8 @@ async def _register(members: Members, site: Site, http: Request) -> Response:
     """Takes in what an instance says of itself."""
     members.admit(http.headers.get("authorization"))
     with site.budget.hold() as holding:
-        return _json(members.hear(read_registration(await read_json_body(http, functools.partial(site.grow, holding)))))
+        body = await read_json_body(http, functools.partial(site.grow, holding))
+        return _json(members.hear(await site.read(len(body), lambda: read_registration(body))))
 
 
 async def _models(site: Site, _: Request) -> Response:
@@ -155,7 +169,9 @@ async def _relay(site: Site, http: Request) -> Response:
     salt = tenant.salt if tenant is not None and site.tenants.are_several else ""
     with contextlib.ExitStack() as stack:
         holding = stack.enter_context(site.budget.hold())
-        asked = read_asked(path, await read_json_body(http, functools.partial(site.grow, holding)), salt)
+        body = await read_json_body(http, functools.partial(site.grow, holding))
+        asked = await site.read(len(body), lambda: read_asked(path, body, salt))
+        site.grow(holding, asked.num_bytes)
         if asked.is_urgent:
             _require_operator(site, http, "a priority below 0")
         headers = {"X-Request-Id": http.scope["extensions"][REQUEST_ID]}

@@ -10,36 +10,51 @@ _FAILURES = 3
 class Breaker:
     """Opens after three failures in a row, for a second and then twice as long each time; then one request may try.
 
-    Times are seconds of a monotonic clock.
+    Requests are told apart by identity: those that were sent before it opened say nothing of the one that tries. Times
+    are seconds of a monotonic clock.
     """
 
     failures: int = 0
     opens_until: float = 0.0
     rest_s: float = _REST_S[0]
-    is_tried: bool = False
+    trial: object | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last requests have failed."""
+        return self.failures >= _FAILURES
 
     def allows(self, now: float) -> bool:
         """Returns whether a request may be sent."""
-        return self.failures < _FAILURES or (now >= self.opens_until and not self.is_tried)
+        return not self.is_open or (now >= self.opens_until and self.trial is None)
 
-    def send(self) -> None:
+    def send(self, request: object) -> None:
         """Notes that a request is sent: while the breaker is open, the only one."""
-        self.is_tried = self.failures >= _FAILURES
+        if self.is_open:
+            self.trial = request
+
+    def answer(self, request: object) -> None:
+        """Notes that a request gets its first tokens. The one that tried closes the breaker; a failure opens it again.
+
+        Its end may be minutes away, and one request at a time is little.
+        """
+        if request is self.trial:
+            self.failures, self.trial = _FAILURES - 1, None
 
     def succeed(self) -> None:
-        """Closes it."""
-        self.failures, self.opens_until, self.rest_s, self.is_tried = 0, 0.0, _REST_S[0], False
+        """Notes that a request was answered to its end: the next rest is a short one."""
+        self.failures, self.opens_until, self.rest_s, self.trial = 0, 0.0, _REST_S[0], None
 
-    def fail(self, now: float) -> None:
-        """Notes a failure; those of requests that were sent before it opened say nothing new."""
-        self.is_tried = False
-        if now < self.opens_until:
+    def fail(self, request: object, now: float) -> None:
+        """Notes that a request has failed."""
+        if self.is_open and request is not self.trial:
             return
         self.failures += 1
-        if self.failures >= _FAILURES:
+        if self.is_open:
             self.opens_until = now + self.rest_s
             self.rest_s = min(2 * self.rest_s, _REST_S[1])
 
-    def withdraw(self) -> None:
-        """Notes that the request on trial ended without a verdict: its client went, or the instance was busy."""
-        self.is_tried = False
+    def end(self, request: object) -> None:
+        """Notes that a request has ended. One that tried makes room for the next, also where it says nothing."""
+        if request is self.trial:
+            self.trial = None

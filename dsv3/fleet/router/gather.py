@@ -1,18 +1,22 @@
 """The events of a streamed answer: what they tell, what the client is told of it, and where others may go on."""
 
+import array
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from dsv3.api.answers.errors import ApiError
 from dsv3.fleet.router.asked import Asked
+from dsv3.http_client import ServerSentEvents
 
 DONE = b"data: [DONE]\n\n"
-MAX_EVENT_BYTES = 2**26
-# Events of an instance before a choice's first token (its role, its echo). One that tells no tokens has more of them.
-_MAX_HELD = 4
+Events = functools.partial(ServerSentEvents, 2**26)
+"""Cuts the body of a stream into events; one has 64 MiB at most."""
+# Events of a choice that may wait for its tokens: from an instance that does not tell them, and from one that does.
+_MAX_SILENT, _MAX_HELD = 4, 1024
 
 _encode = msgspec.json.Encoder().encode
 
@@ -29,89 +33,54 @@ class Failed(Exception):
         self.error, self.is_ours = error, is_ours
 
 
-class Events:
-    """Cuts a body into the data of its server-sent events."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def push(self, data: bytes) -> Iterator[bytes]:
-        """Yields the data of each event that is complete; raises Unreadable for one that has no end."""
-        self._buffer += data
-        *whole, rest = bytes(self._buffer).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(rest) > MAX_EVENT_BYTES:
-            raise Unreadable(f"an event has more than {MAX_EVENT_BYTES} bytes")
-        self._buffer = bytearray(rest)
-        for event in whole:
-            lines = [line.removeprefix(b"data:").strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-            if lines:
-                yield b"\n".join(lines)
-
-
 @dataclasses.dataclass
 class _Choice:
-    tokens: list[int]
-    num_without: int = 0
-    has_ended: bool = False
+    """`held` are its events that no tokens cover yet; `num_silent` are those of them without a list of tokens."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether another instance would go on with it, and not begin again."""
-        return bool(self.tokens) or self.has_ended
+    tokens: array.array[int]
+    held: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    num_silent: int = 0
+    has_ended: bool = False
 
 
 class Gathered:
     """A streamed answer, over all the instances that tell parts of it.
 
-    Events before a choice's first token are held back until it comes: an instance that begins a choice again tells its
-    role and its echo again. So whatever the client has been told, the tokens of `tokens` have told.
+    An instance may tell several events of some tokens and name these with the last one alone. So the events of a choice
+    are held back until one comes with tokens, or ends it; then all go out. Whatever the client has been told, `tokens`
+    cover, and whatever these cover, it has been told: another instance that goes on behind them tells nothing twice and
+    leaves nothing out.
     """
 
     def __init__(self, asked: Asked):
         self.is_tracked = asked.is_resumable
         self.is_done = False
         self._wants_ids = asked.wants_ids
-        self._choices = [_Choice(list(each)) for each in asked.given]
-        self._held: list[tuple[frozenset[int], dict[str, Any]]] = []
+        self._choices = [_Choice(array.array("i", each)) for each in asked.given]
         self._first: dict[str, Any] = {}
 
     @property
     def tokens(self) -> list[list[int]]:
         """Tokens of each choice so far."""
-        return [choice.tokens for choice in self._choices]
+        return [choice.tokens.tolist() for choice in self._choices]
 
     def take(self, data: bytes) -> tuple[list[bytes], int]:
         """Returns what the client is told of one event, and its number of tokens; raises Unreadable and Failed."""
         if data == b"[DONE]":
             self.is_done = True
-            return [*map(_line, self._release()), DONE], 0
+            return [*map(_line, self._released(self._choices)), DONE], 0
         event = read_event(data)
-        if not self.is_tracked:
+        if not self._choices:  # nobody else could go on with it
             return [_line(event)], 1
+        self._name(event)
         before = sum(len(choice.tokens) for choice in self._choices)
         told = [_line(each) for each in self._told(event)]
         return told, sum(len(choice.tokens) for choice in self._choices) - before
 
     def broke(self) -> None:
-        """Forgets what was held back: it comes again, as do the events without tokens."""
-        self._held.clear()
+        """Forgets what was held back: it comes again."""
         for choice in self._choices:
-            choice.num_without = 0
-
-    def _told(self, event: dict[str, Any]) -> list[dict[str, Any]]:
-        self._name(event)
-        had_choices = bool(event.get("choices"))
-        choices = [choice for choice in event.get("choices") or [] if self._take_choice(choice)]
-        if had_choices and not choices and event.get("usage") is None:
-            return []
-        event["choices"] = choices
-        if not self._wants_ids:
-            event.pop("prompt_token_ids", None)
-        places = frozenset(choice["index"] for choice in choices)
-        if places and self.is_tracked and not any(self._choices[place].has_begun for place in places):
-            self._held.append((places, event))
-            return []
-        return [*self._release(places), event]
+            choice.held, choice.num_silent = [], 0
 
     def _name(self, event: dict[str, Any]) -> None:
         """Gives all events the id and the time of the first one."""
@@ -119,29 +88,57 @@ class Gathered:
             if name in event:
                 event[name] = self._first.setdefault(name, event[name])
 
-    def _take_choice(self, told: Any) -> bool:
-        """Notes what an event tells of a choice; returns whether the client is to hear of it."""
+    def _told(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns what goes out with an event. Each choice has an event of its own: it may have to wait alone."""
+        if not self._wants_ids:
+            event.pop("prompt_token_ids", None)
+        told = event.get("choices") or []
+        if not isinstance(told, list):
+            raise Unreadable("an event has choices that are no list")
+        if not told:
+            return [event]
+        read = [self._read(part) for part in told]  # all of them, before any of their tokens count
+        parts = zip(read, told, strict=True)
+        return [each for (choice, ids), part in parts for each in self._take(choice, ids, part, event)]
+
+    def _read(self, told: Any) -> tuple[_Choice, array.array[int] | None]:
+        """Returns the choice that a part of an event is about, and its tokens, None where it has no list of them."""
         place = told.get("index") if isinstance(told, dict) else None
         if type(place) is not int or not 0 <= place < len(self._choices):
             raise Unreadable(f"an event has a choice {place!r} of {len(self._choices)}")
-        choice = self._choices[place]
+        ids = told.get("token_ids")
+        try:
+            return self._choices[place], None if ids is None else array.array("i", ids)
+        except (TypeError, OverflowError):
+            raise Unreadable("an event has tokens that are none") from None
+
+    def _take(
+        self, choice: _Choice, ids: array.array[int] | None, told: dict[str, Any], event: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Returns what goes out with a part of an event."""
         if choice.has_ended:
-            return False
-        ids = told.get("token_ids") or []
-        choice.tokens += ids
+            return []
         choice.has_ended = told.get("finish_reason") is not None
-        choice.num_without += not ids and not choice.has_begun
-        self.is_tracked &= choice.num_without <= _MAX_HELD
+        if self._wants_ids or choice.has_ended or _says(told) or event.get("usage") is not None:
+            choice.held.append(event | {"choices": [told]})
         if not self._wants_ids:
             told.pop("token_ids", None)
             told.pop("prompt_token_ids", None)
-        return choice.has_ended or self._wants_ids or _says(told) or not choice.has_begun
+        choice.num_silent += ids is None
+        if choice.num_silent > _MAX_SILENT or len(choice.held) > _MAX_HELD:
+            self.is_tracked = False  # it does not tell the tokens
+        if ids or choice.has_ended:
+            choice.tokens += ids or array.array("i")
+            return self._released([choice])
+        return [] if self.is_tracked else self._released(self._choices)
 
-    def _release(self, places: frozenset[int] | None = None) -> list[dict[str, Any]]:
-        """Returns what was held back, of these choices or of all."""
-        out = [event for where, event in self._held if places is None or not self.is_tracked or where & places]
-        self._held = [held for held in self._held if not any(held[1] is event for event in out)]
-        return out
+    @staticmethod
+    def _released(choices: Sequence[_Choice]) -> list[dict[str, Any]]:
+        """Returns what was held back of some choices, which is held no more."""
+        told = [event for choice in choices for event in choice.held]
+        for choice in choices:
+            choice.held, choice.num_silent = [], 0
+        return told
 
 
 def read_event(data: bytes) -> dict[str, Any]:

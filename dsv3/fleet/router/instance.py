@@ -14,7 +14,7 @@ from dsv3.fleet.router.breaker import Breaker
 from dsv3.fleet.router.choice import Flying, Load, SentPages, cost_of
 from dsv3.fleet.router.listener import Listener, Source
 from dsv3.fleet.router.prompt import Prompt
-from dsv3.http_client import Address, Client, RequestFailed, Response
+from dsv3.http_client import Address, Body, Client, RequestFailed, Response
 
 DEFAULT_CONCURRENCY = 64
 Tls = ssl.SSLContext | None
@@ -99,7 +99,7 @@ class Instance:
         self.breaker.succeed()
 
     @contextlib.asynccontextmanager
-    async def ask(self, path: str, body: bytes, headers: dict[str, str]) -> AsyncIterator[Response]:
+    async def ask(self, path: str, body: Body, headers: dict[str, str]) -> AsyncIterator[Response]:
         """Sends a POST over a connection of its own and yields the Response, whatever its status; raises Broken."""
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -230,7 +230,7 @@ class Booking:
         load.prefill, load.held, load.requests = load.prefill + self._cost, load.held + self._held, load.requests + 1
         instance.sent.note(prompt.keys)
         instance.flying.add(self._flying)
-        instance.breaker.send()
+        instance.breaker.send(self)
 
     def answer(self, tokens: int) -> None:
         """Notes tokens of the answer; the prompt is computed, then."""
@@ -238,6 +238,8 @@ class Booking:
         self.instance.load.held += tokens
         self._cost, self._held = 0.0, self._held + tokens
         self._land()
+        if tokens:
+            self.instance.breaker.answer(self)
 
     def _land(self) -> None:
         self.instance.flying.remove(self._flying)
@@ -250,4 +252,4 @@ class Booking:
         load.prefill, load.held, load.requests = load.prefill - self._cost, load.held - self._held, load.requests - 1
         if not load.requests:
             load.prefill = 0.0  # sums of floats
-        self.instance.breaker.withdraw()
+        self.instance.breaker.end(self)

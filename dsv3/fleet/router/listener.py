@@ -42,6 +42,8 @@ def _connectable(endpoint: str, host: str) -> str | None:
     shown = f"[{host}]" if ":" in host else host
     if endpoint.startswith("tcp://"):
         name, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        if not (port.isascii() and port.isdigit()):
+            return None
         return f"tcp://{shown if name in ('*', '[::]', '::', '0.0.0.0') else name}:{port}"
     return endpoint if endpoint.startswith("ipc://") and host in ("127.0.0.1", "::1", "localhost") else None
 

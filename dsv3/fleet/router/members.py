@@ -46,7 +46,10 @@ def read_registration(body: bytes | bytearray) -> Registration:
 
 
 class Members:
-    """Watches the health of all instances; `join` has one more of them for `LEASE_S`. `key` is what these must know."""
+    """Watches the health of all instances, and has those that register for `LEASE_S`. `key` is what these must know.
+
+    `forget` is called with the URL of each one that has left.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,9 @@ class Members:
         interval_s: float,
         notify: Callable[[str], None],
         key: str | None = None,
+        forget: Callable[[str], None] = lambda url: None,
     ):
+        self._forget = forget
         self._pools, self._make, self._interval_s, self._notify = pools, make, interval_s, notify
         self._key = key
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
@@ -88,25 +93,22 @@ class Members:
         if said.leaves:
             self._leave(said.url)
             return {"lease_s": 0.0}
-        known = self._registered.get(said.url)
         pool = self._pools.get(said.role)
         if pool is None:
             text = f"role: the router has no use for {said.role}; it has {', '.join(sorted(self._pools))}"
             raise invalid(text)
-        if known is not None and known[0] is not pool:  # another process has taken its place
-            self._leave(said.url)
-            known = None
+        known = self._registered.get(said.url)
         if known is None:
-            known = self._registered.get(said.url) or self._join(said.url, pool)
-        instance = known[1]
-        if instance.lease_until is not None:
-            instance.lease_until = time.monotonic() + LEASE_S
+            self._join(said.url, pool)
+        elif known[0] is pool:
+            known[1].lease_until = time.monotonic() + LEASE_S
+        else:  # another process has taken its place; it joins when that has left, since it says again that it is there
+            self._leave(said.url)
         return {"lease_s": LEASE_S}
 
-    def _join(self, url: str, pool: Pool) -> tuple[Pool, Instance]:
-        named = next((each for each in pool.instances if each.url == url), None)
-        if named is not None:  # there already: named at the start, or on its way out
-            return pool, named
+    def _join(self, url: str, pool: Pool) -> None:
+        if any(each.url == url for each in pool.instances):  # named at the start
+            return
         if len(self._registered) >= MAX_REGISTERED:
             raise unavailable(f"{MAX_REGISTERED} instances have registered already", "too_many_instances")
         instance = self._make(url)
@@ -114,7 +116,6 @@ class Members:
         pool.instances.append(instance)
         self._registered[url] = pool, instance
         self._tasks[instance] = asyncio.create_task(self._watch(pool, instance))
-        return pool, instance
 
     def _leave(self, url: str) -> None:
         """Gives an instance no more requests; what it has of them it may finish."""
@@ -139,3 +140,4 @@ class Members:
         self._registered.pop(instance.url, None)
         self._tasks.pop(instance, None)
         instance.close()
+        self._forget(instance.url)

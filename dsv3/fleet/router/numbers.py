@@ -21,6 +21,11 @@ class Numbers:
         self.resumed = self._counter("resumed", "Requests that went on elsewhere, as often as they did.")
         self.computed = self._counter("prefilled", "Prompts that a prefill instance has computed.")
 
+    def forget(self, url: str) -> None:
+        """Drops what was counted of an instance that has left, so that changing addresses do not add up."""
+        for counter in (self.sent, self.broken):
+            counter.remove(url)
+
     def text(self) -> bytes:
         """Returns the exposition."""
         return generate_latest(self._registry)

@@ -17,7 +17,7 @@ from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
 from dsv3.fleet.router.spelling import spelled
 from dsv3.fleet.router.trials import FATAL, Refused, Trials, broken_off
-from dsv3.http_client import Response
+from dsv3.http_client import Body, RequestFailed, Response, ServerSentEvents
 
 MAX_ANSWER_BYTES = 2**26
 _MAX_ERROR_BYTES = 2**20
@@ -87,7 +87,7 @@ class Relay:
                     booking.instance.rest()
                     self._trials.refused(time.monotonic())
                 except Broken as failure:
-                    await self._note(booking.instance, failure)
+                    await self._note(booking, failure)
                     if not can_go_on():
                         raise failure.error or broken_off() from None
                     self._fleet.numbers.resumed.inc(failure.has_arrived)
@@ -98,10 +98,11 @@ class Relay:
         booking.instance.work()
         return found
 
-    async def _note(self, instance: Instance, failure: Broken) -> None:
+    async def _note(self, booking: Booking, failure: Broken) -> None:
         """Looks whether the instance has died; one that was draining has not died of this request."""
+        instance = booking.instance
         was_draining = instance.status == "draining"
-        instance.breaker.fail(time.monotonic())
+        instance.breaker.fail(booking, time.monotonic())
         await instance.probe()
         has_died = not was_draining and instance.status not in ("ok", "draining")
         _log.warning("%s: %s (%s)", instance.url, failure, "it is " + instance.status)
@@ -111,7 +112,7 @@ class Relay:
     async def _whole(self, booking: Booking) -> Reply:
         return await self._asked_whole(booking.instance, self._asked.first(self._transfer))
 
-    async def _asked_whole(self, instance: Instance, body: bytes) -> Reply:
+    async def _asked_whole(self, instance: Instance, body: Body) -> Reply:
         async with instance.ask(self._asked.path, body, self._headers) as response:
             if response.status != 200:
                 return await _refusal(instance, response)
@@ -147,7 +148,9 @@ class Relay:
                     return None
         raise Broken("the stream has no end")
 
-    async def _take(self, booking: Booking, events: Events, piece: bytes, gathered: Gathered, tell: Tell) -> None:
+    async def _take(
+        self, booking: Booking, events: ServerSentEvents, piece: bytes, gathered: Gathered, tell: Tell
+    ) -> None:
         try:
             for data in events.push(piece):
                 lines, tokens = gathered.take(data)
@@ -155,7 +158,7 @@ class Relay:
                 if lines:
                     self._has_told = True
                     await tell(b"".join(lines))
-        except Unreadable as error:
+        except (Unreadable, RequestFailed) as error:
             raise Broken(str(error)) from None
         except Failed as failure:
             if not failure.is_ours:
@@ -187,7 +190,7 @@ class Relay:
             instance.rest()
             raise
         except Broken as failure:
-            await self._note(instance, failure)
+            await self._note(booking, failure)
             raise Refused from None
         instance.work()
         if reply.status != 200:

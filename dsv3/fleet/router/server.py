@@ -73,7 +73,7 @@ def members_of(fleet: Fleet, make: Make, api_key: str | None, notify: Callable[[
     pools = {"both": fleet.answering, "decode": fleet.answering}
     if fleet.prefilling is not None:
         pools["prefill"] = fleet.prefilling
-    return Members(pools, make, fleet.options.health_interval, notify, api_key)
+    return Members(pools, make, fleet.options.health_interval, notify, api_key, fleet.numbers.forget)
 
 
 async def serve(
@@ -105,6 +105,7 @@ async def serve(
         site.is_draining = True
         await _drained(site, second, options.shutdown_timeout)
         await server.close()
+        await site.close()
     return 0
 
 

@@ -154,6 +154,16 @@ def test_large_requests_are_answered(long_server):
     assert len(text) >= len(ids) and back.status_code == 200
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_long_answer_may_be_gone_on_with(count):
+    """Tokens of more than 256 KiB of JSON, as those of one choice and of several."""
+    tokens = [123_456] * 60_000
+    resume = {"output_token_ids": tokens if count == 1 else [tokens] * count}
+    body = json.dumps({"prompt": [5], "n": count, "resume": resume}).encode()
+    found = reading.read(CompletionRequest, body).resume.output_token_ids
+    assert (listed(found) if count == 1 else [listed(each) for each in found]) == resume["output_token_ids"]
+
+
 class Templates:
     """Keeps what it is asked to render."""
 

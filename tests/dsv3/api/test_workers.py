@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv3.api.answers.body_reader import SMALL_BYTES, BodyReader
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.prompts import chat_prompt
 from dsv3.api.answers.schema import ChatMessage, ChatRequest
@@ -148,9 +149,8 @@ def test_who_waits_for_a_thread_too_long_is_told_to_come_again(thread):
 
     async def run():
         service = Service(ServiceConfig(("m",)), types.SimpleNamespace(), None, None, wait_s=0.01)
-        start = (
-            functools.partial(service.run, True) if thread == "prepare" else functools.partial(service.read_large, 1)
-        )
+        is_body, size = thread == "read", SMALL_BYTES + 1
+        start = functools.partial(service.read_body, size) if is_body else functools.partial(service.run, True)
         first = asyncio.create_task(start(lambda: held.wait(60)))
         await asyncio.sleep(0)
         with pytest.raises(ApiError) as raised:
@@ -162,3 +162,13 @@ def test_who_waits_for_a_thread_too_long_is_told_to_come_again(thread):
 
     error = asyncio.run(run())
     assert (error.status, error.body.code, error.retry_after) == (503, "queue_full", 1)
+
+
+def test_large_bodies_are_decoded_beside_the_event_loop():
+    async def run():
+        bodies = BodyReader()
+        found = [await bodies.run(size, threading.current_thread) for size in (1, SMALL_BYTES, SMALL_BYTES + 1)]
+        await bodies.close()
+        return [thread is threading.main_thread() for thread in found]
+
+    assert asyncio.run(run()) == [True, True, False]

@@ -1,10 +1,14 @@
 """One request against a scripted server: counting, times, and every way an answer can go wrong."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
+import h11
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dsv3.bench.stream import complete, events
 from dsv3.http_client import Address, Client, RequestFailed
@@ -137,16 +141,47 @@ def test_the_key_is_sent_and_the_prefix_kept(server):
         ("http://h:8000/v1/", Address("h", 8000, False, "")),
         ("https://h/a/v1", Address("h", 443, True, "/a")),
         ("http://[::1]:80/x", Address("::1", 80, False, "/x")),
+        ("http://münchen.example", Address("xn--mnchen-3ya.example", 80, False, "")),
     ],
 )
 def test_addresses(url, address):
     assert Address.parse(url) == address
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://h", "http://", "http://h:port"])
+HOSTS = ["a..b", ".a", "x" * 64, "a b", "a\0b", "ü" * 64, "[::1", "[x]", "a:99999"]
+"""Names for which a resolver or a request line raises something else than OSError."""
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "ftp://h",
+        "http://",
+        "http://h:port",
+        *(f"http://{host}:80" for host in HOSTS),
+        *(f"http://h/{path}" for path in (" ", "ü")),
+    ],
+)
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(ValueError):
         Address.parse(url)
+
+
+@given(
+    st.text(max_size=8)
+    | st.lists(st.sampled_from(["a", ".", ":", "%", "[", "]", "ß", " ", "\0", "x" * 63])).map("".join)
+)
+def test_an_address_can_be_asked_for(host):
+    """Whoever connects to one gets an answer or an OSError, and nothing that ends a loop that waits for these."""
+    try:
+        address = Address.parse(f"http://{host}:80/{host}")
+    except ValueError:
+        return
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(address.host, address.port, flags=socket.AI_NUMERICHOST)
+    h11.Request(method="GET", target=address.prefix + "/", headers={"Host": address.host}.items())
 
 
 def parse(*pieces):

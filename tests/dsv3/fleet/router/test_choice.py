@@ -2,26 +2,39 @@
 
 import asyncio
 import contextlib
+import json
 import random
+import re
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.api.answers.errors import ENGINE_DIED, ApiError
+from dsv3.api.http.registering import registrar_of
 from dsv3.fleet.router import members
+from dsv3.fleet.router.asked import read_asked
 from dsv3.fleet.router.breaker import Breaker
 from dsv3.fleet.router.choice import Load, SentPages, choose
 from dsv3.fleet.router.instance import Booking, Broken, Instance
-from dsv3.fleet.router.members import Members, Registration
+from dsv3.fleet.router.members import Members, Registration, read_registration
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
-from dsv3.fleet.router.prompt import Prompt, prompt_of
+from dsv3.fleet.router.prompt import Prompt
+from dsv3.fleet.router.server import fleet_of, maker, members_of
 from dsv3.fleet.router.trials import Trials
+from dsv3.options import ServerOptions
+from tests.dsv3.api.serving import ROOT
 
 URL = "http://127.0.0.1:1"
 LOADS = st.lists(st.builds(Load, st.floats(0, 1e6), st.integers(0, 10**6), st.integers(0, 500)), min_size=2, max_size=6)
+
+
+def prompt_in(body: dict) -> Prompt:
+    """What a router knows of the prompt in a request."""
+    return read_asked("/v1/responses", json.dumps(body).encode()).prompt
 
 
 @given(LOADS, st.integers(1, 200_000), st.randoms(use_true_random=False))
@@ -49,15 +62,15 @@ def test_equals_share():
 
 @given(st.lists(st.integers(0, 1), min_size=0, max_size=700), st.integers(0, 700))
 def test_prompts_that_begin_alike_have_keys_that_begin_alike(ids, length):
-    one, other = (prompt_of({"prompt": each}) for each in (ids, ids[:length]))
+    one, other = (prompt_in({"prompt": each}) for each in (ids, ids[:length]))
     assert one.keys[: len(other.keys)] == other.keys
     assert len(one.keys) == len(ids) // 64
-    assert not one.keys or prompt_of({"prompt": ids, "cache_salt": "s"}).keys[0] != one.keys[0]
+    assert not one.keys or prompt_in({"prompt": ids, "cache_salt": "s"}).keys[0] != one.keys[0]
 
 
 def test_the_next_turn_of_a_chat_begins_like_the_one_before():
     turns = [{"role": "user", "content": "word " * 300}, {"role": "assistant", "content": "more " * 300}]
-    first, second = prompt_of({"messages": turns[:1]}), prompt_of({"messages": turns})
+    first, second = prompt_in({"messages": turns[:1]}), prompt_in({"messages": turns})
     assert len(first.keys) >= 5 and second.keys[: len(first.keys)] == first.keys
 
 
@@ -76,42 +89,77 @@ def test_memory_of_pages_is_bounded_and_keeps_beginnings(prompts):
         assert all(sent.overlap([page]) for page in pages)
 
 
-@given(st.lists(st.sampled_from(["fail", "succeed", "wait", "ask"]), max_size=60))
+ENDS = st.sampled_from(["fail", "succeed", "nothing", "answer"])
+
+
+@given(st.lists(st.sampled_from(["wait", "ask"]) | st.tuples(st.integers(0, 5), ENDS), max_size=60))
 def test_a_breaker_lets_one_try_while_it_is_open(steps):
-    breaker, now, on_trial = Breaker(), 0.0, False
+    """Many requests are on their way, also from before it opened; any of them may end in any way."""
+    breaker, now, running, on_trial = Breaker(), 0.0, [], []
     for step in steps:
         if step == "wait":
             now += 31
-        elif step == "ask" and breaker.allows(now):
-            assert not on_trial
-            on_trial = breaker.failures >= 3
-            breaker.send()
-        elif step in ("fail", "succeed"):
-            breaker.fail(now) if step == "fail" else breaker.succeed()
-            on_trial = False
-            assert breaker.allows(now) == (breaker.failures < 3)
+        elif step == "ask":
+            if breaker.allows(now):
+                request = object()
+                running.append(request)
+                if breaker.is_open:
+                    assert not on_trial
+                    on_trial.append(request)
+                breaker.send(request)
+        elif step[0] < len(running):
+            request = running[step[0]]
+            if step[1] == "answer":
+                breaker.answer(request)
+                assert not breaker.is_open or request not in on_trial
+            else:
+                running.remove(request)
+                if step[1] == "succeed":
+                    breaker.succeed()
+                elif step[1] == "fail":
+                    breaker.fail(request, now)
+                breaker.end(request)
+                on_trial = [each for each in on_trial if each is not request]
+        if not breaker.is_open:
+            on_trial.clear()
+        assert breaker.allows(now + 31) == (not on_trial)
     breaker.succeed()
     assert breaker.allows(now)
 
 
 def test_many_failures_at_once_are_one_rest():
     breaker = Breaker()
-    for _ in range(50):
-        breaker.fail(10.0)
+    for request in range(50):
+        breaker.fail(request, 10.0)
     assert not breaker.allows(10.9) and breaker.allows(11.0)
-    breaker.fail(11.0)
+    breaker.send("trial")
+    breaker.fail("one from before", 11.0)
+    assert breaker.opens_until == 11.0
+    breaker.fail("trial", 11.0)
+    breaker.end("trial")
     assert not breaker.allows(12.9) and breaker.allows(13.0)
 
 
-def test_one_request_alone_tries_an_open_breaker():
-    breaker = Breaker()
+def test_one_request_alone_tries_an_instance_that_has_failed():
+    """Another one that ends meanwhile, sent before, does not let a second one try."""
+    [instance] = pool_of(1, limit=9).instances
+    before = Booking(instance, Prompt((), 1), 0)
     for _ in range(3):
-        breaker.fail(0.0)
-    assert breaker.allows(1.0)
-    breaker.send()
-    assert not breaker.allows(1.0)
-    breaker.withdraw()
-    assert breaker.allows(1.0)
+        instance.breaker.fail(object(), time.monotonic() - 2)
+    assert instance.has_room
+    trial = Booking(instance, Prompt((), 1), 0)
+    assert not instance.has_room
+    before.close()
+    assert not instance.has_room
+    trial.close()
+    assert instance.has_room
+    trial = Booking(instance, Prompt((), 1), 0)
+    trial.answer(0)
+    assert not instance.has_room
+    trial.answer(1)
+    assert instance.has_room
+    instance.breaker.fail(trial, time.monotonic())
+    assert not instance.has_room
 
 
 def pool_of(count: int, *, limit: int = 2, max_queued: int = 3, queue_s: float = 60) -> Pool:
@@ -229,6 +277,49 @@ def test_an_instance_is_there_until_its_lease_ends_or_it_leaves(monkeypatch):
         await fleet.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a..b:80", "http://" + "x" * 64, "http://a b", "http://ü/ü", "http://h:x", "ftp://h", ""]
+)
+def test_a_name_that_nobody_can_connect_to_is_refused(url):
+    """Its watcher would end, and nobody would see it leave. An instance that is to register there does not start."""
+    with pytest.raises(ApiError, match="url: ") as refused:
+        read_registration(json.dumps({"url": url}).encode())
+    assert refused.value.status == 400
+    if url.startswith("http"):
+        with pytest.raises(ValueError, match="register: "):
+            registrar_of(SimpleNamespace(options=ServerOptions(register=(url,))), 8000)
+
+
+def test_an_instance_that_comes_back_in_another_role_changes_its_pool_and_its_counts_go(monkeypatch):
+    async def run() -> None:
+        url, names = f"{URL}23", ("both", "prefill")
+        counted = f'dsv3:router_sent_total{{instance="{url}"}}'.encode()
+        options = RouterOptions(registration=True, health_interval=0.05)
+        fleet = fleet_of(options, maker(options, None))
+        found = members_of(fleet, maker(options, None), None, lambda text: None)
+        pools = dict(zip(names, (fleet.answering, fleet.prefilling), strict=True))
+        for role in (*names, "both"):
+            while [each for each in names if pools[each].instances] != [role]:
+                found.hear(Registration(url, role))
+                await asyncio.sleep(0.01)
+            assert counted not in fleet.numbers.text()
+            fleet.numbers.sent.labels(url).inc()
+            assert counted in fleet.numbers.text()
+        await found.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_all_that_a_router_counts_is_documented():
+    options = RouterOptions(instances=(URL,))
+    fleet = fleet_of(options, maker(options, None))
+    fleet.numbers.sent.labels(URL).inc()
+    exported = set(re.findall(rb"^# TYPE (\S+)", fleet.numbers.text(), re.MULTILINE))
+    exported = {name.decode() for name in exported if not name.endswith(b"_created")}
+    documented = re.findall(r"^\| `(dsv3:router_.*?)` \|", (ROOT / "docs/fleet.md").read_text(), re.MULTILINE)
+    assert {name for each in documented for name in re.findall(r"dsv3:\w+", each)} == exported
 
 
 def test_trials_end():

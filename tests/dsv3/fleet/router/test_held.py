@@ -118,6 +118,8 @@ def test_what_an_instance_tells_outweighs_what_was_sent_there():
         ("tcp://10.0.0.7:5557", "a", "tcp://10.0.0.7:5557"),
         ("ipc:///x", "127.0.0.1", "ipc:///x"),
         ("ipc:///x", "a", None),
+        ("tcp://*:x", "a", None),
+        ("tcp://*", "a", None),
     ],
 )
 def test_where_an_instance_is_heard(endpoint, host, expected):

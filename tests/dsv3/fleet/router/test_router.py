@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.dsv3.api.fake_engine import CRASH_STEP
+from tests.dsv3.api.test_bodies import SIZE, filled, forget_peak, memory
 from tests.dsv3.api.test_resume import BODIES, CHAT, COMPLETIONS, told
 from tests.dsv3.api.test_tls import make_certificate, running
 from tests.dsv3.api.test_tools import MESSAGES
@@ -83,6 +84,24 @@ def test_other_routes_are_passed_on(router, pair):
 def test_what_is_refused_has_a_status_and_an_error(router, path, body, status):
     answer = router.http.post(path, content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True)
+
+
+@pytest.mark.parametrize(
+    ("head", "unit", "status"),
+    [
+        (b'{"prompt":[', b"{}", 400),
+        (b'{"prompt":[', b"5", 400),
+        (b'{"prompt":[5],"max_tokens":1,"user":[', b"100", 200),
+    ],
+)
+def test_a_costly_body_takes_little_memory(router, head, unit, status):
+    """Before, 8 MiB of empty objects took 200 MiB, and the event loop for a second and more."""
+    body, pid = filled(head, unit, b"]}"), router.process.pid
+    before = memory(pid, "VmRSS")
+    forget_peak(pid)
+    answer = router.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status and len(answer.content) < 1000
+    assert memory(pid, "VmHWM") - before < 8 * SIZE
 
 
 def test_the_same_prompt_goes_where_it_went_also_through_another_router(router, pair):

@@ -45,7 +45,7 @@ def make_app(service: Service, options: ServerOptions) -> ASGIApp:
     if service.tenants.all:
         app = RequireKey(app, service.tenants)
     elif is_loopback(options.host):
-        app = RequireLocalName(app, options.host)
+        app = RequireLocalName(app, options.host, options.allowed_origins)
     if options.allowed_origins:
         methods, shown = ["GET", "POST", "DELETE"], ["x-request-id", "retry-after"]
         app = CORSMiddleware(app, options.allowed_origins, methods, allow_headers=["*"], expose_headers=shown)

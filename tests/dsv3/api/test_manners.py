@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 
 import httpx
 import pytest
@@ -70,6 +71,53 @@ def test_other_pages_may_not(mannered, server):
     asked = {"origin": "https://other.example", "access-control-request-method": "POST"}
     assert httpx.options(mannered.url + COMPLETIONS, headers=asked).status_code == 400
     assert server.http.options(COMPLETIONS, headers=asked).status_code == 405
+
+
+CROSS_SITE = {"origin": "http://evil.example", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+FOREIGN = [
+    CROSS_SITE,
+    {"origin": "http://evil.example"},
+    {"origin": "null", "sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+    {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"},
+]
+
+
+@pytest.fixture(scope="module")
+def keyless(model_dir, tmp_path_factory):
+    """No key, all that writes is on, and one origin is allowed."""
+    places = {name: str(tmp_path_factory.mktemp(name)) for name in ("batch_dir", "profile_dir")}
+    with serving.running(model_dir, options=places | {"allowed_origins": [PAGE]}) as server:
+        yield server
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+@pytest.mark.parametrize("path", ["/flush_cache", "/start_profile", "/stop_profile", "/v1/files", COMPLETIONS, "/none"])
+def test_pages_of_other_origins_change_nothing(keyless, path, headers):
+    """Browsers send forms across sites without a preflight, and need not be able to read the answer."""
+    refused = keyless.http.post(path, headers=headers, files={"file": ("x.jsonl", b"{}")}, data={"purpose": "batch"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "cross_origin")
+    assert keyless.http.delete("/v1/files/x", headers=headers).status_code == 403
+    assert keyless.http.get("/v1/models", headers=headers).status_code == 200
+    assert keyless.http.get("/v1/files", headers=headers).json()["data"] == []
+
+
+def test_a_foreign_body_is_not_waited_for(keyless):
+    with socket.create_connection(("127.0.0.1", keyless.port), timeout=30) as client:
+        head = "POST /v1/files HTTP/1.1\r\nhost: localhost\r\norigin: http://evil.example\r\ncontent-length: 1000000"
+        client.sendall(f"{head}\r\n\r\n".encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize("origin", [None, "http://localhost:{port}", PAGE])
+def test_own_and_allowed_pages_and_other_programs_may(keyless, origin):
+    headers = {"host": f"localhost:{keyless.port}"}
+    if origin is not None:
+        site = "cross-site" if origin == PAGE else "same-origin"
+        headers |= {"origin": origin.format(port=keyless.port), "sec-fetch-site": site}
+    assert keyless.http.post("/flush_cache", headers=headers).status_code == 200
+    assert keyless.http.post(COMPLETIONS, json=BODY, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["page.example", "https://page.example/", "https://a b", "*.example", ""])

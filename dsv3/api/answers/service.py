@@ -38,7 +38,8 @@ class ServiceConfig:
     """Settings of a service.
 
     The first of `model_names` is the one answers carry. `parsers` make those of a chat's answers; `shows_tools` says
-    whether its template shows tools to the model. `sampling_defaults` hold where a request is silent.
+    whether its template shows tools to the model. `sampling_defaults` hold where a request is silent. `root` is
+    the model's directory.
     """
 
     model_names: tuple[str, ...]
@@ -47,6 +48,7 @@ class ServiceConfig:
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     isolation: Isolation = "tenant"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    root: str = ""
 
 
 class Service:
@@ -233,6 +235,7 @@ async def make_service(
         sampling_defaults(config.model_dir),
         config.options.prefix_cache_isolation,
         *([] if created is None else [created]),
+        root=str(config.model_dir),
     )
     grammars = None if tokenizer is None else GrammarPool(config.model_dir / "tokenizer.json", wait_s)
     return Service(settings, engine, tokenizer, templates, numbers, wait_s, chat_tokenizer, config.tenants, grammars)

@@ -1,6 +1,7 @@
 """The ASGI application: which path is answered by what."""
 
 import contextlib
+import datetime
 import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
@@ -30,9 +31,9 @@ from dsv3.api.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
 from dsv3.api.http.batches import batch_routes
 from dsv3.api.http.bodies import Handler, endpoint, read_json_body, unless_disconnected
 from dsv3.api.http.dashboard import dashboard_routes
-from dsv3.api.http.errors import response_of
+from dsv3.api.http.errors import path_of, response_of
 from dsv3.api.http.events import EventStream
-from dsv3.api.http.openapi import openapi
+from dsv3.api.http.openapi import described_path, openapi
 from dsv3.api.http.operator import require_operator, tenant_of
 from dsv3.options import ServerOptions
 
@@ -59,6 +60,7 @@ def make_router(service: Service, batch_dir: str | None = None, profile_dir: str
     posts |= {f"{MESSAGES}/count_tokens": _count_tokens}
     gets = {
         "/v1/models": _models,
+        "/v1/models/{model:path}": _model,
         "/health": _health,
         "/ready": _ready,
         "/version": _version,
@@ -82,9 +84,13 @@ def _bind(service: Service, handler: _Route) -> Handler:
 
 
 def _http_error(http: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
+    assert isinstance(error, HTTPException)
+    status, headers = error.status_code, error.headers or {}
     text = {404: "no such route", 405: "this route has other methods"}.get(status, "the request cannot be answered")
-    return response_of(ApiError(status, text, code="not_found" if status == 404 else None), http.scope["path"])
+    refusal = ApiError(status, text, code="not_found" if status == 404 else None)
+    response = response_of(refusal, path_of(http.scope))
+    response.headers.update(headers)  # `Allow`, which RFC 9110 asks for with 405
+    return response
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -108,23 +114,36 @@ def _body(service: Service, http: Request, holding: Holding) -> Coroutine[Any, A
 
 
 async def _models(service: Service, _: Request) -> Response:
-    info = service.engine.info
-    entries = [
-        {
-            "id": name,
-            "object": "model",
-            "created": service.config.created,
-            "owned_by": "dsv3",
-            "root": service.config.model_names[0],
-            "parent": None,
-            "max_model_len": None if info is None else info.rules.max_model_len,
-            "max_num_seqs": None if info is None else info.max_num_seqs,
-            "data_parallel_size": None if info is None else info.num_ranks,
-            "kv_events": None if info is None else info.kv_events,
-        }
-        for name in service.config.model_names
-    ]
-    return _json({"object": "list", "data": entries})
+    names = service.config.model_names
+    entries = [_entry(service, name) for name in names]
+    return _json({"object": "list", "data": entries, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+
+
+async def _model(service: Service, http: Request) -> Response:
+    try:
+        return _json(_entry(service, service.require_model(http.path_params["model"])))
+    except ApiError as error:
+        return response_of(error, path_of(http.scope))
+
+
+def _entry(service: Service, name: str) -> dict[str, Any]:
+    """Returns a model as OpenAI's, vLLM's and Anthropic's clients know it."""
+    info, created = service.engine.info, service.config.created
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "dsv3",
+        "root": service.config.root,
+        "parent": None,
+        "max_model_len": None if info is None else info.rules.max_model_len,
+        "max_num_seqs": None if info is None else info.max_num_seqs,
+        "data_parallel_size": None if info is None else info.num_ranks,
+        "kv_events": None if info is None else info.kv_events,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.datetime.fromtimestamp(created, datetime.UTC),
+    }
 
 
 async def _health(service: Service, _: Request) -> Response:
@@ -181,7 +200,7 @@ async def _count_tokens(service: Service, http: Request) -> Response:
 
 
 async def _openapi(service: Service, http: Request) -> Response:
-    found = ((route.path, method) for route in http.app.routes for method in route.methods - {"HEAD"})
+    found = ((method, described_path(route.path)) for route in http.app.routes for method in route.methods - {"HEAD"})
     return Response(openapi(tuple(sorted(found))), media_type="application/json")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.api.answers.errors import ApiError, unavailable
-from dsv3.api.http.errors import response_of
+from dsv3.api.http.errors import path_of, response_of
 from dsv3.api.http.exchange import TENANT
 from dsv3.api.http.protocol import ADMIT
 from dsv3.api.tenants import Tenants
@@ -32,7 +32,7 @@ class RequireKey:
             await self._app(scope, receive, send)
         else:
             error = ApiError(401, "missing or wrong API key", kind="authentication_error", code="invalid_api_key")
-            await response_of(error, scope["path"])(scope, receive, send)
+            await response_of(error, path_of(scope))(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
@@ -81,7 +81,7 @@ class RequireLocalName:
         else:
             await self._app(scope, receive, send)
             return
-        await response_of(error, scope["path"])(scope, receive, send)
+        await response_of(error, path_of(scope))(scope, receive, send)
 
     def _is_foreign(self, headers: dict[bytes, bytes]) -> bool:
         """Returns whether a page sent this request that is neither this server's own nor allowed."""
@@ -114,4 +114,4 @@ class Admit:
         else:
             self._on_refusal("connections")
             error = unavailable("too many connections have requests in flight", "too_many_connections")
-            await response_of(error, scope["path"])(scope, receive, send)
+            await response_of(error, path_of(scope))(scope, receive, send)

@@ -23,7 +23,7 @@ from dsv3.api.http.uploads import receive_form
 
 MAX_UPLOADS = 8  # at a time, per front
 _PIECE_BYTES = 2**18
-_MAX_LISTED = {"files": 10_000, "batches": 100}
+MAX_LISTED = {"files": 10_000, "batches": 100}
 _DEFAULT_LISTED = {"files": 10_000, "batches": 20}
 
 _Handler = Callable[["_Routes", Request], Awaitable[Response]]
@@ -126,7 +126,10 @@ class _Routes:
         files = await asyncio.to_thread(self._store.files, _tenant(http))
         if (purpose := http.query_params.get("purpose")) is not None:
             files = [file for file in files if file.purpose == purpose]
-        if http.query_params.get("order", "desc") == "asc":
+        order = http.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise invalid("order: asc or desc", "order")
+        if order == "asc":
             files.reverse()
         return _page(files, http, "files")
 
@@ -222,12 +225,12 @@ def _read(body: bytearray) -> CreateBatch:
 def _page(items: list[Any], http: Request, kind: str) -> Response:
     """Returns the part of a list that `after` and `limit` name."""
     text = http.query_params.get("limit", str(_DEFAULT_LISTED[kind]))
-    if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= _MAX_LISTED[kind]):
-        raise invalid(f"limit: from 1 to {_MAX_LISTED[kind]}", "limit")
+    if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= MAX_LISTED[kind]):
+        raise invalid(f"limit: from 1 to {MAX_LISTED[kind]}", "limit")
     if (after := http.query_params.get("after")) is not None:
         places = [i for i, item in enumerate(items) if item.id == after]
         if not places:
-            raise invalid("after: there is nothing of that id", "after")
+            raise ApiError(404, "after: there is nothing of that id", param="after", code="not_found")
         items = items[places[0] + 1 :]
     shown = items[: int(text)]
     ids = [item.id for item in shown]

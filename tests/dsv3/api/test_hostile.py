@@ -369,6 +369,7 @@ def test_unknown_routes_and_methods(server):
 
 GUARDED = [
     ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model:path}"),
     ("GET", "/ready"),
     ("GET", "/version"),
     ("GET", "/metrics"),

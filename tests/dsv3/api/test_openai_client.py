@@ -5,6 +5,7 @@ import asyncio
 import openai
 import pytest
 
+from tests.dsv3.api import serving
 from tests.dsv3.text import tiny
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -20,6 +21,20 @@ def client(server):
 def test_models(client):
     [model] = client.models.list().data
     assert (model.id, model.object, model.max_model_len) == ("tiny", "model", 2048)
+
+
+def test_a_model_is_retrieved_by_its_name(client, model_dir):
+    model = client.models.retrieve("tiny")
+    assert (model.id, model.object, model.root) == ("tiny", "model", str(model_dir))
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("of/nobody")
+    assert refused.value.code == "model_not_found"
+
+
+def test_names_with_slashes_are_retrieved(model_dir):
+    with serving.running(model_dir, model_names=["org/tiny", "a"]) as server:
+        for name in ("org/tiny", "org%2Ftiny", "a"):
+            assert server.http.get(f"/v1/models/{name}").json()["id"] == name.replace("%2F", "/")
 
 
 def test_completion(client):

@@ -86,11 +86,28 @@ def _bind(service: Service, handler: _Route) -> Handler:
 def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, error.headers or {}
-    text = {404: "no such route", 405: "this route has other methods"}.get(status, "the request cannot be answered")
+    texts = {404: _no_route(http.scope["path"]), 405: "this route has other methods"}
+    text = texts.get(status, "the request cannot be answered")
     refusal = ApiError(status, text, code="not_found" if status == 404 else None)
     response = response_of(refusal, path_of(http.scope))
     response.headers.update(headers)  # `Allow`, which RFC 9110 asks for with 405
     return response
+
+
+# Routes of the APIs served here that a client may try, by how they begin.
+_ABSENT = {
+    "/v1/embeddings": "this model makes no embeddings",
+    "/v1/images": "this model makes no images",
+    "/v1/audio": "this model neither hears nor speaks",
+    "/v1/moderations": "this model rates no texts",
+    "/v1/rerank": "this model ranks no texts",
+    "/v1/responses/": "this server stores no responses; send the whole conversation as input to /v1/responses",
+    "/v1/messages/batches": "this server has no batches of messages; /v1/batches takes chat completions",
+}
+
+
+def _no_route(path: str) -> str:
+    return next((text for start, text in _ABSENT.items() if path.startswith(start)), "no such route")
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -120,10 +137,7 @@ async def _models(service: Service, _: Request) -> Response:
 
 
 async def _model(service: Service, http: Request) -> Response:
-    try:
-        return _json(_entry(service, service.require_model(http.path_params["model"])))
-    except ApiError as error:
-        return response_of(error, path_of(http.scope))
+    return _json(_entry(service, service.require_model(http.path_params["model"])))
 
 
 def _entry(service: Service, name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dsv3.api.answers.errors import ApiError, invalid, unavailable
+from dsv3.api.answers.reading import invalid_field
 from dsv3.api.answers.service import Service
 from dsv3.api.batches.records import MAX_METADATA, WINDOW_S, Batch, Endpoint, FileObject
 from dsv3.api.batches.store import Conflict, NotFound, Store, StoreError, TooMany
@@ -212,8 +213,7 @@ def _read(body: bytearray) -> CreateBatch:
     try:
         asked = msgspec.json.decode(body, type=CreateBatch)
     except msgspec.ValidationError as error:
-        path = str(error).rpartition("`$.")[2].rstrip("`") if "`$." in str(error) else None
-        raise invalid(f"{error}"[:300], path) from None
+        raise invalid_field(error, "", CreateBatch) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise invalid("the body is not valid JSON") from None
     if asked.output_expires_after is not None and bytes(asked.output_expires_after) != b"null":

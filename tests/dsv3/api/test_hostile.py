@@ -191,6 +191,73 @@ def test_fields_of_a_chat(server, field, value):
     refusal(post(server, CHAT, {"messages": [USER]} | {field: value}))
 
 
+def part(kind):
+    return {"messages": [USER, {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": kind, kind: {}}]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (CHAT, part("image_url"), "messages[1].content[1].type: this model reads no images; it may be text"),
+        (CHAT, part("input_audio"), "messages[1].content[1].type: this model hears no audio; it may be text"),
+        (CHAT, part("file"), "messages[1].content[1].type: this model reads no files; it may be text"),
+        (CHAT, part("x" * 40), "messages[1].content[1].type: this value is not known; it may be text"),
+        (
+            CHAT,
+            {"messages": [{"role": "function", "content": "x", "name": "f"}]},
+            "messages[0].role: this value is not known; it may be assistant or developer or system or tool or user",
+        ),
+        (
+            CHAT,
+            {"messages": [USER], "tools": [{"type": "web_search"}]},
+            "tools[0].type: this value is not known; it may be function",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}], "max_tokens": 1},
+            "messages[0].content[0].type: this model reads no files; it may be redacted_thinking or text or thinking",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [USER], "max_tokens": 1, "tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "tools[0].type: this value is not known; it may be custom",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1/"}]}]},
+            "input[0].content[0].type: this model reads no images; it may be input_text or output_text",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "response_format": {"type": "xml"}},
+            "response_format.type: this value is not known; it may be json_object or json_schema or text",
+        ),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 300_000])
+def test_what_is_not_known_is_refused_with_what_is(server, path, body, said, padding):
+    """Large bodies are read piece by piece, and their errors are the same."""
+    answer = server.http.post(
+        path, content=json.dumps(body) + " " * padding, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(said), answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/embeddings", "this model makes no embeddings"),
+        ("/v1/images/generations", "this model makes no images"),
+        ("/v1/audio/speech", "this model neither hears nor speaks"),
+        ("/v1/moderations", "this model rates no texts"),
+        ("/v1/responses/resp_1", "this server stores no responses"),
+        ("/v1/embedding", "no such route"),
+    ],
+)
+def test_routes_that_others_have_say_why_they_are_missing(server, path, said):
+    assert refusal(server.http.post(path, json={"input": "x"}), 404)["message"].startswith(said)
+
+
 @pytest.mark.parametrize(
     "body",
     [

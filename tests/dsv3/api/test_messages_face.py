@@ -201,6 +201,7 @@ def test_a_model_as_anthropics_client_knows_it(tool_server):
     for method, path, status, kind in (
         ("GET", "/v1/models/nobody", 404, "not_found_error"),
         ("GET", "/v1/organizations/me", 404, "not_found_error"),
+        ("GET", "/v1/files", 404, "not_found_error"),
         ("DELETE", "/v1/models/tiny", 405, "invalid_request_error"),
     ):
         answer = tool_server.http.request(method, path, headers=HEADERS)

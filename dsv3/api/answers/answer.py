@@ -78,6 +78,17 @@ class Answer[Request: SampledRequest](abc.ABC):
         options = self.request.stream_options
         return options is not None and bool(options.include_usage)
 
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the prompt is told and no answer; known once the request is read."""
+        return False
+
+    @property
+    def tells_usage_throughout(self) -> bool:
+        """Whether each event has the usage so far."""
+        options = self.request.stream_options
+        return self.tells_usage and options is not None and bool(options.continuous_usage_stats)
+
     async def prepare(self) -> None:
         """Reads the request and its prompts; raises ApiError for one that is refused. Nothing is generated yet."""
         self.request = await self.read()
@@ -113,6 +124,7 @@ class Answer[Request: SampledRequest](abc.ABC):
             first=first,
             resumed=self._resumed,
             retells=not self.streams,
+            prompt_only=self.prompt_only,
         )
 
     async def read(self) -> Request:
@@ -151,12 +163,17 @@ class Answer[Request: SampledRequest](abc.ABC):
             for event in self.events(update):
                 on_event(event)
 
+        def tell_with_usage(update: Update) -> None:
+            usage = b'"usage":' + to_json(self.usage)
+            for event in self.events(update):  # inside of a JSON string the quotes would be escaped
+                on_event(event.replace(b'"usage":null', usage, 1))
+
         def end(error: ApiError | None) -> None:
             if error is None and self.tells_usage:
                 on_event(to_event(self.chunk([], usage=self.usage)))
             on_end(error)
 
-        self.generation.start(self.parser, tell, end)
+        self.generation.start(self.parser, tell_with_usage if self.tells_usage_throughout else tell, end)
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the lines of the event that ends a stream with an error."""

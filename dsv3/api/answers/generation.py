@@ -49,7 +49,8 @@ class Update(msgspec.Struct, gc=False):
 class Generation:
     """`n` choices for each of `prompts`, prompt by prompt, choices numbered throughout, with ids from `first` on.
 
-    Those that go on with an answer are `resumed`; `retells` says whether what they had told is told again.
+    Those that go on with an answer are `resumed`; `retells` says whether what they had told is told again. With
+    `prompt_only` the one token that the engine gives is not told.
     Nothing is sent to the engine before `start`, and whoever has started it closes it, early or late: that frees what
     the engine still holds. While it is on `hold` nothing is told; tokens gather, and are told together after `release`.
     """
@@ -65,6 +66,7 @@ class Generation:
         first: int,
         resumed: Sequence[Resumed] = (),
         retells: bool = False,
+        prompt_only: bool = False,
     ):
         self.id = secrets.token_hex(16)
         self.prompts = prompts
@@ -73,6 +75,8 @@ class Generation:
         self._service, self._tenant = service, tenant
         self._requests = requests
         self._first, self._resumed, self._retells = first, resumed, retells
+        self._prompt_only = prompt_only
+        self._num_prompt_tokens = sum(len(p.token_ids) for p in prompts)
         self._started_at = time.monotonic()
         self._choices: dict[int, _ChoiceSink] = {}
         self._on_update: Callable[[Update], None] = lambda _: None
@@ -88,7 +92,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens so far; each prompt is counted once."""
-        prompt = sum(len(p.token_ids) for p in self.prompts)
+        prompt = self._num_prompt_tokens
         cached = PromptTokensDetails(sum(self._cached_tokens.values()))
         details = CompletionTokensDetails(self._reasoning_tokens)
         return Usage(prompt, self._completion_tokens, prompt + self._completion_tokens, cached, details)
@@ -265,6 +269,8 @@ class Generation:
             self._tell_prompt(choice, output.prompt_logprobs)
             return
         delta = choice.stream.push(output.token_ids, output.finish_reason, output.stop_token_id)
+        if self._prompt_only:
+            delta = OutputDelta([], 0, delta.finish_reason and "length")
         self._observe(choice, output, delta.num_tokens)
         self._tell(choice, delta, output.token_ids, output.logprobs, engine_goes_on=output.finish_reason is None)
 

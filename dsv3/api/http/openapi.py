@@ -277,7 +277,9 @@ def _complete(components: dict[str, Any], by_type: dict[Any, Any]) -> None:
     for name in ("prompt", "messages"):
         tokenize["properties"][name] = _not_null(tokenize["properties"][name])
     components[ChatRequest.__name__]["properties"]["tools"]["anyOf"][0]["items"] = by_type[Tool]
-    components[CompletionRequest.__name__]["properties"]["prompt"] = _PROMPT
+    completion = components[CompletionRequest.__name__]["properties"]
+    completion["prompt"] = _PROMPT
+    completion["max_tokens"]["anyOf"][0] |= {"minimum": 0, "description": "0 with `echo` alone"}
     messages = components[MessagesRequest.__name__]["properties"]
     components[CountTokensRequest.__name__] |= {
         "required": ["messages"],

@@ -185,6 +185,8 @@ def test_fields_of_a_completion(server, field, value):
         ("audio", {"voice": "x"}),
         ("modalities", ["audio"]),
         ("functions", [{"name": "f"}]),
+        ("store", True),
+        ("verbosity", "low"),
     ],
 )
 def test_fields_of_a_chat(server, field, value):

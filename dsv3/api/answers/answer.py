@@ -3,7 +3,7 @@
 import abc
 import time
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,15 @@ from dsv3.text.grammar import plain_grammar
 from dsv3.text.parser import AnswerParser
 
 to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
+
+
+class Summary(NamedTuple):
+    """What the log tells of an answer; `first_token_at` is a time of `time.monotonic`."""
+
+    model: str
+    prompt_tokens: int
+    completion_tokens: int
+    first_token_at: float | None
 
 
 def to_event(value: object, name: str | None = None) -> bytes:
@@ -66,6 +75,11 @@ class Answer[Request: SampledRequest](abc.ABC):
     def usage(self) -> Usage:
         """Tokens so far."""
         return self.generation.usage
+
+    def summary(self) -> Summary:
+        """Returns what the log tells of the answer as far as it has come; there is one once it is prepared."""
+        usage = self.usage
+        return Summary(self.model, usage.prompt_tokens, usage.completion_tokens, self.generation.first_token_at)
 
     @property
     def streams(self) -> bool:

@@ -78,6 +78,7 @@ class Generation:
         self._prompt_only = prompt_only
         self._num_prompt_tokens = sum(len(p.token_ids) for p in prompts)
         self._started_at = time.monotonic()
+        self.first_token_at: float | None = None
         self._choices: dict[int, _ChoiceSink] = {}
         self._on_update: Callable[[Update], None] = lambda _: None
         self._on_end: Callable[[ApiError | None], None] = lambda _: None
@@ -213,7 +214,8 @@ class Generation:
         """Counts what a choice had before, and tells it again where all is told; it may have ended."""
         choice.resumed = None
         self._service.metrics.add("resumed", 1)
-        self._completion_tokens += len(resumed.token_ids)
+        choice.num_tokens = len(resumed.token_ids)
+        self._completion_tokens += choice.num_tokens
         self._reasoning_tokens += resumed.num_reasoning_tokens
         update = Update(choice.index, [], [], None, resumed.finish_reason, resumed.stop_reason)
         if self._retells:
@@ -290,6 +292,7 @@ class Generation:
         engine_goes_on: bool,
     ) -> None:
         count = delta.num_tokens
+        choice.num_tokens += count
         self._completion_tokens += count
         self._reasoning_tokens += delta.num_reasoning_tokens
         if count < len(token_ids):
@@ -308,9 +311,12 @@ class Generation:
     def _observe(self, choice: "_ChoiceSink", output: EngineOutput, num_tokens: int) -> None:
         metrics, now = self._service.metrics, time.monotonic()
         if not choice.has_tokens and output.token_ids:
-            metrics.observe("ttft", now - self._started_at)
+            waited, choice.first_token_at = now - self._started_at, now
+            self.first_token_at = self.first_token_at or now
+            metrics.observe("ttft", waited)
             if output.queue_seconds is not None:
                 metrics.observe("queue", output.queue_seconds)
+                metrics.observe("prefill", max(0.0, waited - output.queue_seconds))
             prompt = choice.index // self.n
             metrics.add("prompt_tokens", len(self.prompts[prompt].token_ids))
             self._cached_tokens[prompt] = max(self._cached_tokens.get(prompt, 0), output.num_cached_tokens)
@@ -325,8 +331,13 @@ class Generation:
         del self._choices[choice.request_id]
         if engine_goes_on:
             self._service.engine.abort([choice.request_id])
-        self._service.metrics.finished("stop" if reason == "tool_calls" else reason)
-        self._service.metrics.observe("e2e", time.monotonic() - self._started_at)
+        metrics = self._service.metrics
+        metrics.finished("stop" if reason == "tool_calls" else reason)
+        metrics.observe("e2e", time.monotonic() - self._started_at)
+        metrics.observe("prompt_length", len(self.prompt_of(choice.index).token_ids))
+        metrics.observe("answer_length", choice.num_tokens)
+        if choice.has_tokens:
+            metrics.observe("decode", choice.last_token_at - choice.first_token_at)
 
 
 class _ChoiceSink:
@@ -334,7 +345,8 @@ class _ChoiceSink:
 
     __slots__ = (
         *("generation", "index", "request_id", "stream", "pending"),
-        *("has_ended", "has_tokens", "is_queued", "last_token_at", "resumed", "num_told"),
+        *("has_ended", "has_tokens", "is_queued", "first_token_at", "last_token_at"),
+        *("num_tokens", "resumed", "num_told"),
     )
 
     def __init__(
@@ -344,8 +356,9 @@ class _ChoiceSink:
         self.resumed = resumed
         self.pending: list[int | EngineOutput] = []
         self.is_queued = self.has_tokens = self.has_ended = False
+        self.num_tokens = 0
         self.num_told = 0  # tokens of the prompt, from the first on, whose log-probabilities were told
-        self.last_token_at = time.monotonic()
+        self.first_token_at = self.last_token_at = time.monotonic()
 
     def arrived(self) -> None:
         """Takes what has come."""

@@ -33,6 +33,7 @@ from dsv3.api.http.bodies import Handler, endpoint, read_json_body, unless_disco
 from dsv3.api.http.dashboard import dashboard_routes
 from dsv3.api.http.errors import path_of, response_of
 from dsv3.api.http.events import EventStream
+from dsv3.api.http.exchange import SUMMARY
 from dsv3.api.http.openapi import described_path, openapi
 from dsv3.api.http.operator import require_operator, tenant_of
 from dsv3.options import ServerOptions
@@ -121,6 +122,7 @@ async def _answer(kind: type[Answer], service: Service, http: Request) -> Respon
         answer = kind(service, await _body(service, http, holding), tenant_of(http))
         answer.rank = rank_of(http.headers.get(RANK_HEADER))
         await unless_disconnected(http.receive, answer.prepare())
+        http.scope["extensions"][SUMMARY] = answer.summary
         if answer.streams:
             return EventStream(answer, stack.pop_all().close)
         return Response(await unless_disconnected(http.receive, answer.whole()), media_type="application/json")

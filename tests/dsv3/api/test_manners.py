@@ -153,18 +153,27 @@ def test_the_access_log_has_a_line_per_request(mannered):
 
     secret = "prompt-text-of-a-client"
     answer, line = ask("whole", f"{COMPLETIONS}?token=query-secret", {"prompt": secret, "max_tokens": 2})
-    assert set(line) == {"time", "request_id", "tenant", "method", "path", "status", "seconds", "bytes", "complete"}
+    about_http = {"time", "request_id", "tenant", "method", "path", "status", "seconds", "bytes", "complete"}
+    about_answer = {"model", "prompt_tokens", "completion_tokens", "first_token_s"}
+    assert set(line) == about_http | about_answer
+    usage = answer.json()["usage"]
+    assert (line["model"], line["prompt_tokens"], line["completion_tokens"]) == ("tiny", usage["prompt_tokens"], 2)
+    assert 0 < line["first_token_s"] <= line["seconds"]
     assert (line["method"], line["path"], line["status"], line["complete"]) == ("POST", COMPLETIONS, 200, True)
     assert line["bytes"] >= len(answer.content) and line["seconds"] > 0
     answer, line = ask("streamed", COMPLETIONS, BODY | {"stream": True})
     assert (line["status"], line["complete"]) == (200, True) and line["bytes"] >= len(answer.content) / 2
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (2, 2) and line["first_token_s"] > 0
+    answer, line = ask("tokenized", "/tokenize", {"prompt": "x"})
+    assert line["status"] == 200 and not any(line[name] for name in about_answer)
     assert ask("refused", COMPLETIONS, BODY, authorization="Bearer wrong-key")[1]["status"] == 401
     with httpx.Client(base_url=mannered.url, headers=mannered.http.headers) as client:
         body = BODY | {"stream": True, "max_tokens": 2000, "n": 8}
         with client.stream("POST", COMPLETIONS, json=body, headers={"x-request-id": "gone"}) as answer:
             next(answer.iter_raw())
     mannered.wait_for(lambda: lines("gone"))
-    assert lines("gone")[0]["complete"] is False
+    [line] = lines("gone")
+    assert line["complete"] is False and 0 < line["completion_tokens"] < 16_000
     log = mannered.log.read_text()
     assert not any(text in log for text in (secret, "query-secret", KEY, "wrong-key"))
 

@@ -37,7 +37,7 @@ def _steps(path: str) -> list[str]:
     return re.findall(r"\.(\w+)|\[[^\]]*\]", path)
 
 
-def _values(info: inspect.Type, steps: list[str]) -> Iterator[str | int]:
+def _values(info: inspect.Type, steps: list[str]) -> Iterator[str | int | bool | None]:
     """Yields the values of the enumerations that a path leads to."""
     match info:
         case inspect.UnionType(types):

@@ -261,16 +261,13 @@ class Metrics:
             yield self._family(GaugeMetricFamily, *_EXPERT_LAYERS, _numbered(even), ["layer"])
         if isinstance(accepted := stats.get("draft_num_accepted_tokens_per_pos"), list):
             yield self._family(CounterMetricFamily, *_DRAFT_PLACES, _numbered(accepted), ["position"])
-        for (name, text), counts, total in (
-            (_HOST_TIME, stats.get("host_time_counts"), "host_time_sum"),
-            (_MASK_TIME, stats.get("mask_counts"), "mask_seconds"),
+        for (name, text), bounds, counts, totals in (
+            (_HOST_TIME, HOST_TIME_BOUNDS, stats.get("host_time_counts"), ("host_time_sum",)),
+            (_MASK_TIME, HOST_TIME_BOUNDS, stats.get("mask_counts"), ("mask_seconds",)),
+            (_STEP_TOKENS, STEP_TOKENS_BOUNDS, stats.get("step_tokens_counts"), ("prompt_tokens", "generated_tokens")),
         ):
-            if isinstance(counts, list) and len(counts) == len(HOST_TIME_BOUNDS) + 1:
-                yield self._histogram(name, text, HOST_TIME_BOUNDS, counts, _number(stats, total))
-        tokens = stats.get("step_tokens_counts")
-        if isinstance(tokens, list) and len(tokens) == len(STEP_TOKENS_BOUNDS) + 1:
-            total = _number(stats, "prompt_tokens") + _number(stats, "generated_tokens")
-            yield self._histogram(*_STEP_TOKENS, STEP_TOKENS_BOUNDS, tokens, total)
+            if isinstance(counts, list) and len(counts) == len(bounds) + 1:
+                yield self._histogram(name, text, bounds, counts, sum(_number(stats, total) for total in totals))
         if labels := self.cache_config():
             family = GaugeMetricFamily(*_CACHE_CONFIG, labels=["model_name", *labels])
             family.add_metric([self._model_name, *labels.values()], 1)

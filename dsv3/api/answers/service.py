@@ -47,8 +47,8 @@ class ServiceConfig:
     shows_tools: bool = False
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     isolation: Isolation = "tenant"
-    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     root: str = ""
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
 class Service:
@@ -234,8 +234,8 @@ async def make_service(
         names_tools(template or ""),
         sampling_defaults(config.model_dir),
         config.options.prefix_cache_isolation,
+        str(config.model_dir),
         *([] if created is None else [created]),
-        root=str(config.model_dir),
     )
     grammars = None if tokenizer is None else GrammarPool(config.model_dir / "tokenizer.json", wait_s)
     return Service(settings, engine, tokenizer, templates, numbers, wait_s, chat_tokenizer, config.tenants, grammars)

@@ -97,14 +97,17 @@ class CountTokensRequest(msgspec.Struct):
 
 
 _STREAMED = (_JSON, _EVENTS)
-_AFTER = {"type": "string", "description": "list what comes behind this id"}
-_FILES = {
+_AFTER: dict[str, Any] = {"type": "string", "description": "list what comes behind this id"}
+_FILES: dict[str, dict[str, Any]] = {
     "after": _AFTER,
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED["files"]},
     "order": {"enum": ["asc", "desc"]},
     "purpose": {"type": "string"},
 }
-_BATCHES = {"after": _AFTER, "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED["batches"]}}
+_BATCHES: dict[str, dict[str, Any]] = {
+    "after": _AFTER,
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED["batches"]},
+}
 _SEEN = {"since": {"type": "number"}, "experts": {"type": "number"}}
 _STORED = ("409", "429")
 

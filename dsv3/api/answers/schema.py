@@ -44,7 +44,7 @@ def require_no_nul(text: object) -> None:
 
 
 class StreamOptions(msgspec.Struct):
-    """With `include_usage` the last event has the usage; with vLLM's `continuous_usage_stats` too, each one has."""
+    """Where a stream has the usage: in its last event, and with vLLM's `continuous_usage_stats` as well in each one."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

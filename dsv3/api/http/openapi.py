@@ -347,13 +347,13 @@ def _refusals(method: str, path: str, methods: list[str], by_type: dict[Any, Any
     if operation.no_such:
         texts["404"] = operation.no_such
     error = by_type[MessagesError if path.startswith(MESSAGES) else ErrorEnvelope]
-    told = {status: _refusal(texts[status], error) for status in sorted(texts)}
+    refusals = {status: _refusal(texts[status], error) for status in sorted(texts)}
     if operation.response is State:
-        told["503"] = _refusal("no requests are served, or taken now; `reason` says why", by_type[State])
-    told["405"]["headers"] = {
+        refusals["503"] = _refusal("no requests are served, or taken now; `reason` says why", by_type[State])
+    refusals["405"]["headers"] = {
         "Allow": {"required": True, "schema": {"type": "string"}, "example": ", ".join(sorted(methods))}
     }
-    return told
+    return refusals
 
 
 def _refusal(text: str, schema: dict[str, Any]) -> dict[str, Any]:

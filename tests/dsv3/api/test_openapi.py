@@ -7,6 +7,7 @@ import pytest
 
 from dsv3.api.http.app import make_router
 from dsv3.api.http.openapi import OPERATIONS, described_path, openapi
+from dsv3.sampling_params import SamplingParams
 
 DESCRIBED = json.loads(openapi(tuple(OPERATIONS)))
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "QUERY")
@@ -94,6 +95,24 @@ def test_a_field_that_is_required_is_described_so(server, path):
         assert required == set(BODIES[path])
     else:
         assert refused == required
+
+
+@pytest.mark.parametrize("name", [name for name in SamplingParams.__struct_fields__ if name not in ("n", "logprobs")])
+def test_bounds_of_sampling_are_those_that_are_checked(name):
+    """Both ends of a range that is described are taken, and what lies beyond is not."""
+    schema = DESCRIBED["components"]["schemas"]["CompletionRequest"]["properties"].get(name, {})
+    bounds = schema.get("anyOf", [{}])[0]
+    if name in ("temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens") or name.endswith("_penalty"):
+        assert "maximum" in bounds
+    for end, sign in (("minimum", -1), ("maximum", 1)):
+        if end in bounds and name != "seed":
+            if (name, end) != ("max_tokens", "minimum"):  # 0 with echo alone
+                SamplingParams(**{name: bounds[end]})
+            with pytest.raises(ValueError, match=name):
+                SamplingParams(**{name: bounds[end] + sign})
+    if "exclusiveMinimum" in bounds:
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: bounds["exclusiveMinimum"]})
 
 
 def test_every_body_is_described():

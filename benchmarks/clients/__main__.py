@@ -29,7 +29,7 @@ from tests.dsv3.text import dialects
 
 ROOT = Path(__file__).parents[2]
 _START_S, _CLIENT_S = 900, 900
-_ARGUMENTS = ["--tool_call_parser=deepseek_v31", "--max_model_len=2048"]
+_ARGUMENTS = ["--tool_call_parser=deepseek_v31", "--max_model_len=2048", "--batch_dir={scratch}/batches"]
 
 
 class Client(NamedTuple):
@@ -57,7 +57,6 @@ def _script(name: str) -> list[str]:
 
 
 _LM_EVAL = "model={model},base_url={url}/v1/completions,tokenizer={root}/dsv3/bundled,num_concurrent=2,max_length=2048"
-_CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 CLIENTS = (
     Client("openai", _script("use_openai")),
     Client("anthropic", _script("use_anthropic")),
@@ -75,8 +74,8 @@ CLIENTS = (
     Client(
         "schemathesis",
         [
-            *("-m", "schemathesis.cli", "run", "{url}/openapi.json", "--checks", _CHECKS),
-            *("--phases", "examples,coverage,fuzzing", "--max-examples", "30", "--request-timeout", "60"),
+            *("-m", "schemathesis.cli", "--config-file", "benchmarks/clients/schemathesis.toml"),
+            *("run", "{url}/openapi.json", "--max-examples", "20", "--request-timeout", "60"),
             *("--exclude-path", "/flush_cache", "--seed", "1"),
         ],
         r"(?:Test cases:\n(?:.+\n)+)|\d+ generated.*",
@@ -132,7 +131,8 @@ def _servers(scratch: Path) -> Iterator[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "launch.serve", f"--port={port}", f"--served_model_name={MODEL}", *_ARGUMENTS]
+    command = [sys.executable, "-m", "launch.serve", f"--port={port}", f"--served_model_name={MODEL}"]
+    command += [argument.format(scratch=scratch) for argument in _ARGUMENTS]
     url = f"http://127.0.0.1:{port}"
     (scratch / "tools").mkdir()
     with serving.running(dialects.write(scratch / "tools")) as tools, (scratch / "log").open("w") as log:

@@ -84,5 +84,17 @@ def errors(servers: Servers) -> str:
     return saw
 
 
+def model(servers: Servers) -> str:
+    """models: retrieved by name, and the error for another one"""
+    found = client(servers.url).models.retrieve(MODEL)
+    expect(found.id == MODEL and found.type == "model" and found.created_at.year > 2000, found)
+    try:
+        client(servers.url).models.retrieve("other")
+    except anthropic.NotFoundError as error:
+        expect(error.body["error"]["type"] == "not_found_error", error.body)
+        return f"{found.display_name}; {error.body['error']['message']}"
+    raise AssertionError("there is one")
+
+
 if __name__ == "__main__":
-    main([messages, stream, tools, result, count, errors])
+    main([model, messages, stream, tools, result, count, errors])

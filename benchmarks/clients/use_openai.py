@@ -101,5 +101,51 @@ def completions(servers: Servers) -> str:
     return f"{len(told.tokens)} tokens, {sum(told.token_logprobs[1:-1]):.2f} in all"
 
 
+def scored(servers: Servers) -> str:
+    """completions: a prompt scored without an answer"""
+    answer = client(servers.url).completions.create(
+        model=MODEL, prompt="def add(x, y):", max_tokens=0, echo=True, logprobs=1
+    )
+    [choice] = answer.choices
+    expect(choice.text == "def add(x, y):" and answer.usage.completion_tokens == 0, answer)
+    return f"{len(choice.logprobs.tokens)} tokens, {sum(choice.logprobs.token_logprobs[1:]):.2f} in all"
+
+
+def model(servers: Servers) -> str:
+    """models: retrieved by name"""
+    found = client(servers.url).models.retrieve(MODEL)
+    expect(found.id == MODEL and found.object == "model", found)
+    return f"{found.id}, {found.max_model_len} tokens"
+
+
+def absent(servers: Servers) -> str:
+    """what this model does not do is said"""
+    try:
+        client(servers.url).embeddings.create(model=MODEL, input="x")
+    except openai.NotFoundError as error:
+        expect("makes no embeddings" in error.message, error)
+    part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
+    try:
+        client(servers.url).chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [part]}])
+    except openai.BadRequestError as error:
+        expect(error.param == "messages" and "reads no images" in error.message, error)
+        return error.body["message"]
+    raise AssertionError("it was taken")
+
+
 if __name__ == "__main__":
-    main([chat, chat_stream, chat_tools, responses, responses_stream, responses_result, stored_responses, completions])
+    main(
+        [
+            model,
+            absent,
+            scored,
+            chat,
+            chat_stream,
+            chat_tools,
+            responses,
+            responses_stream,
+            responses_result,
+            stored_responses,
+            completions,
+        ]
+    )

@@ -30,7 +30,7 @@ from dsv3.engine.requests.grammars import Grammars
 from dsv3.engine.requests.masks import Masks
 from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.engine.requests.sequence import Sequence, sequence_of
-from dsv3.engine.stats import EngineStats, HostTime
+from dsv3.engine.stats import STEP_TOKENS_BOUNDS, EngineStats, Histogram, HostTime
 from dsv3.engine.step_metrics import StepNotes
 from dsv3.fleet.cost import keys_per_token
 from dsv3.prepare import PreparedRequest, RequestRules, prepare
@@ -94,7 +94,7 @@ class Engine:
         self._warm = False
         self._seeds = np.random.SeedSequence(self.cfg.seed)
         self._seed_counter = itertools.count()
-        self.host_time = HostTime()
+        self.host_time, self._step_tokens = HostTime(), Histogram(STEP_TOKENS_BOUNDS)
         self.log = StepLog()
         self._steps = 0
 
@@ -221,6 +221,7 @@ class Engine:
             steps=self._steps,
             host_time_sum=self.host_time.total,
             host_time_counts=tuple(self.host_time.counts),
+            step_tokens_counts=tuple(self._step_tokens.counts),
             jobs={name: record for name, record in by_job.items() if record is not None},
         )
 
@@ -249,6 +250,8 @@ class Engine:
         if self.events is not None:
             self.events.record.close()
         self.host_time.observe(perf_counter() - started - waited)
+        if tokens := int(self.scheduler.prompt_tokens + self.scheduler.generated_tokens - self._step_tokens.total):
+            self._step_tokens.observe(tokens)
         if log.is_on:
             self._note(before)
         return outputs

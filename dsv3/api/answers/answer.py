@@ -3,7 +3,7 @@
 import abc
 import time
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,15 @@ from dsv3.text.grammar import plain_grammar
 from dsv3.text.parser import AnswerParser
 
 to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
+
+
+class Summary(NamedTuple):
+    """What the log tells of an answer; `first_token_at` is a time of `time.monotonic`."""
+
+    model: str
+    prompt_tokens: int
+    completion_tokens: int
+    first_token_at: float | None
 
 
 def to_event(value: object, name: str | None = None) -> bytes:
@@ -67,6 +76,11 @@ class Answer[Request: SampledRequest](abc.ABC):
         """Tokens so far."""
         return self.generation.usage
 
+    def summary(self) -> Summary:
+        """Returns what the log tells of the answer as far as it has come; there is one once it is prepared."""
+        usage = self.usage
+        return Summary(self.model, usage.prompt_tokens, usage.completion_tokens, self.generation.first_token_at)
+
     @property
     def streams(self) -> bool:
         """Whether the client wants events; known once it is prepared."""
@@ -77,6 +91,17 @@ class Answer[Request: SampledRequest](abc.ABC):
         """Whether events carry a field for the usage, null but for the last."""
         options = self.request.stream_options
         return options is not None and bool(options.include_usage)
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the prompt is told and no answer; known once the request is read."""
+        return False
+
+    @property
+    def tells_usage_throughout(self) -> bool:
+        """Whether each event has the usage so far."""
+        options = self.request.stream_options
+        return self.tells_usage and options is not None and bool(options.continuous_usage_stats)
 
     async def prepare(self) -> None:
         """Reads the request and its prompts; raises ApiError for one that is refused. Nothing is generated yet."""
@@ -113,6 +138,7 @@ class Answer[Request: SampledRequest](abc.ABC):
             first=first,
             resumed=self._resumed,
             retells=not self.streams,
+            prompt_only=self.prompt_only,
         )
 
     async def read(self) -> Request:
@@ -151,12 +177,17 @@ class Answer[Request: SampledRequest](abc.ABC):
             for event in self.events(update):
                 on_event(event)
 
+        def tell_with_usage(update: Update) -> None:
+            usage = b'"usage":' + to_json(self.usage)
+            for event in self.events(update):  # inside of a JSON string the quotes would be escaped
+                on_event(event.replace(b'"usage":null', usage, 1))
+
         def end(error: ApiError | None) -> None:
             if error is None and self.tells_usage:
                 on_event(to_event(self.chunk([], usage=self.usage)))
             on_end(error)
 
-        self.generation.start(self.parser, tell, end)
+        self.generation.start(self.parser, tell_with_usage if self.tells_usage_throughout else tell, end)
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the lines of the event that ends a stream with an error."""

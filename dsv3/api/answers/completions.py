@@ -50,8 +50,13 @@ class CompletionAnswer(Answer[CompletionRequest]):
             return await echoed_prompts(self.service, prompts, self.request.n or 1)
         return prompts
 
+    @property
+    def prompt_only(self) -> bool:
+        """Whether only the prompt is echoed: so evaluations score it."""
+        return bool(self.request.echo) and self.request.max_tokens == 0
+
     def max_tokens(self) -> int | None:
-        return self.request.max_tokens
+        return 1 if self.prompt_only else self.request.max_tokens
 
     def num_logprobs(self) -> int | None:
         return self.request.logprobs

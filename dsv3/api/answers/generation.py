@@ -49,7 +49,8 @@ class Update(msgspec.Struct, gc=False):
 class Generation:
     """`n` choices for each of `prompts`, prompt by prompt, choices numbered throughout, with ids from `first` on.
 
-    Those that go on with an answer are `resumed`; `retells` says whether what they had told is told again.
+    Those that go on with an answer are `resumed`; `retells` says whether what they had told is told again. With
+    `prompt_only` the one token that the engine gives is not told.
     Nothing is sent to the engine before `start`, and whoever has started it closes it, early or late: that frees what
     the engine still holds. While it is on `hold` nothing is told; tokens gather, and are told together after `release`.
     """
@@ -65,6 +66,7 @@ class Generation:
         first: int,
         resumed: Sequence[Resumed] = (),
         retells: bool = False,
+        prompt_only: bool = False,
     ):
         self.id = secrets.token_hex(16)
         self.prompts = prompts
@@ -73,7 +75,10 @@ class Generation:
         self._service, self._tenant = service, tenant
         self._requests = requests
         self._first, self._resumed, self._retells = first, resumed, retells
+        self._prompt_only = prompt_only
+        self._num_prompt_tokens = sum(len(p.token_ids) for p in prompts)
         self._started_at = time.monotonic()
+        self.first_token_at: float | None = None
         self._choices: dict[int, _ChoiceSink] = {}
         self._on_update: Callable[[Update], None] = lambda _: None
         self._on_end: Callable[[ApiError | None], None] = lambda _: None
@@ -88,7 +93,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens so far; each prompt is counted once."""
-        prompt = sum(len(p.token_ids) for p in self.prompts)
+        prompt = self._num_prompt_tokens
         cached = PromptTokensDetails(sum(self._cached_tokens.values()))
         details = CompletionTokensDetails(self._reasoning_tokens)
         return Usage(prompt, self._completion_tokens, prompt + self._completion_tokens, cached, details)
@@ -209,7 +214,8 @@ class Generation:
         """Counts what a choice had before, and tells it again where all is told; it may have ended."""
         choice.resumed = None
         self._service.metrics.add("resumed", 1)
-        self._completion_tokens += len(resumed.token_ids)
+        choice.num_tokens = len(resumed.token_ids)
+        self._completion_tokens += choice.num_tokens
         self._reasoning_tokens += resumed.num_reasoning_tokens
         update = Update(choice.index, [], [], None, resumed.finish_reason, resumed.stop_reason)
         if self._retells:
@@ -265,6 +271,8 @@ class Generation:
             self._tell_prompt(choice, output.prompt_logprobs)
             return
         delta = choice.stream.push(output.token_ids, output.finish_reason, output.stop_token_id)
+        if self._prompt_only:
+            delta = OutputDelta([], 0, delta.finish_reason and "length")
         self._observe(choice, output, delta.num_tokens)
         self._tell(choice, delta, output.token_ids, output.logprobs, engine_goes_on=output.finish_reason is None)
 
@@ -284,6 +292,7 @@ class Generation:
         engine_goes_on: bool,
     ) -> None:
         count = delta.num_tokens
+        choice.num_tokens += count
         self._completion_tokens += count
         self._reasoning_tokens += delta.num_reasoning_tokens
         if count < len(token_ids):
@@ -302,9 +311,12 @@ class Generation:
     def _observe(self, choice: "_ChoiceSink", output: EngineOutput, num_tokens: int) -> None:
         metrics, now = self._service.metrics, time.monotonic()
         if not choice.has_tokens and output.token_ids:
-            metrics.observe("ttft", now - self._started_at)
+            waited, choice.first_token_at = now - self._started_at, now
+            self.first_token_at = self.first_token_at or now
+            metrics.observe("ttft", waited)
             if output.queue_seconds is not None:
                 metrics.observe("queue", output.queue_seconds)
+                metrics.observe("prefill", max(0.0, waited - output.queue_seconds))
             prompt = choice.index // self.n
             metrics.add("prompt_tokens", len(self.prompts[prompt].token_ids))
             self._cached_tokens[prompt] = max(self._cached_tokens.get(prompt, 0), output.num_cached_tokens)
@@ -319,8 +331,13 @@ class Generation:
         del self._choices[choice.request_id]
         if engine_goes_on:
             self._service.engine.abort([choice.request_id])
-        self._service.metrics.finished("stop" if reason == "tool_calls" else reason)
-        self._service.metrics.observe("e2e", time.monotonic() - self._started_at)
+        metrics = self._service.metrics
+        metrics.finished("stop" if reason == "tool_calls" else reason)
+        metrics.observe("e2e", time.monotonic() - self._started_at)
+        metrics.observe("prompt_length", len(self.prompt_of(choice.index).token_ids))
+        metrics.observe("answer_length", choice.num_tokens)
+        if choice.has_tokens:
+            metrics.observe("decode", choice.last_token_at - choice.first_token_at)
 
 
 class _ChoiceSink:
@@ -328,7 +345,8 @@ class _ChoiceSink:
 
     __slots__ = (
         *("generation", "index", "request_id", "stream", "pending"),
-        *("has_ended", "has_tokens", "is_queued", "last_token_at", "resumed", "num_told"),
+        *("has_ended", "has_tokens", "is_queued", "first_token_at", "last_token_at"),
+        *("num_tokens", "resumed", "num_told"),
     )
 
     def __init__(
@@ -338,8 +356,9 @@ class _ChoiceSink:
         self.resumed = resumed
         self.pending: list[int | EngineOutput] = []
         self.is_queued = self.has_tokens = self.has_ended = False
+        self.num_tokens = 0
         self.num_told = 0  # tokens of the prompt, from the first on, whose log-probabilities were told
-        self.last_token_at = time.monotonic()
+        self.first_token_at = self.last_token_at = time.monotonic()
 
     def arrived(self) -> None:
         """Takes what has come."""

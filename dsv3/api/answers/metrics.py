@@ -4,10 +4,10 @@ The engine's numbers come with its frames, to every front alike. Latencies and r
 clients feel them, and summed over all fronts when somebody asks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
@@ -15,10 +15,12 @@ from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.engine.messages import Stats
 from dsv3.api.tenants import MAX_TENANTS, Tenant, Tenants
 from dsv3.cache.tiers.counts import CARRIERS, LOAD_BOUNDS
-from dsv3.engine.stats import HOST_TIME_BOUNDS
+from dsv3.engine.stats import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
 """Upper bounds of the latencies' buckets; the last bucket has none."""
+TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
+"""The same for lengths of prompts and answers."""
 
 # field of the engine's stats -> (name of the metric, help)
 _GAUGES = {
@@ -35,6 +37,8 @@ _COUNTERS = {
     "steps": ("dsv3:engine_steps", "Steps the engine has run."),
     "host_time_sum": ("dsv3:engine_host_seconds", "The host's time in steps, its waits for the device left out."),
 }
+_STEP_TOKENS = ("vllm:iteration_tokens_total", "Tokens of prompts and answers that a step gave.")
+_CACHE_CONFIG = ("vllm:cache_config_info", "What the cache is, in its labels; a block is a page.")
 _HOST_TIME = ("dsv3:engine_step_host_seconds", "The host's time per step, its wait for the device left out.")
 # The same for experts spread over devices, which not every server has.
 _EXPERT_GAUGES = {
@@ -99,10 +103,14 @@ _CARRIER_COUNTERS = {
     "carrier_failures": ("dsv3:kv_transfer_failures", "Transfers that did not bring what they should have."),
 }
 _HISTOGRAMS = {
-    "ttft": ("vllm:time_to_first_token_seconds", "From the request's arrival to its first token."),
-    "itl": ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence, per token."),
-    "e2e": ("vllm:e2e_request_latency_seconds", "From the request's arrival to its last token."),
-    "queue": ("vllm:request_queue_time_seconds", "From the engine's taking the request to its first slot."),
+    "ttft": ("vllm:time_to_first_token_seconds", "From the request's arrival to its first token.", SECONDS),
+    "itl": ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence, per token.", SECONDS),
+    "e2e": ("vllm:e2e_request_latency_seconds", "From the request's arrival to its last token.", SECONDS),
+    "queue": ("vllm:request_queue_time_seconds", "From the engine's taking the request to its first slot.", SECONDS),
+    "prefill": ("vllm:request_prefill_time_seconds", "From the request's first slot to its first token.", SECONDS),
+    "decode": ("vllm:request_decode_time_seconds", "From a sequence's first token to its last.", SECONDS),
+    "prompt_length": ("vllm:request_prompt_tokens", "Tokens of the prompt of a sequence that has ended.", TOKENS),
+    "answer_length": ("vllm:request_generation_tokens", "Tokens of a sequence that has ended.", TOKENS),
 }
 _TOTALS = {
     "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests that were taken."),
@@ -127,13 +135,13 @@ _BY_TENANT = {
     "dsv3:tenant_prompt_tokens": "Their prompt tokens, as their usage tells them.",
     "dsv3:tenant_generation_tokens": "Their tokens of answers.",
 }
-_BUCKETS = len(SECONDS) + 1
 _PLACES = {
     key: i
     for i, key in enumerate([*_TOTALS, *((name, value) for (name, *_), all_ in _LABELLED.items() for value in all_)])
 }
-_HISTOGRAM_PLACES = {key: len(_PLACES) + i * (_BUCKETS + 1) for i, key in enumerate(_HISTOGRAMS)}
-_TENANT_PLACE = len(_PLACES) + len(_HISTOGRAMS) * (_BUCKETS + 1)
+_SIZES = [len(bounds) + 2 for _, _, bounds in _HISTOGRAMS.values()]  # a count per bucket, and the sum
+_HISTOGRAM_PLACES = {key: len(_PLACES) + sum(_SIZES[:i]) for i, key in enumerate(_HISTOGRAMS)}
+_TENANT_PLACE = len(_PLACES) + sum(_SIZES)
 NUM_NUMBERS = _TENANT_PLACE + len(_BY_TENANT) * MAX_TENANTS
 """How many numbers a front counts."""
 
@@ -144,27 +152,31 @@ class Metrics:
     """All metrics of one server, labelled with the model's name; `numbers` are those that its fronts share.
 
     The numbers of `tenants` lie in the order of their places. What is counted reaches the other fronts with `flush`.
+    `cache_config` returns the labels of `vllm:cache_config_info`, none before they are known. `process_*` are of the
+    process that is asked.
     """
 
     def __init__(self, model_name: str, numbers: SharedNumbers | None = None, tenants: Tenants | None = None):
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+        self.cache_config: Callable[[], Mapping[str, str]] = dict
         self._model_name = model_name
         self._numbers = numbers or SharedNumbers(NUM_NUMBERS)
         self._tenants = tenants or Tenants()
         self._stats: Stats = {}
         self._counts = dict.fromkeys(_PLACES, 0)
-        self._seconds: dict[str, list[float]] = {key: [] for key in _HISTOGRAMS}
-        self._gaps = self._seconds["itl"]
+        self._observed: dict[str, list[float]] = {key: [] for key in _HISTOGRAMS}
+        self._gaps = self._observed["itl"]
 
     def update(self, stats: Stats) -> None:
         """Takes the engine's numbers; those without a metric are ignored."""
         self._stats = stats
 
-    def observe(self, what: str, seconds: float) -> None:
-        """Adds a latency; `what` is "ttft", "e2e" or "queue"."""
-        pending = self._seconds[what]
-        pending.append(seconds)
+    def observe(self, what: str, value: float) -> None:
+        """Adds a value to a histogram by its name, such as "ttft" or "prompt_length"."""
+        pending = self._observed[what]
+        pending.append(value)
         if len(pending) >= _MAX_PENDING:
             self.flush()
 
@@ -203,10 +215,12 @@ class Metrics:
                 mine[place] += count
                 self._counts[key] = 0
         for key, start in _HISTOGRAM_PLACES.items():
-            if seconds := self._seconds[key]:
-                mine[start : start + _BUCKETS] += np.bincount(np.searchsorted(SECONDS, seconds), minlength=_BUCKETS)
-                mine[start + _BUCKETS] += sum(seconds)
-                seconds.clear()
+            if values := self._observed[key]:
+                bounds = _HISTOGRAMS[key][2]
+                end = start + len(bounds) + 1
+                mine[start:end] += np.bincount(np.searchsorted(bounds, values), minlength=end - start)
+                mine[end] += sum(values)
+                values.clear()
 
     @property
     def stats(self) -> Stats:
@@ -216,13 +230,14 @@ class Metrics:
     def counted(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Returns what all fronts have counted.
 
-        Totals have the names of `add`, `finished` and `rejected`; latencies, by the names of `observe` and "itl", the
-        counts `[len(SECONDS) + 1]` of their histograms.
+        Totals have the names of `add`, `finished` and `rejected`; histograms, by the names of `observe` and "itl", the
+        counts of their buckets: `[len(SECONDS) + 1]` for a latency.
         """
         self.flush()
         numbers = self._numbers.sum()
         totals = {key if isinstance(key, str) else key[1]: float(numbers[place]) for key, place in _PLACES.items()}
-        return totals, {key: numbers[start : start + _BUCKETS] for key, start in _HISTOGRAM_PLACES.items()}
+        ends = {key: start + len(_HISTOGRAMS[key][2]) + 1 for key, start in _HISTOGRAM_PLACES.items()}
+        return totals, {key: numbers[start : ends[key]] for key, start in _HISTOGRAM_PLACES.items()}
 
     def text(self) -> bytes:
         """Returns the exposition in Prometheus's text format."""
@@ -246,12 +261,17 @@ class Metrics:
             yield self._family(GaugeMetricFamily, *_EXPERT_LAYERS, _numbered(even), ["layer"])
         if isinstance(accepted := stats.get("draft_num_accepted_tokens_per_pos"), list):
             yield self._family(CounterMetricFamily, *_DRAFT_PLACES, _numbered(accepted), ["position"])
-        for (name, text), counts, total in (
-            (_HOST_TIME, stats.get("host_time_counts"), "host_time_sum"),
-            (_MASK_TIME, stats.get("mask_counts"), "mask_seconds"),
+        for (name, text), bounds, counts, totals in (
+            (_HOST_TIME, HOST_TIME_BOUNDS, stats.get("host_time_counts"), ("host_time_sum",)),
+            (_MASK_TIME, HOST_TIME_BOUNDS, stats.get("mask_counts"), ("mask_seconds",)),
+            (_STEP_TOKENS, STEP_TOKENS_BOUNDS, stats.get("step_tokens_counts"), ("prompt_tokens", "generated_tokens")),
         ):
-            if isinstance(counts, list) and len(counts) == len(HOST_TIME_BOUNDS) + 1:
-                yield self._histogram(name, text, HOST_TIME_BOUNDS, counts, _number(stats, total))
+            if isinstance(counts, list) and len(counts) == len(bounds) + 1:
+                yield self._histogram(name, text, bounds, counts, sum(_number(stats, total) for total in totals))
+        if labels := self.cache_config():
+            family = GaugeMetricFamily(*_CACHE_CONFIG, labels=["model_name", *labels])
+            family.add_metric([self._model_name, *labels.values()], 1)
+            yield family
         yield from self._of_tiers()
         yield from self._counted()
 
@@ -291,10 +311,10 @@ class Metrics:
             found: dict[tuple[str, ...], float] = {(value,): numbers[_PLACES[name, value]] for value in values}
             yield self._family(CounterMetricFamily, name, text, found, [label])
         yield from self._by_tenant(numbers)
-        for key, (name, text) in _HISTOGRAMS.items():
+        for key, (name, text, bounds) in _HISTOGRAMS.items():
             start = _HISTOGRAM_PLACES[key]
-            end = start + _BUCKETS
-            yield self._histogram(name, text, SECONDS, numbers[start:end], numbers[end])
+            end = start + len(bounds) + 1
+            yield self._histogram(name, text, bounds, numbers[start:end], numbers[end])
 
     def _by_tenant(self, numbers: list[float]) -> Iterator[Metric]:
         names = [tenant.name for tenant in self._tenants.all]

@@ -24,6 +24,7 @@ from dsv3.api.answers.errors import ApiError, invalid
 from dsv3.api.answers.faces.generate_schema import GenerateRequest
 from dsv3.api.answers.faces.messages_schema import ContentBlock, InputMessage, MessagesRequest, TextBlock
 from dsv3.api.answers.faces.responses_schema import InputItem, InputPart, ResponsesRequest
+from dsv3.api.answers.known import about_unknown
 from dsv3.api.answers.schema import (
     FUNCTION_NAME_RULE,
     MAX_MESSAGES,
@@ -136,7 +137,7 @@ def converted[T: SampledRequest](kind: type[T], fields: Mapping[str, Any]) -> T:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise invalid_field(error, "") from None
+        raise invalid_field(error, "", kind) from None
 
 
 def _unsupported(name: str) -> ApiError:
@@ -264,7 +265,7 @@ def _decode(kind: Any, raw: _Buffer, at: str) -> Any:
     try:
         return _decoder(kind).decode(raw)
     except msgspec.ValidationError as error:
-        raise invalid_field(error, at) from None
+        raise invalid_field(error, at, kind) from None
     except msgspec.DecodeError as error:
         raise invalid(f"the body is not valid JSON: {error}"[:200]) from None
     except UnicodeDecodeError:
@@ -273,10 +274,11 @@ def _decode(kind: Any, raw: _Buffer, at: str) -> Any:
         raise invalid("the body is nested too deeply") from None
 
 
-def invalid_field(error: msgspec.ValidationError, at: str) -> ApiError:
-    """400: names the field of what is at `at`, and never its value."""
+def invalid_field(error: msgspec.ValidationError, at: str, kind: Any) -> ApiError:
+    """400: names the field of the `kind` that is at `at`, and never its value."""
     text, _, path = str(error).partition(" - at `$")
-    return _invalid_at(_joined_path(at, path.removesuffix("`")), _without_value(text))
+    path = path.removesuffix("`")
+    return _invalid_at(_joined_path(at, path), _without_value(text, kind, path))
 
 
 def _joined_path(at: str, path: str) -> str:
@@ -284,11 +286,12 @@ def _joined_path(at: str, path: str) -> str:
     return at + path.removeprefix(".") if at.endswith(".") or not at else at + path
 
 
-def _without_value(text: str) -> str:
+def _without_value(text: str, kind: Any, path: str) -> str:
     """Returns what msgspec says, without the value that an enumeration does not have: that may be any text."""
     if "matching regex" in text:
         return f"Expected {FUNCTION_NAME_RULE}"
-    return "this value is not known" if text.startswith(("Invalid enum value", "Invalid value")) else text[:200]
+    is_unknown = text.startswith(("Invalid enum value", "Invalid value"))
+    return about_unknown(kind, path, text) if is_unknown else text[:200]
 
 
 def _invalid_at(path: str, text: str) -> ApiError:

@@ -44,7 +44,10 @@ def require_no_nul(text: object) -> None:
 
 
 class StreamOptions(msgspec.Struct):
+    """Where a stream has the usage: in its last event, and with vLLM's `continuous_usage_stats` as well in each one."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class TransferParams(msgspec.Struct):
@@ -270,6 +273,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "truncate_prompt_tokens": (),
     "documents": ([],),
+    "store": (False,),
+    "verbosity": ("medium",),
     "chat_template": (),
     "mm_processor_kwargs": (),
     "thinking_token_budget": (),

@@ -38,7 +38,8 @@ class ServiceConfig:
     """Settings of a service.
 
     The first of `model_names` is the one answers carry. `parsers` make those of a chat's answers; `shows_tools` says
-    whether its template shows tools to the model. `sampling_defaults` hold where a request is silent.
+    whether its template shows tools to the model. `sampling_defaults` hold where a request is silent. `root` is
+    the model's directory.
     """
 
     model_names: tuple[str, ...]
@@ -46,6 +47,7 @@ class ServiceConfig:
     shows_tools: bool = False
     sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     isolation: Isolation = "tenant"
+    root: str = ""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
@@ -229,6 +231,7 @@ async def make_service(
         names_tools(template or ""),
         sampling_defaults(config.model_dir),
         config.options.prefix_cache_isolation,
+        str(config.model_dir),
         *([] if created is None else [created]),
     )
     grammars = None if tokenizer is None else GrammarPool(config.model_dir / "tokenizer.json", wait_s)

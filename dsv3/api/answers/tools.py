@@ -70,7 +70,7 @@ def _checked(found: list[dict[str, Any]]) -> list[Tool]:
     try:
         return msgspec.convert(found, list[Tool])
     except msgspec.ValidationError as error:
-        raise invalid_field(error, "tools") from None
+        raise invalid_field(error, "tools", list[Tool]) from None
 
 
 def _strings(schema: dict[str, Any] | None) -> dict[str, bool | None]:

@@ -11,7 +11,8 @@ _log = logging.getLogger("dsv3.access")
 class Access(msgspec.Struct, frozen=True):
     """One request; `complete` says whether the client was sent all of the response, `bytes` how much of it.
 
-    `tenant` is null without a key that the server knows.
+    `tenant` is null without a key that the server knows. The last four are those of an answer, null for what is none;
+    its tokens are those told so far where the client has gone. `first_token_s` counts from the request's arrival.
     """
 
     time: float
@@ -23,6 +24,10 @@ class Access(msgspec.Struct, frozen=True):
     seconds: float
     bytes: int
     complete: bool
+    model: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    first_token_s: float | None = None
 
 
 def log_access(access: Access) -> None:

@@ -1,6 +1,7 @@
 """The ASGI application: which path is answered by what."""
 
 import contextlib
+import datetime
 import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
@@ -30,9 +31,10 @@ from dsv3.api.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
 from dsv3.api.http.batches import batch_routes
 from dsv3.api.http.bodies import Handler, endpoint, read_json_body, unless_disconnected
 from dsv3.api.http.dashboard import dashboard_routes
-from dsv3.api.http.errors import response_of
+from dsv3.api.http.errors import path_of, response_of
 from dsv3.api.http.events import EventStream
-from dsv3.api.http.openapi import openapi
+from dsv3.api.http.exchange import SUMMARY
+from dsv3.api.http.openapi import described_path, openapi
 from dsv3.api.http.operator import require_operator, tenant_of
 from dsv3.options import ServerOptions
 
@@ -45,7 +47,7 @@ def make_app(service: Service, options: ServerOptions) -> ASGIApp:
     if service.tenants.all:
         app = RequireKey(app, service.tenants)
     elif is_loopback(options.host):
-        app = RequireLocalName(app, options.host)
+        app = RequireLocalName(app, options.host, options.allowed_origins)
     if options.allowed_origins:
         methods, shown = ["GET", "POST", "DELETE"], ["x-request-id", "retry-after"]
         app = CORSMiddleware(app, options.allowed_origins, methods, allow_headers=["*"], expose_headers=shown)
@@ -59,6 +61,7 @@ def make_router(service: Service, batch_dir: str | None = None, profile_dir: str
     posts |= {f"{MESSAGES}/count_tokens": _count_tokens}
     gets = {
         "/v1/models": _models,
+        "/v1/models/{model:path}": _model,
         "/health": _health,
         "/ready": _ready,
         "/version": _version,
@@ -82,9 +85,30 @@ def _bind(service: Service, handler: _Route) -> Handler:
 
 
 def _http_error(http: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    text = {404: "no such route", 405: "this route has other methods"}.get(status, "the request cannot be answered")
-    return response_of(ApiError(status, text, code="not_found" if status == 404 else None), http.scope["path"])
+    assert isinstance(error, HTTPException)
+    status, headers = error.status_code, error.headers or {}
+    texts = {404: _no_route(http.scope["path"]), 405: "this route has other methods"}
+    text = texts.get(status, "the request cannot be answered")
+    refusal = ApiError(status, text, code="not_found" if status == 404 else None)
+    response = response_of(refusal, path_of(http.scope))
+    response.headers.update(headers)  # `Allow`, which RFC 9110 asks for with 405
+    return response
+
+
+# Routes of the APIs served here that a client may try, by how they begin.
+_ABSENT = {
+    "/v1/embeddings": "this model makes no embeddings",
+    "/v1/images": "this model makes no images",
+    "/v1/audio": "this model neither hears nor speaks",
+    "/v1/moderations": "this model rates no texts",
+    "/v1/rerank": "this model ranks no texts",
+    "/v1/responses/": "this server stores no responses; send the whole conversation as input to /v1/responses",
+    "/v1/messages/batches": "this server has no batches of messages; /v1/batches takes chat completions",
+}
+
+
+def _no_route(path: str) -> str:
+    return next((text for start, text in _ABSENT.items() if path.startswith(start)), "no such route")
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -98,6 +122,7 @@ async def _answer(kind: type[Answer], service: Service, http: Request) -> Respon
         answer = kind(service, await _body(service, http, holding), tenant_of(http))
         answer.rank = rank_of(http.headers.get(RANK_HEADER))
         await unless_disconnected(http.receive, answer.prepare())
+        http.scope["extensions"][SUMMARY] = answer.summary
         if answer.streams:
             return EventStream(answer, stack.pop_all().close)
         return Response(await unless_disconnected(http.receive, answer.whole()), media_type="application/json")
@@ -108,23 +133,33 @@ def _body(service: Service, http: Request, holding: Holding) -> Coroutine[Any, A
 
 
 async def _models(service: Service, _: Request) -> Response:
-    info = service.engine.info
-    entries = [
-        {
-            "id": name,
-            "object": "model",
-            "created": service.config.created,
-            "owned_by": "dsv3",
-            "root": service.config.model_names[0],
-            "parent": None,
-            "max_model_len": None if info is None else info.rules.max_model_len,
-            "max_num_seqs": None if info is None else info.max_num_seqs,
-            "data_parallel_size": None if info is None else info.num_ranks,
-            "kv_events": None if info is None else info.kv_events,
-        }
-        for name in service.config.model_names
-    ]
-    return _json({"object": "list", "data": entries})
+    names = service.config.model_names
+    entries = [_entry(service, name) for name in names]
+    return _json({"object": "list", "data": entries, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+
+
+async def _model(service: Service, http: Request) -> Response:
+    return _json(_entry(service, service.require_model(http.path_params["model"])))
+
+
+def _entry(service: Service, name: str) -> dict[str, Any]:
+    """Returns a model as OpenAI's, vLLM's and Anthropic's clients know it."""
+    info, created = service.engine.info, service.config.created
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "dsv3",
+        "root": service.config.root,
+        "parent": None,
+        "max_model_len": None if info is None else info.rules.max_model_len,
+        "max_num_seqs": None if info is None else info.max_num_seqs,
+        "data_parallel_size": None if info is None else info.num_ranks,
+        "kv_events": None if info is None else info.kv_events,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.datetime.fromtimestamp(created, datetime.UTC),
+    }
 
 
 async def _health(service: Service, _: Request) -> Response:
@@ -181,7 +216,7 @@ async def _count_tokens(service: Service, http: Request) -> Response:
 
 
 async def _openapi(service: Service, http: Request) -> Response:
-    found = ((route.path, method) for route in http.app.routes for method in route.methods - {"HEAD"})
+    found = ((method, described_path(route.path)) for route in http.app.routes for method in route.methods - {"HEAD"})
     return Response(openapi(tuple(sorted(found))), media_type="application/json")
 
 

@@ -2,16 +2,17 @@
 
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.api.answers.errors import ApiError, unavailable
-from dsv3.api.http.errors import response_of
+from dsv3.api.http.errors import path_of, response_of
 from dsv3.api.http.exchange import TENANT
 from dsv3.api.http.protocol import ADMIT
 from dsv3.api.tenants import Tenants
 
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 OPEN_PATHS = frozenset({"/health", "/dashboard"})
 """Need no key: the dashboard's page holds no data, and a browser has no key yet when it loads it."""
 
@@ -31,7 +32,7 @@ class RequireKey:
             await self._app(scope, receive, send)
         else:
             error = ApiError(401, "missing or wrong API key", kind="authentication_error", code="invalid_api_key")
-            await response_of(error, scope["path"])(scope, receive, send)
+            await response_of(error, path_of(scope))(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
@@ -56,23 +57,41 @@ def _key(scope: Scope) -> bytes | None:
 
 
 class RequireLocalName:
-    """ASGI middleware for a server without a key on the loopback interface: requests must call it by a local name.
+    """ASGI middleware for a server without a key on the loopback interface: keeps web pages of others out.
 
-    Otherwise any web page could reach it from its reader's browser, under a name of its own that resolves to 127.0.0.1
-    (DNS rebinding). Clients that send no Host are no browsers.
+    A browser reaches this server for any page that its reader opens. So requests must call it by a local name, since a
+    page's own name may resolve to 127.0.0.1 (DNS rebinding). And a page of another origin may change nothing: browsers
+    send a form of it without asking (CORS), but say where it comes from. Clients that say neither are no browsers.
     """
 
-    def __init__(self, app: ASGIApp, host: str):
+    def __init__(self, app: ASGIApp, host: str, allowed_origins: Collection[str] = ()):
         self._app = app
         names = b"|".join(re.escape(name.encode()) for name in ("localhost", "127.0.0.1", "[::1]", host))
         self._names = re.compile(rb"(%b)(:[0-9]{1,5})?" % names, re.IGNORECASE)
+        self._origins = frozenset(origin.encode() for origin in allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if all(self._names.fullmatch(value) for name, value in scope["headers"] if name == b"host"):
-            await self._app(scope, receive, send)
-        else:
+        headers = dict(scope["headers"])
+        if not all(self._names.fullmatch(value) for name, value in scope["headers"] if name == b"host"):
             text = "without an API key this server answers on loopback to the names localhost, 127.0.0.1 and [::1] only"
-            await response_of(ApiError(421, text, code="unknown_host"))(scope, receive, send)
+            error = ApiError(421, text, code="unknown_host")
+        elif scope["method"] not in _SAFE_METHODS and self._is_foreign(headers):
+            text = "without an API key this server takes nothing from web pages of other origins; see --allowed_origins"
+            error = ApiError(403, text, kind="permission_error", code="cross_origin")
+        else:
+            await self._app(scope, receive, send)
+            return
+        await response_of(error, path_of(scope))(scope, receive, send)
+
+    def _is_foreign(self, headers: dict[bytes, bytes]) -> bool:
+        """Returns whether a page sent this request that is neither this server's own nor allowed."""
+        origin = headers.get(b"origin")
+        if origin is not None and (b"*" in self._origins or origin in self._origins):
+            return False
+        if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+            return True
+        own = headers.get(b"host", b"").lower()
+        return origin is not None and origin.lower() not in (b"http://" + own, b"https://" + own)
 
 
 def is_loopback(host: str) -> bool:
@@ -95,4 +114,4 @@ class Admit:
         else:
             self._on_refusal("connections")
             error = unavailable("too many connections have requests in flight", "too_many_connections")
-            await response_of(error, scope["path"])(scope, receive, send)
+            await response_of(error, path_of(scope))(scope, receive, send)

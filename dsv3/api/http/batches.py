@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from dsv3.api.answers.errors import ApiError, invalid, unavailable
+from dsv3.api.answers.reading import invalid_field
 from dsv3.api.answers.service import Service
 from dsv3.api.batches.records import MAX_METADATA, WINDOW_S, Batch, Endpoint, FileObject
 from dsv3.api.batches.store import Conflict, NotFound, Store, StoreError, TooMany
@@ -23,7 +24,7 @@ from dsv3.api.http.uploads import receive_form
 
 MAX_UPLOADS = 8  # at a time, per front
 _PIECE_BYTES = 2**18
-_MAX_LISTED = {"files": 10_000, "batches": 100}
+MAX_LISTED = {"files": 10_000, "batches": 100}
 _DEFAULT_LISTED = {"files": 10_000, "batches": 20}
 
 _Handler = Callable[["_Routes", Request], Awaitable[Response]]
@@ -126,7 +127,10 @@ class _Routes:
         files = await asyncio.to_thread(self._store.files, _tenant(http))
         if (purpose := http.query_params.get("purpose")) is not None:
             files = [file for file in files if file.purpose == purpose]
-        if http.query_params.get("order", "desc") == "asc":
+        order = http.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise invalid("order: asc or desc", "order")
+        if order == "asc":
             files.reverse()
         return _page(files, http, "files")
 
@@ -209,8 +213,7 @@ def _read(body: bytearray) -> CreateBatch:
     try:
         asked = msgspec.json.decode(body, type=CreateBatch)
     except msgspec.ValidationError as error:
-        path = str(error).rpartition("`$.")[2].rstrip("`") if "`$." in str(error) else None
-        raise invalid(f"{error}"[:300], path) from None
+        raise invalid_field(error, "", CreateBatch) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise invalid("the body is not valid JSON") from None
     if asked.output_expires_after is not None and bytes(asked.output_expires_after) != b"null":
@@ -222,12 +225,12 @@ def _read(body: bytearray) -> CreateBatch:
 def _page(items: list[Any], http: Request, kind: str) -> Response:
     """Returns the part of a list that `after` and `limit` name."""
     text = http.query_params.get("limit", str(_DEFAULT_LISTED[kind]))
-    if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= _MAX_LISTED[kind]):
-        raise invalid(f"limit: from 1 to {_MAX_LISTED[kind]}", "limit")
+    if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= MAX_LISTED[kind]):
+        raise invalid(f"limit: from 1 to {MAX_LISTED[kind]}", "limit")
     if (after := http.query_params.get("after")) is not None:
         places = [i for i, item in enumerate(items) if item.id == after]
         if not places:
-            raise invalid("after: there is nothing of that id", "after")
+            raise ApiError(404, "after: there is nothing of that id", param="after", code="not_found")
         items = items[places[0] + 1 :]
     shown = items[: int(text)]
     ids = [item.id for item in shown]

@@ -11,7 +11,7 @@ from starlette.types import Receive
 
 from dsv3.api.answers.errors import ApiError, internal, invalid
 from dsv3.api.answers.schema import MAX_BODY_BYTES
-from dsv3.api.http.errors import response_of
+from dsv3.api.http.errors import path_of, response_of
 from dsv3.api.http.exchange import described
 
 # A client that takes longer to send its body is cut off.
@@ -94,11 +94,11 @@ def endpoint(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ApiError as error:
-            return response_of(error, request.scope["path"])
+            return response_of(error, path_of(request.scope))
         except ClientGone:
             return Response(status_code=499)
         except Exception:
             _log.exception("request %s: %s %s failed", described(request.scope), request.method, request.scope["path"])
-            return response_of(internal(), request.scope["path"])
+            return response_of(internal(), path_of(request.scope))
 
     return run

@@ -1,6 +1,7 @@
 """Errors as HTTP responses."""
 
 from starlette.responses import Response
+from starlette.types import Scope
 
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.faces.messages_schema import MESSAGES, messages_envelope
@@ -16,3 +17,8 @@ def response_of(error: ApiError, path: str = "") -> Response:
         headers["www-authenticate"] = "Bearer"
     content = messages_envelope(error) if path.startswith(MESSAGES) else error.envelope()
     return Response(content, error.status, headers, media_type="application/json")
+
+
+def path_of(scope: Scope) -> str:
+    """Returns the path by which `response_of` chooses the shape: Anthropic's clients name their API on every route."""
+    return MESSAGES if any(name == b"anthropic-version" for name, _ in scope["headers"]) else scope["path"]

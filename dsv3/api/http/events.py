@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from dsv3.api.answers.answer import Answer
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.http.bodies import ClientGone, unless_disconnected
-from dsv3.api.http.errors import response_of
+from dsv3.api.http.errors import path_of, response_of
 from dsv3.api.http.writer import EXTENSION, Writer
 
 
@@ -48,11 +48,11 @@ class EventStream(Response):
         try:
             self._answer.start(self._on_event, self._on_end)
         except ApiError as error:
-            await response_of(error, scope["path"])(scope, receive, send)
+            await response_of(error, path_of(scope))(scope, receive, send)
             return
         await self._has_begun.wait()
         if not self._waiting and (refusal := self._ended.result()) is not None:
-            await response_of(refusal, scope["path"])(scope, receive, send)
+            await response_of(refusal, path_of(scope))(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         writer.claim(scope["http_version"], self._answer.hold, self._answer.release)

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp
 
+from dsv3.api.answers.answer import Summary
 from dsv3.api.http.access import Access
 from dsv3.api.http.wire import Head
 from dsv3.api.http.writer import Writer
@@ -24,6 +25,9 @@ REQUEST_ID = "dsv3.request_id"
 
 TENANT = "dsv3.tenant"
 """Key of the tenant that sent the request, there too; absent on a server without API keys."""
+
+SUMMARY = "dsv3.summary"
+"""Key of a function that returns the `Summary` of the answer, there too; absent where there is none."""
 
 _log = logging.getLogger("dsv3.server")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -51,6 +55,7 @@ class Exchange:
         self._must_ask = head.expects_continue
         self._is_gone = False
         self._tenant: Tenant | None = None
+        self._summary: Summary | None = None
         self._is_chunked = False
         self._news = asyncio.Event()
         self._began, self._num_bytes_before = time.monotonic(), writer.num_bytes
@@ -74,6 +79,8 @@ class Exchange:
         except Exception:
             _log.exception("request %s: %s %s failed", described(scope), scope["method"], scope["path"])
         self._tenant = scope["extensions"].get(TENANT)
+        if (summary := scope["extensions"].pop(SUMMARY, None)) is not None:
+            self._summary = summary()
         if not self.is_complete and not self._is_gone:
             if not self.status:
                 await self._fail()
@@ -82,6 +89,8 @@ class Exchange:
 
     def access(self) -> Access:
         """Returns the line of the access log; status 499: the client had gone."""
+        answer = self._summary
+        first = None if answer is None else answer.first_token_at
         return Access(
             time=round(time.time(), 3),
             request_id=self.request_id,
@@ -92,6 +101,10 @@ class Exchange:
             seconds=round(time.monotonic() - self._began, 6),
             bytes=self._writer.num_bytes - self._num_bytes_before,
             complete=self.is_complete,
+            model=None if answer is None else answer.model,
+            prompt_tokens=None if answer is None else answer.prompt_tokens,
+            completion_tokens=None if answer is None else answer.completion_tokens,
+            first_token_s=None if first is None else round(first - self._began, 6),
         )
 
     async def _fail(self) -> None:

@@ -83,6 +83,7 @@ async def _run(listener: socket.socket, ferry: socket.socket, descriptor: int) -
         model_names=start.model_names,
         tenants=start.tenants,
         options=start.options,
+        engine=start.engine,
         template_deadline_s=start.template_deadline_s,
         deadlines=start.deadlines,
         notify=lambda line: None,  # the first front has said it

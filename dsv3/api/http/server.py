@@ -10,6 +10,7 @@ from dsv3.api.answers.metrics import NUM_NUMBERS
 from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.answers.service import Service, make_service
 from dsv3.api.answers.start import make_client, start_engine
+from dsv3.api.answers.throughput import Throughput
 from dsv3.api.batches.runner import running_batches
 from dsv3.api.config import ServerConfig
 from dsv3.api.engine.keeper import EngineKeeper
@@ -20,6 +21,7 @@ from dsv3.api.http.serving import drain, serving, wait_for_any
 from dsv3.api.tenants import reread
 
 _log = logging.getLogger("dsv3.server")
+_LOG_S = 10.0  # vLLM's
 _CLOSE_S = 10.0  # a front that has drained closes its connections
 
 
@@ -80,9 +82,11 @@ async def _serve(
 ) -> int:
     engine = service.engine
     announcing = asyncio.create_task(_announce(service, fronts, registrar, on_ready))
+    logging_throughput = asyncio.create_task(_log_throughput(service))
     async with running_batches(service, config.options.batch_dir):
         await wait_for_any(engine.ended, signals.first, engine.asks_to_drain)
     announcing.cancel()
+    logging_throughput.cancel()
     if signals.first.is_set() or engine.asks_to_drain.is_set():
         await registrar.leave()
         await _drain(config, service, signals, fronts)
@@ -140,6 +144,15 @@ async def _announce(
     if service.engine.state == "ready":
         registrar.start()
         on_ready(service)
+
+
+async def _log_throughput(service: Service) -> None:
+    """Logs what all fronts do, from time to time, while they do something."""
+    throughput = Throughput(service.metrics)
+    while True:
+        await asyncio.sleep(_LOG_S)
+        if (line := throughput.line()) is not None:
+            _log.info("%s", line)
 
 
 class _Signals:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,8 @@ from dsv3.api.http.app import make_app
 from dsv3.api.http.listening import HttpServer
 from dsv3.api.http.protocol import Site
 from dsv3.api.http.tls import certificate_of
-from dsv3.options import ServerOptions
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.options import EngineOptions, ServerOptions
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
 _FAREWELL_S = 2.0
@@ -25,6 +27,7 @@ _FAREWELL_S = 2.0
 async def serving(service: Service, config: ServerConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
     """Answers HTTP on `listener` for the time of the `async with`; closes the service at its end."""
     options = config.options
+    service.metrics.cache_config = functools.partial(_cache_config, service, config.engine)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
         limit = max_admitted(options.max_connections, options.api_server_count)
@@ -38,6 +41,19 @@ async def serving(service: Service, config: ServerConfig, listener: socket.socke
         flushing = asyncio.create_task(_flush(service))
         stack.callback(flushing.cancel)
         yield server
+
+
+def _cache_config(service: Service, engine: EngineOptions) -> dict[str, str]:
+    """Returns vLLM's names of what the cache is, none before the engine is ready."""
+    if (info := service.engine.info) is None:
+        return {}
+    return {
+        "block_size": str(PAGE_SIZE),
+        "cache_dtype": engine.kv_cache_dtype,
+        "enable_prefix_caching": str(engine.enable_prefix_caching),
+        "gpu_memory_utilization": str(engine.gpu_memory_utilization),
+        "num_gpu_blocks": str(info.num_pages),
+    }
 
 
 async def drain(service: Service, abort: asyncio.Event, options: ServerOptions, notify: Callable[[str], None]) -> None:

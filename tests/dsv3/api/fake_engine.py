@@ -139,6 +139,7 @@ class FakeEngine:
         token = EOS if ends else prompt[first + sequence.done % (len(prompt) - first)]
         sequence.done += 1
         limit = sampling.max_tokens or self._max_model_len - len(prompt)
+        is_first = sequence.done == 1 + request.num_answered
         stopped = token == EOS or token in sampling.stop_token_ids
         reason = "stop" if stopped else "length" if sequence.done >= limit else None
         return EngineOutput(
@@ -147,7 +148,8 @@ class FakeEngine:
             logprobs=None if sampling.logprobs is None else [_logprobs(token, sampling.logprobs)],
             finish_reason=reason,
             stop_token_id=token if stopped else None,
-            num_cached_tokens=self._look_up(request, len(prompt)) if sequence.done == 1 + request.num_answered else 0,
+            num_cached_tokens=self._look_up(request, len(prompt)) if is_first else 0,
+            queue_seconds=0.0 if is_first else None,
         )
 
     def _look_up(self, request: PreparedRequest, length: int) -> int:

@@ -200,6 +200,13 @@ def test_batches_that_are_none(keeper, body, status):
     assert answer.status_code == status, answer.text
 
 
+def test_another_endpoint_is_refused_with_those_there_are(keeper):
+    body = {"input_file_id": "f", "endpoint": "/v1/responses", "completion_window": "24h"}
+    answer = httpx.post(f"{keeper.url}/v1/batches", headers={"authorization": f"Bearer {ACME}"}, json=body, timeout=30)
+    said = "endpoint: this value is not known; it may be /v1/chat/completions or /v1/completions"
+    assert answer.json()["error"]["message"] == said and answer.json()["error"]["param"] == "endpoint"
+
+
 @pytest.mark.parametrize("name", ["..%2f..%2fkeys", "%2e%2e", "file-%00", "file-" + "0" * 25, "batch_" + "0" * 24])
 def test_ids_lead_nowhere_else(keeper, name):
     headers = {"authorization": f"Bearer {ACME}"}

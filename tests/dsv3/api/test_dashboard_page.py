@@ -78,6 +78,7 @@ def test_it_asks_for_the_key_once(browser, locked_server) -> None:
     with shown(browser, locked_server.url) as page:
         page.locator("#key").wait_for()
         assert page.locator("#board").is_hidden()
+        assert page.locator("#status").inner_text() == "needs a key"
         page.fill("#key", "wrong")
         page.get_by_role("button", name="Show").click()
         page.get_by_text("does not know this key").wait_for()
@@ -96,6 +97,11 @@ def test_it_fits_a_phone_in_light_and_dark(browser, server, theme) -> None:
     with shown(browser, server.url, viewport={"width": 360, "height": 740}, color_scheme=theme) as page:
         page.get_by_text("Tokens written").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        tiles = page.evaluate("[...document.querySelectorAll('.tile')].map(tile => tile.getBoundingClientRect().right)")
+        assert tiles[-1] == max(tiles)  # no hole behind the last one
+        lines = page.evaluate("[...document.querySelectorAll('.flag')].map(flag => flag.getClientRects().length)")
+        assert set(lines) == {1}
+        assert page.locator(".flag", has_text="--speculative_config").count() == 1
         red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
         assert (max(red, green, blue) < 60) == (theme == "dark")
         page.get_by_text("theme: system").click()  # light, whatever the system has

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 
 import httpx
 import pytest
@@ -72,6 +73,53 @@ def test_other_pages_may_not(mannered, server):
     assert server.http.options(COMPLETIONS, headers=asked).status_code == 405
 
 
+CROSS_SITE = {"origin": "http://evil.example", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+FOREIGN = [
+    CROSS_SITE,
+    {"origin": "http://evil.example"},
+    {"origin": "null", "sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+    {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"},
+]
+
+
+@pytest.fixture(scope="module")
+def keyless(model_dir, tmp_path_factory):
+    """No key, all that writes is on, and one origin is allowed."""
+    places = {name: str(tmp_path_factory.mktemp(name)) for name in ("batch_dir", "profile_dir")}
+    with serving.running(model_dir, options=places | {"allowed_origins": [PAGE]}) as server:
+        yield server
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+@pytest.mark.parametrize("path", ["/flush_cache", "/start_profile", "/stop_profile", "/v1/files", COMPLETIONS, "/none"])
+def test_pages_of_other_origins_change_nothing(keyless, path, headers):
+    """Browsers send forms across sites without a preflight, and need not be able to read the answer."""
+    refused = keyless.http.post(path, headers=headers, files={"file": ("x.jsonl", b"{}")}, data={"purpose": "batch"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "cross_origin")
+    assert keyless.http.delete("/v1/files/x", headers=headers).status_code == 403
+    assert keyless.http.get("/v1/models", headers=headers).status_code == 200
+    assert keyless.http.get("/v1/files", headers=headers).json()["data"] == []
+
+
+def test_a_foreign_body_is_not_waited_for(keyless):
+    with socket.create_connection(("127.0.0.1", keyless.port), timeout=30) as client:
+        head = "POST /v1/files HTTP/1.1\r\nhost: localhost\r\norigin: http://evil.example\r\ncontent-length: 1000000"
+        client.sendall(f"{head}\r\n\r\n".encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize("origin", [None, "http://localhost:{port}", PAGE])
+def test_own_and_allowed_pages_and_other_programs_may(keyless, origin):
+    headers = {"host": f"localhost:{keyless.port}"}
+    if origin is not None:
+        site = "cross-site" if origin == PAGE else "same-origin"
+        headers |= {"origin": origin.format(port=keyless.port), "sec-fetch-site": site}
+    assert keyless.http.post("/flush_cache", headers=headers).status_code == 200
+    assert keyless.http.post(COMPLETIONS, json=BODY, headers=headers).status_code == 200
+
+
 @pytest.mark.parametrize("origin", ["page.example", "https://page.example/", "https://a b", "*.example", ""])
 def test_origins_are_checked(origin):
     with pytest.raises(ValueError, match="allowed_origins"):
@@ -105,18 +153,27 @@ def test_the_access_log_has_a_line_per_request(mannered):
 
     secret = "prompt-text-of-a-client"
     answer, line = ask("whole", f"{COMPLETIONS}?token=query-secret", {"prompt": secret, "max_tokens": 2})
-    assert set(line) == {"time", "request_id", "tenant", "method", "path", "status", "seconds", "bytes", "complete"}
+    about_http = {"time", "request_id", "tenant", "method", "path", "status", "seconds", "bytes", "complete"}
+    about_answer = {"model", "prompt_tokens", "completion_tokens", "first_token_s"}
+    assert set(line) == about_http | about_answer
+    usage = answer.json()["usage"]
+    assert (line["model"], line["prompt_tokens"], line["completion_tokens"]) == ("tiny", usage["prompt_tokens"], 2)
+    assert 0 < line["first_token_s"] <= line["seconds"]
     assert (line["method"], line["path"], line["status"], line["complete"]) == ("POST", COMPLETIONS, 200, True)
     assert line["bytes"] >= len(answer.content) and line["seconds"] > 0
     answer, line = ask("streamed", COMPLETIONS, BODY | {"stream": True})
     assert (line["status"], line["complete"]) == (200, True) and line["bytes"] >= len(answer.content) / 2
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (2, 2) and line["first_token_s"] > 0
+    answer, line = ask("tokenized", "/tokenize", {"prompt": "x"})
+    assert line["status"] == 200 and not any(line[name] for name in about_answer)
     assert ask("refused", COMPLETIONS, BODY, authorization="Bearer wrong-key")[1]["status"] == 401
     with httpx.Client(base_url=mannered.url, headers=mannered.http.headers) as client:
         body = BODY | {"stream": True, "max_tokens": 2000, "n": 8}
         with client.stream("POST", COMPLETIONS, json=body, headers={"x-request-id": "gone"}) as answer:
             next(answer.iter_raw())
     mannered.wait_for(lambda: lines("gone"))
-    assert lines("gone")[0]["complete"] is False
+    [line] = lines("gone")
+    assert line["complete"] is False and 0 < line["completion_tokens"] < 16_000
     log = mannered.log.read_text()
     assert not any(text in log for text in (secret, "query-secret", KEY, "wrong-key"))
 

@@ -1,5 +1,6 @@
 """Anthropic's Messages API over raw HTTP; the fake engine repeats the conversation, and so what is in it."""
 
+import datetime
 import json
 
 import httpx
@@ -188,3 +189,21 @@ def test_a_full_queue(slow_server):
     assert (refused.status_code, refused.json()["error"]["type"]) == (503, "overloaded_error")
     assert int(refused.headers["retry-after"]) >= 1
     slow_server.wait_for(slow_server.is_idle)
+
+
+def test_a_model_as_anthropics_client_knows_it(tool_server):
+    """`models.retrieve` and `models.list`; errors of every route have the client's shape."""
+    model = tool_server.http.get("/v1/models/tiny", headers=HEADERS).json()
+    assert (model["id"], model["type"], model["display_name"]) == ("tiny", "model", "tiny")
+    assert datetime.datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
+    models = tool_server.http.get("/v1/models", headers=HEADERS).json()
+    assert (models["has_more"], models["first_id"], models["data"]) == (False, "tiny", [model])
+    for method, path, status, kind in (
+        ("GET", "/v1/models/nobody", 404, "not_found_error"),
+        ("GET", "/v1/organizations/me", 404, "not_found_error"),
+        ("GET", "/v1/files", 404, "not_found_error"),
+        ("DELETE", "/v1/models/tiny", 405, "invalid_request_error"),
+    ):
+        answer = tool_server.http.request(method, path, headers=HEADERS)
+        assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
+        assert "type" not in tool_server.http.request(method, path).json()

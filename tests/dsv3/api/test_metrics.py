@@ -2,11 +2,13 @@
 
 import dataclasses
 import os
+import sys
 
 import pytest
 
 from dsv3.api.answers.metrics import NUM_NUMBERS, Metrics
 from dsv3.api.answers.numbers import SharedNumbers
+from dsv3.api.answers.throughput import Throughput
 from dsv3.api.engine.process import _numbers
 from dsv3.cache.events.record import EventStats
 from dsv3.cache.tiers.counts import TierCounts
@@ -15,7 +17,7 @@ from dsv3.engine.jobs.experts import ExpertStats
 from dsv3.engine.jobs.pages import PageStats
 from dsv3.engine.requests.grammars import GrammarStats
 from dsv3.engine.requests.masks import MaskStats
-from dsv3.engine.stats import HOST_TIME_BOUNDS, EngineStats
+from dsv3.engine.stats import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS, EngineStats
 
 STATS = EngineStats(3, 1, 7, 0.5, 0, 0, 0, 0, 10, 20, 30, 0.1, (1, 2))
 EXPERTS = ExpertStats(0.75, 0.5, (1.0, 0.5), 2, 40, 1, 6, 1000, 200)
@@ -136,6 +138,67 @@ def test_the_histogram_of_host_times_is_exported() -> None:
     assert sample(metrics, "dsv3:engine_step_host_seconds_sum") == STATS.host_time_sum
 
 
+def test_the_histogram_of_tokens_per_step_is_exported() -> None:
+    metrics = Metrics("m")
+    metrics.update(_numbers(STATS))
+    assert b"vllm:iteration_tokens_total" not in metrics.text()
+    counts = (3, *[0] * (len(STEP_TOKENS_BOUNDS) - 1), 2)
+    metrics.update(_numbers(dataclasses.replace(STATS, step_tokens_counts=counts)))
+    assert sample(metrics, "vllm:iteration_tokens_total_count") == 5
+    assert sample(metrics, "vllm:iteration_tokens_total_sum") == STATS.prompt_tokens + STATS.generated_tokens
+    labels = {"model_name": "m", "le": "16384.0"}
+    assert metrics.registry.get_sample_value("vllm:iteration_tokens_total_bucket", labels) == 3
+
+
+def test_lengths_and_phases_of_requests_are_those_of_vllm(server) -> None:
+    """Each sequence counts once, when it has ended."""
+    kinds = ("prompt_tokens", "generation_tokens", "prefill_time_seconds", "decode_time_seconds")
+    names = [f"vllm:request_{kind}_{what}" for kind in kinds for what in ("count", "sum")]
+
+    def values() -> list[float]:
+        server.wait_for(server.is_idle)
+        return [server.metric(name) for name in names]
+
+    before = values()
+    server.http.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 4, "n": 2}).raise_for_status()
+    server.http.post("/v1/completions", json={"prompt": [5] * 10, "max_tokens": 1}).raise_for_status()
+    grown = [after - first for after, first in zip(values(), before, strict=True)]
+    assert grown[:4] == [3, 16, 3, 9]
+    assert (grown[4], grown[6]) == (3, 3) and grown[5] > 0 and grown[7] > 0
+
+
+def test_the_cache_and_the_process_are_described(server) -> None:
+    text = server.http.get("/metrics").text
+    [info] = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
+    assert info.endswith(" 1.0")
+    for label in ('block_size="64"', 'num_gpu_blocks="1000"', 'cache_dtype="auto"', 'enable_prefix_caching="True"'):
+        assert label in info
+    if sys.platform == "linux":
+        found = dict(line.split() for line in text.splitlines() if line.startswith("process_"))
+        assert float(found["process_resident_memory_bytes"]) > 0 and float(found["process_open_fds"]) > 0
+
+
+def test_the_log_has_a_line_while_something_happens() -> None:
+    metrics = Metrics("m")
+    throughput = Throughput(metrics)
+    assert throughput.line() is None
+    metrics.update(_numbers(dataclasses.replace(STATS, prefix_queries=40, prefix_hits=10)))
+    metrics.add("prompt_tokens", 100)
+    metrics.tokens(7, 0.1)
+    line = throughput.line()
+    assert line.startswith("running: 3 reqs, waiting: 1 reqs, prompt throughput: ")
+    assert line.endswith("KV cache usage: 50.0%, prefix cache hit rate: 25.0%")
+    prompt, generated = (float(part.split()[-2]) for part in line.split(", ")[2:4])
+    assert prompt / generated == pytest.approx(100 / 7, rel=0.01)
+    idle = dataclasses.replace(STATS, running=0, waiting=0, prefix_queries=40, prefix_hits=10)
+    metrics.update(_numbers(idle))
+    assert throughput.line() is None
+    metrics.tokens(1, 0.1)  # ran between two lines
+    assert "prefix cache hit rate" not in throughput.line()
+    metrics.update(_numbers(dataclasses.replace(STATS, prefix_queries=0)))  # the engine was started anew
+    assert "prefix cache hit rate" not in throughput.line()
+
+
 def test_fronts_count_together() -> None:
     """Each sees the sum; one that has ended leaves its counts behind, and its successor goes on with them."""
     numbers = SharedNumbers(NUM_NUMBERS, 2)
@@ -167,5 +230,5 @@ def test_counts_that_nobody_asks_for_take_no_memory() -> None:
     for _ in range(100_000):
         metrics.observe("ttft", 1.0)
         metrics.tokens(1, 1.0)
-    assert all(len(pending) < 5000 for pending in metrics._seconds.values())
+    assert all(len(pending) < 5000 for pending in metrics._observed.values())
     assert sample(metrics, "vllm:generation_tokens_total") == 100_000

@@ -5,6 +5,8 @@ import asyncio
 import openai
 import pytest
 
+from tests.dsv3.api import serving
+from tests.dsv3.api.events import events_of
 from tests.dsv3.text import tiny
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -20,6 +22,20 @@ def client(server):
 def test_models(client):
     [model] = client.models.list().data
     assert (model.id, model.object, model.max_model_len) == ("tiny", "model", 2048)
+
+
+def test_a_model_is_retrieved_by_its_name(client, model_dir):
+    model = client.models.retrieve("tiny")
+    assert (model.id, model.object, model.root) == ("tiny", "model", str(model_dir))
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("of/nobody")
+    assert refused.value.code == "model_not_found"
+
+
+def test_names_with_slashes_are_retrieved(model_dir):
+    with serving.running(model_dir, model_names=["org/tiny", "a"]) as server:
+        for name in ("org/tiny", "org%2Ftiny", "a"):
+            assert server.http.get(f"/v1/models/{name}").json()["id"] == name.replace("%2F", "/")
 
 
 def test_completion(client):
@@ -48,6 +64,24 @@ def test_completion_stream_joins_to_the_whole(client):
     assert events[-1].choices == []
     assert events[-1].usage.completion_tokens == events[-1].usage.prompt_tokens
     assert all(e.usage is None for e in events[:-1])
+
+
+@pytest.mark.parametrize("kind", ["chat", "text", "ids"])
+def test_usage_comes_with_each_event_where_it_is_asked_for(server, kind):
+    """vLLM's `continuous_usage_stats`, which load generators send."""
+    path, body = {
+        "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": '"usage":null {"usage":null}'}]}),
+        "text": ("/v1/completions", {"prompt": 'say "usage":null please'}),
+        "ids": ("/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 20}}),
+    }[kind]
+    body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    body |= {} if kind == "ids" else {"max_tokens": 20}
+    events = [event for _, event in events_of(server.http.post(path, json=body))]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[0] <= 1 and counts[-1] == 20 and len(set(counts)) > 10
+    assert {event["usage"]["prompt_tokens"] for event in events} == {events[-1]["usage"]["prompt_tokens"]}
+    body["stream_options"] = {"continuous_usage_stats": True}
+    assert not any("usage" in event for _, event in events_of(server.http.post(path, json=body)))
 
 
 def test_lists_of_prompts_and_n(client):

@@ -24,6 +24,30 @@ def test_echoed_log_probabilities(server):
     assert told["text_offset"] == [sum(map(len, told["tokens"][:i])) for i in range(5)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_without_an_answer(server, stream):
+    """What evaluation harnesses send: as vLLM answers it, but the token that it computes is not counted."""
+    options = {"include_usage": True} if stream else None
+    answer = ask(server, prompt=[5, 6, 7], max_tokens=0, logprobs=2, stream=stream, stream_options=options)
+    events = [event for _, event in events_of(answer)] if stream else [answer.json()]
+    choices = [choice for event in events for choice in event["choices"]]
+    prompt = server.http.post("/detokenize", json={"tokens": [5, 6, 7]}).json()["prompt"]
+    assert "".join(choice["text"] for choice in choices) == prompt
+    assert [v for c in choices if c["logprobs"] for v in c["logprobs"]["token_logprobs"]] == [None, -0.25, -0.25]
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("length", None)
+    assert (events[-1]["usage"]["prompt_tokens"], events[-1]["usage"]["completion_tokens"]) == (3, 0)
+
+
+def test_prompts_are_echoed_without_answers(server):
+    """Also one that the model would end at once, and several of them."""
+    body = {"prompt": [[0], [5, 6]], "max_tokens": 0, "n": 2, "return_token_ids": True}
+    choices = ask(server, **body).json()["choices"]
+    assert [choice["token_ids"] for choice in choices] == [[]] * 4
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * 4
+    assert choices[2]["text"] == server.http.post("/detokenize", json={"tokens": [5, 6]}).json()["prompt"]
+    assert ask(server, max_tokens=0, echo=False).status_code == 400
+
+
 def test_streamed_they_come_first(server):
     body = {"prompt": [5, 6, 7, 8, 9] * 3, "logprobs": 1}
     whole = ask(server, **body).json()["choices"][0]

@@ -56,6 +56,8 @@ def test_all_steps_together_are_what_was_computed(engine: Engine):
     assert sum(each.sum_prefill_tokens for each in scheduled) == stats.prompt_tokens
     rows = sum(each.num_decode_requests for each in scheduled)
     assert stats.generated_tokens - 10 <= rows <= stats.generated_tokens
+    assert engine._step_tokens.total == stats.prompt_tokens + stats.generated_tokens
+    assert 0 < sum(stats.step_tokens_counts) <= stats.steps
     assert all(0 <= each.var_prefill_length <= 25**2 for each in scheduled)
     first = [each.queued_requests for each in steps[0]]
     assert sum(each.num_prefill_requests for each in first) == 10 - engine.cfg.max_num_seqs * engine.cfg.num_ranks

@@ -43,6 +43,7 @@ from dsv3.api.answers.schema import CalledFunction, ChatMessage, ChatRequest, To
 from dsv3.api.answers.service import Service
 from dsv3.api.answers.tools import read_tools
 
+REFUSED = ("container", "mcp_servers", "resume")
 _SAME_NAME = ("model", "temperature", "top_p", "top_k", "stream", "cache_salt", "max_tokens")
 _NAMES = {
     "stop": "stop_sequences",
@@ -165,7 +166,7 @@ def _stop_reason(last: Update) -> tuple[StopReason, str | None]:
 
 
 def _as_chat(asked: MessagesRequest) -> ChatRequest:
-    for name in ("container", "mcp_servers", "resume"):
+    for name in REFUSED:
         if getattr(asked, name):
             raise invalid(f"{name} is not supported by this server", name, "unsupported_parameter")
     config, choice = asked.output_config, asked.tool_choice

@@ -21,7 +21,7 @@ _SAME_NAME = (
     *("repetition_penalty", "seed", "stream", "parallel_tool_calls", "cache_salt", "chat_template_kwargs"),
 )
 _STATELESS = "this server stores no responses; send the whole conversation as input"
-_REFUSED: dict[str, str] = {
+REFUSED: dict[str, str] = {
     "store": "this server stores no responses; send false or leave it out",
     "previous_response_id": _STATELESS,
     "conversation": _STATELESS,
@@ -37,7 +37,7 @@ _NAMES = {
     "response_format": "text.format",
 }
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
-_INCLUDED = "reasoning.encrypted_content"
+INCLUDED = "reasoning.encrypted_content"
 
 
 class ResponsesAnswer(Face[ResponsesRequest]):
@@ -189,15 +189,15 @@ def _part(section: Section, text: str) -> Part:
 
 def _refuse(asked: ResponsesRequest) -> None:
     """Raises ApiError for what would need a store, and for what this face does not tell."""
-    for name, why in _REFUSED.items():
+    for name, why in REFUSED.items():
         if getattr(asked, name):
             raise invalid(f"{name}: {why}", name, "unsupported_parameter")
     if asked.truncation == "auto":
         raise invalid("truncation: nothing is left out of a prompt here", "truncation", "unsupported_parameter")
     if asked.text is not None and asked.text.verbosity not in (None, "medium"):
         raise invalid("text.verbosity: only medium is supported", "text", "unsupported_parameter")
-    if any(each != _INCLUDED for each in asked.include or ()):
-        raise invalid(f"include: only {_INCLUDED} is known", "include", "unsupported_parameter")
+    if any(each != INCLUDED for each in asked.include or ()):
+        raise invalid(f"include: only {INCLUDED} is known", "include", "unsupported_parameter")
 
 
 def _tool(tool: schema.Function) -> dict[str, Any]:

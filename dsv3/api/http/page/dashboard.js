@@ -43,6 +43,9 @@ function make(name, attributes = {}, ...children) {
   return element;
 }
 
+// A flag stays on one line, dashes and all.
+const words = (told) => told.split(/(--\w+)/).map((part, i) => i % 2 ? make("span", { class: "flag" }, part) : part);
+
 // ---- curves
 
 const CURVES = [
@@ -94,7 +97,7 @@ function drawCurves(card, curves) {
   const values = present.map(([name]) => state.series[name].slice(first));
   const times = state.series.time.slice(first);
   const all = values.flat().filter(known);
-  if (!all.length) return fill(card, curves, make("p", { class: "empty" }, present.length ? curves.empty : curves.absent || curves.empty));
+  if (!all.length) return fill(card, curves, make("p", { class: "empty" }, ...words(present.length ? curves.empty : curves.absent || curves.empty)));
   const top = curves.top || niceTop(Math.max(...all));
   const width = widthOf(card), x = (t) => LEFT + (width - LEFT - RIGHT) * (t - start) / state.shown;
   const y = (v) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - v / top);
@@ -268,7 +271,7 @@ function heatMap(title, rows, unit, read) {
 }
 function drawExperts(card) {
   const experts = state.experts, head = { title: "Load of experts", sub: "share of each layer's mean" };
-  if (!experts) return fill(card, head, make("p", { class: "empty" }, "Each device holds all experts, so there is no load to even out. With --enable_expert_parallel they are spread over devices, and this shows who has how much to do."));
+  if (!experts) return fill(card, head, make("p", { class: "empty" }, ...words("Each device holds all experts, so there is no load to even out. With --enable_expert_parallel they are spread over devices, and this shows how much each has to do.")));
   const busiest = (rows) => rows.length ? `, busiest ${Math.max(...rows.flat())} %` : "";
   if (!experts.load.flat().some((value) => value > 0)) return fill(card, head, make("p", { class: "empty" }, "No load was read out yet: that happens every 128 steps."));
   const read = make("p", { class: "read" }, experts.after.length ? "" : "No experts were moved yet. ");
@@ -358,6 +361,8 @@ function refused(status) {
   const had = state.key !== null;
   state.key = null;
   sessionStorage.removeItem("dsv3.key");
+  $("status").textContent = "needs a key";
+  $("status").classList.remove("ok");
   show("gate", status === 403 ? "This key is not the operator's; the dashboard shows what concerns all tenants." : had ? "The server does not know this key." : "");
   return false;
 }

@@ -104,9 +104,15 @@ class Admission:
         self._queue.park(sequence, rank, _ROOM)
 
     def _wake_next(self, rank: int) -> None:
-        """Lets the first request have its turn that waits for room on a rank."""
-        self._asked_for.pop(rank, None)
-        self._queue.wake_first(rank, _ROOM)
+        """Lets the first request have its turn that waits for room on a rank, and notes whose turn is the next.
+
+        The first may never come back: its client hangs up while it waits behind others.
+        """
+        behind = self._queue.wake_first(rank, _ROOM)
+        if behind is None:
+            self._asked_for.pop(rank, None)
+        else:
+            self._asked_for[rank] = behind.turn
 
     @property
     def _may_start(self) -> bool:

@@ -123,6 +123,8 @@ class Admission:
         """Lets requests have their turn again once the store has answered, or has had its time."""
         for sequence in [s for s in self.asking if s.look_up is None or s.look_up.is_over]:
             self.asking.remove(sequence)
+            if sequence.look_up is not None:
+                sequence.look_up.end()
             self._queue.wake(_STORE, (_own_key(sequence),))
 
     def _asks_store(self, sequence: Sequence) -> bool:

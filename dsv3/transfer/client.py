@@ -169,7 +169,10 @@ class Peers:
 
     def _connect(self, address: str) -> ssl.SSLSocket:
         host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+        except ValueError as error:  # UnicodeError is one: IDNA has no such name
+            raise PeerError(f"no host and port ({error})") from None
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(protocol.HANDSHAKE_S)

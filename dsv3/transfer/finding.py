@@ -5,6 +5,7 @@ again. So a decode instance may wait for as many meetings as it has requests, an
 """
 
 import dataclasses
+import logging
 import ssl
 import threading
 import time
@@ -21,6 +22,7 @@ BEGINS_S = 30.0
 """So long a request may wait in the prefill instance before it is computed here."""
 
 _PAUSE_S = 0.02
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,7 +64,10 @@ class Finder:
                 waits.append(wait)
                 return wait.found
             self._waits[address] = [wait]
-        threading.Thread(target=self._ask, args=(address,), name="kv-find", daemon=True).start()
+        try:
+            threading.Thread(target=self._ask, args=(address,), name="kv-find", daemon=True).start()
+        except RuntimeError as error:
+            self._give_up(address, error)
         return wait.found
 
     def _ask(self, address: str) -> None:
@@ -74,9 +79,10 @@ class Finder:
                     protocol.send(connection, Ask([wait.meeting for wait in waits]))
                     self._settle(address, waits, protocol.receive(connection, Told))
                     time.sleep(_PAUSE_S)
-        except OSError as error:
-            for wait in self._give_up(address):
-                wait.found.set_exception(PeerError(f"{address}: {error}"))
+        except Exception as error:  # whatever it is, nobody waits for a thread that has ended
+            if not isinstance(error, OSError):
+                _log.exception("an instance cannot be asked")
+            self._give_up(address, error)
 
     def _pending(self, address: str) -> list[_Wait]:
         with self._lock:
@@ -92,6 +98,9 @@ class Finder:
         with self._lock:
             self._waits[address] = [wait for wait in self._waits[address] if wait not in ended]
 
-    def _give_up(self, address: str) -> list[_Wait]:
+    def _give_up(self, address: str, error: Exception) -> None:
+        """Ends all waits of an address."""
         with self._lock:
-            return [wait for wait in self._waits.pop(address, []) if not wait.found.done()]
+            waits = [wait for wait in self._waits.pop(address, []) if not wait.found.done()]
+        for wait in waits:
+            wait.found.set_exception(PeerError(f"{address}: {error}"))

@@ -97,8 +97,9 @@ class FrontConnection:
         try:
             while (body := frames.read_frame(stream)) is not None:
                 self._on_message(self, messages.to_engine.decode(body))
-        except (OSError, frames.FrameError, msgspec.MsgspecError) as error:
-            _log.error("connection to front %d: %s", self.sender, error)
+        except Exception as error:
+            known = isinstance(error, OSError | frames.FrameError | msgspec.MsgspecError)
+            _log.error("connection to front %d: %s", self.sender, error, exc_info=None if known else error)
         self._on_end(self)
 
 
@@ -198,7 +199,7 @@ class FrontConnections:
             while (received := socket.recv_fds(self._usher, SENDER_BYTES, 1))[0]:
                 [descriptor] = received[1]
                 self._add(int.from_bytes(received[0], "little"), socket.socket(fileno=descriptor))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # the last where there is no thread for a front
             _log.error("connection to the first front: %s", error)
         self._on_first_gone()
 

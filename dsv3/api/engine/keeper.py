@@ -127,6 +127,9 @@ class EngineKeeper:
         except OSError as error:  # a TimeoutError is one, without a strerror
             text = error.strerror or f"its process is there {_KILL_S:.0f} s after kill -9"
             self._engine.fail(f"the engine could not be started anew ({text})")
+        except Exception as error:  # nobody else would end what waits for the next engine
+            _log.exception("the engine could not be started anew")
+            self._engine.fail(f"the engine could not be started anew ({type(error).__name__})")
 
     async def _begin(self, policy: RestartPolicy) -> None:
         """Starts the next process and gives every front a connection to it."""

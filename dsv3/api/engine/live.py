@@ -81,7 +81,7 @@ class Lives:
         self.suspects: deque[int] = deque()
         self.on_trial: int | None = None
         self._max_restarts = max_restarts
-        self._unsent: deque[Unsent] = deque()
+        self._unsent: dict[int, Unsent] = {}  # by each of its ids that has not ended
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -97,17 +97,20 @@ class Lives:
 
     def put_off(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> None:
         """Keeps new requests, whose sequences have the given ids, until there is an engine."""
-        self._unsent.append(Unsent(requests, ids))
+        self._unsent.update(dict.fromkeys(ids, Unsent(requests, ids)))
 
     def take_unsent(self, rules: RequestRules) -> Iterator["Unsent"]:
         """Yields what was put off and has not ended, together what came together, and takes it off the list."""
         while self._unsent:
-            new = self._unsent.popleft()
-            if any(i in self.by_id for i in new.ids):
-                yield Unsent([_on_ranks(request, rules) for request in new.requests], new.ids)
+            for request_id in list(self._unsent):
+                if (new := self._unsent.get(request_id)) is not None:  # else it came with an earlier one, or has ended
+                    for i in new.ids:
+                        self._unsent.pop(i, None)
+                    yield Unsent([_on_ranks(request, rules) for request in new.requests], new.ids)
 
     def pop(self, request_id: int) -> Live | None:
         """Forgets a sequence and returns it; None where it has ended."""
+        self._unsent.pop(request_id, None)  # the last one of those that came together takes their prompts along
         return self.by_id.pop(request_id, None)
 
     def bury(self) -> list[tuple[Live, EngineDied]]:

@@ -34,6 +34,8 @@ class FarTiers(HostTiers):
     `events` hears what the other process tells of its `ranks`; `hear` may be called by any one thread.
     """
 
+    _orders_wait = True
+
     def __init__(self, like: Tiers, events: Record | None, ranks: range) -> None:
         super().__init__(like.value_bytes, like.buckets, like.now, like.compute_rate)
         self._like, self._events, self._ranks = like, events, ranks

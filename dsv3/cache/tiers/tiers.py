@@ -33,10 +33,11 @@ FETCH_S = 60.0
 PATIENCE_S = 5.0
 """So long another instance may wait for each page that it is still computing."""
 
-_LOAD_THREADS = 4
+_LOAD_THREADS = 4  # that read the host's memory; as many read the store, and as many ask it
 _FETCH_THREADS = 8
 _BATCHES_AHEAD = 2  # of one prefix: one on its way to the device, one being read
 _MOST_BATCHES = 16  # of all of them
+_MOST_QUESTIONS = 1024  # that a store has not answered
 _BACKLOG_BYTES = 2**29
 _REST_S = 60.0  # a store that has kept somebody waiting too long is left alone for so long
 _log = logging.getLogger(__name__)
@@ -81,13 +82,15 @@ class FetchesPages(Protocol):
 class LookUp:
     """A question: how many of a request's keys, from `first` on, the store holds or another instance has given.
 
-    `tiers` are those that were asked; one request may ask twice, at two hosts.
+    `tiers` are those that were asked; one request may ask twice, at two hosts. A store that does not answer in time is
+    left alone where this `rests` it.
     """
 
     tiers: "HostTiers"
     first: int
     answer: Future[int]
     bound_s: float
+    rests: bool = False
     is_second: bool = False
 
     def __post_init__(self) -> None:
@@ -97,6 +100,11 @@ class LookUp:
     def is_over(self) -> bool:
         """Whether there is an answer, or has been time enough."""
         return self.answer.done() or self.tiers.now() - self._asked > self.bound_s
+
+    def end(self) -> None:
+        """Notes that nobody waits for an answer any more."""
+        if self.rests and not self.answer.done():
+            self.tiers.rest()
 
     @property
     def found(self) -> int:
@@ -116,11 +124,14 @@ class HostTiers(abc.ABC):
     tokens per second.
     """
 
+    _orders_wait = False  # for a step: then a late answer says nothing about a store
+
     def __init__(self, value_bytes: int, buckets: Sequence[int], now: Callable[[], float], compute_rate: Rate) -> None:
         self.value_bytes, self.buckets, self.now = value_bytes, tuple(buckets), now
         self.compute_rate = compute_rate
         self._resting_until = 0.0
         self.batches_under_way = 0
+        self._questions: set[Future[int]] = set()  # that the store has not answered
         self.host, self.store, self.peer = TierCounts(), TierCounts(), TierCounts()
         self._rates = {"host": Rate(now), "store": Rate(now), "peer": Rate(now)}
 
@@ -202,13 +213,16 @@ class HostTiers(abc.ABC):
     def look_up(self, keys: Sequence[Key], first: int) -> LookUp | None:
         """Asks the store how many keys it holds from the first one on, behind `first`, that the host lacks.
 
-        Returns None where there is nothing to ask.
+        Returns None where there is nothing to ask, or too many questions wait.
         """
         first += self.leading(keys[first:])
-        if first == len(keys) or not self.has_store:
+        if first == len(keys) or not self.has_store or len(self._questions) >= _MOST_QUESTIONS:
             return None
         self.store.queries += (len(keys) - first) * PAGE_SIZE
-        return LookUp(self, first, self.begin_count(keys[first:]), LOOK_UP_S)
+        answer = self.begin_count(keys[first:])
+        self._questions.add(answer)
+        answer.add_done_callback(self._questions.discard)
+        return LookUp(self, first, answer, LOOK_UP_S, rests=not self._orders_wait)
 
     def ask_peer(self, address: str, keys: Sequence[Key], first: int) -> LookUp | None:
         """Has another instance's pages brought to the host's memory: the keys from `first` on that it lacks.
@@ -262,7 +276,8 @@ class Tiers(HostTiers):
 
     One thread calls what `HostTiers` has. Any may call `keep`, `begin_load`, `begin_count`, `begin_bring`, `forget` and
     `clear`. `workers(count, name)` does what takes long, and `now` says the time; a simulator has its own
-    (`dsv3.simulate.pages`).
+    (`dsv3.simulate.pages`). A store that hangs keeps its own threads, and holds up neither the host's memory nor, in a
+    load, the questions of others.
     """
 
     def __init__(
@@ -277,6 +292,7 @@ class Tiers(HostTiers):
         super().__init__(arena.value_bytes, buckets, now, Rate(now))
         self._arena, self._store, self._peers = arena, store, peers
         self._loaders, self._fetchers = workers(_LOAD_THREADS, "kv-load"), workers(_FETCH_THREADS, "kv-fetch")
+        self._store_readers, self._askers = workers(_LOAD_THREADS, "kv-read"), workers(_LOAD_THREADS, "kv-ask")
         self._host_writer, self._store_writer = workers(1, "kv-host"), workers(1, "kv-store")
         self._backlog = {"host": 0, "store": 0}  # bytes that wait to be written
         self._staging = Staging()
@@ -346,11 +362,14 @@ class Tiers(HostTiers):
 
     def begin_load(self, keys: Sequence[Key], bucket: int) -> Future[Batch]:
         """Has a thread load a batch, as far as there is one."""
-        return self._submit_loader(self._load, keys, bucket)
+        asks_store = self.has_store and self.leading(keys) < len(keys)
+        return self._submit_work(
+            self._store_readers if asks_store else self._loaders, self._load, keys, bucket, asks_store
+        )
 
     def begin_count(self, keys: Sequence[Key]) -> Future[int]:
         """Has a thread ask the store how many pages it holds, from the first on."""
-        return self._submit_loader(self._count, keys)
+        return self._submit_work(self._askers, self._count, keys)
 
     def begin_bring(self, address: str, keys: Sequence[Key]) -> Future[int]:
         """Has a thread bring another instance's pages to the host's memory; gives how many, from the first on."""
@@ -374,30 +393,30 @@ class Tiers(HostTiers):
         """Gives up a batch that nobody wants any more."""
         load.cancel()
 
-    def _submit_loader(self, work: Callable, *arguments: Any) -> Future:
+    def _submit_work(self, threads: Executor, work: Callable, *arguments: Any) -> Future:
         """Has a thread do something whose result ends a `wait`."""
-        future = self._loaders.submit(work, *arguments)
+        future = threads.submit(work, *arguments)
         future.add_done_callback(lambda _: self.wake())
         return future
 
-    def _load(self, keys: Sequence[Key], bucket: int) -> Batch:
+    def _load(self, keys: Sequence[Key], bucket: int, asks_store: bool) -> Batch:
         values = self._staging.rows(bucket, self.value_bytes)
         count = 0
         while count < len(keys):
-            got = self._load_run(keys[count:], values[count : len(keys)])
+            got = self._load_run(keys[count:], values[count : len(keys)], asks_store)
             if not got:
                 break
             count += got
         return Batch(values, count)
 
-    def _load_run(self, keys: Sequence[Key], out: np.ndarray) -> int:
+    def _load_run(self, keys: Sequence[Key], out: np.ndarray, asks_store: bool) -> int:
         """Loads what one tier has of the next pages; returns how many."""
         started = self.now()
         got = 0
         while got < len(keys) and self._arena.get(keys[got], out[got]):
             got += 1
         tier, counts = "host", self.host
-        if not got and self._store is not None and self.has_store:
+        if not got and asks_store and self._store is not None and self.has_store:
             stop = next((i for i, key in enumerate(keys) if i and key in self._arena), len(keys))
             got = self._guarded(self._store.get, keys[:stop], out[:stop]) or 0
             tier, counts = "store", self.store

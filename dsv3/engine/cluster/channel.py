@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from dsv3.engine.cluster.wire import MAX_FRAME_BYTES, Wire, WireError
+from dsv3.engine.cluster.wire import MAX_MESSAGE_BYTES, Wire, WireError
 
-_MAX_BUFFERED_BYTES = 256 * 2**20
+_MAX_BUFFERED_BYTES = 2 * MAX_MESSAGE_BYTES
 _log = logging.getLogger("dsv3.cluster")
 
 
@@ -61,9 +61,11 @@ class Channel:
         self.last_heard_s = time.monotonic()
 
     def send(self, body: bytes) -> None:
-        """Queues a message, without waiting. Raises ChannelError where no frame holds it or too much waits already."""
-        if len(body) > MAX_FRAME_BYTES:
-            raise ChannelError(f"cannot be sent a message of {len(body)} bytes: at most {MAX_FRAME_BYTES} fit a frame")
+        """Queues a message, without waiting. Raises ChannelError where it is too long or too much waits already."""
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise ChannelError(
+                f"cannot be sent a message of {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent"
+            )
         with self._lock:
             full = self._buffered + len(body) > _MAX_BUFFERED_BYTES
             self._buffered += 0 if full else len(body)

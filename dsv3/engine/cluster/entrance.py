@@ -84,7 +84,7 @@ class Entrance:
             self._strangers.remove(connection)
             self._admit(process_id, wire, address)
             self._count(-1)
-        except (WireError, OSError) as error:
+        except (WireError, OSError, RuntimeError) as error:  # the last where there is no thread for it
             self._refuse(connection)
             self._warn(f"refused a connection from {address}: {error}")
 

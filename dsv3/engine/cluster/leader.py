@@ -185,7 +185,7 @@ class Leader:
     def send(self, command: StepCommand) -> None:
         """Sends each follower the part of a command that its ranks need, without waiting.
 
-        Raises ClusterError once the instance has failed, and fails it where no frame holds a part.
+        Raises ClusterError once the instance has failed, and fails it where a part is too long for a message.
         """
         self._check()
         for process_id, ranks in self._ranks.items():

@@ -22,6 +22,7 @@ from dsv3.restarts import Deaths, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")
 _LOOK_S = 0.25
+_KILL_S = 60.0  # the system takes back the memory of a process that was killed
 _CHILD = "dsv3.engine.cluster.child"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -64,13 +65,17 @@ class Child:
         """Passes a signal on."""
         self._process.send_signal(number)
 
-    def end(self) -> int:
-        """Ends the process by force, if it has not ended, and returns its status."""
+    def end(self) -> int | None:
+        """Ends the process by force, if it has not ended, and returns its status; None where it does not end."""
         self._process.kill()
         self.link.connection.close()
-        return self._process.wait()
+        try:
+            return self._process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            _log.error("pid %d is there %.0f s after kill -9", self.pid, _KILL_S)
+            return None
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float) -> int | None:
         """Waits for the end of a process whose link has ended, which is forced after `timeout_s` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
@@ -103,7 +108,10 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Returns the status of the process that was not followed by another one: 0 after an orderly end."""
+        """Returns the status of the process that was not followed by another one: 0 after an orderly end.
+
+        It is 1 where a process does not end: the next one could not have its devices.
+        """
         with _signals() as signals:
             self._selector.register(signals, selectors.EVENT_READ)
             try:
@@ -116,6 +124,8 @@ class Supervisor:
         while True:
             child = self._next()
             status = self._attend(child, signals)
+            if status is None:
+                return 1
             if not self._goes_on(child, status):
                 return abs(status)
             last = child.generation or self._order.last
@@ -134,8 +144,8 @@ class Supervisor:
         self._selector.register(child.link.connection, selectors.EVENT_READ, child)
         return child
 
-    def _attend(self, child: Child, signals: socket.socket) -> int:
-        """Watches the process until it has ended, and returns its status."""
+    def _attend(self, child: Child, signals: socket.socket) -> int | None:
+        """Watches the process until it has ended, and returns its status; None where it does not end."""
         looked = time.monotonic()
         while not child.has_ended:
             for key, _ in self._selector.select(_LOOK_S):

@@ -1,8 +1,9 @@
 """Sends frames between two processes that share a secret, over TLS 1.3 in which each shows a certificate made from it.
 
 TLS encrypts, and sees to it that nothing is forged, changed, replayed, dropped in between or sent back. A frame is its
-length (4 bytes, little endian) and its body. The first frame of a follower is its process id, and the leader's answer
-is empty, or says why it refuses the process.
+length (4 bytes, little endian) and at most 1 MiB; a longer message is several frames, and all but the last have the
+highest bit of the length set. The first message of a follower is its process id, and the leader's answer is empty, or
+says why it refuses the process.
 """
 
 import contextlib
@@ -15,10 +16,11 @@ import time
 
 from dsv3.trust.certificates import Credentials, tls_context
 
-# A bound against garbage, far above any command: a follower gets only its ranks' part of one, 17 kB for 16 chunks of
-# 4,096 tokens over 18 hosts (`python -m benchmarks.cluster_send`).
-MAX_FRAME_BYTES = 64 * 2**20
-"""The longest body. It bounds the memory that a wrong length field can ask for; `Channel.send` refuses a longer one."""
+# A follower gets only its ranks' part of a command: 17 kB for 16 chunks of 4,096 tokens over 18 hosts
+# (`python -m benchmarks.cluster_send`). Masks take most: 126.3 MiB for 8 ranks of 256 rows of 4 tokens, all held to
+# grammars over a vocabulary of 129,280, and `dsv3.engine.requests.masks` bounds them.
+MAX_MESSAGE_BYTES = 512 * 2**20
+"""The longest message. It bounds what another process can make this one hold; `Channel.send` refuses a longer one."""
 
 HANDSHAKE_S = 5.0
 """Seconds that a follower has to prove that it knows the key."""
@@ -27,6 +29,8 @@ PATIENCE_S = 15.0
 """Seconds that a follower waits for the leader's answer: longer, so that the leader has decided before."""
 
 _LENGTH, _PROCESS_ID = struct.Struct("<I"), struct.Struct("<I")
+_FRAME_BYTES = 2**20  # what TLS encrypts at once, and so what a connection's buffers hold
+_MORE = 2**31
 _MAX_REFUSAL_BYTES = 1000
 _READ_BYTES, _RECORD_BYTES = 2**18, 2**14
 
@@ -75,23 +79,37 @@ class Wire:
                 return
 
     def send(self, body: bytes) -> None:
-        """Sends a frame. Raises OSError when the connection has ended, WireError for a body that no frame holds."""
-        if len(body) > MAX_FRAME_BYTES:
-            raise WireError(f"a message of {len(body)} bytes, at most {MAX_FRAME_BYTES} fit a frame")
+        """Sends a message. Raises OSError when the connection has ended, WireError for one that is too long."""
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise WireError(f"a message of {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
+        rest = memoryview(body)
+        while len(rest) > _FRAME_BYTES:
+            self._send_frame(rest[:_FRAME_BYTES], _MORE)
+            rest = rest[_FRAME_BYTES:]
+        self._send_frame(rest, 0)
+
+    def _send_frame(self, part: memoryview, more: int) -> None:
         with self._lock:
-            self._tls.write(_LENGTH.pack(len(body)) + body)
+            self._tls.write(_LENGTH.pack(len(part) | more) + part)
         self._flush()
 
-    def receive(self, deadline: float | None = None, limit: int = MAX_FRAME_BYTES) -> bytes | None:
-        """Returns the body of the next frame, None when the connection has ended.
+    def receive(self, deadline: float | None = None, limit: int = MAX_MESSAGE_BYTES) -> bytes | None:
+        """Returns the next message, None when the connection has ended.
 
-        Raises WireError for a frame that is longer than `limit` or that the other process has not made.
+        Raises WireError for one that is longer than `limit` or that the other process has not made.
         """
+        body = bytearray()
         try:
-            [length] = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
-            if length > limit:
-                raise WireError(f"a frame of {length} bytes, at most {limit} are taken")
-            return self._read(length, deadline)
+            while True:
+                [head] = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+                length = head & ~_MORE
+                if length > _FRAME_BYTES or (head & _MORE and not length):
+                    raise WireError(f"a frame of {length} bytes, from 1 to {_FRAME_BYTES} are taken")
+                if len(body) + length > limit:
+                    raise WireError(f"a message of {len(body) + length} bytes or more, at most {limit} are taken")
+                body += self._read(length, deadline)
+                if not head & _MORE:
+                    return bytes(body)
         except ssl.SSLError as error:
             raise WireError(f"what came is no frame of the other process ({error.reason or error})") from None
         except (EOFError, OSError):

@@ -104,9 +104,15 @@ class Admission:
         self._queue.park(sequence, rank, _ROOM)
 
     def _wake_next(self, rank: int) -> None:
-        """Lets the first request have its turn that waits for room on a rank."""
-        self._asked_for.pop(rank, None)
-        self._queue.wake_first(rank, _ROOM)
+        """Lets the first request have its turn that waits for room on a rank, and notes whose turn is the next.
+
+        The first may never come back: its client hangs up while it waits behind others.
+        """
+        behind = self._queue.wake_first(rank, _ROOM)
+        if behind is None:
+            self._asked_for.pop(rank, None)
+        else:
+            self._asked_for[rank] = behind.turn
 
     @property
     def _may_start(self) -> bool:
@@ -117,6 +123,8 @@ class Admission:
         """Lets requests have their turn again once the store has answered, or has had its time."""
         for sequence in [s for s in self.asking if s.look_up is None or s.look_up.is_over]:
             self.asking.remove(sequence)
+            if sequence.look_up is not None:
+                sequence.look_up.end()
             self._queue.wake(_STORE, (_own_key(sequence),))
 
     def _asks_store(self, sequence: Sequence) -> bool:

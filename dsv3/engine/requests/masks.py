@@ -5,6 +5,7 @@ that were wrong, nor after a pre-emption: a matcher takes in what is new when th
 """
 
 import dataclasses
+from collections import Counter
 from time import perf_counter
 from typing import NamedTuple
 
@@ -19,6 +20,10 @@ from dsv3.text.matcher import Matcher, Vocabulary, without
 
 ALL = np.uint32(0xFFFFFFFF)
 """A word of a mask that allows everything."""
+
+# One and a half times what 8 ranks of 256 rows of 4 tokens take, over a vocabulary of 129,280.
+MAX_PROCESS_BYTES = 192 * 2**20
+"""What the masks of one job may take that another process gets: a step's two such jobs fit a message with the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Masks:
         `outputs`.
         """
         started = perf_counter()
-        held = [row for row in self._held(rows) if self._goes_on(row, outputs)]
+        held = self._fitting([row for row in self._held(rows) if self._goes_on(row, outputs)], width, outputs)
         masks = np.full((len(held), width, self.words), ALL, np.uint32)
         if held:
             self._vocabulary.fill([(row.matcher, self._drafts_of(row, width)) for row in held], masks)
@@ -107,6 +112,22 @@ class Masks:
             self._end(row.sequence, outputs, "stop", self._vocabulary.end_ids)
             return False
         return True
+
+    def _fitting(self, held: list["_Held"], width: int, outputs: StepOutputs) -> list["_Held"]:
+        """Returns the rows whose masks fit what a process may be sent for one job; ends the requests of the others."""
+        cfg = self._scheduler.cfg
+        most, each = MAX_PROCESS_BYTES // (4 * width * self.words), cfg.num_ranks // cfg.num_nodes
+        if cfg.num_nodes == 1 or len(held) <= most:
+            return held
+        counts, fitting = Counter[int](), []
+        for row in held:
+            process = row.place[0] // each
+            counts[process] += 1
+            if counts[process] <= most:
+                fitting.append(row)
+            else:
+                self._fail(row.sequence, f"{most} others on its host are held to grammars, and no more can be", outputs)
+        return fitting
 
     def _has_one_end(self, slot: int) -> bool:
         """Returns whether it is clear what would be drawn where nothing but an end is allowed, and nobody asks more."""

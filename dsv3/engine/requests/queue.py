@@ -74,17 +74,20 @@ class WaitingQueue:
                 if sequence.state is State.WAITING:
                     heapq.heappush(self._ready, (sequence.turn, sequence))
 
-    def wake_first(self, rank: int, key: Key) -> None:
-        """Lets the one of those that waited for `key` have its turn again whose turn is the first."""
+    def wake_first(self, rank: int, key: Key) -> Sequence | None:
+        """Lets the first of those that waited for `key` have its turn again; returns the next, None without one."""
         mine = self._parked.get(rank, {})
         waiting = mine.get(key, [])
-        while waiting:
+        is_awake = False
+        while waiting and not (is_awake and waiting[0].state is State.WAITING):
             sequence = waiting.pop(0)
             if sequence.state is State.WAITING:
                 heapq.heappush(self._ready, (sequence.turn, sequence))
-                break
+                is_awake = True
         if not waiting:
             mine.pop(key, None)
+            return None
+        return waiting[0]
 
     def _sweep(self) -> None:
         """Drops the entries of ended sequences: clients that come and go while no slot is free leave nothing behind."""

@@ -163,6 +163,20 @@ def test_one_front_at_a_time_has_the_turn():
     assert ends.receive(2) == messages.Turn()
 
 
+def test_whatever_ends_the_reading_of_a_front_is_told(ends, monkeypatch):
+    put = FrontConnections._put
+
+    def no_memory(self, front, message):
+        if message is not None:
+            raise MemoryError
+        put(self, front, message)
+
+    monkeypatch.setattr(FrontConnections, "_put", no_memory)
+    ends.send(1, messages.Flush())
+    front, message = ends.take()
+    assert (front.sender, message) == (1, None)
+
+
 def test_bytes_that_are_no_message_end_the_connection(ends):
     ends.connections[1].sendall(b"\x04\0\0\0abcd")
     front, message = ends.take()

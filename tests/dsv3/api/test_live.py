@@ -1,6 +1,8 @@
 """Who goes on in the next engine, behind what, and who is to blame for the death of one after the other."""
 
 import array
+import gc
+import weakref
 
 import numpy as np
 from hypothesis import given
@@ -138,3 +140,37 @@ def test_one_that_no_engine_has_had_is_not_to_blame():
         lives.pop(request_id)
     assert list(lives.take_unsent(RULES)) == [(new[1], [7, 8])]
     assert not list(lives.take_unsent(RULES))
+
+
+def test_prompts_of_clients_that_go_while_there_is_no_engine_go_with_them():
+    """Clients that time out and ask again filled the memory, while a large model loads for minutes."""
+
+    class Asked(list):
+        """What `weakref` takes."""
+
+    lives, kept = Lives(0), []
+    for i in range(0, 40, 2):
+        asked = Asked([prepare(request(i), RULES), prepare(request(i + 1), RULES)])
+        kept.append(weakref.ref(asked))
+        lives.put_off(asked, lives.add(asked, [object()] * 2))
+        del asked
+        lives.pop(i)
+        if i:
+            lives.pop(i + 1)
+    gc.collect()
+    assert [each() is not None for each in kept] == [True] + [False] * 19
+    [left] = lives.take_unsent(RULES)
+    assert left.ids == [0, 1]
+
+
+def test_what_comes_while_the_others_are_sent_is_sent_too():
+    lives, asked = Lives(0), {i: [prepare(request(i), RULES)] for i in range(4)}
+    for i in (0, 1, 2):
+        lives.put_off(asked[i], lives.add(asked[i], [object()]))
+    sent = []
+    for unsent in lives.take_unsent(RULES):
+        sent += unsent.ids
+        if sent == [0]:
+            lives.pop(1)
+            lives.put_off(asked[3], lives.add(asked[3], [object()]))
+    assert sent == [0, 2, 3] and not lives._unsent

@@ -12,10 +12,13 @@ import uvloop
 
 from dsv3.api import frames
 from dsv3.api.engine import client as client_module
+from dsv3.api.engine import keeper as keeper_module
 from dsv3.api.engine import messages, process
 from dsv3.api.engine.client import EngineClient
+from dsv3.options import EngineOptions
 from dsv3.prepare import prepare
 from dsv3.request import EngineRequest, StepOutputs
+from dsv3.restarts import RestartPolicy
 from dsv3.sampling_params import SamplingParams
 from tests.dsv3.api import serving
 from tests.dsv3.api.test_engine_fronts import INFO, Ends
@@ -50,6 +53,36 @@ def test_a_front_that_was_suspended_does_not_blame_the_engine(model_dir) -> None
         server.process.send_signal(signal.SIGCONT)
         [answer] = requests.wait()
         assert answer.status_code == 200, answer.text
+
+
+def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> None:
+    """Nothing else did: no process, no deadline and no word of an engine."""
+
+    class Process:
+        pid, starts = 7, 0
+
+        def __init__(self) -> None:
+            Process.starts += 1
+            if Process.starts > 1:
+                raise RuntimeError("can't start new thread")
+
+        def kill(self) -> None:
+            """Has none."""
+
+        async def reap(self, timeout_s: float) -> int:
+            return -9
+
+    async def run() -> str:
+        engine = EngineClient(max_num_queued_reqs=4)
+        keeper = keeper_module.EngineKeeper(engine, messages.Start("", "", EngineOptions()), RestartPolicy())
+        engine.info, engine.state = INFO, "ready"
+        keeper.lose(0, "it has died")
+        assert engine.state == "restarting"
+        await asyncio.wait_for(engine.ended.wait(), 60)
+        return engine.reason
+
+    monkeypatch.setattr(keeper_module, "EngineProcess", Process)
+    assert asyncio.run(run()) == "the engine could not be started anew (RuntimeError)"
 
 
 async def beat(ends: list[socket.socket]) -> None:

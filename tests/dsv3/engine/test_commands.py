@@ -7,12 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.cluster import messages
+from dsv3.engine.cluster.wire import MAX_MESSAGE_BYTES
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
+from dsv3.engine.jobs.mask import MaskCommand, num_words
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import Adjustment, SampleCommand
+from dsv3.engine.requests.masks import MAX_PROCESS_BYTES
 
 CFG = EngineConfig(max_model_len=256, num_pages=4, max_num_seqs=4, max_num_batched_tokens=64, num_ranks=6, num_nodes=3)
 
@@ -68,6 +71,15 @@ def test_a_request_that_changes_its_logits_costs_its_own_tokens(ranks: int) -> N
     sizes = [len(messages.encode(messages.step_of(command.part(range(r, r + 8))))) for r in range(0, ranks, 8)]
     assert tokens.nbytes < sizes[0] < tokens.nbytes + 500
     assert max(sizes[1:]) < 200
+
+
+def test_masks_of_the_largest_unit_fit_what_is_sent_at_once() -> None:
+    """Eight ranks of 256 rows of a token and three drafts, all held to grammars of DeepSeek's vocabulary."""
+    words = num_words(129_280)
+    one = MaskCommand("decode", np.zeros((1, 2), np.int32), np.zeros((1, 4, words), np.uint32))
+    decode = 8 * 256 * len(messages.encode(messages.step_of(StepCommand(1, (Job("mask", one),)))))
+    assert decode > 64 * 2**20 and decode < MAX_PROCESS_BYTES
+    assert 2 * MAX_PROCESS_BYTES + 64 * 2**20 < MAX_MESSAGE_BYTES
 
 
 def test_a_long_context_costs_only_the_pages_in_use() -> None:

@@ -1,9 +1,13 @@
-"""Random arrivals, lengths, aborts, pre-emptions and NaN: no page lost, none with two writers, every text its own."""
+"""Random arrivals, ranks, priorities, aborts, pre-emptions and NaN.
+
+No page is lost, none has two writers, every text is its own, and nobody waits where there is room.
+"""
 
 import contextlib
 import dataclasses
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,20 +17,27 @@ from dsv3.cache.page import PAGE_SIZE
 from dsv3.cache.tiers import tiers
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
-from dsv3.engine.job import Planned
+from dsv3.engine.job import Planned, StepCommand
+from dsv3.engine.jobs import decode, prefill, sample
 from dsv3.engine.parts import Parts
+from dsv3.engine.requests.admission import _ROOM
+from dsv3.engine.requests.codes import NOT_FINITE, NOTHING
+from dsv3.engine.requests.rows import BatchRows
+from dsv3.engine.requests.sequence import Sequence, State
+from dsv3.engine.requests.yielding import useful_pages
 from dsv3.request import EngineRequest, QueueFull
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
-from tests.dsv3.engine.driving import Gathered, drain, number, request, take
+from tests.dsv3.engine.driving import Gathered, drain, name_of, number, request, take
 from tests.dsv3.engine.fewer import one_bucket
 
 
 @dataclasses.dataclass
 class Auditor:
-    """Watches every launched step: which request writes which page of which rank."""
+    """Watches every launched step: which request writes which page of which rank. A step may be computed again."""
 
     engine: Engine
+    repeats: bool
     last_step: int = 0
     last_writers: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
@@ -63,10 +74,40 @@ class Auditor:
                 sequence, known = slots.sequences[slot], int(slots.known[slot])
                 before = int(slots.planned[slot]) - width  # `planned` counts this step's tokens already
                 # A step in flight brings one token at least, or none where it is computed again.
-                repeats = self.engine.executor.devices.layout.functions.may_overflow
-                first = known - 1 if before == known or repeats else known
+                first = known - 1 if before == known or self.repeats else known
                 for index in range(first // PAGE_SIZE, (before - 1 + self.engine.cfg.tokens_ahead) // PAGE_SIZE + 1):
                     yield rank, sequence.pages[index], sequence.id
+
+
+class Idleness:
+    """Sees to it that nobody waits for nothing: counts the steps in which a request could go on and did not."""
+
+    PATIENCE = 4  # steps: room that is made for a request is there one step later
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.idle, self.passed = engine, 0, 0
+
+    def check(self, jobs: list[Planned]) -> None:
+        scheduler = self.engine.scheduler
+        works = bool(jobs) or self.engine._in_flight is not None or scheduler.only_waits_for_tiers
+        self.idle = 0 if works or not scheduler.sequences else self.idle + 1
+        assert self.idle <= self.PATIENCE, f"nothing runs, and {scheduler.sequences.keys()} wait"
+        waiting = [s for s in scheduler.waiting if s not in scheduler.admission.asking]
+        self.passed = self.passed + 1 if waiting and self._has_room(waiting[0]) else 0
+        assert self.passed <= self.PATIENCE, f"there is room for request {waiting[0].id}, the first that waits"
+        for rank, parked in scheduler.queue._parked.items():
+            lost = [s.id for s in parked.get(_ROOM, []) if s.state is State.WAITING]
+            assert not lost or rank in scheduler.admission._asked_for, f"nobody wakes {lost} when rank {rank} has room"
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether a request fits where it may go, and waits for no page that is being computed there."""
+        scheduler, asked = self.engine.scheduler, sequence.request.rank
+        admission, useful = scheduler.admission, sequence.keys[: useful_pages(sequence)]
+        for rank in range(scheduler.cfg.num_ranks) if asked is None else (asked,):
+            cached = admission._cached_if_it_fits(sequence, rank, useful)
+            if cached is not None and admission._last_pending(sequence, rank, len(cached)) is None:
+                return True
+        return False
 
 
 _FAMILIES = [[(7 * i * (f + 3)) % (toy.POISON - 1) + 1 for i in range(250)] for f in range(3)]
@@ -80,13 +121,17 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.engine = type(self).make_engine(enable_prefix_caching=self.sharing, max_num_queued_reqs=6)
-        auditor = Auditor(self.engine)
-        plan = self.engine._plan
+        engine = type(self).make_engine(enable_prefix_caching=self.sharing, max_num_queued_reqs=6)
+        self._begin(engine, engine.executor.devices.layout.functions.may_overflow)
+
+    def _begin(self, engine: Engine, repeats: bool) -> None:
+        self.engine = engine
+        auditor, idleness, plan = Auditor(engine, repeats), Idleness(engine), engine._plan
 
         def audited() -> list[Planned]:
-            jobs = plan()
+            self.planned = jobs = plan()
             auditor.check(jobs)
+            idleness.check(jobs)
             return jobs
 
         self.engine._plan = audited
@@ -103,16 +148,17 @@ class EngineMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         poison=st.sampled_from([[], [], [], [toy.POISON]]),
         rank=st.sampled_from([None, None, 0, 1]),
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
         answered=st.sampled_from([0, 0, 1, 7, 64]),
     )
-    def add(self, family, shared, tail, max_tokens, stop, ignore_eos, poison, rank, answered) -> None:
+    def add(self, family, shared, tail, max_tokens, stop, ignore_eos, poison, rank, priority, answered) -> None:
         prompt = (_FAMILIES[family][:shared] + tail)[:254] + poison or [1]
         name = f"r{len(self.requests)}"
         item = request(name, prompt, max_tokens=max_tokens, stop_token_ids=tuple(sorted(stop)), ignore_eos=ignore_eos)
         if not poison and answered and len(begun := self._expected(item, answered + 1)) > answered:
             item = msgspec.structs.replace(item, answer_token_ids=begun[:answered])
-        if rank is not None:
-            item = msgspec.structs.replace(item, rank=rank % self.engine.cfg.num_ranks)
+        rank = None if rank is None else rank % self.engine.cfg.num_ranks
+        item = msgspec.structs.replace(item, rank=rank, priority=priority)
         try:
             self.engine.add(item)
         except QueueFull:
@@ -135,7 +181,8 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data) -> None:
-        name = data.draw(st.sampled_from(sorted(self.requests)))
+        live = [name for name in self.requests if name not in self.gathered or not self.gathered[name].finish_reason]
+        name = data.draw(st.sampled_from(live or sorted(self.requests)))
         self.aborted.add(name)
         self.engine.abort(number(name))
 
@@ -144,7 +191,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         drain(self.engine, self.gathered)
         stats = self.engine.stats()
-        assert self.engine.failure is None
+        assert self.engine.failure is None, self.engine.failure
         assert (stats.pages_in_use, stats.running, stats.waiting, stats.recompilations) == (0, 0, 0, 0)
         scheduler = self.engine.scheduler
         assert not scheduler.balancer.backlog.any() and not scheduler.slots.num_tokens().any()
@@ -178,6 +225,96 @@ class EngineMachine(RuleBasedStateMachine):
 
 def _stop(item: EngineRequest) -> set[int]:
     return {*item.sampling.stop_token_ids} | (set() if item.sampling.ignore_eos else {toy.EOS})
+
+
+class Played:
+    """Samples in place of a device: the toy's tokens, of a row of several one to all of them."""
+
+    def __init__(self, machine: "HostMachine") -> None:
+        self.machine = machine
+        self.texts: dict[int, tuple[int, list[int]]] = {}  # where each answer begins, and the answer
+
+    def launch(self, command: StepCommand) -> list[Planned]:
+        return self.machine.planned
+
+    def fetch(self, jobs: list[Planned]) -> list[list[np.ndarray]]:
+        width = next((job.command.width for job in jobs if job.kind == "decode"), 1)
+        return [
+            [self._tokens(job.context, width if job.command.source == "decode" else 1)] if job.kind == "sample" else []
+            for job in jobs
+        ]
+
+    def _tokens(self, rows: BatchRows, width: int) -> np.ndarray:
+        scheduler = self.machine.engine.scheduler
+        known = scheduler.slots.known[rows.slots]
+        tokens = np.full((scheduler.cfg.num_ranks, rows.position.max(initial=0) + 1, width), NOTHING, np.int32)
+        for i, request_id in enumerate(rows.ids.tolist()):
+            if request_id in scheduler.sequences:
+                row = self._next(scheduler.sequences[request_id], int(known[i]), width)
+                tokens[rows.rank[i], rows.position[i], : len(row)] = row
+        return tokens
+
+    def _next(self, sequence: Sequence, known: int, width: int) -> list[int]:
+        if sequence.request.prompt[-1] == toy.POISON:
+            return [NOT_FINITE]
+        if sequence.id not in self.texts:
+            prompt = sequence.request.prompt.tolist()
+            self.texts[sequence.id] = len(prompt), toy.expected_tokens(prompt, 128, ())
+        begin, text = self.texts[sequence.id]
+        return text[known - begin :][: 1 + known % width]
+
+
+class HostMachine(EngineMachine):
+    """Engines without a device, of many sizes: what is scheduled does not depend on how tokens are made."""
+
+    @initialize(
+        ranks=st.sampled_from([2, 2, 1, 3]),
+        slots=st.sampled_from([1, 1, 1, 2, 4]),
+        pages=st.integers(6, 12),
+        width=st.sampled_from([1, 1, 2, 4]),
+        budget=st.sampled_from([64, 128, 256]),
+        queue=st.sampled_from([6, 40, 40]),
+        sharing=st.booleans(),
+    )
+    def start(self, ranks, slots, pages, width, budget, queue, sharing) -> None:
+        cfg = EngineConfig(
+            max_model_len=256,
+            num_ranks=ranks,
+            max_num_seqs=slots,
+            num_pages=pages,
+            max_num_batched_tokens=budget,
+            max_num_queued_reqs=queue,
+            enable_prefix_caching=sharing,
+            speculative_config={"method": "ngram", "num_speculative_tokens": width - 1} if width > 1 else None,
+            tokens_per_row=width,
+        )
+        parts = Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
+        self._begin(Engine(parts, Played(self), (decode.KIND, prefill.KIND, sample.KIND)), repeats=False)
+
+    @rule(ranks=st.lists(st.sampled_from([0, None, 0, 1]), min_size=2, max_size=6), priority=st.integers(0, 1))
+    def add_crowd(self, ranks, priority) -> None:
+        """Short answers that ask for ranks, so that many wait and somebody goes on at every turn."""
+        for i, rank in enumerate(ranks):
+            self.add(i % 3, 5, [], 2 + i, frozenset(), True, [], rank, priority, 0)
+            self.steps(1)
+
+    @precondition(lambda self: self.engine.scheduler.queue)
+    @rule(data=st.data())
+    def give_up(self, data) -> None:
+        """The client of a request that waits hangs up."""
+        waiting = data.draw(st.sampled_from(self.engine.scheduler.waiting[:6]))
+        self.aborted.add(name_of(waiting.id))
+        self.engine.abort(waiting.id)
+        self.steps(1)
+
+
+def test_nobody_waits_where_there_is_room():
+    """Ranks, priorities, aborts, drafts, shared prefixes and few pages together."""
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    run_state_machine_as_test(
+        HostMachine,
+        settings=settings(max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=checks),
+    )
 
 
 @pytest.mark.parametrize("sharing", [True, False], ids=["prefix-cache", "no-prefix-cache"])

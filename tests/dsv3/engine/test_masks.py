@@ -182,6 +182,29 @@ def test_drafts_are_walked_through_the_grammar(make_drafting) -> None:
     assert stats.steps < 45
 
 
+def test_masks_that_no_message_holds_end_their_requests_and_no_others(monkeypatch) -> None:
+    cfg = EngineConfig(**(LIMITS | {"num_nodes": 2}))
+    scheduler = Scheduler(cfg, toy.VOCAB)
+    masks = Masks(scheduler, vocabulary())
+    monkeypatch.setattr("dsv3.engine.requests.masks.MAX_PROCESS_BYTES", 2 * 4 * masks.words + 1)
+    rules = RequestRules(
+        vocab_size=toy.VOCAB, max_model_len=256, eos_token_ids=(toy.EOS,), num_ranks=2, takes_grammars=True
+    )
+    for i, rank in enumerate((0, 0, 0, 1, 1)):
+        sequence = sequence_of(prepare(msgspec.structs.replace(held(str(i), [5, 6], 2), rank=rank), rules))
+        sequence.matcher = compiled(2).copy()
+        scheduler.add(sequence)
+    scheduler.admit()
+    slots = np.array([0, 1, 2, 4, 5])
+    rows, outputs = BatchRows.at(scheduler.slots, slots, slots // 4, slots % 4), StepOutputs()
+    places, got = masks.of(rows, 1, outputs)
+    assert places.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]] and len(got) == 4
+    [refused] = outputs.details
+    assert (refused.request_id, refused.finish_reason) == (number("2"), "error")
+    assert "2 others on its host are held to grammars" in refused.error
+    assert number("2") not in scheduler.sequences and len(scheduler.sequences) == 4
+
+
 def test_masks_behind_drafts_are_those_behind_the_same_tokens() -> None:
     """Up to a draft that is refused; and drafts of a slot's earlier owner are none."""
     cfg = EngineConfig(**(LIMITS | {"tokens_per_row": 4}))

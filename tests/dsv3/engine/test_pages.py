@@ -242,6 +242,7 @@ def test_a_look_up_without_answer_is_a_miss(make: MakeEngine, store: Path, monke
     monkeypatch.setattr(engine.scheduler.tiers._store, "count", lambda keys: time.sleep(0.3) or len(keys))
     monkeypatch.setattr(tiers, "LOOK_UP_S", 0.02)
     assert ask(engine, "first") == 0
+    assert not engine.scheduler.tiers.has_store, "it is left alone, as after a load that does not come"
 
 
 def test_what_is_distrusted_leaves_every_tier(make: MakeEngine, store: Path):

@@ -100,6 +100,28 @@ def test_no_younger_request_takes_the_room_for_which_one_waits():
     finish(driver)
 
 
+def test_one_that_gives_up_when_its_turn_has_come_leaves_the_turn_to_the_next():
+    driver = Driver(num_ranks=2, max_num_seqs=1)
+    add(driver, "runs 0", [2] * 5, rank=0, max_tokens=6)
+    driver.step()
+    first = add(driver, "first", [3] * 5, rank=0, max_tokens=3, priority=1)
+    add(driver, "second", [4] * 5, rank=0, max_tokens=3, priority=1)
+    driver.step()
+    add(driver, "runs 1", [5] * 5, rank=1, max_tokens=400)
+    driver.step()
+    before = add(driver, "before", [6] * 5, max_tokens=4)
+    while "runs 0" in on(driver, 0):
+        driver.step()
+    driver.step()
+    assert on(driver, 0) == ["before"], "it takes the slot for which the first was woken"
+    driver.scheduler.remove(first)
+    while before.slot >= 0:
+        driver.step()
+    driver.step()
+    assert on(driver, 0) == ["second"]
+    finish(driver)
+
+
 @pytest.mark.parametrize("rank", [-1, 2, 10**6])
 def test_a_rank_that_is_not_there_is_refused(rank):
     with pytest.raises(InvalidRequest, match=f"rank: {rank} is not one of the 2 ranks"):

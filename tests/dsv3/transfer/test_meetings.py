@@ -109,6 +109,35 @@ def test_an_instance_that_is_not_there_or_dies_ends_all_waits(server: PageServer
             wait.result(60)
 
 
+def test_an_address_that_is_none_ends_all_waits():
+    """IDNA has no such name, which is no OSError; the thread died, and the address was dead with it."""
+    peers = Peers(SECRET, HELLO)
+    for words in ("no host and port", "a moment ago"):
+        waits = [peers.find("a..b:8998", number) for number in range(3)]
+        for wait in waits:
+            with pytest.raises(PeerError, match=f"{words}|a moment ago"):
+                wait.result(60)
+    with pytest.raises(PeerError):
+        peers.fetch("c..d:8998", [b"k" * 32], 0.0, lambda *_: None)
+
+
+def test_whatever_ends_the_thread_that_asks_ends_the_waits(monkeypatch: pytest.MonkeyPatch):
+    def broken(address: str) -> None:
+        raise KeyError("a bug")
+
+    finder = finding.Finder(broken)
+    with pytest.raises(PeerError, match="a bug"):
+        finder.find("host:1", 1).result(60)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(PeerError, match="new thread"):
+        finder.find("host:1", 1).result(60)
+    assert not finder._waits
+
+
 def test_nobody_is_asked_while_nobody_waits(server: PageServer):
     peers = Peers(SECRET, HELLO)
     server.meetings.begin(1)

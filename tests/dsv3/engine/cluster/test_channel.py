@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dsv3.engine.cluster.channel import Channel, ChannelError
-from dsv3.engine.cluster.wire import MAX_FRAME_BYTES, Wire
+from dsv3.engine.cluster.wire import MAX_MESSAGE_BYTES, Wire
 from tests.dsv3.engine.cluster import local
 
 
@@ -87,10 +87,10 @@ def test_closed_means_that_the_other_process_has_read_to_the_end_even_if_it_was_
     assert ours.ends.empty()
 
 
-def test_a_message_that_no_frame_holds_is_refused_where_it_is_made(pair) -> None:
+def test_a_message_that_is_too_long_is_refused_where_it_is_made(pair) -> None:
     ours, theirs = (end.start() for end in pair())
-    with pytest.raises(ChannelError, match=f"message of {MAX_FRAME_BYTES + 1} bytes: at most {MAX_FRAME_BYTES}"):
-        ours.channel.send(bytes(MAX_FRAME_BYTES + 1))
+    with pytest.raises(ChannelError, match=f"message of {MAX_MESSAGE_BYTES + 1} bytes, at most {MAX_MESSAGE_BYTES}"):
+        ours.channel.send(bytes(MAX_MESSAGE_BYTES + 1))
     ours.channel.send(b"the next one goes")
     assert theirs.messages.get(timeout=30) == b"the next one goes"
 
@@ -107,9 +107,9 @@ def test_an_error_of_the_sending_thread_is_told(pair) -> None:
     assert ours.channel.closed
 
 
-def test_a_last_message_that_no_frame_holds_is_told(pair) -> None:
+def test_a_last_message_that_is_too_long_is_told(pair) -> None:
     ours, _ = (end.start() for end in pair())
-    ours.channel.send_last(bytes(MAX_FRAME_BYTES + 1))
+    ours.channel.send_last(bytes(MAX_MESSAGE_BYTES + 1))
     assert "WireError" in ours.ends.get(timeout=30)
 
 

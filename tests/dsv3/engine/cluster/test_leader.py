@@ -35,6 +35,8 @@ from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
+from dsv3.engine.jobs.mask import MaskCommand
+from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.options import ClusterOptions
 from tests.dsv3.engine.cluster import local
 
@@ -482,14 +484,25 @@ def test_nobody_waits_for_a_silent_follower(lead, monkeypatch) -> None:
     led.leader.end(reason)
 
 
-def test_a_command_that_no_frame_holds_ends_the_instance_with_its_size(lead, monkeypatch) -> None:
-    monkeypatch.setattr("dsv3.engine.cluster.channel.MAX_FRAME_BYTES", 2**10)
+def test_a_command_that_no_message_holds_ends_the_instance_with_its_size(lead, monkeypatch) -> None:
+    monkeypatch.setattr("dsv3.engine.cluster.channel.MAX_MESSAGE_BYTES", 2**10)
     led, _, received = both(lead)
     big = StepCommand(1, (Job("decode", DecodeCommand(np.zeros((2, 2**8, 3), np.int32), 1)),))
-    with pytest.raises(ClusterError, match=r"process 1 cannot be sent a message of \d+ bytes: at most 1024 fit"):
+    with pytest.raises(ClusterError, match=r"process 1 cannot be sent a message of \d+ bytes, at most 1024"):
         led.leader.send(big)
     reason = led.failure()
     assert list(received) == [Stop(reason)]
+
+
+def test_masks_of_many_requests_reach_the_follower(lead) -> None:
+    """Legal load: they were longer than a message could be, which ended the instance, and again after each restart."""
+    led, _, received = both(lead)
+    places = np.array([[1, i] for i in range(1100)], np.int32)
+    masks = np.full((len(places), 4, 4040), 7, np.uint32)
+    led.leader.send(StepCommand(1, (Job("mask", MaskCommand("decode", places, masks)),)))
+    [job] = messages.command_of(next(received), JOB_KINDS).jobs
+    np.testing.assert_array_equal(job.command.masks, masks)
+    assert led.failures.empty()
 
 
 class Clock:

@@ -1,5 +1,7 @@
 """What a supervisor does when its process ends: by itself, by force, because it hangs, or because it was asked to."""
 
+import signal
+
 import psutil
 import pytest
 
@@ -51,6 +53,17 @@ def test_which_end_is_the_last(supervise, lives, policy, end):
 
 def test_a_process_that_is_stopped_is_replaced(supervise):
     assert supervise("begin serve hang; begin serve 0", silence=1.0) == (0, 2)
+
+
+def test_a_process_that_does_not_end_of_force_is_the_last(supervise, monkeypatch):
+    """It waits for a device or a disk, as one in state D does, and would be waited for without end."""
+    killed = []
+    monkeypatch.setattr(supervisor, "_KILL_S", 0.1)
+    monkeypatch.setattr(supervisor.subprocess.Popen, "kill", lambda process: killed.append(process))
+    assert supervise("begin serve hang; begin serve 0", silence=1.0) == (1, 1)
+    for process in killed:
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
 
 
 def test_a_signal_is_passed_on(supervise):

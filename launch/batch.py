@@ -14,7 +14,6 @@ where it was: no line is lost and none is answered twice. docs/batch.md says wha
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import pathlib
 import signal
@@ -26,7 +25,7 @@ from rich.console import Console
 
 from dsv3.api.batches.completer import ServerCompleter, server_completer
 from dsv3.api.config import ServerConfig
-from dsv3.batch.journal import BatchError, InputSummary, Journal, summarize_input
+from dsv3.batch.journal import BatchError, InputSummary, Journal, model_identity, summarize_input
 from dsv3.batch.options import BatchOptions
 from dsv3.batch.progress import ProgressDisplay
 from dsv3.batch.run import BatchProgress, run
@@ -52,7 +51,7 @@ def main(source: str, output: str) -> int:
     try:
         staged = stage(source, output, options)
         summary = summarize_input(staged.lines)
-        model = uvloop.run(_model_of(options)) if config is None else model_identity(config.model_dir)
+        model = uvloop.run(_model_of(options)) if config is None else _identity(config.model_dir)
         journal = Journal.open(staged.answers, summary, model)
         try:
             return _run(staged, summary, journal, lambda: _completer(config, options))
@@ -73,15 +72,11 @@ async def _model_of(options: BatchOptions) -> str:
         return f"{completer.model} (servers)"
 
 
-def model_identity(model_dir: pathlib.Path) -> str:
-    """Names the model by its directory's name, its configuration and the sizes of its weights.
-
-    Not by its path, so that a batch can be resumed on another machine.
-    """
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
-    for file in sorted(model_dir.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-    return f"{model_dir.name} {digest.hexdigest()[:16]}"
+def _identity(model_dir: pathlib.Path) -> str:
+    try:
+        return model_identity(model_dir.name, model_dir)
+    except OSError as error:
+        raise BatchError(f"{error.filename or model_dir}: {error.strerror}") from error
 
 
 def _config() -> ServerConfig:

@@ -19,9 +19,12 @@ from typing import Self
 import msgspec
 
 from dsv3.batch.lines import answered_number, numbered_lines
+from dsv3.checkpoint.identity import known_identity
+from dsv3.hf_config import config_digest
 
 STATE_VERSION = 1
 SYNC_SECONDS = 10.0
+_DIGEST_CHARACTERS = 16
 _MAX_STATE_BYTES = 2**16
 
 
@@ -59,6 +62,15 @@ def summarize_input(path: pathlib.Path) -> InputSummary:
     except OSError as error:
         raise BatchError(f"{path}: {error.strerror}") from error
     return InputSummary(digest, size, lines, last)
+
+
+def model_identity(name: str, model_dir: pathlib.Path) -> str:
+    """Names a model by a name, and a digest of its configuration and of its weights' content.
+
+    Not by its path, so that a batch can be resumed on another machine. Raises OSError for unreadable files.
+    """
+    digest = hashlib.sha256(f"{config_digest(model_dir)} {known_identity(model_dir)}".encode()).hexdigest()
+    return f"{name} {digest[:_DIGEST_CHARACTERS]}"
 
 
 class Journal:

@@ -80,7 +80,7 @@ async def _serve(
 ) -> int:
     engine = service.engine
     announcing = asyncio.create_task(_announce(service, fronts, registrar, on_ready))
-    async with running_batches(service, config.options.batch_dir):
+    async with running_batches(service, config.options.batch_dir, config.model_dir):
         await wait_for_any(engine.ended, signals.first, engine.asks_to_drain)
     announcing.cancel()
     if signals.first.is_set() or engine.asks_to_drain.is_set():

@@ -17,9 +17,10 @@ from dsv3.api.batches import outcome, store
 from dsv3.api.batches.records import Batch, Record
 from dsv3.api.batches.store import Conflict, NotFound, Store, TooMany
 from dsv3.api.http.uploads import Form
-from dsv3.batch.journal import Journal, summarize_input
+from dsv3.batch.journal import Journal, model_identity, summarize_input
 from tests.dsv3.api import serving
 from tests.dsv3.api.test_fronts import Pair
+from tests.dsv3.text import tiny
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ACME, ZETA, OPERATOR = (f"sk-{name}-0123456789abcdef" for name in ("acme", "zeta", "operator"))
@@ -271,9 +272,12 @@ def test_a_cancelled_batch_keeps_what_is_answered_and_others_come_first(model_di
         server.wait_for(server.is_idle)
 
 
-def test_what_a_server_finds_at_its_start(model_dir, tmp_path):
-    """A batch whose time is over, one that another model has begun, and one whose maker was killed in between."""
+def test_what_a_server_finds_at_its_start(tmp_path):
+    """A batch whose time is over, one that other weights have begun, and one whose maker was killed in between."""
     kept = Store(tmp_path / "batches")
+    model_dir = tiny.write(tmp_path)
+    weights = model_dir / "model.safetensors"
+    weights.write_bytes(b"1")
     files = []
     for name in ("late", "foreign"):
         path = kept.new_upload("")
@@ -287,19 +291,20 @@ def test_what_a_server_finds_at_its_start(model_dir, tmp_path):
 
     late, foreign = kept.create_batch("", begun(files[0], -1)), kept.create_batch("", begun(files[1], 900))
     summary = summarize_input(kept.content("", files[1]))
-    journal = Journal.open(kept.answers("", foreign.id), summary, "another model")
+    journal = Journal.open(kept.answers("", foreign.id), summary, model_identity("tiny", model_dir))
     journal.append(1, b'{"id": "batch_req_1", "custom_id": "foreign", "response": {"status_code": 200}}\n')
     journal.close()
     unmade = tmp_path / "batches" / "open" / ("batch_" + "0" * 24)
     unmade.write_text("")
     os.utime(unmade, (1, 1))
+    weights.write_bytes(b"2")
     options = {"batch_dir": str(tmp_path / "batches")}
     with serving.running(model_dir, options=options) as server, client_of(server) as client:
         ended = finished(client, client.batches.retrieve(late.id))
         assert ended.status == "expired" and ended.expired_at and ended.output_file_id is None
         assert answers_of_errors(client, ended) == {"late": "batch_expired"}
         failed = finished(client, client.batches.retrieve(foreign.id))
-        assert failed.status == "failed" and "another model" in failed.errors.data[0].message
+        assert failed.status == "failed" and "answers of the model 'tiny " in failed.errors.data[0].message
         wait_for(lambda: not unmade.exists())
 
 

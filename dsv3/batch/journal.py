@@ -163,7 +163,9 @@ class Journal:
         """Notes which batch the file belongs to, or checks that it is this one."""
         if os.fstat(self._descriptor).st_size == 0:
             os.ftruncate(self._state, 0)
-            os.pwrite(self._state, msgspec.json.encode(wanted), 0)
+            state = msgspec.json.encode(wanted)
+            if os.pwrite(self._state, state, 0) < len(state):
+                raise BatchError(f"{_state_path(self._path)}: {os.strerror(errno.ENOSPC)}")
             os.fsync(self._state)  # an answer is written after it
             return
         try:

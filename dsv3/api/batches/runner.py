@@ -63,6 +63,7 @@ class Runner:
     def __init__(self, service: Service, store: Store, model_dir: Path):
         self._service, self._store, self._model_dir = service, store, model_dir
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._pauses: dict[str, float] = {}  # batches that failed, and until when the tenant's others have their turn
         self._permits = asyncio.Semaphore(1)
         self._swept = -math.inf
         self._model = ""
@@ -75,7 +76,8 @@ class Runner:
             while self._service.status in ("ok", "restarting"):
                 pause_s = _POLL_S
                 try:
-                    self._model = self._model or await asyncio.to_thread(self._identify)
+                    if not self._model:
+                        self._model = await asyncio.to_thread(self._begin)
                     await self._sweep()
                     await self._look()
                 except OSError as error:
@@ -91,8 +93,9 @@ class Runner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _identify(self) -> str:
+    def _begin(self) -> str:
         """Names the model whose answers may be gathered together, once: files that change later are not served yet."""
+        self._store.mark_open()
         return model_identity(self._service.config.model_names[0], self._model_dir)
 
     def _num_lines(self) -> int:
@@ -111,23 +114,27 @@ class Runner:
         self._running = {tenant: task for tenant, task in self._running.items() if not task.done()}
         if len(self._running) >= MAX_TENANTS_AT_ONCE:
             return
+        now = asyncio.get_running_loop().time()
+        self._pauses = {batch_id: until for batch_id, until in self._pauses.items() if until > now}
         for tenant, batch_id in await asyncio.to_thread(self._store.open_batches):
-            if tenant not in self._running and len(self._running) < MAX_TENANTS_AT_ONCE:
+            is_free = tenant not in self._running and batch_id not in self._pauses
+            if is_free and len(self._running) < MAX_TENANTS_AT_ONCE:
                 self._running[tenant] = asyncio.create_task(self._take(tenant, batch_id))
 
     async def _take(self, tenant: str, batch_id: str) -> None:
-        """Runs one batch to its end. An engine that stops leaves it open for the next server."""
+        """Runs one batch to its end, or as far as it goes now; an engine that stops leaves it to the next server."""
         try:
             await _OneBatch(self._service, self._store, tenant, batch_id, self._permits, self._model).run()
+            return
+        except NotFound:
+            pass  # its record cannot be read: the store has logged why
         except BatchError as error:
             _log.warning("batch %s goes on later: %s", batch_id, error)
-            await asyncio.sleep(_RETRY_S)
         except OSError as error:
             _log.error("batch %s goes on later: %s", batch_id, error.strerror)
-            await asyncio.sleep(_RETRY_S)
         except Exception:
             _log.exception("batch %s failed", batch_id)
-            await asyncio.sleep(_RETRY_S)
+        self._pauses[batch_id] = asyncio.get_running_loop().time() + _RETRY_S
 
 
 class _OneBatch:

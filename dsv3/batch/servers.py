@@ -18,7 +18,7 @@ import msgspec
 
 from dsv3.batch.journal import BatchError
 from dsv3.batch.options import BatchOptions
-from dsv3.batch.run import Reply
+from dsv3.batch.run import TEMPLATE_WORKER_DIED, Reply
 from dsv3.files import read_secret
 from dsv3.http_client import Address, Client, RequestFailed
 from dsv3.request import BATCH_PRIORITY
@@ -34,7 +34,6 @@ _START_S = 10.0
 _REST_S = 0.1, 5.0  # of a server that was busy or gone; twice as long each time
 _MAX_FAILURES = 3  # 5xx of one line, which may be the line's own fault
 _PASSING = frozenset({408, 425, 429, 503})  # not 504: a line that takes too long for a gateway does so again
-_LINES_FAULT = frozenset({"template_worker_died", "grammar_worker_died"})  # codes of this package's servers, with 503
 _ALIKE_BYTES = 1024
 _log = logging.getLogger("dsv3.batch")
 
@@ -147,7 +146,7 @@ class ServersCompleter:
         if found is None:
             is_passing = status in _PASSING or status == 502 or status < 400
         else:
-            is_passing = status in _PASSING and found.code not in _LINES_FAULT
+            is_passing = status in _PASSING and found.code != TEMPLATE_WORKER_DIED
         if is_passing:
             words = content[:_SHOWN_CHARS].decode("utf-8", "replace")
             return self._noted(server, f"{server.url}: status {status}: {words}")

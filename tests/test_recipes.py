@@ -97,11 +97,11 @@ class Parrot:
     def __init__(self):
         self.asked = []
 
-    def generate(self, prompts, params=None):
+    def generate(self, prompts, params=None, errors="raise"):
         self.asked += prompts
         return [self._output(prompt) for prompt in prompts]
 
-    def chat(self, conversations, params=None):
+    def chat(self, conversations, params=None, errors="raise"):
         self.asked += [messages[-1]["content"] for messages in conversations]
         return [self._output(messages[-1]["content"]) for messages in conversations]
 

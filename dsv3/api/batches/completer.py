@@ -14,6 +14,7 @@ import msgspec
 
 from dsv3.api.answers.errors import ENGINE_DIED, QUEUE_FULL, ApiError, internal, invalid
 from dsv3.api.answers.kinds import KINDS
+from dsv3.api.answers.reading import read
 from dsv3.api.answers.service import Service, make_service
 from dsv3.api.answers.start import make_client, start_engine
 from dsv3.api.asking import WorkerDied
@@ -128,6 +129,14 @@ class ServerCompleter:
             await asyncio.wait_for(self._service.engine.ended.wait(), _OBITUARY_SECONDS)
         if self._service.status != "ok" or self._service.reason:
             raise BatchError(self._service.reason)
+
+
+def check_fields(url: str, fields: dict[str, Any]) -> None:
+    """Raises BatchError for fields with which no row can be asked at `url`, whatever its prompt is."""
+    try:
+        read(KINDS[url].request_type, msgspec.json.encode(fields))
+    except ApiError as error:
+        raise BatchError(f"--body: {error}") from None
 
 
 @contextlib.asynccontextmanager

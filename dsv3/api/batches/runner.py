@@ -18,7 +18,7 @@ import msgspec
 from dsv3.api.answers.service import Service
 from dsv3.api.batches import outcome
 from dsv3.api.batches.completer import ServerCompleter
-from dsv3.api.batches.records import ENDED, Batch, Errors, LineError, Status
+from dsv3.api.batches.records import ENDED, Batch, Errors, LineError, RequestCounts, Status
 from dsv3.api.batches.store import NotFound, Store, new_file_id
 from dsv3.api.tenants import Tenant
 from dsv3.batch.journal import SYNC_SECONDS, BatchError, Journal, model_identity, summarize_input
@@ -196,7 +196,7 @@ class _OneBatch:
             await self._fail(LineError("not_resumable", str(error)))
             return
         try:
-            before = await asyncio.to_thread(outcome.counts, answers, summary.lines)
+            before = RequestCounts(summary.lines, journal.answered - journal.failed, journal.failed)
             await self._save(request_counts=before)
             early = self._asked_to_end() or await self._work(path, journal, summary.lines)
         finally:
@@ -279,7 +279,7 @@ class _OneBatch:
             else:
                 path.unlink()
         total = max(self._batch.request_counts.total, done.output + num_errors)
-        counts = outcome.RequestCounts(total, done.output, num_errors)
+        counts = RequestCounts(total, done.output, num_errors)
         times = {f"{record.ends_as}_at": store.now()}
         batch = _replace(self._batch, status=record.ends_as, request_counts=counts, **times, **files)
         self._record = _replace(record, batch=batch)

@@ -47,6 +47,7 @@ BOTH_FORMS = """
 import sys
 import ray.cloudpickle
 sys.path.insert(0, sys.argv[1])
+sys.modules["httpx"] = None  # the extra `batch` does not bring it
 import ray_data
 ray.cloudpickle.register_pickle_by_value(ray_data)
 ray.init(num_cpus=4, include_dashboard=False, logging_level="error")

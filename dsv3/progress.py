@@ -53,7 +53,8 @@ def notebook_bar(description: str, out: TextIO) -> Iterator[Update]:
         filled = _BAR_CHARS * done // total if total else _BAR_CHARS
         seconds = int(time.monotonic() - begun)
         bar = "#" * filled + "-" * (_BAR_CHARS - filled)
-        last = f"{description}: {what} [{bar}] {done}/{total} {seconds // 60}:{seconds % 60:02}"
+        head = f"{description}: {what}" if what else description
+        last = f"{head} [{bar}] {done}/{total} {seconds // 60}:{seconds % 60:02}"
         if time.monotonic() - shown > _PAUSE_S:
             show(last)
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-import dsv3
 from dsv3.cache.identity import CacheIdentity, model_identity
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.checkpoint.identity import known_identity
@@ -40,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 def bundled_model() -> Path:
     """Returns the directory of the small model that ships with the package."""
-    return Path(dsv3.__file__).parent / "bundled"
+    return Path(__file__).parents[1] / "bundled"
 
 
 def build_engine(

@@ -79,7 +79,7 @@ async def _model_of(options: BatchOptions) -> str:
 
 def _identity(model_dir: pathlib.Path) -> str:
     try:
-        return model_identity(model_dir.name, model_dir)
+        return model_identity(model_dir)
     except OSError as error:
         raise BatchError(f"{error.filename or model_dir}: {error.strerror}") from error
 

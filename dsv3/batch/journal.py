@@ -67,13 +67,13 @@ def summarize_input(path: pathlib.Path) -> InputSummary:
     return InputSummary(digest, size, lines, last)
 
 
-def model_identity(name: str, model_dir: pathlib.Path) -> str:
-    """Names a model by a name, and a digest of its configuration and of its weights' content.
+def model_identity(model_dir: pathlib.Path, name: str | None = None) -> str:
+    """Names a model by a name, its directory's if not given, and a digest of its configuration and of its weights.
 
     Not by its path, so that a batch can be resumed on another machine. Raises OSError for unreadable files.
     """
     digest = hashlib.sha256(f"{config_digest(model_dir)} {known_identity(model_dir)}".encode()).hexdigest()
-    return f"{name} {digest[:_DIGEST_CHARACTERS]}"
+    return f"{name or model_dir.name} {digest[:_DIGEST_CHARACTERS]}"
 
 
 class Journal:

@@ -119,7 +119,7 @@ def test_what_needs_no_model(files):
     table, refused_all = source.with_name("rows.csv"), source.with_name("refused.jsonl")
     table.write_text("q\nx\n")
     write(refused_all, [chat(i) for i in range(5)])
-    journal = Journal.open(refused_all.with_name("r"), summarize_input(refused_all), model_identity("bundled", BUNDLED))
+    journal = Journal.open(refused_all.with_name("r"), summarize_input(refused_all), model_identity(BUNDLED))
     for i in range(1, 6):
         journal.append(i, answer_line(RequestLine(i, f"{i}", "", b""), 400, "", {"error": {"message": "no\nway"}}))
     journal.close()

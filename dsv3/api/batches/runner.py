@@ -96,7 +96,7 @@ class Runner:
     def _begin(self) -> str:
         """Names the model whose answers may be gathered together, once: files that change later are not served yet."""
         self._store.mark_open()
-        return model_identity(self._service.config.model_names[0], self._model_dir)
+        return model_identity(self._model_dir, self._service.config.model_names[0])
 
     def _num_lines(self) -> int:
         """Returns how many lines are answered at a time: as many as run, and as many that wait for their slots."""

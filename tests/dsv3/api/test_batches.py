@@ -298,7 +298,7 @@ def test_what_a_server_finds_at_its_start(tmp_path):
     record.write_bytes(record.read_bytes()[:50])
     late, foreign = kept.create_batch("", begun(files[0], -1)), kept.create_batch("", begun(files[1], 900))
     summary = summarize_input(kept.content("", files[1]))
-    journal = Journal.open(kept.answers("", foreign.id), summary, model_identity("tiny", model_dir))
+    journal = Journal.open(kept.answers("", foreign.id), summary, model_identity(model_dir, "tiny"))
     journal.append(1, b'{"id": "batch_req_1", "custom_id": "foreign", "response": {"status_code": 200}}\n')
     journal.close()
     unmade = tmp_path / "batches" / "open" / ("batch_" + "0" * 24)

@@ -36,9 +36,9 @@ def test_a_model_is_named_by_its_content(tmp_path, config):
         directory.mkdir()
         (directory / config).write_text(text)
         (directory / "model.safetensors").write_bytes(weights)
-        names[folder] = model_identity("m", directory)
+        names[folder] = model_identity(directory, "m")
     assert names["a"] == names["b"] and len(set(names.values())) == 3
-    assert model_identity("n", tmp_path / "a") not in names.values()
+    assert model_identity(tmp_path / "a") not in names.values()
 
 
 def test_input_summary(tmp_path):

@@ -7,29 +7,39 @@ print(outputs[0].outputs[0].text)
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal, Self
 
+from dsv3.api.answers.defaults import sampling_defaults
 from dsv3.declaration import options_text, refuse_unknown, signature_with
-from dsv3.engine.build import build_engine, bundled_model, rich_progress
+from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.device.executor import LocalExecutor
+from dsv3.engine.engine import Engine
 from dsv3.model.inspection import Hook, Inspection, inspect
 from dsv3.model.params import Params
 from dsv3.options import EngineOptions
 from dsv3.prepare import PreparedRequest, fan_out, prepare
+from dsv3.progress import progress_bar
 from dsv3.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull, TokenLogprobs
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.answer_grammar import answer_grammar
-from dsv3.text.chat_template import ChatTemplate
+from dsv3.text.chat_template import ChatTemplate, TemplateError
 from dsv3.text.output import EndReason, OutputStream
 from dsv3.text.parsers import ParserOptions, Parsers
-from dsv3.text.tokenizer import Tokenizer, TokenizerNotFound
+from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
+from dsv3.text.tool_messages import ToolMessages, names_tools, telling_tools
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+Errors = Literal["raise", "return"]
+
+_REFUSALS = (InvalidRequest, TemplateError, TokenizerError)  # of one prompt, which says nothing of the others
+_LIBRARIES = frozenset({"dsv3", "jax", "sharding", "pallas_kernels"})
 
 
 @dataclasses.dataclass
@@ -68,8 +78,40 @@ class _Answer:
     stream: OutputStream
 
 
+def releases_on_error[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Has an exception leave `function` without references to its arguments and to what was computed from them.
+
+    Notebooks keep the last traceback, and with its frames a model that has been deleted since. Frames of a user's own
+    code, such as a hook's, keep what they have.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            _clear_frames(error)
+            del args, kwargs
+            raise
+
+    return call
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    seen = set()
+    while error is not None and error not in seen:
+        seen.add(error)
+        place = error.__traceback__
+        while place is not None:
+            if place.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+                with contextlib.suppress(RuntimeError):  # a frame that runs still
+                    place.tb_frame.clear()
+            place = place.tb_next
+        error = error.__cause__ or error.__context__
+
+
 class LLM:
-    """A model on this machine's devices.
+    """A model on this machine's devices; a context manager that closes it.
 
     Args:
       model: a Hugging Face model directory; None is the small model that ships with the package.
@@ -80,67 +122,108 @@ class LLM:
     that does not exist, ValueError for one that cannot be.
     """
 
+    @releases_on_error
     def __init__(self, model: str | os.PathLike[str] | None = None, *, progress: bool = True, **options: Any) -> None:
         refuse_unknown(EngineOptions, options, ("model", "progress"))
         directory = Path(model) if model is not None else bundled_model()
         self._progress = progress
         self.tokenizer = _tokenizer(directory)
         self._template: ChatTemplate | None = None
-        self.engine = build_engine(directory, EngineOptions(**options), progress=progress)
+        self._shows_tools = False
+        self._defaults = SamplingParams(**sampling_defaults(directory))
+        self._engine: Engine | None = build_engine(directory, EngineOptions(**options), progress=progress)
         self._next_id = 0
-        bar, update = rich_progress()
-        with bar if progress else contextlib.nullcontext():
-            self.engine.warm_up(update if progress else None)
+        with progress_bar("compiling") if progress else contextlib.nullcontext() as update:
+            self.engine.warm_up(update)
 
     __doc__ = f"{__doc__}\n    Options of the engine (defaults in parentheses):\n{options_text(EngineOptions)}\n"
     __signature__ = signature_with(__init__, EngineOptions)
 
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers. Raises ValueError once the model is closed."""
+        if self._engine is None:
+            raise ValueError("this LLM is closed; make another one")
+        return self._engine
+
+    def close(self) -> None:
+        """Gives the devices' memory back at once, parameters and cache; nothing can be asked any more.
+
+        It does so whatever still refers to this object: another variable, a notebook's `Out`, a traceback.
+        """
+        engine, self._engine = self._engine, None
+        if engine is not None and isinstance(engine.executor, LocalExecutor):
+            engine.executor.devices.delete()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @releases_on_error
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        errors: Errors = "raise",
     ) -> list[RequestOutput]:
         """Continues one prompt or several, each a text or token ids; results are in the order of the prompts.
 
-        `sampling_params` and `priority` (lower is earlier) are for all prompts, or one for each. Raises InvalidRequest
-        where a prompt can never be served, or held to what `structured_outputs` says (none has been started then),
-        ValueError for text without a tokenizer.
+        `sampling_params` and `priority` (lower is earlier) are for all prompts, or one for each; without parameters,
+        those of the model's generation_config.json hold, as for a server. Raises InvalidRequest where a prompt can
+        never be served, or held to what `structured_outputs` says, and names its place among several; none has been
+        started then. With `errors="return"` such a prompt gets answers with the finish_reason "error", and the others
+        go on. Raises ValueError for text without a tokenizer.
         """
         several = _as_list(prompts)
-        each = _one_each(sampling_params, len(several))
-        outputs = [self._output(p, s) for p, s in zip(several, each, strict=True)]
-        return self._run(outputs, each, _priorities(priority, len(several)), [""] * len(each))
 
+        def make(prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, str]:
+            return self._output(prompt, params), ""
+
+        return self._run("prompts", several, sampling_params, priority, make, errors)
+
+    @releases_on_error
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] = 0,
+        errors: Errors = "raise",
     ) -> list[RequestOutput]:
-        """Answers a conversation, or several, written with the model's chat template.
+        """Answers a conversation, or several, written with the model's chat template; the rest is as for `generate`.
 
-        A message is a mapping with "role" and "content". Where the model reasons, `structured_outputs` are for what
-        follows. Raises TemplateError where the template refuses a message.
+        A message is a mapping with "role" and "content". `tools` are shown to the model, as in OpenAI's requests; its
+        calls are in the text, in the model's own format. Where the model reasons, `structured_outputs` are for what
+        follows. Raises TemplateError where the template refuses a message, ValueError where it shows no tools.
         """
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        each = _one_each(sampling_params, len(several))
         template, tokenizer = self._chat_template(), self._need_tokenizer()
-        outputs, grammars = [], []
-        for conversation, params in zip(several, each, strict=True):
+        if tools and not self._shows_tools:
+            raise ValueError("tools: this model's chat template does not show them to the model")
+        prepared = ToolMessages(template).prepared
+
+        def make(conversation: Sequence[Message], params: SamplingParams) -> tuple[RequestOutput, str]:
+            try:
+                found = prepared(conversation)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise TemplateError(f"these messages are no conversation ({type(error).__name__})") from None
             text = template.render(
-                conversation,  # type: ignore[arg-type]
-                add_generation_prompt=add_generation_prompt,
-                kwargs=chat_template_kwargs,
+                found, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=chat_template_kwargs
             )
             ids = tokenizer.encode(text, add_special_tokens=False)
-            outputs.append(RequestOutput(text, ids, [Completion(i) for i in range(params.n)]))
-            grammars.append(self._grammar(text, params))
-        return self._run(outputs, each, _priorities(priority, len(several)), grammars)
+            output = RequestOutput(text, ids, [Completion(i) for i in range(params.n)])
+            return output, self._grammar(text, params)
+
+        return self._run("messages", several, sampling_params, priority, make, errors)  # type: ignore[arg-type]
 
     def _grammar(self, prompt: str, params: SamplingParams) -> str:
         """Returns what the answer to a rendered conversation is held to; raises InvalidRequest."""
@@ -153,6 +236,7 @@ class LLM:
         except ValueError as error:
             raise InvalidRequest(f"structured_outputs: {error}") from None
 
+    @releases_on_error
     def inspect(
         self,
         prompt: Prompt,
@@ -182,28 +266,55 @@ class LLM:
             return RequestOutput(prompt, self._need_tokenizer().encode(prompt), answers)
         return RequestOutput(None, list(prompt), answers)
 
-    def _run(
-        self, outputs: list[RequestOutput], each: list[SamplingParams], priorities: list[int], grammars: list[str]
+    def _run[T](
+        self,
+        name: str,
+        several: Sequence[T],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+        make: Callable[[T, SamplingParams], tuple[RequestOutput, str]],
+        errors: Errors,
     ) -> list[RequestOutput]:
-        """Feeds the engine as its queue allows and gathers answers until all are complete."""
-        waiting: deque[tuple[PreparedRequest, _Answer]] = deque()
-        rules = self.engine.rules
-        for output, params, priority, grammar in zip(outputs, each, priorities, grammars, strict=True):
-            whole = EngineRequest(
-                request_id=self._next_id,
-                prompt_token_ids=output.prompt_token_ids,
-                sampling=params,
-                priority=priority,
-                grammar=grammar,
-            )
-            prepared = prepare(whole, rules)
-            self.engine.check_grammar(prepared.grammar)
-            requests = fan_out(prepared)
-            self._next_id += len(requests)
-            for request, completion in zip(requests, output.outputs, strict=True):
-                stream = OutputStream(self.tokenizer, params)
-                waiting.append((request, _Answer(output, completion, stream)))
-        waiting = deque(sorted(waiting, key=lambda each: each[0].priority))
+        """Prepares all prompts, then has them answered.
+
+        `make` returns the output of a prompt, without answers, and what these are held to.
+        """
+        each = _one_each(self._defaults if sampling_params is None else sampling_params, len(several))
+        outputs: list[RequestOutput] = []
+        waiting: list[tuple[PreparedRequest, _Answer]] = []
+        for i, params, first in zip(range(len(several)), each, _priorities(priority, len(several)), strict=True):
+            try:
+                output, grammar = make(several[i], params)
+                waiting += self._requests(output, params, first, grammar)
+            except _REFUSALS as error:
+                if errors == "raise":
+                    error.args = (f"{name}[{i}]: {error}" if len(several) > 1 else str(error),)
+                    raise
+                output = _refused(several[i], params, str(error))
+            outputs.append(output)
+        self._answer(deque(sorted(waiting, key=lambda each: each[0].priority)))
+        return outputs
+
+    def _requests(
+        self, output: RequestOutput, params: SamplingParams, priority: int, grammar: str
+    ) -> list[tuple[PreparedRequest, _Answer]]:
+        """Returns the sequences of a prompt; raises InvalidRequest where it can never be served."""
+        whole = EngineRequest(
+            request_id=self._next_id,
+            prompt_token_ids=output.prompt_token_ids,
+            sampling=params,
+            priority=priority,
+            grammar=grammar,
+        )
+        prepared = prepare(whole, self.engine.rules)
+        self.engine.check_grammar(prepared.grammar)
+        requests = fan_out(prepared)
+        self._next_id += len(requests)
+        answers = (_Answer(output, each, OutputStream(self.tokenizer, params)) for each in output.outputs)
+        return list(zip(requests, answers, strict=True))
+
+    def _answer(self, waiting: deque[tuple[PreparedRequest, _Answer]]) -> None:
+        """Feeds the engine as its queue allows, and gathers answers until all are complete."""
         live: dict[int, _Answer] = {}
         with self._bar(len(waiting)) as update:
             try:
@@ -214,7 +325,6 @@ class LLM:
                     update(len(waiting) + len(live))
             finally:
                 self._abandon(live)
-        return outputs
 
     def _feed(self, waiting: deque[tuple[PreparedRequest, _Answer]], live: dict[int, _Answer]) -> None:
         while waiting:
@@ -255,12 +365,11 @@ class LLM:
             self.engine.step()
 
     @contextlib.contextmanager
-    def _bar(self, total: int) -> Iterator[Any]:
+    def _bar(self, total: int) -> Iterator[Callable[[int], None]]:
         if not self._progress:
             yield lambda left: None
             return
-        bar, update = rich_progress("generating")
-        with bar:
+        with progress_bar("generating") as update:
             yield lambda left: update(total - left, total, f"{left} left" if left else "done")
 
     def _chat_template(self) -> ChatTemplate:
@@ -268,7 +377,9 @@ class LLM:
             tokenizer = self._need_tokenizer()
             if tokenizer.chat_template is None:
                 raise ValueError("this model has no chat template; use generate with a prompt of your own")
-            self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+            dialect = Parsers(ParserOptions(), tokenizer, tokenizer.chat_template).dialect
+            source = telling_tools(tokenizer.chat_template, dialect)
+            self._template, self._shows_tools = ChatTemplate(source, tokenizer.special_tokens), names_tools(source)
         return self._template
 
     def _need_tokenizer(self) -> Tokenizer:
@@ -290,9 +401,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _refused(prompt: Any, params: SamplingParams, why: str) -> RequestOutput:
+    answers = [Completion(i, finish_reason="error", error=why) for i in range(params.n)]
+    return RequestOutput(prompt if isinstance(prompt, str) else None, [], answers)
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling parameters for {count} prompts; give one, or one for each prompt")
     return list(params)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsv3.batch.formats import need
-from dsv3.llm import LLM, RequestOutput
+from dsv3.llm import LLM, RequestOutput, releases_on_error
 from dsv3.sampling_params import SamplingParams
 
 
+@releases_on_error
 def map[T](
     table: T,
     column: str = "prompt",
@@ -25,11 +26,13 @@ def map[T](
 
     The table is a pyarrow Table, a pandas or polars DataFrame, or a list of mappings; the result is of the same type,
     its rows in the same order. A cell is the question of a conversation, or a conversation as a list of messages; with
-    `raw` it is a prompt that the model continues. A null has no answer. Rows that begin alike are asked one after the
-    other, so that they share what is computed of their beginnings.
+    `raw` it is a prompt that the model continues. A null has no answer. A row that cannot be answered, since it is too
+    long for example, has the reason in `into`_error, and stops no other. Rows that begin alike are asked one after the
+    other, so that they share what is computed of their beginnings. Without `sampling_params` the model's own hold.
 
     Raises KeyError for a column that is not there, ValueError for one that is already, TypeError for another table,
-    BatchError without the extra `batch` for tables other than lists, and what `LLM.generate` and `LLM.chat` raise.
+    BatchError without the extra `batch` for tables other than lists, ValueError for a model without a tokenizer, or
+    without a chat template where conversations are asked.
     """
     cells = _column(table, column)
     error = f"{into}_error"
@@ -49,14 +52,22 @@ def _ask(cells: Sequence[Any], llm: LLM, params: SamplingParams | None, raw: boo
     if not cells:
         return []
     if raw:
-        return llm.generate([str(cell) for cell in cells], params)
-    return llm.chat([_conversation(cell) for cell in cells], params)
+        return llm.generate([str(cell) for cell in cells], params, errors="return")
+    return llm.chat([_conversation(cell) for cell in cells], params, errors="return")
 
 
-def _conversation(cell: Any) -> list[dict[str, Any]]:
+def _conversation(cell: Any) -> Any:
+    """Returns a cell as a conversation; one that is none stays as it is, and is refused where it is asked."""
     if isinstance(cell, str):
         return [{"role": "user", "content": cell}]
-    return [{name: value for name, value in message.items() if value is not None} for message in cell]
+    if isinstance(cell, dict):
+        cell = [cell]
+    if not hasattr(cell, "__iter__"):
+        return cell
+    return [
+        {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else message
+        for message in cell
+    ]
 
 
 def _is_pandas(table: Any) -> bool:

@@ -8,11 +8,14 @@ by Ray's HTTP processor. With `--actors` a plain actor class posts a block of ro
 server runs. Needs `pip install 'dsv3[batch]'`.
 """
 
-import asyncio
+import json
 import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import ray
 from ray.data.llm import HttpRequestProcessorConfig, build_processor
 
@@ -46,27 +49,26 @@ class Asker:
     """Posts blocks of rows; a row that the server refuses gets the reason, and ends nothing."""
 
     def __init__(self, url: str, at_once: int = 64):
-        self._url, self._at_once = url, at_once
+        self._url, self._at_once = f"{url}/v1/chat/completions", at_once
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
         rows = [{"id": i, "prompt": prompt} for i, prompt in zip(block["id"], block["prompt"], strict=True)]
-        found = asyncio.run(self._ask_all(rows))
+        with ThreadPoolExecutor(self._at_once) as threads:
+            found = list(threads.map(self._ask, rows))
         return block | {"answer": [text for text, _ in found], "error": [error for _, error in found]}
 
-    async def _ask_all(self, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-        turns = asyncio.Semaphore(self._at_once)
-        async with httpx.AsyncClient(base_url=self._url, timeout=600) as client:
-            return await asyncio.gather(*(self._ask(client, turns, row) for row in rows))
-
-    async def _ask(self, client: httpx.AsyncClient, turns: asyncio.Semaphore, row: dict[str, Any]) -> tuple[str, str]:
-        async with turns:
-            while True:
-                response = await client.post("/v1/chat/completions", json=payload(row))
-                if response.status_code not in (429, 503):
-                    break
-                await asyncio.sleep(float(response.headers.get("retry-after", 1)))
-        body = response.json()
-        return (answer(body), "") if response.status_code == 200 else ("", body["error"]["message"])
+    def _ask(self, row: dict[str, Any]) -> tuple[str, str]:
+        """Returns a row's answer and error, one of which is empty; a busy server is asked again until it has room."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url, json.dumps(payload(row)).encode(), headers)
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=600) as response:
+                    return answer(json.load(response)), ""
+            except urllib.error.HTTPError as error:
+                if error.code not in (429, 503):
+                    return "", error.read().decode("utf-8", "replace")
+                time.sleep(float(error.headers.get("Retry-After", 1)))
 
 
 def by_actors(rows: ray.data.Dataset, url: str) -> ray.data.Dataset:

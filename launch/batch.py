@@ -14,7 +14,6 @@ where it was: no line is lost and none is answered twice. docs/batch.md says wha
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import pathlib
 import signal
@@ -24,9 +23,9 @@ from collections.abc import Callable
 import uvloop
 from rich.console import Console
 
-from dsv3.api.batches.completer import ServerCompleter, server_completer
+from dsv3.api.batches.completer import ServerCompleter, check_fields, server_completer
 from dsv3.api.config import ServerConfig
-from dsv3.batch.journal import BatchError, InputSummary, Journal, summarize_input
+from dsv3.batch.journal import BatchError, InputSummary, Journal, model_identity, summarize_input
 from dsv3.batch.options import BatchOptions
 from dsv3.batch.progress import ProgressDisplay
 from dsv3.batch.run import BatchProgress, run
@@ -43,16 +42,21 @@ _Completer = contextlib.AbstractAsyncContextManager[ServerCompleter | ServersCom
 
 
 def main(source: str, output: str) -> int:
-    """Runs the batch; exit status 0 when every line is answered, 1 after an error, 128 + n after signal n."""
+    """Runs the batch; exit status 0 when every line is answered, 128 + n after signal n.
+
+    It is 1 after an error, and where no line has anything but an error.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     options = cli.read(BatchOptions)
     config = None if options.server else _config()
     if pathlib.Path(source).resolve() == pathlib.Path(output).resolve():
         raise flags.UsageError("INPUT and OUTPUT are the same file")
     try:
+        if config is not None and options.body is not None:
+            check_fields(options.endpoint, options.body)
         staged = stage(source, output, options)
         summary = summarize_input(staged.lines)
-        model = uvloop.run(_model_of(options)) if config is None else model_identity(config.model_dir)
+        model = uvloop.run(_model_of(options)) if config is None else _identity(config.model_dir)
         journal = Journal.open(staged.answers, summary, model)
         try:
             return _run(staged, summary, journal, lambda: _completer(config, options))
@@ -73,15 +77,11 @@ async def _model_of(options: BatchOptions) -> str:
         return f"{completer.model} (servers)"
 
 
-def model_identity(model_dir: pathlib.Path) -> str:
-    """Names the model by its directory's name, its configuration and the sizes of its weights.
-
-    Not by its path, so that a batch can be resumed on another machine.
-    """
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
-    for file in sorted(model_dir.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-    return f"{model_dir.name} {digest.hexdigest()[:16]}"
+def _identity(model_dir: pathlib.Path) -> str:
+    try:
+        return model_identity(model_dir)
+    except OSError as error:
+        raise BatchError(f"{error.filename or model_dir}: {error.strerror}") from error
 
 
 def _config() -> ServerConfig:
@@ -99,8 +99,7 @@ def _config() -> ServerConfig:
 def _run(staged: Staged, summary: InputSummary, journal: Journal, make: Callable[[], _Completer]) -> int:
     if journal.answered == summary.lines:
         _say(f"all {summary.lines} lines are answered already")
-        staged.finish()
-        return 0
+        return _finish(staged, journal)
     if journal.answered:
         _say(f"resuming: {journal.answered} of {summary.lines} lines are answered already")
     so_far = "{} of {} lines are answered; the same command goes on from there"
@@ -114,11 +113,22 @@ def _run(staged: Staged, summary: InputSummary, journal: Journal, make: Callable
         return 128 + received
     done = progress.succeeded + progress.failed
     _say(
-        f"answered {done} lines in {progress.seconds:.1f} s, {progress.failed} with an error; "
+        f"answered {done} lines in {progress.seconds:.1f} s; "
         f"{progress.output_tokens} tokens, {progress.tokens_per_s:,.0f} tokens/s"
     )
+    return _finish(staged, journal)
+
+
+def _finish(staged: Staged, journal: Journal) -> int:
+    """Makes the output, and tells of the errors in it, those of earlier runs included."""
     staged.finish()
-    return 0
+    if journal.failed:
+        _say(f"{journal.failed} of {journal.answered} lines have an error:")
+        for failure in journal.failures:
+            _say(f"  {failure}")
+        if (more := journal.failed - len(journal.failures)) > 0:
+            _say(f"  and {more} more")
+    return 1 if journal.failed and journal.failed == journal.answered else 0
 
 
 async def _serve(

@@ -47,6 +47,7 @@ BOTH_FORMS = """
 import sys
 import ray.cloudpickle
 sys.path.insert(0, sys.argv[1])
+sys.modules["httpx"] = None  # the extra `batch` does not bring it
 import ray_data
 ray.cloudpickle.register_pickle_by_value(ray_data)
 ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
@@ -97,11 +98,11 @@ class Parrot:
     def __init__(self):
         self.asked = []
 
-    def generate(self, prompts, params=None):
+    def generate(self, prompts, params=None, errors="raise"):
         self.asked += prompts
         return [self._output(prompt) for prompt in prompts]
 
-    def chat(self, conversations, params=None):
+    def chat(self, conversations, params=None, errors="raise"):
         self.asked += [messages[-1]["content"] for messages in conversations]
         return [self._output(messages[-1]["content"]) for messages in conversations]
 

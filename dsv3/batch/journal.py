@@ -18,11 +18,15 @@ from typing import Self
 
 import msgspec
 
-from dsv3.batch.lines import answered_number, numbered_lines
+from dsv3.batch.lines import answered_number, failure_of, numbered_lines
+from dsv3.checkpoint.identity import known_identity
+from dsv3.hf_config import config_digest
 
 STATE_VERSION = 1
 SYNC_SECONDS = 10.0
+_DIGEST_CHARACTERS = 16
 _MAX_STATE_BYTES = 2**16
+_SHOWN_FAILURES, _SHOWN_CHARS = 3, 300
 
 
 class BatchError(Exception):
@@ -47,6 +51,8 @@ class _State(msgspec.Struct, frozen=True):
 def summarize_input(path: pathlib.Path) -> InputSummary:
     """Reads the input once, in bounded memory; raises BatchError if it cannot be read."""
     try:
+        if not path.exists():
+            raise BatchError(f"{path}: no such file")
         if not path.is_file():
             raise BatchError(f"{path}: the input must be a regular file, so that an interrupted batch can be resumed")
         with path.open("rb") as file:
@@ -61,10 +67,20 @@ def summarize_input(path: pathlib.Path) -> InputSummary:
     return InputSummary(digest, size, lines, last)
 
 
+def model_identity(model_dir: pathlib.Path, name: str | None = None) -> str:
+    """Names a model by a name, its directory's if not given, and a digest of its configuration and of its weights.
+
+    Not by its path, so that a batch can be resumed on another machine. Raises OSError for unreadable files.
+    """
+    digest = hashlib.sha256(f"{config_digest(model_dir)} {known_identity(model_dir)}".encode()).hexdigest()
+    return f"{name or model_dir.name} {digest[:_DIGEST_CHARACTERS]}"
+
+
 class Journal:
     """The open output file; one process at a time holds it.
 
-    `answered` counts the lines that are answered, those of earlier runs included; `last_line` is the input's.
+    `answered` counts the lines that are answered, those of earlier runs included, and `failed` those of them that have
+    an error; `failures` says of the first few why. `last_line` is the input's.
     """
 
     def __init__(self, path: pathlib.Path, descriptor: int, state: int, last_line: int, sync_s: float):
@@ -73,7 +89,8 @@ class Journal:
         self._is_answered = bytearray(last_line + 1)
         self.last_line, self._sync_s = last_line, sync_s
         self._synced_s = time.monotonic()
-        self.answered = 0
+        self.answered = self.failed = 0
+        self.failures: list[str] = []
 
     @classmethod
     def open(cls, path: pathlib.Path, source: InputSummary, model: str, sync_s: float = SYNC_SECONDS) -> Self:
@@ -114,7 +131,7 @@ class Journal:
         except OSError as error:
             os.ftruncate(self._descriptor, start)
             raise BatchError(f"{self._path}: {error.strerror}; all answers before are kept") from error
-        self._mark(number)
+        self._mark(number, line)
         if time.monotonic() - self._synced_s > self._sync_s:
             self.sync()
 
@@ -151,7 +168,9 @@ class Journal:
         """Notes which batch the file belongs to, or checks that it is this one."""
         if os.fstat(self._descriptor).st_size == 0:
             os.ftruncate(self._state, 0)
-            os.pwrite(self._state, msgspec.json.encode(wanted), 0)
+            state = msgspec.json.encode(wanted)
+            if os.pwrite(self._state, state, 0) < len(state):
+                raise BatchError(f"{_state_path(self._path)}: {os.strerror(errno.ENOSPC)}")
             os.fsync(self._state)  # an answer is written after it
             return
         try:
@@ -183,20 +202,25 @@ class Journal:
 
     def _recover_line(self, line: bytes, offset: int) -> None:
         try:
-            self._mark(answered_number(line))
+            self._mark(answered_number(line), line)
         except ValueError as error:
             raise BatchError(
                 f"{self._path}: the line at byte {offset} is damaged ({error}); delete that line to have its request "
                 "answered again"
             ) from error
 
-    def _mark(self, number: int) -> None:
+    def _mark(self, number: int, line: bytes) -> None:
         if not 0 < number <= self.last_line:
             raise ValueError(f"there is no input line {number}")
         if self._is_answered[number]:
             raise ValueError(f"input line {number} is answered twice")
+        why = failure_of(line)
         self._is_answered[number] = True
         self.answered += 1
+        if why is not None:
+            self.failed += 1
+            if len(self.failures) < _SHOWN_FAILURES:
+                self.failures.append(f"line {number}: {' '.join(why.split())[:_SHOWN_CHARS]}")
 
 
 def _state_path(path: pathlib.Path) -> pathlib.Path:

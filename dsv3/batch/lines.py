@@ -123,7 +123,27 @@ class _OutputHead(msgspec.Struct):
     id: str
 
 
+class _Error(msgspec.Struct):
+    message: Any = ""
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    body: msgspec.Raw = msgspec.Raw()
+
+
+class _OutputResult(msgspec.Struct):
+    response: _Response | None = None
+    error: _Error | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error | None = None
+
+
 _output_decoder = msgspec.json.Decoder(_OutputHead)
+_result_decoder = msgspec.json.Decoder(_OutputResult)
+_refusal_decoder = msgspec.json.Decoder(_Refusal)
 
 
 def answered_number(line: bytes) -> int:
@@ -132,3 +152,17 @@ def answered_number(line: bytes) -> int:
     if not (number.isascii() and number.isdigit()):
         raise ValueError(f"its id does not end in a line number: {number[:40]!r}")
     return int(number)
+
+
+def failure_of(line: bytes) -> str | None:
+    """Returns why an output line holds no answer, None where it holds one."""
+    found = _result_decoder.decode(line)
+    if found.response is None:
+        return str(found.error.message) if found.error is not None else ""
+    if found.response.status_code == 200:
+        return None
+    try:
+        error = _refusal_decoder.decode(found.response.body).error
+    except msgspec.MsgspecError:
+        error = None
+    return f"status {found.response.status_code}: {error.message if error is not None else ''}"

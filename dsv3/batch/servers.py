@@ -1,7 +1,8 @@
 """Answers batch lines by running servers: each line by one of them, and by another one where that fails.
 
 Lines that begin alike go to the same server while it has room, so that its prefix cache serves them. What may pass is
-tried again: a full queue, a server that starts, ends or is gone. So replicas of one model share a job.
+tried again: a full queue, a server that starts, ends or is gone. So replicas of one model share a job. Every other
+status is an answer, whatever its body is: asked again, a proxy refuses what is too large for it again.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import msgspec
 
 from dsv3.batch.journal import BatchError
 from dsv3.batch.options import BatchOptions
-from dsv3.batch.run import Reply
+from dsv3.batch.run import TEMPLATE_WORKER_DIED, Reply
 from dsv3.files import read_secret
 from dsv3.http_client import Address, Client, RequestFailed
 from dsv3.request import BATCH_PRIORITY
@@ -25,11 +26,14 @@ from dsv3.request import BATCH_PRIORITY
 DEFAULT_CONCURRENCY = 64
 MAX_CONCURRENCY = 4096
 _MAX_ANSWER_BYTES = 2**28
+_MAX_REFUSAL_BYTES = 2**20
+_SHOWN_CHARS = 500  # of a body that is no JSON
 _MAX_KEY_BYTES = 4096
 _REQUEST_S = 3600.0  # a host that vanishes without a word costs so much time
 _START_S = 10.0
 _REST_S = 0.1, 5.0  # of a server that was busy or gone; twice as long each time
 _MAX_FAILURES = 3  # 5xx of one line, which may be the line's own fault
+_PASSING = frozenset({408, 425, 429, 503})  # not 504: a line that takes too long for a gateway does so again
 _ALIKE_BYTES = 1024
 _log = logging.getLogger("dsv3.batch")
 
@@ -44,20 +48,29 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
 class _Answer(msgspec.Struct):
-    id: str = ""
-    usage: _Usage | None = None
+    """What is read of an answer; other servers' errors may have any form."""
+
+    id: Any = ""
+    usage: Any = None
+    error: Any = None
+
+    @property
+    def output_tokens(self) -> int:
+        tokens = self.usage.get("completion_tokens") if isinstance(self.usage, dict) else None
+        return tokens if isinstance(tokens, int) else 0
+
+    @property
+    def code(self) -> str:
+        return str(self.error.get("code", "")) if isinstance(self.error, dict) else ""
 
 
-class _Priority(msgspec.Struct):
+class _Asked(msgspec.Struct):
     priority: Any = None
+    stream: Any = None
 
 
-_answer = msgspec.json.Decoder(_Answer)
+_answer, _asked = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Asked)
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,7 +115,9 @@ class ServersCompleter:
         return self._servers[0].model
 
     async def complete(self, url: str, body: bytes) -> Reply:
-        """See `Completer`; raises BatchError where no server answers, or one refuses the key."""
+        """See `Completer`; raises BatchError where no server answers, or one refuses the key or sends elsewhere."""
+        if _asked.decode(body).stream:
+            return Reply(400, "", _error(400, "stream: a batch has no streams; leave it out"))
         failures = 0
         while True:
             server = await self._choose(body[:_ALIKE_BYTES])
@@ -120,28 +135,41 @@ class ServersCompleter:
         try:
             async with asyncio.timeout(_REQUEST_S):
                 status, content = await self._exchange(server, url, self._with_priority(server, body))
+                refuses_all = status == 403 and await self._refuses_all(server, url)
         except (RequestFailed, TimeoutError) as error:
             return self._noted(server, f"{server.url}: {error or 'timeout'}")
-        if status in (429, 503):
-            return self._noted(server, f"{server.url}: status {status}: {content[:500].decode('utf-8', 'replace')}")
-        if status in (401, 407):
+        if status in (401, 407) or refuses_all:
             raise BatchError(f"{server.url} refuses the API key ({status}); see --server_api_key_file")
-        try:
-            found = _answer.decode(content)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return self._noted(server, f"{server.url}: status {status} and no JSON")
+        if 300 <= status < 400:
+            raise BatchError(f"{server.url} answers with a redirection ({status}); name the address that it leads to")
+        found = _read(content)
+        if found is None:
+            is_passing = status in _PASSING or status == 502 or status < 400
+        else:
+            is_passing = status in _PASSING and found.code != TEMPLATE_WORKER_DIED
+        if is_passing:
+            words = content[:_SHOWN_CHARS].decode("utf-8", "replace")
+            return self._noted(server, f"{server.url}: status {status}: {words}")
         self._answered_at, server.rest_s = time.monotonic(), _REST_S[0]
-        tokens = found.usage.completion_tokens if found.usage is not None else 0
-        return Reply(status, found.id, msgspec.Raw(content), tokens if status == 200 else 0)
+        if found is None:
+            return Reply(status, "", _wrapped(status, content))
+        name = found.id if isinstance(found.id, str) else ""
+        return Reply(status, name, msgspec.Raw(_one_line(content)), found.output_tokens if status == 200 else 0)
+
+    async def _refuses_all(self, server: _Server, url: str) -> bool:
+        """Returns whether a server says 403 to a request that asks for nothing, too.
+
+        So a wrong key at a proxy ends the batch, at its first line or in its middle, and a refusal of one line is that
+        line's answer, whichever lines came before it.
+        """
+        status, _ = await self._exchange(server, url, b"{}")
+        return status == 403
 
     async def _exchange(self, server: _Server, url: str, body: bytes) -> tuple[int, bytes]:
-        try:
-            async with server.client.request("POST", url, body) as response:
-                content = await response.read(_MAX_ANSWER_BYTES + 1)
-        except RequestFailed as error:
-            if not error.kind.startswith("http "):
-                raise
-            return int(error.kind.removeprefix("http ")), error.detail.encode()
+        async with server.client.exchange("POST", url, body) as response:
+            if response.status != 200:
+                return response.status, await response.read(_MAX_REFUSAL_BYTES)
+            content = await response.read(_MAX_ANSWER_BYTES + 1)
         if len(content) > _MAX_ANSWER_BYTES:
             raise BatchError(f"{server.url}: an answer has more than {_MAX_ANSWER_BYTES} bytes; lower max_tokens")
         return 200, content
@@ -171,11 +199,36 @@ class ServersCompleter:
         priority = self._priority
         if priority is None and server.is_ours:
             priority = BATCH_PRIORITY
-        if priority is None or msgspec.json.decode(body, type=_Priority).priority is not None:
+        if priority is None or _asked.decode(body).priority is not None:
             return body
         rest = body.lstrip()[1:]
         comma = b"" if rest.lstrip().startswith(b"}") else b","
         return b'{"priority":%d%b%b' % (priority, comma, rest)
+
+
+def _read(content: bytes) -> _Answer | None:
+    """Returns what counts in an answer, None for one that is no JSON object."""
+    try:
+        content.decode()
+        return _answer.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _one_line(content: bytes) -> bytes:
+    """Returns JSON without line feeds, as the output needs it."""
+    return msgspec.json.format(content, indent=-1) if b"\n" in content else content
+
+
+def _wrapped(status: int, content: bytes) -> dict[str, Any]:
+    """Returns the error that stands for a body that is no JSON, such as a proxy's page."""
+    words = " ".join(content.decode("utf-8", "replace").split())[:_SHOWN_CHARS]
+    return _error(status, f"status {status}: {words}")
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-import dsv3
 from dsv3.cache.identity import CacheIdentity, model_identity
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.checkpoint.identity import known_identity
@@ -21,7 +20,6 @@ from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.description import describe
-from dsv3.engine.device.programs import Progress
 from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions, model_functions
@@ -41,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 def bundled_model() -> Path:
     """Returns the directory of the small model that ships with the package."""
-    return Path(dsv3.__file__).parent / "bundled"
+    return Path(__file__).parents[1] / "bundled"
 
 
 def build_engine(
@@ -128,24 +126,6 @@ def _functions(
     how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": read.dtype, "fp8": fp8}
     functions = expert_parallel_functions(cfg, mesh, redundant, **how)
     return functions, load_spread(model_dir, cfg, functions.param_specs, mesh, redundant, read)
-
-
-def rich_progress(description: str = "compiling") -> tuple[Any, Progress]:
-    """Returns a progress bar on the terminal (a context manager) and the callback that drives it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    # In a notebook rich would draw with ipywidgets, or not at all; a bar of one line works there as on a terminal.
-    console = Console(force_jupyter=False, force_terminal=True) if Console().is_jupyter else Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Bar(*columns, console=console)
-    task = bar.add_task(description, total=None)
-
-    def update(done: int, total: int, what: str) -> None:
-        bar.update(task, completed=done, total=total, description=f"{description}: {what}")
-
-    return bar, update
 
 
 def _devices(ranks: int | None, shards: int) -> list[jax.Device]:

@@ -13,6 +13,7 @@ import pallas_kernels
 import sharding
 from dsv3.checkpoint.identity import known_identity
 from dsv3.declaration import options_of
+from dsv3.hf_config import config_digest
 from dsv3.options import ClusterOptions, EngineOptions
 
 Fields = dict[str, str]
@@ -39,7 +40,7 @@ def environment(model_dir: Path) -> Fields:
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "model config": _digest((model_dir / "config.json").read_bytes()) if model_dir.is_dir() else "none",
+        "model config": config_digest(model_dir)[:_DIGEST_CHARACTERS],
     }
 
 
@@ -69,7 +70,3 @@ def code_digest() -> str:
             total.update(f"{root.name}/{path.relative_to(root)}\0".encode())
             total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()[:_DIGEST_CHARACTERS]
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:_DIGEST_CHARACTERS]

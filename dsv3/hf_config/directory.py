@@ -1,6 +1,7 @@
 """The configuration of a model directory: config.json or params.json, and what other files there add."""
 
 import dataclasses
+import hashlib
 import logging
 import pathlib
 import re
@@ -23,6 +24,15 @@ _INDEXES = ("model.safetensors.index.json", "consolidated.safetensors.index.json
 def has_config(directory: str | pathlib.Path) -> bool:
     """Returns whether a directory has a file that says what model it holds."""
     return any((pathlib.Path(directory) / name).is_file() for name in (CONFIG, PARAMS))
+
+
+def config_digest(directory: str | pathlib.Path) -> str:
+    """Returns the sha256, in hex, of the files that say what model a directory holds."""
+    total = hashlib.sha256()
+    for path in (pathlib.Path(directory) / name for name in (CONFIG, PARAMS)):
+        if path.is_file():
+            total.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return total.hexdigest()
 
 
 def load_config(directory: str | pathlib.Path) -> ModelConfig:

@@ -1,9 +1,12 @@
 """The notebook face on a small random model, and the engine token for token against transformers."""
 
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+import dsv3
 from dsv3 import LLM, SamplingParams, StructuredOutputsParams
 from dsv3.checkpoint.writer import save_hf
 from dsv3.engine.device.programs import Key
@@ -28,8 +32,11 @@ def greedy() -> dict:
     return json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
 
 
+LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory) -> LLM:
+def directory(tmp_path_factory) -> Path:
     """The greedy set's model with a tokenizer beside it, and its vocabulary made wide enough for that.
 
     The rows added are zero: their logits are 0, which is never the largest in the greedy set.
@@ -39,9 +46,14 @@ def llm(tmp_path_factory) -> LLM:
     rows = ((0, 512 - cfg.vocab_size), (0, 0))
     wide = dataclasses.replace(params, embed=np.pad(params.embed, rows), head=np.pad(params.head, rows))
     save_hf(directory, dataclasses.replace(cfg, vocab_size=512), wide)
-    tiny.write(directory)
+    (directory / "generation_config.json").write_text('{"do_sample": false}')
+    return tiny.write(directory)
+
+
+@pytest.fixture(scope="module")
+def llm(directory) -> LLM:
     with one_bucket():
-        return LLM(directory, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, progress=False)
+        return LLM(directory, progress=False, **LIMITS)
 
 
 def test_greedy_text_is_transformers_token_for_token(llm, greedy):
@@ -99,6 +111,26 @@ def test_chat_writes_the_template(llm):
     assert [o.prompt.endswith("<think>") for o in several] == [True, True]
 
 
+def test_without_parameters_the_models_own_hold(llm):
+    """Those of generation_config.json, as for a server: here greedy."""
+    [silent] = llm.generate([250, 4, 5])
+    greedy = SamplingParams(temperature=0, max_tokens=len(silent.outputs[0].token_ids))
+    assert llm.generate([250, 4, 5], greedy)[0].outputs[0].token_ids == silent.outputs[0].token_ids
+
+
+def test_chat_shows_tools_where_the_template_does(llm, monkeypatch):
+    tools = [{"type": "function", "function": {"name": "find"}}]
+    params, messages = SamplingParams(max_tokens=1), [{"role": "user", "content": "hi"}]
+    monkeypatch.setattr(llm, "_template", None)
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="tools: this model's chat template does not show them"):
+        llm.chat(messages, params, tools=tools)
+    monkeypatch.setattr(llm, "_template", None)
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ tools[0].function.name }} {{ messages[0].content }}")
+    assert llm.chat(messages, params, tools=tools)[0].prompt == "find hi"
+    monkeypatch.setattr(llm, "_template", None)
+
+
 def test_more_prompts_than_the_queue_holds(llm, monkeypatch):
     tight = dataclasses.replace(llm.engine.cfg, max_num_queued_reqs=1)
     monkeypatch.setattr(llm.engine, "cfg", tight)
@@ -108,11 +140,82 @@ def test_more_prompts_than_the_queue_holds(llm, monkeypatch):
 
 def test_one_bad_prompt_starts_nothing(llm):
     steps = llm.engine.stats().steps
-    with pytest.raises(InvalidRequest, match="max_model_len"):
+    with pytest.raises(InvalidRequest, match=r"prompts\[1\]: the prompt has 300 tokens, but max_model_len"):
         llm.generate([[1], [1] * 300])
+    with pytest.raises(InvalidRequest, match=r"^the prompt has 300 tokens"):
+        llm.generate([1] * 300)
     with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts"):
         llm.generate([[1]], [SamplingParams()] * 2)
     assert llm.engine.stats().steps == steps and not llm.engine.has_work
+
+
+def test_bad_prompts_are_returned_where_the_others_shall_go_on(llm):
+    params = SamplingParams(max_tokens=2, ignore_eos=True, n=2)
+    outputs = llm.generate([[1], [1] * 300, "x" * 600, [2]], params, errors="return")
+    assert [[each.finish_reason for each in output.outputs] for output in outputs] == [
+        *([[end] * 2 for end in ("length", "error", "error", "length")])
+    ]
+    assert "300 tokens" in outputs[1].outputs[0].error and outputs[2].prompt == "x" * 600
+
+
+def test_a_table_keeps_its_answers_where_one_row_cannot_be_answered(llm):
+    """A row that is too long, and rows that are no conversation."""
+    rows = [{"prompt": prompt} for prompt in ("a", "x " * 5000, 7, {"role": "user", "content": "b"}, [1], "c")]
+    found = dsv3.map(rows, "prompt", llm=llm, sampling_params=SamplingParams(max_tokens=2, ignore_eos=True))
+    assert [row["answer"] is None for row in found] == [False, True, True, False, True, False]
+    assert ["" if row["answer_error"] is None else row["answer_error"][:17] for row in found] == [
+        "",
+        "the prompt has 50",
+        "these messages ar",
+        "",
+        "these messages ar",
+        "",
+    ]
+
+
+@pytest.fixture
+def another(directory, monkeypatch):
+    """Makes models that compile nothing, for what needs no step."""
+    monkeypatch.setattr("dsv3.engine.engine.Engine.warm_up", lambda *_: None)
+    return lambda: LLM(directory, progress=False, **LIMITS)
+
+
+def test_a_closed_model_holds_no_array_whatever_refers_to_it(llm, another):
+    before = len(jax.live_arrays())
+    with another() as model:
+        assert len(jax.live_arrays()) > before
+        kept = model.engine.executor.devices.params
+    gc.collect()
+    assert len(jax.live_arrays()) == before and kept is not None
+    model.close()
+    for ask in (model.generate, model.inspect, lambda _: model.chat([{"role": "user", "content": "x"}])):
+        with pytest.raises(ValueError, match="closed"):
+            ask([1, 2])
+
+
+def test_a_traceback_that_is_kept_holds_no_array(llm, another, monkeypatch):
+    """Notebooks keep the last one: after `del llm` on a GPU the next model must find room."""
+    gc.collect()
+    before, model = len(jax.live_arrays()), another()
+
+    def hook(values):
+        del values  # which a user's frame would keep
+        raise ZeroDivisionError
+
+    with pytest.raises(InvalidRequest) as kept_refusal:
+        model.generate([1] * 300)
+    with pytest.raises(ZeroDivisionError) as kept_hook:
+        model.inspect([1, 2], hook=hook)
+    monkeypatch.setattr("dsv3.engine.engine.Engine.step", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt) as kept_interrupt:
+        dsv3.map([{"prompt": "x"}], llm=model)
+    monkeypatch.setattr("dsv3.engine.engine.Engine.warm_up", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt) as kept_start:
+        another()
+    kept = [each.value for each in (kept_refusal, kept_hook, kept_interrupt, kept_start)]
+    del model
+    gc.collect()
+    assert len(jax.live_arrays()) == before and all(error.__traceback__ for error in kept)
 
 
 def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
@@ -147,7 +250,7 @@ def test_the_step_takes_few_arguments(llm):
 
 
 def test_importing_the_package_imports_no_jax():
-    code = "import sys, dsv3; dsv3.SamplingParams; assert 'jax' not in sys.modules, 'jax was imported'"
+    code = "import sys, dsv3; dsv3.SamplingParams, dsv3.__version__; assert 'jax' not in sys.modules, 'it is imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -6,9 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import dsv3
+from dsv3.batch.journal import Journal, model_identity, summarize_input
+from dsv3.batch.lines import RequestLine, answer_line
+
+BUNDLED = Path(dsv3.__file__).parent / "bundled"
 # Few and small programs, those that test_serve compiles too: this is about lines, not about speed.
 SMALL = ["--max-num-seqs=4", "--max-model-len=256", "--max-num-batched-tokens=64"]
 # One process for command lines that start no engine: what they import takes much longer than what they do.
@@ -87,7 +93,8 @@ def test_kills_and_signals_lose_nothing_and_double_nothing(files):
     assert 10 <= num_before < 40
     done = batch(*files)
     assert done.returncode == 0 and "resuming" in done.stderr, done.stderr
-    assert f"answered {45 - num_before} lines" in done.stderr and "3 with an error" in done.stderr
+    assert f"answered {45 - num_before} lines" in done.stderr and "3 of 45 lines have an error:" in done.stderr
+    assert "line 43: the line is not a JSON object" in done.stderr and "status 400: temperature" in done.stderr
     rows = {row["id"]: row for row in answers(output)}
     assert len(rows) == len(answers(output)) == 45
     bodies = {row["custom_id"]: row["response"]["body"] for row in rows.values() if row["response"]}
@@ -101,6 +108,7 @@ def test_kills_and_signals_lose_nothing_and_double_nothing(files):
     assert rows["batch_req_45"]["error"]["code"] == "duplicate_custom_id"
     again = batch(*files)
     assert again.returncode == 0 and "all 45 lines are answered already" in again.stderr
+    assert "3 of 45 lines have an error:" in again.stderr
     assert len(answers(output)) == 45
 
 
@@ -108,10 +116,17 @@ def test_what_needs_no_model(files):
     """An empty file, mistakes, each of which says what to change, and the help."""
     source, output = files
     write(source, [completion(0)])
+    table, refused_all = source.with_name("rows.csv"), source.with_name("refused.jsonl")
+    table.write_text("q\nx\n")
+    write(refused_all, [chat(i) for i in range(5)])
+    journal = Journal.open(refused_all.with_name("r"), summarize_input(refused_all), model_identity(BUNDLED))
+    for i in range(1, 6):
+        journal.append(i, answer_line(RequestLine(i, f"{i}", "", b""), 400, "", {"error": {"message": "no\nway"}}))
+    journal.close()
     empty, foreign = source.with_name("empty"), source.with_name("foreign")
     empty.write_text("")
     foreign.write_text("something else\n")
-    same, alone, missing, refused, nothing, no_model, helped = several(
+    same, alone, missing, refused, nothing, no_model, helped, no_body, all_refused = several(
         (source, source),
         (source,),
         (source.with_name("nowhere"), output),
@@ -119,9 +134,14 @@ def test_what_needs_no_model(files):
         (empty, output),
         (source, source.with_name("other"), f"--model={source.parent}"),
         ("--help",),
+        (table, source.with_name("t.csv"), "--prompt_column=q", '--body={"max_tokens": "x"}'),
+        (refused_all, refused_all.with_name("r")),
     )
     assert (same[0], alone[0]) == (2, 2)
-    assert missing[0] == 1 and "nowhere" in missing[2]
+    assert missing[0] == 1 and "nowhere: no such file" in missing[2]
+    assert no_body[0] == 1 and "--body: max_tokens" in no_body[2] and not table.with_name("t.csv.work").exists()
+    assert all_refused[0] == 1 and "5 of 5 lines have an error:\n  line 1: status 400: no way\n" in all_refused[2]
+    assert "and 2 more" in all_refused[2]
     assert refused[0] == 1 and "name another output" in refused[2]
     assert foreign.read_text() == "something else\n"
     assert nothing[0] == 0 and output.read_text() == ""

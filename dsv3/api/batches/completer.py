@@ -14,17 +14,21 @@ import msgspec
 
 from dsv3.api.answers.errors import ENGINE_DIED, QUEUE_FULL, ApiError, internal, invalid
 from dsv3.api.answers.kinds import KINDS
+from dsv3.api.answers.reading import read
 from dsv3.api.answers.service import Service, make_service
 from dsv3.api.answers.start import make_client, start_engine
+from dsv3.api.asking import WorkerDied
 from dsv3.api.config import ServerConfig
 from dsv3.api.tenants import Tenant
+from dsv3.api.workers import WorkersBusy
 from dsv3.batch.journal import BatchError
-from dsv3.batch.run import Reply
+from dsv3.batch.run import TEMPLATE_WORKER_DIED, Reply
 from dsv3.request import MAX_PRIORITY
+from dsv3.text.chat_template import TemplateError
 
 # A line that finds no room asks again after the first, and each time after twice as long, up to the last.
 _BUSY_SECONDS = 0.05, 1.0
-# A 503 other than for want of room may be the line's own fault: it ends the batch when it comes so often.
+# A 503 other than for want of room is the last answer of a line when it comes so often.
 _MAX_FAILURES = 8
 # Lines that are parsed, rendered and tokenised at a time: more keeps the workers no busier, and holds more memory.
 _NUM_PREPARED = 16
@@ -75,9 +79,9 @@ class ServerCompleter:
             async with self._permits:
                 return await self._answer(url, body)
         except ApiError as error:
-            if error.status == 503:
+            if error.status == 503 and not await self._is_lines_fault(error):
                 raise BatchError(error.body.message) from None
-            if error.status >= 500 and error.body.code != ENGINE_DIED:
+            if error.status >= 500 and error.body.code not in (ENGINE_DIED, TEMPLATE_WORKER_DIED):
                 await self._check_engine()
             return Reply(error.status, "", msgspec.Raw(error.envelope()))
 
@@ -108,12 +112,31 @@ class ServerCompleter:
             _log.exception("a line failed")
             raise internal() from None
 
+    async def _is_lines_fault(self, error: ApiError) -> bool:
+        """Returns whether workers die of this line: there are workers for others, and the engine is well."""
+        templates = self._service.templates
+        if error.body.code != TEMPLATE_WORKER_DIED or templates is None or self._service.status != "ok":
+            return False
+        try:
+            await templates.check()
+        except (WorkerDied, WorkersBusy, TemplateError):
+            return False
+        return True
+
     async def _check_engine(self) -> None:
         """Raises BatchError where a failure was the whole engine's: its requests are then not answered."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._service.engine.ended.wait(), _OBITUARY_SECONDS)
         if self._service.status != "ok" or self._service.reason:
             raise BatchError(self._service.reason)
+
+
+def check_fields(url: str, fields: dict[str, Any]) -> None:
+    """Raises BatchError for fields with which no row can be asked at `url`, whatever its prompt is."""
+    try:
+        read(KINDS[url].request_type, msgspec.json.encode(fields))
+    except ApiError as error:
+        raise BatchError(f"--body: {error}") from None
 
 
 @contextlib.asynccontextmanager

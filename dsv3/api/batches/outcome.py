@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
-from dsv3.api.batches.records import LineError, RequestCounts
+from dsv3.api.batches.records import LineError
 from dsv3.api.batches.store import MAX_LINES, private
-from dsv3.batch.lines import BadLine, LineParser, RequestLine, answered_number, bad_line, numbered_lines
+from dsv3.batch.lines import BadLine, LineParser, RequestLine, answered_number, bad_line, failure_of, numbered_lines
 
 _MAX_ERRORS = 100
 EXPIRED = "batch_expired"
@@ -40,35 +38,6 @@ def _lines(path: Path) -> Iterator[tuple[int, RequestLine | BadLine]]:
             yield number, parser.parse(number, raw)
 
 
-class _Response(msgspec.Struct):
-    status_code: int
-
-
-class _Answered(msgspec.Struct):
-    """What is read of an answer to sort it."""
-
-    response: _Response | None = None
-
-    @property
-    def is_completed(self) -> bool:
-        return self.response is not None and self.response.status_code == 200
-
-
-_answered = msgspec.json.Decoder(_Answered)
-
-
-def counts(answers: Path, total: int) -> RequestCounts:
-    """Counts the answers so far; an unfinished last one is none."""
-    completed = failed = 0
-    if answers.exists():
-        with answers.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    done = _answered.decode(line).is_completed
-                    completed, failed = completed + done, failed + (not done)
-    return RequestCounts(total, completed, failed)
-
-
 @dataclasses.dataclass(frozen=True)
 class Sorted:
     """How many lines went where."""
@@ -84,7 +53,7 @@ def sort_answers(answers: Path, output: Path, errors: Path) -> Sorted:
         if answers.exists():
             with answers.open("rb") as file:
                 for line in file:
-                    is_bad = not _answered.decode(line).is_completed
+                    is_bad = failure_of(line) is not None
                     written[is_bad] += 1
                     (bad if is_bad else good).write(line)
     return Sorted(*written)

@@ -18,10 +18,10 @@ import msgspec
 from dsv3.api.answers.service import Service
 from dsv3.api.batches import outcome
 from dsv3.api.batches.completer import ServerCompleter
-from dsv3.api.batches.records import ENDED, Batch, Errors, LineError, Status
+from dsv3.api.batches.records import ENDED, Batch, Errors, LineError, RequestCounts, Status
 from dsv3.api.batches.store import NotFound, Store, new_file_id
 from dsv3.api.tenants import Tenant
-from dsv3.batch.journal import SYNC_SECONDS, BatchError, Journal, summarize_input
+from dsv3.batch.journal import SYNC_SECONDS, BatchError, Journal, model_identity, summarize_input
 from dsv3.batch.run import BatchProgress, run
 from dsv3.request import BATCH_PRIORITY
 
@@ -35,7 +35,7 @@ _DELETED = LineError("file_not_found", "the input file was deleted", "input_file
 
 
 @contextlib.asynccontextmanager
-async def running_batches(service: Service, directory: str | None) -> AsyncIterator[None]:
+async def running_batches(service: Service, directory: str | None, model_dir: Path) -> AsyncIterator[None]:
     """Runs the batches in a directory for the time of the `async with`, if there is one.
 
     Raises ValueError where another server uses it or it cannot be made.
@@ -48,7 +48,7 @@ async def running_batches(service: Service, directory: str | None) -> AsyncItera
     except OSError as error:
         raise ValueError(f"batch_dir: {directory}: {error.strerror}") from None
     with store.locked():
-        task = asyncio.create_task(Runner(service, store).run())
+        task = asyncio.create_task(Runner(service, store, model_dir).run())
         try:
             yield
         finally:
@@ -60,11 +60,13 @@ async def running_batches(service: Service, directory: str | None) -> AsyncItera
 class Runner:
     """Takes up whatever is open in `store`, until it is cancelled."""
 
-    def __init__(self, service: Service, store: Store):
-        self._service, self._store = service, store
+    def __init__(self, service: Service, store: Store, model_dir: Path):
+        self._service, self._store, self._model_dir = service, store, model_dir
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._pauses: dict[str, float] = {}  # batches that failed, and until when the tenant's others have their turn
         self._permits = asyncio.Semaphore(1)
         self._swept = -math.inf
+        self._model = ""
 
     async def run(self) -> None:
         """Looks for open batches again and again; a cancelled one gives up the lines that are being answered."""
@@ -72,17 +74,29 @@ class Runner:
         self._permits = asyncio.Semaphore(self._num_lines())
         try:
             while self._service.status in ("ok", "restarting"):
+                pause_s = _POLL_S
                 try:
+                    if not self._model:
+                        self._model = await asyncio.to_thread(self._begin)
                     await self._sweep()
                     await self._look()
                 except OSError as error:
-                    _log.error("%s: %s", self._store.directory, error.strerror)
-                await asyncio.sleep(_POLL_S)
+                    _log.error("%s: %s", error.filename or self._store.directory, error.strerror)
+                    pause_s = _RETRY_S
+                except Exception:
+                    _log.exception("%s: batches go on later", self._store.directory)
+                    pause_s = _RETRY_S
+                await asyncio.sleep(pause_s)
         finally:
             tasks = list(self._running.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self) -> str:
+        """Names the model whose answers may be gathered together, once: files that change later are not served yet."""
+        self._store.mark_open()
+        return model_identity(self._model_dir, self._service.config.model_names[0])
 
     def _num_lines(self) -> int:
         """Returns how many lines are answered at a time: as many as run, and as many that wait for their slots."""
@@ -100,31 +114,37 @@ class Runner:
         self._running = {tenant: task for tenant, task in self._running.items() if not task.done()}
         if len(self._running) >= MAX_TENANTS_AT_ONCE:
             return
+        now = asyncio.get_running_loop().time()
+        self._pauses = {batch_id: until for batch_id, until in self._pauses.items() if until > now}
         for tenant, batch_id in await asyncio.to_thread(self._store.open_batches):
-            if tenant not in self._running and len(self._running) < MAX_TENANTS_AT_ONCE:
+            is_free = tenant not in self._running and batch_id not in self._pauses
+            if is_free and len(self._running) < MAX_TENANTS_AT_ONCE:
                 self._running[tenant] = asyncio.create_task(self._take(tenant, batch_id))
 
     async def _take(self, tenant: str, batch_id: str) -> None:
-        """Runs one batch to its end. An engine that stops leaves it open for the next server."""
+        """Runs one batch to its end, or as far as it goes now; an engine that stops leaves it to the next server."""
         try:
-            await _OneBatch(self._service, self._store, tenant, batch_id, self._permits).run()
+            await _OneBatch(self._service, self._store, tenant, batch_id, self._permits, self._model).run()
+            return
+        except NotFound:
+            pass  # its record cannot be read: the store has logged why
         except BatchError as error:
             _log.warning("batch %s goes on later: %s", batch_id, error)
-            await asyncio.sleep(_RETRY_S)
         except OSError as error:
             _log.error("batch %s goes on later: %s", batch_id, error.strerror)
-            await asyncio.sleep(_RETRY_S)
         except Exception:
             _log.exception("batch %s failed", batch_id)
-            await asyncio.sleep(_RETRY_S)
+        self._pauses[batch_id] = asyncio.get_running_loop().time() + _RETRY_S
 
 
 class _OneBatch:
     """One batch on its way from state to state; whatever the last server has done is not done again."""
 
-    def __init__(self, service: Service, store: Store, tenant: str, batch_id: str, permits: asyncio.Semaphore):
+    def __init__(
+        self, service: Service, store: Store, tenant: str, batch_id: str, permits: asyncio.Semaphore, model: str
+    ):
         self._service, self._store, self._tenant, self._id = service, store, tenant, batch_id
-        self._permits = permits
+        self._permits, self._model = permits, model
         self._record = store.record(tenant, batch_id)
 
     @property
@@ -171,13 +191,12 @@ class _OneBatch:
         answers = self._store.answers(self._tenant, self._id)
         summary = await asyncio.to_thread(summarize_input, path)
         try:
-            model = self._service.config.model_names[0]
-            journal = await asyncio.to_thread(Journal.open, answers, summary, model, math.inf)
+            journal = await asyncio.to_thread(Journal.open, answers, summary, self._model, math.inf)
         except BatchError as error:  # another model, above all: no later server would take it either
             await self._fail(LineError("not_resumable", str(error)))
             return
         try:
-            before = await asyncio.to_thread(outcome.counts, answers, summary.lines)
+            before = RequestCounts(summary.lines, journal.answered - journal.failed, journal.failed)
             await self._save(request_counts=before)
             early = self._asked_to_end() or await self._work(path, journal, summary.lines)
         finally:
@@ -260,7 +279,7 @@ class _OneBatch:
             else:
                 path.unlink()
         total = max(self._batch.request_counts.total, done.output + num_errors)
-        counts = outcome.RequestCounts(total, done.output, num_errors)
+        counts = RequestCounts(total, done.output, num_errors)
         times = {f"{record.ends_as}_at": store.now()}
         batch = _replace(self._batch, status=record.ends_as, request_counts=counts, **times, **files)
         self._record = _replace(record, batch=batch)

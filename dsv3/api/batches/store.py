@@ -6,12 +6,14 @@
     DIR/tenants/NAME/files/ID       content, complete once ID.json is there
     DIR/tenants/NAME/batches/ID.json, ID.answers
 
-What is written takes its place by a rename, so a kill leaves the old or the new. A tenant's ids lead nowhere but to its
-own directory.
+What is written takes its place by a rename, so a kill leaves the old or the new. A record that cannot be read, after
+the disk or somebody's editor has damaged it, is logged once and missing from then on; it hides no other. A tenant's ids
+lead nowhere but to its own directory.
 """
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -35,6 +37,7 @@ _TENANT = re.compile(r"[A-Za-z0-9._-]{0,64}")
 _STALE_S = 60.0
 # What an upload wrote last is no older than this: 60 s of silence end it.
 _ABANDONED_S = 600.0
+_log = logging.getLogger("dsv3.batches")
 
 
 class StoreError(Exception):
@@ -68,6 +71,7 @@ class Store:
 
     def __init__(self, directory: Path, now: Callable[[], float] = time.time):
         self.directory, self._now = directory, now
+        self._damaged: set[Path] = set()
         for name in ("", "open", "cancel", "tenants"):
             (directory / name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -109,7 +113,7 @@ class Store:
 
     def file(self, tenant: str, file_id: str) -> FileObject:
         """Returns a file; raises NotFound."""
-        found = _read(self._path(tenant, "files", file_id, ".json"), FileObject)
+        found = self._read(self._path(tenant, "files", file_id, ".json"), FileObject)
         if found is None:
             raise NotFound("file")
         return found
@@ -121,7 +125,7 @@ class Store:
 
     def files(self, tenant: str) -> list[FileObject]:
         """Lists a tenant's files, newest first."""
-        found = (_read(path, FileObject) for path in self._records(tenant, "files"))
+        found = (self._read(path, FileObject) for path in self._records(tenant, "files"))
         return sorted((each for each in found if each is not None), key=lambda f: (-f.created_at, f.id))
 
     def delete_file(self, tenant: str, file_id: str) -> None:
@@ -150,7 +154,7 @@ class Store:
 
     def record(self, tenant: str, batch_id: str) -> Record:
         """Returns a batch as it is kept; raises NotFound."""
-        found = _read(self._path(tenant, "batches", batch_id, ".json"), Record)
+        found = self._read(self._path(tenant, "batches", batch_id, ".json"), Record)
         if found is None:
             raise NotFound("batch")
         return found
@@ -161,7 +165,7 @@ class Store:
 
     def batches(self, tenant: str) -> list[Batch]:
         """Lists a tenant's batches, newest first."""
-        found = (_read(path, Record) for path in self._records(tenant, "batches"))
+        found = (self._read(path, Record) for path in self._records(tenant, "batches"))
         shown = (self._seen(record.batch) for record in found if record is not None)
         return sorted(shown, key=lambda batch: (-batch.created_at, batch.id))
 
@@ -181,10 +185,22 @@ class Store:
 
     def cancelled_at(self, batch_id: str) -> int | None:
         """Returns when a client asked for a batch's end, None where nobody did."""
+        path = self.directory / "cancel" / batch_id
         try:
-            return int((self.directory / "cancel" / batch_id).read_bytes())
+            text = path.read_bytes()
+            return int(text) if text.isdigit() else int(path.stat().st_mtime)
         except FileNotFoundError:
             return None
+
+    def mark_open(self) -> None:
+        """Marks each batch that has not ended, before any is run: a lost mark leaves no batch that nobody runs."""
+        for folder in (self.directory / "tenants").glob("tenant-*"):
+            tenant = folder.name.removeprefix("tenant-")
+            for path in self._records(tenant, "batches") if _TENANT.fullmatch(tenant) else ():
+                mark, record = self.directory / "open" / path.stem, self._read(path, Record)
+                is_open = record is not None and record.batch.status not in ENDED
+                if is_open and not (mark.is_file() and mark.read_bytes() == tenant.encode()):
+                    _write(mark, tenant.encode())
 
     def open_batches(self) -> list[tuple[str, str]]:
         """Lists tenant and id of each batch that has not ended, oldest first."""
@@ -193,8 +209,9 @@ class Store:
             if not _ID.fullmatch(path.name):
                 continue
             with contextlib.suppress(FileNotFoundError):
-                tenant, made = path.read_text(), path.stat().st_mtime
-                if self._path(tenant, "batches", path.name, ".json").exists():
+                tenant, made = path.read_bytes().decode(errors="replace"), path.stat().st_mtime
+                has_record = _TENANT.fullmatch(tenant) and self._path(tenant, "batches", path.name, ".json").exists()
+                if has_record:
                     found.append((made, tenant, path.name))
                 elif time.time() - made > _STALE_S:
                     path.unlink()
@@ -217,6 +234,20 @@ class Store:
         """Deletes the gathered answers, which are in the batch's files by now."""
         for suffix in (".answers", ".answers.state.json"):
             self._path(tenant, "batches", batch_id, suffix).unlink(missing_ok=True)
+
+    def _read[T](self, path: Path, kind: type[T]) -> T | None:
+        """Returns what a record says, None where there is none that can be read."""
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if path not in self._damaged:
+                _log.error("%s: this record cannot be read and is left out: %s", path, error)
+            self._damaged.add(path)
+            return None
+        self._damaged.discard(path)
+        return found
 
     def _put_file(self, tenant: str, content: Path, file_id: str, filename: str, purpose: str) -> FileObject:
         size = content.stat().st_size
@@ -284,24 +315,18 @@ def new_file_id() -> str:
     return f"file-{secrets.token_hex(12)}"
 
 
-def _read[T](path: Path, kind: type[T]) -> T | None:
-    """Returns what a record says, None where there is none."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
-        return None
-
-
 def _write(path: Path, content: bytes) -> None:
-    """Writes a small file, whole or not at all."""
+    """Writes a small file, whole or not at all; raises OSError where the disk takes less than all of it."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, content)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(part, path)
+        with open(part, "xb", opener=private) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _sync(path: Path) -> None:

@@ -83,7 +83,7 @@ async def _serve(
     engine = service.engine
     announcing = asyncio.create_task(_announce(service, fronts, registrar, on_ready))
     logging_throughput = asyncio.create_task(_log_throughput(service))
-    async with running_batches(service, config.options.batch_dir):
+    async with running_batches(service, config.options.batch_dir, config.model_dir):
         await wait_for_any(engine.ended, signals.first, engine.asks_to_drain)
     announcing.cancel()
     logging_throughput.cancel()

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import resource
 import time
 
 import httpx
@@ -17,9 +18,10 @@ from dsv3.api.batches import outcome, store
 from dsv3.api.batches.records import Batch, Record
 from dsv3.api.batches.store import Conflict, NotFound, Store, TooMany
 from dsv3.api.http.uploads import Form
-from dsv3.batch.journal import Journal, summarize_input
+from dsv3.batch.journal import Journal, model_identity, summarize_input
 from tests.dsv3.api import serving
 from tests.dsv3.api.test_fronts import Pair
+from tests.dsv3.text import tiny
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ACME, ZETA, OPERATOR = (f"sk-{name}-0123456789abcdef" for name in ("acme", "zeta", "operator"))
@@ -278,9 +280,15 @@ def test_a_cancelled_batch_keeps_what_is_answered_and_others_come_first(model_di
         server.wait_for(server.is_idle)
 
 
-def test_what_a_server_finds_at_its_start(model_dir, tmp_path):
-    """A batch whose time is over, one that another model has begun, and one whose maker was killed in between."""
+def test_what_a_server_finds_at_its_start(tmp_path):
+    """A batch whose time is over, whose mark is lost, one that other weights have begun, and one that was never made.
+
+    The oldest one's record is damaged: it keeps none of the others waiting.
+    """
     kept = Store(tmp_path / "batches")
+    model_dir = tiny.write(tmp_path)
+    weights = model_dir / "model.safetensors"
+    weights.write_bytes(b"1")
     files = []
     for name in ("late", "foreign"):
         path = kept.new_upload("")
@@ -292,22 +300,30 @@ def test_what_a_server_finds_at_its_start(model_dir, tmp_path):
             make(batch_id, now), status="in_progress", input_file_id=file, expires_at=now + ends
         )
 
+    damaged = kept.create_batch("", make)
+    [record] = tmp_path.glob("batches/tenants/*/batches/*.json")
+    record.write_bytes(record.read_bytes()[:50])
     late, foreign = kept.create_batch("", begun(files[0], -1)), kept.create_batch("", begun(files[1], 900))
     summary = summarize_input(kept.content("", files[1]))
-    journal = Journal.open(kept.answers("", foreign.id), summary, "another model")
+    journal = Journal.open(kept.answers("", foreign.id), summary, model_identity(model_dir, "tiny"))
     journal.append(1, b'{"id": "batch_req_1", "custom_id": "foreign", "response": {"status_code": 200}}\n')
     journal.close()
     unmade = tmp_path / "batches" / "open" / ("batch_" + "0" * 24)
     unmade.write_text("")
     os.utime(unmade, (1, 1))
+    os.utime(unmade.with_name(damaged.id), (2, 2))
+    unmade.with_name(late.id).unlink()
+    weights.write_bytes(b"2")
     options = {"batch_dir": str(tmp_path / "batches")}
     with serving.running(model_dir, options=options) as server, client_of(server) as client:
         ended = finished(client, client.batches.retrieve(late.id))
         assert ended.status == "expired" and ended.expired_at and ended.output_file_id is None
         assert answers_of_errors(client, ended) == {"late": "batch_expired"}
         failed = finished(client, client.batches.retrieve(foreign.id))
-        assert failed.status == "failed" and "another model" in failed.errors.data[0].message
+        assert failed.status == "failed" and "answers of the model 'tiny " in failed.errors.data[0].message
         wait_for(lambda: not unmade.exists())
+        assert damaged.id not in [batch.id for batch in client.batches.list()]
+        assert "cannot be read" in server.log.read_text()
 
 
 def answers_of_errors(client, batch):
@@ -342,6 +358,51 @@ def test_counts_and_sizes_are_bounded(tmp_path, monkeypatch):
     with pytest.raises(TooMany, match="not ended"):
         kept.create_batch("a", make)
     kept.create_batch("b", make)
+
+
+def test_a_disk_that_takes_less_than_all_leaves_the_old_record(tmp_path):
+    kept = Store(tmp_path)
+    batch = kept.create_batch("", make)
+    before, limits = kept.record("", batch.id), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            kept.save("", Record(batch=msgspec.structs.replace(batch, status="in_progress")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert kept.record("", batch.id) == before
+    assert not list(tmp_path.rglob(".batch*"))
+
+
+@pytest.mark.parametrize("content", [b"", b'{"id": "', b"\xff", b"[" * 10_000, b'{"batch": {"id": 5}}'])
+def test_a_damaged_record_hides_no_other(tmp_path, content, caplog):
+    kept = Store(tmp_path)
+    files, batches = [put(kept).id for _ in range(2)], [kept.create_batch("", make).id for _ in range(2)]
+    for name in (files[0], batches[0]):
+        [path] = tmp_path.rglob(f"{name}.json")
+        path.write_bytes(content)
+    for _ in range(2):
+        assert [file.id for file in kept.files("")] == files[1:]
+        assert [batch.id for batch in kept.batches("")] == batches[1:]
+    with pytest.raises(NotFound):
+        kept.record("", batches[0])
+    assert sum("cannot be read" in each for each in caplog.messages) == 2
+    kept.delete_file("", files[1])
+    kept.create_batch("", make)
+
+
+def test_marks_that_are_lost_or_torn_are_made_again(tmp_path):
+    kept = Store(tmp_path)
+    lost, torn, whole, ended = (kept.create_batch("acme", make) for _ in range(4))
+    kept.save("acme", Record(batch=msgspec.structs.replace(ended, status="completed")))
+    (tmp_path / "open" / lost.id).unlink()
+    (tmp_path / "open" / ended.id).unlink()
+    (tmp_path / "open" / torn.id).write_bytes(b"ac\xff/")
+    assert kept.open_batches() == [("acme", whole.id)]
+    kept.mark_open()
+    assert {name for _, name in kept.open_batches()} == {lost.id, torn.id, whole.id}
+    (tmp_path / "cancel" / lost.id).write_bytes(b"")
+    assert kept.batch("acme", lost.id).status == "cancelling"
 
 
 def test_old_batches_are_forgotten_and_open_ones_are_not(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.batch.journal import BatchError, Journal, summarize_input
+from dsv3.batch.journal import BatchError, Journal, model_identity, summarize_input
 
 
 def line(number, text="x"):
@@ -25,6 +25,20 @@ def source(tmp_path):
 
 def open_journal(source, output, model="m"):
     return Journal.open(output, summarize_input(source), model)
+
+
+@pytest.mark.parametrize("config", ["config.json", "params.json"])
+def test_a_model_is_named_by_its_content(tmp_path, config):
+    """Weights trained further have the same names, sizes and configuration; a copy elsewhere is the same model."""
+    names = {}
+    for folder, weights, text in (("a", b"12", "{}"), ("b", b"12", "{}"), ("c", b"13", "{}"), ("d", b"12", "[]")):
+        directory = tmp_path / folder
+        directory.mkdir()
+        (directory / config).write_text(text)
+        (directory / "model.safetensors").write_bytes(weights)
+        names[folder] = model_identity(directory, "m")
+    assert names["a"] == names["b"] and len(set(names.values())) == 3
+    assert model_identity(tmp_path / "a") not in names.values()
 
 
 def test_input_summary(tmp_path):

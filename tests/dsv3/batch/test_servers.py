@@ -65,6 +65,7 @@ class Replies:
 
 def ask(replies, *bodies, **options):
     """Sends bodies one by one to a server of canned answers."""
+    options = {"server_timeout": 30.0} | options
 
     async def run():
         server = await asyncio.start_server(replies.serve, "127.0.0.1", 0)
@@ -97,9 +98,46 @@ def test_refusals_are_answers_and_failures_are_after_three():
     assert json.loads(bytes(first.body))["error"]["message"] == "no"
 
 
+PAGE = b"<html>\n<title>Request Entity Too Large</title></html>"
+LARGE = {"error": {"message": "x" * 100_000}}
+DEAD = 503, {"error": {"code": "template_worker_died", "message": "died"}}
+
+
+def test_what_a_proxy_says_of_a_line_is_its_answer():
+    """Pages that are no JSON, long JSON, JSON over several lines; each is one line of the output."""
+    indented = json.dumps({"error": {"message": "no"}}, indent=2).encode()
+    replies = Replies((413, PAGE), (422, LARGE), (400, indented), (404, b'"no"'), (400, {"id": 7}), *[(504, PAGE)] * 3)
+    found = ask(replies, *[b"{}"] * 6)
+    assert [reply.status for reply in found] == [413, 422, 400, 404, 400, 504] and not replies.answers
+    bodies = [msgspec.json.encode(reply.body) for reply in found]
+    assert not any(b"\n" in body for body in bodies)
+    page, large, plain, text, _, slow = map(json.loads, bodies)
+    assert "Request Entity Too Large" in page["error"]["message"] and "413" in page["error"]["message"]
+    assert large == LARGE and plain == {"error": {"message": "no"}} and "404" in text["error"]["message"]
+    assert slow["error"]["type"] == "server_error"
+
+
+def test_a_line_that_workers_die_of_and_one_that_asks_for_a_stream_are_answered():
+    replies = Replies(*[DEAD] * 3, OK)
+    dead, stream, fine = ask(replies, b"{}", b'{"stream": true}', b"{}")
+    assert (dead.status, stream.status, fine.status) == (503, 400, 200) and not replies.answers
+
+
 def test_a_wrong_key_ends_the_batch():
     with pytest.raises(BatchError, match="API key"):
         ask(Replies((401, {"error": {}})), b"{}")
+    with pytest.raises(BatchError, match="API key"):
+        ask(Replies(OK, (403, PAGE), (403, PAGE)), b"{}", b"{}")
+    with pytest.raises(BatchError, match="redirection"):
+        ask(Replies((302, PAGE)), b"{}")
+
+
+def test_a_403_of_one_line_is_its_answer():
+    """Whether it is this line alone, a request that asks for nothing tells."""
+    replies = Replies((403, {"error": {"message": "not you"}}), (400, {"error": {}}), OK)
+    first, second = ask(replies, b'{"prompt": 1}', b'{"prompt": 2}')
+    assert (first.status, second.status) == (403, 200) and b"not you" in bytes(first.body)
+    assert replies.bodies == [{"prompt": 1}, {}, {"prompt": 2}]
 
 
 def test_nobody_waits_for_ever():

@@ -24,6 +24,16 @@ def test_the_same_files_elsewhere_are_the_same(tmp_path: Path) -> None:
     assert differences(mine, theirs, 1) == ""
 
 
+def test_a_directory_with_params_json_alone_has_a_fingerprint(tmp_path: Path) -> None:
+    """Mistral's form of a model directory, which one process serves, is served by several too."""
+    found = []
+    for name, content in (("a", "{}"), ("b", "[]")):
+        (model(tmp_path / name) / "config.json").rename(tmp_path / name / "params.json")
+        (tmp_path / name / "params.json").write_text(content)
+        found.append(fields_of(tmp_path / name, EngineOptions(), member(0))["model config"])
+    assert found[0] != found[1]
+
+
 def test_differences_are_named(tmp_path: Path) -> None:
     mine = fields_of(model(tmp_path / "a"), EngineOptions(), member(0))
     (model(tmp_path / "b", b"x") / "config.json").write_text('{"a": 2}')

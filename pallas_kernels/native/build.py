@@ -83,6 +83,10 @@ class _Compiler(NamedTuple):
     flags: tuple[str, ...]
     macros: str
 
+    def __str__(self) -> str:
+        is_own = self.flags != _FLAGS
+        return self.path if is_own else f"{self.path}, which has no flag for this CPU's own instructions"
+
     @property
     def key(self) -> str:
         """A digest of all that the code depends on: source, XLA's headers, the compiler, the CPU's instructions."""
@@ -173,7 +177,7 @@ def _kept(directory: Path, compiler: _Compiler) -> Library | None:
     if not _is_trusted(path):
         return None
     try:
-        return _loaded(path, compiler, f"found in {path} by {compiler.path}")
+        return _loaded(path, compiler, f"found in {path} by {compiler}")
     except _FAILURES as error:
         _log.warning("the C++ kernels are built anew: those in %s do not load (%s)", path, error)
         return None
@@ -183,8 +187,8 @@ def _built(directory: Path, compiler: _Compiler, failures: list[str]) -> Library
     """Builds the library and loads it; the reason names the compilers that could not."""
     path = directory / f"kernels-{compiler.key}.so"
     _build(compiler, path)
-    others = f"; before it {'; '.join(failures)}" if failures else ""
-    return _loaded(path, compiler, f"built into {path} by {compiler.path}{others}")
+    others = f" (before it {'; '.join(failures)})" if failures else ""
+    return _loaded(path, compiler, f"built into {path} by {compiler}{others}")
 
 
 def _loaded(path: Path, compiler: _Compiler, reason: str) -> Library:

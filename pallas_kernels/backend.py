@@ -106,4 +106,5 @@ def _describe(device: jax.Device) -> str:
 
 @functools.cache
 def _log_once(chosen: Backend, reason: str) -> None:
-    _log.info("kernels: %s, because %s", chosen.value, reason)
+    level = logging.WARNING if chosen is Backend.REFERENCE else logging.INFO
+    _log.log(level, "kernels: %s, because %s", chosen.value, reason)

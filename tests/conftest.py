@@ -43,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)  # pytest runs without xdist, too
 def pytest_xdist_auto_num_workers() -> int:
     """Returns one worker more than cores: one that waits for a process it has started leaves its core idle."""
-    return len(os.sched_getaffinity(0)) + 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from dsv3.checkpoint.checksum import checksum
 from dsv3.checkpoint.fill import Files, aligned_empty
 from dsv3.checkpoint.load import plan_directory
 from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
-from dsv3.checkpoint.publish import check_free, partial_path, publish, replace_file
+from dsv3.checkpoint.publish import check_free, partial_path, publish, replace_file, sync
 from dsv3.checkpoint.reader import Advance, check_duplicates, reporter
 from dsv3.checkpoint.safetensors_file import DATA_ALIGNMENT, header_bytes
 from dsv3.checkpoint.stacked import FOLDER, FORMAT, MANIFEST, VERSION, manifest_bytes
@@ -163,8 +162,8 @@ def _write_leaf(files: Files, leaf: tuple[Array, ...], path: Path, advance: Adva
                 out.write(host.reshape(-1).view(np.uint8).data)
                 checksums += _checksums(array, window, host)
             entries[array.name] = {"file": path.name, "checksums": checksums}
-        out.flush()
-        os.fsync(out.fileno())
+    sync(path)
+    sync(path.parent)
     return entries
 
 

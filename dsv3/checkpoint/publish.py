@@ -40,20 +40,23 @@ def publish(partial: Path, target: Path) -> None:
     """Syncs `partial` to the disk and renames it to `target`."""
     for directory, _, names in os.walk(partial):
         for name in names:
-            _sync(Path(directory) / name)
-        _sync(Path(directory))
+            sync(Path(directory) / name)
+        sync(Path(directory))
     os.rename(partial, target)
-    _sync(target.absolute().parent)
+    sync(target.absolute().parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replaces a file's content at once: a process that is killed leaves the old content or the new, never a mix."""
+    """Replaces a file's content at once: a kill or a loss of power leaves the old content or the new, never a mix."""
     new = path.with_name(path.name + ".new")
     new.write_bytes(content)
+    sync(new)
     os.replace(new, path)
+    sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Returns when a file's bytes, or a directory's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

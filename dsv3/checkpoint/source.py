@@ -90,7 +90,9 @@ def _read_all(descriptor: int, start: int, out: np.ndarray, least: int | None = 
 
 
 def _open_direct(path: Path) -> int | None:
-    """Opens a file for direct reads; None where its file system has none."""
+    """Opens a file for direct reads; None where its file system, or the whole system, has none."""
+    if not hasattr(os, "O_DIRECT"):  # macOS
+        return None
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -98,7 +100,12 @@ def _open_direct(path: Path) -> int | None:
 
 
 def is_cached(descriptor: int, size: int) -> bool:
-    """Returns whether memory holds a file: the page cache, by what it says of a few bytes here and there, or tmpfs."""
+    """Returns whether memory holds a file: the page cache, by what it says of a few bytes here and there, or tmpfs.
+
+    Only Linux can say so; elsewhere no file counts as cached.
+    """
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
     places = range(0, max(size, 1), max(1, size // _PROBES))
     try:
         return all(os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) for place in places if place < size)

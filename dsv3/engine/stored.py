@@ -21,6 +21,7 @@ import os
 import pickle
 import platform
 import secrets
+import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,10 @@ _log = logging.getLogger(__name__)
 _MAC_BYTES = 32
 # jax's own settings that change an executable.
 _SETTINGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
+# What lists the instructions of the CPU: a file on Linux, a command on macOS.
+_CPUINFO = Path("/proc/cpuinfo")
+_SYSCTL = ("/usr/sbin/sysctl", "hw.optional", "machdep.cpu")
+_SYSCTL_S = 10
 
 
 class ProgramStore:
@@ -216,10 +221,14 @@ def machine_fields() -> Fields:
 
 def _processor() -> str:
     """Returns what the CPU can do: an executable for one with more instructions ends the process on this one."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(("flags", "Features")):
-            return hashlib.sha256(line.encode()).hexdigest()[:16]
-    return platform.processor()
+    features = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if _CPUINFO.exists():
+            lines = _CPUINFO.read_text().splitlines()
+            features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        else:
+            features = subprocess.run(_SYSCTL, capture_output=True, text=True, timeout=_SYSCTL_S, check=False).stdout
+    return hashlib.sha256(features.encode()).hexdigest()[:16] if features else platform.processor()
 
 
 def _own_key(directory: Path) -> bytes:

@@ -7,7 +7,7 @@ from dsv3.hf_config.fields import Fields
 
 _FULL, _SHARED = "full", "shared"
 _LETTERS = {"F": _FULL, "S": _SHARED}
-_ATTENTION = "deepseek_sparse_attention"
+_ATTENTION = ("deepseek_sparse_attention", "indexed_attention")  # DeepSeek's word, and transformers' alias since 5.23
 
 
 def read_indexer(fields: Fields, *, interleaved: bool) -> IndexerConfig:
@@ -17,7 +17,9 @@ def read_indexer(fields: Fields, *, interleaved: bool) -> IndexerConfig:
       ConfigError: a field is missing or not supported, or the indexer does not fit the model around it.
     """
     layers = fields.integer("num_hidden_layers")
-    fields.one_of("layer_types", (None, [_ATTENTION] * layers), None)
+    types = fields.get("layer_types", [])
+    if types and not (isinstance(types, list) and len(types) == layers and all(each in _ATTENTION for each in types)):
+        raise fields.fail("layer_types", f"{layers} times {' or '.join(map(repr, _ATTENTION))}")
     fields.boolean("index_share_for_mtp_iteration", False)  # of drafts alone: each of ours makes a choice of its own
     indexer = IndexerConfig(
         num_heads=fields.integer("index_n_heads"),

@@ -2,7 +2,13 @@
 
 import re
 
-_NESTED = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+# transformers 5.24 saves the layers of Kimi-K2.5's language model under the name that its vision tower has for them.
+_NESTED = (
+    ("model.language_model.", "model."),
+    ("language_model.model.blocks.", "model.layers."),
+    ("language_model.model.", "model."),
+    ("language_model.", ""),
+)
 _OTHER_MEDIA = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_encoder|mm_projector|multi_modal_projector|vision_language_adapter"
     r"|patch_merger|pre_mm_projector_norm)\..*"

@@ -23,11 +23,13 @@ class Wrapper:
 
 
 def text_config(config: Mapping[str, Any], fields: Fields, wrapper: Wrapper) -> Fields:
-    """Returns the fields of the language model, which take the quantization of the whole where they have none.
+    """Returns the fields of the language model.
+
+    They take the quantization of the whole where they have none, and whether the head is tied where the whole says so.
 
     Raises:
-      ConfigError: there is no `text_config` of a supported type, it contradicts the file around it, or that one has
-        a field that is neither known nor one of other media.
+      ConfigError: there is no `text_config` of a supported type, or the file around it has a field that is neither
+        known nor one of other media.
     """
     text = fields.object("text_config")
     if text is None:
@@ -36,9 +38,8 @@ def text_config(config: Mapping[str, Any], fields: Fields, wrapper: Wrapper) -> 
     values = dict(config["text_config"])
     if values.get("quantization_config") is None:
         values["quantization_config"] = fields.get("quantization_config")
-    if fields.has("tie_word_embeddings"):
-        tied = fields.boolean("tie_word_embeddings")
-        text.one_of("tie_word_embeddings", (tied,), False)
+    if fields.has("tie_word_embeddings"):  # transformers goes by this one, whatever the language model's own says
+        values["tie_word_embeddings"] = fields.boolean("tie_word_embeddings")
     for name in ("quantization_config", "bos_token_id", "eos_token_id"):
         fields.get(name)
     other = {name for name in config if _OF_OTHER_MEDIA.fullmatch(name)}

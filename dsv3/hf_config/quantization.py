@@ -6,7 +6,7 @@ from dsv3.config import Fp8Config, ModelConfig
 from dsv3.hf_config.fields import Fields
 
 # Which tensors are quantized shows in the file: they have a scale next to them.
-_TENSOR_LISTS = frozenset({"modules_to_not_convert", "ignored_layers", "dequantize", "ignore"})
+_TENSOR_LISTS = frozenset({"modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize", "ignore"})
 # How scales were found, and what the file's writer was. A symmetric quantization has no zero points.
 _MEANINGLESS = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
 _OF_THE_WRITER = frozenset({"version", "global_compression_ratio"})
@@ -32,6 +32,7 @@ def read_quantization(fields: Fields, *, per_tensor: bool = False) -> Quantizati
     if method == "compressed-tensors":
         return _compressed_tensors(quantization)
     quantization.one_of("fmt", ("e4m3",), "e4m3")
+    quantization.one_of("expert_dtype", ("fp8",), "fp8")
     whole = per_tensor and not quantization.has("weight_block_size")
     quantization.one_of("activation_scheme", ("dynamic", "static") if whole else ("dynamic",), "dynamic")
     if whole:

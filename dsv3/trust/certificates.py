@@ -4,13 +4,17 @@ Each process derives the same certificate authority from the secret, and has it 
 whoever shows a certificate of this authority, and has the private key for it, knows the secret. Nothing is stored.
 """
 
+import atexit
 import dataclasses
 import datetime
 import functools
 import hashlib
 import hmac
 import os
+import shutil
 import ssl
+import tempfile
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -32,7 +36,8 @@ _VALID = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 class Credentials:
     """Paths of a process's certificate, of its private key, and of its authority's certificate; PEM files.
 
-    The files exist in memory alone, as long as the process: jax's coordinator reads them again from time to time.
+    The files exist as long as the process, on Linux in memory alone: jax's coordinator reads them again from time to
+    time.
     """
 
     certificate: str
@@ -96,7 +101,16 @@ def _name(text: str) -> x509.Name:
 
 
 def _in_memory(content: bytes) -> str:
-    """Returns the path of a file that only this process and its user can open, and that ends with the process."""
+    """Returns the path of a file that only this process's user can open, and that ends with the process.
+
+    Outside of Linux it lies in a temporary directory: a process that is killed leaves it there.
+    """
+    if not hasattr(os, "memfd_create"):
+        directory = tempfile.mkdtemp(prefix="dsv3-")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        path = Path(directory) / "credential.pem"
+        path.write_bytes(content)
+        return str(path)
     descriptor = os.memfd_create("dsv3")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)

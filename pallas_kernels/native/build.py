@@ -1,8 +1,8 @@
 """The kernels of this machine's CPU: compiled at first use by its own compiler, kept, loaded and named to XLA.
 
 A wheel would hold code for the oldest CPU it supports, and an extension built by pip needs jax's headers in an isolated
-build. So the compiler of the machine builds six files, for the instructions that this CPU has. A machine without a
-compiler uses XLA's own products, and the log says so.
+build. So a compiler of the machine builds six files, for the instructions that this CPU has: the first on the path that
+can. A machine without one uses XLA's own products, and the log says why.
 """
 
 import concurrent.futures
@@ -11,7 +11,9 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import logging
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -19,12 +21,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 COMPILERS = ("c++", "g++", "clang++")
+"""Names that are looked for on the path, and the last two with a version behind them, `g++-14`."""
 HANDLERS = (
     "LayerProduct",
     "HeadProduct",
@@ -47,13 +51,17 @@ _SOURCES = tuple(
     for name in ("products", "attention", "prefill", "quantize", "routing", "rows")
 )
 _HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "attention.h", "e4m3.h"))
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-Wno-psabi")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-Wno-psabi")
+# Which of them names this CPU depends on compiler and platform: clang for Arm may know the second alone.
+_THIS_CPU = (("-march=native",), ("-mcpu=native",), ())
+_VERSIONED = re.compile(r"(?:g|clang)\+\+-(\d+)")
 _BUILD_SECONDS = 240  # 4 to 10 s of processor time per source; the rest is for a busy machine
 _PROBE_SECONDS = 20
 _ABANDONED_SECONDS = 24 * 3600  # no build takes a day
 _ERROR_CHARACTERS = 300
 _BUILDS = ".build-"
 _building = threading.Lock()
+_log = logging.getLogger(__name__)
 
 
 class Library(NamedTuple):
@@ -68,8 +76,31 @@ class Library(NamedTuple):
     multiplies_bfloat16: bool = False
 
 
+class _Compiler(NamedTuple):
+    """A compiler of this machine, its flags for this CPU, and what it says of itself and the CPU with them."""
+
+    path: str
+    flags: tuple[str, ...]
+    macros: str
+
+    def __str__(self) -> str:
+        is_own = self.flags != _FLAGS
+        return self.path if is_own else f"{self.path}, which has no flag for this CPU's own instructions"
+
+    @property
+    def key(self) -> str:
+        """A digest of all that the code depends on: source, XLA's headers, the compiler, the CPU's instructions."""
+        total = hashlib.sha256(b"\0".join(path.read_bytes() for path in (*_HEADERS, *_SOURCES)))
+        parts = (self.path, *self.flags, importlib.metadata.version("jaxlib"), self.macros)
+        total.update("\0".join(parts).encode())
+        return total.hexdigest()[:16]
+
+
 class _NoLibraryError(Exception):
-    """The kernels cannot be built or trusted here."""
+    """The kernels cannot be built, loaded or trusted here."""
+
+
+_FAILURES = (_NoLibraryError, OSError, subprocess.SubprocessError)
 
 
 def library() -> Library:
@@ -81,33 +112,88 @@ def library() -> Library:
 @functools.cache
 def _library() -> Library:
     try:
-        compiler = _compiler()
-        key = _key(compiler)
-        path = _directory() / f"kernels-{key}.so"
-        built = "found in" if _is_trusted(path) else "built into"
-        if built == "built into":
-            _build(compiler, path)
-        targets, multiplies_bfloat16 = _register(path, key)
-        return Library(targets, f"{built} {path} by {compiler}", multiplies_bfloat16)
-    except (_NoLibraryError, OSError, subprocess.SubprocessError) as error:
+        directory, found = _directory(), _compilers()
+    except _FAILURES as error:
         return Library({}, str(error))
+    compilers: list[_Compiler] = []
+    failures: list[str] = []
+    for path in found:
+        try:
+            compiler = _probed(path)
+        except _FAILURES as error:
+            failures.append(str(error))
+            continue
+        if (kept := _kept(directory, compiler)) is not None:
+            return kept
+        if all(compiler.macros != other.macros for other in compilers):  # `c++` is another one's name
+            compilers.append(compiler)
+    for compiler in compilers:
+        try:
+            return _built(directory, compiler, failures)
+        except subprocess.TimeoutExpired as error:  # another compiler would take as long
+            failures.append(str(error))
+            break
+        except _FAILURES as error:
+            failures.append(str(error))
+    return Library({}, "; ".join(failures))
 
 
-def _compiler() -> str:
+def _compilers() -> list[str]:
+    """Returns the paths of this machine's compilers, newer versions first among those that have one in their names."""
     if sys.platform == "win32":
         raise _NoLibraryError("there are no C++ kernels for Windows")
-    found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if found is None:
+    versioned = sorted(set(_versioned()), reverse=True)
+    names = (*COMPILERS, *(name for _, name in versioned))
+    found = [path for name in names if (path := shutil.which(name)) is not None]
+    if not found:
         raise _NoLibraryError(f"no C++ compiler is on the path ({', '.join(COMPILERS)})")
     return found
 
 
-def _key(compiler: str) -> str:
-    """Digests all that the machine code depends on: the source, XLA's headers, the compiler, the CPU's instructions."""
-    macros = _run(compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull, seconds=_PROBE_SECONDS)
-    total = hashlib.sha256(b"\0".join(path.read_bytes() for path in (*_HEADERS, *_SOURCES)))
-    total.update("\0".join((compiler, *_FLAGS, importlib.metadata.version("jaxlib"), macros)).encode())
-    return total.hexdigest()[:16]
+def _versioned() -> Iterator[tuple[int, str]]:
+    for directory in os.get_exec_path():
+        with contextlib.suppress(OSError):
+            for name in os.listdir(directory):
+                if match := _VERSIONED.fullmatch(name):
+                    yield int(match[1]), name
+
+
+def _probed(path: str) -> _Compiler:
+    """Asks a compiler for its macros, with the first flags for this CPU that it knows."""
+    for own in _THIS_CPU:
+        flags = (*_FLAGS, *own)
+        try:
+            macros = _run(path, *flags, "-dM", "-E", "-x", "c++", os.devnull, seconds=_PROBE_SECONDS)
+        except _NoLibraryError as error:
+            failure = error
+        else:
+            return _Compiler(path, flags, macros)
+    raise failure
+
+
+def _kept(directory: Path, compiler: _Compiler) -> Library | None:
+    """Returns the library that a compiler has built before; None where there is none, or it does not load."""
+    path = directory / f"kernels-{compiler.key}.so"
+    if not _is_trusted(path):
+        return None
+    try:
+        return _loaded(path, compiler, f"found in {path} by {compiler}")
+    except _FAILURES as error:
+        _log.warning("the C++ kernels are built anew: those in %s do not load (%s)", path, error)
+        return None
+
+
+def _built(directory: Path, compiler: _Compiler, failures: list[str]) -> Library:
+    """Builds the library and loads it; the reason names the compilers that could not."""
+    path = directory / f"kernels-{compiler.key}.so"
+    _build(compiler, path)
+    others = f" (before it {'; '.join(failures)})" if failures else ""
+    return _loaded(path, compiler, f"built into {path} by {compiler}{others}")
+
+
+def _loaded(path: Path, compiler: _Compiler, reason: str) -> Library:
+    targets, multiplies_bfloat16 = _register(path, compiler.key)
+    return Library(targets, reason, multiplies_bfloat16)
 
 
 def _directory() -> Path:
@@ -129,10 +215,11 @@ def _is_trusted(path: Path) -> bool:
     return path.exists() and stat.S_ISREG(path.lstat().st_mode) and _is_private(path)
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: _Compiler, path: Path) -> None:
     """Compiles into a new directory next to `path`, then moves the library there: no process ever loads half of one.
 
-    Each source has a compiler of its own, as many at once as there are cores.
+    Each source has a compiler of its own, as many at once as there are cores. The bytes are on the disk before the name
+    is, and the name before this returns.
     """
     _remove_abandoned(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_BUILDS) as directory:
@@ -140,15 +227,25 @@ def _build(compiler: str, path: Path) -> None:
 
         def compiled(source: Path) -> str:
             made = f"{directory}/{source.stem}.o"
-            _run(compiler, *_FLAGS, include, "-c", str(source), "-o", made, seconds=_BUILD_SECONDS)
+            _run(compiler.path, *compiler.flags, include, "-c", str(source), "-o", made, seconds=_BUILD_SECONDS)
             return made
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as compilers:
             objects = list(compilers.map(compiled, _SOURCES))
         part = f"{directory}/{path.name}"
-        _run(compiler, *_FLAGS, "-shared", *objects, "-o", part, seconds=_BUILD_SECONDS)
+        _run(compiler.path, *compiler.flags, "-shared", *objects, "-o", part, seconds=_BUILD_SECONDS)
         os.chmod(part, 0o700)
+        _sync(part)
         os.replace(part, path)
+        _sync(path.parent)
+
+
+def _sync(path: str | Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove_abandoned(directory: Path) -> None:
@@ -162,7 +259,9 @@ def _remove_abandoned(directory: Path) -> None:
 def _run(*command: str, seconds: float) -> str:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
     if done.returncode:
-        raise _NoLibraryError(f"{command[0]} failed: {done.stderr.strip()[:_ERROR_CHARACTERS]}")
+        lines = done.stderr.strip().splitlines()
+        said = next((line for line in lines if "error" in line), " ".join(lines))
+        raise _NoLibraryError(f"{command[0]} failed: {said[:_ERROR_CHARACTERS]}")
     return done.stdout
 
 
@@ -170,9 +269,15 @@ def _register(path: Path, key: str) -> tuple[dict[str, str], bool]:
     """Loads the library and tells XLA its handlers; returns their names, and whether bfloat16 is multiplied as it is.
 
     Names change with the code they stand for: compiled programs are kept on disk and know a handler only by its name.
+    Raises OSError for a file that is no library, and for one that lacks a handler.
     """
     loaded = ctypes.CDLL(str(path))
+    try:
+        multiplies_bfloat16 = bool(loaded.multiplies_bfloat16())
+        functions = {handler: getattr(loaded, handler) for handler in HANDLERS}
+    except AttributeError as error:
+        raise OSError(str(error)) from None
     targets = {handler: f"dsv3_{handler}_{key}" for handler in HANDLERS}
     for handler, target in targets.items():
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, handler)), platform="cpu")
-    return targets, bool(loaded.multiplies_bfloat16())
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(functions[handler]), platform="cpu")
+    return targets, multiplies_bfloat16

@@ -110,22 +110,32 @@ inline Floats widened(const E4M3* from) {
 #endif
 }
 
+// Lanes of two vectors, numbered through; GCC 11 and older have no __builtin_shufflevector.
+template <typename V, int... I, typename U>
+inline V lanes(U a, U b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, I...);
+#else
+  constexpr int kOfOne = sizeof(U) / sizeof(float);
+  return V{(I < kOfOne ? a[I % kOfOne] : b[I % kOfOne])...};
+#endif
+}
+
 inline Quad quarters(Floats x) {  // adds the lanes that are 4 apart
 #if defined(__AVX512F__)
-  const Eight half = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-                     __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Eight half = lanes<Eight, 0, 1, 2, 3, 4, 5, 6, 7>(x, x) + lanes<Eight, 8, 9, 10, 11, 12, 13, 14, 15>(x, x);
 #else
   const Eight half = x;
 #endif
-  return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
+  return lanes<Quad, 0, 1, 2, 3>(half, half) + lanes<Quad, 4, 5, 6, 7>(half, half);
 }
 
 // The sums over the lanes of four vectors, each in the same order.
 inline Quad sums(Floats a, Floats b, Floats c, Floats d) {
   const Quad p = quarters(a), q = quarters(b), r = quarters(c), s = quarters(d);
-  const Quad pq = __builtin_shufflevector(p, q, 0, 4, 1, 5) + __builtin_shufflevector(p, q, 2, 6, 3, 7);
-  const Quad rs = __builtin_shufflevector(r, s, 0, 4, 1, 5) + __builtin_shufflevector(r, s, 2, 6, 3, 7);
-  return __builtin_shufflevector(pq, rs, 0, 1, 4, 5) + __builtin_shufflevector(pq, rs, 2, 3, 6, 7);
+  const Quad pq = lanes<Quad, 0, 4, 1, 5>(p, q) + lanes<Quad, 2, 6, 3, 7>(p, q);
+  const Quad rs = lanes<Quad, 0, 4, 1, 5>(r, s) + lanes<Quad, 2, 6, 3, 7>(r, s);
+  return lanes<Quad, 0, 1, 4, 5>(pq, rs) + lanes<Quad, 2, 3, 6, 7>(pq, rs);
 }
 
 inline float sum(Floats x) { return sums(x, x, x, x)[0]; }

@@ -217,7 +217,7 @@ REFUSED = [
     (changed(golden("kimi_k25"), text_config=DELETE), "text_config is 'absent', but must be an object"),
     (changed(golden("kimi_k25"), text_config__model_type="llama"), "text_config.model_type is 'llama'"),
     (changed(golden("kimi_k25"), text_config__hidden_size="24"), "text_config.hidden_size is '24'"),
-    (changed(golden("kimi_k25"), tie_word_embeddings=True), "text_config.tie_word_embeddings is False"),
+    (changed(golden("kimi_k25"), tie_word_embeddings=1), "tie_word_embeddings is 1, but must be true or false"),
     (changed(golden("kimi_k25"), logit_scale=2.0), "logit_scale is not a known field"),
     (int4("int-quantized", "format"), "format is 'int-quantized', but must be 'float-quantized' or 'pack-quantized'"),
     (int4({}, "config_groups"), "quantization_config.config_groups is {}"),
@@ -292,6 +292,7 @@ def test_mistrals_own_file_counts_where_both_are(tmp_path: pathlib.Path) -> None
     ("theirs", "ours"),
     [
         ("language_model.model.layers.3.mlp.gate.weight", "model.layers.3.mlp.gate.weight"),
+        ("language_model.model.blocks.3.mlp.gate.weight", "model.layers.3.mlp.gate.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight"),
         ("layers.12.experts.7.w3.qscale_weight", "model.layers.12.mlp.experts.7.up_proj.weight_scale_inv"),

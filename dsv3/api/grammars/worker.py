@@ -4,6 +4,7 @@ It compiles what the engine will compile, within the same limits. A grammar that
 ends the process, does so here.
 """
 
+import contextlib
 import resource
 import signal
 import sys
@@ -22,7 +23,8 @@ _MAX_TRY_S = 60
 def main() -> None:
     """Serves until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    with contextlib.suppress(OSError, ValueError):  # macOS reserves more addresses than this and refuses the bound
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     vocabulary: Vocabulary | None = None
     while (body := frames.read_frame(sys.stdin.buffer)) is not None:
         signal.alarm(_MAX_TRY_S)

@@ -3,6 +3,7 @@
 It can be killed when a template takes too long, which a thread cannot, and its memory is bounded.
 """
 
+import contextlib
 import resource
 import signal
 import sys
@@ -29,7 +30,8 @@ class _Template:
 def main() -> None:
     """Serves until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    with contextlib.suppress(OSError, ValueError):  # macOS reserves more addresses than this and refuses the bound
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     template: _Template | None = None
     while (body := frames.read_frame(sys.stdin.buffer)) is not None:
         if template is None:

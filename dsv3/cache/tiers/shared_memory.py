@@ -15,6 +15,7 @@ import numpy as np
 
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 _MOST_ENGINES = 64  # of one model on a host
+_ZEROS = 2**20  # bytes per write
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +61,10 @@ def _lock_one(folder: Path, prefix: str, size: int) -> tuple[Path, int]:
 def _reserve(path: Path, descriptor: int, size: int) -> None:
     """Takes the memory now: without it the first write to a full file system would end the process."""
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+        else:  # macOS: what is there keeps its content, the rest is written
+            _fill(descriptor, os.fstat(descriptor).st_size, size)
     except OSError as error:
         os.unlink(path)
         os.close(descriptor)
@@ -71,6 +75,13 @@ def _reserve(path: Path, descriptor: int, size: int) -> None:
             f"kv_offloading_size: {size / 2**30:.3g} GiB do not fit {path.parent}, which has {free / 2**30:.3g} GiB "
             "left; lower it, or give the container more shared memory (docker run --shm-size)"
         ) from None
+
+
+def _fill(descriptor: int, start: int, size: int) -> None:
+    """Writes zeros from `start` to `size`."""
+    zeros = bytes(min(_ZEROS, max(0, size - start)))
+    while start < size:
+        start += os.pwrite(descriptor, zeros[: size - start], start)
 
 
 def _remove_others(folder: Path, prefix: str, own: str) -> None:

@@ -4,6 +4,7 @@ New memory costs more than what is read into it, since the system clears it page
 tiers loaded at a seventh of the disk's rate (`benchmarks/README.md`). Large pages need fewer such stops.
 """
 
+import contextlib
 import mmap
 import weakref
 from collections import defaultdict, deque
@@ -36,5 +37,6 @@ def _new(size: int) -> mmap.mmap:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel may be built without large pages, as some for Arm are
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

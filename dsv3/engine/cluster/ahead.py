@@ -91,9 +91,10 @@ def give_way(pid: int) -> None:
     Where memory runs out it goes first.
     """
     with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         os.setpriority(os.PRIO_PROCESS, pid, _LEAST_NICE)
-        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+        if hasattr(os, "SCHED_IDLE"):  # Linux; elsewhere the niceness is all there is
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+            Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
 
 
 def end_with_input(descriptor: int, end: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import struct
+import sys
 import threading
 
 import httpx
@@ -112,7 +113,9 @@ async def echo(scope, receive, send):
 
 
 def num_sockets():
-    """Sockets that this process, server and client together, has open."""
+    """Sockets that this process, server and client together, has open; skips where only Linux says it."""
+    if sys.platform != "linux":
+        pytest.skip("reads /proc")
     found = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -13,6 +13,8 @@ from dsv3.checkpoint.load import plan_directory
 from dsv3.hf_config import load_config, to_hf
 from tests.dsv3.checkpoint import hf
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
 # Each case runs in a process of its own, forked when everything is imported and before jax starts. VmHWM is the peak of
 # the resident set since then; jax and a first array belong to the baseline.
 #

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from dsv3.checkpoint import CheckpointError, load_params, save_hf, writer
 from dsv3.checkpoint.directory import read_directory
+from dsv3.checkpoint.publish import replace_file
 from dsv3.config import Fp8Config
 from dsv3.hf_config import load_config
 from tests.dsv3.checkpoint import hf
@@ -168,12 +169,34 @@ def test_leftovers_of_a_killed_write_are_not_read_and_do_not_disturb(tmp_path):
     assert os.listdir(tmp_path) == ["out"] and not (tmp_path / "out/junk").exists()
 
 
-def test_files_are_durable_before_the_directory_appears(tmp_path, monkeypatch):
+@pytest.fixture
+def events(tmp_path, monkeypatch):
+    """The names of what is synced, in order, and the renames between."""
+    seen = []
+
+    def sync(descriptor):
+        paths = (tmp_path, *tmp_path.rglob("*"))
+        seen.append(next(path.name for path in paths if os.path.samestat(path.stat(), os.fstat(descriptor))))
+
+    def noted(name, real):
+        return lambda a, b: (seen.append(name), real(a, b))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    return seen
+
+
+def test_a_file_is_durable_before_it_takes_anothers_place(tmp_path, events):
+    """As the journal of a conversion is: one that is lost would mean hours of work anew."""
+    (tmp_path / "journal").write_bytes(b"old")
+    replace_file(tmp_path / "journal", b"new")
+    assert (tmp_path / "journal").read_bytes() == b"new"
+    assert events == ["journal.new", "replace", tmp_path.name]
+
+
+def test_files_are_durable_before_the_directory_appears(tmp_path, events):
     """Every file is synced before the rename and the parent after it."""
-    events = []
-    rename = os.rename
-    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
-    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
     save_hf(tmp_path / "out", hf.config(), random_params(hf.config(), jnp.float32))
     assert {"config.json", "model.safetensors", ".out.partial"} <= set(events[: events.index("rename")])
     assert events[events.index("rename") + 1 :] == [tmp_path.name]

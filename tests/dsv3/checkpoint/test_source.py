@@ -62,6 +62,8 @@ def test_a_file_that_has_become_shorter(opened: Source, path: Path) -> None:
 @pytest.mark.parametrize("refuses", ["open", "preadv"])
 def test_a_file_system_without_direct_reads(path: Path, refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some refuse to open such a file, some to read it."""
+    if not hasattr(os, "O_DIRECT"):
+        pytest.skip("this system has no direct reads")
     monkeypatch.setattr(source, "is_cached", lambda *_: False)
     real, direct = getattr(os, refuses), set()
 
@@ -102,6 +104,8 @@ def test_what_was_just_written_is_in_the_cache(path: Path) -> None:
 @pytest.mark.parametrize(("kind", "known"), [("tmpfs", True), ("nfs4", False)])
 def test_a_file_system_of_memory_holds_its_files_though_it_does_not_say_so(path, monkeypatch, kind, known) -> None:
     """It would also take direct reads, with a copy that nobody needs."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        pytest.skip("this system does not say what is cached")
 
     def silent(*_):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))

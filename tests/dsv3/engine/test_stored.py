@@ -190,3 +190,14 @@ def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch,
     with caplog.at_level(logging.WARNING):
         assert stored.own_store(bundled_model(), options, parts) is None
     assert "others than its owner may open it" in caplog.text
+
+
+def test_programs_of_one_mac_are_not_run_on_another(tmp_path, monkeypatch) -> None:
+    """Where there is no /proc/cpuinfo a command lists what the CPU can do; without it, its kind at least is known."""
+    monkeypatch.setattr(stored, "_CPUINFO", tmp_path / "absent")
+    known = set()
+    for listed in ("FEAT_BF16: 1", "FEAT_BF16: 0"):
+        monkeypatch.setattr(stored, "_SYSCTL", ("/bin/echo", listed))
+        known.add(stored._processor())
+    monkeypatch.setattr(stored, "_SYSCTL", (str(tmp_path / "absent"),))
+    assert len(known | {stored._processor()}) == 3

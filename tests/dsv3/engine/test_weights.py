@@ -127,6 +127,7 @@ def two_processes(*directories: Path) -> list[list[dict]]:
             process.kill()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_each_of_two_processes_reads_what_its_devices_hold(tmp_path, monkeypatch):
     """Six experts as eight replicas on eight devices: a process reads four replicas, and once what all devices hold."""
     cfg = dataclasses.replace(CFG, moe_intermediate_size=512, hidden_size=512)

@@ -2,15 +2,20 @@
 
 import os
 import platform
+import shlex
+import shutil
 import stat
 import time
 from pathlib import Path
 
+import ml_dtypes._ml_dtypes_ext
 import pytest
 
 from pallas_kernels import backend
 from pallas_kernels.native import build
 
+GOOD = 'echo "built $$" > "$2"'
+BAD = 'echo "vectors.h:108: error: no __builtin_shufflevector" >&2; exit 1'
 FRESH = build._library.__wrapped__
 REGISTER = build._register
 
@@ -18,24 +23,35 @@ REGISTER = build._register
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_register", lambda path, key: ({"LayerProduct": key}, False))
+
+    def register(path, key):
+        if not path.read_text().startswith("built"):
+            raise OSError(f"{path}: file too short")
+        return {"LayerProduct": key}, False
+
+    monkeypatch.setattr(build, "_register", register)
     return tmp_path / "dsv3" / "native"
 
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """A compiler of a few lines of shell: `$MACROS` describe its CPU, `script` is what it does for a library."""
-    path = tmp_path / "bin" / "c++"
-    path.parent.mkdir()
-    monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+    """Compilers of a few lines of shell, the only ones on the path.
+
+    `$MACROS` and their names describe them and their CPU, `script` is what they do for a library, `probe` what they do
+    before they say their macros.
+    """
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    monkeypatch.setenv("PATH", str(directory))
     monkeypatch.setenv("MACROS", "avx512")
 
-    def write(script):
-        path.write_text(f'#!/bin/sh\ncase "$*" in *-dM*) echo "$MACROS"; exit;; esac\n'
+    def write(script, name="c++", probe=""):
+        path = directory / name
+        path.write_text(f'#!/bin/sh\ncase "$*" in *-dM*) {probe}\necho "$MACROS {name}"; exit;; esac\n'
                         f'while [ "$1" != -o ]; do shift; done\n{script}\n')  # fmt: skip
         path.chmod(0o755)
 
-    write('echo "built $$" > "$2"')
+    write(GOOD)
     return write
 
 
@@ -65,7 +81,7 @@ def test_without_a_compiler_the_backend_is_the_reference(cache, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("script", "reason"), [('echo "no <vector>" >&2; exit 1', "no <vector>"), ("sleep 5", "timed out")]
+    ("script", "reason"), [('echo "no <vector>" >&2; exit 1', "no <vector>"), ("exec /bin/sleep 5", "timed out")]
 )
 def test_a_build_that_fails_or_hangs_leaves_nothing(script, reason, cache, compiler, monkeypatch):
     monkeypatch.setattr(build, "_BUILD_SECONDS", 0.5)
@@ -73,6 +89,64 @@ def test_a_build_that_fails_or_hangs_leaves_nothing(script, reason, cache, compi
     found = FRESH()
     assert not found.targets and reason in found.reason
     assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("other", ["clang++", "g++-14", "clang++-19"])
+def test_the_next_compiler_on_the_path_builds_what_the_first_cannot(other, cache, compiler):
+    compiler(BAD)
+    compiler(BAD, "g++-9")
+    compiler(GOOD, other)
+    first = FRESH()
+    assert first.targets and other in first.reason and "no __builtin_shufflevector" in first.reason
+    assert "\n" not in first.reason
+    compiler("exit 1", other)
+    assert FRESH() == (first.targets, f"found in {next(cache.iterdir())} by {shutil.which(other)}", False)
+
+
+def test_one_compiler_under_two_names_is_tried_once(cache, compiler, tmp_path):
+    compiler(BAD)
+    (tmp_path / "bin" / "g++").symlink_to("c++")
+    found = FRESH()
+    assert not found.targets and found.reason.count("shufflevector") == 1
+
+
+@pytest.mark.parametrize(
+    ("unknown", "used"), [("", "-march=native"), ("-march=native", "-mcpu=native"), ("-m*native", "-fPIC")]
+)
+def test_a_compiler_is_asked_for_this_cpu_in_words_that_it_knows(unknown, used, cache, compiler, monkeypatch):
+    compiler(GOOD, probe=f'case "$*" in *{unknown or "nothing"}*) echo "error: unknown" >&2; exit 1;; esac')
+    commands, run = [], build._run
+    monkeypatch.setattr(build, "_run", lambda *words, seconds: commands.append(words) or run(*words, seconds=seconds))
+    found = FRESH()
+    assert found.targets and ("no flag for this CPU" in found.reason) == (used == "-fPIC")
+    built = [set(words) for words in commands if "-c" in words]
+    assert len(built) == len(build._SOURCES)
+    assert all(used in each and not each & {"-march=native", "-mcpu=native"} - {used} for each in built)
+
+
+def test_a_library_that_does_not_load_is_built_anew(cache, compiler, caplog):
+    """As after a loss of power: a file under its last name with nothing in it."""
+    first = FRESH()
+    (built,) = cache.iterdir()
+    built.write_text("")
+    again = FRESH()
+    assert again.targets == first.targets and again.reason.startswith("built into")
+    assert "built anew" in caplog.text and "file too short" in caplog.text
+    assert FRESH().reason.startswith("found in")
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name(cache, compiler, monkeypatch):
+    events, replace = [], os.replace
+
+    def sync(descriptor):
+        kind = "directory" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "library"
+        events.append(f"{kind} of {os.fstat(descriptor).st_size}" if kind == "library" else kind)
+
+    monkeypatch.setattr(build.os, "fsync", sync)
+    monkeypatch.setattr(build.os, "replace", lambda *paths: events.append("named") or replace(*paths))
+    FRESH()
+    (built,) = cache.iterdir()
+    assert events == [f"library of {built.stat().st_size}", "named", "directory"]
 
 
 def test_what_a_killed_build_has_left_goes_after_a_day(cache, compiler):
@@ -105,14 +179,19 @@ def test_a_library_that_others_may_write_is_built_again(spoil, cache, compiler):
     assert built.read_text().startswith("built")
 
 
-def test_a_file_that_is_no_library_is_no_crash(cache, compiler, monkeypatch):
+@pytest.mark.parametrize("content", ["no library", "a library without handlers"])
+def test_a_file_that_is_no_library_is_no_crash(content, cache, compiler, monkeypatch):
     monkeypatch.setattr(build, "_register", REGISTER)
+    if content != "no library":
+        other = ml_dtypes._ml_dtypes_ext.__file__
+        compiler(f'/bin/cp {shlex.quote(other)} "$2"')
     found = FRESH()
     assert not found.targets and "kernels-" in found.reason
 
 
 def test_the_kernels_say_whether_this_cpu_multiplies_bfloat16():
     found = build.library()
-    if not found.targets or platform.machine() != "x86_64":
-        pytest.skip("no kernels, or another kind of CPU")
-    assert found.multiplies_bfloat16 == ("avx512_bf16" in Path("/proc/cpuinfo").read_text())
+    flags = Path("/proc/cpuinfo")
+    if not found.targets or platform.machine() != "x86_64" or not flags.exists():
+        pytest.skip("no kernels, or another kind of CPU or system")
+    assert found.multiplies_bfloat16 == ("avx512_bf16" in flags.read_text())

@@ -1,0 +1,53 @@
+"""Grammars of constraints: what they let through, byte by byte, and how GBNF is read."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from dsv3.structured_outputs import StructuredOutputsParams
+from dsv3.text.grammar import plain_grammar
+from dsv3.text.matcher import Matcher, Vocabulary
+from tests.dsv3.text import tiny
+
+
+@functools.cache
+def vocabulary() -> Vocabulary:
+    return Vocabulary(tiny.backend().to_str(), tiny.backend().get_vocab_size(), [1])
+
+
+@functools.cache
+def compiled(**constraint) -> Matcher:
+    return vocabulary().compile(plain_grammar(StructuredOutputsParams(**constraint)))
+
+
+def lets_through(text: str, matcher: Matcher) -> bool:
+    """Whether an answer may be this text."""
+    at = matcher.copy()
+    at.advance(np.array(tiny.backend().encode(text, add_special_tokens=False).ids))
+    return at.error is None and at.may_end
+
+
+@pytest.mark.parametrize(
+    ("grammar", "takes", "refuses"),
+    [
+        (r'root ::= "\u0041"', "A", "u"),
+        (r"root ::= [\u0041-\u0043]+", "ABC", "D"),
+        (r"root ::= [\u0000-\u001f]", "\n", " "),
+        (r'root ::= "\u00e9\u0100\u20ac\U0001F600\U00000041"', "éĀ€😀A", "é"),
+        (r"root ::= [\u00e0-\u0105]", "ą", "z"),
+        (r'root ::= "\\u0041\n\"\x42"', '\\u0041\n"B', "A"),
+        (r"root ::= [^\u0022\u005c\u005d]", "a", "]"),
+        ('  %llguidance {}\n\tstart: "b"', "b", "a"),
+        ('x: "b"\n\n start : x', "b", "a"),
+    ],
+)
+def test_grammars_in_gbnf_and_in_larks_syntax(grammar: str, takes: str, refuses: str) -> None:
+    matcher = compiled(grammar=grammar)
+    assert lets_through(takes, matcher) and not lets_through(refuses, matcher)
+
+
+@pytest.mark.parametrize("escape", [r"\u00", r"\U00110000", r"\U0000d800", r"\q"])
+def test_escapes_that_name_no_character_are_refused(escape: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        compiled(grammar=f'root ::= "{escape}"')

@@ -86,7 +86,8 @@ class CallGrammar:
         if not properties:
             self._require_plain(schema, function)
             return self._spelled(self._form.nothing)
-        required = schema.get("required", [])
+        listed = schema.get("required", [])
+        required = {key for key in listed if isinstance(key, str)} if isinstance(listed, list) else set()
         parts = []
         for j, (key, value) in enumerate(properties.items()):
             rule = f"{name}_{j}"

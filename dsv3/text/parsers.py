@@ -18,6 +18,7 @@ from dsv3.text.dialects import (
 from dsv3.text.grammar import Reasoning
 from dsv3.text.parser import AnswerParser, Format, Tools
 from dsv3.text.tokenizer import Tokenizer
+from dsv3.text.tool_messages import names_tools
 
 
 class ParserOptions(msgspec.Struct, frozen=True):
@@ -72,7 +73,8 @@ class Parsers:
 def detect(tokenizer: Tokenizer, chat_template: str | None) -> str | None:
     """Returns the name of the dialect in which a model writes calls, None where it seems to know none.
 
-    Tokens and template decide, not the model's name: fine-tunes have others. V3.1 keeps the tokens of V3, and only the
+    Tokens and template decide, not the model's name: fine-tunes have others. A model whose vocabulary has no tokens for
+    the markers of V3 writes these as text, if its template shows it tools. V3.1 keeps the tokens of V3, and only the
     template tells that the arguments have no fence. GLM-4.7 and GLM-5 keep those of GLM-4.5, and their templates show
     that no line ends between a key and its value.
     """
@@ -83,6 +85,6 @@ def detect(tokenizer: Tokenizer, chat_template: str | None) -> str | None:
         return "glm47" if "</arg_key><arg_value>" in template else "glm45"
     if "｜DSML｜" in template:
         return "deepseek_v32"
-    if tokenizer.id_of("<｜tool▁calls▁begin｜>") is not None and "<｜tool▁call" in template:
+    if "<｜tool▁call" in template and (tokenizer.id_of("<｜tool▁calls▁begin｜>") is not None or names_tools(template)):
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     return None

@@ -51,3 +51,28 @@ def test_grammars_in_gbnf_and_in_larks_syntax(grammar: str, takes: str, refuses:
 def test_escapes_that_name_no_character_are_refused(escape: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         compiled(grammar=f'root ::= "{escape}"')
+
+
+def test_json_has_no_white_space_but_a_space_behind_commas_and_colons() -> None:
+    """With a free choice of it, half of a small model's tokens were line feeds and indents."""
+    members = {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"enum": [{"k": 1}]}}
+    for matcher in (compiled(json_object=True), vocabulary().compile(plain_grammar(_schema({"properties": members})))):
+        for text in ('{"a":[1,2],"b":{"k":1}}', '{"a": [1, 2], "b": {"k": 1}}', "{}"):
+            assert lets_through(text, matcher), text
+        for text in (
+            '{"a" : []}',
+            '{ "a": []}',
+            '{"a": [] }',
+            '{"a":  []}',
+            '{"a": [ 1]}',
+            '{"a": [1 ,2]}',
+            '{"a":\n[]}',
+        ):
+            assert not lets_through(text, matcher), text
+        for text in (" {}", "{ }", "\n{}"):
+            assert not lets_through(text, matcher), text
+        assert not lets_through("{} ", matcher)
+
+
+def _schema(schema: dict) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json={"type": "object"} | schema)

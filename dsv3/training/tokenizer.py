@@ -80,7 +80,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.post_processor = _post_processor()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
@@ -93,11 +93,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def _post_processor() -> processors.Sequence:
+    """Returns what puts the bos in front where special tokens are asked for, as this runtime does by `add_bos_token`.
+
+    transformers goes by the file for this class of tokenizers, and takes no notice of `add_bos_token`.
+    """
+    begin = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)])
+    return processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
+
+
 def tokenizer_config(model_max_length: int) -> dict[str, Any]:
     """Returns the content of `tokenizer_config.json`.
 
-    `tokenizer.json` adds no token by itself, as in DeepSeek's checkpoints. A plain prompt gets its bos from
-    `add_bos_token`, a conversation gets it from the template.
+    A plain prompt gets its bos by `add_bos_token`, a conversation gets it from the template.
     """
     token = {"__type": "AddedToken", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     return {

@@ -32,8 +32,15 @@ def test_special_tokens_have_fixed_ids(tokenizer: Tokenizer) -> None:
     assert (tk.BOS, tk.EOS) == ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 
 
-def test_the_file_adds_no_token_by_itself(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode("def").ids == tokenizer.encode("def", add_special_tokens=False).ids
+def test_a_text_begins_with_the_bos_where_special_tokens_are_asked_for(tokenizer: Tokenizer) -> None:
+    """Other programs go by the file alone; it says what this runtime does, for the bundled model too."""
+    assert tokenizer.encode("def").ids == [tk.BOS_ID, *tokenizer.encode("def", add_special_tokens=False).ids]
+    own = TextTokenizer.from_directory(bundled_model())
+    bundled = Tokenizer.from_file(str(bundled_model() / "tokenizer.json"))
+    for text in ("hello world", "", "def f(x):\n    return x"):
+        assert bundled.encode(text).ids == own.encode(text)
+        assert bundled.encode(text, add_special_tokens=False).ids == own.encode(text, add_special_tokens=False)
+    assert own.encode(tk.BOS + "a") == own.encode("a")
 
 
 def test_too_little_text_is_refused() -> None:

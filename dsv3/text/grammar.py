@@ -62,7 +62,7 @@ def body_of(constraint: StructuredOutputsParams, name: str = "answer") -> Gramma
         [entry] = json.loads(llguidance.LLMatcher.grammar_from_regex(unanchored(constraint.regex)))["grammars"]
         return entry | {"name": name}
     if constraint.choice is not None:
-        return lark_entry("start: " + " | ".join(map(literal, constraint.choice)), name)
+        return lark_entry("start: CHOICE\nCHOICE: " + " | ".join(map(literal, constraint.choice)), name)
     assert constraint.grammar is not None  # exactly one is given
     return lark_entry(_lark(constraint.grammar), name)
 

@@ -127,7 +127,7 @@ def test_what_the_engine_gets(held_server):
     thinking = {"chat_template_kwargs": {"thinking": True}}
     [top, answer] = grammar_of(held_server, CHAT, structured_outputs={"choice": ["a", 'b"']}, **thinking)
     assert "reasoning" in top["lark_grammar"]
-    assert answer["lark_grammar"] == 'start: "a" | "b\\""'
+    assert answer["lark_grammar"] == 'start: CHOICE\nCHOICE: "a" | "b\\""'
     [_, answer] = grammar_of(held_server, COMPLETIONS, structured_outputs={"grammar": 'root ::= "a" [0-9]+'})
     assert "start:" in answer["lark_grammar"]
 
@@ -218,12 +218,12 @@ def test_the_event_loop_goes_on_while_a_grammar_is_tried(held_server):
         assert other.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
 
 
-CHAIN = "root::=a00000\n" + "".join(f"a{i:05d}::=a{i + 1:05d}\n" for i in range(4000)) + 'a04000::="x"\n'
+CHAIN = "root::=a00000\n" + "".join(f"a{i:05d}::=a{i + 1:05d}\n" for i in range(3000)) + 'a03000::="x"\n'
 
 
-@pytest.mark.parametrize("grammar", ["\n" * 40_000, CHAIN], ids=["line feeds", "a chain of rules"])
+@pytest.mark.parametrize("grammar", ["\n" * 30_000, CHAIN], ids=["line feeds", "a chain of rules"])
 def test_what_is_not_linear_in_a_grammar_is_done_in_a_process_of_its_own(held_server, grammar):
-    """The front's processor time stays far below that of the process that can be killed, or of any slow conversion."""
+    """The front's own processor time stays far below what the conversion takes, or took: 0.6 s, and 6 s."""
     front = psutil.Process(held_server.process.pid)
     grammar_of(held_server, COMPLETIONS, structured_outputs={"regex": "a"})  # the process has been started
     before = sum(front.cpu_times()[:2])
@@ -231,7 +231,7 @@ def test_what_is_not_linear_in_a_grammar_is_done_in_a_process_of_its_own(held_se
         COMPLETIONS, json={"prompt": "x", "structured_outputs": {"grammar": grammar}}, timeout=300
     )
     assert answer.status_code in (400, 500)
-    assert sum(front.cpu_times()[:2]) - before < 0.5
+    assert sum(front.cpu_times()[:2]) - before < 0.3
 
 
 def wanted(pattern: str) -> Wanted:

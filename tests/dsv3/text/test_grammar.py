@@ -16,9 +16,17 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(tiny.backend().to_str(), tiny.backend().get_vocab_size(), [1])
 
 
+def compiled_of(constraint: StructuredOutputsParams) -> Matcher:
+    return vocabulary().compile(plain_grammar(constraint))
+
+
+def an_object(schema: dict) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json={"type": "object"} | schema)
+
+
 @functools.cache
 def compiled(**constraint) -> Matcher:
-    return vocabulary().compile(plain_grammar(StructuredOutputsParams(**constraint)))
+    return compiled_of(StructuredOutputsParams(**constraint))
 
 
 def lets_through(text: str, matcher: Matcher) -> bool:
@@ -56,7 +64,7 @@ def test_escapes_that_name_no_character_are_refused(escape: str) -> None:
 def test_json_has_no_white_space_but_a_space_behind_commas_and_colons() -> None:
     """With a free choice of it, half of a small model's tokens were line feeds and indents."""
     members = {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"enum": [{"k": 1}]}}
-    for matcher in (compiled(json_object=True), vocabulary().compile(plain_grammar(_schema({"properties": members})))):
+    for matcher in (compiled(json_object=True), compiled_of(an_object({"properties": members}))):
         for text in ('{"a":[1,2],"b":{"k":1}}', '{"a": [1, 2], "b": {"k": 1}}', "{}"):
             assert lets_through(text, matcher), text
         for text in (
@@ -74,5 +82,24 @@ def test_json_has_no_white_space_but_a_space_behind_commas_and_colons() -> None:
         assert not lets_through("{} ", matcher)
 
 
-def _schema(schema: dict) -> StructuredOutputsParams:
-    return StructuredOutputsParams(json={"type": "object"} | schema)
+def test_a_rule_that_fits_in_hundreds_of_ways_ends_before_it_is_slow() -> None:
+    """Each mask takes longer than the one before, and all requests of a step wait for it."""
+    matcher = compiled(grammar='start: s\ns: s s s s | s s s | s s | "a"').copy()
+    mask = np.zeros((1, 1, vocabulary().words), np.uint32)
+    [token] = tiny.backend().encode("a", add_special_tokens=False).ids
+    answer: list[int] = []
+    while matcher.error is None:
+        answer.append(token)
+        assert len(answer) < 150
+        matcher.advance(np.array(answer))
+        vocabulary().fill([(matcher, [])], mask)
+    assert len(answer) > 20 and "items" in matcher.error
+
+
+def test_wide_grammars_are_let_through() -> None:
+    """As many texts as may be listed, and objects of many properties, of which any may be left out."""
+    words = [f"w{i:04d}" for i in range(1024)]
+    assert lets_through(words[-1], compiled_of(StructuredOutputsParams(choice=words)))
+    members = {word: {"type": "integer"} for word in words[:200]}
+    text = "{" + ", ".join(f'"{word}": 1' for word in words[0:200:7]) + "}"
+    assert lets_through(text, compiled_of(an_object({"properties": members, "additionalProperties": False})))

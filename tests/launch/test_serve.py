@@ -155,12 +155,7 @@ def test_chat_in_the_form_of_the_template(client):
 
 SWITCH = {
     "name": "switch_light",
-    "parameters": {
-        "type": "object",
-        "properties": {"on": {"type": "boolean"}},
-        "required": ["on"],
-        "additionalProperties": False,
-    },
+    "parameters": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
 }
 
 

@@ -194,3 +194,16 @@ def test_what_is_required_is_looked_up_once_per_argument() -> None:
         assert (after(matcher, "glm47", call_text("glm47", [("f", arguments)])) is not None) is taken
     for odd in (5, "ab", None):
         compiled("glm47", CallRules([Function("f", schema | {"required": odd}, True)], required=True, parallel=False))
+
+
+@pytest.mark.parametrize(
+    ("more", "open_"),
+    [({}, False), ({"additionalProperties": {"type": "integer"}}, True), ({"required": ["b"]}, True)],
+)
+def test_arguments_that_no_schema_lists(more: dict, open_: bool) -> None:
+    """There are none, unless the schema says something of others, or asks for one."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}} | more
+    rules = CallRules([Function("f", schema, False)], required=True, parallel=False)
+    _, matcher = compiled("deepseek_v31", rules)
+    both = after(matcher, "deepseek_v31", call_text("deepseek_v31", [("f", {"a": 1, "b": 2})]))
+    assert (both is not None) is open_

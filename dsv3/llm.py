@@ -27,7 +27,7 @@ from dsv3.prepare import PreparedRequest, fan_out, prepare
 from dsv3.progress import progress_bar
 from dsv3.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull, TokenLogprobs
 from dsv3.sampling_params import SamplingParams
-from dsv3.text.answer_grammar import answer_grammar
+from dsv3.text.answer_grammar import Wanted, answer_grammar
 from dsv3.text.chat_template import ChatTemplate, TemplateError
 from dsv3.text.output import EndReason, OutputStream
 from dsv3.text.parsers import ParserOptions, Parsers
@@ -232,7 +232,8 @@ class LLM:
         tokenizer = self._need_tokenizer()
         parsers = Parsers(ParserOptions(), tokenizer, tokenizer.chat_template)
         try:
-            return answer_grammar(parsers, prompt, params.structured_outputs, None)
+            wanted = Wanted(constraint=params.structured_outputs, reasoning=parsers.reasoning(prompt))
+            return answer_grammar(wanted, parsers.dialect, parsers.marker_ids.get)
         except ValueError as error:
             raise InvalidRequest(f"structured_outputs: {error}") from None
 

@@ -17,6 +17,10 @@ from dsv3.text.grammar import Grammar, escaped, literal, schema_entry, symbol, u
 from dsv3.text.parser import MAX_CALLS
 
 _GAPS = re.compile(r"\{(name|number|arguments|key|value)\}")
+# What in a schema may concern arguments that its properties do not list.
+_SAYS_OF_OTHERS = frozenset(
+    ["additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"]
+)
 # What may stand beside "type": "string" in a schema whose text needs no quotes.
 _SAYS_NOTHING = frozenset(["type", "title", "description", "default", "examples", "deprecated", "$comment"])
 
@@ -80,14 +84,13 @@ class CallGrammar:
     def _arguments(self, name: str, function: Function) -> str:
         schema = function.parameters or {"type": "object"}
         if not self._form.text:
-            return self._schema(name, schema, function)
+            return self._schema(name, _closed(schema), function)
         if not isinstance(properties := schema.get("properties", {}), dict):
             raise ValueError("tools: the properties of a function's parameters are an object")
         if not properties:
             self._require_plain(schema, function)
             return self._spelled(self._form.nothing)
-        required = schema.get("required", [])
-        parts = []
+        required, parts = _required(schema), []
         for j, (key, value) in enumerate(properties.items()):
             rule = f"{name}_{j}"
             self.rules.append(f"{rule}: {self._argument(rule, key, value, schema, function)}")
@@ -160,6 +163,24 @@ class CallGrammar:
                 pieces += [literal(text[at : match.start()]), symbol(token)]
                 at = match.end()
         return [piece for piece in [*pieces, literal(text[at:])] if piece != '""']
+
+
+def _required(schema: Mapping[str, Any]) -> set[str]:
+    """Returns the names of arguments that must be given."""
+    listed = schema.get("required", [])
+    return {key for key in listed if isinstance(key, str)} if isinstance(listed, list) else set()
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a schema that allows no arguments but those it lists, unless it says something of others.
+
+    Small models make some up; where arguments are written one by one there are no others either.
+    """
+    properties = schema.get("properties")
+    is_plain = not schema.keys() & _SAYS_OF_OTHERS and isinstance(properties, dict)
+    return (
+        {**schema, "additionalProperties": False} if is_plain and _required(schema) <= set(properties or ()) else schema
+    )
 
 
 def _texts(schema: Mapping[str, Any]) -> list[str] | None:

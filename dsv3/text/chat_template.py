@@ -21,6 +21,10 @@ Message = Mapping[str, Any]
 # What a client may set through `chat_template_kwargs`; anything else could overrule the variables set here.
 ALLOWED_KWARGS = frozenset({"thinking", "enable_thinking", "thinking_budget", "reasoning_effort", "date_string"})
 _MAX_ERROR_CHARS = 200
+_ERRORS = (
+    jinja2.TemplateError,
+    *(TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError),
+)
 
 
 class TemplateError(ValueError):
@@ -86,13 +90,40 @@ class ChatTemplate:
         return {"tools": ordered, typescript_tools.VARIABLE: typescript_tools.declare(ordered)}
 
     def _render(self, variables: dict[str, Any]) -> str:
+        """Renders; an error names the message that the template had read last."""
         try:
             return self._template.render(variables)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template refuses these messages: {_short(error)}") from None
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            kind = type(error).__name__
-            raise TemplateError(f"the chat template cannot render these messages ({kind})") from None
+        except _ERRORS:
+            pass
+        last: list[int] = []
+        try:
+            return self._template.render(
+                variables | {"messages": [_Noting(each, i, last) for i, each in enumerate(variables["messages"])]}
+            )
+        except _ERRORS as error:
+            where = f"messages[{last[-1]}]" if last else "these messages"
+            if isinstance(error, jinja2.TemplateError):
+                raise TemplateError(f"the chat template refuses {where}: {_short(error)}") from None
+            # A text of other errors may hold what a client has sent.
+            what = f": {_short(error)}" if isinstance(error, TypeError) else ""
+            raise TemplateError(f"the chat template cannot render {where} ({type(error).__name__}{what})") from None
+
+
+class _Noting(dict[str, Any]):
+    """A message that notes its place whenever a template reads a field of it."""
+
+    def __init__(self, message: Message, place: int, last: list[int]):
+        super().__init__(message)
+        self._place, self._last = place, last
+
+    def __getitem__(self, key: str) -> Any:
+        self._last[:] = [self._place]
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns a field."""
+        self._last[:] = [self._place]
+        return super().get(key, default)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

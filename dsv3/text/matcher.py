@@ -13,9 +13,11 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 _WORD_BITS = 32
-# Work that one grammar may cause. llguidance's own bounds allow 250,000 states of a lexer, of 2 kB each. A mask takes
-# 14 ms of its lexer's work and 3 ms of its parser's at most, which are llguidance's own.
+# Work that one grammar may cause. llguidance's own bounds allow 250,000 states of a lexer (2 kB each) and 50,000 items
+# of a parser per mask, 2,000 of them in a row: with these an ambiguous rule (s: s s | /[a-z]/) took 1.5 s per mask, and
+# takes 50 ms with ours. A lexer takes 14 ms per mask, as long as it makes new states.
 _MAX_LEXER_STATES, _MAX_GRAMMAR_SIZE = 20_000, 200_000
+_MAX_ITEMS, _MAX_ROW_ITEMS = 10_000, 1_000
 _MAX_ERROR_CHARS = 300
 # Rows whose masks one thread computes: they take 14 us each, and waking others takes longer, on a busy machine by far.
 _MAX_ALONE = 16
@@ -60,7 +62,11 @@ class Vocabulary:
         It has computed its first mask, so that its copies need not build the same states again.
         """
         limits = llguidance.LLParserLimits(
-            max_lexer_states=_MAX_LEXER_STATES, max_grammar_size=_MAX_GRAMMAR_SIZE, verbose_errors=False
+            max_lexer_states=_MAX_LEXER_STATES,
+            max_grammar_size=_MAX_GRAMMAR_SIZE,
+            step_max_items=_MAX_ITEMS,
+            max_items_in_row=_MAX_ROW_ITEMS,
+            verbose_errors=False,
         )
         matcher = Matcher(llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits))
         mask = np.zeros((1, 1, self.words), np.uint32)

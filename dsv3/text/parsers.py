@@ -4,8 +4,10 @@ import msgspec
 
 from dsv3.text.dialects import (
     DIALECTS,
+    END_THINK,
     REASONING_MARKERS,
     REASONING_TABLE,
+    THINK,
     Dialect,
     ReasoningParser,
     State,
@@ -13,8 +15,10 @@ from dsv3.text.dialects import (
     knows_reasoning,
     start_state,
 )
+from dsv3.text.grammar import Reasoning
 from dsv3.text.parser import AnswerParser, Format, Tools
 from dsv3.text.tokenizer import Tokenizer
+from dsv3.text.tool_messages import names_tools
 
 
 class ParserOptions(msgspec.Struct, frozen=True):
@@ -27,19 +31,21 @@ class ParserOptions(msgspec.Struct, frozen=True):
 class Parsers:
     """Makes the parsers for the answers of one model.
 
-    `dialect` is the one of its tool calls, None where none is known; `splits_reasoning` says whether reasoning is told
-    apart from the answer. `id_of` gives the token of a marker, if it is one.
+    `dialect` is the one of its tool calls, None where none is known; `dialect_name` is its name then, and `marker_ids`
+    has its markers that are tokens. `splits_reasoning` says whether reasoning is told apart from the answer.
     """
 
     def __init__(self, options: ParserOptions, tokenizer: Tokenizer, chat_template: str | None):
         name = detect(tokenizer, chat_template) if options.tools == "auto" else options.tools
         self.dialect: Dialect | None = DIALECTS.get(name or "")
+        self.dialect_name = name if self.dialect is not None else None
         self.splits_reasoning = (
             knows_reasoning(chat_template) if options.reasoning == "auto" else options.reasoning != "none"
         )
-        self.id_of = tokenizer.id_of
+        self._id_of = tokenizer.id_of
         self._always_thinks = options.reasoning == "deepseek_r1"
         markers, table = ({}, {}) if self.dialect is None else (self.dialect.markers, self.dialect.table)
+        self.marker_ids = {marker: i for marker in markers if (i := tokenizer.id_of(marker)) is not None}
         if self.splits_reasoning:
             markers, table = {**REASONING_MARKERS, **markers}, {**REASONING_TABLE, **table}
         self._format = Format(self.dialect, markers, table, tokenizer.id_of) if markers else None
@@ -50,6 +56,15 @@ class Parsers:
             return State.CONTENT, State.CONTENT
         return start_state(prompt, self._always_thinks)
 
+    def reasoning(self, prompt: str) -> Reasoning | None:
+        """Returns the reasoning that answers to `prompt` begin with, None where they have none."""
+        state, then = self.start(prompt)
+        if state is State.CONTENT:
+            return None
+        opened = State.REASONING in (state, then)
+        first, last = (marker if (token := self._id_of(marker)) is None else token for marker in (THINK, END_THINK))
+        return Reasoning(first, last, opened, optional=not opened)
+
     def parser(self, start: tuple[State, State], tools: Tools | None) -> AnswerParser | None:
         """Returns a new parser for one answer, None where nothing is to be parsed."""
         return None if self._format is None else AnswerParser(self._format, *start, tools)
@@ -58,7 +73,8 @@ class Parsers:
 def detect(tokenizer: Tokenizer, chat_template: str | None) -> str | None:
     """Returns the name of the dialect in which a model writes calls, None where it seems to know none.
 
-    Tokens and template decide, not the model's name: fine-tunes have others. V3.1 keeps the tokens of V3, and only the
+    Tokens and template decide, not the model's name: fine-tunes have others. A model whose vocabulary has no tokens for
+    the markers of V3 writes these as text, if its template shows it tools. V3.1 keeps the tokens of V3, and only the
     template tells that the arguments have no fence. GLM-4.7 and GLM-5 keep those of GLM-4.5, and their templates show
     that no line ends between a key and its value.
     """
@@ -69,6 +85,6 @@ def detect(tokenizer: Tokenizer, chat_template: str | None) -> str | None:
         return "glm47" if "</arg_key><arg_value>" in template else "glm45"
     if "｜DSML｜" in template:
         return "deepseek_v32"
-    if tokenizer.id_of("<｜tool▁calls▁begin｜>") is not None and "<｜tool▁call" in template:
+    if "<｜tool▁call" in template and (tokenizer.id_of("<｜tool▁calls▁begin｜>") is not None or names_tools(template)):
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     return None

@@ -3,6 +3,8 @@
 A new kind is a class here and a member of `Piece`; the parser that makes it is `dsv3.text.parser`.
 """
 
+import itertools
+
 import msgspec
 
 
@@ -51,13 +53,18 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     """Returns pieces of which no two texts of one kind follow each other."""
     if len(pieces) < 2:
         return pieces
-    result = [pieces[0]]
-    for piece in pieces[1:]:
-        last = result[-1]
-        if isinstance(piece, Text | Reasoning) and type(piece) is type(last):
-            result[-1] = type(piece)(last.text + piece.text)
-        elif isinstance(piece, ToolArguments) and isinstance(last, ToolArguments) and piece.index == last.index:
-            result[-1] = ToolArguments(piece.index, last.text + piece.text)
-        else:
-            result.append(piece)
+    result: list[Piece] = []
+    for _, group in itertools.groupby(pieces, _kind):
+        first, *others = group
+        if others:  # joined at once: a resumed answer may have 100,000 pieces of one kind
+            text = "".join(piece.text for piece in (first, *others))  # type: ignore[union-attr]
+            first = msgspec.structs.replace(first, text=text)
+        result.append(first)
     return result
+
+
+def _kind(piece: Piece) -> tuple[object, ...]:
+    """Returns what two pieces have in common whose texts may be joined."""
+    if isinstance(piece, ToolCall):
+        return (id(piece),)
+    return type(piece), piece.index if isinstance(piece, ToolArguments) else None

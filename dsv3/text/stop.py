@@ -1,57 +1,86 @@
 """Stop strings: finds strings in text that arrives piece by piece, in linear time, and ends the text there."""
 
+import functools
+from collections import deque
 from collections.abc import Sequence
 
 from dsv3.text.pieces import Raw, Text
 
 
+class _Automaton:
+    """The automaton of Aho and Corasick: its states stand for the beginnings of some patterns, 0 for the empty one.
+
+    `steps` leads from a state over a character to a longer beginning, and `falls` to the longest beginning that the
+    state's text ends with. `ends` has the longest pattern that a state's text ends with, None for none, and `held` how
+    many of its last characters may be part of a pattern that is yet to come.
+    """
+
+    def __init__(self, patterns: Sequence[str]):
+        self.steps: list[dict[str, int]] = [{}]
+        self.ends: list[str | None] = [None]
+        for pattern in patterns:
+            state = 0
+            for char in pattern:
+                state = self.steps[state].setdefault(char, len(self.steps))
+                if state == len(self.steps):
+                    self.steps.append({})
+                    self.ends.append(None)
+            self.ends[state] = pattern
+        self.falls, self.held = [0] * len(self.steps), [0] * len(self.steps)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Goes through the states, the shorter ones first: what a state falls to is known before the state is."""
+        waiting = deque([(0, 0)])
+        while waiting:
+            state, depth = waiting.popleft()
+            fall = self.falls[state]
+            self.ends[state] = self.ends[state] or self.ends[fall]
+            self.held[state] = depth if self.steps[state] else self.held[fall]
+            for char, longer in self.steps[state].items():
+                self.falls[longer] = self.after(fall, char) if state else 0
+                waiting.append((longer, depth + 1))
+
+    def after(self, state: int, char: str) -> int:
+        """Returns the state behind one more character."""
+        while (longer := self.steps[state].get(char)) is None and state:
+            state = self.falls[state]
+        return longer or 0
+
+
+_automaton = functools.lru_cache(maxsize=16)(_Automaton)  # the choices of a request share one: 16,384 states take 20 ms
+
+
 class StopMatcher:
     """Watches a text for the first end of any of `patterns`, which may stretch over pieces.
 
-    One Knuth-Morris-Pratt automaton per pattern: each character costs amortised constant time whatever the text, and
-    the automaton's state is the number of characters that may yet turn out to be part of a match.
+    A character costs amortised constant time, whatever the text and however many patterns there are.
     """
 
     def __init__(self, patterns: Sequence[str]):
         if any(not pattern for pattern in patterns):
             raise ValueError("a pattern is empty")
-        self._patterns = tuple(patterns)
-        self._failures = tuple(map(_failures, patterns))
-        self._states = [0] * len(self._patterns)
+        self._automaton = _automaton(tuple(patterns))
+        self._state = 0
 
     @property
     def held(self) -> int:
         """The number of trailing characters so far that may belong to a match to come."""
-        return max(self._states, default=0)
+        return self._automaton.held[self._state]
 
     def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
         """Reads `text[start:]`; at the first match returns the index after it and the pattern, longest first.
 
         Reading stops there: call again with that index to go on.
         """
-        if not self._patterns:
-            return None
+        after, ends, state = self._automaton.after, self._automaton.ends, self._state
         for i in range(start, len(text)):
-            match = self._advance(text[i])
-            if match is not None:
-                return i + 1, match
+            state = after(state, text[i])
+            if (pattern := ends[state]) is not None:
+                self._state = state
+                return i + 1, pattern
+        self._state = state
         return None
-
-    def _advance(self, char: str) -> str | None:
-        match: str | None = None
-        for p, pattern in enumerate(self._patterns):
-            failures = self._failures[p]
-            state = self._states[p]
-            while state and pattern[state] != char:
-                state = failures[state - 1]
-            if pattern[state] == char:
-                state += 1
-            if state == len(pattern):
-                state = failures[state - 1]
-                if match is None or len(pattern) > len(match):
-                    match = pattern
-            self._states[p] = state
-        return match
 
 
 class StopStrings:
@@ -108,16 +137,3 @@ def _split(pieces: list[Raw], num_chars: int) -> tuple[list[Raw], list[Raw]]:
             piece = Text(piece.text[cut:])
         tail.append(piece)
     return front, tail[::-1]
-
-
-def _failures(pattern: str) -> list[int]:
-    """Returns for each prefix the length of its longest proper suffix that is a prefix too."""
-    table = [0] * len(pattern)
-    length = 0
-    for i in range(1, len(pattern)):
-        while length and pattern[i] != pattern[length]:
-            length = table[length - 1]
-        if pattern[i] == pattern[length]:
-            length += 1
-        table[i] = length
-    return table

@@ -12,7 +12,7 @@ import jinja2.sandbox
 from dsv3.text.chat_template import ChatTemplate, Message, TemplateError
 from dsv3.text.dialects import Dialect
 
-_PROBE = '{"probe": "1"}'
+_NAME, _PROBE = "probed_function", '{"probe": "1"}'
 
 
 def telling_tools(source: str, dialect: Dialect | None) -> str:
@@ -38,12 +38,23 @@ class ToolMessages:
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages with results in the order of their calls, and arguments as the template expects them.
 
-        Raises TemplateError where the template takes objects and arguments are not JSON of one.
+        An assistant's content that is null or absent becomes what the template takes for no text. Raises TemplateError
+        where the template takes objects and arguments are not JSON of one.
         """
         if not any(message.get("tool_calls") for message in messages):
-            return list(messages)
-        messages = _in_order(messages)
-        return messages if self._takes_text else [_with_objects(message) for message in messages]
+            return [_with_content(message, "") for message in messages]
+        messages = [_with_content(message, self._no_text) for message in _in_order(messages)]
+        return messages if self._takes_text else [_with_objects(message, i) for i, message in enumerate(messages)]
+
+    @functools.cached_property
+    def _no_text(self) -> str | None:
+        """What stands for no text beside calls.
+
+        It is an empty text, since many templates print null as "None"; but DeepSeek's first ones drop the calls of a
+        message that has any text.
+        """
+        with_text = [self._probed("", arguments) for arguments in (_PROBE, json.loads(_PROBE))]
+        return "" if any(_NAME in prompt for prompt in with_text) else None
 
     @functools.cached_property
     def _takes_text(self) -> bool:
@@ -51,16 +62,21 @@ class ToolMessages:
 
         Text would become a string in JSON there: a model then calls with arguments in quotes.
         """
-        call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": _PROBE}}
+        return _PROBE in self._probed(self._no_text, _PROBE)
+
+    def _probed(self, content: str | None, arguments: object) -> str:
+        """Returns the prompt of a conversation with a call, "" where the template refuses it."""
+        place = f"functions.{_NAME}:0"
+        call = {"id": place, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         messages: list[Message] = [
             {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "x", "tool_call_id": "functions.f:0"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "content": "x", "tool_call_id": place},
         ]
         try:
-            return _PROBE in self._template.render(messages)
+            return self._template.render(messages)
         except TemplateError:
-            return False
+            return ""
 
 
 def _in_order(messages: Sequence[Message]) -> list[Message]:
@@ -86,12 +102,20 @@ def _in_order(messages: Sequence[Message]) -> list[Message]:
     return ordered
 
 
-def _with_objects(message: Message) -> Message:
+def _with_content(message: Message, nothing: str | None) -> Message:
+    """Returns a message; one of the assistant with `nothing` where it has no content."""
+    is_bare = message.get("role") == "assistant" and message.get("content") is None
+    if not is_bare:
+        return message
+    return {**message, "content": nothing if message.get("tool_calls") else ""}
+
+
+def _with_objects(message: Message, place: int) -> Message:
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_object(call) for call in calls]} if calls else message
+    return {**message, "tool_calls": [_with_object(call, place) for call in calls]} if calls else message
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_object(call: Mapping[str, Any], place: int) -> dict[str, Any]:
     function = call["function"]
     text = function["arguments"]
     try:
@@ -99,5 +123,5 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise TemplateError("the arguments of a tool call in the messages are not a JSON object")
+        raise TemplateError(f"messages[{place}]: the arguments of a tool call are not a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}

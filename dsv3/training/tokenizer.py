@@ -5,6 +5,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from dsv3.text.dialects import DIALECTS
+
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 SPECIAL_TOKENS = (BOS, EOS, PAD, USER, ASSISTANT)
@@ -15,24 +17,54 @@ BOS_ID, EOS_ID, PAD_ID, USER_ID, ASSISTANT_ID = range(len(SPECIAL_TOKENS))
 # Underscores belong to names.
 PIECES = r"\n+ *| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
 
-CHAT_TEMPLATE = """\
+_DIALECT = DIALECTS["deepseek_v3"]
+# What shows the tools to the model ends with a line feed, which `{%-` takes away where jinja has not.
+CHAT_TEMPLATE = (
+    (_DIALECT.preamble or "")
+    + """\
 {%- if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif -%}
+{%- macro content(message) -%}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- elif message['role'] != 'assistant' -%}
+{{- raise_exception('the content of a message of the role ' + message['role'] + ' must be a text') -}}
+{%- endif -%}
+{%- endmacro -%}
 {{- bos_token -}}
 {%- for message in messages if message['role'] == 'system' -%}
-{{- message['content'] -}}
+{{- content(message) -}}
 {%- endfor -%}
-{%- for message in messages -%}
-{%- if message['role'] == 'user' -%}
-{{- '<｜User｜>' + message['content'] -}}
-{%- elif message['role'] == 'assistant' -%}
-{{- '<｜Assistant｜>' + message['content'] + eos_token -}}
-{%- elif message['role'] != 'system' -%}
-{{- raise_exception('this model knows the roles system, user and assistant, not ' + message['role']) -}}
+{%- set told = namespace(results=false) -%}
+{%- for message in messages if message['role'] != 'system' -%}
+{%- if told.results and message['role'] != 'tool' -%}
+{{- '<｜tool▁outputs▁end｜>' -}}
 {%- endif -%}
+{%- if message['role'] == 'user' -%}
+{{- '<｜User｜>' + content(message) -}}
+{%- elif message['role'] == 'assistant' -%}
+{{- ('' if told.results else '<｜Assistant｜>') + content(message) -}}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set arguments = call['function']['arguments'] -%}
+{{- '<｜tool▁calls▁begin｜>' if loop.first else '\\n' -}}
+{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call['function']['name'] + '\\n```json\\n' -}}
+{{- arguments if arguments is string else arguments | tojson -}}
+{{- '\\n```<｜tool▁call▁end｜>' -}}
+{{- '<｜tool▁calls▁end｜>' if loop.last -}}
 {%- endfor -%}
-{%- if add_generation_prompt -%}
+{{- eos_token -}}
+{%- elif message['role'] == 'tool' -%}
+{{- '\\n' if told.results else '<｜tool▁outputs▁begin｜>' -}}
+{{- '<｜tool▁output▁begin｜>' + content(message) + '<｜tool▁output▁end｜>' -}}
+{%- else -%}
+{{- raise_exception('this model knows the roles system, user, assistant and tool, not ' + message['role']) -}}
+{%- endif -%}
+{%- set told.results = message['role'] == 'tool' -%}
+{%- endfor -%}
+{{- '<｜tool▁outputs▁end｜>' if told.results -}}
+{%- if add_generation_prompt and not told.results -%}
 {{- '<｜Assistant｜>' -}}
 {%- endif -%}"""
+)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -48,7 +80,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.post_processor = _post_processor()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
@@ -61,11 +93,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def _post_processor() -> processors.Sequence:
+    """Returns what puts the bos in front where special tokens are asked for, as this runtime does by `add_bos_token`.
+
+    transformers goes by the file for this class of tokenizers, and takes no notice of `add_bos_token`.
+    """
+    begin = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)])
+    return processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
+
+
 def tokenizer_config(model_max_length: int) -> dict[str, Any]:
     """Returns the content of `tokenizer_config.json`.
 
-    `tokenizer.json` adds no token by itself, as in DeepSeek's checkpoints. A plain prompt gets its bos from
-    `add_bos_token`, a conversation gets it from the template.
+    A plain prompt gets its bos by `add_bos_token`, a conversation gets it from the template.
     """
     token = {"__type": "AddedToken", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     return {

@@ -21,7 +21,7 @@ from tests.launch.preloaded import run
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "launch.serve"]
-SMALL = ["--max-num-seqs", "4", "--max_model_len=256", "--max_num_batched_tokens=64", "--max-num-queued-reqs", "20"]
+SMALL = ["--max-num-seqs", "4", "--max_model_len=1024", "--max_num_batched_tokens=64", "--max-num-queued-reqs", "20"]
 PROMPT = "def read(self, size):\n    "
 
 
@@ -93,7 +93,7 @@ def test_what_it_prints(server):
     assert "serving dsv3-tiny from" in text
     assert re.search(r"\[\d+/\d+\] compiling ", text)
     assert "ready at http://127.0.0.1:" in text
-    assert "256 tokens per request, 4 requests at once" in text
+    assert "1024 tokens per request, 4 requests at once" in text
     assert re.search(r"dsv3-tiny: family deepseek_v3, \S+ million parameters, .* bytes of cache per token \(", text)
     assert re.search(r"host memory in \S+: 0.02 GiB, room for \d+ pages, 0 found again", text)
 
@@ -151,16 +151,39 @@ def test_chat_in_the_form_of_the_template(client):
     messages = [{"role": "user", "content": "What does os.path.join do?"}]
     answer = client.chat.completions.create(model="dsv3-tiny", messages=messages, max_tokens=30, temperature=0)
     assert answer.choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match="roles system, user and assistant"):
-        client.chat.completions.create(model="dsv3-tiny", messages=[{"role": "tool", "content": "x"}])
+
+
+SWITCH = {
+    "name": "switch_light",
+    "parameters": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "switch_light"}}])
+def test_an_agent_calls_a_tool_and_goes_on_with_its_result(client, choice):
+    """Nothing has to be switched on; messages go back as the client has them, null content included."""
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Switch the light on."}]
+    settings = {"model": "dsv3-tiny", "tools": [{"type": "function", "function": SWITCH}], "temperature": 0}
+    answer = client.chat.completions.create(
+        **settings, messages=messages, tool_choice=choice, parallel_tool_calls=False
+    ).choices[0]
+    [call] = answer.message.tool_calls
+    assert (answer.finish_reason, answer.message.content, call.function.name) == ("tool_calls", None, "switch_light")
+    assert set(json.loads(call.function.arguments)) == {"on"}
+    messages += [answer.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    answer = client.chat.completions.create(**settings, messages=messages, max_tokens=5).choices[0]
+    assert answer.message.tool_calls is None and answer.message.content
+    refused = [*messages, {"role": "user", "content": None}]
+    with pytest.raises(openai.BadRequestError, match=r"messages\[4\]: .* role user needs content"):
+        client.chat.completions.create(**settings, messages=refused)
 
 
 def test_limits_are_those_of_the_engine(client):
-    with pytest.raises(openai.BadRequestError, match="256 tokens"):
-        complete(client, list(range(250)), max_tokens=7)
+    with pytest.raises(openai.BadRequestError, match="1024 tokens"):
+        complete(client, [11] * 1018, max_tokens=7)
     with pytest.raises(openai.BadRequestError, match="token id"):
         complete(client, [10**6])
-    assert complete(client, [11] * 250, max_tokens=6, extra_body={"ignore_eos": True}) is not None
+    assert complete(client, [11] * 1018, max_tokens=6, extra_body={"ignore_eos": True}) is not None
 
 
 def test_nothing_is_compiled_after_the_start_and_nothing_stays(client, url):

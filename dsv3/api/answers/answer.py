@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from dsv3.api.answers.bootstrap import bootstrap_of
-from dsv3.api.answers.constraints import constraint_of, tried_grammar
+from dsv3.api.answers.constraints import constraint_of, made_grammar
 from dsv3.api.answers.errors import ApiError
 from dsv3.api.answers.generation import Generation, Update, prepare_requests
 from dsv3.api.answers.prompts import EncodedPrompt
@@ -22,7 +22,7 @@ from dsv3.api.answers.transfer import pages_from, told
 from dsv3.api.answers.whole import LIST_OF_GAP, WholeChoice, filled, joined
 from dsv3.api.tenants import Tenant
 from dsv3.request import MAX_PRIORITY
-from dsv3.text.grammar import plain_grammar
+from dsv3.text.answer_grammar import Wanted
 from dsv3.text.parser import AnswerParser
 
 to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
@@ -222,7 +222,7 @@ class Answer[Request: SampledRequest](abc.ABC):
         if (constraint := constraint_of(self.request)) is None:
             return ""
         field = "structured_outputs" if self.request.structured_outputs is not None else "response_format"
-        return await tried_grammar(self.service, lambda: plain_grammar(constraint), field, len(prompts))
+        return await made_grammar(self.service, Wanted(constraint=constraint), field, len(prompts))
 
     @abc.abstractmethod
     def num_logprobs(self) -> int | None:

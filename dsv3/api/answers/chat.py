@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import msgspec
 
 from dsv3.api.answers.answer import Answer, ChunkTemplate, to_event, to_json
-from dsv3.api.answers.constraints import constraint_of, tried_grammar
+from dsv3.api.answers.constraints import constraint_of, made_grammar
 from dsv3.api.answers.errors import invalid
 from dsv3.api.answers.generation import Update
 from dsv3.api.answers.prompts import EncodedPrompt, chat_prompt
@@ -29,7 +29,7 @@ from dsv3.api.answers.service import Service
 from dsv3.api.answers.tools import RequestTools, read_tools
 from dsv3.api.answers.whole import LIST_OF_GAP, WholeChoice, filled, with_commas
 from dsv3.api.tenants import Tenant
-from dsv3.text.answer_grammar import answer_grammar
+from dsv3.text.answer_grammar import Wanted
 from dsv3.text.dialects import State
 from dsv3.text.parser import AnswerParser
 from dsv3.text.pieces import Piece, Reasoning, Text, ToolArguments, ToolCall
@@ -74,9 +74,8 @@ class ChatAnswer(Answer[ChatRequest]):
             return await super().grammar(prompts)
         [prompt] = prompts
         field = "tools" if constraint is None else "response_format"
-        return await tried_grammar(
-            self.service, lambda: answer_grammar(parsers, prompt.text or "", constraint, calls), field
-        )
+        reasoning = parsers.reasoning(prompt.text or "")
+        return await made_grammar(self.service, Wanted(constraint=constraint, calls=calls, reasoning=reasoning), field)
 
     def max_tokens(self) -> int | None:
         request = self.request

@@ -1,9 +1,7 @@
 """What a request wants its answers held to: OpenAI's `response_format` or vLLM's `structured_outputs`, as a grammar.
 
-A grammar is written and tried out before anything is sent to the engine, off the event loop.
+A grammar is written and compiled before anything is sent to the engine, in a process that can be killed.
 """
-
-from collections.abc import Callable
 
 from dsv3.api.answers.errors import invalid, unavailable
 from dsv3.api.answers.schema import ResponseFormat, SampledRequest
@@ -11,6 +9,7 @@ from dsv3.api.answers.service import Service
 from dsv3.api.asking import WorkerDied
 from dsv3.api.workers import WorkersBusy
 from dsv3.structured_outputs import StructuredOutputsParams
+from dsv3.text.answer_grammar import Wanted
 from dsv3.text.matcher import GrammarError, VocabularyError
 
 MAX_TOTAL_CHARS = 2**24
@@ -36,8 +35,8 @@ def _of_format(given: ResponseFormat) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=schema)
 
 
-async def tried_grammar(service: Service, make: Callable[[], str], field: str, prompts: int = 1) -> str:
-    """Returns the grammar that `make` writes, once it is known to compile.
+async def made_grammar(service: Service, wanted: Wanted, field: str, prompts: int = 1) -> str:
+    """Returns the grammar of an answer, which is known to compile.
 
     Raises ApiError: 400 that names `field` and says what is wrong with it, 503 where too many grammars wait.
     """
@@ -46,11 +45,10 @@ async def tried_grammar(service: Service, make: Callable[[], str], field: str, p
         what = "this server holds no answer to a grammar: it has no tokenizer, or overrules drafts for a benchmark"
         raise invalid(f"{field}: {what}", field, "unsupported_parameter")
     try:
-        grammar = await service.run(True, make)
+        grammar = await service.grammars.make(wanted, rules)
         if prompts * len(grammar) > MAX_TOTAL_CHARS:
             raise invalid(f"{field}: too large for {prompts} prompts in one request; send several", field)
-        await service.grammars.check(grammar, rules)
-    except (GrammarError, VocabularyError, ValueError) as error:
+    except (GrammarError, VocabularyError) as error:
         service.metrics.add("grammars_refused", 1)
         raise invalid(f"{field}: {str(error).removeprefix(f'{field}: ')}", field) from None
     except WorkerDied as error:

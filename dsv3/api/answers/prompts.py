@@ -150,11 +150,15 @@ def _render_request(
         kwargs.setdefault("reasoning_effort", reasoning_effort)
     assert request.messages is not None
     return Render(
-        [_template_message(message) for message in request.messages], tools.shown, prompted, continued, kwargs
+        [_template_message(message, i) for i, message in enumerate(request.messages)],
+        tools.shown,
+        prompted,
+        continued,
+        kwargs,
     )
 
 
-def _template_message(message: ChatMessage) -> dict[str, Any]:
+def _template_message(message: ChatMessage, place: int) -> dict[str, Any]:
     """Returns a message as templates expect it: plain text content, no role they do not know."""
     fields = msgspec.structs.asdict(message)
     fields = {name: value for name, value in fields.items() if value is not msgspec.UNSET}
@@ -169,8 +173,8 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     fields["role"] = "system" if message.role == "developer" else message.role
     if isinstance(message.content, list):
         fields["content"] = "\n".join(part.text for part in message.content)
-    if fields.get("content") is None and not fields.get("tool_calls"):
-        raise invalid("messages: a message without tool calls needs content", "messages")
+    if fields.get("content") is None and message.role != "assistant":
+        raise invalid(f"messages[{place}]: a message of the role {message.role} needs content", "messages")
     return fields
 
 

@@ -234,7 +234,10 @@ async def make_service(
         str(config.model_dir),
         *([] if created is None else [created]),
     )
-    grammars = None if tokenizer is None else GrammarPool(config.model_dir / "tokenizer.json", wait_s)
+    grammars = None
+    if parsers is not None:
+        file = config.model_dir / "tokenizer.json"
+        grammars = GrammarPool(file, wait_s, dialect=parsers.dialect_name, marker_ids=parsers.marker_ids)
     return Service(settings, engine, tokenizer, templates, numbers, wait_s, chat_tokenizer, config.tenants, grammars)
 
 

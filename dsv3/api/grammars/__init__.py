@@ -1,1 +1,1 @@
-"""Tries out grammars in a process of its own, which can be killed."""
+"""Makes grammars in a process of its own, which can be killed."""

@@ -1,29 +1,37 @@
-"""Messages between a front and its process that tries out grammars; see `dsv3.api.frames`."""
+"""Messages between a front and its process that makes grammars; see `dsv3.api.frames`."""
 
 import msgspec
 
+from dsv3.text.answer_grammar import Wanted
 
-class TrySetup(msgspec.Struct, frozen=True, tag=True):
-    """First message to the process: what a `Vocabulary` is made of, the tokenizer as a path."""
+
+class MakeSetup(msgspec.Struct, frozen=True, tag=True):
+    """First message to the process: what a `Vocabulary` is made of, the tokenizer as a path.
+
+    `dialect` names that of the model's calls, "" for none; `marker_ids` has its markers that are tokens.
+    """
 
     tokenizer: str
     vocab_size: int
     end_ids: tuple[int, ...]
+    dialect: str
+    marker_ids: dict[str, int]
 
 
-class Try(msgspec.Struct, frozen=True, tag=True):
-    """A grammar to compile."""
+class Make(msgspec.Struct, frozen=True, tag=True):
+    """An answer whose grammar is to be written and compiled."""
 
-    grammar: str
+    wanted: Wanted
 
 
-class Tried(msgspec.Struct, frozen=True, tag=True):
-    """The answer: `error` says why a grammar, or the vocabulary, cannot be used."""
+class Made(msgspec.Struct, frozen=True, tag=True):
+    """The answer: the grammar, or an `error` that says why none, or no vocabulary, can be used."""
 
+    grammar: str = ""
     error: str | None = None
 
 
-ToWorker = TrySetup | Try
+ToWorker = MakeSetup | Make
 
 to_worker = msgspec.msgpack.Decoder(ToWorker)
-from_worker = msgspec.msgpack.Decoder(Tried)
+from_worker = msgspec.msgpack.Decoder(Made)

@@ -1,50 +1,78 @@
-"""Tries out grammars for the event loop before the engine gets them; remembers the last ones."""
+"""Makes grammars for the event loop before the engine gets them; remembers the last ones."""
 
 import dataclasses
 import hashlib
+import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 
 from dsv3.api import frames
-from dsv3.api.asking import AskedProcess, WorkerDied
+from dsv3.api.asking import AskedProcess, DeadlyQuestion
 from dsv3.api.grammars import messages
 from dsv3.api.workers import BOUNDS, WAIT_S, Workers
 from dsv3.prepare import RequestRules
+from dsv3.text.answer_grammar import Wanted
 from dsv3.text.matcher import GrammarError, VocabularyError
 
 # llguidance builds the largest public schemas in under a second.
 DEADLINE_S = 5.0
 MAX_REMEMBERED = 1024
-_DOES = "tries out grammars"
+MAX_REMEMBERED_CHARS = 2**25
+# What a process has died of may be the machine's fault: its memory was full, or its processor slow.
+DOUBT_S = 60.0
+_DOES = "makes grammars"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What came of something wanted: a grammar, or what is wrong with it; that counts `until` then."""
+
+    made: messages.Made
+    until: float = float("inf")
 
 
 class GrammarPool:
-    """One process that compiles grammars over the `tokenizer.json` at a path, started when first used.
+    """One process that writes and compiles grammars over the `tokenizer.json` at a path, started when first used.
 
-    Nobody waits longer than `wait_s` for it.
+    Whatever a client sends is turned into a grammar there and nowhere else: much of that is not linear in its bytes.
+    `dialect` names that of the model's calls, and `marker_ids` has its markers that are tokens. A request waits at most
+    `wait_s` for the process.
     """
 
-    def __init__(self, tokenizer: Path, wait_s: float | None = WAIT_S, deadline_s: float = DEADLINE_S):
+    def __init__(
+        self,
+        tokenizer: Path,
+        wait_s: float | None = WAIT_S,
+        deadline_s: float = DEADLINE_S,
+        dialect: str | None = None,
+        marker_ids: Mapping[str, int] | None = None,
+    ):
         self._tokenizer, self._deadline_s = tokenizer, deadline_s
+        self._dialect, self._marker_ids = dialect or "", dict(marker_ids or {})
         self._worker: AskedProcess | None = None
         self._workers = Workers([self], dataclasses.replace(BOUNDS, wait_s=wait_s))
-        self._known: OrderedDict[bytes, str | None] = OrderedDict()
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._num_chars = 0
 
-    async def check(self, grammar: str, rules: RequestRules) -> None:
-        """Raises GrammarError for a grammar that an engine of these rules cannot use, with the reason.
+    async def make(self, wanted: Wanted, rules: RequestRules) -> str:
+        """Returns the grammar of an answer, which an engine of these rules can use.
 
-        VocabularyError says that none can be. WorkersBusy and WorkerDied say that the same grammar may be taken later.
+        Raises GrammarError with the reason where there is none; VocabularyError says that there never is. WorkersBusy
+        and WorkerDied say that the same may be made later.
         """
-        key = hashlib.sha256(grammar.encode()).digest()
-        if key in self._known:
-            self._known.move_to_end(key)
-        else:
-            frame = frames.encode(messages.Try(grammar))
-            self._known[key] = await self._workers.run(len(frame), lambda pool: pool._try(frame, rules))
-            if len(self._known) > MAX_REMEMBERED:
-                self._known.popitem(last=False)
-        if (error := self._known[key]) is not None:
-            raise GrammarError(error)
+        try:
+            frame = frames.encode(messages.Make(wanted))
+        except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
+            raise GrammarError("it holds a value that no grammar can be made of") from None
+        key = hashlib.sha256(frame).digest()
+        known = self._known.get(key)
+        if known is None or known.until < time.monotonic():
+            known = await self._workers.run(len(frame), lambda pool: pool._make(frame, rules))
+        self._remember(key, known)
+        if known.made.error is not None:
+            raise GrammarError(known.made.error)
+        return known.made.grammar
 
     async def close(self) -> None:
         """Ends the process."""
@@ -52,21 +80,34 @@ class GrammarPool:
         if self._worker is not None:
             await self._worker.stop()
 
-    async def _try(self, frame: bytearray, rules: RequestRules) -> str | None:
-        """Returns what is wrong with a grammar. One that ends the process twice is to blame for that."""
+    def _remember(self, key: bytes, known: _Known) -> None:
+        """Keeps what came of something wanted, as the last one that was used."""
+        if (old := self._known.pop(key, None)) is not None:
+            self._num_chars -= len(old.made.grammar)
+        self._known[key] = known
+        self._num_chars += len(known.made.grammar)
+        while len(self._known) > MAX_REMEMBERED or self._num_chars > MAX_REMEMBERED_CHARS:
+            self._num_chars -= len(self._known.popitem(last=False)[1].made.grammar)
+
+    async def _make(self, frame: bytearray, rules: RequestRules) -> _Known:
+        """Returns what comes of something wanted; that the process died of it counts for a while."""
         if self._worker is None:
             self._worker = self._process(rules)
         await self._worker.start()
         try:
-            return messages.from_worker.decode(await self._worker.ask(frame)).error
+            return _Known(messages.from_worker.decode(await self._worker.ask(frame)))
         except TimeoutError:
-            return f"takes longer than {self._deadline_s:g} s to compile; make it smaller"
-        except WorkerDied:
-            return "cannot be compiled: it needs too much memory"
+            error = f"takes longer than {self._deadline_s:g} s to compile; make it smaller"
+        except DeadlyQuestion:
+            error = "cannot be compiled: it needs too much memory"
+        return _Known(messages.Made(error=error), time.monotonic() + DOUBT_S)
 
     def _process(self, rules: RequestRules) -> AskedProcess:
-        setup = frames.encode(messages.TrySetup(str(self._tokenizer), rules.vocab_size, rules.eos_token_ids))
-        return AskedProcess("dsv3.api.grammars.worker", _DOES, setup, self._deadline_s, _require_vocabulary)
+        setup = messages.MakeSetup(
+            str(self._tokenizer), rules.vocab_size, rules.eos_token_ids, self._dialect, self._marker_ids
+        )
+        frame = frames.encode(setup)
+        return AskedProcess("dsv3.api.grammars.worker", _DOES, frame, self._deadline_s, _require_vocabulary)
 
 
 def _require_vocabulary(body: bytes) -> None:

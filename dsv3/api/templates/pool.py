@@ -6,12 +6,12 @@ from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
 from dsv3.api import frames
-from dsv3.api.asking import AskedProcess
+from dsv3.api.asking import AskedProcess, DeadlyQuestion
 from dsv3.api.templates import messages
 from dsv3.api.workers import BOUNDS, SMALL_BYTES, WAIT_S, Workers
 from dsv3.text.chat_template import TemplateError
 
-# One rendering takes no longer; its wait for a worker and a process's start are not counted.
+# Time of the processor that one rendering may take.
 DEADLINE_S = 10.0
 
 
@@ -79,12 +79,14 @@ class _Worker(AskedProcess):
         self._seconds = deadline_s
 
     async def render(self, frame: bytearray) -> messages.Rendered:
-        """Returns the answer to a question; raises TemplateTooSlow."""
+        """Returns the answer to a question; raises TemplateTooSlow, and TemplateError where two processes die of it."""
         try:
             return messages.from_worker.decode(await self.ask(frame))
         except TimeoutError:
             seconds = f"{self._seconds:g}"
             raise TemplateTooSlow(f"the chat template took longer than {seconds} s for these messages") from None
+        except DeadlyQuestion:
+            raise TemplateError("the chat template has ended two processes over these messages") from None
 
 
 def _require_sound(body: bytes) -> None:

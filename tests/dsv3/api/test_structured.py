@@ -8,10 +8,12 @@ import openai
 import psutil
 import pytest
 
+from dsv3.api.asking import AskedProcess, DeadlyQuestion
+from dsv3.api.grammars import pool as grammars_pool
 from dsv3.api.grammars.pool import GrammarPool
 from dsv3.prepare import RequestRules
 from dsv3.structured_outputs import StructuredOutputsParams
-from dsv3.text.grammar import plain_grammar
+from dsv3.text.answer_grammar import Wanted
 from dsv3.text.matcher import GrammarError
 from tests.dsv3.api import fake_engine, serving
 from tests.dsv3.api.test_tools import MESSAGES, TOOLS
@@ -125,7 +127,7 @@ def test_what_the_engine_gets(held_server):
     thinking = {"chat_template_kwargs": {"thinking": True}}
     [top, answer] = grammar_of(held_server, CHAT, structured_outputs={"choice": ["a", 'b"']}, **thinking)
     assert "reasoning" in top["lark_grammar"]
-    assert answer["lark_grammar"] == 'start: "a" | "b\\""'
+    assert answer["lark_grammar"] == 'start: CHOICE\nCHOICE: "a" | "b\\""'
     [_, answer] = grammar_of(held_server, COMPLETIONS, structured_outputs={"grammar": 'root ::= "a" [0-9]+'})
     assert "start:" in answer["lark_grammar"]
 
@@ -216,24 +218,45 @@ def test_the_event_loop_goes_on_while_a_grammar_is_tried(held_server):
         assert other.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
 
 
-def tried(tokenizer, *patterns: str, deadline_s: float = 60.0) -> list[str]:
-    """What a pool says of patterns, one after the other."""
+CHAIN = "root::=a00000\n" + "".join(f"a{i:05d}::=a{i + 1:05d}\n" for i in range(3000)) + 'a03000::="x"\n'
 
-    async def work() -> list[str]:
-        pool = GrammarPool(tokenizer, deadline_s=deadline_s)
+
+@pytest.mark.parametrize("grammar", ["\n" * 30_000, CHAIN], ids=["line feeds", "a chain of rules"])
+def test_what_is_not_linear_in_a_grammar_is_done_in_a_process_of_its_own(held_server, grammar):
+    """The front's own processor time stays far below what the conversion takes, or took: 0.6 s, and 6 s."""
+    front = psutil.Process(held_server.process.pid)
+    grammar_of(held_server, COMPLETIONS, structured_outputs={"regex": "a"})  # the process has been started
+    before = sum(front.cpu_times()[:2])
+    answer = held_server.http.post(
+        COMPLETIONS, json={"prompt": "x", "structured_outputs": {"grammar": grammar}}, timeout=300
+    )
+    assert answer.status_code in (400, 500)
+    assert sum(front.cpu_times()[:2]) - before < 0.3
+
+
+def wanted(pattern: str) -> Wanted:
+    return Wanted(constraint=StructuredOutputsParams(regex=pattern))
+
+
+def with_pool(work, tokenizer, **settings):
+    """Runs `work(pool)` on an event loop of its own."""
+
+    async def run():
+        pool = GrammarPool(tokenizer, **settings)
         try:
-            return [await one(pool, pattern) for pattern in patterns]
+            return await work(pool)
         finally:
             await pool.close()
 
-    async def one(pool: GrammarPool, pattern: str) -> str:
-        try:
-            await pool.check(plain_grammar(StructuredOutputsParams(regex=pattern)), RULES)
-            return "fine"
-        except GrammarError as error:
-            return str(error)
+    return asyncio.run(run())
 
-    return asyncio.run(work())
+
+async def told(pool: GrammarPool, what: Wanted) -> str:
+    try:
+        await pool.make(what, RULES)
+        return "fine"
+    except GrammarError as error:
+        return str(error)
 
 
 def workers() -> list[psutil.Process]:
@@ -241,26 +264,48 @@ def workers() -> list[psutil.Process]:
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(model_dir):
-    """The deadline is one that no grammar keeps, so nothing depends on this machine's speed."""
-    tokenizer = model_dir / "tokenizer.json"
-    [late] = tried(tokenizer, "a", deadline_s=1e-6)
-    assert "takes longer than" in late
-    assert not workers()
-    assert tried(tokenizer, "a", "(", "b")[::2] == ["fine", "fine"]
+    slow = Wanted(constraint=StructuredOutputsParams(grammar=CHAIN))
+
+    async def work(pool):
+        late = await told(pool, slow)
+        assert not workers()
+        return late, [await told(pool, wanted(pattern)) for pattern in ("a", "(", "b")]
+
+    late, others = with_pool(work, model_dir / "tokenizer.json", deadline_s=0.1)
+    assert "takes longer than 0.1 s" in late
+    assert others[::2] == ["fine", "fine"] and "regex" in others[1]
+
+
+@pytest.mark.parametrize("trouble", [TimeoutError, DeadlyQuestion])
+def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir, monkeypatch, trouble):
+    """It may have been the machine's fault."""
+
+    async def dies(self, frame):
+        raise trouble
+
+    async def work(pool):
+        with monkeypatch.context() as patch:
+            patch.setattr(AskedProcess, "ask", dies)
+            first = [await told(pool, wanted("a"))]
+            patch.setattr(grammars_pool, "DOUBT_S", -1.0)
+            first.append(await told(pool, wanted("b")))
+        return first, [await told(pool, wanted(pattern)) for pattern in ("a", "b")]
+
+    first, later = with_pool(work, model_dir / "tokenizer.json")
+    assert later == [first[0], "fine"] and "fine" not in first
 
 
 def test_results_are_remembered(model_dir, monkeypatch):
-    monkeypatch.setattr("dsv3.api.grammars.pool.MAX_REMEMBERED", 2)
+    """Two at most, and no more characters than are allowed."""
+    monkeypatch.setattr(grammars_pool, "MAX_REMEMBERED", 2)
 
-    async def work() -> tuple[int, int]:
-        pool = GrammarPool(model_dir / "tokenizer.json")
-        try:
-            for pattern in ("a", "b", "c"):
-                await pool.check(plain_grammar(StructuredOutputsParams(regex=pattern)), RULES)
-            await pool._worker.stop()
-            await pool.check(plain_grammar(StructuredOutputsParams(regex="c")), RULES)
-            return len(pool._known), len(workers())
-        finally:
-            await pool.close()
+    async def work(pool):
+        first = [await pool.make(wanted(pattern), RULES) for pattern in ("a", "b", "c")]
+        await pool._worker.stop()
+        assert await pool.make(wanted("c"), RULES) == first[-1]
+        assert len(pool._known) == 2 and not workers()
+        monkeypatch.setattr(grammars_pool, "MAX_REMEMBERED_CHARS", len(first[-1]))
+        assert await pool.make(wanted("c"), RULES) == first[-1]
+        assert len(pool._known) == 1 and not workers()
 
-    assert asyncio.run(work()) == (2, 0)
+    with_pool(work, model_dir / "tokenizer.json")

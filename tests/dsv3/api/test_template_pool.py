@@ -5,7 +5,7 @@ import signal
 import psutil
 import pytest
 
-from dsv3.api.asking import WorkerDied
+from dsv3.api.asking import AskedProcess, DeadlyQuestion
 from dsv3.api.templates.messages import Render
 from dsv3.api.templates.pool import TemplatePool, TemplateTooSlow
 from dsv3.api.workers import WorkersBusy
@@ -130,16 +130,17 @@ def test_a_worker_that_dies_costs_no_conversation():
     assert with_pool(work) == "slow"
 
 
-def test_workers_that_die_again_and_again_are_no_fault_of_the_messages():
-    async def work(pool):
-        rendering = asyncio.create_task(pool.render(ask("loop")))
-        while not rendering.done():
-            kill_workers()
-            await asyncio.sleep(0.02)
-        with pytest.raises(WorkerDied):
-            await rendering
+def test_messages_that_end_two_workers_are_to_blame(monkeypatch):
+    async def dies(self, frame):
+        raise DeadlyQuestion
 
-    with_pool(work, deadline_s=60.0)
+    async def work(pool):
+        with monkeypatch.context() as patch, pytest.raises(TemplateError, match="ended two processes"):
+            patch.setattr(AskedProcess, "ask", dies)
+            await pool.render(ask("deadly"))
+        return await pool.render(ask("fine"))
+
+    assert with_pool(work) == "<s>fine"
 
 
 def test_whoever_waits_too_long_is_told_so():

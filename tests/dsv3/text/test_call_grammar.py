@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dsv3.structured_outputs import StructuredOutputsParams
-from dsv3.text.answer_grammar import answer_grammar
+from dsv3.text.answer_grammar import Wanted, answer_grammar
 from dsv3.text.call_grammar import CallRules, Function
 from dsv3.text.matcher import GrammarError, Matcher, Vocabulary
 from dsv3.text.parser import Tools
@@ -41,7 +41,9 @@ def compiled(dialect: str, rules: CallRules | None, prompt: str = CLOSED, by_id:
     """The vocabulary and a matcher of an answer."""
     tokenizer = dialects.tokenizer(dialect, by_id)
     vocabulary = Vocabulary(tokenizer._backend.to_str(), tokenizer.vocab_size, [tokenizer.eos_token_id])
-    return vocabulary, vocabulary.compile(answer_grammar(parsers(dialect, by_id), prompt, constraint, rules))
+    made = parsers(dialect, by_id)
+    wanted = Wanted(constraint=constraint, calls=rules, reasoning=made.reasoning(prompt))
+    return vocabulary, vocabulary.compile(answer_grammar(wanted, made.dialect, made.marker_ids.get))
 
 
 def call_text(dialect: str, calls: list[tuple[str, dict]]) -> str:
@@ -174,3 +176,34 @@ def test_what_cannot_be_enforced_is_refused_or_passed_over() -> None:
     _, matcher = compiled("deepseek_v31", CallRules([Function("f", odd, False)], required=True, parallel=True))
     assert after(matcher, "deepseek_v31", call_text("deepseek_v31", [("f", {"a": [1, 1]})])) is not None
     assert tiny.EOS  # the vocabulary of these tests
+
+
+class Listed(list):
+    """A list that nothing may search."""
+
+    def __contains__(self, key: object) -> bool:
+        raise AssertionError("each search reads the whole list")
+
+
+def test_what_is_required_is_looked_up_once_per_argument() -> None:
+    """Thousands of both made a request of 200 kB cost seconds; odd entries stand for nothing."""
+    properties = {name: {"type": "string"} for name in ("a", "b")}
+    schema = {"type": "object", "properties": properties, "required": Listed(["b", 1, [], {}])}
+    _, matcher = compiled("glm47", CallRules([Function("f", schema, True)], required=True, parallel=False))
+    for arguments, taken in ({"a": "x", "b": "y"}, True), ({"b": "y"}, True), ({"a": "x"}, False):
+        assert (after(matcher, "glm47", call_text("glm47", [("f", arguments)])) is not None) is taken
+    for odd in (5, "ab", None):
+        compiled("glm47", CallRules([Function("f", schema | {"required": odd}, True)], required=True, parallel=False))
+
+
+@pytest.mark.parametrize(
+    ("more", "open_"),
+    [({}, False), ({"additionalProperties": {"type": "integer"}}, True), ({"required": ["b"]}, True)],
+)
+def test_arguments_that_no_schema_lists(more: dict, open_: bool) -> None:
+    """There are none, unless the schema says something of others, or asks for one."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}} | more
+    rules = CallRules([Function("f", schema, False)], required=True, parallel=False)
+    _, matcher = compiled("deepseek_v31", rules)
+    both = after(matcher, "deepseek_v31", call_text("deepseek_v31", [("f", {"a": 1, "b": 2})]))
+    assert (both is not None) is open_

@@ -62,6 +62,28 @@ def test_messages_that_do_not_fit_the_template():
 
 
 @pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "{% for m in messages %}{{ 'a' + m.content }}{% endfor %}",
+            r"cannot render messages\[2\] \(TypeError: .*NoneType",
+        ),
+        ("{% for m in messages %}{{ 'a' + m['content'] }}{% endfor %}", r"cannot render messages\[2\]"),
+        ("{% for m in messages %}{{ m.get('content').strip() }}{% endfor %}", r"refuses messages\[2\]: .*strip"),
+        (
+            "{% for m in messages %}{{ raise_exception('no ' + m.role) if m.role == 'tool' }}{% endfor %}",
+            r"refuses messages\[2\]: no tool",
+        ),
+        ("{{ raise_exception('never') }}", "refuses these messages: never"),
+    ],
+)
+def test_errors_name_the_message(source, words):
+    messages = [USER, USER, {"role": "tool", "content": None}, USER]
+    with pytest.raises(TemplateError, match=words):
+        ChatTemplate(source, {}).render(messages)
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "{{ messages.__class__.__mro__ }}",

@@ -1,9 +1,12 @@
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.output import OutputStream
+from dsv3.text.pieces import Reasoning, Text, ToolCall, joined
 from dsv3.text.stop import StopMatcher
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.text import tiny
@@ -102,29 +105,42 @@ def test_without_a_tokenizer():
         OutputStream(None, SamplingParams(stop=("x",)))
 
 
-def test_matcher_work_is_linear_on_repetitive_text():
-    """The classic bad case of a naive search; characters are compared a bounded number of times each."""
+@pytest.mark.parametrize("count", [1, 16])
+def test_matcher_work_is_linear_on_repetitive_text(count):
+    """The classic bad case of a naive search: each character is looked up twice at most, for all patterns together."""
 
     class Counting(str):
-        compared = 0
+        looked_up = 0
 
-        def __eq__(self, other):
-            Counting.compared += 1
-            return str.__eq__(self, other)
+        def __hash__(self):
+            Counting.looked_up += 1
+            return str.__hash__(self)
 
-        __hash__ = str.__hash__
+        __eq__ = str.__eq__
 
-        def __ne__(self, other):
-            Counting.compared += 1
-            return str.__ne__(self, other)
-
-    matcher = StopMatcher(["a" * 500 + "b"])
-    for _ in range(5_000):
-        assert matcher._advance(Counting("a")) is None
-    assert Counting.compared <= 4 * 5_000
+    matcher = StopMatcher(["a" * 500 + chr(98 + i) for i in range(count)])
+    assert matcher.find([Counting("a")] * 5_000) is None
+    assert Counting.looked_up <= 2 * 5_000
     assert matcher.held == 500
+    assert matcher.find("b") == (1, "a" * 500 + "b")
 
 
 def test_empty_pattern_is_refused():
     with pytest.raises(ValueError, match="empty"):
         StopMatcher([""])
+
+
+def test_pieces_are_joined_in_time_in_proportion_to_their_number():
+    """A resumed answer may have 100,000 at once; joined one by one they took minutes, with the interpreter's lock."""
+
+    def seconds(count):
+        pieces = (
+            [Reasoning(" " * 128)] * count + [ToolCall(0, "1", "f"), ToolCall(1, "2", "f")] + [Text("x" * 128)] * count
+        )
+        begin = time.process_time()
+        reasoning, first, second, text = joined(pieces)
+        assert len(reasoning.text) == len(text.text) == 128 * count and (first.index, second.index) == (0, 1)
+        return time.process_time() - begin
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (2_500, 20_000))
+    assert many < 24 * few  # it would be more than 64

@@ -64,6 +64,30 @@ def test_results_follow_the_order_of_their_calls():
     assert rendered(AS_TEXT, without).endswith(";21")
 
 
+# DeepSeek-V3's first template writes calls only where content is null, GLM's prints whatever is there.
+IF_NULL = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + c.function.arguments }};{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+PRINTED = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}<{{ c.function.name }}>{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("source", "prompt"), [(IF_NULL, "xf{};1"), (PRINTED, "x<f>1")])
+@pytest.mark.parametrize("missing", [{}, {"content": None}])
+def test_no_content_is_what_the_template_takes_for_it(source, prompt, missing):
+    user, calling, result = conversation("{}")
+    calling = {name: value for name, value in calling.items() if name != "content"} | missing
+    assert rendered(source, [user, calling, result]) == prompt
+    assert rendered("{{ messages[0].content }}", [{"role": "assistant", **missing}]) == ""
+
+
+def test_arguments_that_are_no_object_are_found():
+    with pytest.raises(TemplateError, match=r"^messages\[1\]: .*not a JSON object"):
+        rendered(AS_JSON, conversation("[1]"))
+
+
 def test_conversations_without_calls_stay_as_they_are():
     messages = [{"role": "user", "content": "x"}]
     assert ToolMessages(ChatTemplate("", {})).prepared(messages) == messages

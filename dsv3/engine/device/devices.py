@@ -35,9 +35,22 @@ class Devices:
 
     def __init__(self, layout: Layout, params: Any, programs: Programs) -> None:
         self.layout, self.params, self.programs = layout, params, programs
-        self.pages, self.state = self.zeros(layout.pages), self.zeros(layout.state)
         self.handed: dict[str, Forward] = {}
         self._unused: dict[Any, jax.Array] = {}
+
+    @functools.cached_property
+    def pages(self) -> Any:
+        """The page pools. They are made when they are first asked for: what compiles before has their room."""
+        return self.zeros(self.layout.pages)
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """The decode state."""
+        return self.zeros(self.layout.state)
+
+    def allocate(self) -> None:
+        """Makes page pools and decode state, if they are not there yet."""
+        _ = self.pages, self.state
 
     def put(self, array: np.ndarray) -> Any:
         """Returns host data of this process's ranks `[ranks here, ...]` as an argument of a program over all ranks."""

@@ -182,3 +182,9 @@ def test_a_file_that_says_nothing_is_measured_anew(tmp_path: Path) -> None:
     [path] = tmp_path.glob("*.working")
     path.write_text("?")
     assert kept.read() is None
+
+
+def test_a_context_beyond_the_models_is_refused_at_the_start() -> None:
+    """Once it was served: text turned to nonsense behind what the model was trained for, without a word."""
+    with pytest.raises(ValueError, match="max_model_len: 100000 is greater than the 2048 tokens that the model"):
+        build_engine(build.bundled_model(), EngineOptions(max_model_len=100_000), progress=False)

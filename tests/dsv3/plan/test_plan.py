@@ -15,6 +15,7 @@ from benchmarks import overlap_orders
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144
 from dsv3.engine.device.programs import Key
+from dsv3.engine.device.working import largest, measure
 from dsv3.engine.memory import local_bytes
 from dsv3.plan import plan as planning
 from dsv3.plan import report
@@ -29,6 +30,7 @@ from sharding.experts.transport import build
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, resolve_overlap
 from tests.dsv3.model.test_overlap_schedule import copied_weights, written
+from tests.dsv3.plan import command_lines
 
 pytestmark = [
     pytest.mark.aot,
@@ -52,6 +54,7 @@ def compiled(laid_out) -> Compiled:
 def plan(compiled) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "compile_step", lambda *_: (compiled,))
+        patch.setattr(planning, "measure", lambda *_: command_lines.written()["plan decode_ep144"])
         return make_plan(DEEPSEEK_V3, "deepseek_v3", DECODE_EP144)
 
 
@@ -65,9 +68,20 @@ def test_it_fits_80_gb(plan) -> None:
     assert plan.verdict.fits
     memory = plan.memory
     assert memory.compiled
-    assert memory.account.working < 0.5e9
+    assert memory.account.working < 1.4e9
     assert memory.needed < 72e9
     assert memory.tokens_left > 128 * 4989
+
+
+def test_what_programs_take_is_what_is_written(laid_out, compiled) -> None:
+    """The largest, by temporaries, is the one that expands cached tokens; the largest results are scores of decode.
+
+    `working.json` has it with two MoE layers: loops are scans.
+    """
+    keys = [compiled.run.key, Key("prefill", 512, 5)]
+    assert set(keys) <= set(largest(laid_out.engine, laid_out.programs.keys()))
+    found = measure(laid_out.engine, laid_out.programs, keys)
+    assert found == pytest.approx(command_lines.written()["plan decode_ep144"], rel=0.005)
 
 
 def test_the_compiler_counts_the_same_arguments(plan, step, laid_out) -> None:
@@ -221,7 +235,7 @@ def shown(plan: Plan) -> str:
 def test_report_json_and_picture(plan, tmp_path) -> None:
     text = shown(plan)
     assert "weights: routed experts" in text
-    assert "fits: needs 67." in text
+    assert "fits: needs 68." in text
     assert "known error" in text
     assert re.search(r"multiprocessors: for kernels, for transfers +124, 8", text)
     written = json.loads(json.dumps(report.as_json(plan)))

@@ -12,6 +12,7 @@ from dsv3.plan.programs import Compiled, LaidOut, compile_step, lay_out
 from dsv3.plan.timeline import COMPUTE, CROSS_LINK
 from sharding.wire.collectives import Overlap, resolve_overlap
 from tests.dsv3.model.test_overlap_schedule import copied_weights, layer_loop, written
+from tests.dsv3.plan import command_lines
 
 pytestmark = [
     pytest.mark.aot,
@@ -34,6 +35,7 @@ def compiled(planned) -> Compiled:
 def plan(compiled) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "compile_step", lambda *_: (compiled,))
+        patch.setattr(planning, "measure", lambda *_: command_lines.written()["plan prefill_ep32"])
         return make_plan(DEEPSEEK_V3, "deepseek_v3", PREFILL_EP32)
 
 

@@ -1,5 +1,6 @@
 """Devices and deployments by name: the two that DeepSeek published, and single nodes.
 
+Memory is what such cards are known to report: 79.1 GiB of an H100 or H800 ("80 GB"), 139.8 GiB of an H200 ("141 GB").
 Peak rates are data sheets'. Link rates are what DeepEP's authors give as limits of an H800 (160 GB/s NVLink one way,
 50 GB/s per NIC, one NIC per GPU); an H200's NVLink is taken as wider by the ratio of the data sheets (900 to 400 GB/s).
 """
@@ -8,7 +9,7 @@ from dsv3.plan.deployment import Deployment, Device
 
 H800 = Device(
     name="H800",
-    memory_bytes=80_000_000_000,
+    memory_bytes=84_900_000_000,
     hbm_bytes_per_second=3.35e12,
     fp8_flops=1979e12,
     bf16_flops=989e12,
@@ -17,7 +18,7 @@ H800 = Device(
 )
 H200 = Device(
     name="H200",
-    memory_bytes=141_000_000_000,
+    memory_bytes=150_100_000_000,
     hbm_bytes_per_second=4.8e12,
     fp8_flops=1979e12,
     bf16_flops=989e12,
@@ -32,9 +33,18 @@ PREFILL_EP32 = Deployment(
 """DeepSeek's prefill unit: 32 GPUs, 9 routed experts each; 16K tokens a GPU in prompts of 4K (its profile data)."""
 
 DECODE_EP144 = Deployment(
-    name="decode_ep144", device=H800, nodes=18, redundant_experts=32, decode_requests=128, context_length=4989
+    name="decode_ep144",
+    device=H800,
+    nodes=18,
+    redundant_experts=32,
+    decode_requests=128,
+    context_length=4989,
+    max_num_batched_tokens=512,
 )
-"""DeepSeek's decode unit: 144 GPUs, 2 routed experts each; 4,989 tokens a request is its fleet's published mean."""
+"""DeepSeek's decode unit: 144 GPUs, 2 routed experts each; 4,989 tokens a request is its fleet's published mean.
+
+What it computes of prompts it computes by 512 tokens per GPU: from 1,024 on prefill overlaps its transfers, and all
+programs of an instance then leave them 24 multiprocessors in place of 8."""
 
 NODE_8XH200 = Deployment(
     name="node_8xh200", device=H200, nodes=1, prefill_tokens=4096, decode_requests=48, context_length=4989

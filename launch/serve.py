@@ -5,7 +5,8 @@
 
 Without options all weights lie on one device. DeepSeek-V3 has 671 GB of them and needs several GPUs, such as 8 H200:
 
-  python -m launch.serve --model /models/DeepSeek-V3 --data_parallel_size 8 --enable_expert_parallel --max_num_seqs 48
+  python -m launch.serve --model /models/DeepSeek-V3 --data_parallel_size 8 --enable_expert_parallel \
+    --max_num_seqs 48 --max_num_batched_tokens 4096
 
 Over several hosts the same command runs once on each (docs/multi_host.md); process 0 serves HTTP, the others follow it:
 

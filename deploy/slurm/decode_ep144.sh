@@ -13,4 +13,5 @@ exec srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m launch.serve \
   --model "$MODEL" --host 0.0.0.0 --port "${PORT:-8000}" --api_key_file "${API_KEYS:-$HOME/api.keys}" \
   --cluster_key_file "${CLUSTER_KEY:-$HOME/cluster.key}" --cluster_start_timeout 900 \
   --enable_expert_parallel --num_redundant_experts 32 --enable_eplb --max_num_seqs 128 \
+  --max_num_batched_tokens 512 \
   --api_server_count 8 --shutdown_grace 10 --shutdown_timeout 180

@@ -20,18 +20,18 @@ from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.description import describe
+from dsv3.engine.device.pool import device_memory, set_pool_share
 from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions, model_functions
-from dsv3.engine.jobs.experts import layer_bytes
-from dsv3.engine.limits import DeviceMemory, Hardware, engine_config
+from dsv3.engine.limits import Hardware, engine_config, pages_of_one
 from dsv3.engine.parts import Parts
+from dsv3.engine.sizing import size_pool
 from dsv3.engine.stored import own_store
 from dsv3.hf_config import load_config, stored_dtype
 from dsv3.model.tensor_parallel import check_shards
 from dsv3.options import EngineOptions
 from pallas_kernels.backend import resolve_backend
-from sharding.experts.rebalance import LAYERS_HELD
 from sharding.mesh import rank_mesh
 
 _log = logging.getLogger(__name__)
@@ -63,39 +63,45 @@ def load_parts(
     """Loads the parts of an engine, as `build_engine` puts them together; raises as it does.
 
     Called in each process of an instance, it reads what this one's devices hold. Limits suit this process's devices.
-    With `shapes` no weight is read: its shape stands in its place.
+    Whether all fits is said from shapes, before a weight is read. With `shapes` none is read: its shape stands in its
+    place.
     """
-    use_compilation_cache(options.compilation_cache_dir)
+    cache = use_compilation_cache(options.compilation_cache_dir)
+    set_pool_share(options.gpu_memory_utilization)
     model_cfg = _served(load_config(Path(model_dir)), options)
     shards = options.tensor_parallel_size
     check_shards(model_cfg, shards, fp8=model_cfg.fp8 is not None and options.fp8 != "dequantize")
+    pages_of_one(model_cfg, options)  # refuses what the model was not made for
     devices = _devices(options.data_parallel_size, shards)
     mine = next(device for device in devices if device.process_index == jax.process_index())
     # This builds what a CPU lacks, and names its kernels to XLA before a stored program calls them.
     backend = resolve_backend(mine)
     dtypes = resolve_dtypes(model_cfg, options, mine, stored_dtype(Path(model_dir)))
     mesh = rank_mesh(devices, jax.process_count(), shards)
-    read = Reading(dtypes.compute, options.fp8, progress, options.int4, shapes)
-    functions, served = _functions(model_dir, model_cfg, options, mesh, read)
-    moving = _move_bytes(functions, served) if options.enable_eplb else 0
-    cfg = engine_config(
-        model_cfg,
-        options,
-        _hardware(devices, mine, shards),
-        dtypes,
-        identity=_cache_identity(Path(model_dir), model_cfg, options, dtypes).text,
-        move_bytes=moving,
-    )
+    hardware = Hardware(len(devices) // shards, jax.process_count(), mine.platform == "cpu")
     tokenizer = Path(model_dir) / "tokenizer.json"
-    return Parts(
-        functions,
-        served,
-        model_cfg,
-        cfg,
-        mesh,
-        tokenizer=tokenizer if tokenizer.is_file() else None,
-        description=describe(model_cfg, dtypes, backend, options.int4),
-    )
+
+    def parts(shapes: bool, progress: bool, pages: int | None) -> Parts:
+        read = Reading(dtypes.compute, options.fp8, progress, options.int4, shapes)
+        functions, served = _functions(model_dir, model_cfg, options, mesh, read)
+        return Parts(
+            functions,
+            served,
+            model_cfg,
+            engine_config(model_cfg, options, hardware, dtypes, pages=pages, identity=identity),
+            mesh,
+            tokenizer=tokenizer if tokenizer.is_file() else None,
+            description=describe(model_cfg, dtypes, backend, options.int4),
+        )
+
+    identity = _cache_identity(Path(model_dir), model_cfg, options, dtypes).text
+    memory = device_memory(mine)
+    if memory is None:
+        return parts(shapes, progress, None)
+    smallest = parts(True, False, pages_of_one(model_cfg, options)).shapes
+    found = size_pool(smallest, memory, Path(model_dir), options, cache)
+    _log.info("memory of a device: %s", found.account)
+    return dataclasses.replace(parts(shapes, progress, found.account.pages), memory=found)
 
 
 def _served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:
@@ -148,18 +154,6 @@ def _devices(ranks: int | None, shards: int) -> list[jax.Device]:
             f"tensor_parallel_size {shards} that makes {len(devices) // shards} ranks"
         )
     return devices
-
-
-def _hardware(devices: list[jax.Device], mine: jax.Device, shards: int) -> Hardware:
-    """Returns the ranks and the memory of the device `mine`; a CPU bounds none."""
-    stats = mine.memory_stats() if mine.platform != "cpu" else None
-    memory = DeviceMemory(stats["bytes_limit"], stats["bytes_in_use"]) if stats else None
-    return Hardware(len(devices) // shards, jax.process_count(), mine.platform == "cpu", memory)
-
-
-def _move_bytes(functions: StepFunctions, params: Any) -> int:
-    """Returns the working memory of a program that moves a layer's experts."""
-    return 0 if functions.experts is None else LAYERS_HELD * layer_bytes(functions.experts, params)
 
 
 def _cache_identity(

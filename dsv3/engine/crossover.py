@@ -67,16 +67,6 @@ def context_pays(
     return pairs * (absorbed - expanded) + 2 * tokens * expansion > more
 
 
-def context_bytes(model: ModelConfig, tokens: int, split: int = 1) -> int:
-    """Returns the bytes that the expanded program of `tokens` queries takes: latents twice, keys and values of heads.
-
-    Values have 16 bits.
-    """
-    room, heads = context_room(model, tokens, split), model.num_attention_heads // split
-    at_once = heads_at_once(heads, room * _head_bytes(model)) * _head_bytes(model)
-    return room * (2 * 2 * model.latent_dim + at_once)
-
-
 def _head_bytes(model: ModelConfig) -> int:
     """Returns the bytes of a token's key and value of one head, in 16 bits; the shared part of the key is no head's."""
     return 2 * (model.qk_nope_head_dim + model.v_head_dim)

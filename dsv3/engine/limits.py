@@ -1,43 +1,51 @@
-"""The limits of an engine, from the model, the options, the devices and their memory; no device is asked here."""
+"""The limits of an engine, from the model, the options and the devices; no device is asked here."""
 
 import dataclasses
-from typing import Any
 
-import jax.numpy as jnp
-
-from dsv3.cache.layout import page_bytes, pages_within
+from dsv3.cache.layout import pages_within
 from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig, tokens_ahead
-from dsv3.engine.crossover import context_bytes, masked_room
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.options import EngineOptions
-from pallas_kernels import dsa
 
 _CPU_CACHE_BYTES = 2**30
-# The MTP module takes a prefill as one batch, where the model takes two halves in turns: 18.5 GB for 16,384 tokens of
-# DeepSeek-V3 where `step_bytes` says 11.0 (`launch.plan prefill_ep32` with drafts).
-_WHOLE_BATCH = 1.7
 TIER_STEP_BYTES = 2**28
 """Pages that a step copies to the tiers, and from them, at most per rank: 5 ms of a PCIe 5 link."""
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceMemory:
-    """Memory of one device in bytes: what programs may use in all, and what is taken, by the weights above all."""
-
-    limit: int
-    in_use: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The devices of an engine: `num_ranks` ranks over `num_nodes` hosts; `memory` is None where nothing bounds it."""
+    """The devices of an engine: `num_ranks` ranks over `num_nodes` hosts."""
 
     num_ranks: int = 1
     num_nodes: int = 1
     is_cpu: bool = True
-    memory: DeviceMemory | None = None
+
+
+def longest_context(model: ModelConfig) -> int:
+    """Returns the tokens that the model was made for: its `max_position_embeddings`, or what YaRN stretches it to."""
+    stretched = 0 if model.yarn is None else int(model.yarn.factor * model.yarn.original_max_position_embeddings)
+    return max(model.max_position_embeddings, stretched)
+
+
+def pages_of_one(model: ModelConfig, options: EngineOptions) -> int:
+    """Returns the pages of the longest request: the smallest pool with which an engine serves all that is asked of it.
+
+    Raises ValueError for an `options.max_model_len` beyond what the model was made for.
+    """
+    most = longest_context(model)
+    if options.max_model_len and options.max_model_len > most:
+        raise ValueError(
+            f"max_model_len: {options.max_model_len} is greater than the {most} tokens that the model was made for "
+            "(max_position_embeddings of its config.json, or YaRN's factor times its original length); lower it"
+        )
+    return pages_for((options.max_model_len or most) + tokens_ahead(_tokens_per_row(options)))
+
+
+def staging_bytes(options: EngineOptions) -> int:
+    """Returns the memory of pages on their way to the tiers and from them, in the step under way and the next one."""
+    return 4 * TIER_STEP_BYTES if options.kv_offloading_size else 0
 
 
 def engine_config(
@@ -46,35 +54,19 @@ def engine_config(
     hardware: Hardware,
     dtypes: EngineDtypes,
     *,
+    pages: int | None = None,
     identity: str = "",
-    move_bytes: int = 0,
 ) -> EngineConfig:
-    """Returns the limits of an engine whose weights are on its devices already.
+    """Returns the limits of an engine with room for `pages`; None: for as many as 1 GiB holds, on a CPU.
 
-    Moving experts takes `move_bytes` between steps. Raises ValueError where no page fits, or no request of
-    `options.max_model_len`.
+    Raises ValueError where no request of `options.max_model_len` fits them, or the model was not made for its length.
     """
+    one, per_row = pages_of_one(model, options), _tokens_per_row(options)
     max_num_seqs = options.max_num_seqs or (64 if hardware.is_cpu else 256)
     batched = options.max_num_batched_tokens or (1024 if hardware.is_cpu else 8192)
-    wanted = options.max_model_len or model.max_position_embeddings
-    per_row = 1 + options.speculative.most_drafts if options.speculative else 1
-    ahead, rows = tokens_ahead(per_row), max_num_seqs * per_row
-    working = step_bytes(model, dtypes.compute, batched, rows, options.tensor_parallel_size)
-    if model.num_nextn_predict_layers and options.spreads_experts:
-        working = int(working * _WHOLE_BATCH)
-    working = max(working, move_bytes)
-    if model.indexer:
-        working += 3 * dsa.BYTES_AT_ONCE  # scores, their order, and copied rows
-    working += expanded_bytes(model, dtypes, batched, options.tensor_parallel_size) * (not hardware.is_cpu)
-    if options.kv_offloading_size:
-        working += 4 * TIER_STEP_BYTES  # both ways, for the step under way and the next one
-    budget = cache_budget(hardware.memory, options.gpu_memory_utilization, working)
-    num_pages = min(pages_within(model, dtypes.cache, budget), max_num_seqs * pages_for(wanted + ahead))
-    if num_pages < 1:
-        raise ValueError(
-            f"{max(0, budget)} bytes are left for the cache, but one page takes {page_bytes(model, dtypes.cache)}; "
-            "raise gpu_memory_utilization or use more devices"
-        )
+    wanted, ahead = options.max_model_len or longest_context(model), tokens_ahead(per_row)
+    most = pages_within(model, dtypes.cache, _CPU_CACHE_BYTES) if pages is None else pages
+    num_pages = min(most, max_num_seqs * one)
     return EngineConfig(
         max_model_len=wanted if options.max_model_len else min(wanted, num_pages * PAGE_SIZE - ahead),
         num_pages=num_pages,
@@ -106,6 +98,10 @@ def engine_config(
     )
 
 
+def _tokens_per_row(options: EngineOptions) -> int:
+    return 1 + options.speculative.most_drafts if options.speculative else 1
+
+
 def with_pages(cfg: EngineConfig, num_pages: int, options: EngineOptions) -> EngineConfig:
     """Returns limits with at most `num_pages` pages; requests get shorter unless `options` say how long they are."""
     num_pages = min(cfg.num_pages, num_pages)
@@ -113,39 +109,3 @@ def with_pages(cfg: EngineConfig, num_pages: int, options: EngineOptions) -> Eng
         cfg.max_model_len if options.max_model_len else min(cfg.max_model_len, num_pages * PAGE_SIZE - cfg.tokens_ahead)
     )
     return dataclasses.replace(cfg, num_pages=num_pages, max_model_len=longest)
-
-
-def expanded_bytes(model: ModelConfig, dtypes: EngineDtypes, batched: int, shards: int) -> int:
-    """Returns the bytes that prefill after cached tokens takes in expanded form beyond `step_bytes`.
-
-    With sparse attention these are keys and values of the masked form that are not those of the step's own tokens. Else
-    the expanded form has neither keys and values of its own tokens nor outputs of latents.
-    """
-    heads, itemsize = model.num_attention_heads, jnp.dtype(dtypes.compute).itemsize
-    own = heads * (model.qk_nope_head_dim + model.v_head_dim)
-    if model.indexer:
-        more = max(0, masked_room(model, dtypes.cache, batched, shards) - batched)
-        return more * own * itemsize // shards
-    instead = batched * (own + heads * model.kv_lora_rank) * itemsize // shards
-    return max(0, context_bytes(model, batched, shards) - instead)
-
-
-def cache_budget(memory: DeviceMemory | None, utilization: float, working: int) -> int:
-    """Returns the bytes of one rank's pool: a share of the memory less what is taken and `working` memory."""
-    if memory is None:
-        return _CPU_CACHE_BYTES
-    return int(memory.limit * utilization) - memory.in_use - working
-
-
-def step_bytes(cfg: ModelConfig, dtype: Any, batched: int, rows: int, shards: int) -> int:
-    """Estimates the working memory of the largest step, in bytes.
-
-    A prompt token keeps about six hidden states. It also keeps its queries, keys and values of all heads and its
-    routed copies, which the `shards` devices of a rank share. Logits of a decode batch of `rows` tokens are float32,
-    and the sampler needs about four arrays of their size.
-    """
-    heads = cfg.num_attention_heads * (2 * cfg.qk_head_dim + cfg.v_head_dim + cfg.kv_lora_rank)
-    routed = cfg.num_experts_per_tok * (cfg.hidden_size + 3 * cfg.moe_intermediate_size)
-    shared = -(-(heads + routed + 3 * cfg.intermediate_size) // shards)
-    token = (6 * cfg.hidden_size + shared) * jnp.dtype(dtype).itemsize
-    return batched * token + 4 * rows * cfg.vocab_size * 4

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.functions import StepFunctions
-from sharding.mesh import RANKS, rank_mesh, rank_size
+from dsv3.engine.memory import Accounted
+from sharding.mesh import RANKS, rank_mesh, rank_size, shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Parts:
     its parameters as these take them. The engine owns them from then on: experts that it moves are written in place.
     `model_cfg` gives vocabulary, end tokens and cache layout, `cfg` the limits. The devices of `mesh` may belong to
     several processes. `tokenizer` is the `tokenizer.json` that grammars are run over; without one no answer can be held
-    to a grammar. `description` is what people are told of the model.
+    to a grammar. `description` is what people are told of the model, `memory` by what account the pool was sized; None:
+    nothing bounds it, as on a CPU.
 
     Raises ValueError where the mesh has other ranks than the limits say.
     """
@@ -33,6 +35,7 @@ class Parts:
     mesh: Mesh
     tokenizer: Path | None = None
     description: str = ""
+    memory: Accounted | None = None
 
     def __post_init__(self) -> None:
         ranks = self.mesh.shape[RANKS[0]] * self.mesh.shape[RANKS[1]]
@@ -41,6 +44,16 @@ class Parts:
                 f"{self.cfg.num_ranks} ranks of tensor_parallel_size {self.cfg.tensor_parallel_size} were asked for, "
                 f"but the mesh has {ranks} of {rank_size(self.mesh)} devices each"
             )
+
+    @property
+    def shapes(self) -> "Parts":
+        """The same with shapes for parameters, with the shardings that they are served with."""
+
+        def place(sharding: Any, part: Any) -> Any:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
+
+        where = shardings(self.functions.param_specs, self.mesh)
+        return dataclasses.replace(self, params=jax.tree.map(place, where, self.params))
 
     @property
     def takes_grammars(self) -> bool:

@@ -170,10 +170,15 @@ def program_store(
     `parts.cfg` are the limits that all processes use, `more` is what programs depend on besides. Raises OSError where
     nothing can be kept.
     """
-    limits = {f"limit {name}": value for name, value in shaping(parts.cfg).items()}
-    fields = environment(model_dir) | device_fields(parts) | limits | shaping(options) | more
+    fields = program_fields(model_dir, options, parts) | more
     devices = list(parts.mesh.devices.flat)
     return ProgramStore(options.compilation_cache_dir, key, machine_fields(), fields, devices, process_id)
+
+
+def program_fields(model_dir: Path, options: EngineOptions, parts: Parts) -> Fields:
+    """Returns what the programs of a start depend on beside the machine; `parts.cfg` are its limits."""
+    limits = {f"limit {name}": value for name, value in shaping(parts.cfg).items()}
+    return environment(model_dir) | device_fields(parts) | limits | shaping(options)
 
 
 def own_store(model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramStore | None:

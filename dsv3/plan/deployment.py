@@ -49,16 +49,18 @@ class Deployment:
     """One instance: `nodes` of `gpus_per_node` devices, and what each data-parallel rank runs.
 
     `prefill_tokens` are the prompt tokens per rank in a prefill step, `decode_requests` the requests per rank in a
-    decode step: at least one of the two, both for an instance that does both. `context_length` is the mean number of
-    tokens that a request has in the cache (of a prompt, in prefill); `prompt_per_answer` are the prompt tokens per
-    token of answers, 608 to 168 billion on DeepSeek's published day. `prefix_hit_rate` is the share of prompt tokens
-    found in the cache. `max_model_len` None: what the model was made for. `expert_parallel` spreads the routed experts
-    over all devices, with `redundant_experts` replicas more than there are experts; `expert_transport` and
-    `expert_combine` are as in `launch.serve`. `kv_cache_dtype` is the type of the pages: bfloat16, as activations are,
-    or fp8. `memory_utilization` is the share of a device's memory that weights, cache and working memory may take; the
-    rest is for CUDA, NCCL's buffers and fragmentation. `speculative_config` asks for drafts as in `launch.serve`;
-    `acceptance` says how many are right: a number is each draft's chance once those before it are, a tuple has the
-    share of rows in which all drafts up to each place are.
+    decode step: at least one of the two, both for an instance that does both. One that only decodes still computes
+    the ends of prompts, at most `max_num_batched_tokens` at once. `context_length` is the mean number of tokens
+    that a request has in the cache (of a prompt, in prefill); `prompt_per_answer` are the prompt tokens per token
+    of answers, 608 to 168 billion on DeepSeek's published day. `prefix_hit_rate` is the share of prompt tokens
+    found in the cache. `max_model_len` None: what the model was made for. `expert_parallel` spreads the routed
+    experts over all devices, with `redundant_experts` replicas more than there are experts, which load balancing
+    moves; `expert_transport` and `expert_combine` are as in `launch.serve`. `kv_cache_dtype` is the type of the
+    pages: bfloat16, as activations are, or fp8. `memory_utilization` is the share of a device's memory that
+    weights, cache and working memory may take, the server's `gpu_memory_utilization`; the rest is for CUDA, NCCL's
+    buffers and fragmentation. `speculative_config` asks for drafts as in `launch.serve`; `acceptance` says how many
+    are right: a number is each draft's chance once those before it are, a tuple has the share of rows in which all
+    drafts up to each place are.
 
     `reserved_multiprocessors` of each device are left to transfers in overlapped steps, as in `launch.serve`.
 
@@ -75,6 +77,7 @@ class Deployment:
     prompt_per_answer: float = 608 / 168
     prefix_hit_rate: float = 0.0
     max_model_len: int | None = None
+    max_num_batched_tokens: int = 64
     expert_parallel: bool = True
     redundant_experts: int = 0
     expert_transport: str = "auto"
@@ -88,6 +91,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         _check_positive(self, "nodes", "gpus_per_node", "context_length", "tensor_parallel", "prompt_per_answer")
+        _check_positive(self, "max_num_batched_tokens")
         if self.prefill_tokens < 0 or self.decode_requests < 0 or not (self.prefill_tokens or self.decode_requests):
             raise DeploymentError(
                 f"{self.name}: prefill_tokens {self.prefill_tokens} and decode_requests {self.decode_requests}: "
@@ -159,11 +163,6 @@ class Deployment:
     def ranks(self) -> int:
         """Data-parallel ranks: groups of `tensor_parallel` devices."""
         return self.devices // self.tensor_parallel
-
-    @property
-    def memory_budget(self) -> int:
-        """Bytes of a device that the instance may take."""
-        return int(self.device.memory_bytes * self.memory_utilization)
 
 
 def read_deployment(path: Path, devices: Mapping[str, Device]) -> Deployment:

@@ -13,7 +13,7 @@ from dsv3.plan.programs import compile_step, lay_out
 
 def with_ends(deployment: Deployment) -> Deployment:
     """Returns a decode deployment with the program that computes the ends of prompts."""
-    return dataclasses.replace(deployment, prefill_tokens=PAGE_SIZE)
+    return dataclasses.replace(deployment, prefill_tokens=PAGE_SIZE, max_num_batched_tokens=PAGE_SIZE)
 
 
 def ends_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str], None]) -> Ends:

@@ -1,16 +1,16 @@
-"""Bytes per device: weights by group and cache are computed from shapes, working memory comes from the compiler."""
+"""Bytes per device, by the server's own account: from shapes, and working memory from the compiler."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from dsv3.cache.layout import token_bytes
+from dsv3.cache.page import PAGE_SIZE
 from dsv3.checkpoint.layout import leaf_path
-from dsv3.engine.jobs.sample import adjust_shapes
-from dsv3.plan.programs import Compiled, LaidOut, cache_tokens
+from dsv3.engine.device.pool import SLACK
+from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
+from dsv3.engine.sizing import account_of
+from dsv3.plan.programs import LaidOut, cache_tokens
 
 EXPERTS, MODULE_EXPERTS = "routed experts", "MTP module, routed experts"
 _MODULE = "MTP module, all else"
@@ -28,19 +28,21 @@ _REST = "router, norms, expert map"
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device.
+    """Bytes of one device: its `account`, and the tokens of cache that the deployment's requests need.
 
-    Computed from shapes: `weights` by group, bytes of cache per `token`, `state` of the decode slots and the adjust
-    state (which exists once a request asks for penalties). Known after compiling, None before: `working`, the
-    temporaries and results of the largest step. An MTP module has groups of its own, and a cache layer in `token`.
+    `weights` are the account's by group; an MTP module has groups of its own, and a cache layer in `token`. What
+    programs take is known after compiling them: `compiled` says whether it is in the account.
     """
 
+    account: MemoryAccount
     weights: dict[str, int]
-    token: int
     cache_tokens: int
-    state: int
-    working: int | None
-    budget: int
+    compiled: bool
+
+    @property
+    def token(self) -> int:
+        """Bytes of a token of cache."""
+        return self.account.page // PAGE_SIZE
 
     @property
     def cache(self) -> int:
@@ -48,43 +50,27 @@ class Memory:
         return self.token * self.cache_tokens
 
     @property
-    def fixed(self) -> int:
-        """Everything but the cache."""
-        return sum(self.weights.values()) + self.state + (self.working or 0)
-
-    @property
     def needed(self) -> int:
         """Everything."""
-        return self.fixed + self.cache
+        return self.account.weights + self.account.state + self.account.working + self.cache
 
     @property
     def tokens_left(self) -> int:
         """Tokens of cache that fit beside everything else, those of the deployment's requests included."""
-        return max(0, self.budget - self.fixed) // self.token
+        return self.account.tokens
 
     @property
     def fits(self) -> bool:
-        """Whether the requests' cache and everything else stay within the budget."""
-        return self.needed <= self.budget
+        """Whether the requests' cache and everything else stay within the engine's share of the device."""
+        return self.cache_tokens <= self.account.tokens
 
 
-def memory_of(planned: LaidOut, steps: Sequence[Sequence[Compiled]] = ()) -> Memory:
-    """Returns the memory of one device; of the compiled `steps` one runs at a time."""
-    layout = planned.layout
-    return Memory(
-        weights=weight_groups(planned.params),
-        token=token_bytes(planned.model, planned.deployment.kv_cache_dtype),
-        cache_tokens=cache_tokens(planned.deployment),
-        state=local_bytes((layout.state, adjust_shapes(layout))),
-        working=max(map(working_bytes, steps), default=None),
-        budget=planned.deployment.memory_budget,
-    )
-
-
-def working_bytes(step: Sequence[Compiled]) -> int:
-    """Returns the working memory of a step; what the model's program leaves is there until the module's has run."""
-    model, *others = step
-    return model.results + max([model.temporaries, *(other.temporaries + other.results for other in others)])
+def memory_of(planned: LaidOut, working: int | None = None) -> Memory:
+    """Returns the memory of one device, whose programs take `working`: None before they are compiled."""
+    deployment, total = planned.deployment, planned.deployment.device.memory_bytes
+    memory = DeviceMemory(total, int(total * (deployment.memory_utilization + SLACK)))
+    found = account_of(planned.layout, memory, deployment.memory_utilization, working or 0)
+    return Memory(found, weight_groups(planned.params), cache_tokens(deployment), working is not None)
 
 
 def weight_groups(params: Any) -> dict[str, int]:
@@ -96,9 +82,3 @@ def weight_groups(params: Any) -> dict[str, int]:
         name = next((n for n, prefixes in _GROUPS.items() if path.startswith(prefixes)), _REST)
         groups[name] += local_bytes(leaf)
     return {name: size for name, size in groups.items() if size or name not in (MODULE_EXPERTS, _MODULE)}
-
-
-def local_bytes(tree: Any) -> int:
-    """Returns the bytes that one device holds of a tree of `ShapeDtypeStruct`s with shardings."""
-    shapes = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * itemsize for shape, itemsize in shapes)

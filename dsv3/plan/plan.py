@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from dsv3.config import ModelConfig
+from dsv3.engine.device.working import measure
 from dsv3.plan import hlo, roofline
 from dsv3.plan.collectives import Collective, collectives
 from dsv3.plan.deployment import Deployment
@@ -139,7 +140,8 @@ def make_plan(
         for phase in phases(deployment):
             progress(f"compiling {phase} for {deployment.devices} x {deployment.device.name}")
             compiled.append(compile_step(planned, phase))
-        memory = memory_of(planned, compiled)
+        progress("compiling what else takes much memory")
+        memory = memory_of(planned, measure(planned.engine, planned.programs))
     steps = tuple(step_plan(planned, step) for step in compiled)
     return Plan(model_name, model, deployment, memory, steps, judge(memory, deployment, model.n_routed_experts))
 

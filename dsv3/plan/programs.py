@@ -6,7 +6,6 @@ Nothing is written a second time: step bodies, transports, overlap and buffers a
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -23,17 +22,21 @@ from dsv3.engine.config import EngineConfig, tokens_ahead
 from dsv3.engine.device.choosing import chooses
 from dsv3.engine.device.executor import lay_out as lay_out_engine
 from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.pool import SLACK
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.device.reserve import Reserve, reserve
+from dsv3.engine.device.working import ReadPrograms
 from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs.draft_module import chain_key
 from dsv3.engine.jobs.prefill import Variant, variant_for
 from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.limits import longest_context
 from dsv3.engine.parts import Parts
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
+from dsv3.options import EngineOptions
 from dsv3.plan.deployment import Deployment, DeploymentError
-from pallas_kernels import aot, bodies
+from pallas_kernels import aot
 from pallas_kernels.backend import Backend
 from sharding.experts.placement import Placement
 from sharding.mesh import rank_mesh
@@ -106,23 +109,8 @@ class LaidOut:
     def _laid_out(self) -> tuple[Layout, Programs]:
         parts = Parts(self.functions, self.params, self.model, self.engine, self.mesh)
         layout, programs = lay_out_engine(parts, JOB_KINDS)
-        programs.store = _AroundKernels()
+        programs.store = ReadPrograms()
         return layout, programs
-
-
-class _AroundKernels:
-    """Compiles programs without what a plan does not read: in half of the time.
-
-    These are the bodies of our kernels, and the search for tiles of XLA's own products.
-    """
-
-    def forget_unused(self) -> None:
-        """Does nothing: a plan keeps no programs."""
-
-    def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
-        with bodies.left_out():
-            lowered = lower()
-        return aot.compile_to_read(lowered, options)
 
 
 def lay_out(model: ModelConfig, deployment: Deployment) -> LaidOut:
@@ -207,19 +195,20 @@ def compile_run(planned: LaidOut, phase: Phase, run: Run) -> Compiled:
 def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
     """Returns the engine's limits: a pool for the tokens of `cache_tokens`, and as long a request as fits it."""
     num_pages = pages_for(cache_tokens(deployment))
-    wanted = deployment.max_model_len or model.max_position_embeddings
+    wanted = deployment.max_model_len or longest_context(model)
     per_row = 1 + deployment.speculative.most_drafts if deployment.speculative else 1
     return EngineConfig(
         max_model_len=min(wanted, num_pages * 64 - tokens_ahead(per_row)),
         num_pages=num_pages,
         max_num_seqs=deployment.decode_requests or _PREFILL_SLOTS,
-        max_num_batched_tokens=deployment.prefill_tokens or 64,
+        max_num_batched_tokens=deployment.prefill_tokens or deployment.max_num_batched_tokens,
         num_ranks=deployment.ranks,
         num_nodes=deployment.nodes,
         tensor_parallel_size=deployment.tensor_parallel,
         cache_dtype=deployment.kv_cache_dtype,
         reserved_multiprocessors=deployment.reserved_multiprocessors,
         tokens_per_row=per_row,
+        eplb_interval=EngineOptions().eplb_interval if deployment.redundant_experts else 0,
         speculative_config=deployment.speculative_config,
     )
 
@@ -276,6 +265,6 @@ def _target(deployment: Deployment) -> aot.GpuTarget:
         aot.H200,
         name=f"NVIDIA {device.name}",
         multiprocessors=device.multiprocessors,
-        memory=device.memory_bytes,
+        memory=int(device.memory_bytes * (deployment.memory_utilization + SLACK)),
         memory_bytes_per_second=int(device.hbm_bytes_per_second),
     )

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from dsv3.plan.collectives import Collective
 from dsv3.plan.handover import Handover
+from dsv3.plan.memory import Memory
 from dsv3.plan.plan import Plan, ProgramPlan, StepPlan
 from dsv3.plan.roofline import HOST_S, KNOWN_ERRORS, rates_of
 from dsv3.plan.timeline import name_of
@@ -43,8 +44,7 @@ def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
     return {
         "model": plan.model_name,
         "deployment": dataclasses.asdict(plan.deployment),
-        "memory": dataclasses.asdict(memory)
-        | {"cache": memory.cache, "needed": memory.needed, "tokens_left": memory.tokens_left},
+        "memory": _memory_json(memory),
         "steps": [_step_json(plan, step) for step in plan.steps],
         "handover": dataclasses.asdict(plan.handover) if plan.handover else None,
         "ends": _ends_json(plan),
@@ -52,6 +52,18 @@ def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
         "rates": dataclasses.asdict(rates_of(plan.deployment.device, plan.model)),
         "known_errors": list(KNOWN_ERRORS),
         "verdict": dataclasses.asdict(plan.verdict),
+    }
+
+
+def _memory_json(memory: Memory) -> dict[str, Any]:
+    account = memory.account
+    return {
+        "weights": memory.weights,
+        "cache_tokens": memory.cache_tokens,
+        **{name: getattr(memory, name) for name in ("token", "cache", "needed", "tokens_left")},
+        "state": account.state,
+        "working": account.working if memory.compiled else None,
+        "budget": account.pool,
     }
 
 
@@ -100,19 +112,19 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _memory_table(plan: Plan) -> Table:
-    memory = plan.memory
+    memory, account = plan.memory, plan.memory.account
     table = _table("Memory of one device", "", "GB", "from")
     for name, nbytes in memory.weights.items():
         table.add_row(f"weights: {name}", f"{nbytes / GB:.3f}", "shapes")
-    table.add_row("weights", f"{sum(memory.weights.values()) / GB:.3f}", "shapes", style="bold")
+    table.add_row("weights", f"{account.weights / GB:.3f}", "shapes", style="bold")
     needed = f"cache of {memory.cache_tokens:,} tokens x {memory.token:,} B"
     table.add_row(needed, f"{memory.cache / GB:.3f}", "shapes")
-    table.add_row("state of slots, sampler included", f"{memory.state / GB:.3f}", "shapes")
-    working = "-" if memory.working is None else f"{memory.working / GB:.3f}"
-    table.add_row("temporaries and results", working, "compiler" if memory.working else "not compiled")
+    table.add_row("state of slots, sampler included", f"{account.state / GB:.3f}", "shapes")
+    working = f"{account.working / GB:.3f}" if memory.compiled else "-"
+    table.add_row("temporaries and results", working, "compiler" if memory.compiled else "not compiled")
     table.add_row("needed", f"{memory.needed / GB:.3f}", "", style="bold")
     limit = f"budget, {plan.deployment.memory_utilization:g} x {plan.deployment.device.memory_bytes / GB:g} GB"
-    table.add_row(limit, f"{memory.budget / GB:.3f}", "deployment")
+    table.add_row(limit, f"{account.pool / GB:.3f}", "deployment")
     table.add_row("tokens of cache that fit", f"{memory.tokens_left:,}", "")
     return table
 

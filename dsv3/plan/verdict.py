@@ -23,10 +23,11 @@ class Verdict:
 def judge(memory: Memory, deployment: Deployment, num_experts: int) -> Verdict:
     """Judges a plan's memory; `num_experts` is the model's number of routed experts."""
     device = deployment.device
-    limit = f"{memory.budget / GB:.1f} GB ({deployment.memory_utilization:g} of {device.memory_bytes / GB:g} GB)"
-    parts = f"weights {sum(memory.weights.values()) / GB:.1f}, cache {memory.cache / GB:.1f}"
-    working = "unknown (not compiled)" if memory.working is None else f"{memory.working / GB:.1f}"
-    parts += f", state {memory.state / GB:.1f}, working memory {working}"
+    account = memory.account
+    limit = f"{account.pool / GB:.1f} GB ({deployment.memory_utilization:g} of {device.memory_bytes / GB:g} GB)"
+    parts = f"weights {account.weights / GB:.1f}, cache {memory.cache / GB:.1f}"
+    working = f"{account.working / GB:.1f}" if memory.compiled else "unknown (not compiled)"
+    parts += f", state {account.state / GB:.1f}, working memory {working}"
     why = f"needs {memory.needed / GB:.1f} GB of {limit}: {parts}"
     if memory.fits:
         return Verdict(True, f"{why}; {memory.tokens_left:,} tokens of cache fit", ())
@@ -68,6 +69,6 @@ def nodes_that_fit(memory: Memory, deployment: Deployment, num_experts: int) -> 
     rest = memory.needed - routed
     for nodes in range(1, _MOST_NODES + 1):
         per_device = -(-num_experts // (nodes * deployment.gpus_per_node))
-        if rest + per_device * replica <= memory.budget:
+        if rest + per_device * replica <= memory.account.pool:
             return nodes, per_device * nodes * deployment.gpus_per_node - num_experts
     return None

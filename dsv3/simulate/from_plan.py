@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
+from dsv3.engine.device.working import measure
 from dsv3.fleet.cost import keys_per_token
 from dsv3.options import Role
 from dsv3.plan.deployment import Deployment, DeploymentError
@@ -41,7 +42,7 @@ def times_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str
         for phase in phases:
             progress(f"compiling {phase} for {deployment.devices} x {deployment.device.name}")
             [steps[phase]] = compile_step(planned, phase)
-        memory = memory_of(planned, [(step,) for step in steps.values()])
+        memory = memory_of(planned, measure(planned.engine, planned.programs))
     if not memory.fits:
         verdict = judge(memory, deployment, model.n_routed_experts)
         raise DeploymentError(f"{deployment.name} does not fit: {verdict.why}")

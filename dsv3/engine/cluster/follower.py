@@ -46,6 +46,7 @@ from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.executor import InFlight, LocalExecutor
+from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.options import ClusterOptions, EngineOptions
@@ -118,6 +119,7 @@ class _Follower:
         _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.front)
         phases.end("all have come")
         cluster = place_in(self._cluster, begin)
+        set_pool_share(options.gpu_memory_utilization)
         start_jax(cluster, generation)
         phases.end("jax")
         asked, options = options, fitted(options, model_dir, self._cluster, cluster)

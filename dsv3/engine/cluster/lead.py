@@ -14,6 +14,7 @@ from dsv3.engine.cluster.rehearsal import order_of
 from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
 from dsv3.engine.device.executor import LocalExecutor
+from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.engine import Engine
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
@@ -52,6 +53,7 @@ def start_leader(
     host.progress(f"waiting for {cluster.num_processes - 1} other processes")
     given, cluster = cluster, leader.gather()
     phases.end("all have come")
+    set_pool_share(options.gpu_memory_utilization)
     start_jax(cluster, generation)
     phases.end("jax")
     host.progress("loading the weights")

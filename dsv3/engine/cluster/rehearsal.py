@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import msgspec
@@ -24,12 +24,10 @@ from dsv3.engine.device.executor import lay_out
 from dsv3.engine.fingerprint import agreed, environment, shaping
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import with_pages
-from dsv3.engine.parts import Parts
 from dsv3.engine.stored import ProgramStore, machine_fields
 from dsv3.logs import configure_logging
 from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.trust.key_file import read_key
-from sharding.mesh import shardings
 
 _log = logging.getLogger("dsv3.cluster")
 
@@ -60,23 +58,14 @@ def compile_programs(order: Order, target: ClusterOptions) -> ProgramStore:
     load: Load = getattr(importlib.import_module(module), name)
     model_dir = Path(order.model_dir)
     options = fitted(order.engine, model_dir, order.given, target)
-    parts = load(model_dir, options, shapes=True)
-    parts = dataclasses.replace(parts, params=_shapes(parts), cfg=with_pages(parts.cfg, parts.cfg.num_pages, options))
+    parts = load(model_dir, options, shapes=True).shapes
+    parts = dataclasses.replace(parts, cfg=with_pages(parts.cfg, parts.cfg.num_pages, options))
     store = kept_programs(target, model_dir, options, parts)
     _, programs = lay_out(parts, JOB_KINDS)
     programs.store = store
     for key in programs.keys():  # noqa: SIM118
         programs.get(key)
     return store
-
-
-def _shapes(parts: Parts) -> Any:
-    """Returns the parameters' shapes with the shardings that they are served with."""
-
-    def place(sharding: Any, part: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
-
-    return jax.tree.map(place, shardings(parts.functions.param_specs, parts.mesh), parts.params)
 
 
 def main(order: Order, coordinator: str, place: int, compiles: bool) -> NoReturn:

@@ -35,13 +35,27 @@ class Devices:
 
     def __init__(self, layout: Layout, params: Any, programs: Programs) -> None:
         self.layout, self.params, self.programs = layout, params, programs
-        self.pages, self.state = self.zeros(layout.pages), self.zeros(layout.state)
         self.handed: dict[str, Forward] = {}
         self._unused: dict[Any, jax.Array] = {}
 
+    @functools.cached_property
+    def pages(self) -> Any:
+        """The page pools. They are made when they are first asked for: what compiles before has their room."""
+        return self.zeros(self.layout.pages)
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """The decode state."""
+        return self.zeros(self.layout.state)
+
+    def allocate(self) -> None:
+        """Makes page pools and decode state, if they are not there yet."""
+        _ = self.pages, self.state
+
     def delete(self) -> None:
         """Gives the memory of all arrays back at once, whatever still refers to them; nothing runs here any more."""
-        for array in jax.tree.leaves((self.params, self.pages, self.state, list(self._unused.values()))):
+        made = [self.__dict__.get(name) for name in ("pages", "state")]
+        for array in jax.tree.leaves((self.params, made, list(self._unused.values()))):
             array.delete()
         self.params = self.pages = self.state = None
         self.handed, self._unused = {}, {}

@@ -10,6 +10,7 @@ import numpy as np
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, Progress, Store
+from dsv3.engine.device.working import measure, running
 from dsv3.engine.job import JobKind, StepCommand
 from dsv3.engine.parts import Parts
 from sharding.mesh import shardings
@@ -61,6 +62,7 @@ class LocalExecutor:
         params = place(parts.params, shardings(parts.functions.param_specs, parts.mesh))
         parts = dataclasses.replace(parts, params=params)
         layout, programs = lay_out(parts, kinds)
+        self._memory = parts.memory
         self.devices = Devices(layout, params, programs)
         self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(parts)}
         self._agreeing = {kind.name for kind in kinds if kind.results_agree}
@@ -68,7 +70,12 @@ class LocalExecutor:
     def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`."""
         self.devices.programs.store = store
-        self.devices.programs.compile_all(progress)
+        devices, programs = self.devices, self.devices.programs
+        programs.compile_all(progress)
+        if self._memory is not None:
+            cfg = devices.layout.cfg
+            self._memory.compare(measure(cfg, programs, running(cfg, programs.keys())))
+        devices.allocate()
 
     def launch(self, command: StepCommand) -> InFlight:
         """Starts the jobs of a step, one after the other."""

@@ -15,14 +15,11 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.config import ModelConfig
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.crossover import masked_room
 from dsv3.engine.device import choosing
-from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs import decode, draft_module, prefill
-from dsv3.engine.limits import expanded_bytes
 from dsv3.engine.parts import Parts
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
@@ -80,19 +77,6 @@ def test_the_room_is_that_of_what_may_come_and_of_a_micro_batch() -> None:
     assert [choosing.masked_room(long(), size) for size in (64, 1024, 4096)] == [0, 8320, 12_160]
     assert choosing.masked_room(long(overlaps=lambda _: True), 4096) == choosing.masked_room(long(), 2048) == 10_240
     assert choosing.masked_room(long(platform="cpu"), 4096) == choosing.masked_room(long(DEEPSEEK_V3), 4096) == 0
-
-
-def test_the_cache_leaves_memory_for_the_keys_of_the_room() -> None:
-    """8,192 tokens have room for 14,720; two devices share the heads of 65,536 bytes per token, and mask further."""
-    dtypes = EngineDtypes(jnp.dtype("bfloat16"), "bfloat16")
-    assert expanded_bytes(DEEPSEEK_V32, dtypes, 8192, 1) == (14_720 - 8192) * 65_536
-    assert (
-        expanded_bytes(DEEPSEEK_V32, dtypes, 8192, 2)
-        == (masked_room(DEEPSEEK_V32, "bfloat16", 8192, 2) - 8192) * 32_768
-    )
-    latents, at_once, instead = 2 * 2**18 * 1152, 2**30, 128 * (256 + 512) * 2
-    assert expanded_bytes(DEEPSEEK_V3, dtypes, 8192, 1) == latents + at_once - 8192 * instead
-    assert expanded_bytes(DEEPSEEK_V3, dtypes, 16_384, 1) == expanded_bytes(DEEPSEEK_V3, dtypes, 64, 1) == 0
 
 
 def test_the_expanded_program_has_room_for_a_wave_of_queries() -> None:

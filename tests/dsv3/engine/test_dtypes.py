@@ -15,7 +15,7 @@ from dsv3.config import ModelConfig
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.description import describe
 from dsv3.engine.dtypes import resolve_dtypes
-from dsv3.engine.limits import DeviceMemory, Hardware, engine_config
+from dsv3.engine.memory import DeviceMemory, account
 from dsv3.hf_config import load_config, stored_dtype
 from dsv3.options import EngineOptions
 from pallas_kernels import native
@@ -103,12 +103,11 @@ def test_a_checkpoint_says_its_type(tmp_path: Path) -> None:
 
 
 def test_fp8_pages_hold_more_of_them() -> None:
-    memory = DeviceMemory(limit=100 * 2**30, in_use=0)
-    hardware = Hardware(is_cpu=False, memory=memory)
     pages = {}
     for name in ("bfloat16", FP8):
-        options = EngineOptions(kv_cache_dtype=name, max_num_seqs=64, max_num_batched_tokens=64)
-        pages[name] = engine_config(PLAIN, options, hardware, resolve_dtypes(PLAIN, options, H200)).num_pages
+        cache = resolve_dtypes(PLAIN, EngineOptions(kv_cache_dtype=name), H200).cache
+        memory = DeviceMemory(100 * 2**30, 100 * 2**30)
+        pages[name] = account(memory, 0.9, weights=0, state=0, working=0, page=page_bytes(PLAIN, cache)).pages
     assert pages[FP8] / pages["bfloat16"] == pytest.approx(1152 / 656, rel=1e-3)
 
 

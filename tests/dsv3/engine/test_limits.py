@@ -1,13 +1,14 @@
-"""Limits from options, hardware and memory, without a device."""
+"""Limits from options and hardware, without a device."""
 
 import dataclasses
 
 import jax.numpy as jnp
 import pytest
 
-from dsv3.cache.layout import page_bytes
+from dsv3.config import YarnConfig
+from dsv3.engine.config import EngineConfig
 from dsv3.engine.dtypes import EngineDtypes
-from dsv3.engine.limits import DeviceMemory, Hardware, engine_config, step_bytes, with_pages
+from dsv3.engine.limits import Hardware, engine_config, longest_context, pages_of_one, with_pages
 from dsv3.options import EngineOptions
 from tests.dsv3.engine import toy
 
@@ -16,10 +17,8 @@ FLOAT32 = EngineDtypes(jnp.dtype(jnp.float32), "float32")
 SMALL = EngineOptions(max_num_seqs=4, max_num_batched_tokens=64)
 
 
-def on_gpu(pages: float, **changes) -> Hardware:
-    """A GPU whose memory holds the weights, the working memory of `SMALL` and so many pages."""
-    needed = step_bytes(MODEL, jnp.float32, 64, 4, 1) + int(pages * page_bytes(MODEL, "float32"))
-    return Hardware(is_cpu=False, memory=DeviceMemory(limit=int((5000 + needed) / 0.9) + 1, in_use=5000), **changes)
+def with_five_pages(options: EngineOptions = SMALL, **changes) -> EngineConfig:
+    return engine_config(MODEL, options, Hardware(is_cpu=False, **changes), FLOAT32, pages=5)
 
 
 def test_the_device_decides_what_nobody_set() -> None:
@@ -30,52 +29,33 @@ def test_the_device_decides_what_nobody_set() -> None:
     assert (cpu.max_model_len, cpu.num_pages) == (1000, 64 * 16)
 
 
-def test_pages_fill_the_memory_that_is_left() -> None:
-    cfg = engine_config(MODEL, SMALL, on_gpu(5.5, num_ranks=6, num_nodes=2), FLOAT32)
+def test_requests_are_as_long_as_the_pages_are_many() -> None:
+    cfg = with_five_pages(num_ranks=6, num_nodes=2)
     assert (cfg.num_pages, cfg.max_model_len, cfg.num_ranks, cfg.num_nodes) == (5, 5 * 64, 6, 2)
 
 
-def test_experts_that_move_take_from_the_cache() -> None:
-    extra = 3 * page_bytes(MODEL, "float32")
-    moving = step_bytes(MODEL, jnp.float32, 64, 4, 1) + extra
-    assert engine_config(MODEL, SMALL, on_gpu(5.5), FLOAT32, move_bytes=moving).num_pages == 2
-
-
-def with_room_for(nbytes: float) -> Hardware:
-    """A GPU with so many bytes for cache and working memory."""
-    return Hardware(is_cpu=False, memory=DeviceMemory(limit=int(nbytes / 0.9) + 1, in_use=0))
-
-
-def test_pages_on_their_way_take_from_the_cache() -> None:
-    options = dataclasses.replace(SMALL, kv_offloading_size=1.0)
-    working = step_bytes(MODEL, jnp.float32, 64, 4, 1) + 2**30
-    hardware = with_room_for(working + 5.5 * page_bytes(MODEL, "float32"))
-    assert engine_config(MODEL, options, hardware, FLOAT32).num_pages == 5
-
-
-def test_a_module_that_takes_a_whole_batch_takes_more_memory() -> None:
-    model = dataclasses.replace(MODEL, num_nextn_predict_layers=1)
-    drafts = dataclasses.replace(SMALL, speculative_config={"method": "mtp"})
-    spread = dataclasses.replace(drafts, enable_expert_parallel=True)
-    one, page = step_bytes(model, jnp.float32, 64, 8, 1), page_bytes(model, "float32")
-    hardware = with_room_for(1.7 * one + 5.5 * page)
-    assert engine_config(model, spread, hardware, FLOAT32).num_pages == 5
-    assert engine_config(model, drafts, hardware, FLOAT32).num_pages == min(64, int((0.7 * one + 5.5 * page) / page))
-
-
-def test_a_device_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="raise gpu_memory_utilization or use more devices"):
-        engine_config(MODEL, SMALL, on_gpu(0.5), FLOAT32)
-
-
 def test_a_length_that_was_asked_for_is_not_shortened() -> None:
-    options = EngineOptions(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=640)
     with pytest.raises(ValueError, match="lower max_model_len"):
-        engine_config(MODEL, options, on_gpu(5.5), FLOAT32)
+        with_five_pages(dataclasses.replace(SMALL, max_model_len=640))
+
+
+def test_a_length_beyond_the_models_is_refused() -> None:
+    """Beyond its positions a model says nonsense, and no error tells of it."""
+    assert engine_config(MODEL, EngineOptions(max_model_len=1000), Hardware(), FLOAT32).max_model_len == 1000
+    with pytest.raises(ValueError, match="max_model_len: 1001 is greater than the 1000 tokens that the model"):
+        engine_config(MODEL, EngineOptions(max_model_len=1001), Hardware(), FLOAT32)
+
+
+def test_yarn_stretches_what_a_model_was_made_for() -> None:
+    """A config.json may give its original length beside the factor."""
+    yarn = YarnConfig(factor=4.0, original_max_position_embeddings=1000)
+    assert longest_context(dataclasses.replace(MODEL, yarn=yarn)) == 4000
+    assert longest_context(dataclasses.replace(MODEL, yarn=yarn, max_position_embeddings=5000)) == 5000
+    assert pages_of_one(dataclasses.replace(MODEL, yarn=yarn), EngineOptions(max_model_len=4000)) == 63
 
 
 def test_another_process_with_less_room_shortens_the_rest() -> None:
-    cfg = engine_config(MODEL, SMALL, on_gpu(5.5), FLOAT32)
+    cfg = with_five_pages()
     assert with_pages(cfg, 9, SMALL) == cfg
     less = with_pages(cfg, 3, SMALL)
     assert (less.num_pages, less.max_model_len) == (3, 3 * 64)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import pytest
@@ -15,9 +16,11 @@ from benchmarks import overlap_orders
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144
 from dsv3.engine.device.programs import Key
+from dsv3.engine.device.working import largest
+from dsv3.engine.memory import local_bytes
 from dsv3.plan import plan as planning
 from dsv3.plan import report
-from dsv3.plan.memory import local_bytes, memory_of
+from dsv3.plan.memory import memory_of
 from dsv3.plan.picture import draw
 from dsv3.plan.plan import Plan, ProgramPlan, StepPlan, make_plan, program_plan
 from dsv3.plan.programs import Compiled, LaidOut, compile_run, compile_step, lay_out, runs
@@ -28,6 +31,7 @@ from sharding.experts.transport import build
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, resolve_overlap
 from tests.dsv3.model.test_overlap_schedule import copied_weights, written
+from tests.dsv3.plan import command_lines
 
 pytestmark = [
     pytest.mark.aot,
@@ -51,6 +55,7 @@ def compiled(laid_out) -> Compiled:
 def plan(compiled) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "compile_step", lambda *_: (compiled,))
+        patch.setattr(planning, "measure", lambda *_: command_lines.written()["plan decode_ep144"])
         return make_plan(DEEPSEEK_V3, "deepseek_v3", DECODE_EP144)
 
 
@@ -63,10 +68,25 @@ def step(plan) -> StepPlan:
 def test_it_fits_80_gb(plan) -> None:
     assert plan.verdict.fits
     memory = plan.memory
-    assert memory.working is not None
-    assert memory.working < 0.5e9
+    assert memory.compiled
+    assert memory.account.working < 1.4e9
     assert memory.needed < 72e9
     assert memory.tokens_left > 128 * 4989
+
+
+def test_a_pool_that_fills_the_memory_changes_no_program(laid_out, compiled, plan) -> None:
+    """What is written is of a small pool and two MoE layers; with the server's pool XLA once computed values again.
+
+    The program with the largest temporaries expands cached tokens; the largest results are the scores of decode.
+    """
+    key = Key("prefill", 512, 5)
+    assert {key, compiled.run.key} <= set(largest(laid_out.engine, laid_out.programs.keys()))
+    cfg = dataclasses.replace(laid_out.engine, num_pages=plan.memory.account.pages)
+    served = dataclasses.replace(laid_out, engine=cfg).programs
+    program: Any = served.get(key)
+    taken = program.memory_analysis().temp_size_in_bytes + 2 * compiled.results
+    assert taken == pytest.approx(command_lines.written()["plan decode_ep144"], rel=0.005)
+    assert ".remat" not in program.as_text()
 
 
 def test_the_compiler_counts_the_same_arguments(plan, step, laid_out) -> None:
@@ -220,7 +240,7 @@ def shown(plan: Plan) -> str:
 def test_report_json_and_picture(plan, tmp_path) -> None:
     text = shown(plan)
     assert "weights: routed experts" in text
-    assert "fits: needs 67." in text
+    assert "fits: needs 68." in text
     assert "known error" in text
     assert re.search(r"multiprocessors: for kernels, for transfers +124, 8", text)
     written = json.loads(json.dumps(report.as_json(plan)))

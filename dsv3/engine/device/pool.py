@@ -1,0 +1,38 @@
+"""The pool that jax takes from a GPU's memory: its share, set before jax starts, and the card's total, read after."""
+
+import os
+
+import jax
+from jax._src import xla_bridge
+
+from dsv3.engine.memory import DeviceMemory
+
+SLACK = 0.02
+"""Share of a GPU's memory that the pool has beyond what an engine plans with, for fragmentation: 1.7 GB of an H100."""
+_MOST = 0.97  # CUDA, NCCL's buffers and the kernels' code lie outside of the pool
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_DEFAULT = 0.75  # jax's own where neither is set
+_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+
+
+def set_pool_share(utilization: float) -> None:
+    """Makes jax's pool hold `utilization` of a GPU's memory, and slack; call it before jax starts its devices.
+
+    It changes nothing where the environment says another share already, or jax has started.
+    """
+    if not any(os.environ.get(name) for name in _FRACTIONS) and not xla_bridge.backends_are_initialized():
+        os.environ[_FRACTIONS[0]] = f"{min(utilization + SLACK, _MOST):.4f}"
+
+
+def device_memory(device: jax.Device) -> DeviceMemory | None:
+    """Returns the memory of a GPU, None for a CPU. Raises ValueError where jax does not know it."""
+    if device.platform == "cpu":
+        return None
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise ValueError(
+            f"jax does not say how much memory {device.device_kind} has, so the cache cannot be sized: "
+            f"{_ALLOCATOR}={os.environ.get(_ALLOCATOR, '')} has no pool; unset it"
+        )
+    given = next((value for name in _FRACTIONS if (value := os.environ.get(name))), _DEFAULT)
+    return DeviceMemory(int(stats["bytes_limit"] / float(given)), stats["bytes_limit"], stats.get("bytes_in_use", 0))

@@ -16,8 +16,6 @@ from dsv3.batch.lines import BadLine, LineParser, RequestLine, answer_line, bad_
 
 WINDOW_LINES, WINDOW_BYTES = 4096, 64 * 2**20
 _COMPARED_BYTES = 2**16
-# The code of a server's 503 that may be the line's own fault: asked for ever, it would end no batch.
-TEMPLATE_WORKER_DIED = "template_worker_died"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import msgspec
 
 from dsv3.batch.journal import BatchError
 from dsv3.batch.options import BatchOptions
-from dsv3.batch.run import TEMPLATE_WORKER_DIED, Reply
+from dsv3.batch.run import Reply
 from dsv3.files import read_secret
 from dsv3.http_client import Address, Client, RequestFailed
 from dsv3.request import BATCH_PRIORITY
@@ -49,20 +49,15 @@ class _Models(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What is read of an answer; other servers' errors may have any form."""
+    """What is read of an answer."""
 
     id: Any = ""
     usage: Any = None
-    error: Any = None
 
     @property
     def output_tokens(self) -> int:
         tokens = self.usage.get("completion_tokens") if isinstance(self.usage, dict) else None
         return tokens if isinstance(tokens, int) else 0
-
-    @property
-    def code(self) -> str:
-        return str(self.error.get("code", "")) if isinstance(self.error, dict) else ""
 
 
 class _Asked(msgspec.Struct):
@@ -143,11 +138,7 @@ class ServersCompleter:
         if 300 <= status < 400:
             raise BatchError(f"{server.url} answers with a redirection ({status}); name the address that it leads to")
         found = _read(content)
-        if found is None:
-            is_passing = status in _PASSING or status == 502 or status < 400
-        else:
-            is_passing = status in _PASSING and found.code != TEMPLATE_WORKER_DIED
-        if is_passing:
+        if status in _PASSING or (found is None and (status == 502 or status < 400)):
             words = content[:_SHOWN_CHARS].decode("utf-8", "replace")
             return self._noted(server, f"{server.url}: status {status}: {words}")
         self._answered_at, server.rest_s = time.monotonic(), _REST_S[0]

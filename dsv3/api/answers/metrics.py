@@ -103,9 +103,9 @@ _CARRIER_COUNTERS = {
     "carrier_failures": ("dsv3:kv_transfer_failures", "Transfers that did not bring what they should have."),
 }
 _HISTOGRAMS = {
-    "ttft": ("vllm:time_to_first_token_seconds", "From the request's arrival to its first token.", SECONDS),
+    "ttft": ("vllm:time_to_first_token_seconds", "From handing the request to the engine to its first token.", SECONDS),
     "itl": ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence, per token.", SECONDS),
-    "e2e": ("vllm:e2e_request_latency_seconds", "From the request's arrival to its last token.", SECONDS),
+    "e2e": ("vllm:e2e_request_latency_seconds", "From handing the request to the engine to its last token.", SECONDS),
     "queue": ("vllm:request_queue_time_seconds", "From the engine's taking the request to its first slot.", SECONDS),
     "prefill": ("vllm:request_prefill_time_seconds", "From the request's first slot to its first token.", SECONDS),
     "decode": ("vllm:request_decode_time_seconds", "From a sequence's first token to its last.", SECONDS),

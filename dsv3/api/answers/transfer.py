@@ -27,7 +27,7 @@ def pages_from(params: TransferParams | None, info: EngineInfo) -> str:
         raise invalid("do_remote_prefill: this server fetches no pages; start it with --transfer_key_file", _NAME)
     if params.remote_addresses:
         return ",".join(map(_checked, params.remote_addresses))
-    if params.remote_host is None or params.remote_port is None or not _HOST.fullmatch(params.remote_host):
+    if params.remote_host is None or params.remote_port is None or not _is_host(params.remote_host):
         raise invalid("do_remote_prefill needs remote_host and remote_port, from the prefill server's answer", _NAME)
     return address_of(params.remote_host, params.remote_port, _NAME)
 
@@ -35,9 +35,18 @@ def pages_from(params: TransferParams | None, info: EngineInfo) -> str:
 def address_of(host: str, port: int, param: str) -> str:
     """Returns "host:port", with brackets around an IPv6 address; ApiError for a host that can be none."""
     host = host.removeprefix("[").removesuffix("]")
-    if not _HOST.fullmatch(host):
+    if not _is_host(host):
         raise invalid(f"{param}: {host!r} is no host's name", param)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_host(text: str) -> bool:
+    """Returns whether a resolver takes a name; it would raise UnicodeError for "a..b"."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return _HOST.fullmatch(text) is not None
 
 
 def _checked(address: str) -> str:
@@ -45,7 +54,7 @@ def _checked(address: str) -> str:
         host, _ = split_address(address, "remote_addresses")
     except ValueError as error:
         raise invalid(str(error), _NAME) from None
-    if not _HOST.fullmatch(host):
+    if not _is_host(host):
         raise invalid(f"remote_addresses: {address!r} has no host's name", _NAME)
     return address
 

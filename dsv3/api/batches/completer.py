@@ -17,14 +17,11 @@ from dsv3.api.answers.kinds import KINDS
 from dsv3.api.answers.reading import read
 from dsv3.api.answers.service import Service, make_service
 from dsv3.api.answers.start import make_client, start_engine
-from dsv3.api.asking import WorkerDied
 from dsv3.api.config import ServerConfig
 from dsv3.api.tenants import Tenant
-from dsv3.api.workers import WorkersBusy
 from dsv3.batch.journal import BatchError
-from dsv3.batch.run import TEMPLATE_WORKER_DIED, Reply
+from dsv3.batch.run import Reply
 from dsv3.request import MAX_PRIORITY
-from dsv3.text.chat_template import TemplateError
 
 # A line that finds no room asks again after the first, and each time after twice as long, up to the last.
 _BUSY_SECONDS = 0.05, 1.0
@@ -79,9 +76,9 @@ class ServerCompleter:
             async with self._permits:
                 return await self._answer(url, body)
         except ApiError as error:
-            if error.status == 503 and not await self._is_lines_fault(error):
+            if error.status == 503:
                 raise BatchError(error.body.message) from None
-            if error.status >= 500 and error.body.code not in (ENGINE_DIED, TEMPLATE_WORKER_DIED):
+            if error.status >= 500 and error.body.code != ENGINE_DIED:
                 await self._check_engine()
             return Reply(error.status, "", msgspec.Raw(error.envelope()))
 
@@ -111,17 +108,6 @@ class ServerCompleter:
         except Exception:
             _log.exception("a line failed")
             raise internal() from None
-
-    async def _is_lines_fault(self, error: ApiError) -> bool:
-        """Returns whether workers die of this line: there are workers for others, and the engine is well."""
-        templates = self._service.templates
-        if error.body.code != TEMPLATE_WORKER_DIED or templates is None or self._service.status != "ok":
-            return False
-        try:
-            await templates.check()
-        except (WorkerDied, WorkersBusy, TemplateError):
-            return False
-        return True
 
     async def _check_engine(self) -> None:
         """Raises BatchError where a failure was the whole engine's: its requests are then not answered."""

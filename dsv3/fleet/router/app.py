@@ -20,7 +20,7 @@ from dsv3.api.answers.kinds import KINDS
 from dsv3.api.budget import Budget, Holding
 from dsv3.api.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
 from dsv3.api.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
-from dsv3.api.http.errors import response_of
+from dsv3.api.http.errors import path_of, response_of
 from dsv3.api.http.exchange import REQUEST_ID
 from dsv3.api.http.operator import tenant_of
 from dsv3.api.tenants import OPERATOR, Tenants
@@ -118,7 +118,10 @@ def _http_error(http: Request, error: Exception) -> Response:
     text = {404: "the router has no such route", 405: "this route has other methods"}.get(
         status, "it cannot be answered"
     )
-    return response_of(ApiError(status, text, code="not_found" if status == 404 else None), http.scope["path"])
+    refused = ApiError(status, text, code="not_found" if status == 404 else None)
+    response = response_of(refused, path_of(http.scope))
+    response.headers.update(getattr(error, "headers", None) or {})  # `Allow`, which RFC 9110 asks for with 405
+    return response
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -84,6 +84,7 @@ def test_a_body_without_them_says_nothing():
         ({"bootstrap_host": None}, "bootstrap_host"),
         ({"bootstrap_host": "a b"}, "bootstrap_host"),
         ({"bootstrap_host": "h/../x"}, "bootstrap_host"),
+        ({"bootstrap_host": "a..b"}, "bootstrap_host"),
         ({"bootstrap_room": []}, "bootstrap_room"),
         ({"bootstrap_room": [1, 2], "bootstrap_port": [1, 2, 3]}, "bootstrap_port"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "bootstrap_room"),

@@ -33,6 +33,7 @@ def test_an_answer_says_where_its_pages_are(server, path):
         ({"do_remote_prefill": True}, "needs remote_host and remote_port"),
         ({"do_remote_prefill": True, "remote_host": "a b", "remote_port": 7}, "needs remote_host and remote_port"),
         ({"do_remote_prefill": True, "remote_host": "h/../x", "remote_port": 7}, "needs remote_host"),
+        ({"do_remote_prefill": True, "remote_host": "a..b", "remote_port": 7}, "needs remote_host"),
         ({"do_remote_prefill": True, "remote_host": "h", "remote_port": 70000}, "remote_port"),
         ({"do_remote_prefill": True, "remote_addresses": ["h:7", "a b:7"]}, "remote_addresses: 'a b:7' has no host"),
         ({"do_remote_prefill": True, "remote_addresses": ["h"]}, "remote_addresses: 'h' is not HOST:PORT"),

@@ -86,6 +86,11 @@ def test_what_is_refused_has_a_status_and_an_error(router, path, body, status):
     assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True)
 
 
+def test_a_route_that_is_asked_in_another_way_says_how(router):
+    answer = router.http.put("/v1/models")
+    assert answer.status_code == 405 and "GET" in answer.headers["allow"]
+
+
 @pytest.mark.parametrize(
     ("head", "unit", "status"),
     [

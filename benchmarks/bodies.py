@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -88,7 +89,8 @@ class Server:
     def memory(self, field: str) -> int:
         """Bytes of front and engine together: VmRSS now, VmHWM at most since `forget`."""
         statuses = [Path(f"/proc/{pid}/status").read_text() for pid in self._pids()]
-        return sum(int(status.split(f"{field}:")[1].split()[0]) * 1024 for status in statuses)
+        found = (re.search(rf"{field}:\s+(\d+) kB", status) for status in statuses)  # a process that has ended has none
+        return sum(int(each[1]) * 1024 for each in found if each)
 
     def forget(self) -> None:
         """Sets the longest piece and the peak back."""

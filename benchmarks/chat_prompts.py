@@ -54,8 +54,9 @@ async def measure(seconds: float) -> None:
         return []
 
     service.encode = note  # tokenising is timed by itself, in this thread
+    before = psutil.Process().children()
     await pool.check()
-    [worker] = psutil.Process().children()
+    [worker] = set(psutil.Process().children()).difference(before)
     for name, shape in CONVERSATIONS.items():
         request = body(*shape)
         began, front, back, count = time.monotonic(), processor_s(psutil.Process()), processor_s(worker), 0

@@ -22,7 +22,6 @@ import numpy as np
 
 PAGE_BYTES = 4_497_408  # 64 tokens of 576 bfloat16 in 61 layers
 SECRET = b"benchmark " * 4
-_PATIENCE_S = 20.0
 
 
 def our_server(pages: int) -> None:
@@ -98,7 +97,7 @@ def our_rates(pages: int, rounds: int) -> list[float]:
     return rates
 
 
-def jax_rates(pages: int, rounds: int) -> tuple[list[float], str]:
+def jax_rates(pages: int, rounds: int, patience_s: float) -> tuple[list[float], str]:
     """Returns MB per processor second of each round, and what became of a pull that nobody answers."""
     import jax
     from jax.experimental import transfer
@@ -114,12 +113,12 @@ def jax_rates(pages: int, rounds: int) -> tuple[list[float], str]:
         array.block_until_ready()
         there_after = other.say(rounds + number)
         rates.append(pages * PAGE_BYTES / 1e6 / (time.process_time() - here + there_after - there))
-    fate = unanswered(connection, shape)
+    fate = unanswered(connection, shape, patience_s)
     other.process.kill()
     return rates, fate
 
 
-def unanswered(connection: Any, shape: Any) -> str:
+def unanswered(connection: Any, shape: Any, patience_s: float) -> str:
     """Returns what becomes of a pull with a timeout of 2 s that nobody answers, watched from another thread."""
     ends: queue.Queue[str] = queue.Queue()
 
@@ -135,9 +134,9 @@ def unanswered(connection: Any, shape: Any) -> str:
     started = time.monotonic()
     threading.Thread(target=pull, daemon=True).start()
     try:
-        end = ends.get(timeout=_PATIENCE_S)
+        end = ends.get(timeout=patience_s)
     except queue.Empty:
-        return f"it has not come back after {_PATIENCE_S:.0f} s"
+        return f"it has not come back after {patience_s:.0f} s"
     return f"{end}, after {time.monotonic() - started:.1f} s"
 
 
@@ -146,13 +145,14 @@ def main() -> None:
     parser.add_argument("--role", choices=["ours", "jax"], help=argparse.SUPPRESS)
     parser.add_argument("--pages", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds for a pull that nobody answers")
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     if args.role:
         {"ours": our_server, "jax": jax_server}[args.role](args.pages)
         return
     ours = our_rates(args.pages, args.rounds)
-    theirs, fate = jax_rates(args.pages, args.rounds)
+    theirs, fate = jax_rates(args.pages, args.rounds, args.patience)
     for name, rates in (("our sockets", ours), ("jax.experimental.transfer", theirs)):
         print(f"{name}: {statistics.median(rates):.0f} MB per processor second (rounds {[round(r) for r in rates]})")
     print(f"a pull that nobody answers, timeout 2 s: {fate}")

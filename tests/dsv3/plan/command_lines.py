@@ -61,9 +61,9 @@ FILES = {
     "deploy/slurm/decode_ep144.sh": (DECODE,),
     "deploy/slurm/prefill_ep32.sh": (PREFILL,),
     "deploy/slurm/single_node.sh": (ONE_NODE,),
-    "deploy/kubernetes/decode.yaml": (DECODE, DECODE),
-    "deploy/kubernetes/prefill.yaml": (PREFILL, PREFILL),
-    "deploy/kubernetes/pair.yaml": (ONE_NODE, ONE_NODE),
+    "deploy/kubernetes/decode/decode.yaml": (DECODE, DECODE),
+    "deploy/kubernetes/prefill/prefill.yaml": (PREFILL, PREFILL),
+    "deploy/kubernetes/pair/pair.yaml": (ONE_NODE, ONE_NODE),
 }
 """The machine of each command line of a file that names a model's directory, in their order."""
 _SERVES = re.compile(r"-m launch\.(?:serve|batch) (?:[^\n\\]|\\\n)*--model [/\"](?:[^\n\\#]|\\\n)*")

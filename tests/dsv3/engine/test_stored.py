@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dsv3.engine import stored
+from dsv3.engine import build, stored
 from dsv3.engine.build import bundled_model, load_parts
 from dsv3.engine.device.programs import Key, Programs, ProgramSpec
 from dsv3.engine.stored import ProgramStore
 from dsv3.engine.unused import KEPT_S, vouches
 from dsv3.options import EngineOptions
+from pallas_kernels import backend
+from pallas_kernels.backend import Backend
 
 X = jnp.arange(8.0)
 KEY = b"k" * 32
@@ -190,6 +192,27 @@ def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch,
     with caplog.at_level(logging.WARNING):
         assert stored.own_store(bundled_model(), options, parts) is None
     assert "others than its owner may open it" in caplog.text
+
+
+def test_mosaics_runtime_is_there_before_a_stored_program_is_asked_for(tmp_path, monkeypatch) -> None:
+    """It links the kernels of an executable that is loaded, and a start that finds all programs traces none."""
+    order: list[str] = []
+
+    class Asked(Exception):
+        pass
+
+    def get(*_):
+        order.append("get")
+        raise Asked
+
+    monkeypatch.setattr(build, "resolve_backend", lambda device: Backend.MOSAIC)
+    monkeypatch.setattr(backend, "check_ptxas", lambda: order.append("ptxas"))
+    monkeypatch.setattr(backend, "load_mosaic", lambda: order.append("runtime"))
+    monkeypatch.setattr(ProgramStore, "get", get)
+    options = EngineOptions(compilation_cache_dir=str(tmp_path), max_model_len=64)
+    with pytest.raises(Asked):
+        build.build_engine(bundled_model(), options, progress=False).warm_up()
+    assert order[:3] == ["ptxas", "runtime", "get"]
 
 
 def test_programs_of_one_mac_are_not_run_on_another(tmp_path, monkeypatch) -> None:

@@ -24,7 +24,7 @@ from dsv3.engine.device.driver import refuse_cpu_beside_gpu
 from dsv3.engine.device.pool import device_memory, set_pool_share
 from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
 from dsv3.engine.engine import Engine
-from dsv3.engine.functions import StepFunctions, model_functions
+from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
 from dsv3.engine.limits import Hardware, engine_config, pages_of_one
 from dsv3.engine.parts import Parts
 from dsv3.engine.sizing import size_pool
@@ -127,12 +127,12 @@ def _functions(
 ) -> tuple[StepFunctions, Any]:
     """Returns the step functions, and the parameters as they take them, each device's share read to it."""
     if not options.spreads_experts:
-        functions = model_functions(dtype=read.dtype, drafts=bool(cfg.num_nextn_predict_layers))
+        functions = in_full_precision(model_functions(dtype=read.dtype, drafts=bool(cfg.num_nextn_predict_layers)))
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
     fp8 = options.int4 == "fp8" if cfg.int4_experts else cfg.fp8 is not None and options.fp8 != "dequantize"
     how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": read.dtype, "fp8": fp8}
-    functions = expert_parallel_functions(cfg, mesh, redundant, **how)
+    functions = in_full_precision(expert_parallel_functions(cfg, mesh, redundant, **how))
     return functions, load_spread(model_dir, cfg, functions.param_specs, mesh, redundant, read)
 
 

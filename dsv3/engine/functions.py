@@ -148,8 +148,13 @@ def in_full_precision(functions: StepFunctions) -> StepFunctions:
     draft = functions.draft
     if draft is not None:
         draft = dataclasses.replace(draft, prefill=_precise(draft.prefill), decode=_precise(draft.decode))
-    steps = {name: _precise(getattr(functions, name)) for name in ("prefill", "decode", "logits")}
-    return dataclasses.replace(functions, draft=draft, **steps)
+    return dataclasses.replace(
+        functions,
+        prefill=_precise(functions.prefill),
+        decode=_precise(functions.decode),
+        logits=_precise(functions.logits),
+        draft=draft,
+    )
 
 
 def _precise[**P, R](function: Callable[P, R]) -> Callable[P, R]:

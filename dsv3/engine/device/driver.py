@@ -32,7 +32,7 @@ def refuse_cpu_beside_gpu(devices: Sequence[jax.Device]) -> None:
     said = plugin_troubles() or "jax gives no reason here"
     driver = f"NVIDIA driver {version}" if version else "an NVIDIA device"
     raise ValueError(
-        f"this machine has {driver}, but jax runs on the CPU: {said}. {_advice(version or '', files, installed)}. "
+        f"this machine has {driver}, but jax runs on the CPU ({said}). {_advice(version or '', files, installed)}. "
         "To serve from the CPU on purpose, set JAX_PLATFORMS=cpu"
     )
 
@@ -52,15 +52,17 @@ def _advice(version: str, files: bool, installed: Sequence[tuple[str, str, int]]
     suits = next((extra for extra, _, oldest in _EXTRAS if major is None or major >= oldest), None)
     if suits is None:
         return f"Update the driver: {_EXTRAS[0][2]} or newer for the extra cuda13, {_EXTRAS[1][2]} for cuda12"
-    install = f"pip install -e '.[{suits}]'"
     if not installed:
-        return f"jax has no plugin for it; install this package with the extra that brings one: {install}"
+        return f"jax has no plugin for it; install this package with the extra that brings one: {_install(suits)}"
     extra, _, oldest = installed[0]
     if major is not None and major < oldest:
-        return f"The extra {extra} needs driver {oldest} or newer; update it, or {install} in a new environment"
+        return f"The extra {extra} needs driver {oldest} or newer; update it, or {_install(suits)} in a new environment"
     if not files:
         return "There is no /dev/nvidia0 here: give the container its GPUs (docker run --gpus all)"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None:
-        return f"CUDA_VISIBLE_DEVICES is {hidden!r}; unset it, and see that the extra {extra} is whole: {install}"
-    return f"See that the extra {extra} is whole, with CUDA's libraries: {install}"
+    unset = "" if hidden is None else f"CUDA_VISIBLE_DEVICES is {hidden!r}; unset it. "
+    return f"{unset}See that the extra {extra} is whole, with CUDA's libraries: {_install(extra)}"
+
+
+def _install(extra: str) -> str:
+    return f"pip install -e '.[{extra}]'"

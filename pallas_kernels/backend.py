@@ -8,6 +8,8 @@ import logging
 import jax
 
 from pallas_kernels import gpus, native
+from pallas_kernels.lazily import load_mosaic
+from pallas_kernels.toolchain import check_ptxas, prefer_own_ptxas
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +57,18 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
         )
     _log_once(chosen, f"{_describe(device)} {reason}")
     return chosen
+
+
+def prepare(backend: Backend) -> None:
+    """Makes this process ready to compile programs with kernels of `backend`, and to load them from a file.
+
+    Raises ValueError where the ptxas that would assemble them is too old.
+    """
+    if backend in (Backend.MOSAIC, Backend.TRITON):
+        prefer_own_ptxas()
+        check_ptxas()
+    if backend is Backend.MOSAIC:
+        load_mosaic()
 
 
 def _on_accelerator(device: jax.Device) -> tuple[Backend, str]:

@@ -20,10 +20,11 @@ from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.description import describe
+from dsv3.engine.device.driver import refuse_cpu_beside_gpu
 from dsv3.engine.device.pool import device_memory, set_pool_share
 from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
 from dsv3.engine.engine import Engine
-from dsv3.engine.functions import StepFunctions, model_functions
+from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
 from dsv3.engine.limits import Hardware, engine_config, pages_of_one
 from dsv3.engine.parts import Parts
 from dsv3.engine.sizing import size_pool
@@ -31,7 +32,7 @@ from dsv3.engine.stored import own_store
 from dsv3.hf_config import load_config, stored_dtype
 from dsv3.model.tensor_parallel import check_shards
 from dsv3.options import EngineOptions
-from pallas_kernels.backend import resolve_backend
+from pallas_kernels.backend import prepare, resolve_backend
 from sharding.mesh import rank_mesh
 
 _log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def load_parts(
     mine = next(device for device in devices if device.process_index == jax.process_index())
     # This builds what a CPU lacks, and names its kernels to XLA before a stored program calls them.
     backend = resolve_backend(mine)
+    prepare(backend)
     dtypes = resolve_dtypes(model_cfg, options, mine, stored_dtype(Path(model_dir)))
     mesh = rank_mesh(devices, jax.process_count(), shards)
     hardware = Hardware(len(devices) // shards, jax.process_count(), mine.platform == "cpu")
@@ -125,18 +127,22 @@ def _functions(
 ) -> tuple[StepFunctions, Any]:
     """Returns the step functions, and the parameters as they take them, each device's share read to it."""
     if not options.spreads_experts:
-        functions = model_functions(dtype=read.dtype, drafts=bool(cfg.num_nextn_predict_layers))
+        functions = in_full_precision(model_functions(dtype=read.dtype, drafts=bool(cfg.num_nextn_predict_layers)))
         return functions, load_replicated(model_dir, cfg, functions.param_specs, mesh, read)
     redundant = options.num_redundant_experts
     fp8 = options.int4 == "fp8" if cfg.int4_experts else cfg.fp8 is not None and options.fp8 != "dequantize"
     how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": read.dtype, "fp8": fp8}
-    functions = expert_parallel_functions(cfg, mesh, redundant, **how)
+    functions = in_full_precision(expert_parallel_functions(cfg, mesh, redundant, **how))
     return functions, load_spread(model_dir, cfg, functions.param_specs, mesh, redundant, read)
 
 
 def _devices(ranks: int | None, shards: int) -> list[jax.Device]:
-    """Returns devices of `ranks` ranks of `shards` each, those of a process side by side, equally many of each."""
+    """Returns devices of `ranks` ranks of `shards` each, those of a process side by side, equally many of each.
+
+    Raises ValueError where there are too few or the wrong ones.
+    """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    refuse_cpu_beside_gpu(devices)
     if jax.process_count() == 1:
         needed = (ranks or 1) * shards
         if len(devices) < needed:

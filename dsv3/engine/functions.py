@@ -136,3 +136,30 @@ def model_functions(
     modules = (functools.partial(each, backend=backend) for each in (steps.predict_prefill, steps.predict_decode))
     draft = DraftFunctions(dtype, *modules) if drafts else None
     return StepFunctions(prefill, decode, logits, draft=draft, dtype=dtype)
+
+
+def in_full_precision(functions: StepFunctions) -> StepFunctions:
+    """Returns functions whose products are float32's where the model computes in float32; others as they are.
+
+    A GPU's own choice for them is TF32, which has 10 bits of fraction.
+    """
+    if jnp.dtype(functions.dtype) != jnp.float32:
+        return functions
+    draft = functions.draft
+    if draft is not None:
+        draft = dataclasses.replace(draft, prefill=_precise(draft.prefill), decode=_precise(draft.decode))
+    return dataclasses.replace(
+        functions,
+        prefill=_precise(functions.prefill),
+        decode=_precise(functions.decode),
+        logits=_precise(functions.logits),
+        draft=draft,
+    )
+
+
+def _precise[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    def precise(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.default_matmul_precision("highest"):
+            return function(*args, **kwargs)
+
+    return precise

@@ -30,6 +30,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from dsv3.checkpoint.publish import sync
 from dsv3.engine.compilation import CacheHits, default_cache_directory
 from dsv3.engine.fingerprint import Fields, environment, shaping
 from dsv3.engine.parts import Parts
@@ -41,6 +42,7 @@ from pallas_kernels.backend import Backend, resolve_backend
 
 _log = logging.getLogger(__name__)
 _MAC_BYTES = 32
+_KEY_BYTES = 32
 # jax's own settings that change an executable.
 _SETTINGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
 # What lists the instructions of the CPU: a file on Linux, a command on macOS.
@@ -162,14 +164,30 @@ class ProgramStore:
         return hmac.digest(self._key, f"{path}\0".encode() + body, hashlib.sha256)
 
 
+class NothingKept:
+    """The store of a process that compiles all of its programs at each start."""
+
+    def __str__(self) -> str:
+        return "programs with Triton kernels are not kept"
+
+    def get(self, name: str, lower: Callable[[], Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
+        """Returns `lower()` compiled with `options`."""
+        return lower().compile(options)
+
+    def forget_unused(self) -> None:
+        """Does nothing."""
+
+
 def program_store(
     model_dir: Path, options: EngineOptions, parts: Parts, key: bytes, more: Fields, process_id: int = 0
-) -> ProgramStore:
+) -> ProgramStore | NothingKept:
     """Returns where this process keeps its programs.
 
-    `parts.cfg` are the limits that all processes use, `more` is what programs depend on besides. Raises OSError where
-    nothing can be kept.
+    `parts.cfg` are the limits that all processes use, `more` is what programs depend on besides. Triton kernels are
+    made while a program is lowered, so those programs are not kept. Raises OSError where nothing can be.
     """
+    if resolve_backend(parts.mesh.devices.flat[0]) is Backend.TRITON:
+        return NothingKept()
     fields = program_fields(model_dir, options, parts) | more
     devices = list(parts.mesh.devices.flat)
     return ProgramStore(options.compilation_cache_dir, key, machine_fields(), fields, devices, process_id)
@@ -181,13 +199,8 @@ def program_fields(model_dir: Path, options: EngineOptions, parts: Parts) -> Fie
     return environment(model_dir) | device_fields(parts) | limits | shaping(options)
 
 
-def own_store(model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramStore | None:
-    """Returns where the one process of an instance keeps its programs, None where it cannot.
-
-    Triton kernels are made while a program is lowered, so those programs come from jax's cache alone.
-    """
-    if resolve_backend(parts.mesh.devices.flat[0]) is Backend.TRITON:
-        return None
+def own_store(model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramStore | NothingKept | None:
+    """Returns where the one process of an instance keeps its programs, None where it cannot."""
     base = options.compilation_cache_dir or jax.config.jax_compilation_cache_dir or default_cache_directory()
     try:
         key = _own_key(Path(base))
@@ -237,22 +250,49 @@ def _processor() -> str:
 
 
 def _own_key(directory: Path) -> bytes:
-    """Returns this user's key, made at its first use.
+    """Returns this user's key, made at its first use, and again where a loss of power has left a part of it.
 
-    Raises OSError where it can be neither read nor made, ValueError where others may read it or have made it.
+    With an empty key anybody could sign a file that is then unpickled. Raises OSError where it can be neither read nor
+    made, ValueError where others may read it or have made it.
     """
     path = directory / f"programs-{os.geteuid()}.key"
+    directory.mkdir(parents=True, exist_ok=True)  # jax makes its cache with the first program
     if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)  # jax makes its cache with the first program
-        part = path.with_name(f".{path.name}.{os.getpid()}")
+        _make_key(path)
+    key = _read_key(path)
+    if not _is_whole(key):
+        _log.warning("%s is damaged: it is made anew, and so are the programs", path)
+        path.unlink(missing_ok=True)
+        _make_key(path)
+        key = _read_key(path)
+        if not _is_whole(key):
+            raise ValueError(f"{path} is damaged again; remove it, or choose another compilation_cache_dir")
+    return key
+
+
+def _make_key(path: Path) -> None:
+    """Writes a key that is on the disk before it has its name."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
         part.touch(mode=0o600)
-        part.write_bytes(secrets.token_bytes(32))
+        part.write_bytes(secrets.token_bytes(_KEY_BYTES))
+        sync(part)
         with contextlib.suppress(FileExistsError):
             os.link(part, path)  # the first of two wins
-        part.unlink()
-    if path.stat().st_uid != os.geteuid():
+    finally:
+        part.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _read_key(path: Path) -> bytes:
+    if path.lstat().st_uid != os.geteuid():  # not what a link of somebody else leads to
         raise ValueError(f"{path} belongs to somebody else; remove it, or choose another compilation_cache_dir")
     return read_secret(path)
+
+
+def _is_whole(key: bytes) -> bool:
+    """Returns whether a key has all of its bytes; a file system may have the length on the disk before them."""
+    return len(key) >= _KEY_BYTES and any(key)
 
 
 def _digest(fields: Fields) -> str:

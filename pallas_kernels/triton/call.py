@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.backend import BackendUnavailableError, traced_gpu
+from pallas_kernels.toolchain import prefer_own_ptxas
 
 OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
 """PTX in the form of CUDA 12.8, the first that knows sm_120, so that ptxas from there on reads it; and fused
@@ -92,5 +93,6 @@ def _jax_triton() -> Any:
             f"Backend.TRITON needs jax-triton, and {error.name} is missing: install the 'triton' extra, or use "
             "Backend.REFERENCE"
         ) from error
+    prefer_own_ptxas()
     triton_lib.pe.dce_rules.pop(triton_lib.triton_kernel_call_p, None)
     return jax_triton

@@ -24,7 +24,7 @@ from dsv3.engine.device.executor import lay_out
 from dsv3.engine.fingerprint import agreed, environment, shaping
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import with_pages
-from dsv3.engine.stored import ProgramStore, machine_fields
+from dsv3.engine.stored import NothingKept, ProgramStore, machine_fields
 from dsv3.logs import configure_logging
 from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.trust.key_file import read_key
@@ -52,7 +52,7 @@ def order_of(
     return Order(given, size, as_one_of, str(model_dir), options, name, done)
 
 
-def compile_programs(order: Order, target: ClusterOptions) -> ProgramStore:
+def compile_programs(order: Order, target: ClusterOptions) -> ProgramStore | NothingKept:
     """Compiles all programs of the gang `target`, with jax started over it, one after the other; keeps them."""
     module, _, name = order.load.partition(":")
     load: Load = getattr(importlib.import_module(module), name)

@@ -12,7 +12,7 @@ from dsv3.engine.build import load_parts
 from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.fingerprint import Fields, agreed, shaping
 from dsv3.engine.parts import Parts
-from dsv3.engine.stored import ProgramStore, device_fields, program_store
+from dsv3.engine.stored import NothingKept, ProgramStore, device_fields, program_store
 from dsv3.options import ClusterOptions, EngineOptions, split_address
 from dsv3.trust.certificates import IDENTITY, credentials_of
 from dsv3.trust.key_file import read_key
@@ -81,7 +81,9 @@ def start_jax(cluster: ClusterOptions, generation: Generation = FIRST) -> None:
     _log.info("%d devices, %d of them here", len(jax.devices()), jax.local_device_count())
 
 
-def kept_programs(cluster: ClusterOptions, model_dir: Path, options: EngineOptions, parts: Parts) -> ProgramStore:
+def kept_programs(
+    cluster: ClusterOptions, model_dir: Path, options: EngineOptions, parts: Parts
+) -> ProgramStore | NothingKept:
     """Returns where this process keeps its compiled programs; `parts.cfg` are the limits that all use."""
     key = read_key(cluster.cluster_key_file)
     return program_store(model_dir, options, parts, key, shaping(cluster), cluster.process_id)

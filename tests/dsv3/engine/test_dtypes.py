@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -12,9 +14,11 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.cache.layout import FP8, page_bytes, pool
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
-from dsv3.engine.build import build_engine, bundled_model
+from dsv3.engine.build import build_engine, bundled_model, load_parts
 from dsv3.engine.description import describe
+from dsv3.engine.device.executor import lay_out
 from dsv3.engine.dtypes import resolve_dtypes
+from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.memory import DeviceMemory, account
 from dsv3.hf_config import load_config, stored_dtype
 from dsv3.options import EngineOptions
@@ -129,3 +133,25 @@ def test_a_float16_engine_over_fp8_pages_serves() -> None:
     )
     assert len(first.tokens) == 4 and first.tokens == second.tokens
     assert engine.stats().prefix_hits == 2 * PAGE_SIZE
+
+
+def precisions(**options: Any) -> dict[str, set[str]]:
+    """The precision of the products in each program with some; of one token's rows there are none, but C++ kernels."""
+    small = EngineOptions(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64, **options)
+    _, programs = lay_out(load_parts(bundled_model(), small, progress=False, shapes=True), JOB_KINDS)
+    kinds = ("prefill", "prompt_logprobs", "mtp prefill")
+    texts = {key.kind: programs._lower(key).as_text() for key in programs.keys() if key.kind in kinds}  # noqa: SIM118
+    found = {kind: set(re.findall(r"precision = \[(\w+), \w+\]", text)) for kind, text in texts.items()}
+    assert all(found.values())
+    return found
+
+
+def test_float32_is_float32_on_a_gpu_too() -> None:
+    """A GPU's own choice is TF32, so products ask for more; in an engine of float32 alone."""
+    exact, drafts = {"HIGHEST"}, {"method": "mtp", "num_speculative_tokens": 1}
+    assert precisions(dtype="float32", speculative_config=drafts) == dict.fromkeys(
+        ("prefill", "prompt_logprobs", "mtp prefill"), exact
+    )
+    spread = precisions(dtype="float32", enable_expert_parallel=True, data_parallel_size=1)
+    assert spread == dict.fromkeys(("prefill", "prompt_logprobs"), exact)
+    assert "DEFAULT" in precisions(dtype="bfloat16")["prefill"]

@@ -17,12 +17,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dsv3.engine import stored
+from dsv3.engine import build, stored
 from dsv3.engine.build import bundled_model, load_parts
+from dsv3.engine.cluster import start
 from dsv3.engine.device.programs import Key, Programs, ProgramSpec
 from dsv3.engine.stored import ProgramStore
 from dsv3.engine.unused import KEPT_S, vouches
-from dsv3.options import EngineOptions
+from dsv3.options import ClusterOptions, EngineOptions
+from pallas_kernels import backend
+from pallas_kernels.backend import Backend
 
 X = jnp.arange(8.0)
 KEY = b"k" * 32
@@ -190,6 +193,79 @@ def test_an_engine_keeps_programs_with_a_key_of_its_owner(tmp_path, monkeypatch,
     with caplog.at_level(logging.WARNING):
         assert stored.own_store(bundled_model(), options, parts) is None
     assert "others than its owner may open it" in caplog.text
+
+
+@pytest.mark.parametrize("torn", [b"", b"k" * 31, bytes(32)], ids=["empty", "short", "zeros"])
+def test_a_key_that_a_loss_of_power_has_torn_signs_nothing(tmp_path, torn, caplog) -> None:
+    """Somebody else with a file there could sign programs with it, which are unpickled."""
+    path = tmp_path / f"programs-{os.geteuid()}.key"
+    path.write_bytes(torn)
+    path.chmod(0o600)
+    key = stored._own_key(tmp_path)
+    assert len(key) == 32 and any(key) and key == path.read_bytes() == stored._own_key(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert caplog.text.count("is damaged: it is made anew") == 1
+    assert [each.name for each in tmp_path.glob("*programs*")] == [path.name]
+
+
+def test_a_key_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch) -> None:
+    done: list[str] = []
+    sync, link = stored.sync, os.link
+
+    def synced(path: Path) -> None:
+        done.append("names" if path.is_dir() else f"{len(path.read_bytes())} bytes")
+        sync(path)
+
+    monkeypatch.setattr(stored, "sync", synced)
+    monkeypatch.setattr(os, "link", lambda part, path: (done.append("link"), link(part, path)))
+    stored._own_key(tmp_path)
+    stored._own_key(tmp_path)
+    assert done == ["32 bytes", "link", "names"]
+
+
+def test_programs_with_triton_kernels_are_kept_by_no_process(tmp_path, monkeypatch) -> None:
+    """Neither by one that serves alone nor by one of several: a kernel is made when its program is lowered."""
+    options = EngineOptions(compilation_cache_dir=str(tmp_path / "cache"), max_model_len=64)
+    parts = load_parts(bundled_model(), options, progress=False, shapes=True)
+    secret = tmp_path / "cluster.key"
+    secret.write_bytes(KEY)
+    secret.chmod(0o600)
+    cluster = ClusterOptions(coordinator="localhost:1", num_processes=2, process_id=1, cluster_key_file=str(secret))
+    monkeypatch.setattr(stored, "resolve_backend", lambda device: Backend.TRITON)
+    alone = stored.own_store(bundled_model(), options, parts)
+    lowered: list[int] = []
+
+    def lower() -> SimpleNamespace:
+        lowered.append(1)
+        return SimpleNamespace(compile=lambda options: options)
+
+    for store in (alone, start.kept_programs(cluster, bundled_model(), options, parts)):
+        assert store is not None and "not kept" in str(store)
+        assert store.get("decode", lower, {"a": 1}) == store.get("decode", lower, {"a": 1}) == {"a": 1}
+        store.forget_unused()
+    assert len(lowered) == 4
+    assert not list((tmp_path / "cache").glob("*/*"))
+
+
+def test_mosaics_runtime_is_there_before_a_stored_program_is_asked_for(tmp_path, monkeypatch) -> None:
+    """It links the kernels of an executable that is loaded, and a start that finds all programs traces none."""
+    order: list[str] = []
+
+    class Asked(Exception):
+        pass
+
+    def get(*_):
+        order.append("get")
+        raise Asked
+
+    monkeypatch.setattr(build, "resolve_backend", lambda device: Backend.MOSAIC)
+    monkeypatch.setattr(backend, "check_ptxas", lambda: order.append("ptxas"))
+    monkeypatch.setattr(backend, "load_mosaic", lambda: order.append("runtime"))
+    monkeypatch.setattr(ProgramStore, "get", get)
+    options = EngineOptions(compilation_cache_dir=str(tmp_path), max_model_len=64)
+    with pytest.raises(Asked):
+        build.build_engine(bundled_model(), options, progress=False).warm_up()
+    assert order[:3] == ["ptxas", "runtime", "get"]
 
 
 def test_programs_of_one_mac_are_not_run_on_another(tmp_path, monkeypatch) -> None:

@@ -1,0 +1,68 @@
+"""A machine with an NVIDIA GPU on which jax has the CPU alone, as it does where its plugin does not start."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from dsv3.logs import plugin_troubles
+
+_ROOT = Path("/")
+_VERSION = "proc/driver/nvidia/version"
+_DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/nvidiactl", "dev/dxg")
+# Extras, jax's plugin in each, and the oldest driver that CUDA of its version runs on.
+_EXTRAS = (("cuda13", "jax_cuda13_plugin", 580), ("cuda12", "jax_cuda12_plugin", 525))
+
+
+def refuse_cpu_beside_gpu(devices: Sequence[jax.Device]) -> None:
+    """Raises ValueError where `devices` are the CPU's, the machine has a GPU, and JAX_PLATFORMS does not ask for that.
+
+    A model would load into the host's memory and crawl, and only a line of the log would say why.
+    """
+    if devices[0].platform != "cpu" or jax.config.jax_platforms:
+        return
+    version = _driver()
+    files = any(any(_ROOT.glob(pattern)) for pattern in _DEVICE_FILES)
+    if version is None and not files:
+        return
+    installed = [extra for extra in _EXTRAS if importlib.util.find_spec(extra[1]) is not None]
+    said = plugin_troubles() or "jax gives no reason here"
+    driver = f"NVIDIA driver {version}" if version else "an NVIDIA device"
+    raise ValueError(
+        f"this machine has {driver}, but jax runs on the CPU ({said}). {_advice(version or '', files, installed)}. "
+        "To serve from the CPU on purpose, set JAX_PLATFORMS=cpu"
+    )
+
+
+def _driver() -> str | None:
+    """Returns the version of the kernel's NVIDIA driver, None without one."""
+    try:
+        text = (_ROOT / _VERSION).read_text(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found[1] if found else "of unknown version"
+
+
+def _advice(version: str, files: bool, installed: Sequence[tuple[str, str, int]]) -> str:
+    major = int(version.split(".")[0]) if version[:1].isdigit() else None
+    suits = next((extra for extra, _, oldest in _EXTRAS if major is None or major >= oldest), None)
+    if suits is None:
+        return f"Update the driver: {_EXTRAS[0][2]} or newer for the extra cuda13, {_EXTRAS[1][2]} for cuda12"
+    if not installed:
+        return f"jax has no plugin for it; install this package with the extra that brings one: {_install(suits)}"
+    extra, _, oldest = installed[0]
+    if major is not None and major < oldest:
+        return f"The extra {extra} needs driver {oldest} or newer; update it, or {_install(suits)} in a new environment"
+    if not files:
+        return "There is no /dev/nvidia0 here: give the container its GPUs (docker run --gpus all)"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    unset = "" if hidden is None else f"CUDA_VISIBLE_DEVICES is {hidden!r}; unset it. "
+    return f"{unset}See that the extra {extra} is whole, with CUDA's libraries: {_install(extra)}"
+
+
+def _install(extra: str) -> str:
+    return f"pip install -e '.[{extra}]'"

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from dsv3.engine.device import first_launches
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, Progress, Store
@@ -33,6 +34,9 @@ class Executor(Protocol):
 
     def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`."""
+
+    def launch_all(self) -> None:
+        """Launches every program where the first time is slower than those after it."""
 
     def launch(self, command: StepCommand) -> Any:
         """Starts a step and the copies of its results to the host; returns a handle for `fetch`."""
@@ -76,6 +80,12 @@ class LocalExecutor:
             cfg = devices.layout.cfg
             self._memory.compare(measure(cfg, programs, running(cfg, programs.keys())))
         devices.allocate()
+
+    def launch_all(self) -> None:
+        """Launches every program that serving can need where the first time is slower; see `first_launches`."""
+        devices, layout = self.devices, self.devices.layout
+        if first_launches.needed(layout.platform):
+            first_launches.launch_all(devices, running(layout.cfg, devices.programs.keys()))
 
     def launch(self, command: StepCommand) -> InFlight:
         """Starts the jobs of a step, one after the other."""

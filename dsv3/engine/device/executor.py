@@ -16,6 +16,7 @@ from dsv3.engine.job import JobKind, StepCommand
 from dsv3.engine.parts import Parts
 from sharding.mesh import shardings
 from sharding.processes import place
+from sharding.wire.collectives import launch_in_order
 
 Results = list[list[np.ndarray]]
 """What each job of a step gave, in their order."""
@@ -53,7 +54,7 @@ def lay_out(parts: Parts, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
     kinds = [kind for kind in kinds if kind.applies(parts)]
     watches = {kind.name: watch for kind in kinds if (watch := kind.watch(parts)) is not None}
     layout = Layout(parts, watches)
-    programs = Programs(layout.platform, layout.reserve.reserved)
+    programs = Programs(layout.platform, layout.reserve.reserved, layout.cfg.expert_overlap)
     for kind in kinds:
         programs.add(kind.programs(layout))
     return layout, programs
@@ -66,6 +67,7 @@ class LocalExecutor:
         params = place(parts.params, shardings(parts.functions.param_specs, parts.mesh))
         parts = dataclasses.replace(parts, params=params)
         layout, programs = lay_out(parts, kinds)
+        launch_in_order(layout.platform)
         self._memory = parts.memory
         self.devices = Devices(layout, params, programs)
         self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(parts)}

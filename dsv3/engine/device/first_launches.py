@@ -79,7 +79,7 @@ def _put(devices: Devices, shape: jax.ShapeDtypeStruct, fill: Any) -> Any:
     return array if isinstance(array, jax.Array) else jax.device_put(array, shape.sharding)
 
 
-def _wait(results: list[jax.Array], key: Key) -> None:
+def _wait(results: list[Any], key: Key) -> None:
     """Waits until the devices of this process are done. Raises RuntimeError where they fail, or do not end."""
     started = remind = time.monotonic()
     while not all(array.is_ready() for array in results):

@@ -70,12 +70,13 @@ class Programs:
     """Compiles, on demand or all at once, and remembers.
 
     What a program may overwrite is donated: pass it the newest arrays. A `store`, where one is set, is asked before
-    anything is traced, and given what is compiled. `channels` bounds those of NCCL's transfers; 0: nothing does.
+    anything is traced, and given what is compiled. `channels` bounds those of NCCL's transfers; 0: nothing does. Unless
+    it `overlaps`, one of these is under way at a time.
     """
 
-    def __init__(self, platform: str, channels: int = 0) -> None:
+    def __init__(self, platform: str, channels: int = 0, overlaps: bool = True) -> None:
         self.store: Store | None = None
-        self._options: Mapping[str, Any] | None = compiler_options(platform, channels)
+        self._options: Mapping[str, Any] | None = compiler_options(platform, channels, overlaps)
         if platform != "cpu":
             self._options = {**(self._options or {}), **_ON_GPUS}
         self._specs: dict[Key, ProgramSpec] = {}

@@ -139,6 +139,9 @@ class UnitExecutor:
     def compile_all(self, progress: Any = None, store: Any = None) -> None:
         """Has nothing to compile."""
 
+    def launch_all(self) -> None:
+        """Has nothing to launch."""
+
     def launch(self, command: StepCommand) -> StepCommand:
         self.sent = sum(len(messages.encode(messages.step_of(command.part(ranks)))) for ranks in self._parts)
         return command

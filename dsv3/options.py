@@ -32,6 +32,7 @@ _OF_SPREAD_EXPERTS: dict[str, Any] = {
     "num_redundant_experts": 0,
     "expert_transport": "auto",
     "expert_combine": "auto",
+    "expert_overlap": True,
     "reserved_multiprocessors": None,
     "enable_eplb": False,
 }
@@ -139,6 +140,12 @@ class EngineOptions:
         "auto",
         "Send the experts' sums back in this form: auto as they are, in --dtype; int8 with a scale per 128 channels, "
         "half the bytes and less exact (docs/expert_parallel.md).",
+        group="experts",
+    )
+    expert_overlap: bool = option(
+        True,
+        "Let GPUs compute beside transfers, several of which may be under way; without it one is, and all else waits: "
+        "slower, and what to try where GPUs hang.",
         group="experts",
     )
     enable_eplb: bool = option(

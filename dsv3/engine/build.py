@@ -132,7 +132,9 @@ def _functions(
     redundant = options.num_redundant_experts
     fp8 = options.int4 == "fp8" if cfg.int4_experts else cfg.fp8 is not None and options.fp8 != "dequantize"
     how = {"transport": options.expert_transport, "combine": options.expert_combine, "dtype": read.dtype, "fp8": fp8}
-    functions = in_full_precision(expert_parallel_functions(cfg, mesh, redundant, **how))
+    functions = in_full_precision(
+        expert_parallel_functions(cfg, mesh, redundant, **how, overlaps=options.expert_overlap)
+    )
     return functions, load_spread(model_dir, cfg, functions.param_specs, mesh, redundant, read)
 
 

@@ -59,6 +59,7 @@ class EngineConfig:
         1, "Give each row of a decode step up to this many tokens, all but the last from drafts.", low=1, high=8
     )
     reserved_multiprocessors: int | None = _carries("reserved_multiprocessors", None)
+    expert_overlap: bool = _carries("expert_overlap", True)
     enable_prefix_caching: bool = _carries("enable_prefix_caching", True)
     cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.cache.layout`.")
     identity: str = option("", "Say what pages depend on beside tokens (`dsv3.cache.identity`).", programs=False)

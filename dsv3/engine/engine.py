@@ -110,8 +110,12 @@ class Engine:
         return self.cfg.max_num_queued_reqs + self.scheduler.slots.num_free - self._num_waiting
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every program that no earlier start has kept; from then on a compilation is counted and logged."""
+        """Compiles every program that no earlier start has kept, and launches each on padding where that pays.
+
+        From then on a compilation is counted and logged. Raises RuntimeError for a program that does not run.
+        """
         self.executor.compile_all(progress, self.store)
+        self.executor.launch_all()
         self._warm = True
 
     @property

@@ -77,6 +77,7 @@ def engine_config(
         num_nodes=hardware.num_nodes,
         tensor_parallel_size=options.tensor_parallel_size,
         reserved_multiprocessors=options.reserved_multiprocessors,
+        expert_overlap=options.expert_overlap,
         enable_prefix_caching=options.enable_prefix_caching,
         cache_dtype=dtypes.cache,
         identity=identity,

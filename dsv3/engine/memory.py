@@ -18,6 +18,9 @@ GB = 1e9
 _log = logging.getLogger(__name__)
 _OF_THE_POOL = ("limit num_pages", "limit max_model_len")
 _MOST_UTILIZATION = 0.95  # that is advised
+# What jax holds before an engine is made differs from start to start. To the byte, it would change the number of pages,
+# and with that the programs: none of the last start would be found again.
+_HELD_BEFORE = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +77,13 @@ class MemoryAccount:
 def account(
     memory: DeviceMemory, utilization: float, *, weights: int, state: int, working: int, page: int
 ) -> MemoryAccount:
-    """Returns the account of a device of which `utilization` may be used, at most jax's pool."""
+    """Returns the account of a device of which `utilization` may be used, at most jax's pool.
+
+    What is in use already counts in steps of 64 MiB.
+    """
     pool = min(int(memory.total * utilization), memory.pool)
-    return MemoryAccount(memory.total, pool, weights, state, working, page, memory.in_use)
+    in_use = -(-memory.in_use // _HELD_BEFORE) * _HELD_BEFORE
+    return MemoryAccount(memory.total, pool, weights, state, working, page, in_use)
 
 
 def check_fits(found: MemoryAccount, options: EngineOptions, *, devices: int, spreads: bool) -> None:

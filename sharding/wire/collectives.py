@@ -13,6 +13,8 @@ next to its done, and overlaps nothing. What is possible depends on platform and
 
 import dataclasses
 import enum
+import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,10 @@ from jax import lax
 from jax.experimental.overlap import program_order
 
 _NCCL_CHANNELS = ("xla_gpu_nccl_collective_max_nchannels", "xla_gpu_nccl_p2p_max_nchannels")
+_LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _MAX_IN_FLIGHT = 4  # a dispatch and a combine of each of two micro-batches
+
+_log = logging.getLogger(__name__)
 
 
 class Overlap(enum.Enum):
@@ -32,11 +37,11 @@ class Overlap(enum.Enum):
     NONE = "collectives are synchronous, in the order XLA finds"
 
 
-def resolve_overlap(platform: str) -> Overlap:
-    """Returns what `platform` ("gpu", "cuda", "cpu") can do with the installed jax."""
+def resolve_overlap(platform: str, wanted: bool = True) -> Overlap:
+    """Returns what `platform` ("gpu", "cuda", "cpu") can do with the installed jax, without overlap unless `wanted`."""
     if platform not in ("gpu", "cuda"):
         return Overlap.NONE
-    return Overlap.HOOKS if jax.__version_info__ >= (0, 12, 0) else Overlap.ORDER
+    return Overlap.HOOKS if wanted and jax.__version_info__ >= (0, 12, 0) else Overlap.ORDER
 
 
 def check_ragged(platform: str) -> None:
@@ -53,14 +58,27 @@ def in_program_order(f: Callable, overlap: Overlap) -> Callable:
     return f if overlap is Overlap.NONE else program_order(f, enforce=True)
 
 
-def compiler_options(platform: str, channels: int = 0) -> dict[str, int] | None:
+def launch_in_order(platform: str) -> None:
+    """Has NCCL start collectives of several communicators in the order in which they are launched.
+
+    Those of one process that drives several GPUs could else wait for each other for ever. It changes nothing on a CPU,
+    or where the environment says how it shall be; call it before the first collective.
+    """
+    if resolve_overlap(platform) is Overlap.NONE:
+        return
+    found = os.environ.setdefault(_LAUNCH_ORDER, "1")
+    _log.info("NCCL: %s=%s", _LAUNCH_ORDER, found)
+
+
+def compiler_options(platform: str, channels: int = 0, overlaps: bool = True) -> dict[str, int] | None:
     """Returns the options that XLA needs to compile a program with several collectives of two halves under way at once.
 
     XLA allows one unless it is told otherwise, and refuses to schedule a program written with more
     ("kExceedsOverlapLimit"). `channels` bounds the multiprocessors that each NCCL communicator takes (its `maxCTAs`);
-    0 leaves that to NCCL.
+    0 leaves that to NCCL. A program that is written for one collective at a time, as one that never `overlaps`, needs
+    no options.
     """
-    if resolve_overlap(platform) is not Overlap.HOOKS:
+    if resolve_overlap(platform, overlaps) is not Overlap.HOOKS:
         return None
     limits = dict.fromkeys(_NCCL_CHANNELS, channels) if channels else {}
     return {"xla_gpu_experimental_parallel_collective_overlap_limit": _MAX_IN_FLIGHT, **limits}

@@ -49,10 +49,12 @@ class Communication:
         combine: str = "auto",
         dtype: DTypeLike = jnp.bfloat16,
         fp8: bool | None = None,
+        overlaps: bool = True,
     ) -> "Communication":
         """Returns the choices for the devices of `mesh`; `transport` as in `Kind.from_name`, `fp8` None: as `cfg` says.
 
-        `combine` "int8" packs sums, "auto" leaves them as they are. Raises ValueError where the transport cannot.
+        `combine` "int8" packs sums, "auto" leaves them as they are. Raises ValueError where the transport cannot. One
+        collective is under way at a time unless it `overlaps`.
 
         Raises ValueError for a transport that does not exist, or not on these devices, and where they do not divide the
         replicas. A bucket too large for a ragged transport is refused when its transport is asked for.
@@ -66,7 +68,7 @@ class Communication:
                 f"expert_combine: 'int8' needs expert_transport auto, all_to_all or hierarchical, not {transport!r}: "
                 "its sums are added on their way"
             )
-        overlap, itemsize, int8 = resolve_overlap(platform), jnp.dtype(dtype).itemsize, combine == "int8"
+        overlap, itemsize, int8 = resolve_overlap(platform, overlaps), jnp.dtype(dtype).itemsize, combine == "int8"
         result = cls(cfg, Machine.from_mesh(mesh), replicas, rank_size(mesh), overlap, kind, fp8, itemsize, int8)
         result.transport(1, is_prefill=False)  # refuses now what no bucket can have
         return result
@@ -75,6 +77,8 @@ class Communication:
         """Returns the schedule (plain, hooked, overlapped) a step of this size takes."""
         if self.overlap is Overlap.NONE:
             return PLAIN
+        if self.overlap is Overlap.ORDER:
+            return HOOKED  # nothing runs beside a collective, so a second micro-batch would only read weights again
         if tokens % 2 == 0 and worth_overlapping(self._sent(tokens), self.machine.devices, is_prefill):
             return OVERLAPPED if self._transport(self._sent(tokens // 2)).hops else HOOKED
         return HOOKED

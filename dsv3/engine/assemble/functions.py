@@ -83,17 +83,18 @@ def expert_parallel_functions(
     combine: str = "auto",
     dtype: DTypeLike = jnp.bfloat16,
     fp8: bool | None = None,
+    overlaps: bool = True,
 ) -> StepFunctions:
     """Returns the step functions on `SpreadParams`.
 
     Transport and schedule are chosen per bucket while its step is traced. `transport` is "auto" or a name, `combine`
     "auto" or "int8" (sums come back packed). `dtype` of activations and `fp8` (whether expert weights are FP8; None:
-    as in the configuration) say what a row takes on the wire. Raises ValueError for a transport these devices do not
-    have.
+    as in the configuration) say what a row takes on the wire. Unless it `overlaps`, one collective is under way at a
+    time. Raises ValueError for a transport these devices do not have.
     """
     replicas = cfg.n_routed_experts + num_redundant_experts
     how_sent: dict[str, Any] = {"transport": transport, "combine": combine, "dtype": dtype, "fp8": fp8}
-    communication = Communication.from_mesh(mesh, cfg, replicas, **how_sent)
+    communication = Communication.from_mesh(mesh, cfg, replicas, **how_sent, overlaps=overlaps)
     shards, vocabulary = Shards(rank_size(mesh)), Vocabulary.from_mesh(cfg, mesh)
 
     own = functools.partial(_own, vocabulary)

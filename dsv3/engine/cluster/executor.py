@@ -25,6 +25,14 @@ class LeadingExecutor:
         """Compiles this process's programs; each process compiles its own."""
         self.local.compile_all(progress, store)
 
+    def launch_all(self) -> None:
+        """Launches this process's programs for the first time, once every process has compiled its own."""
+        self._leader.compiled()
+        try:
+            self.local.launch_all()
+        except Exception as error:
+            raise self._leader.explain(error) from error
+
     def launch(self, command: StepCommand) -> InFlight:
         """Starts a step everywhere; raises ClusterError when the instance has failed."""
         self._leader.send(command)  # first, so that the others do not wait for this process's launch
@@ -54,6 +62,10 @@ class FollowingExecutor:
     def compile_all(self, store: Store) -> None:
         """Compiles this process's programs that are not in `store`."""
         self._local.compile_all(store=store)
+
+    def launch_all(self) -> None:
+        """Launches this process's programs for the first time."""
+        self._local.launch_all()
 
     def launch(self, command: StepCommand) -> InFlight:
         """Starts a step."""

@@ -28,6 +28,7 @@ from dsv3.engine.cluster.link import Alone, Begun, Serving, Tell, Waits
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
+    Compiled,
     Digest,
     Drain,
     Failed,
@@ -97,7 +98,7 @@ class _Follower:
         self, cluster: ClusterOptions, wire: Wire, last: Generation | None = None, tell: Tell = lambda _: None
     ) -> None:
         self._cluster, self._last, self._tell = cluster, last, tell
-        self._inbox: queue.SimpleQueue[Begin | Build | Step] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Begin | Build | Compiled | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
         self._order: ahead.Order | None = None
@@ -134,6 +135,10 @@ class _Follower:
         del parts  # the executor alone holds the weights: experts that it moves are written in place
         executor.compile_all(store)
         phases.end("compiling")
+        self._send(Compiled())
+        self._expect(Compiled)
+        executor.launch_all()
+        phases.end("first launches")
         _log.info("process %d is ready after %s; %s", self._cluster.process_id, phases, store)
         self._order = order_of(self._cluster, cluster, model_dir, asked, load)
         self._send(Ready())
@@ -166,7 +171,7 @@ class _Follower:
         answered = self._channel.wait_closed(_FAREWELL_S)
         _end(1, f"the leader (process 0) {'has' if answered else 'does not seem to have'} heard of that")
 
-    def _expect[Message: (Begin, Build, Step)](self, kind: type[Message]) -> Message:
+    def _expect[Message: (Begin, Build, Compiled, Step)](self, kind: type[Message]) -> Message:
         message = self._inbox.get()
         if not isinstance(message, kind):
             raise WireError(f"the leader sent {type(message).__name__}, expected {kind.__name__}")
@@ -199,7 +204,7 @@ class _Follower:
             case Wait():
                 _log.info("the others have gone on without process %d: it waits", self._cluster.process_id)
                 self._tell(Waits())
-            case Begin() | Build() | Step():
+            case Begin() | Build() | Compiled() | Step():
                 self._inbox.put(message)
 
     def _lost(self, end: str) -> None:

@@ -21,6 +21,7 @@ from dsv3.engine.cluster.entrance import Entrance
 from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.cluster.messages import (
     Build,
+    Compiled,
     Digest,
     Drain,
     Failed,
@@ -77,7 +78,7 @@ class Leader:
         self._left_out: frozenset[int] = frozenset()
         self._returning: Returning | None = None
         self._channels: dict[int, Channel] = {}
-        self._said: dict[type, dict[int, messages.ToLeader]] = {Hello: {}, Loaded: {}, Ready: {}}
+        self._said: dict[type, dict[int, messages.ToLeader]] = {Hello: {}, Loaded: {}, Compiled: {}, Ready: {}}
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._explained = threading.Event()
@@ -174,9 +175,14 @@ class Leader:
         self._ranks = {process_id: config.ranks_of(place) for process_id, place in self._places.items()}
         self._broadcast(messages.encode(Build(config)))
 
+    def compiled(self) -> None:
+        """Waits until every follower has compiled, and tells all so: they launch their programs for the first time."""
+        self._wait_for(Compiled, "to compile")
+        self._broadcast(messages.encode(Compiled()))
+
     def ready(self) -> None:
-        """Waits until every follower has compiled, and tells all so."""
-        self._wait_for(Ready, "to compile")
+        """Waits until every follower has launched its programs, and tells all so; less silence is allowed then."""
+        self._wait_for(Ready, "to launch their programs for the first time")
         self._broadcast(messages.encode(Started()))
         self._silence_s = self._options.cluster_silence_timeout
         if self._returning is not None:
@@ -279,7 +285,7 @@ class Leader:
                     self._note(process_id, message)
             case Told():
                 self.news.put(message.kind, self._places[process_id], message.body)
-            case Loaded() | Ready():
+            case Loaded() | Compiled() | Ready():
                 self._note(process_id, message)
             case Drain():
                 _log.info("process %d asks to end: %s", process_id, message.reason)

@@ -65,8 +65,15 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     config: EngineConfig
 
 
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """A follower has compiled; from the leader: every process has, and launches its programs for the first time.
+
+    Processes meet in these launches, and what meets there does not wait as long as a compilation may take.
+    """
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A follower can execute commands."""
+    """A follower can execute commands, and has launched each of its programs."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -119,8 +126,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     failure: str | None
 
 
-ToFollower = Begin | Wait | Build | Started | Step | Heartbeat | Stop
-ToLeader = Hello | Loaded | Ready | Digest | Told | Heartbeat | Drain | Failed
+ToFollower = Begin | Wait | Build | Compiled | Started | Step | Heartbeat | Stop
+ToLeader = Hello | Loaded | Compiled | Ready | Digest | Told | Heartbeat | Drain | Failed
 
 
 def _to_plain(value: Any) -> Any:

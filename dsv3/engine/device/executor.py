@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from dsv3.engine.device import first_launches
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs, Progress, Store
@@ -15,6 +16,7 @@ from dsv3.engine.job import JobKind, StepCommand
 from dsv3.engine.parts import Parts
 from sharding.mesh import shardings
 from sharding.processes import place
+from sharding.wire.collectives import launch_in_order
 
 Results = list[list[np.ndarray]]
 """What each job of a step gave, in their order."""
@@ -34,6 +36,9 @@ class Executor(Protocol):
     def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`."""
 
+    def launch_all(self) -> None:
+        """Launches every program where the first time is slower than those after it."""
+
     def launch(self, command: StepCommand) -> Any:
         """Starts a step and the copies of its results to the host; returns a handle for `fetch`."""
 
@@ -49,7 +54,7 @@ def lay_out(parts: Parts, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
     kinds = [kind for kind in kinds if kind.applies(parts)]
     watches = {kind.name: watch for kind in kinds if (watch := kind.watch(parts)) is not None}
     layout = Layout(parts, watches)
-    programs = Programs(layout.platform, layout.reserve.reserved)
+    programs = Programs(layout.platform, layout.reserve.reserved, layout.cfg.expert_overlap)
     for kind in kinds:
         programs.add(kind.programs(layout))
     return layout, programs
@@ -62,6 +67,7 @@ class LocalExecutor:
         params = place(parts.params, shardings(parts.functions.param_specs, parts.mesh))
         parts = dataclasses.replace(parts, params=params)
         layout, programs = lay_out(parts, kinds)
+        launch_in_order(layout.platform)
         self._memory = parts.memory
         self.devices = Devices(layout, params, programs)
         self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(parts)}
@@ -76,6 +82,12 @@ class LocalExecutor:
             cfg = devices.layout.cfg
             self._memory.compare(measure(cfg, programs, running(cfg, programs.keys())))
         devices.allocate()
+
+    def launch_all(self) -> None:
+        """Launches every program that serving can need where the first time is slower; see `first_launches`."""
+        devices, layout = self.devices, self.devices.layout
+        if first_launches.needed(layout.platform):
+            first_launches.launch_all(devices, running(layout.cfg, devices.programs.keys()))
 
     def launch(self, command: StepCommand) -> InFlight:
         """Starts the jobs of a step, one after the other."""

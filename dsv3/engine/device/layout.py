@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from dsv3.cache.layout import pool
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.device.ragged import HEADER
 from dsv3.engine.device.reserve import reserve
 from dsv3.engine.functions import StepResult
 from dsv3.engine.job import Watch
@@ -78,6 +79,18 @@ class Layout:
         return jnp.where(result.overflows > 0, self.again, slots) if self.functions.may_overflow else slots
 
     @property
+    def no_slot(self) -> int:
+        """Stands for the slot of a row that is padding: what a program writes there is dropped."""
+        return self.cfg.max_num_seqs
+
+    @property
+    def no_chunk(self) -> np.ndarray:
+        """A row of a prefill batch that holds no chunk, `[HEADER + Mp]` int32."""
+        row = np.zeros(HEADER + self.cfg.pages_per_seq, np.int32)
+        row[0] = self.no_slot
+        return row
+
+    @property
     def again(self) -> int:
         """Stands for every slot of a forward pass that is computed again. Like that of padding it is out of range."""
         return self.cfg.max_num_seqs + 1
@@ -103,11 +116,12 @@ class Layout:
         *,
         takes_params: bool = False,
         gathered: Gathered = "none",
+        padding: Mapping[int, Any] | None = None,
     ) -> ProgramSpec:
         """Returns the program that runs `body`, written for one rank without the rank axis, on all of them.
 
         With `takes_params` the first argument is the parameters. `gathered` copies are appended ("last") or take the
-        place of the results ("all"), and only where there are several processes.
+        place of the results ("all"), and only where there are several processes. `padding` is the program's.
         """
         split = 1 if takes_params else 0
         share, out_specs = self._shared(gathered)
@@ -119,7 +133,7 @@ class Layout:
         specs: list[Any] = [RANK_SPEC] * len(arguments)
         if takes_params:
             specs[0] = self.functions.param_specs
-        return self.mapped(key, one_rank, arguments, donated, tuple(specs), out_specs)
+        return self.mapped(key, one_rank, arguments, donated, tuple(specs), out_specs, padding)
 
     def mapped(
         self,
@@ -129,6 +143,7 @@ class Layout:
         donated: tuple[int, ...],
         in_specs: tuple[Any, ...],
         out_specs: Any,
+        padding: Mapping[int, Any] | None = None,
     ) -> ProgramSpec:
         """Returns a program whose `body` sees one device's part of arrays that lie as the partitions say.
 
@@ -140,7 +155,7 @@ class Layout:
                 return body(*args)
 
         mapped = jax.shard_map(body_of_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return ProgramSpec(key, mapped, arguments, donated)
+        return ProgramSpec(key, mapped, arguments, donated, padding or {})
 
     def _shared(self, gathered: Gathered) -> tuple[Callable[[Any], Any], Any]:
         """Returns what a program does last, and where its results lie."""

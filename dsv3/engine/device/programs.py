@@ -18,7 +18,9 @@ Progress = Callable[[int, int, str], None]
 
 # XLA takes the page pool, which loops carry, for memory that it lacks, and computes values again: 246 instructions of a
 # decode step of DeepSeek-V3 at EP144, whose temporaries stay the same.
-_AS_WRITTEN = {"xla_disable_hlo_passes": "rematerialization"}
+# XLA divides the search for tiles among processes, each of which then waits, up to a day, for the shares of the others.
+# None comes from one that has found the program among its stored ones.
+_ON_GPUS = {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_shard_autotuning": False}
 _COMPILE_THREADS = 8  # tracing holds the interpreter lock, so more would only wait
 
 
@@ -40,12 +42,18 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
-    """A program to compile: `body` over all ranks, shapes of its arguments, and which of them it may overwrite."""
+    """A program to compile: `body` over all ranks, shapes of its arguments, and which of them it may overwrite.
+
+    Its results begin with what takes the place of those. `padding` says by number what an argument holds where the
+    program shall write nothing, as what broadcasts to it, or a function that makes it of the arguments before; the
+    others are zeros then (`dsv3.engine.device.first_launches`).
+    """
 
     key: Key
     body: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
+    padding: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class Store(Protocol):
@@ -62,14 +70,15 @@ class Programs:
     """Compiles, on demand or all at once, and remembers.
 
     What a program may overwrite is donated: pass it the newest arrays. A `store`, where one is set, is asked before
-    anything is traced, and given what is compiled. `channels` bounds those of NCCL's transfers; 0: nothing does.
+    anything is traced, and given what is compiled. `channels` bounds those of NCCL's transfers; 0: nothing does. Unless
+    it `overlaps`, one of these is under way at a time.
     """
 
-    def __init__(self, platform: str, channels: int = 0) -> None:
+    def __init__(self, platform: str, channels: int = 0, overlaps: bool = True) -> None:
         self.store: Store | None = None
-        self._options: Mapping[str, Any] | None = compiler_options(platform, channels)
+        self._options: Mapping[str, Any] | None = compiler_options(platform, channels, overlaps)
         if platform != "cpu":
-            self._options = {**(self._options or {}), **_AS_WRITTEN}
+            self._options = {**(self._options or {}), **_ON_GPUS}
         self._specs: dict[Key, ProgramSpec] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
 

@@ -181,7 +181,8 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         number = cfg.program_number(NAME, size)
         body = functools.partial(decode_body, layout, width=width, choice=choice, program=number)
         arguments = (layout.params, layout.pages, layout.state, layout.array(size, 3))
-        yield layout.per_rank(program_key(size, width, choice), body, arguments, donated=(1, 2), takes_params=True)
+        key, padding = program_key(size, width, choice), {3: np.array([layout.no_slot, -1, 0])}
+        yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
 
 
 def program_key(size: int, width: int, choice: bool | None) -> Key:

@@ -99,7 +99,7 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     yield from _drafter(layout).programs(layout)
     for rows in sorted({rows for rows, _ in layout.sampled_shapes}):
         arguments = (layout.state, layout.array(rows))
-        yield layout.per_rank(Key(TELL, rows), tell_body, arguments, gathered="all")
+        yield layout.per_rank(Key(TELL, rows), tell_body, arguments, gathered="all", padding={1: layout.no_slot})
 
 
 def tell_body(state: DecodeState, slots: jax.Array) -> jax.Array:

@@ -28,18 +28,20 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket of prefill and of decode: texts grow in steps without drafts too."""
     cfg = layout.cfg
     given = (_texts(layout), layout.array(), layout.array(cfg.max_model_len))
-    yield layout.per_rank(_ENTER, enter_body, given, donated=(0,))
+    yield layout.per_rank(_ENTER, enter_body, given, donated=(0,), padding={1: layout.no_slot})
     for size in cfg.prefill_buckets:
         count = cfg.prefill_rows(size)
         chunks = layout.array(size), layout.array(count, ragged.HEADER + cfg.pages_per_seq)
         arguments = (_texts(layout), layout.state, *chunks, layout.array(count), layout.array(count, 1))
         body = functools.partial(prefill_body, layout, cfg.tokens_per_row - 1)
-        yield layout.per_rank(Key(f"lookup {prefill.NAME}", size), body, arguments, donated=(0, 1))
+        padding = {3: layout.no_chunk, 4: layout.no_slot}
+        yield layout.per_rank(Key(f"lookup {prefill.NAME}", size), body, arguments, donated=(0, 1), padding=padding)
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         rows = (_texts(layout), layout.state, layout.array(size), layout.array(size, S))
         body = functools.partial(_propose, layout, S - 1)
-        yield layout.per_rank(Key(f"lookup {decode.NAME}", size, width=S), body, rows, donated=(0, 1))
+        key, padding = Key(f"lookup {decode.NAME}", size, width=S), {2: layout.no_slot}
+        yield layout.per_rank(key, body, rows, donated=(0, 1), padding=padding)
 
 
 def _texts(layout: Layout) -> jax.ShapeDtypeStruct:

@@ -51,20 +51,21 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         chunks = layout.array(size), layout.array(rows, ragged.HEADER + cfg.pages_per_seq)
         given = layout.array(size, width, dtype=dtype), *chunks, layout.array(rows), layout.array(rows, 1)
         for choice in either:
-            yield _program(layout, _key(PREFILL, size, choice), functools.partial(prefill_body, choice=choice), given)
+            key, prefills = _key(PREFILL, size, choice), functools.partial(prefill_body, choice=choice)
+            yield _program(layout, key, prefills, given, {5: layout.no_chunk, 6: layout.no_slot})
         chained[rows] = cfg.tokens_per_row - 1
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         rows_given = layout.array(size, S, width, dtype=dtype), layout.array(size), layout.array(size, S)
         for choice in either:
             key, body = _key(DECODE, size, choice, S), functools.partial(decode_body, choice=choice)
-            yield _program(layout, key, body, rows_given)
+            yield _program(layout, key, body, rows_given, {4: layout.no_slot})
         chained[size] = max(chained.get(size, 0), S - 1)
     for size, drafts in chained.items():
         for i, choice in itertools.product(range(1, drafts), either):
             key, chained_body = chain_key(size, i, choice), functools.partial(chain_body, number=i, choice=choice)
             hidden = layout.array(size, width, dtype=dtype)
-            yield _program(layout, key, chained_body, (hidden, layout.array(size)))
+            yield _program(layout, key, chained_body, (hidden, layout.array(size)), {4: layout.no_slot})
 
 
 def _key(kind: str, size: int, choice: bool | None, width: int = 1) -> Key:
@@ -76,10 +77,12 @@ def chain_key(size: int, number: int, choice: bool | None) -> Key:
     return Key(CHAIN, size, -number if choice else number)
 
 
-def _program(layout: Layout, key: Key, body: Callable[..., Any], given: tuple[Any, ...]) -> ProgramSpec:
+def _program(
+    layout: Layout, key: Key, body: Callable[..., Any], given: tuple[Any, ...], padding: dict[int, Any]
+) -> ProgramSpec:
     arguments = (layout.params, layout.pages, layout.state, *given)
     body = functools.partial(body, layout, program=layout.cfg.program_number(key.kind, key.size))
-    return layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True)
+    return layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
 
 
 class Drafter:

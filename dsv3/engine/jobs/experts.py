@@ -338,8 +338,16 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     partitions, everywhere = experts.take(layout.functions.param_specs)
     for number, stack in enumerate(stacks):
         body = functools.partial(move_layer, machine=experts.machine, first_layer=experts.first_layer(number))
-        specs = (partitions[number], everywhere, whole)
-        yield layout.mapped(MOVE._replace(variant=number), body, (stack, placement, move), (0, 1), specs, specs)
+        specs, stays = (partitions[number], everywhere, whole), functools.partial(_no_move, experts, number)
+        key, given = MOVE._replace(variant=number), (stack, placement, move)
+        yield layout.mapped(key, body, given, (0, 1), specs, specs, padding={2: stays})
+
+
+def _no_move(experts: SpreadExperts, number: int, _: Any, placement: Placement) -> LayerMove:
+    """Returns a move that leaves the first layer of a stack as it is."""
+    layer = experts.first_layer(number)
+    source = np.arange(experts.num_replicas)
+    return LayerMove(layer, source, np.asarray(placement.replicas)[layer], np.asarray(placement.copies)[layer])
 
 
 class ExpertsWorker:

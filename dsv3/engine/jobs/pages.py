@@ -233,8 +233,8 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     out, into = (functools.partial(body, num_pages=cfg.num_pages) for body in (take_out, put_in))
     for count in page_buckets(page_bytes(layout.model_cfg, cfg.cache_dtype)):
         pages, values = layout.array(count), layout.array(count, *one.shape, dtype=one.dtype)
-        yield layout.per_rank(Key(OUT, count), out, (layout.pages, pages))
-        yield layout.per_rank(Key(IN, count), into, (layout.pages, pages, values), donated=(0,))
+        yield layout.per_rank(Key(OUT, count), out, (layout.pages, pages), padding={1: -1})
+        yield layout.per_rank(Key(IN, count), into, (layout.pages, pages, values), donated=(0,), padding={1: -1})
 
 
 class PagesWorker:

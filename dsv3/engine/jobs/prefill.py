@@ -278,7 +278,8 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         number = cfg.program_number(NAME, size)
         body = functools.partial(prefill_body, layout, variant=variant, program=number)
         arguments = (layout.params, layout.pages, layout.state, *batch)
-        yield layout.per_rank(Key(NAME, size, variant.number), body, arguments, donated=(1, 2), takes_params=True)
+        key, padding = Key(NAME, size, variant.number), {4: layout.no_chunk}
+        yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
 
 
 class Variant(NamedTuple):

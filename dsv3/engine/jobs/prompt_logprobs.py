@@ -114,7 +114,8 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         hidden = layout.array(rows_left(layout, size), layout.model_cfg.hidden_size, dtype=layout.functions.dtype)
         batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
         body, arguments = functools.partial(prompt_logprobs_body, layout), (layout.params, hidden, *batch)
-        yield layout.per_rank(Key(NAME, size), body, arguments, takes_params=True, gathered="all")
+        key, padding = Key(NAME, size), {3: layout.no_chunk}
+        yield layout.per_rank(key, body, arguments, takes_params=True, gathered="all", padding=padding)
 
 
 class PromptLogprobsWorker:

@@ -183,7 +183,8 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     adjust = adjust_shapes(layout)
     yield layout.per_rank(Key("new_adjust"), functools.partial(_zeros, adjust), (layout.array(),))
     row = _adjust_rows([], cfg.num_ranks, cfg, layout.model_cfg.vocab_size)
-    yield layout.per_rank(Key("adjust"), adjust_body, (adjust, AdjustRow(*map(layout.like, row))), donated=(0,))
+    shapes, padding = AdjustRow(*map(layout.like, row)), {1: AdjustRow(*(array[:1] for array in row))}
+    yield layout.per_rank(Key("adjust"), adjust_body, (adjust, shapes), donated=(0,), padding=padding)
 
 
 def _sampler(layout: Layout, rows: int, width: int, sampler: Sampler) -> ProgramSpec:
@@ -197,7 +198,8 @@ def _sampler(layout: Layout, rows: int, width: int, sampler: Sampler) -> Program
     chances = () if speculative is None else speculative.synthetic_chances[: width - 1]
     body = functools.partial(sample_scores_body, layout.functions.vocabulary, sampler.variant)
     body = functools.partial(body, chances=chances, looks=sampler.looks)
-    return layout.per_rank(_key(sampler, rows, width), body, arguments, donated, gathered="last")
+    padding = {3: layout.no_slot, 4: ALL}
+    return layout.per_rank(_key(sampler, rows, width), body, arguments, donated, gathered="last", padding=padding)
 
 
 def _key(sampler: Sampler, rows: int, width: int) -> Key:

@@ -1,6 +1,8 @@
 """Which transport and schedule a bucket gets, and the bytes that the server reports for it."""
 
 import dataclasses
+import logging
+import os
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,12 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.engine.assemble.communication import Communication
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device.programs import Programs
 from dsv3.engine.device.reserve import Reserve, reserve
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from sharding.experts.kind import Kind
 from sharding.mesh import Machine, rank_mesh
-from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
+from sharding.wire.collectives import Overlap, compiler_options, launch_in_order, resolve_overlap
 
 GPUS = Communication(DEEPSEEK_V3, Machine(18, 8), 288, 1, Overlap.HOOKS, None, True, 2)
 LAYERS = DEEPSEEK_V3.num_moe_layers
@@ -44,6 +47,32 @@ def test_where_nothing_can_overlap_steps_are_plain() -> None:
     assert dataclasses.replace(GPUS, overlap=Overlap.NONE).schedule(4096, True) is PLAIN
     ring = dataclasses.replace(GPUS, kind=Kind.RING)
     assert ring.schedule(4096, True) is HOOKED, "a ring has no hops to put under another micro-batch"
+
+
+def test_one_collective_at_a_time_where_overlap_is_not_wanted() -> None:
+    """XLA's own limit is one, and a step in two micro-batches would have nothing to put beside a transfer."""
+    one = dataclasses.replace(GPUS, overlap=resolve_overlap("cuda", wanted=False))
+    assert one.overlap is Overlap.ORDER
+    assert one.schedule(4096, True) is one.schedule(128, False) is HOOKED
+    with_limits = Programs("cuda", 24, overlaps=True)._options or {}
+    alone = Programs("cuda", 24, overlaps=False)._options or {}
+    if resolve_overlap("cuda") is Overlap.HOOKS:
+        assert with_limits.keys() - alone.keys() > {"xla_gpu_experimental_parallel_collective_overlap_limit"}
+    assert not any("collective" in name for name in alone)
+
+
+def test_nccl_launches_in_order_on_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A user's own choice stays, and the log says what it is."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(os, "environ", {})
+    launch_in_order("cpu")
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
+    for given, found in ((None, "1"), ("0", "0")):
+        if given is not None:
+            os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = given
+        launch_in_order("cuda")
+        assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == found
+        assert f"NCCL_LAUNCH_ORDER_IMPLICIT={found}" in caplog.text
 
 
 def test_devices_of_a_rank_share_its_tokens() -> None:

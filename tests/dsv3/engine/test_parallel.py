@@ -66,6 +66,7 @@ def test_ranks_must_divide_the_slots() -> None:
         (dict(enable_expert_parallel=True, expert_transport="ragged"), "not have on a cpu: use expert_transport=auto"),
         (dict(enable_expert_parallel=True, expert_transport="hierarchical"), "needs 2 nodes or more"),
         (dict(expert_combine="int8"), "expert_combine: 'int8' needs enable_expert_parallel"),
+        (dict(expert_overlap=False), "expert_overlap: False needs enable_expert_parallel"),
         (dict(enable_expert_parallel=True, expert_combine="fp8"), "'fp8' is not one of auto, int8"),
         (dict(enable_expert_parallel=True, expert_combine="int8", expert_transport="ring"), "not 'ring'"),
         (dict(data_parallel_size=0), "data_parallel_size: 0 is not at least 1"),

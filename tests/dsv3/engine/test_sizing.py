@@ -52,6 +52,17 @@ def test_one_line_says_where_memory_goes() -> None:
     assert "held before 5.00" in str(dataclasses.replace(found, in_use=5_000_000_000))
 
 
+def test_what_jax_holds_already_does_not_change_the_programs() -> None:
+    """They are stored by the number of pages, among others; a page of DeepSeek-V3 takes 4.5 MB."""
+    sizes = {"weights": 98_600_000_000, "working": 2_100_000_000, "page": 64 * 70_272, "state": 0}
+    memory = DeviceMemory(H200, int(H200 * 0.92))
+    held = (256, 10_000_000, 60_000_000)
+    found = [account(dataclasses.replace(memory, in_use=each), 0.9, **sizes) for each in held]
+    assert len({each.pages for each in found}) == 1
+    assert all(each.in_use >= before for each, before in zip(found, held, strict=True))
+    assert account(memory, 0.9, **sizes).pages - found[0].pages <= 15
+
+
 @pytest.mark.parametrize(
     ("found", "options", "devices", "advice"),
     [

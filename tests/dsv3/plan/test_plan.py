@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -83,10 +84,20 @@ def test_a_pool_that_fills_the_memory_changes_no_program(laid_out, compiled, pla
     assert {key, compiled.run.key} <= set(largest(laid_out.engine, laid_out.programs.keys()))
     cfg = dataclasses.replace(laid_out.engine, num_pages=plan.memory.account.pages)
     served = dataclasses.replace(laid_out, engine=cfg).programs
-    program: Any = served.get(key)
+    program: Any = served.get(key)  # the compiler takes the options of the test below
     taken = program.memory_analysis().temp_size_in_bytes + 2 * compiled.results
     assert taken == pytest.approx(command_lines.written()["plan decode_ep144"], rel=0.005)
     assert ".remat" not in program.as_text()
+
+
+def test_no_process_waits_for_tiles_that_another_one_has_found(laid_out) -> None:
+    """A process that has stored a program searches for none, so the search is no common one."""
+    programs, given = dataclasses.replace(laid_out).programs, {}
+    programs.store = SimpleNamespace(get=lambda name, lower, options: given.update({name: options}))
+    for key in programs.keys():  # noqa: SIM118
+        programs.get(key)
+    assert {name.partition("-")[0] for name in given} > {"prefill", "decode", "sample", "logprobs", "move_experts"}
+    assert {options["xla_gpu_shard_autotuning"] for options in given.values()} == {False}
 
 
 def test_the_compiler_counts_the_same_arguments(plan, step, laid_out) -> None:

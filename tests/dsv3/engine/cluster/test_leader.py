@@ -19,6 +19,7 @@ from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
+    Compiled,
     Digest,
     Drain,
     Failed,
@@ -128,8 +129,14 @@ def test_a_whole_life(lead) -> None:
     led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_nodes=3))
     assert [next(r) for r in received] == [Build(config), Build(config)]
     for follower in followers:
+        follower.send(Compiled())
+    led.leader.compiled()  # nobody launches a program while another one compiles
+    assert [next(r) for r in received] == [Compiled(), Compiled()]
+    assert led.leader._silence_s == 6 * led.cluster.cluster_silence_timeout
+    for follower in followers:
         follower.send(Ready())
     led.leader.ready()
+    assert led.leader._silence_s == led.cluster.cluster_silence_timeout
     assert [next(r) for r in received] == [Started(), Started()]
     led.leader.send(command(1))
     for steps in received:

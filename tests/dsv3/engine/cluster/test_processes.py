@@ -134,3 +134,12 @@ def test_a_restart_finds_programs_and_pages_of_the_last_start(tmp_path):
         with pytest.raises(PeerError):
             peers.fetch(addresses, [bytes(32)], 60.0, lambda *_: None)
         assert f"{num_programs} of {num_programs} programs from the last start" in instance.server.process.stdout.read()
+
+
+def test_a_first_launch_that_takes_long_ends_no_instance(tmp_path):
+    """It is over before the leader allows less silence, and before a client meets it."""
+    with instances.running(tmp_path, 2, tmp_path, silence=5.0, first_launch_s=6.0) as instance:
+        assert "launched 3 programs 2 times" in instance.log(1)
+        body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        answer = instance.server.http.post("/v1/completions", json=body, timeout=120)
+        assert answer.json()["choices"][0]["token_ids"] == toy.expected_tokens(PROMPT, 20, ())

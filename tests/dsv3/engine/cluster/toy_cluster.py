@@ -1,7 +1,8 @@
 """The toy model over several processes: a factory for the leader's engine process, and a follower when run as a script.
 
-`diverge_at` makes a follower read something else from that step on. With `eplb_state` the toy has experts that move,
-and a process with a file `toy_experts.ENDS` in its compilation cache ends in the middle of a move.
+`diverge_at` makes a follower read something else from that step on, `first_launch_s` is what its sampler's first launch
+takes. With `eplb_state` the toy has experts that move, and a process with a file `toy_experts.ENDS` in its compilation
+cache ends in the middle of a move.
 """
 
 import dataclasses
@@ -9,6 +10,8 @@ import json
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from dsv3.engine.cluster import ahead, follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.config import EngineConfig
+from dsv3.engine.device import first_launches
 from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.functions import StepFunctions
@@ -45,6 +49,7 @@ def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Pa
 
     use_compilation_cache(options.compilation_cache_dir)
     Programs.keys = _few_keys  # of the rest each process compiles what it needs
+    first_launches.needed = lambda platform: True
     devices = jax.devices()
     limits = {"num_ranks": len(devices), "num_nodes": jax.process_count()} | LIMITS
     limits |= {name: getattr(options, name) for name in PAGES}
@@ -100,10 +105,29 @@ def _diverging(step: int):
     return other
 
 
-def main(cluster, model_dir: str, engine, diverge_at: int | None = None) -> None:
+def _slow_at_first(seconds: float) -> Callable[..., Any]:
+    """What finds programs; the sampler's first launch ends `seconds` after the leader has met it there."""
+    get, waits = Programs.get, [seconds]
+
+    def other(programs: Programs, key: Key) -> Callable[..., Any]:
+        program = get(programs, key)
+
+        def launch(*arguments: Any) -> Any:
+            results = program(*arguments)
+            time.sleep(waits.pop() if waits and key.kind == "sample" else 0.0)
+            return results
+
+        return launch
+
+    return other
+
+
+def main(cluster, model_dir: str, engine, diverge_at: int | None = None, first_launch_s: float | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if diverge_at is not None:
         LocalExecutor.fetch = _diverging(diverge_at)
+    if first_launch_s is not None:
+        Programs.get = _slow_at_first(first_launch_s)
     follower.run(ClusterOptions(**cluster), Path(model_dir), EngineOptions(**engine), load)
 
 

@@ -1,0 +1,128 @@
+"""Before the first request every program runs on padding, and nothing is left of that."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.device import first_launches
+from dsv3.engine.device.programs import Key, Programs
+from dsv3.engine.device.working import running
+from dsv3.engine.engine import Engine
+from dsv3.engine.parts import Parts
+from sharding.mesh import rank_mesh
+from tests.dsv3.engine import conftest, toy, toy_experts
+from tests.dsv3.engine.driving import request, run
+from tests.dsv3.engine.fewer import one_bucket
+
+PROMPT = [(11 * i) % 60 + 1 for i in range(150)]
+MORE = {"kv_offloading_size": 1e-3}
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_launches, "needed", lambda platform: True)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Key]]:
+    """How often each program is launched."""
+    counts: Counter[Key] = Counter()
+    get = Programs.get
+
+    def counting(self: Programs, key: Key) -> Callable[..., Any]:
+        program = get(self, key)
+
+        def launch(*arguments: Any) -> Any:
+            counts[key] += 1
+            return program(*arguments)
+
+        return launch
+
+    monkeypatch.setattr(Programs, "get", counting)
+    yield counts
+
+
+def drafting(**options: Any) -> Parts:
+    cfg = EngineConfig(
+        **(conftest.LIMITS | {"tokens_per_row": 1 + options["num_speculative_tokens"], "speculative_config": options})
+    )
+    if options["method"] == "ngram":
+        return Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
+    model = toy.toy_config(num_nextn_predict_layers=1)
+    return Parts.on_devices(toy.drafting(4), toy.PARAMS, model, cfg)
+
+
+def with_experts() -> Parts:
+    cfg = EngineConfig(**(conftest.LIMITS | {"eplb_interval": 4, "eplb_threshold": 1.0}))
+    functions = toy_experts.functions(rank_mesh(jax.devices()[:2]))
+    return Parts.on_devices(functions, toy_experts.PARAMS, toy.toy_config(), cfg)
+
+
+def noise(array: jax.Array) -> jax.Array:
+    """Other bits in the place of an array's, those of finite numbers."""
+    random = np.random.default_rng(0).integers(1, 7, array.shape).astype(array.dtype)
+    return jax.device_put(random, array.sharding)
+
+
+def check_nothing_is_left(engine: Engine, launched: Counter[Key]) -> None:
+    devices = engine.executor.devices
+    engine.executor.compile_all()
+    devices.pages, devices.state = jax.tree.map(noise, (devices.pages, devices.state))
+    before = jax.tree.map(np.array, (devices.params, devices.pages, devices.state))
+    launched.clear()
+    engine.warm_up()
+    assert launched == dict.fromkeys(running(engine.cfg, devices.programs.keys()), 2)
+    after = jax.tree.map(np.array, (devices.params, devices.pages, devices.state))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    stats = engine.stats()
+    assert (stats.pages_in_use, stats.prefix_hits, stats.steps, stats.prompt_tokens) == (0, 0, 0, 0)
+    assert not devices.handed
+
+
+@pytest.mark.parametrize("make", [with_experts, lambda: drafting(**DRAFTS), lambda: drafting(**LOOKUP)])
+def test_every_program_is_launched_twice_and_writes_nothing(make, launched: Counter[Key]) -> None:
+    with one_bucket():
+        check_nothing_is_left(Engine(make()), launched)
+
+
+def test_an_engine_that_has_launched_all_answers_as_ever(programs: Programs, launched: Counter[Key]) -> None:
+    engine = Engine(conftest.parts(**MORE))
+    engine.executor.devices.programs = programs
+    check_nothing_is_left(engine, launched)
+    engine.executor.devices.state = engine.executor.devices.zeros(engine.executor.devices.layout.state)
+    assert run(engine, request("a", PROMPT, max_tokens=20, ignore_eos=True))["a"].tokens == toy.expected_tokens(
+        PROMPT, 20, ()
+    )
+    assert engine.stats().recompilations == 0
+
+
+def test_a_program_that_does_not_run_ends_the_start_by_its_name(programs: Programs, monkeypatch) -> None:
+    engine = Engine(conftest.parts())
+    engine.executor.devices.programs = programs
+    get = Programs.get
+
+    def broken(self: Programs, key: Key) -> Callable[..., Any]:
+        def launch(*arguments: Any) -> Any:
+            raise jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+        return launch if key.kind == "decode" and key.size == 4 else get(self, key)
+
+    monkeypatch.setattr(Programs, "get", broken)
+    with pytest.raises(RuntimeError, match=r"the program decode 4 fails .* CUDA_ERROR_ILLEGAL_ADDRESS"):
+        engine.warm_up()
+
+
+def test_a_program_that_does_not_end_ends_the_start_by_its_name(programs: Programs, monkeypatch) -> None:
+    engine = Engine(conftest.parts())
+    engine.executor.devices.programs = programs
+    monkeypatch.setattr(first_launches, "_LIMIT_S", 0.0)
+    monkeypatch.setattr(type(jax.numpy.zeros(1)), "is_ready", lambda _: False)
+    with pytest.raises(RuntimeError, match=r"the program .* fails .* it has not ended after 0 s"):
+        engine.warm_up()

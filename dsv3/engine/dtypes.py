@@ -39,6 +39,12 @@ def resolve_dtypes(
     """
     compute, reason = _compute_name(model, options.dtype, device, stored)
     cache = compute if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    fp8_weights = options.fp8 == "quantize" or (model.fp8 is not None and options.fp8 != "dequantize")
+    if compute == "float32" and is_hopper(device) and fp8_weights:
+        raise ValueError(
+            "dtype: 'float32' does not go with FP8 weights on this GPU, whose products of few rows give 16 bits; "
+            "set dtype to bfloat16, or load no FP8 weights (fp8: dequantize, or keep for a checkpoint without them)"
+        )
     if compute == "float16" and model.fp8 is not None and options.fp8 != "dequantize":
         raise ValueError(
             "dtype: 'float16' does not go with FP8 weights, whose products are bfloat16 or float32; "

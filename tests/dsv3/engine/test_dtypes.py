@@ -94,6 +94,10 @@ def test_what_cannot_be_right_is_refused() -> None:
     assert resolve_dtypes(DEEPSEEK_V3, multiplied_out, CPU).compute == jnp.float16
     with pytest.raises(ValueError, match="'float16' does not go with FP8 weights"):
         build_engine(bundled_model(), dataclasses.replace(half, fp8="quantize"), progress=False)
+    for model, fp8 in ((DEEPSEEK_V3, "keep"), (PLAIN, "quantize")):
+        with pytest.raises(ValueError, match="'float32' does not go with FP8 weights on this GPU"):
+            resolve_dtypes(model, EngineOptions(dtype="float32", fp8=fp8), H200)
+        assert resolve_dtypes(model, EngineOptions(dtype="float32", fp8=fp8), CPU).compute == jnp.float32
     odd = dataclasses.replace(PLAIN, kv_lora_rank=200)
     with pytest.raises(ValueError, match="kv_lora_rank is 200"):
         resolve_dtypes(odd, EngineOptions(kv_cache_dtype=FP8), CPU)

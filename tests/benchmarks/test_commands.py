@@ -28,7 +28,6 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("cache_dtypes", "--tokens 16", {"MODULES": ("bisect",), "SETTINGS": (("float32", "float32"),)}),
     ("chat_prompts", "--seconds 0.05", {}),
     ("cluster_send", "--ranks 4 --rows 4 --followers 1 --steps 2", {}),
-    ("combine_error", "", {"TOKENS": 64, "WIDTH": 128}),
     ("cpu_dtypes", "--models bundled --rows 1 --prompt 64 --rounds 1 --seconds 0.01", {}),
     ("cpu_peers", "--dtypes float32 --requests 1 --tokens 4 --long 8 --rounds 1 --repeats 1", {}),
     (
@@ -66,9 +65,10 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("training_step", "--steps 1", {}),
     ("wire", "", {"_NUM_HEADS": 10, "_NUM_TURNS": 1}),
 ]
-IN_A_PROCESS = {  # absl's flags are one set per process; what waits for jax's transfer ends its own
+IN_A_PROCESS = {  # absl's flags are one set per process, and what these change stays with theirs
     "checkpoint": "--size_gb=0.02 --rounds=1 --only=stacked --directory={tmp}",
     "checkpoint_host": "--rounds=1",
+    "combine_error": "",
     "disaggregation": "--prefill 1 --decode 1 --requests 2 --clients 0",
     "front": "--streams=8 --rate=5 --seconds=1",
     "front_send": "--rows=64 --steps=2",

@@ -3,7 +3,7 @@
 import os
 
 import jax
-from jax._src import xla_bridge
+from jax._src import xla_bridge  # jax has no public way to ask whether its backends have started
 
 from dsv3.engine.memory import DeviceMemory
 

@@ -188,7 +188,7 @@ def events(tmp_path, monkeypatch):
 
 
 def test_a_file_is_durable_before_it_takes_anothers_place(tmp_path, events):
-    """As the journal of a conversion is: one that is lost would mean hours of work anew."""
+    """The journal of a conversion is written so: a lost one would cost hours of work."""
     (tmp_path / "journal").write_bytes(b"old")
     replace_file(tmp_path / "journal", b"new")
     assert (tmp_path / "journal").read_bytes() == b"new"

@@ -62,7 +62,7 @@ def test_escapes_that_name_no_character_are_refused(escape: str) -> None:
 
 
 def test_json_has_no_white_space_but_a_space_behind_commas_and_colons() -> None:
-    """With a free choice of it, half of a small model's tokens were line feeds and indents."""
+    """A small model that may choose it freely spends half of its tokens on line feeds and indents."""
     members = {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"enum": [{"k": 1}]}}
     for matcher in (compiled(json_object=True), compiled_of(an_object({"properties": members}))):
         for text in ('{"a":[1,2],"b":{"k":1}}', '{"a": [1, 2], "b": {"k": 1}}', "{}"):
@@ -97,7 +97,7 @@ def test_a_rule_that_fits_in_hundreds_of_ways_ends_before_it_is_slow() -> None:
 
 
 def test_wide_grammars_are_let_through() -> None:
-    """As many texts as may be listed, and objects of many properties, of which any may be left out."""
+    """The longest list of texts compiles, and so does an object of many optional properties."""
     words = [f"w{i:04d}" for i in range(1024)]
     assert lets_through(words[-1], compiled_of(StructuredOutputsParams(choice=words)))
     members = {word: {"type": "integer"} for word in words[:200]}

@@ -125,7 +125,7 @@ def test_a_compiler_is_asked_for_this_cpu_in_words_that_it_knows(unknown, used, 
 
 
 def test_a_library_that_does_not_load_is_built_anew(cache, compiler, caplog):
-    """As after a loss of power: a file under its last name with nothing in it."""
+    """A loss of power may leave an empty file under the final name."""
     first = FRESH()
     (built,) = cache.iterdir()
     built.write_text("")

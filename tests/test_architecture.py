@@ -16,7 +16,8 @@ MAY_IMPORT = {
     "pallas_kernels": set(),
     "sharding": {"pallas_kernels"},
     "dsv3": {"sharding", "pallas_kernels"},
-    "launch": {"dsv3", "sharding", "pallas_kernels", "configs"},
+    "tools": {"dsv3", "sharding", "pallas_kernels", "configs"},
+    "launch": {"tools", "dsv3", "sharding", "pallas_kernels", "configs"},
 }
 PREPOSITIONS = {"Of", "By", "As", "From", "With", "For", "In", "To", "At", "On"}
 MAX_FILE_LINES = 600

@@ -1,0 +1,73 @@
+"""Children with a time limit: each way to end is reported, and none outlives the call."""
+
+import os
+import signal
+import sys
+import time
+
+from dsv3.processes.limited import Ended, run_limited
+
+
+def _run(code: str, seconds: float = 60.0) -> Ended:
+    return run_limited([sys.executable, "-c", code], seconds)
+
+
+def test_output_log_and_status_are_returned():
+    ended = _run("import sys; print('to the output'); print('to the log', file=sys.stderr); sys.exit(3)")
+
+    assert (ended.status, ended.timed_out, ended.cause) == (3, False, "exit status 3")
+    assert (ended.output, ended.log) == ("to the output\n", "to the log\n")
+
+
+def test_a_signal_is_named():
+    ended = _run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+
+    assert ended.status == -signal.SIGSEGV
+    assert ended.cause == "ended by SIGSEGV"
+
+
+def test_a_child_that_hangs_is_killed_with_its_own_children():
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    ended = _run(code, seconds=5)
+
+    assert ended.timed_out
+    assert ended.status == -signal.SIGKILL
+    assert _is_gone(int(ended.output))
+
+
+def test_a_child_that_ends_leaves_nothing_running():
+    code = (
+        "import subprocess, sys\n"
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)"
+    )
+    ended = _run(code)
+
+    assert (ended.status, ended.timed_out) == (0, False)
+    assert _is_gone(int(ended.output))
+
+
+def test_only_the_end_of_much_output_is_kept():
+    ended = _run("print('x' * 3_000_000 + 'the end')")
+
+    assert len(ended.output) == 1 << 20
+    assert ended.output.endswith("the end\n")
+
+
+def _is_gone(pid: int) -> bool:
+    """Waits until a process has ended; its new parent may not have reaped it yet."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,1 @@
+"""Companions of the runtime: they import it, and it never imports them."""

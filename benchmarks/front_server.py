@@ -8,7 +8,8 @@ import uvloop
 
 from dsv3.api.config import ServerConfig
 from dsv3.api.http.server import bind, serve
-from dsv3.options import EngineOptions, ServerOptions
+from dsv3.options import EngineOptions
+from dsv3.server_options import ServerOptions
 
 
 def main(settings: dict) -> int:

@@ -31,7 +31,8 @@ from dsv3.batch.progress import ProgressDisplay
 from dsv3.batch.run import BatchProgress, run
 from dsv3.batch.servers import ServersCompleter, servers_completer
 from dsv3.batch.staging import Staged, stage
-from dsv3.options import EngineOptions, ServerOptions, ServiceOptions
+from dsv3.options import EngineOptions
+from dsv3.server_options import ServerOptions, ServiceOptions
 from launch import cli, flags
 from launch.model import model_dir, model_names
 

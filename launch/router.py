@@ -18,7 +18,7 @@ from dsv3.api.http.server import bind
 from dsv3.api.tenants import Tenant, tenants_of
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.server import instance_key, serve
-from dsv3.options import ServerOptions
+from dsv3.server_options import ServerOptions
 from launch import cli, flags
 
 cli.define(RouterOptions)

@@ -29,7 +29,8 @@ from dsv3.api.tenants import Tenant, tenants_of
 from dsv3.engine.cluster.link import Follow
 from dsv3.engine.cluster.supervisor import Supervisor
 from dsv3.logs import configure_logging
-from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
+from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.server_options import ServerOptions
 from launch import cli, flags
 from launch.cluster import cluster_options
 from launch.model import model_dir, model_names

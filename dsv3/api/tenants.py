@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from dsv3.files import read_secret
-from dsv3.options import Isolation, ServerOptions
+from dsv3.server_options import Isolation, ServerOptions
 
 MAX_TENANTS = 1024
 OPERATOR = "operator"

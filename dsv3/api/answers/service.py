@@ -26,7 +26,7 @@ from dsv3.api.grammars.pool import GrammarPool
 from dsv3.api.templates.pool import TemplatePool
 from dsv3.api.tenants import OPERATOR, Tenant, Tenants, cache_salt
 from dsv3.api.workers import BOUNDS, WAIT_S, Workers, WorkersBusy
-from dsv3.options import Isolation
+from dsv3.server_options import Isolation
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.parsers import ParserOptions, Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound

@@ -36,7 +36,7 @@ from dsv3.api.http.events import EventStream
 from dsv3.api.http.exchange import SUMMARY
 from dsv3.api.http.openapi import described_path, openapi
 from dsv3.api.http.operator import require_operator, tenant_of
-from dsv3.options import ServerOptions
+from dsv3.server_options import ServerOptions
 
 _Route = Callable[[Service, Request], Awaitable[Response]]
 

@@ -4,7 +4,8 @@ import msgspec
 
 from dsv3.api.config import Deadlines
 from dsv3.api.tenants import Tenant
-from dsv3.options import EngineOptions, ServerOptions
+from dsv3.options import EngineOptions
+from dsv3.server_options import ServerOptions
 
 
 class FrontStart(msgspec.Struct, frozen=True, tag=True):

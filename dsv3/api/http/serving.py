@@ -17,7 +17,8 @@ from dsv3.api.http.listening import HttpServer
 from dsv3.api.http.protocol import Site
 from dsv3.api.http.tls import certificate_of
 from dsv3.cache.page import PAGE_SIZE
-from dsv3.options import EngineOptions, ServerOptions
+from dsv3.options import EngineOptions
+from dsv3.server_options import ServerOptions
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
 _FAREWELL_S = 2.0

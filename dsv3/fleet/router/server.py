@@ -22,7 +22,7 @@ from dsv3.fleet.router.numbers import Numbers
 from dsv3.fleet.router.options import RouterOptions
 from dsv3.fleet.router.pool import Pool
 from dsv3.fleet.router.relay import Fleet
-from dsv3.options import ServerOptions
+from dsv3.server_options import ServerOptions
 
 Make = Callable[[str], Instance]
 

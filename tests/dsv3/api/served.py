@@ -10,8 +10,9 @@ import uvloop
 from dsv3.api.config import Deadlines, ServerConfig
 from dsv3.api.http.server import bind, serve
 from dsv3.api.tenants import tenants_of
-from dsv3.options import ClusterOptions, EngineOptions, ServerOptions
+from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.restarts import RestartPolicy
+from dsv3.server_options import ServerOptions
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from dsv3.api.http.auth import is_loopback
-from dsv3.options import ServerOptions
+from dsv3.server_options import ServerOptions
 from tests.dsv3.api import serving
 from tests.dsv3.api.conftest import KEY
 

@@ -14,10 +14,10 @@ from dsv3.api.answers.metrics import Metrics
 from dsv3.api.config import ServerConfig
 from dsv3.api.http.exchange import REQUEST_ID, TENANT, described
 from dsv3.api.tenants import MAX_TENANTS, Tenants, cache_salt, reread, tenants_of
-from dsv3.options import ServerOptions
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.server_options import ServerOptions
 from tests.dsv3.api import serving
 
 COMPLETIONS = "/v1/completions"

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from dsv3.api.http.tls import Certificate
-from dsv3.options import ServerOptions
+from dsv3.server_options import ServerOptions
 from tests.dsv3.api import serving
 
 COMPLETIONS = "/v1/completions"

@@ -11,7 +11,8 @@ from dsv3.api.batches.completer import ServerCompleter, server_completer
 from dsv3.api.config import ServerConfig
 from dsv3.api.workers import WorkersBusy
 from dsv3.batch.journal import BatchError
-from dsv3.options import EngineOptions, ServerOptions
+from dsv3.options import EngineOptions
+from dsv3.server_options import ServerOptions
 from tests.dsv3.api.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
 from tests.dsv3.text import dialects, tiny
 

@@ -25,7 +25,7 @@ from dsv3.fleet.router.pool import Pool
 from dsv3.fleet.router.prompt import Prompt
 from dsv3.fleet.router.server import fleet_of, maker, members_of
 from dsv3.fleet.router.trials import Trials
-from dsv3.options import ServerOptions
+from dsv3.server_options import ServerOptions
 from tests.dsv3.api.serving import ROOT
 
 URL = "http://127.0.0.1:1"

@@ -1,0 +1,165 @@
+"""Every option of a server and of a batch besides those of its engine, each declared once; see `dsv3.options`."""
+
+import dataclasses
+import re
+from typing import Literal
+
+from dsv3.declaration import check, option
+from dsv3.text.dialects import ReasoningParser, ToolCallParser
+
+Isolation = Literal["tenant", "salt", "none"]
+
+_MAX_FRONTS = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """What a server and a batch have in common besides the engine. Raises ValueError for values that cannot be."""
+
+    model: str | None = option(None, "Load this Hugging Face model directory; default: the bundled model.")
+    served_model_name: tuple[str, ...] = option(
+        (), "Answer to these names, separated by commas; default: the directory's name."
+    )
+    reasoning_parser: ReasoningParser = option(
+        "auto",
+        "Split <think> ... </think> off into reasoning_content. auto does so if the chat template knows the markers, "
+        "the other names always; deepseek_r1 takes everything before </think> for reasoning, even without <think>.",
+        group="text",
+    )
+    tool_call_parser: ToolCallParser = option(
+        "auto",
+        "Read tool calls in this format (docs/tools.md). auto tells it by vocabulary and chat template; with none, "
+        "and where auto finds no format, requests with tools are refused.",
+        group="text",
+    )
+
+    escape_special_tokens: bool = option(
+        False,
+        "Read <｜User｜>, <think> and other markers in the messages and tools of a conversation as plain text; only "
+        "the chat template's own are special tokens then. Prompts of /v1/completions keep theirs.",
+        group="text",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions(ServiceOptions):
+    """What a server has besides."""
+
+    host: str = option("127.0.0.1", "Listen on this address; 0.0.0.0 is all interfaces.")
+    port: int = option(8000, "Listen on this port; 0 takes a free one.", low=0, high=65535)
+    api_key: str | None = option(
+        None,
+        "Ask for this key on every route but /health and the page of /dashboard. Process listings show it: see "
+        "--api_key_file.",
+        group="http",
+    )
+    api_key_file: str | None = option(
+        None,
+        "Read API keys from this file, which nobody else may open: one per line, each after its name if it has one. "
+        "SIGHUP has it read anew.",
+    )
+    prefix_cache_isolation: Isolation = option(
+        "tenant",
+        "Share cached prefixes among the requests of one API key (tenant), of one key and cache_salt, which each "
+        "request then has to bring (salt), or among all that bring the same cache_salt or none (none).",
+        group="cache",
+    )
+    api_server_count: int = option(
+        1,
+        "Answer HTTP with this many processes, which share the port and the engine.",
+        low=1,
+        high=_MAX_FRONTS,
+        group="http",
+    )
+    max_request_restarts: int = option(
+        3,
+        "Start an engine that has died anew, and let a request go on in at most this many engines after its first; 0: "
+        "the server ends with its engine. Over several processes all are started anew together.",
+        low=0,
+        group="http",
+    )
+    max_connections: int | None = option(
+        None,
+        "Work on the requests of at most this many connections per HTTP process; default: what the limit on open files "
+        "leaves room for, 65536 at most.",
+        low=1,
+        group="http",
+    )
+    ssl_certfile: str | None = option(
+        None,
+        "Speak TLS with the certificate chain in this PEM file; SIGHUP has it read anew, with the next two.",
+        group="http",
+    )
+    ssl_keyfile: str | None = option(
+        None, "Read the certificate's key from this PEM file; default: --ssl_certfile.", group="http"
+    )
+    ssl_ca_certs: str | None = option(
+        None, "Take only clients with a certificate that these authorities have signed.", group="http"
+    )
+    register: tuple[str, ...] = option(
+        (),
+        "Tell the routers at these URLs, separated by commas, that this instance is there, until it drains.",
+        group="fleet",
+    )
+    register_as: str | None = option(
+        None, "Have the routers reach this instance at this URL; default: scheme, --host and --port.", group="fleet"
+    )
+    register_key_file: str | None = option(
+        None,
+        "Read the key that these routers ask instances for from this file, which nobody else may open.",
+        group="fleet",
+    )
+    batch_dir: str | None = option(
+        None,
+        "Keep files and batches of /v1/files and /v1/batches in this directory; without it they answer 404.",
+        group="http",
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "Let web pages of these origins, separated by commas, use the API; * is all. Default: none.", group="http"
+    )
+    access_log: bool = option(False, "Write a line of JSON per request to standard error.", group="monitoring")
+    profile_dir: str | None = option(
+        None,
+        "Let POST /start_profile and /stop_profile write traces of steps into this directory, for ui.perfetto.dev; "
+        "default: they are off.",
+        group="monitoring",
+    )
+    shutdown_grace: float = option(
+        0.0,
+        "Take requests for this many more seconds after SIGTERM, while /health and /ready already say 503, so that "
+        "routers hear of it first.",
+        low=0,
+        group="http",
+    )
+    shutdown_timeout: float = option(
+        30.0,
+        "Give requests in flight this many seconds to finish after SIGTERM and --shutdown_grace.",
+        low=0,
+        group="http",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ValueError("api_key_file: give one of api_key and api_key_file")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+                raise ValueError(f"allowed_origins: {origin!r} is not * or like https://example.org")
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ValueError(f"{name}: {getattr(self, name)!r} needs ssl_certfile")
+        self._check_register()
+
+    def _check_register(self) -> None:
+        for name in ("register_as", "register_key_file"):
+            if getattr(self, name) is not None and not self.register:
+                raise ValueError(f"{name}: {getattr(self, name)!r} needs register")
+        if self.register and self.register_as is None and self.host in ("", "0.0.0.0", "::"):
+            raise ValueError(f"register_as: with --host {self.host} routers need a URL that names this host")
+        for url in (*self.register, *([self.register_as] if self.register_as else [])):
+            if not re.fullmatch(r"https?://[^/\s]+/?", url):
+                name = "register_as" if url == self.register_as else "register"
+                raise ValueError(f"{name}: {url!r} is not http://HOST:PORT or https://HOST:PORT")

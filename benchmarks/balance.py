@@ -12,9 +12,8 @@ per rank somewhere in their answers; as many arrive per step as end at the mean.
 The rule before (`FewestRunning`) sent a request to the rank with the fewest running ones, the longer cached prefix
 deciding ties, and computed prompts in their order. Prints for each load the largest of a rank over the mean: of all
 steps (sum of the largest over sum of the means) and of the worst step in a hundred; and of the time to the first token
-median and 99th percentile. The step's time is
-`dsv3.plan.roofline`'s for DeepSeek-V3 on H800s, its collectives left out: an estimate. The slowest rank sets each stage
-but the routed experts', which all ranks share.
+median and 99th percentile. The step's time is `tools.plan.roofline`'s for DeepSeek-V3 on H800s, without its collectives:
+an estimate. The slowest rank sets each stage but the routed experts', which all ranks share.
 """
 
 import argparse
@@ -38,10 +37,10 @@ from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.engine.requests.sequence import Sequence as Request
 from dsv3.engine.requests.sequence import sequence_of
 from dsv3.fleet.cost import keys_per_token
-from dsv3.plan.roofline import MicroBatch, decode_stages, prefill_stages, rates_of
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest, StepOutputs
 from dsv3.sampling_params import SamplingParams
+from tools.plan.roofline import MicroBatch, decode_stages, prefill_stages, rates_of
 
 VOCAB, LONGEST, BACKLOG, RUNNING = 1000, 32768, 16, 88
 RATES = rates_of(H800, DEEPSEEK_V3)

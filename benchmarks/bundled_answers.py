@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.bundled_answers [--model DIR]
 
-The held-out text is that of `dsv3.training.corpus` on this interpreter; figures are comparable under the same Python
+The held-out text is that of `training.corpus` on this interpreter; figures are comparable under the same Python
 version. Each question is answered greedily, alone. An answer is right if it is complete and the question's pattern
 occurs in it. The pattern asks for what the answer must say; one that also says something wrong may match, so read them.
 Prints the figures as JSON, and the answers as the table of the model's card.
@@ -24,10 +24,10 @@ from dsv3 import LLM, SamplingParams
 from dsv3.checkpoint import load_params
 from dsv3.engine.build import bundled_model
 from dsv3.hf_config import load_config
-from dsv3.training import corpus
-from dsv3.training.data import Data, encode_documents
-from dsv3.training.export import final_figures
-from dsv3.training.step import TrainState
+from training import corpus
+from training.data import Data, encode_documents
+from training.export import final_figures
+from training.step import TrainState
 
 QUESTIONS: dict[str, str] = {
     "Hello": r"^Hello",

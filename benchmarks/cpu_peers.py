@@ -42,14 +42,14 @@ import numpy as np
 
 from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
 from benchmarks.transformers_peer import Generate, generating
-from dsv3.bench import serve
-from dsv3.bench.workload import RandomPrompts
 from dsv3.checkpoint import save_hf
 from dsv3.checkpoint.quantize import quantized_shapes
 from dsv3.config import ModelConfig
 from dsv3.engine.build import bundled_model
 from dsv3.hf_config import load_config
 from dsv3.model.params import Params, abstract, declare, initialize
+from tools.bench import serve
+from tools.bench.workload import RandomPrompts
 
 START_SECONDS = 600
 STOP_SECONDS = 30

@@ -25,9 +25,9 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.bodies import ROOT
-from dsv3.bench.stream import complete
 from dsv3.http_client import Address, Client
 from tests.dsv3.text import tiny
+from tools.bench.stream import complete
 
 _MESSAGES = [{"role": role, "content": "Hello there, you."} for role in ("system", "user", "assistant", "user")]
 _BODY = json.dumps({"model": "tiny", "messages": _MESSAGES, "max_tokens": 16, "stream": True, "ignore_eos": True})

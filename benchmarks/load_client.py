@@ -3,7 +3,7 @@
   python benchmarks/load_client.py
 
 A server process writes one event to every stream per 20 ms, as a decode step does. Each round reads all streams once
-with `dsv3.bench` and once with httpx, both under uvloop. It compares processor time, not wall time: processor time
+with `tools.bench` and once with httpx, both under uvloop. It compares processor time, not wall time: processor time
 limits a client, and other work on the machine does not change it.
 """
 
@@ -18,8 +18,8 @@ import time
 import httpx
 import uvloop
 
-from dsv3.bench.stream import complete
 from dsv3.http_client import Address, Client
+from tools.bench.stream import complete
 
 STREAMS, EVENTS, TICK_S, ROUNDS = 128, 100, 0.02, 5
 BODY = json.dumps({"model": "m", "prompt": [1] * 100, "stream": True}).encode()
@@ -110,7 +110,7 @@ def main() -> None:
     pairs = [(microseconds_per_event(with_ours, url), microseconds_per_event(with_httpx, url)) for _ in range(ROUNDS)]
     server.terminate()
     for mine, other in pairs:
-        print(f"dsv3.bench {mine:5.1f} us/event   httpx {other:5.1f} us/event   ratio {other / mine:.2f}")
+        print(f"tools.bench {mine:5.1f} us/event   httpx {other:5.1f} us/event   ratio {other / mine:.2f}")
     print(f"median ratio {statistics.median(other / mine for mine, other in pairs):.2f}")
 
 

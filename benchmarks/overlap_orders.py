@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144
 from dsv3.engine.device import reserve
-from dsv3.plan import roofline
 from pallas_kernels.multiprocessors import Multiprocessors
 from sharding.experts.kind import Kind
 from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.mesh import Machine
+from tools.plan import roofline
 
 CHAIN = (
     "dispatch>", "dispatch<", "forward>", "forward<", "experts", "reduce>", "reduce<", "combine>", "combine<",

@@ -22,16 +22,16 @@ import numpy as np
 from configs.tiny import MODEL, TRAINING
 from dsv3.model.forward import forward
 from dsv3.model.params import Params, initialize
-from dsv3.training.config import TrainingConfig
-from dsv3.training.loss import objective, target_counts, training_backend
-from dsv3.training.pipeline.operations import Kind, Part
-from dsv3.training.pipeline.programs import stage_programs
-from dsv3.training.pipeline.run import Executed, Runner
-from dsv3.training.pipeline.schedules import ALGORITHMS, Schedule, build
-from dsv3.training.pipeline.simulator import activations, bubble, simulate
-from dsv3.training.pipeline.size import RankSize
-from dsv3.training.pipeline.stages import cut, join, needs_embedding, take, weights
 from sharding.mesh import rank_mesh
+from training.config import TrainingConfig
+from training.loss import objective, target_counts, training_backend
+from training.pipeline.operations import Kind, Part
+from training.pipeline.programs import stage_programs
+from training.pipeline.run import Executed, Runner
+from training.pipeline.schedules import ALGORITHMS, Schedule, build
+from training.pipeline.simulator import activations, bubble, simulate
+from training.pipeline.size import RankSize
+from training.pipeline.stages import cut, join, needs_embedding, take, weights
 
 LENGTH = 32
 MICRO_BATCHES = 12

@@ -17,15 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from configs.tiny import MODEL, TRAINING
-from dsv3.plan import hlo
-from dsv3.plan.collectives import LABELS, is_matrix_work
-from dsv3.training.pipeline.programs import held_shapes, trace
-from dsv3.training.pipeline.ranks import SPLIT
-from dsv3.training.pipeline.size import RankSize
-from dsv3.training.pipeline.stages import Stage
 from pallas_kernels import aot
 from sharding.mesh import shardings
 from sharding.wire.collectives import Overlap, compiler_options
+from tools.plan import hlo
+from tools.plan.collectives import LABELS, is_matrix_work
+from training.pipeline.programs import held_shapes, trace
+from training.pipeline.ranks import SPLIT
+from training.pipeline.size import RankSize
+from training.pipeline.stages import Stage
 
 DEVICES, ROWS, LENGTH = 8, 8, 128
 STAGE = Stage(1, 2, 3, first=False, last=False)

@@ -4,14 +4,14 @@
 
 DeepSeek-V3.2 on an H200, output projection included, in microseconds: 48 requests that decode, and a chunk of 2,048
 tokens, the mean over the chunks of a prompt. Prefill takes the masked form up to its room, and the sparse one beyond
-(`dsv3/engine/crossover.py`). Arithmetic of `dsv3.plan.roofline`; nothing is compiled or measured.
+(`dsv3/engine/crossover.py`). Arithmetic of `tools.plan.roofline`; nothing is compiled or measured.
 """
 
 from configs.deepseek_v31 import DEEPSEEK_V31
 from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import H200
 from dsv3.engine.crossover import masked_room
-from dsv3.plan.roofline import MicroBatch, decode_stages, prefill_stages, rates_of
+from tools.plan.roofline import MicroBatch, decode_stages, prefill_stages, rates_of
 
 TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 131_072)
 BUCKETS = (64, 256, 1_024, 2_048, 4_096, 8_192, 16_384)

@@ -37,7 +37,7 @@ from dsv3.options import EngineOptions
 from dsv3.request import EngineRequest
 from dsv3.speculative import acceptance_by_place
 from dsv3.text.tokenizer import Tokenizer
-from dsv3.training.corpus import documents, split_documents, standard_library
+from training.corpus import documents, split_documents, standard_library
 
 SIZES = (1, 4, 16)
 PROMPT = 96

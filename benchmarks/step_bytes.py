@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DEPLOYMENTS
-from dsv3.plan import hlo
-from dsv3.plan.collectives import core_of, label_of
-from dsv3.plan.plan import phases
-from dsv3.plan.programs import compile_run, lay_out, runs
+from tools.plan import hlo
+from tools.plan.collectives import core_of, label_of
+from tools.plan.plan import phases
+from tools.plan.programs import compile_run, lay_out, runs
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "iota", "after-all"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is written, in place

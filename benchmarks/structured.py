@@ -32,7 +32,7 @@ from dsv3.options import EngineOptions
 from dsv3.request import EngineRequest
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import Matcher, Vocabulary
-from dsv3.training.corpus import documents, standard_library
+from training.corpus import documents, standard_library
 
 REQUESTS, PROMPT = 16, 64
 VOCAB_SIZE, END = 129_280, "<end>"

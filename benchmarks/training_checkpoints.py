@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 from configs.tiny import TRAINING
-from dsv3.training.checkpoints import Checkpoints
-from dsv3.training.loop import OneDevice
-from dsv3.training.step import initial_state
+from training.checkpoints import Checkpoints
+from training.loop import OneDevice
+from training.step import initial_state
 
 REPEATS = 5
 

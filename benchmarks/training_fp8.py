@@ -21,10 +21,10 @@ import jax
 import numpy as np
 
 from configs.tiny import TRAINING
-from dsv3.training import data as training_data
-from dsv3.training.data import Data
-from dsv3.training.loop import mean_metrics, stop_signal
-from dsv3.training.step import TrainState, initial_state, train_step
+from training import data as training_data
+from training.data import Data
+from training.loop import mean_metrics, stop_signal
+from training.step import TrainState, initial_state, train_step
 
 RUNS: dict[str, dict[str, Any]] = {
     "float32": {"compute_dtype": "float32"},

@@ -14,8 +14,8 @@ import statistics
 import jax
 import numpy as np
 
-from dsv3.training.config import TrainingConfig
-from dsv3.training.step import TrainState, initial_state, train_step
+from training.config import TrainingConfig
+from training.step import TrainState, initial_state, train_step
 
 UNTIMED = 2
 

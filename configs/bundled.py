@@ -3,7 +3,7 @@
 import dataclasses
 
 from configs import tiny
-from dsv3.training.config import TrainingConfig
+from training.config import TrainingConfig
 
 MODEL = dataclasses.replace(tiny.MODEL, num_hidden_layers=5, n_routed_experts=24)
 

@@ -6,7 +6,7 @@ The report's phases are one here: its largest batch, its highest learning rate, 
 import dataclasses
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.training.config import TrainingConfig
+from training.config import TrainingConfig
 
 TRAINING = TrainingConfig(
     model=dataclasses.replace(DEEPSEEK_V3, fp8=None),

@@ -5,7 +5,7 @@ Peak rates are data sheets'. Link rates are what DeepEP's authors give as limits
 50 GB/s per NIC, one NIC per GPU); an H200's NVLink is taken as wider by the ratio of the data sheets (900 to 400 GB/s).
 """
 
-from dsv3.plan.deployment import Deployment, Device
+from tools.plan.deployment import Deployment, Device
 
 H800 = Device(
     name="H800",

@@ -1,7 +1,7 @@
 """DeepSeek-V3's architecture at 6 million parameters, trained on two CPU cores in under two hours."""
 
 from dsv3.config import ModelConfig
-from dsv3.training.config import TrainingConfig
+from training.config import TrainingConfig
 
 MODEL = ModelConfig(
     vocab_size=3072,

@@ -23,10 +23,10 @@ from absl import flags as absl_flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dsv3.bench import metrics, report, serve, sweep
-from dsv3.bench.interrupt import Interrupts
-from dsv3.bench.workload import RandomPrompts
 from launch import flags
+from tools.bench import metrics, report, serve, sweep
+from tools.bench.interrupt import Interrupts
+from tools.bench.workload import RandomPrompts
 
 _URL = absl_flags.DEFINE_string("url", "http://127.0.0.1:8000", "Load the server at this address, with or without /v1.")
 _ENDPOINT = absl_flags.DEFINE_enum("endpoint", "completions", ["completions", "chat"], "Load this route.")

@@ -8,7 +8,7 @@ from launch import flags
 
 if TYPE_CHECKING:
     from dsv3.config import ModelConfig
-    from dsv3.plan.deployment import Deployment
+    from tools.plan.deployment import Deployment
 
 MODELS = {
     "deepseek_v3": "DEEPSEEK_V3",
@@ -45,7 +45,7 @@ def model(name: str) -> "ModelConfig":
 def deployment(name: str) -> "Deployment":
     """Returns a deployment by its name or file; raises UsageError where there is none."""
     from configs.deployments import DEPLOYMENTS, DEVICES
-    from dsv3.plan.deployment import DeploymentError, read_deployment
+    from tools.plan.deployment import DeploymentError, read_deployment
 
     if name in DEPLOYMENTS:
         return DEPLOYMENTS[name]

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags as absl_flags
 
-from dsv3.fleet.paper import day6, instances
-from dsv3.fleet.paper.report import Reference, as_json, render
-from dsv3.fleet.paper.staffing import Fleet, Terms, staff
-from dsv3.fleet.paper.trace import read_trace
-from dsv3.fleet.paper.traffic import Traffic, TrafficError, read_traffic
 from launch import flags
+from tools.capacity import day6, instances
+from tools.capacity.report import Reference, as_json, render
+from tools.capacity.staffing import Fleet, Terms, staff
+from tools.capacity.trace import read_trace
+from tools.capacity.traffic import Traffic, TrafficError, read_traffic
 
 if TYPE_CHECKING:
     from dsv3.config import ModelConfig

@@ -9,7 +9,7 @@
   python -m launch.plan train --config=deepseek_v3_training --mesh=stage=16,data=2,expert=64      a training run
 
 DEPLOYMENT is prefill_ep32, decode_ep144, node_8xh200, node_8xh800, or a JSON or TOML file with the fields of
-dsv3.plan.deployment.Deployment. The programs are the server's own, compiled for the described GPUs; that takes one to
+tools.plan.deployment.Deployment. The programs are the server's own, compiled for the described GPUs; that takes one to
 some minutes. Exit status 1: it does not fit; the numbers and what to change are printed. docs/plan.md explains.
 
 `fleet` compiles nothing: rates are published figures or plans written with --json. docs/fleet.md explains it. `train`
@@ -29,7 +29,7 @@ from launch import described, flags, fleet, plan_training
 
 if TYPE_CHECKING:
     from dsv3.config import ModelConfig
-    from dsv3.plan.deployment import Deployment
+    from tools.plan.deployment import Deployment
 
 _MODEL = absl_flags.DEFINE_string(
     "model",
@@ -101,11 +101,11 @@ def _train() -> int:
 def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment | None") -> int:
     from rich.console import Console
 
-    from dsv3.plan import report
-    from dsv3.plan.deployment import DeploymentError
-    from dsv3.plan.ends import ends_of
-    from dsv3.plan.plan import make_plan
     from pallas_kernels.aot import AotUnavailableError
+    from tools.plan import report
+    from tools.plan.deployment import DeploymentError
+    from tools.plan.ends import ends_of
+    from tools.plan.plan import make_plan
 
     console = Console()
     try:
@@ -120,7 +120,7 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(report.as_json(plan, feeding), indent=1) + "\n")
     if _PLOT.value and plan.steps:
-        from dsv3.plan.picture import draw
+        from tools.plan.picture import draw
 
         draw(plan, Path(_PLOT.value))
     return 0 if plan.verdict.fits else 1
@@ -128,7 +128,7 @@ def _plan(model: "ModelConfig", deployment: "Deployment", prefill: "Deployment |
 
 def _with_drafts(deployment: "Deployment") -> "Deployment":
     """Returns the deployment with the drafts and the acceptance that the flags say."""
-    from dsv3.plan.deployment import DeploymentError
+    from tools.plan.deployment import DeploymentError
 
     given: dict[str, Any] = {}
     if _SPECULATIVE.value is not None:

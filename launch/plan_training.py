@@ -10,10 +10,10 @@ from launch import flags, training
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dsv3.plan.deployment import Device
-    from dsv3.plan.training import LayerTimes
-    from dsv3.training.pipeline.memory import RankMemory
-    from dsv3.training.pipeline.schedules import Schedule
+    from tools.plan.deployment import Device
+    from tools.plan.training import LayerTimes
+    from training.pipeline.memory import RankMemory
+    from training.pipeline.schedules import Schedule
 
 _DEVICE = absl_flags.DEFINE_enum("device", "H800", ["H800", "H200"], "train: on this GPU, in nodes of eight.")
 absl_flags.adopt_module_key_flags(training)
@@ -75,11 +75,11 @@ def plan() -> tuple[dict[str, Any], bool]:
 
 
 def _make(device: "Device") -> TrainingPlan:
-    from dsv3.plan.roofline import rates_of
-    from dsv3.plan.training import gathered_wire
-    from dsv3.training.pipeline import simulator
-    from dsv3.training.pipeline.memory import memory_of
-    from dsv3.training.pipeline.size import rows_of
+    from tools.plan.roofline import rates_of
+    from tools.plan.training import gathered_wire
+    from training.pipeline import simulator
+    from training.pipeline.memory import memory_of
+    from training.pipeline.size import rows_of
 
     config, (ranks, size) = training.config(), training.mesh()
     model, schedule = config.model, training.schedule(ranks)
@@ -105,8 +105,8 @@ def _make(device: "Device") -> TrainingPlan:
 
 def _longest_stage(config: Any, device: "Device", schedule: "Schedule", tokens: int, wire: float) -> "LayerTimes":
     """Returns the times of the stage that takes longest; an MTP module counts as a MoE layer, the head is left out."""
-    from dsv3.plan.training import LayerTimes
-    from dsv3.training.pipeline.stages import cut
+    from tools.plan.training import LayerTimes
+    from training.pipeline.stages import cut
 
     model = config.model
     dense, moe = (_layer(config, device, tokens, wire, dense=kind) for kind in (True, False))
@@ -122,8 +122,8 @@ def _longest_stage(config: Any, device: "Device", schedule: "Schedule", tokens: 
 def _layer(config: Any, device: "Device", tokens: int, wire: float, *, dense: bool) -> "LayerTimes":
     """Returns the times of one layer, with the products that the configuration says."""
     from dsv3.config import Fp8Config
-    from dsv3.plan.roofline import rates_of
-    from dsv3.plan.training import layer_times, with_fp8_products
+    from tools.plan.roofline import rates_of
+    from tools.plan.training import layer_times, with_fp8_products
 
     def times(model: Any) -> "LayerTimes":
         keys = (config.sequence_length + 1) / 2
@@ -144,7 +144,7 @@ def _memory_table(made: TrainingPlan) -> "Table":
 
 
 def _time_table(made: TrainingPlan) -> "Table":
-    from dsv3.training.pipeline import simulator
+    from training.pipeline import simulator
 
     schedule = made.schedule
     table = _table(f"{schedule.algorithm}, {schedule.ranks} ranks (a model, not a measurement)", "", "")
@@ -163,7 +163,7 @@ def _time_table(made: TrainingPlan) -> "Table":
 def _check_table() -> "Table":
     from configs.deepseek_v3 import DEEPSEEK_V3
     from configs.deployments import H800
-    from dsv3.plan import training as model
+    from tools.plan import training as model
 
     found = model.check(DEEPSEEK_V3, H800)
     table = _table("The model against DeepSeek's profile: a pair of one layer", "", "estimate", "profile", "error")
@@ -177,7 +177,7 @@ def _check_table() -> "Table":
 def _as_json(made: TrainingPlan, device: "Device") -> dict[str, Any]:
     from configs.deepseek_v3 import DEEPSEEK_V3
     from configs.deployments import H800
-    from dsv3.plan.training import check
+    from tools.plan.training import check
 
     return {
         "config": training.CONFIG.value,

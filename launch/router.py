@@ -16,10 +16,10 @@ import uvloop
 
 from dsv3.api.http.server import bind
 from dsv3.api.tenants import Tenant, tenants_of
-from dsv3.fleet.router.options import RouterOptions
-from dsv3.fleet.router.server import instance_key, serve
 from dsv3.server_options import ServerOptions
 from launch import cli, flags
+from router.options import RouterOptions
+from router.server import instance_key, serve
 
 cli.define(RouterOptions)
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from absl import flags as absl_flags
 
-from dsv3.simulate.options import SimulateOptions
 from launch import cli, described, flags
+from tools.simulate.options import SimulateOptions
 
 if TYPE_CHECKING:
     from dsv3.config import ModelConfig
-    from dsv3.plan.deployment import Deployment
-    from dsv3.simulate.times import InstanceTimes
+    from tools.plan.deployment import Deployment
+    from tools.simulate.times import InstanceTimes
 
 cli.define(SimulateOptions)
 _MODEL = absl_flags.DEFINE_string(
@@ -42,12 +42,12 @@ def main() -> int:
     _check_outputs()
     from rich.console import Console
 
-    from dsv3.fleet.paper.traffic import TrafficError
-    from dsv3.simulate import picture, report
-    from dsv3.simulate.fleet import SettingError
-    from dsv3.simulate.simulation import simulate
-    from dsv3.simulate.times import TimesError
-    from dsv3.simulate.worker import WorkerLost
+    from tools.capacity.traffic import TrafficError
+    from tools.simulate import picture, report
+    from tools.simulate.fleet import SettingError
+    from tools.simulate.simulation import simulate
+    from tools.simulate.times import TimesError
+    from tools.simulate.worker import WorkerLost
 
     try:
         by_name = _times(options, described.model(_MODEL.value))
@@ -76,7 +76,7 @@ def _check_outputs() -> None:
 
 def _times(options: SimulateOptions, model: "ModelConfig") -> "dict[str, InstanceTimes]":
     """Returns the step times of the deployments: those that the file has, the others compiled and added to it."""
-    from dsv3.simulate.times import read_times, write_times
+    from tools.simulate.times import read_times, write_times
 
     path = None if options.times is None else Path(options.times)
     if path is not None and not path.absolute().parent.is_dir():
@@ -95,7 +95,7 @@ def _times(options: SimulateOptions, model: "ModelConfig") -> "dict[str, Instanc
 
 def _fresh(times: "InstanceTimes | None", model: "ModelConfig", deployment: "Deployment") -> "InstanceTimes | None":
     """Returns what is known if it is of this model and deployment."""
-    from dsv3.simulate.from_plan import digest_of
+    from tools.simulate.from_plan import digest_of
 
     return times if times is not None and times.digest == digest_of(model, deployment) else None
 
@@ -103,9 +103,9 @@ def _fresh(times: "InstanceTimes | None", model: "ModelConfig", deployment: "Dep
 def _compiled(model: "ModelConfig", deployment: "Deployment") -> "InstanceTimes":
     from rich.console import Console
 
-    from dsv3.plan.deployment import DeploymentError
-    from dsv3.simulate.from_plan import times_of
     from pallas_kernels.aot import AotUnavailableError
+    from tools.plan.deployment import DeploymentError
+    from tools.simulate.from_plan import times_of
 
     try:
         with Console(stderr=True).status("") as status:

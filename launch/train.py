@@ -22,18 +22,18 @@ from absl import flags as absl_flags
 from rich.console import Console
 
 from dsv3.options import ClusterOptions
-from dsv3.training import data as training_data
-from dsv3.training.config import TrainingConfig
-from dsv3.training.export import export, final_figures
-from dsv3.training.loop import OneDevice, Trainer, train
-from dsv3.training.pipeline import simulator
-from dsv3.training.pipeline.ranks import rank_meshes
-from dsv3.training.pipeline.size import RankSize
-from dsv3.training.pipeline.trainer import PipelineTrainer
-from dsv3.training.report import plot_losses
-from dsv3.training.step import TrainState
 from launch import cli, flags, training
 from launch.cluster import cluster_options
+from training import data as training_data
+from training.config import TrainingConfig
+from training.export import export, final_figures
+from training.loop import OneDevice, Trainer, train
+from training.pipeline import simulator
+from training.pipeline.ranks import rank_meshes
+from training.pipeline.size import RankSize
+from training.pipeline.trainer import PipelineTrainer
+from training.report import plot_losses
+from training.step import TrainState
 
 OUTPUT = absl_flags.DEFINE_string("output", None, "Write the run to this directory; default: runs/CONFIG.")
 STEPS = absl_flags.DEFINE_integer(

@@ -6,10 +6,10 @@ from typing import Any
 
 from absl import flags as absl_flags
 
-from dsv3.training.config import TrainingConfig
-from dsv3.training.pipeline import schedules
-from dsv3.training.pipeline.size import RankSize, read_mesh
 from launch import flags
+from training.config import TrainingConfig
+from training.pipeline import schedules
+from training.pipeline.size import RankSize, read_mesh
 
 CONFIG = absl_flags.DEFINE_string("config", "tiny", "Train with the configuration in this module of `configs`.")
 MESH = absl_flags.DEFINE_string(

@@ -5,10 +5,10 @@ import re
 
 from dsv3.batch.options import BatchOptions
 from dsv3.declaration import options_of
-from dsv3.fleet.router.options import RouterOptions
 from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.server_options import ServerOptions
-from dsv3.simulate.options import SimulateOptions
+from router.options import RouterOptions
+from tools.simulate.options import SimulateOptions
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.host_waits --out DIR       on a GPU; under one minute
 
 An exchange once asked after each combine whether a row was left for an overflow round: 232 questions in a decode step
-over several nodes in two micro-batches. No served step asks any more (`dsv3.plan.hlo.Module.host_waits`). The table
+over several nodes in two micro-batches. No served step asks any more (`tools.plan.hlo.Module.host_waits`). The table
 says what that saves: as many products with nothing, a `while_loop` and a `cond` between them, which all leave the
 values as they are.
 

@@ -97,9 +97,9 @@ def compiled_thunks(deployment: str, capture: bool) -> str:
 
     from configs.deepseek_v3 import DEEPSEEK_V3
     from configs.deployments import DEPLOYMENTS
-    from dsv3.plan.plan import phases
-    from dsv3.plan.programs import lay_out, runs
     from sharding.wire.collectives import compiler_options
+    from tools.plan.plan import phases
+    from tools.plan.programs import lay_out, runs
 
     planned = lay_out(DEEPSEEK_V3, DEPLOYMENTS[deployment])
     run = runs(planned, phases(planned.deployment)[0])[0]

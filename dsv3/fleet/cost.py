@@ -26,7 +26,9 @@ from dsv3.sizes import sizes_of
 
 KEYS_PER_TOKEN = 3266.0
 """Those of DeepSeek-V3; for whoever does not know the model."""
-_CORE_SPEED = 535 / 993  # of prefill's core attention over its products: DeepSeek's profile, as in `dsv3.plan.roofline`
+_CORE_SPEED = (
+    535 / 993
+)  # of prefill's core attention over its products: DeepSeek's profile, as in `tools.plan.roofline`
 
 
 def keys_per_token(model: ModelConfig) -> float:

@@ -77,7 +77,7 @@ IN_A_PROCESS = {  # absl's flags are one set per process, and what these change 
 ELSEWHERE = {
     "bodies_server": "a part of bodies",
     "bodies_small": "a part of bodies",
-    "bundled_answers": "reads 84,680 tokens; tests/dsv3/training holds the model to its loss",
+    "bundled_answers": "reads 84,680 tokens; tests/training holds the model to its loss",
     "clients": "needs nine packages of others",
     "cpu_greedy": "needs a llama-server",
     "encode_memory": "is its own arguments: a kind and a size",

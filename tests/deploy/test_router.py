@@ -7,9 +7,9 @@ import urllib.parse
 import pytest
 from absl import flags as absl_flags
 
-from dsv3.fleet.router import app
-from dsv3.fleet.router.options import RouterOptions
 from launch import cli, flags
+from router import app
+from router.options import RouterOptions
 from tests.deploy.files import documents, manifests
 
 ENDING_S = 20.0

@@ -9,8 +9,8 @@ from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.glm_5 import GLM_5
 from dsv3.config import ModelConfig
 from dsv3.hf_config import ConfigError, from_hf, to_hf
-from dsv3.plan.sparse import attended, index_share
 from dsv3.sizes import sizes_of
+from tools.plan.sparse import attended, index_share
 
 
 def v32(**changes: Any) -> dict[str, Any]:

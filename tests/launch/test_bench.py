@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tests.dsv3.bench.fake_openai import fake_server
-from tests.dsv3.bench.test_drafts import vllm
+from tests.tools.bench.fake_openai import fake_server
+from tests.tools.bench.test_drafts import vllm
 
 
 def bench(server, *arguments, command="serve"):

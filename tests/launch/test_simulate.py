@@ -9,9 +9,9 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import NODE_8XH200
-from dsv3.simulate.from_plan import digest_of
-from dsv3.simulate.times import write_times
-from tests.dsv3.simulate.tables import table
+from tests.tools.simulate.tables import table
+from tools.simulate.from_plan import digest_of
+from tools.simulate.times import write_times
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -276,7 +276,7 @@ class Tiers(HostTiers):
 
     One thread calls what `HostTiers` has. Any may call `keep`, `begin_load`, `begin_count`, `begin_bring`, `forget` and
     `clear`. `workers(count, name)` does what takes long, and `now` says the time; a simulator has its own
-    (`dsv3.simulate.pages`). A store that hangs keeps its own threads, and holds up neither the host's memory nor, in a
+    (`tools.simulate.pages`). A store that hangs keeps its own threads, and holds up neither the host's memory nor, in a
     load, the questions of others.
     """
 

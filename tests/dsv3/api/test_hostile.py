@@ -540,7 +540,7 @@ def test_no_pickle_anywhere():
     sources = [path for package in packages for path in package.rglob("*.py")]
     found = {str(path.relative_to(serving.ROOT)) for path in sources if PICKLES.search(path.read_text())}
     # Executables, which have a MAC; and the tool that simulates a fleet, for processes that it starts itself.
-    assert found == {"dsv3/engine/stored.py", "dsv3/simulate/worker.py"}
+    assert found == {"dsv3/engine/stored.py", "tools/simulate/worker.py"}
 
 
 def test_messages_cannot_spell_markers_where_they_are_escaped(model_dir):

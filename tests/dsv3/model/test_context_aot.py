@@ -12,10 +12,10 @@ from dsv3.cache.layout import pool
 from dsv3.model import PrefillBatch, prefill
 from dsv3.model.layers import context
 from dsv3.model.params import abstract
-from dsv3.plan import hlo
 from pallas_kernels import bodies
 from pallas_kernels.aot import compile_to_read, lower_for
 from pallas_kernels.backend import Backend
+from tools.plan import hlo
 
 pytestmark = pytest.mark.aot
 CFG = dataclasses.replace(

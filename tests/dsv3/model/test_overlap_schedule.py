@@ -21,7 +21,6 @@ from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Fp8Weight, declare
 from dsv3.model.schedules import HOOKED
 from dsv3.model.steps import decode
-from dsv3.plan import hlo
 from pallas_kernels import aot, bodies
 from pallas_kernels.backend import Backend
 from sharding.experts.kind import Kind
@@ -30,6 +29,7 @@ from sharding.experts.traffic import LayerRows
 from sharding.experts.transport import build
 from sharding.mesh import RANK_SPEC, Machine, partition, partitions
 from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
+from tools.plan import hlo
 
 CFG = dataclasses.replace(
     DEEPSEEK_V3, num_hidden_layers=4, first_k_dense_replace=0, num_nextn_predict_layers=0, vocab_size=1024

@@ -13,11 +13,11 @@ from dsv3.cache.layout import FP8, IndexedPages, pool
 from dsv3.config import IndexerConfig
 from dsv3.model import DecodeBatch, PrefillBatch, decode, prefill
 from dsv3.model.params import abstract
-from dsv3.plan import hlo
 from pallas_kernels import bodies
 from pallas_kernels.aot import compile_to_read, lower_for
 from pallas_kernels.backend import Backend
 from pallas_kernels.dsa import attend
+from tools.plan import hlo
 
 pytestmark = pytest.mark.aot
 # The smallest shapes that the kernels take. The second layer shares the indexer of the first.

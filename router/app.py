@@ -1,0 +1,243 @@
+"""The router's routes: those of the instances that keep nothing, and /health and /metrics of its own."""
+
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dsv3.api.answers.body_reader import BodyReader
+from dsv3.api.answers.errors import QUEUE_FULL, ApiError, unavailable
+from dsv3.api.answers.faces.messages_schema import MESSAGES
+from dsv3.api.answers.kinds import KINDS
+from dsv3.api.budget import Budget, Holding
+from dsv3.api.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
+from dsv3.api.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
+from dsv3.api.http.errors import path_of, response_of
+from dsv3.api.http.exchange import REQUEST_ID
+from dsv3.api.http.operator import tenant_of
+from dsv3.api.tenants import OPERATOR, Tenants
+from dsv3.api.workers import WorkersBusy
+from dsv3.http_client import RequestFailed
+from router.asked import read_asked
+from router.members import Members, read_registration
+from router.relay import Fleet, Relay, Reply
+
+PASSED = (*KINDS, "/tokenize", "/detokenize", f"{MESSAGES}/count_tokens")
+"""Routes that any instance may answer. Files, batches and profiles are an instance's own."""
+
+_Route = Callable[[Request], Awaitable[Response]]
+
+
+REGISTER = "/instances"
+"""Where instances say that they are there: behind their own key and not the clients'."""
+
+
+class Site:
+    """What the routes share; `is_draining` has new requests refused, `active` counts those in flight.
+
+    `members` takes instances that register, if it is anybody's to do so.
+    """
+
+    def __init__(self, fleet: Fleet, tenants: Tenants, members: Members | None = None):
+        self.fleet, self.tenants, self.members = fleet, tenants, members
+        self.budget, self._bodies = Budget(), BodyReader()
+        self.is_draining, self.active = False, 0
+
+    @property
+    def status(self) -> str:
+        """What /health says."""
+        if self.is_draining:
+            return "draining"
+        return "ok" if self.fleet.answering.is_up else "no instance"
+
+    def grow(self, holding: Holding, nbytes: int) -> None:
+        """Lets a request hold more bytes; raises ApiError 503 where all together hold too many."""
+        try:
+            holding.grow(nbytes)
+        except WorkersBusy as error:
+            raise unavailable(str(error), QUEUE_FULL) from None
+
+    async def read[T](self, nbytes: int, work: Callable[[], T]) -> T:
+        """Returns the result of `work`, which decodes a body of `nbytes`; ApiError 503 where too much waits."""
+        try:
+            return await self._bodies.run(nbytes, work)
+        except WorkersBusy as error:
+            raise unavailable(str(error), QUEUE_FULL) from None
+
+    async def close(self) -> None:
+        """Ends the thread that decodes bodies."""
+        await self._bodies.close()
+
+
+def make_app(site: Site, host: str) -> ASGIApp:
+    """Returns the application, behind keys where there are any."""
+    handlers: dict[tuple[str, str], _Route] = {
+        ("GET", "/health"): functools.partial(_health, site),
+        ("GET", "/metrics"): functools.partial(_metrics, site),
+        ("GET", "/v1/models"): functools.partial(_models, site),
+    }
+    handlers |= {("POST", path): functools.partial(_relay, site) for path in PASSED}
+    if site.members is not None:
+        handlers["POST", REGISTER] = functools.partial(_register, site.members, site)
+    routes = [Route(path, endpoint(_bound(handler)), methods=[method]) for (method, path), handler in handlers.items()]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False
+    admitted = Admit(app, lambda _: site.fleet.numbers.requests.labels("503").inc())
+    if site.tenants.all:
+        return _BesideKeys(RequireKey(admitted, site.tenants), admitted)
+    return RequireLocalName(admitted, host) if is_loopback(host) else admitted
+
+
+class _BesideKeys:
+    """ASGI middleware that lets instances register, whose key the route itself asks for."""
+
+    def __init__(self, guarded: ASGIApp, bare: ASGIApp):
+        self._guarded, self._bare = guarded, bare
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._bare if scope["path"] == REGISTER else self._guarded)(scope, receive, send)
+
+
+def _bound(handler: _Route) -> _Route:
+    async def bound(http: Request) -> Response:
+        return await handler(http)
+
+    return bound
+
+
+def _http_error(http: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    text = {404: "the router has no such route", 405: "this route has other methods"}.get(
+        status, "it cannot be answered"
+    )
+    refused = ApiError(status, text, code="not_found" if status == 404 else None)
+    response = response_of(refused, path_of(http.scope))
+    response.headers.update(getattr(error, "headers", None) or {})  # `Allow`, which RFC 9110 asks for with 405
+    return response
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _health(site: Site, _: Request) -> Response:
+    states = [each.status for each in site.fleet.answering.instances]
+    return _json({"status": site.status, "instances": states}, 200 if site.status == "ok" else 503)
+
+
+async def _metrics(site: Site, http: Request) -> Response:
+    _require_operator(site, http, "this route")
+    return Response(site.fleet.numbers.text(), media_type="text/plain; version=0.0.4")
+
+
+def _require_operator(site: Site, http: Request, what: str) -> None:
+    """Refuses what concerns all tenants to all but the operator, as an instance does that knows who asks."""
+    tenant = tenant_of(http)
+    if tenant is not None and tenant.name != OPERATOR and site.tenants.are_several:
+        text = f"where there are several API keys, {what} is for the one named {OPERATOR}"
+        raise ApiError(403, text, kind="permission_error", code="not_the_operator")
+
+
+async def _register(members: Members, site: Site, http: Request) -> Response:
+    """Takes in what an instance says of itself."""
+    members.admit(http.headers.get("authorization"))
+    with site.budget.hold() as holding:
+        body = await read_json_body(http, functools.partial(site.grow, holding))
+        return _json(members.hear(await site.read(len(body), lambda: read_registration(body))))
+
+
+async def _models(site: Site, _: Request) -> Response:
+    for instance in site.fleet.answering.instances:
+        if instance.status == "ok":
+            with contextlib.suppress(RequestFailed, TimeoutError):
+                status, content = await instance.get("/v1/models")
+                if status == 200:
+                    return Response(content, media_type="application/json")
+    raise unavailable("no instance answers", "no_instance")
+
+
+async def _relay(site: Site, http: Request) -> Response:
+    """Has an instance answer."""
+    if site.is_draining:
+        raise unavailable("the router is shutting down", "draining", 5)
+    path, tenant = http.scope["path"], tenant_of(http)
+    salt = tenant.salt if tenant is not None and site.tenants.are_several else ""
+    with contextlib.ExitStack() as stack:
+        holding = stack.enter_context(site.budget.hold())
+        body = await read_json_body(http, functools.partial(site.grow, holding))
+        asked = await site.read(len(body), lambda: read_asked(path, body, salt))
+        site.grow(holding, asked.num_bytes)
+        if asked.is_urgent:
+            _require_operator(site, http, "a priority below 0")
+        headers = {"X-Request-Id": http.scope["extensions"][REQUEST_ID]}
+        return Relayed(site, Relay(site.fleet, asked, headers), stack.pop_all().close)
+
+
+class Relayed(Response):
+    """What a relay tells, as it comes; `on_close` is called in the end."""
+
+    def __init__(self, site: Site, relay: Relay, on_close: Callable[[], None]):
+        self.background = None
+        self.status_code = 499
+        self._site, self._relay, self._on_close = site, relay, on_close
+        self._send: Send
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        self._site.active += 1
+        try:
+            await unless_disconnected(receive, self._answer(scope, receive))
+        except ClientGone:
+            self.status_code = 499
+        finally:
+            self._site.active -= 1
+            self._on_close()
+            self._site.fleet.numbers.requests.labels(str(self.status_code)).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive) -> None:
+        try:
+            reply = await self._relay.run(self._tell)
+        except ApiError as error:
+            if self.status_code != 200:
+                await self._respond(response_of(error, scope["path"]), scope, receive)
+                return
+            lines = b"data: %b\n\n" % bytes(response_of(error, scope["path"]).body)
+            event = lines if scope["path"] in _PLAIN else b"event: error\n" + lines
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+            self.status_code = error.status  # as it is counted; the client has had a 200
+            return
+        if reply is not None:
+            await self._respond(_response(reply), scope, receive)
+        else:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _respond(self, response: Response, scope: Scope, receive: Receive) -> None:
+        self.status_code = response.status_code
+        await response(scope, receive, self._send)
+
+    async def _tell(self, data: bytes) -> None:
+        if self.status_code != 200:
+            self.status_code = 200
+            await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+_PLAIN = frozenset({"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"})
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def _response(reply: Reply) -> Response:
+    headers: dict[str, Any] = {"content-type": reply.media_type}
+    return Response(reply.content, reply.status, headers)

@@ -1,0 +1,232 @@
+"""One request on its way: to an instance, to the next where that one fails, and back to its client."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from dsv3.api.answers.errors import ApiError
+from dsv3.http_client import Body, RequestFailed, Response, ServerSentEvents
+from router.asked import RESUMABLE, Asked
+from router.gather import Events, Failed, Gathered, Unreadable
+from router.instance import Booking, Broken, Instance
+from router.numbers import Numbers
+from router.options import RouterOptions
+from router.pool import Pool
+from router.spelling import spelled
+from router.trials import FATAL, Refused, Trials, broken_off
+
+MAX_ANSWER_BYTES = 2**26
+_MAX_ERROR_BYTES = 2**20
+_PREFILL_TRIALS = 2
+_log = logging.getLogger("dsv3.router")
+
+Tell = Callable[[bytes], Awaitable[None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """An answer that is not streamed, or a refusal in the words of an instance."""
+
+    status: int
+    media_type: str
+    content: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Fleet:
+    """The instances that answer, those that compute prompts for them if there are any, and what is counted."""
+
+    answering: Pool
+    prefilling: Pool | None
+    numbers: Numbers
+    options: RouterOptions
+
+    @property
+    def instances(self) -> list[Instance]:
+        """All of them."""
+        return [*self.answering.instances, *(self.prefilling.instances if self.prefilling is not None else ())]
+
+
+class Relay:
+    """Has a fleet answer one request. `run` is called once."""
+
+    def __init__(self, fleet: Fleet, asked: Asked, headers: Mapping[str, str]):
+        self._fleet, self._asked, self._headers = fleet, asked, dict(headers)
+        self._trials = Trials(fleet.options.max_resumes, fleet.options.queue_timeout)
+        self._transfer: Mapping[str, Any] | None = None
+        self._has_told = False
+
+    async def run(self, tell: Tell) -> Reply | None:
+        """Returns the answer, or None when `tell` has been given all the events of one; raises ApiError.
+
+        Nothing is told before an instance has accepted the request, so that a refusal has its proper status.
+        """
+        prompt = await spelled(self._asked, self._fleet.instances)
+        self._asked = dataclasses.replace(self._asked, prompt=prompt)
+        if self._fleet.prefilling is not None and self._asked.prompt.keys and self._asked.path in RESUMABLE:
+            self._transfer = await self._prefilled(self._fleet.prefilling)
+        if not self._asked.streams:
+            return await self._tried(self._whole, lambda: True)
+        if self._asked.path not in RESUMABLE:
+            return await self._tried(lambda booking: self._passed(booking, tell), lambda: not self._has_told)
+        gathered = Gathered(self._asked)
+        can_go_on = lambda: gathered.is_tracked or not self._has_told  # noqa: E731
+        return await self._tried(lambda booking: self._streamed(booking, gathered, tell), can_go_on)
+
+    async def _tried[T](self, attempt: Callable[[Booking], Awaitable[T]], can_go_on: Callable[[], bool]) -> T:
+        """Returns what an attempt returns; after one that fails the next instance has its turn."""
+        while True:
+            async with self._fleet.answering.book(self._asked.prompt) as booking:
+                try:
+                    return await self._counted(booking, attempt)
+                except Refused:
+                    booking.instance.rest()
+                    self._trials.refused(time.monotonic())
+                except Broken as failure:
+                    await self._note(booking, failure)
+                    if not can_go_on():
+                        raise failure.error or broken_off() from None
+                    self._fleet.numbers.resumed.inc(failure.has_arrived)
+
+    async def _counted[T](self, booking: Booking, attempt: Callable[[Booking], Awaitable[T]]) -> T:
+        self._fleet.numbers.sent.labels(booking.instance.url).inc()
+        found = await attempt(booking)
+        booking.instance.work()
+        return found
+
+    async def _note(self, booking: Booking, failure: Broken) -> None:
+        """Looks whether the instance has died; one that was draining has not died of this request."""
+        instance = booking.instance
+        was_draining = instance.status == "draining"
+        instance.breaker.fail(booking, time.monotonic())
+        await instance.probe()
+        has_died = not was_draining and instance.status not in ("ok", "draining")
+        _log.warning("%s: %s (%s)", instance.url, failure, "it is " + instance.status)
+        self._fleet.numbers.broken.labels(instance.url).inc()
+        self._trials.broke(failure, has_died=has_died, now=time.monotonic())
+
+    async def _whole(self, booking: Booking) -> Reply:
+        return await self._asked_whole(booking.instance, self._asked.first(self._transfer))
+
+    async def _asked_whole(self, instance: Instance, body: Body) -> Reply:
+        async with instance.ask(self._asked.path, body, self._headers) as response:
+            if response.status != 200:
+                return await _refusal(instance, response)
+            kind = response.headers.get("content-type", "application/json")
+            return Reply(200, kind, await instance.read(response, MAX_ANSWER_BYTES))
+
+    async def _passed(self, booking: Booking, tell: Tell) -> Reply | None:
+        """Passes a stream on as it comes."""
+        instance = booking.instance
+        async with instance.ask(self._asked.path, self._asked.first(self._transfer), self._headers) as response:
+            if response.status != 200:
+                return await _refusal(instance, response)
+            async for piece in instance.pieces(response):
+                booking.answer(1)
+                self._has_told = True
+                await tell(piece)
+        return None
+
+    async def _streamed(self, booking: Booking, gathered: Gathered, tell: Tell) -> Reply | None:
+        """Passes a stream on and gathers its tokens; begins behind those that there are."""
+        gathered.broke()
+        instance, events = booking.instance, Events()
+        body = self._asked.again(gathered.tokens, self._transfer)
+        async with instance.ask(self._asked.path, body, self._headers) as response:
+            if response.status != 200:
+                reply = await _refusal(instance, response)
+                if self._has_told:  # what one instance took another refuses: there is no status left to say so
+                    raise broken_off()
+                return reply
+            async for piece in instance.pieces(response):
+                await self._take(booking, events, piece, gathered, tell)
+                if gathered.is_done:
+                    return None
+        raise Broken("the stream has no end")
+
+    async def _take(
+        self, booking: Booking, events: ServerSentEvents, piece: bytes, gathered: Gathered, tell: Tell
+    ) -> None:
+        try:
+            for data in events.push(piece):
+                lines, tokens = gathered.take(data)
+                booking.answer(tokens)
+                if lines:
+                    self._has_told = True
+                    await tell(b"".join(lines))
+        except (Unreadable, RequestFailed) as error:
+            raise Broken(str(error)) from None
+        except Failed as failure:
+            if not failure.is_ours:
+                raise failure.error from None
+            raise Broken(str(failure), error=failure.error) from None
+
+    async def _prefilled(self, pool: Pool) -> Mapping[str, Any] | None:
+        """Returns where the prompt's pages are, None where the answering instance has to compute them."""
+        for _ in range(_PREFILL_TRIALS):
+            if not pool.is_up:
+                break
+            try:
+                async with pool.book(self._asked.prompt) as booking:
+                    return await self._computed(booking)
+            except ApiError as error:
+                if error.body.code in FATAL:
+                    raise
+                break
+            except Refused:
+                continue
+        return None
+
+    async def _computed(self, booking: Booking) -> Mapping[str, Any] | None:
+        instance = booking.instance
+        self._fleet.numbers.sent.labels(instance.url).inc()
+        try:
+            reply = await self._asked_whole(instance, self._asked.prefill())
+        except Refused:
+            instance.rest()
+            raise
+        except Broken as failure:
+            await self._note(booking, failure)
+            raise Refused from None
+        instance.work()
+        if reply.status != 200:
+            return None
+        self._fleet.numbers.computed.inc()
+        return _transfer_of(reply.content)
+
+
+async def _refusal(instance: Instance, response: Response) -> Reply:
+    """Returns a refusal that is the client's to read; raises Refused, Broken or ApiError for any other."""
+    content = await instance.read(response, _MAX_ERROR_BYTES)
+    status, told = response.status, _error_of(content)
+    if status in (401, 403):
+        _log.error("%s refuses the router's key (%d); see --instance_api_key_file", instance.url, status)
+        raise ApiError(502, "an instance refuses the router", kind="server_error", code="instance_refuses")
+    if status in (429, 503) and told.get("code") != "engine_unavailable":
+        raise Refused
+    if status >= 500:
+        text = str(told.get("message") or f"an instance has answered with status {status}")
+        raise Broken(f"status {status}", error=ApiError(status, text, kind="server_error", code=told.get("code")))
+    return Reply(status, response.headers.get("content-type", "application/json"), content)
+
+
+def _error_of(content: bytes) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
+    error = found.get("error") if isinstance(found, dict) else None
+    return error if isinstance(error, dict) else {}
+
+
+def _transfer_of(content: bytes) -> Mapping[str, Any] | None:
+    try:
+        found = msgspec.json.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    params = found.get("kv_transfer_params") if isinstance(found, dict) else None
+    return params if isinstance(params, dict) else None

@@ -1,0 +1,260 @@
+"""DeepSeek's decode deployment, the real programs for 144 GPUs, compiled and read: the model's and the MTP module's."""
+
+import dataclasses
+import io
+import json
+import math
+import re
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from rich.console import Console
+
+from benchmarks import overlap_orders
+from configs.deepseek_v3 import DEEPSEEK_V3
+from configs.deployments import DECODE_EP144
+from dsv3.engine.device.programs import Key
+from dsv3.engine.device.working import largest
+from dsv3.engine.memory import local_bytes
+from pallas_kernels.multiprocessors import Multiprocessors, traced
+from sharding.experts.kind import Kind
+from sharding.experts.traffic import LayerRows
+from sharding.experts.transport import build
+from sharding.mesh import Machine
+from sharding.wire.collectives import Overlap, resolve_overlap
+from tests.dsv3.model.test_overlap_schedule import copied_weights, written
+from tests.tools.plan import command_lines
+from tools.plan import plan as planning
+from tools.plan import report
+from tools.plan.memory import memory_of
+from tools.plan.picture import draw
+from tools.plan.plan import Plan, ProgramPlan, StepPlan, make_plan, program_plan
+from tools.plan.programs import Compiled, LaidOut, compile_run, compile_step, lay_out, runs
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(resolve_overlap("cuda") is not Overlap.HOOKS, reason="jax 0.11 overlaps nothing"),
+]
+MOE_LAYERS = 58
+
+
+@pytest.fixture(scope="module")
+def laid_out() -> LaidOut:
+    return lay_out(DEEPSEEK_V3, DECODE_EP144)
+
+
+@pytest.fixture(scope="module")
+def compiled(laid_out) -> Compiled:
+    [program] = compile_step(laid_out, "decode")
+    return program
+
+
+@pytest.fixture(scope="module")
+def plan(compiled) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "compile_step", lambda *_: (compiled,))
+        patch.setattr(planning, "measure", lambda *_: command_lines.written()["plan decode_ep144"])
+        return make_plan(DEEPSEEK_V3, "deepseek_v3", DECODE_EP144)
+
+
+@pytest.fixture(scope="module")
+def step(plan) -> StepPlan:
+    (step,) = plan.steps
+    return step
+
+
+def test_it_fits_80_gb(plan) -> None:
+    assert plan.verdict.fits
+    memory = plan.memory
+    assert memory.compiled
+    assert memory.account.working < 1.4e9
+    assert memory.needed < 72e9
+    assert memory.tokens_left > 128 * 4989
+
+
+def test_a_pool_that_fills_the_memory_changes_no_program(laid_out, compiled, plan) -> None:
+    """What is written is of a small pool and two MoE layers; with the server's pool XLA once computed values again.
+
+    The program with the largest temporaries expands cached tokens; the largest results are the scores of decode.
+    """
+    key = Key("prefill", 512, 5)
+    assert {key, compiled.run.key} <= set(largest(laid_out.engine, laid_out.programs.keys()))
+    cfg = dataclasses.replace(laid_out.engine, num_pages=plan.memory.account.pages)
+    served = dataclasses.replace(laid_out, engine=cfg).programs
+    program: Any = served.get(key)  # the compiler takes the options of the test below
+    taken = program.memory_analysis().temp_size_in_bytes + 2 * compiled.results
+    assert taken == pytest.approx(command_lines.written()["plan decode_ep144"], rel=0.005)
+    assert ".remat" not in program.as_text()
+
+
+def test_no_process_waits_for_tiles_that_another_one_has_found(laid_out) -> None:
+    """A process that has stored a program searches for none, so the search is no common one."""
+    programs, given = dataclasses.replace(laid_out).programs, {}
+    programs.store = SimpleNamespace(get=lambda name, lower, options: given.update({name: options}))
+    for key in programs.keys():  # noqa: SIM118
+        programs.get(key)
+    assert {name.partition("-")[0] for name in given} > {"prefill", "decode", "sample", "logprobs", "move_experts"}
+    assert {options["xla_gpu_shard_autotuning"] for options in given.values()} == {False}
+
+
+def test_the_compiler_counts_the_same_arguments(plan, step, laid_out) -> None:
+    """What is computed from shapes is what XLA allots; the batch and pointers come on top."""
+    layout = laid_out.layout
+    computed = sum(plan.memory.weights.values()) + plan.memory.cache + local_bytes(layout.state)
+    assert 0 <= step.arguments - computed < 1e6
+
+
+def test_neither_the_pool_nor_a_weight_is_copied(step, laid_out, compiled) -> None:
+    """A copy of the pool would be 45 GB, one of a layer's smallest stack of products 66 MB."""
+    assert step.temporaries < 200e6
+    unit = laid_out.deployment
+    elements = [math.prod(shape) for _, shape in written(compiled.text, "copy")]
+    assert elements
+    assert math.prod(laid_out.layout.pages.shape) // unit.ranks not in elements
+    assert not copied_weights(compiled.text, (DEEPSEEK_V3.n_routed_experts + unit.redundant_experts) // unit.devices)
+
+
+def test_kernels_leave_multiprocessors_to_transfers_where_steps_overlap(step, module) -> None:
+    """The programs are compiled with the number: their kernels' grids, and NCCL's channels."""
+    assert step.multiprocessors == Multiprocessors(132, 8)
+    assert module.multiprocessors == Multiprocessors(132, 0), "the MTP module's batch is whole"
+
+
+@pytest.mark.parametrize(("count", "wanted", "reserved"), [(132, None, 8), (78, 6, 6)])
+def test_bodies_are_traced_for_the_gpus_multiprocessors(count: int, wanted: int | None, reserved: int) -> None:
+    device = dataclasses.replace(DECODE_EP144.device, multiprocessors=count)
+    unit = dataclasses.replace(DECODE_EP144, device=device, reserved_multiprocessors=wanted)
+    layout = lay_out(DEEPSEEK_V3, unit).layout
+    seen = []
+
+    def body(pages):
+        seen.append(traced())
+        return pages
+
+    for key in (Key("decode", 128), Key("decode", 16), Key("sample", 128)):
+        jax.eval_shape(layout.per_rank(key, body, (layout.pages,)).body, layout.pages)
+    assert seen == [Multiprocessors(count, reserved), Multiprocessors(count), Multiprocessors(count)]
+
+
+def test_nothing_waits_for_the_host(step, module) -> None:
+    assert step.host_waits == module.host_waits == ()
+
+
+def test_bytes_are_those_of_the_transports_formula(step, laid_out) -> None:
+    traffic, size = laid_out.functions.traffic, DECODE_EP144.decode_requests
+    assert traffic is not None
+    programs = laid_out.layout.cfg.forward_programs
+    expected = traffic(next(each for each in programs if (each.kind, each.size) == ("decode", size)))
+    rows = [c for c in step.collectives if c.role in ("dispatch", "combine")]
+    assert sum(c.step_bytes for c in rows) == expected.device_bytes
+    assert sum(c.times * c.cross_bytes for c in rows) == expected.node_bytes
+
+
+def test_what_crosses_nodes_hides_behind_matrix_work(step) -> None:
+    """Dispatch behind shared expert and projections of the other micro-batch, combine behind its attention."""
+    crossing = [c for c in step.collectives if c.cross_bytes > 1e6]
+    hidden = Counter[str]()
+    for c in crossing:
+        hidden[c.role if c.is_hidden else "exposed"] += c.times
+    # When the last layer's second micro-batch is combined nothing is left to do.
+    assert hidden == {"dispatch": 2 * MOE_LAYERS, "combine": 2 * MOE_LAYERS - 1, "exposed": 1}
+    assert {stage for c in crossing for stage in c.between} >= {"shared_expert", "project", "attention"}
+
+
+def test_the_layer_is_the_published_pipeline(step) -> None:
+    line = step.timeline
+    assert (line.layers, line.micro_batches) == (MOE_LAYERS - 1, 2)
+    order = [(b.label, b.micro_batch) for b in line.blocks if b.label in ("shared_expert", "project", "attention")]
+    half = [("shared_expert", 0), ("project", 1), ("attention", 1)]
+    assert order == [*half, *((label, 1 - number) for label, number in half)]
+
+
+def test_the_search_of_orders_plays_the_compiled_one(step) -> None:
+    """`benchmarks.overlap_orders` states the served order and its durations by itself."""
+    played = overlap_orders.layer_seconds(overlap_orders.SERVED, overlap_orders.durations_of_decode())
+    assert played == pytest.approx(step.timeline.layer, rel=0.03)
+
+
+def test_the_estimate_lies_between_the_roofline_and_twice_the_pipeline(step) -> None:
+    assert step.floor is not None
+    assert step.floor.step < step.seconds < 0.2
+    assert step.tokens_per_device == pytest.approx(128 / step.seconds)
+
+
+@pytest.fixture(scope="module")
+def planned() -> LaidOut:
+    """The same unit with a draft for each request."""
+    return lay_out(
+        DEEPSEEK_V3, dataclasses.replace(DECODE_EP144, speculative_config={"method": "mtp"}, acceptance=0.85)
+    )
+
+
+@pytest.fixture(scope="module")
+def module(planned) -> ProgramPlan:
+    """The MTP module's program of a step; that of the model with drafts differs from `step` in its rows alone."""
+    _, run = runs(planned, "decode")
+    return program_plan(planned, compile_run(planned, "decode", run))
+
+
+def test_the_compiler_counts_the_modules_arguments(planned, module) -> None:
+    """Its own weights, embedding and head, the whole cache and map, and hidden states of two tokens per request."""
+    memory = memory_of(planned)
+    groups = ("MTP module, routed experts", "MTP module, all else", "embedding and head")
+    computed = sum(memory.weights[name] for name in groups) + memory.cache + local_bytes(planned.layout.state)
+    hidden = 2 * DECODE_EP144.decode_requests * DEEPSEEK_V3.hidden_size * 2
+    expert_map = local_bytes(planned.layout.params.placement)
+    assert 0 <= module.arguments - computed - hidden - expert_map < 1e6
+    assert module.temporaries < 300e6  # a copy of the pool would be 45 GB
+
+
+def test_the_module_sends_what_its_transport_says(module) -> None:
+    """One layer, one batch: a dispatch and a combine of 256 tokens for each of the two hops."""
+    rows = LayerRows.from_widths(256, DEEPSEEK_V3.num_experts_per_tok, DEEPSEEK_V3.hidden_size, fp8_dispatch=True)
+    expected = build(Kind.HIERARCHICAL, Machine(18, 8), 288, rows, Overlap.HOOKS).traffic(rows)
+    sent = [c for c in module.collectives if c.role in ("dispatch", "combine")]
+    assert [c.times for c in sent] == [1, 1, 1, 1]
+    assert sum(c.node_bytes + c.cross_bytes for c in sent) == expected.device_bytes
+    assert sum(c.cross_bytes for c in sent) == expected.node_bytes
+
+
+def test_drafts_cost_the_modules_time_and_bring_what_is_accepted(step, module) -> None:
+    chain = dataclasses.replace(module, run=dataclasses.replace(module.run, part="chain", times=2))
+    drafting = dataclasses.replace(step, drafts=(module, chain), accepted=(0.9, 0.6, 0.3))
+    assert (step.tokens_per_row, drafting.tokens_per_row) == (1, pytest.approx(2.8))
+    assert drafting.seconds == pytest.approx(step.seconds + 3 * module.timeline.step)
+    assert drafting.tokens_per_device == pytest.approx(128 * 2.8 / drafting.seconds)
+    parts = ("eh_proj", "project", "attention", "router", "shared_expert", "experts", "head")
+    assert module.timeline.step > sum(module.stages[name] for name in parts)
+
+
+def test_a_report_with_drafts_says_what_they_cost_and_bring(plan, step, module) -> None:
+    drafting = dataclasses.replace(plan, steps=(dataclasses.replace(step, drafts=(module,), accepted=(0.85,)),))
+    text = shown(drafting)
+    assert "Collectives of the MTP module behind a decode step of 256 tokens per rank" in text
+    lines = {line.split("   ")[0].strip(): line.split()[-1] for line in text.splitlines() if line.strip()}
+    assert lines["tokens per request and step"] == "1.85"
+    assert lines["accepted by place (given)"] == "85.0%"
+    written = json.loads(json.dumps(report.as_json(drafting)))["steps"][0]
+    assert written["drafts"][0]["part"] == "module" and written["tokens_per_row"] == 1.85
+    assert "tokens per request and step" not in shown(plan)
+
+
+def shown(plan: Plan) -> str:
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(report.render(plan))
+    return console.export_text()
+
+
+def test_report_json_and_picture(plan, tmp_path) -> None:
+    text = shown(plan)
+    assert "weights: routed experts" in text
+    assert "fits: needs 68." in text
+    assert "known error" in text
+    assert re.search(r"multiprocessors: for kernels, for transfers +124, 8", text)
+    written = json.loads(json.dumps(report.as_json(plan)))
+    assert written["steps"][0]["timeline"]["micro_batches"] == 2
+    draw(plan, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,270 @@
+"""The engine's own programs for a deployment, compiled for GPUs that are not there: parameters are only shapes.
+
+Nothing is written a second time: step bodies, transports, overlap and buffers are those of `dsv3.engine`.
+"""
+
+import dataclasses
+import functools
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dsv3.cache.page import PAGE_SIZE, pages_for
+from dsv3.checkpoint import int4
+from dsv3.checkpoint.layout import scale_shape
+from dsv3.config import ModelConfig
+from dsv3.engine.assemble.expert_map import first_expert_map
+from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions
+from dsv3.engine.config import EngineConfig, tokens_ahead
+from dsv3.engine.device.choosing import chooses
+from dsv3.engine.device.executor import lay_out as lay_out_engine
+from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.pool import SLACK
+from dsv3.engine.device.programs import Key, Programs
+from dsv3.engine.device.reserve import Reserve, reserve
+from dsv3.engine.device.working import ReadPrograms
+from dsv3.engine.functions import StepFunctions, model_functions
+from dsv3.engine.jobs.draft_module import chain_key
+from dsv3.engine.jobs.prefill import Variant, variant_for
+from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.limits import longest_context
+from dsv3.engine.parts import Parts
+from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
+from dsv3.model.tensor_parallel import arrange
+from dsv3.options import EngineOptions
+from pallas_kernels import aot
+from pallas_kernels.backend import Backend
+from sharding.experts.placement import Placement
+from sharding.mesh import rank_mesh
+from tools.plan.deployment import Deployment, DeploymentError
+
+_PREFILL_SLOTS = 64  # requests that a prefill instance holds at once
+Phase = Literal["prefill", "decode"]
+Part = Literal["model", "module", "chain"]
+"""What a program of a step runs: the model, its MTP module behind it, or the module once more for a further draft."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A program of a step, which runs `times` times in it: `tokens` of one rank, `width` of each request.
+
+    A prefill that expands cached tokens has room for so many as `expands` says.
+    """
+
+    part: Part
+    key: Key
+    tokens: int
+    width: int = 1
+    times: int = 1
+    expands: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One compiled program: bytes per device from XLA's buffer assignment, and the text of the scheduled program.
+
+    `arguments` are weights, pages and state; `results` only those that are not donated arguments; `temporaries` live
+    within the program.
+    """
+
+    phase: Phase
+    run: Run
+    seconds: float
+    arguments: int
+    results: int
+    temporaries: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LaidOut:
+    """A model laid out over a described machine: `params` are shapes with their shardings."""
+
+    model: ModelConfig
+    deployment: Deployment
+    engine: EngineConfig
+    mesh: Mesh
+    functions: StepFunctions
+    params: Any
+
+    @property
+    def reserve(self) -> Reserve:
+        """What the programs leave to transfers."""
+        return reserve(self.engine, self.functions.overlaps, self.deployment.device.multiprocessors)
+
+    @property
+    def layout(self) -> Layout:
+        """Shapes of everything on the devices."""
+        return self._laid_out[0]
+
+    @property
+    def programs(self) -> Programs:
+        """The engine's table of programs, which are compiled when they are first asked for."""
+        return self._laid_out[1]
+
+    @functools.cached_property
+    def _laid_out(self) -> tuple[Layout, Programs]:
+        parts = Parts(self.functions, self.params, self.model, self.engine, self.mesh)
+        layout, programs = lay_out_engine(parts, JOB_KINDS)
+        programs.store = ReadPrograms()
+        return layout, programs
+
+
+def lay_out(model: ModelConfig, deployment: Deployment) -> LaidOut:
+    """Returns the shapes and places of everything, with a page pool that just holds the requests of `deployment`.
+
+    The first MTP module is there where it makes drafts, as when serving. Raises DeploymentError where the model has
+    none then, or does not divide over the devices, `AotUnavailableError` without the CUDA plugin.
+    """
+    modules = int(deployment.speculative is not None)
+    if modules > model.num_nextn_predict_layers:
+        raise DeploymentError(f"{deployment.name}: speculative_config: the model has no multi-token prediction module")
+    model = dataclasses.replace(model, num_nextn_predict_layers=modules)
+    try:
+        devices = aot.gpu_devices(deployment.devices, per_host=deployment.gpus_per_node, target=_target(deployment))
+        mesh = rank_mesh(devices, deployment.nodes, deployment.tensor_parallel)
+        if deployment.expert_parallel:
+            first_expert_map(model, mesh, deployment.redundant_experts)
+            how: dict[str, Any] = {"transport": deployment.expert_transport, "combine": deployment.expert_combine}
+            functions = expert_parallel_functions(model, mesh, deployment.redundant_experts, Backend.MOSAIC, **how)
+        else:
+            functions = model_functions(Backend.MOSAIC, dtype=jnp.bfloat16, drafts=bool(modules))
+        params = _placed(abstract_params(model, deployment), functions.param_specs, mesh)
+        return LaidOut(model, deployment, engine_config(model, deployment), mesh, functions, params)
+    except ValueError as error:
+        raise DeploymentError(f"{deployment.name}: {error}") from error
+
+
+def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
+    """Returns the programs of a step of a phase, each in its largest bucket; the model's is the first.
+
+    With sparse attention they are those for requests of the deployment's mean length.
+    """
+    deployment, cfg, longest = planned.deployment, planned.engine, planned.deployment.context_length
+    choice = chooses(planned.layout, longest)
+    if phase == "prefill":
+        size, width = deployment.prefill_tokens, 1
+        rows, drafts = cfg.prefill_rows(size), cfg.tokens_per_row - 1
+        taken = _prefill_variant(planned)
+        variant, expands = taken.number, taken.expands
+    else:
+        rows, drafts = deployment.decode_requests, deployment.drafts
+        size, width, variant, expands = rows, 1 + drafts, int(choice is True), 0
+    found = [Run("model", Key(phase, size, variant, width), size * width, width, expands=expands)]
+    if drafts:
+        found.append(Run("module", Key(f"mtp {phase}", size, int(choice is True), width), size * width, width))
+    if drafts > 1:
+        found.append(Run("chain", chain_key(rows, 1, choice), rows, times=drafts - 1))
+    return tuple(found)
+
+
+def _prefill_variant(planned: LaidOut) -> Variant:
+    """Returns which program a prefill step takes that begins with whole prompts of the deployment's mean length."""
+    deployment = planned.deployment
+    size, hits, length = deployment.prefill_tokens, deployment.prefix_hit_rate, deployment.context_length
+    prompts = max(1, round(size / max(1.0, length * (1 - hits))))
+    keys, pairs = prompts * pages_for(length) * PAGE_SIZE, round(size * hits * length)
+    return variant_for(planned.layout, size, hits > 0, length, keys, pairs)
+
+
+def compile_step(planned: LaidOut, phase: Phase) -> tuple[Compiled, ...]:
+    """Compiles the programs of a step. Raises `AotUnavailableError` without ptxas."""
+    return tuple(compile_run(planned, phase, run) for run in runs(planned, phase))
+
+
+def compile_run(planned: LaidOut, phase: Phase, run: Run) -> Compiled:
+    """Compiles one program of a step; raises as `compile_step` does."""
+    start = time.perf_counter()
+    with aot.explained():
+        program: Any = planned.programs.get(run.key)
+    memory = program.memory_analysis()
+    return Compiled(
+        phase=phase,
+        run=run,
+        seconds=time.perf_counter() - start,
+        arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        text=program.as_text(),
+    )
+
+
+def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
+    """Returns the engine's limits: a pool for the tokens of `cache_tokens`, and as long a request as fits it."""
+    num_pages = pages_for(cache_tokens(deployment))
+    wanted = deployment.max_model_len or longest_context(model)
+    per_row = 1 + deployment.speculative.most_drafts if deployment.speculative else 1
+    return EngineConfig(
+        max_model_len=min(wanted, num_pages * 64 - tokens_ahead(per_row)),
+        num_pages=num_pages,
+        max_num_seqs=deployment.decode_requests or _PREFILL_SLOTS,
+        max_num_batched_tokens=deployment.prefill_tokens or deployment.max_num_batched_tokens,
+        num_ranks=deployment.ranks,
+        num_nodes=deployment.nodes,
+        tensor_parallel_size=deployment.tensor_parallel,
+        cache_dtype=deployment.kv_cache_dtype,
+        reserved_multiprocessors=deployment.reserved_multiprocessors,
+        tokens_per_row=per_row,
+        eplb_interval=EngineOptions().eplb_interval if deployment.redundant_experts else 0,
+        speculative_config=deployment.speculative_config,
+    )
+
+
+def cache_tokens(deployment: Deployment) -> int:
+    """Returns the tokens that a rank's cache must hold, in whole pages per request.
+
+    Decode needs all requests at their mean length, prefill the prompts of one step and the part of them found cached.
+    """
+    request = pages_for(deployment.context_length) * 64
+    fresh = max(1.0, deployment.context_length * (1 - deployment.prefix_hit_rate))
+    prompts = -(-deployment.prefill_tokens // int(fresh))
+    return max(deployment.decode_requests, prompts) * request
+
+
+def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
+    """Returns shapes of the parameters as step functions take them: quantized as in the checkpoint, else bfloat16."""
+    redundant = deployment.redundant_experts
+
+    def leaf(spec: ParamSpec) -> Any:
+        shape = tuple(n + redundant * (axis == "experts") for n, axis in zip(spec.shape, spec.axes, strict=True))
+        if int4.is_int4(model, spec):
+            return int4.abstract(shape)
+        if spec.quantizable and model.fp8 is not None:
+            scale = jax.ShapeDtypeStruct(scale_shape(shape), jnp.float32)
+            return Fp8Weight(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scale)
+        return jax.ShapeDtypeStruct(shape, spec.dtype_in(jnp.bfloat16, checkpoint=[jnp.bfloat16]))
+
+    params: Params = jax.tree.map(leaf, declare(model))
+    if not deployment.expert_parallel:
+        return params
+    params = jax.eval_shape(lambda p: arrange(p, model, deployment.tensor_parallel), params)
+    layers, experts = model.num_moe_layers + model.num_nextn_predict_layers, model.n_routed_experts
+    shapes = (layers, experts, redundant + 1), (layers, experts)
+    return SpreadParams(params, Placement(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)))
+
+
+def _placed(params: Any, specs: Any, mesh: Mesh) -> Any:
+    """Returns the shapes with their shardings.
+
+    One partition may stand for a whole subtree (an FP8 weight and its scales).
+    """
+
+    def place(spec: PartitionSpec, part: Any) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
+
+    return jax.tree.map(place, specs, params, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def _target(deployment: Deployment) -> aot.GpuTarget:
+    device = deployment.device
+    return dataclasses.replace(
+        aot.H200,
+        name=f"NVIDIA {device.name}",
+        multiprocessors=device.multiprocessors,
+        memory=int(device.memory_bytes * (deployment.memory_utilization + SLACK)),
+        memory_bytes_per_second=int(device.hbm_bytes_per_second),
+    )

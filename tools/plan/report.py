@@ -1,0 +1,268 @@
+"""A plan as tables for a terminal and as JSON."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tools.plan.collectives import Collective
+from tools.plan.handover import Handover
+from tools.plan.memory import Memory
+from tools.plan.plan import Plan, ProgramPlan, StepPlan
+from tools.plan.roofline import HOST_S, KNOWN_ERRORS, rates_of
+from tools.plan.timeline import name_of
+
+GB = 1e9
+
+
+def render(plan: Plan, prefill: Plan | None = None) -> Group:
+    """Renders the tables: memory, then collectives and estimate of each step, the handover, then the verdict.
+
+    `prefill` is the plan of a deployment that computes the prompts.
+    """
+    deployment = plan.deployment
+    title = (
+        f"{plan.model_name}, {deployment.name}: {deployment.nodes} x {deployment.gpus_per_node} "
+        f"{deployment.device.name}"
+    )
+    parts: list[RenderableType] = [Text(title, style="bold"), _memory_table(plan)]
+    for step in plan.steps:
+        parts += [_collective_table(step), _schedule_table(step), *map(_collective_table, step.drafts)]
+        parts.append(_estimate_table(plan, step))
+    if plan.handover is not None:
+        parts.append(_handover_table(plan, plan.handover, prefill))
+    return Group(*parts, _verdict(plan))
+
+
+def as_json(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
+    """Returns everything in the plan under plain names; bytes, seconds, tokens."""
+    memory = plan.memory
+    return {
+        "model": plan.model_name,
+        "deployment": dataclasses.asdict(plan.deployment),
+        "memory": _memory_json(memory),
+        "steps": [_step_json(plan, step) for step in plan.steps],
+        "handover": dataclasses.asdict(plan.handover) if plan.handover else None,
+        "ends": _ends_json(plan),
+        "prefill_nodes": plan.prefill_nodes(prefill) if prefill else None,
+        "rates": dataclasses.asdict(rates_of(plan.deployment.device, plan.model)),
+        "known_errors": list(KNOWN_ERRORS),
+        "verdict": dataclasses.asdict(plan.verdict),
+    }
+
+
+def _memory_json(memory: Memory) -> dict[str, Any]:
+    account = memory.account
+    return {
+        "weights": memory.weights,
+        "cache_tokens": memory.cache_tokens,
+        **{name: getattr(memory, name) for name in ("token", "cache", "needed", "tokens_left")},
+        "state": account.state,
+        "working": account.working if memory.compiled else None,
+        "budget": account.pool,
+    }
+
+
+def _ends_json(plan: Plan) -> dict[str, Any] | None:
+    ends = plan.ends
+    if ends is None:
+        return None
+    return dataclasses.asdict(ends) | {
+        "steps": ends.steps,
+        "per_step": ends.per_step,
+        "tokens_per_node": plan.tokens_per_node,
+    }
+
+
+def _step_json(plan: Plan, step: StepPlan) -> dict[str, Any]:
+    return _program_json(step) | {
+        "floor": dataclasses.asdict(step.floor) | {"step": step.floor.step} if step.floor else None,
+        "drafts": [_program_json(program) for program in step.drafts],
+        "accepted": list(step.accepted),
+        "tokens_per_row": step.tokens_per_row,
+        "seconds": step.seconds,
+        "tokens_per_device": step.tokens_per_device,
+        "tokens_per_node": step.tokens_per_device * plan.deployment.gpus_per_node,
+    }
+
+
+def _program_json(program: ProgramPlan) -> dict[str, Any]:
+    names = ("phase", "tokens", "compile_seconds", "arguments", "results", "temporaries", "stages", "seconds")
+    return {name: getattr(program, name) for name in names} | {
+        "part": program.run.part,
+        "multiprocessors": dataclasses.asdict(program.multiprocessors) | {"taken": program.multiprocessors.taken},
+        "times": program.run.times,
+        "host_waits": list(program.host_waits),
+        "sparse": dataclasses.asdict(program.sparse) if program.sparse else None,
+        "collectives": [dataclasses.asdict(c) | {"step_bytes": c.step_bytes} for c in program.collectives],
+        "timeline": dataclasses.asdict(dataclasses.replace(program.timeline, exposed={}))
+        | {"exposed": dict(program.timeline.exposed)},
+    }
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    memory, account = plan.memory, plan.memory.account
+    table = _table("Memory of one device", "", "GB", "from")
+    for name, nbytes in memory.weights.items():
+        table.add_row(f"weights: {name}", f"{nbytes / GB:.3f}", "shapes")
+    table.add_row("weights", f"{account.weights / GB:.3f}", "shapes", style="bold")
+    needed = f"cache of {memory.cache_tokens:,} tokens x {memory.token:,} B"
+    table.add_row(needed, f"{memory.cache / GB:.3f}", "shapes")
+    table.add_row("state of slots, sampler included", f"{account.state / GB:.3f}", "shapes")
+    working = f"{account.working / GB:.3f}" if memory.compiled else "-"
+    table.add_row("temporaries and results", working, "compiler" if memory.compiled else "not compiled")
+    table.add_row("needed", f"{memory.needed / GB:.3f}", "", style="bold")
+    limit = f"budget, {plan.deployment.memory_utilization:g} x {plan.deployment.device.memory_bytes / GB:g} GB"
+    table.add_row(limit, f"{account.pool / GB:.3f}", "deployment")
+    table.add_row("tokens of cache that fit", f"{memory.tokens_left:,}", "")
+    return table
+
+
+_PARTS = {
+    "model": "a {phase} step",
+    "module": "the MTP module behind a {phase} step",
+    "chain": "the MTP module for each further draft, once,",
+}
+
+
+def _collective_table(step: ProgramPlan) -> Table:
+    name = _PARTS[step.run.part].format(phase=step.phase)
+    waits = len(step.host_waits) or "none"
+    title = f"Collectives of {name} of {step.tokens:,} tokens per rank (places that wait for the host: {waits})"
+    table = _table(title, "what", "devices", "times", "MB in node", "MB between", "behind")
+    for what, group in _grouped(step.collectives).items():
+        inside, between = (
+            sum(c.times * getattr(c, name) for c in group) / 1e6 for name in ("node_bytes", "cross_bytes")
+        )
+        times = sum(c.times for c in group)
+        table.add_row(*what, f"{times:,}", f"{inside:,.1f}", f"{between:,.1f}", _behind(group))
+    return table
+
+
+def _grouped(found: Iterable[Collective]) -> dict[tuple[str, str], list[Collective]]:
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for c in found:
+        name = f"{c.role}: {c.kind}" if c.role != "other" else c.kind
+        groups.setdefault((name, f"{c.group_size}"), []).append(c)
+    return groups
+
+
+def _behind(group: Sequence[Collective]) -> str:
+    stages = dict.fromkeys(stage for c in group for stage in c.between)
+    exposed = sum(c.times for c in group if not c.is_hidden)
+    total = sum(c.times for c in group)
+    if exposed == total:
+        return "nothing (exposed)"
+    return ", ".join(stages) + (f" ({exposed:,} exposed)" if exposed else "")
+
+
+def _schedule_table(step: StepPlan) -> Table:
+    line = step.timeline
+    batches = "two micro-batches" if line.micro_batches == 2 else "one batch"
+    title = f"One MoE layer of {batches} as scheduled, {line.layer * 1e6:,.0f} us (estimate)"
+    table = _table(title, "lane", "what", "from us", "to us")
+    for block in line.blocks:
+        if block.end - block.start >= 1e-6:
+            table.add_row(block.lane, name_of(block), f"{block.start * 1e6:,.0f}", f"{block.end * 1e6:,.0f}")
+    return table
+
+
+_SPARSE = {
+    "scores": "of it index scores",
+    "choice": "of it the choice of tokens",
+    "copies": "of it copies of their latents",
+    "attention": "of it attention to these",
+    "launches": "of it launches of these kernels",
+    "expansion": "of it keys and values of all tokens",
+    "mask": "of it the mask",
+}
+
+
+def _estimate_table(plan: Plan, step: StepPlan) -> Table:
+    line, deployment = step.timeline, plan.deployment
+    table = _table("Estimate (a model, not a measurement)", "", "")
+    for name, seconds in step.stages.items():
+        if seconds:
+            per = "step" if name == "head" else "layer and micro-batch"
+            table.add_row(f"{name}, per {per}", f"{seconds * 1e6:,.0f} us")
+        if name == "attention" and step.sparse is not None:
+            for part, part_seconds in dataclasses.asdict(step.sparse).items():
+                if part_seconds:
+                    table.add_row(f"  {_SPARSE[part]}", f"{part_seconds * 1e6:,.0f} us")
+    for role, seconds in line.exposed.items():
+        table.add_row(f"waiting for {role}, per step", f"{seconds * 1e3:.1f} ms")
+    table.add_row("host, per step", f"{HOST_S * 1e3:.1f} ms")
+    those = step.multiprocessors
+    table.add_row("multiprocessors: for kernels, for transfers", f"{those.taken}, {those.reserved}")
+    _add_drafts(table, step)
+    table.add_row("step", f"{step.seconds * 1e3:.1f} ms", style="bold")
+    table.add_row("tokens/s per GPU", f"{step.tokens_per_device:,.0f}", style="bold")
+    table.add_row("tokens/s per node", f"{step.tokens_per_device * deployment.gpus_per_node:,.0f}", style="bold")
+    if step.floor is not None:
+        what = "step without the module" if step.drafts else "step"
+        table.add_row(f"roofline at peak rates, all hidden: {what}", f"{step.floor.step * 1e3:.1f} ms")
+    return table
+
+
+def _handover_table(plan: Plan, taken: Handover, prefill: Plan | None) -> Table:
+    table = _table("Pages from another instance, if that computes the prompts (estimate)", "", "")
+    table.add_row(
+        f"a request: {taken.prompt:,.0f} prompt and {taken.answer:,.0f} answer tokens", f"{taken.nbytes / 1e6:,.0f} MB"
+    )
+    table.add_row("its pages over one device's link between nodes", f"{taken.cross_seconds * 1e3:,.1f} ms")
+    table.add_row("its pages over one device's link in a node", f"{taken.node_seconds * 1e3:,.1f} ms")
+    if plan.ends is not None:
+        ends = plan.ends
+        table.add_row("the program for the ends of prompts, 1 to 64 tokens each", f"{ends.seconds * 1e3:,.1f} ms")
+        table.add_row(f"that, once in {ends.steps:.1f} decode steps: per step", f"{ends.per_step * 1e3:,.1f} ms")
+        table.add_row("tokens/s per node, with these ends", f"{plan.tokens_per_node:,.0f}", style="bold")
+    table.add_row("requests/s of the deployment", f"{taken.requests_per_second:,.1f}")
+    table.add_row("pages taken over per node", f"{taken.bytes_per_second / 1e9:,.2f} GB/s")
+    if prefill is not None and (nodes := plan.prefill_nodes(prefill)) is not None:
+        hits = f"{prefill.deployment.prefix_hit_rate:.0%} of prompts cached"
+        table.add_row(f"nodes of {prefill.deployment.name} that feed it, {hits}", f"{nodes:,.1f}", style="bold")
+    return table
+
+
+def _add_drafts(table: Table, step: StepPlan) -> None:
+    """Adds what drafts cost and bring."""
+    if not step.drafts:
+        return
+    table.add_row("the model's program, per step", f"{step.timeline.step * 1e3:.1f} ms")
+    for program in step.drafts:
+        what = "one draft" if program.run.part == "module" else f"{program.run.times} more"
+        table.add_row(f"MTP module for {what}, per step", f"{program.seconds * 1e3:.1f} ms")
+    if step.accepted:
+        table.add_row("accepted by place (given)", ", ".join(f"{share:.1%}" for share in step.accepted))
+        table.add_row("tokens per request and step", f"{step.tokens_per_row:.2f}", style="bold")
+
+
+def _verdict(plan: Plan) -> Text:
+    verdict = plan.verdict
+    lines = [f"{'fits' if verdict.fits else 'does not fit'}: {verdict.why}"]
+    lines += [f"  - {change}" for change in verdict.changes]
+    if plan.steps:
+        lines += ["estimate's rates: " + _rates(plan), *(f"known error: {error}" for error in KNOWN_ERRORS)]
+    return Text("\n".join(lines), style="" if verdict.fits else "red")
+
+
+def _rates(plan: Plan) -> str:
+    r = rates_of(plan.deployment.device, plan.model)
+    return (
+        f"products {r.dense_flops / 1e12:.0f} and {r.grouped_flops / 1e12:.0f} (prefill {r.prefill_flops / 1e12:.0f}), "
+        f"attention {r.decode_core_flops / 1e12:.0f} (prefill {r.prefill_core_flops / 1e12:.0f}) TFLOP/s; "
+        f"weights {r.dense_bandwidth / 1e12:.1f} and {r.grouped_bandwidth / 1e12:.1f} TB/s; "
+        f"links {r.node_link / 1e9:.0f} GB/s in the node, {r.dispatch_link / 1e9:.0f} and "
+        f"{r.combine_link / 1e9:.1f} between nodes"
+    )

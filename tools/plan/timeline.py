@@ -1,0 +1,223 @@
+"""Plays the schedule of a compiled step with estimated durations: what waits for what, and for how long.
+
+The order is the compiled program's own; only durations are estimates (`tools.plan.roofline`). One compute lane runs the
+instructions in their order; a collective starts when its start is reached and occupies the links it uses; its done
+waits. The time of a stage is divided evenly over its matrix products; everything else is part of these.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from tools.plan import hlo
+from tools.plan.collectives import Collective, core_of, is_matrix_work, label_of
+from tools.plan.roofline import HOOK_S, TRANSFER_S, Rates
+
+COMPUTE, NODE_LINK, CROSS_LINK = LANES = ("compute", "inside the node", "between nodes")
+_PRODUCTS_OF_EXPERTS = 2  # gate and up together, then down
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Something that occupies a lane from `start` to `end`, in seconds, for one micro-batch (None: not known)."""
+
+    lane: str
+    label: str
+    start: float
+    end: float
+    micro_batch: int | None = None
+
+
+def name_of(block: Block) -> str:
+    """Names stage and micro-batch: "experts 1"."""
+    return block.label if block.micro_batch is None else f"{block.label} {block.micro_batch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A step played through: its seconds, those of one MoE layer and its blocks, and the waits.
+
+    `exposed` are seconds per step that the device waits, by role of the collective. `micro_batches` interleave in a
+    layer.
+    """
+
+    step: float
+    layer: float
+    layers: int
+    micro_batches: int
+    blocks: tuple[Block, ...]
+    exposed: Mapping[str, float]
+
+
+@dataclasses.dataclass
+class _Clock:
+    """Where a computation has got to."""
+
+    now: float = 0.0
+    free: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys((NODE_LINK, CROSS_LINK), 0.0))
+    ready: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
+    was_done: bool = False
+    blocks: list[Block] = dataclasses.field(default_factory=list)
+    exposed: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def wait(self, until: float, role: str) -> None:
+        self.exposed[role] = self.exposed.get(role, 0.0) + max(0.0, until - self.now)
+        self.now = max(self.now, until)
+
+    def work(self, seconds: float, label: str, micro_batch: int | None) -> None:
+        self.was_done = False
+        if seconds:
+            self.blocks.append(Block(COMPUTE, label, self.now, self.now + seconds, micro_batch))
+            self.now += seconds
+
+
+class Player:
+    """Plays a module with the given durations of stages and rates of links."""
+
+    def __init__(
+        self, module: hlo.Module, found: Iterable[Collective], stages: Mapping[str, float], rates: Rates
+    ) -> None:
+        self._module, self._stages, self._rates = module, stages, rates
+        self._collectives = {(c.computation, c.started): c for c in found}
+        self._layer = layer_loop(module)
+        body = module[self._layer.called[0]] if self._layer else module[module.entry]
+        in_layer = _products(module, body)
+        self.micro_batches = max(1, in_layer.get("experts", 0) // _PRODUCTS_OF_EXPERTS)
+        self._products = {label: count / self.micro_batches for label, count in in_layer.items()}
+        self._products = _products_elsewhere(module) | self._products
+        self._layer_clock = _Clock()
+
+    def play(self) -> Timeline:
+        """Plays the whole step."""
+        clock = self._run(self._module[self._module.entry])
+        layer = self._layer_clock
+        layers = (self._layer.trips or 1) if self._layer else 0
+        blocks = merged(layer.blocks)
+        return Timeline(clock.now, layer.now, layers, self.micro_batches, blocks, clock.exposed)
+
+    def _run(self, computation: hlo.Computation) -> _Clock:
+        clock = _Clock()
+        for index, instruction in enumerate(computation.instructions):
+            if (collective := self._collectives.get((computation.name, index))) is not None:
+                self._start(clock, collective)
+            elif instruction.opcode.endswith("-done"):
+                self._finish(clock, instruction)
+            elif instruction.opcode == "while" and instruction.trips is not None:
+                self._loop(clock, instruction)
+            elif is_matrix_work(self._module, instruction):
+                label = label_of(instruction) or "other"
+                seconds = self._stages.get(label, 0.0) / self._products.get(label, 1)
+                clock.work(seconds, label, instruction.micro_batch)
+        return clock
+
+    def _start(self, clock: _Clock, collective: Collective) -> None:
+        ends = [clock.now + TRANSFER_S]
+        link = self._rates.combine_link if collective.role == "combine" else self._rates.dispatch_link
+        for lane, nbytes, rate in (
+            (NODE_LINK, collective.node_bytes, self._rates.node_link),
+            (CROSS_LINK, collective.cross_bytes, link),
+        ):
+            if nbytes:
+                start = max(clock.now, clock.free[lane])
+                end = max(start, clock.now + TRANSFER_S) + nbytes / rate
+                clock.blocks.append(Block(lane, collective.role, start, end, collective.micro_batch))
+                clock.free[lane] = end
+                ends.append(end)
+        if collective.done == collective.started:
+            clock.wait(max(ends), collective.role)
+        else:
+            clock.ready[collective.name] = max(ends), collective.role
+
+    def _finish(self, clock: _Clock, instruction: hlo.Instruction) -> None:
+        """Waits; arrays that arrive together cost one receiving kernel."""
+        for name in instruction.operands:
+            if name in clock.ready:
+                until, role = clock.ready.pop(name)
+                clock.wait(until, role)
+                if not clock.was_done:
+                    clock.work(HOOK_S, "receive", instruction.micro_batch)
+                clock.was_done = True
+
+    def _loop(self, clock: _Clock, loop: hlo.Instruction) -> None:
+        if not any(is_worth_playing(self._module, name) for name in loop.called):
+            return
+        inner = self._run(self._module[loop.called[0]])
+        trips, stages = loop.trips or 1, {(block.lane, block.label, block.micro_batch) for block in inner.blocks}
+        # A stage may go round: heads of attention, a few after the others.
+        if loop is not self._layer and len(stages) == 1 and not inner.exposed:
+            [(_, label, within)] = stages
+            # XLA shares the bodies of equal loops, and what is in them keeps the names of the first.
+            clock.work(trips * inner.now, label, within if loop.micro_batch is None else loop.micro_batch)
+            return
+        clock.now += trips * inner.now
+        for role, seconds in inner.exposed.items():
+            clock.exposed[role] = clock.exposed.get(role, 0.0) + trips * seconds
+        if loop is self._layer:
+            self._layer_clock = inner
+
+
+def layer_loop(module: hlo.Module) -> hlo.Instruction | None:
+    """Finds the loop over the MoE layers: of those in the entry with known trips, the one with the most experts."""
+    loops = _loops(module[module.entry])
+    weighed = [(_products(module, module[loop.called[0]]).get("experts", 0), n) for n, loop in enumerate(loops)]
+    experts, number = max(weighed, default=(0, 0))
+    return loops[number] if experts else None
+
+
+def is_worth_playing(module: hlo.Module, name: str) -> bool:
+    """Returns whether a computation has matrix work or collectives.
+
+    Searches and sorts are part of the stages around them.
+    """
+    return any(is_matrix_work(module, i) or core_of(module, i) for i in module[name].instructions)
+
+
+def _products(module: hlo.Module, computation: hlo.Computation) -> dict[str, int]:
+    """Counts the products of each stage, those of a loop once per pass."""
+    counts = _straight_products(module, computation)
+    for loop in _loops(computation):
+        for label, count in _products(module, module[loop.called[0]]).items():
+            counts[label] = counts.get(label, 0) + (loop.trips or 1) * count
+    return counts
+
+
+def _straight_products(module: hlo.Module, computation: hlo.Computation) -> dict[str, int]:
+    """Counts the products of each stage outside of loops."""
+    counts: dict[str, int] = {}
+    for instruction in computation.instructions:
+        if instruction.opcode != "while" and is_matrix_work(module, instruction):
+            label = label_of(instruction) or "other"
+            counts[label] = counts.get(label, 0) + 1
+    return counts
+
+
+def _loops(computation: hlo.Computation) -> list[hlo.Instruction]:
+    """Lists the loops of which the compiler knows the passes."""
+    return [i for i in computation.instructions if i.opcode == "while" and i.trips is not None]
+
+
+def _products_elsewhere(module: hlo.Module) -> dict[str, float]:
+    """Counts a stage's products outside of the MoE layers: in one pass over dense layers, or in the entry."""
+    entry = module[module.entry]
+    counts: dict[str, float] = dict(_straight_products(module, entry))
+    for loop in _loops(entry):
+        counts |= _products(module, module[loop.called[0]])
+    return counts
+
+
+def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Returns the blocks in the order they start; neighbours of one lane, label and micro-batch are one."""
+    result: list[Block] = []
+    last: dict[str, int] = {}
+    for block in blocks:
+        before = last.get(block.lane)
+        if before is not None and _continues(result[before], block):
+            result[before] = dataclasses.replace(result[before], end=max(block.end, result[before].end))
+        else:
+            last[block.lane] = len(result)
+            result.append(block)
+    return tuple(result)
+
+
+def _continues(before: Block, block: Block) -> bool:
+    same = (before.label, before.micro_batch) == (block.label, block.micro_batch)
+    return same and block.start <= before.end + 1e-12

@@ -1,0 +1,100 @@
+"""How long an overlapped pair of a training layer could take, from the model of a device in `roofline`. An estimate.
+
+A backward takes as long as two forwards, but that attention's core takes two and a half: it computes the scores again.
+"""
+
+import dataclasses
+
+from dsv3.config import ModelConfig
+from tools.plan.deployment import Device
+from tools.plan.roofline import TRANSFER_S, MicroBatch, Rates, prefill_stages, rates_of, wire_rows
+
+PROFILE_TOKENS, PROFILE_KEYS = 4096, 2048.5
+PROFILE_PAIR_S, PROFILE_COMPUTE_S, PROFILE_WIRE_S = 31.9e-3, 31.5e-3, 28.6e-3
+"""DeepSeek's training profile on H800s: DualPipe, EP64, micro-batches of 4,096 tokens per device. Seconds of a pair of
+one MoE layer, and seconds in it in which compute and transfers are busy."""
+_CORE_AGAIN = 2.5
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer on one device: its forward, both halves of its backward, and its transfers each way."""
+
+    forward: float
+    backward: float
+    weight: float
+    wire: float
+
+    @property
+    def pair(self) -> float:
+        """An overlapped pair: compute or transfers of both directions, whichever takes longer."""
+        return max(self.forward + self.backward, 2 * self.wire)
+
+    @property
+    def alone(self) -> tuple[float, float, float]:
+        """A forward, a backward and a weight gradient that stand alone: transfers are exposed."""
+        return self.forward + self.wire, self.backward + self.wire, self.weight
+
+
+def layer_times(model: ModelConfig, rates: Rates, tokens: int, keys: float, wire: float, *, dense: bool) -> LayerTimes:
+    """Returns the times of one layer for `tokens` of a device, which attend to `keys` others in the mean."""
+    stages = prefill_stages(model, rates, MicroBatch(tokens, keys, experts=0))
+    bare = prefill_stages(model, rates, MicroBatch(tokens, 0, experts=0))
+    core = stages["attention"] - bare["attention"]
+    names = ("project", "mlp") if dense else ("project", "router", "shared_expert", "experts")
+    products = bare["attention"] + sum(stages[name] for name in names)
+    again = _CORE_AGAIN * core
+    return LayerTimes(products + core, 2 * products + again, products, 0.0 if dense else wire)
+
+
+def with_fp8_products(plain: LayerTimes, fp8: LayerTimes) -> LayerTimes:
+    """Returns the times of a layer with `fp8_products`, from those of a plain model and of an FP8 one.
+
+    Forward and input gradient run at the rate of FP8, the weight gradient at that of bfloat16.
+    """
+    return LayerTimes(fp8.forward, fp8.backward - fp8.weight + plain.weight, plain.weight, plain.wire)
+
+
+def gathered_wire(model: ModelConfig, device: Device, rates: Rates, tokens: int, team: int) -> tuple[int, float]:
+    """Returns bytes that a device sends and seconds of both transfers of a layer's forward, as `ranks` makes them.
+
+    Every device of a team of `team` gets all rows, and all sums of it are added, in bfloat16. A ring's data cross
+    each link inside a node, and a node's NICs together, once.
+    """
+    sent = (team - 1) * tokens * 2 * model.hidden_size
+    rate = rates.node_link if team <= 8 else min(rates.node_link, 8 * device.cross_link)
+    return 2 * sent, 2 * (TRANSFER_S + sent / rate) if team > 1 else 0.0
+
+
+def published_wire(model: ModelConfig, rates: Rates, tokens: int, team: int) -> float:
+    """Returns the seconds of both transfers with DeepEP's: one row per node that a token's experts are on."""
+    nodes = -(-team // 8)
+    chosen = min(model.topk_group, nodes)
+    others = chosen * (1 - 1 / nodes)
+    dispatch, combine = wire_rows(model)
+    return 2 * TRANSFER_S + tokens * others * (dispatch / rates.dispatch_link + combine / rates.combine_link)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The estimate of the published profile: seconds of a pair, of its compute, and of its transfers."""
+
+    pair: float
+    compute: float
+    wire: float
+
+    def errors(self) -> tuple[float, float, float]:
+        """Returns each one's relative error."""
+        return (
+            self.pair / PROFILE_PAIR_S - 1,
+            self.compute / PROFILE_COMPUTE_S - 1,
+            self.wire / PROFILE_WIRE_S - 1,
+        )
+
+
+def check(model: ModelConfig, device: Device) -> Check:
+    """Estimates the published profile: DeepSeek-V3 in FP8 on H800s."""
+    rates = rates_of(device, model)
+    wire = published_wire(model, rates, PROFILE_TOKENS, team=64)
+    times = layer_times(model, rates, PROFILE_TOKENS, PROFILE_KEYS, wire, dense=False)
+    return Check(times.pair, times.forward + times.backward, 2 * wire)

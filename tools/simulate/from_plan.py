@@ -1,0 +1,68 @@
+"""Makes the table of a deployment's step times by playing the plan's compiled schedules.
+
+One program of each kind is compiled, its largest, and played with smaller batches (`tools.plan.played`).
+"""
+
+import hashlib
+from collections.abc import Callable
+
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.config import ModelConfig
+from dsv3.engine.device.working import measure
+from dsv3.fleet.cost import keys_per_token
+from dsv3.options import Role
+from tools.plan.deployment import Deployment, DeploymentError
+from tools.plan.ends import with_ends
+from tools.plan.memory import memory_of
+from tools.plan.played import Played
+from tools.plan.programs import Compiled, Phase, compile_step, lay_out
+from tools.plan.roofline import HOST_S
+from tools.plan.verdict import judge
+from tools.simulate.times import KEYS, InstanceTimes
+
+
+def digest_of(model: ModelConfig, deployment: Deployment) -> str:
+    """Returns what tells a table of another model or deployment from this one's."""
+    return hashlib.sha256(repr((model, deployment)).encode()).hexdigest()
+
+
+def times_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str], None]) -> InstanceTimes:
+    """Compiles the programs of `deployment` and returns its limits and step times; `progress` is told what takes long.
+
+    Raises DeploymentError where it does not fit or has drafts, `AotUnavailableError` where nothing can be compiled.
+    """
+    if deployment.drafts:
+        raise DeploymentError(f"{deployment.name}: speculative_config: the simulator knows no drafts; leave it out")
+    whole = deployment if deployment.prefill_tokens else with_ends(deployment)
+    planned = lay_out(model, whole)
+    memory = memory_of(planned)
+    steps: dict[Phase, Compiled] = {}
+    if memory.fits:
+        phases: list[Phase] = ["prefill", *(["decode"] if deployment.decode_requests else [])]  # type: ignore[list-item]
+        for phase in phases:
+            progress(f"compiling {phase} for {deployment.devices} x {deployment.device.name}")
+            [steps[phase]] = compile_step(planned, phase)
+        memory = memory_of(planned, measure(planned.engine, planned.programs))
+    if not memory.fits:
+        verdict = judge(memory, deployment, model.n_routed_experts)
+        raise DeploymentError(f"{deployment.name} does not fit: {verdict.why}")
+    cfg = planned.engine
+    role: Role = "both" if deployment.prefill_tokens else "decode"
+    return InstanceTimes(
+        name=deployment.name,
+        digest=digest_of(model, deployment),
+        role=role if deployment.decode_requests else "prefill",
+        nodes=deployment.nodes,
+        gpus_per_node=deployment.gpus_per_node,
+        num_ranks=deployment.ranks,
+        num_pages=memory.tokens_left // PAGE_SIZE,
+        page_bytes=memory.token * PAGE_SIZE,
+        max_num_seqs=cfg.max_num_seqs,
+        max_num_batched_tokens=cfg.max_num_batched_tokens,
+        max_model_len=min(deployment.max_model_len or model.max_position_embeddings, memory.tokens_left - PAGE_SIZE),
+        keys=keys_per_token(model),
+        link=deployment.device.cross_link,
+        host=HOST_S,
+        prefill=Played(planned, steps["prefill"]).table(cfg.prefill_buckets, KEYS),
+        decode=Played(planned, steps["decode"]).table(cfg.decode_buckets, KEYS) if "decode" in steps else {},
+    )

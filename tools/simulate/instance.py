@@ -1,0 +1,228 @@
+"""One engine without devices: the real scheduler and planners, in virtual time.
+
+As in `dsv3.engine.engine`, a step is planned while the one before it runs, and its results come when it has ended.
+What is the model's: a step takes what the table of its deployment says, and every sampled token is 1.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dsv3.cache.keys import Key
+from dsv3.cache.page import PAGE_SIZE
+from dsv3.engine.config import EngineConfig
+from dsv3.engine.job import EngineView, JobKind, Planned
+from dsv3.engine.jobs import decode, prefill, sample
+from dsv3.engine.jobs.decode import DecodeCommand
+from dsv3.engine.jobs.pages import PagesCommand
+from dsv3.engine.jobs.prefill import PrefillCommand
+from dsv3.engine.jobs.sample import SampleCommand
+from dsv3.engine.requests.rows import BatchRows
+from dsv3.engine.requests.scheduler import Scheduler
+from dsv3.engine.requests.sequence import sequence_of
+from dsv3.request import StepOutputs
+from tools.simulate.clock import Clock
+from tools.simulate.pages import Handed, Pages, copy_seconds
+from tools.simulate.prompts import VOCAB, Asked, request_of
+from tools.simulate.times import InstanceTimes
+
+_AHEAD = 2  # steps launched: one runs, one is next
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What an instance has done since its start, or several together. `decode_s` are the decode programs' seconds."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    decode_steps: int = 0
+    decode_s: float = 0.0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """How an instance stands: requests that run or wait, tokens of those that wait, pages in use, cost of prompts."""
+
+    totals: Totals = Totals()
+    requests: int = 0
+    queued_tokens: int = 0
+    pages: int = 0
+    backlog: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    number: int
+    jobs: list[Planned]
+    end: float
+    seconds: float
+
+
+class Instance:
+    """Serves what is submitted; `hear` is told what each step has given, after the next one has been planned."""
+
+    def __init__(
+        self,
+        times: InstanceTimes,
+        cfg: EngineConfig,
+        clock: Clock,
+        hear: "Callable[[Instance, StepOutputs], None]",
+        make_pages: Callable[[EngineView, Callable[[], None]], Pages | Handed | None] = lambda view, wake: None,
+    ) -> None:
+        self.times, self.cfg, self._clock, self._hear = times, cfg, clock, hear
+        self.scheduler = Scheduler(cfg, VOCAB, times.keys)
+        view = EngineView(self.scheduler, None)  # type: ignore[arg-type]  # these planners do not look at the parts
+        made = {
+            "decode": decode.KIND,
+            "pages": make_pages(view, self.wake),
+            "prefill": prefill.KIND,
+            "sample": sample.KIND,
+        }
+        self._planners: dict[str, Any] = {
+            name: kind.planner(view) if isinstance(kind, JobKind) else kind
+            for name, kind in made.items()
+            if kind is not None and (name != "decode" or cfg.role != "prefill")
+        }
+        self._flying: deque[_Step] = deque()
+        self._ones = np.ones((cfg.num_ranks, max(cfg.decode_buckets), 1), np.int32)
+        self._steps = self._decode_steps = 0
+        self._busy_s = self._decode_s = 0.0
+
+    def submit(self, asked: Asked, keys: Sequence[Key]) -> None:
+        """Queues a request with its prefix keys; an engine at work takes it in when its step has ended."""
+        self.take_in(asked, keys)
+        self.wake()
+
+    def take_in(self, asked: Asked, keys: Sequence[Key]) -> None:
+        """Queues a request and leaves it there."""
+        self.scheduler.add(sequence_of(request_of(asked), keys))
+
+    def wake(self) -> None:
+        """Begins to work where nothing is under way."""
+        if not self._flying:
+            self.launch()
+            self._await()
+
+    def state(self) -> State:
+        """Returns how it stands now."""
+        scheduler = self.scheduler
+        found = scheduler.admission
+        ours = self._steps, self._busy_s, self._decode_steps, self._decode_s
+        return State(
+            Totals(*ours, scheduler.num_preemptions, found.prefix_queries, found.prefix_hits),
+            len(scheduler.sequences),
+            sum(len(s.tokens) for s in scheduler.queue),
+            scheduler.pages.in_use,
+            float(scheduler.balancer.backlog.sum()),
+        )
+
+    @property
+    def totals(self) -> Totals:
+        """What it has done so far."""
+        return self.state().totals
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do."""
+        return not self.state().requests
+
+    def found(self, keys: Sequence[Key]) -> int:
+        """Returns how many pages of a prompt, from its first on, the rank finds that has the most."""
+        return self.scheduler.pages.found(keys)
+
+    @property
+    def waiting_tokens(self) -> float:
+        """Prompt tokens to compute, with attention: what is admitted, and what waits without looking for hits."""
+        state = self.state()
+        return state.backlog + state.queued_tokens
+
+    @property
+    def use(self) -> tuple[float, float]:
+        """The shares in use of the pages, those included that who waits needs, and of the slots."""
+        state, cfg = self.state(), self.cfg
+        pages = (state.pages + state.queued_tokens / PAGE_SIZE) / (cfg.num_pages * cfg.num_ranks)
+        return pages, state.requests / (cfg.max_num_seqs * cfg.num_ranks)
+
+    @property
+    def ends(self) -> tuple[float, ...]:
+        """When the steps end that are under way, the next one first."""
+        return tuple(step.end for step in self._flying)
+
+    def _await(self) -> None:
+        if self._flying:
+            self._clock.at(self._flying[0].end, self._ended)
+
+    def launch(self) -> None:
+        """Plans steps until one runs and one is next."""
+        while len(self._flying) < _AHEAD:
+            jobs = self._plan() or self._plan()  # an engine that has launched nothing looks again at once
+            if not jobs:
+                return
+            number = self.scheduler.pages.begin_step()
+            start = self._flying[-1].end if self._flying else self._clock.now
+            seconds = self._seconds(jobs)
+            self._flying.append(_Step(number, jobs, start + seconds, seconds))
+
+    def _plan(self) -> list[Planned]:
+        self.scheduler.begin_step()
+        jobs: list[Planned] = []
+        for planner in self._planners.values():
+            jobs += planner.plan(jobs)
+        return jobs
+
+    def _ended(self) -> None:
+        """Takes in the results of the step that has just ended, and plans the one after the next."""
+        outputs = self.collect()
+        self.launch()
+        self._await()
+        self._hear(self, outputs)
+
+    def collect(self) -> StepOutputs:
+        """Takes in the results of the step that ends next, and returns them."""
+        step, outputs = self._flying.popleft(), StepOutputs([], [])
+        self._steps, self._busy_s = self._steps + 1, self._busy_s + step.seconds
+        for job in step.jobs:
+            self._planners[job.kind].collect(job, [self._ones] if job.kind == "sample" else [], outputs)
+        self.scheduler.pages.collect(step.number)
+        return outputs
+
+    def _seconds(self, jobs: list[Planned]) -> float:
+        """Returns how long the devices take: the sum of the programs, the host once."""
+        seconds, programs = 0.0, 0
+        for i, job in enumerate(jobs):
+            if isinstance(job.command, DecodeCommand):
+                mine = self._decode_seconds(job.command, jobs[i + 1])
+                self._decode_steps, self._decode_s = self._decode_steps + 1, self._decode_s + mine
+            elif isinstance(job.command, PrefillCommand):
+                mine = self._prefill_seconds(job.command)
+            elif isinstance(job.command, PagesCommand):
+                mine = copy_seconds(job.command, self.times) + self.times.host
+            else:
+                continue
+            seconds, programs = seconds + mine, programs + 1
+        return max(seconds - (programs - 1) * self.times.host, self.times.host)
+
+    def _decode_seconds(self, command: DecodeCommand, sampling: Planned) -> float:
+        """Returns the time of a batch, in which the rank with the most tokens is the last."""
+        assert isinstance(sampling.command, SampleCommand)
+        rows: BatchRows = sampling.context
+        bucket = command.rows.shape[1]
+        keys = self.scheduler.slots.planned[rows.slots] - command.width  # the token to come has none yet
+        ends = rows.rank.searchsorted(np.arange(self.cfg.num_ranks), "right")  # rows are in the order of the ranks
+        held = np.diff(keys.cumsum()[ends - 1] * (ends > 0), prepend=0)
+        return self.times.seconds("decode", bucket, float(held.max()) / bucket)
+
+    def _prefill_seconds(self, command: PrefillCommand) -> float:
+        """Returns the time of a batch, in which the rank with the most pairs of token and key is the last."""
+        rank, count, start = (command.header[:, i].astype(np.int64) for i in (0, 3, 4))
+        pairs = np.bincount(rank, count * (2 * start + count) / 2).max()
+        return self.times.seconds("prefill", command.bucket, float(pairs) / command.bucket)

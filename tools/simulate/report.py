@@ -1,0 +1,83 @@
+"""A simulation as tables for a terminal."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tools.plan.roofline import KNOWN_ERRORS
+
+MODELLED = (
+    "real: admission, chunks, decode rows, pages, prefix index, tiers' planner and accounting, the router's cost and "
+    "what it remembers",
+    "modelled: step times (the plan's schedule with estimated durations), links and copies at stated rates, answers' "
+    "lengths (given), the router's queue; nothing fails, no host is slow",
+)
+
+
+def render(figures: dict[str, Any]) -> Group:
+    """Renders what `Outcome.figures` holds."""
+    requests = figures["requests"]
+    counts = ", ".join(f"{count:,} {name}" for name, count in requests.items())
+    parts: list[RenderableType] = [Text(f"requests: {counts}", style="bold"), _rates(figures), _latencies(figures)]
+    parts.append(_roles(figures))
+    if figures["tiers"]:
+        parts.append(_tiers(figures))
+    simulator = figures["simulator"]
+    took = f"{simulator['wall_s']:,.0f} s, {simulator['processor_s']:,.0f} processor seconds"
+    lines = [
+        f"{simulator['virtual_s']:,.0f} s simulated in {took}",
+        *MODELLED,
+        *(f"known error: {error}" for error in KNOWN_ERRORS),
+    ]
+    return Group(*parts, Text("\n".join(lines)))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _rates(figures: dict[str, Any]) -> Table:
+    table = _table(f"The last {figures['seconds']:,.0f} s", "", "")
+    table.add_row("requests/s answered", f"{figures['requests_per_second']:,.2f}")
+    table.add_row("answer tokens/s", f"{figures['output_tokens_per_second']:,.0f}")
+    table.add_row("mean prompt, mean answer", f"{figures['mean_prompt']:,.0f}, {figures['mean_answer']:,.0f}")
+    table.add_row("prompt tokens found in a cache", f"{figures['hit_rate']:.1%}")
+    if figures["goodput"]:
+        good = figures["goodput"]
+        table.add_row("goodput", f"{good['requests_per_second']:,.2f} requests/s, {good['share']:.1%}")
+    return table
+
+
+def _latencies(figures: dict[str, Any]) -> Table:
+    names = ("mean", "p50", "p90", "p95", "p99", "max")
+    table = _table("Milliseconds", "", *names)
+    for title, key in (("to the first token", "ttft_ms"), ("per token", "tpot_ms"), ("between tokens", "itl_ms")):
+        found = figures[key]
+        table.add_row(title, *(f"{found[name]:,.1f}" if found else "-" for name in names))
+    return table
+
+
+def _roles(figures: dict[str, Any]) -> Table:
+    columns = ("nodes", "steps", "busy", "decode step ms", "pre-empted", "found on device")
+    table = _table("Instances", "", *columns)
+    for role, found in figures["roles"].items():
+        step = f"{found['decode_step_ms']:.1f}" if role != "prefill" else "-"
+        hits = f"{found['found_on_device']:.1%}" if role != "decode" else "-"
+        cells = f"{found['nodes']:,.2f}", f"{found['steps']:,.0f}", f"{found['busy']:.1%}", step
+        table.add_row(f"{role}: {found['times']}", *cells, f"{found['preemptions']:,}", hits)
+    return table
+
+
+def _tiers(figures: dict[str, Any]) -> Table:
+    table = _table("Tiers", "", "looked for", "found", "", "GB written", "pages evicted")
+    for name, found in figures["tiers"].items():
+        share = found["hits"] / found["queries"] if found["queries"] else 0.0
+        cells = f"{found['queries']:,.0f}", f"{found['hits']:,.0f}", f"{share:.1%}"
+        table.add_row(name, *cells, f"{found['stored_bytes'] / 1e9:,.1f}", f"{found['evictions']:,.0f}")
+    return table

@@ -1,0 +1,152 @@
+"""A simulation from its options: what comes, for how long, and what is told of it in the end."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tools.capacity.day6 import DAY6
+from tools.capacity.traffic import TrafficError
+from tools.simulate.clock import Clock
+from tools.simulate.fleet import Fleet, Group, Setting, hold, replay
+from tools.simulate.options import SimulateOptions
+from tools.simulate.record import Record
+from tools.simulate.series import Series
+from tools.simulate.times import InstanceTimes
+from tools.simulate.traffic import Ask, Lengths, Session, drawn, open_loop, read_trace
+
+_LOOKS = 240
+_TRACE_PERIOD_S = 15.0
+_LEAST_S = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a simulation has come to: figures as plain data, and what a picture needs."""
+
+    figures: dict[str, Any]
+    series: Series
+    record: Record
+
+
+def simulate(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> Outcome:
+    """Runs a simulation on `by_name`, by deployment. Raises SettingError for what contradicts itself,
+    TrafficError for a trace that cannot be read.
+    """
+    setting = setting_of(options, by_name)
+    clock, record = Clock(), Record(options.warm_up)
+    fleet = Fleet(setting, clock, record)
+    try:
+        series = Series(fleet, options.seconds / _LOOKS if options.seconds else _TRACE_PERIOD_S)
+        began = time.perf_counter(), _processor_s()
+        _load(options, fleet)
+        clock.run(options.seconds, lambda: fleet.is_over)
+        figures = record.figures(clock.now, options.limits) | _of_fleet(fleet)
+    finally:
+        fleet.close()
+    wall, processor = time.perf_counter() - began[0], _processor_s() - began[1]
+    figures["simulator"] = {"wall_s": wall, "processor_s": processor, "virtual_s": clock.now}
+    return Outcome(figures, series, record)
+
+
+def _processor_s() -> float:
+    """Returns the processor seconds of this process and of those that it has started and seen end."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+def setting_of(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> Setting:
+    """Returns what is simulated; raises SettingError for what contradicts itself."""
+
+    def group(name: str, count: int) -> Group:
+        return Group(by_name[name], count, options.rule)
+
+    prefilling = None
+    if options.instances is not None:
+        answering = group(options.instances, options.num_instances)
+    else:
+        assert options.prefill is not None and options.decode is not None
+        prefilling, answering = group(options.prefill, options.num_prefill), group(options.decode, options.num_decode)
+    return Setting(
+        answering,
+        prefilling,
+        options.max_model_len,
+        options.routing,
+        options.kv_offloading_size,
+        options.kv_store_size,
+        options.seed,
+        options.two_processes,
+    )
+
+
+def _load(options: SimulateOptions, fleet: Fleet) -> None:
+    """Has the requests come."""
+    if options.trace is not None:
+        replay(fleet, _traced(options), options.seconds)
+        return
+    lengths = Lengths(options.prompt, options.answer, options.shared, options.num_prefixes)
+    asks = drawn(lengths, options.max_model_len, options.seed)
+    assert options.seconds is not None
+    if options.concurrency is not None:
+        hold(fleet, asks, options.concurrency, options.ramp_up, options.seconds)
+        return
+    assert options.request_rate is not None
+    rate, most = (day_rate(options.seconds), 2.0) if options.day else (lambda _: 1.0, 1.0)
+    mean = options.request_rate
+    replay(fleet, open_loop(asks, lambda at: mean * rate(at), mean * most, options.seed), options.seconds)
+
+
+def _traced(options: SimulateOptions) -> list[Session]:
+    """Returns the sessions of a trace, with times."""
+    assert options.trace is not None
+    sessions, has_times = read_trace(Path(options.trace))
+    if has_times and options.request_rate is not None:
+        raise TrafficError(f"{options.trace}: says when requests come; leave out --request_rate")
+    if not has_times and options.request_rate is None:
+        raise TrafficError(f"{options.trace}: says not when conversations begin; give --request_rate")
+    if has_times or options.request_rate is None:
+        return sessions
+    rate = options.request_rate
+    marks = open_loop((Ask((), 0) for _ in sessions), lambda _: rate, rate, options.seed)
+    return [Session(mark.at, session.asks) for mark, session in zip(marks, sessions, strict=True)]
+
+
+def day_rate(seconds: float) -> Callable[[float], float]:
+    """Returns DeepSeek's day, compressed to `seconds`, as load over its mean by time."""
+    ends, loads, at = [], [], 0.0
+    mean = DAY6.mean("input")
+    for span in DAY6.spans:
+        at += span.seconds / DAY6.seconds * seconds
+        ends.append(at)
+        loads.append(span.input / mean)
+
+    def rate(now: float) -> float:
+        return next((load for end, load in zip(ends, loads, strict=True) if now < end), loads[-1])
+
+    return rate
+
+
+def _of_fleet(fleet: Fleet) -> dict[str, Any]:
+    """Returns nodes, steps and hits by role and tier."""
+    roles = {}
+    for pool, group in fleet.pools:
+        seconds, done = fleet.done(pool)
+        roles[group.times.role] = {
+            "times": group.times.name,
+            "nodes": seconds / max(fleet.clock.now, _LEAST_S) * group.times.nodes,
+            "gpus_per_node": group.times.gpus_per_node,
+            "steps": done.steps,
+            "busy": done.busy_s / max(seconds, _LEAST_S),
+            "decode_step_ms": done.decode_s / max(1, done.decode_steps) * 1e3,
+            "preemptions": done.preemptions,
+            "found_on_device": done.prefix_hits / max(1, done.prefix_queries),
+        }
+    tiers: dict[str, dict[str, float]] = {}
+    for pages in fleet.pages:
+        for name, counts in pages.counts().items():
+            mine = tiers.setdefault(name, {"queries": 0, "hits": 0, "stored_bytes": 0, "evictions": 0})
+            for field in mine:
+                mine[field] += getattr(counts, field)
+    return {"roles": roles, "tiers": tiers}

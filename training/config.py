@@ -1,0 +1,64 @@
+"""The settings of a training run (data, optimiser, learning rate, reports) as one frozen dataclass."""
+
+import dataclasses
+from typing import Literal
+
+from dsv3.config import ModelConfig
+from training.widths import check_fp8_widths
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """Settings of one run. Lengths are in tokens, intervals in training steps.
+
+    A run has `steps` training steps. Each takes `batch_size` rows of `sequence_length` tokens. In the last `chat_steps`
+    steps, `chat_fraction` of the rows are conversations; the others stay plain text. The learning rate rises linearly
+    over `warmup_steps`, then follows a cosine down to `final_rate_fraction` of its peak. `mtp_weight` is lambda of the
+    DeepSeek-V3 report (2.2), `router_bias_rate` is its gamma and `sequence_balance_weight` its alpha (2.1.2); with 0
+    there is no sequence-wise auxiliary loss. With `fp8_products` linear layers and experts multiply e4m3 values in
+    training, forward and backward (3.3); activations stay in `compute_dtype`, and validation is as without.
+
+    The text is the standard library `library_copies` times, each with other cuts, and the installed `packages`. The
+    answers of the conversations are first "paragraphs" of docstrings (`chat_pairs`), or first "sentences"
+    (`short_pairs`).
+
+    Raises ValueError if the model has no bias-corrected routed experts, if the parts of the run exceed `steps`, or if
+    FP8 products do not take the model's widths.
+    """
+
+    model: ModelConfig
+    steps: int
+    chat_steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float
+    warmup_steps: int
+    final_rate_fraction: float = 0.05
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    init_std: float = 0.02
+    mtp_weight: float = 0.3
+    router_bias_rate: float = 0.001
+    sequence_balance_weight: float = 0.0
+    chat_fraction: float = 0.5
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    fp8_products: bool = False
+    library_copies: int = 1
+    packages: tuple[str, ...] = ()
+    answers: Literal["paragraphs", "sentences"] = "paragraphs"
+    eval_every: int = 200
+    eval_batches: int = 8
+    checkpoint_every: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.model.topk_method != "noaux_tc" or not self.model.num_moe_layers:
+            raise ValueError("only models with bias-corrected routed experts are trained (topk_method noaux_tc)")
+        if not self.warmup_steps < self.steps or not 0 <= self.chat_steps <= self.steps:
+            raise ValueError(
+                f"{self.steps} steps are too few for {self.warmup_steps} of warm-up and {self.chat_steps} of chat"
+            )
+        if self.fp8_products:
+            check_fp8_widths(self.model)

@@ -1,0 +1,215 @@
+"""The training loop: it feeds batches to the step, validates, reports, saves, and stops cleanly on SIGTERM."""
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dsv3.model.params import abstract
+from sharding import processes
+from training import data as training_data
+from training.checkpoints import Checkpoints
+from training.config import TrainingConfig
+from training.data import Data
+from training.report import RunLog, read_log
+from training.saved import SavedState, by_layer, stacked
+from training.step import TrainState, evaluate, initial_state, train_step
+
+REPORT_EVERY = 10
+"""Steps between two lines of the log, and between two updates of the progress line."""
+
+
+class Trainer(Protocol):
+    """How a run makes its steps: where its state lies, and what a step does to it."""
+
+    def place(self, state: TrainState) -> Any:
+        """Takes `state` over and returns it as the steps want it."""
+        ...
+
+    def step(self, state: Any, tokens: np.ndarray) -> tuple[Any, dict[str, Any]]:
+        """Trains on `tokens`, int32 [B, S]; returns the next state and the scalars to report."""
+        ...
+
+    def whole(self, state: Any) -> TrainState:
+        """Returns the state on one device: what is measured and exported."""
+        ...
+
+    def saved(self, state: Any) -> SavedState:
+        """Returns the state as it is saved, on the devices where it lies."""
+        ...
+
+    def shapes(self) -> SavedState:
+        """Returns where a saved state shall lie to be resumed: `jax.ShapeDtypeStruct`s with shardings."""
+        ...
+
+    def resumed(self, saved: SavedState, step: int) -> Any:
+        """Returns the state after `step` steps from a saved one that lies as `shapes` says."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice:
+    """Trains on the default device."""
+
+    config: TrainingConfig
+
+    def place(self, state: TrainState) -> TrainState:
+        return state
+
+    def step(self, state: TrainState, tokens: np.ndarray) -> tuple[TrainState, dict[str, Any]]:
+        return train_step(state, tokens, config=self.config)
+
+    def whole(self, state: TrainState) -> TrainState:
+        return state
+
+    def saved(self, state: TrainState) -> SavedState:
+        return by_layer(state, cfg=self.config.model)
+
+    def shapes(self) -> SavedState:
+        shapes = jax.eval_shape(lambda: by_layer(initial_state(self.config), cfg=self.config.model))
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), shapes)
+
+    def resumed(self, saved: SavedState, step: int) -> TrainState:
+        return jax.device_put(stacked(jax.device_get(saved), self.config.model, step))
+
+
+def train(
+    config: TrainingConfig, output: Path, *, resume: bool, console: Console, trainer: Trainer | None = None
+) -> TrainState:
+    """Trains in directory `output` until `config.steps` or SIGTERM, saves the state and returns it.
+
+    `trainer` makes the steps; None means on one device. A run may be resumed with another one.
+
+    Raises:
+      FileExistsError: `output` holds checkpoints and `resume` is false.
+      FileNotFoundError: `resume` is true and there is no checkpoint.
+      ValueError: the checkpoint belongs to another model.
+    """
+    if resume and not (output / "checkpoints").is_dir():
+        raise FileNotFoundError(f"no checkpoint in {output}; start without --resume")
+    data = processes.first_process_first(lambda: training_data.prepare(output / "data", config))
+    with Checkpoints(output / "checkpoints", config) as checkpoints:
+        if not resume and checkpoints.latest_step() is not None:
+            raise FileExistsError(f"{output} holds a run; continue it with --resume or give another --output")
+        trainer = trainer or OneDevice(config)
+        done, state = _begin(config, checkpoints, trainer, resume)
+        console.print(f"{done} of {config.steps} steps done, {_count(config):,} parameters, {output}")
+        log = RunLog(output / "log.jsonl", done) if jax.process_index() == 0 else None
+        run = _Run(config, trainer, data, checkpoints, log, console)
+        run.seconds = _seconds_before(output / "log.jsonl")
+        with stop_signal() as stopped:
+            return run.steps(done, state, stopped)
+
+
+def _begin(config: TrainingConfig, checkpoints: Checkpoints, trainer: Trainer, resume: bool) -> tuple[int, Any]:
+    """Returns the steps done and the trainer's state."""
+    if not resume:
+        return 0, trainer.place(initial_state(config))
+    done, saved = checkpoints.restore(trainer.shapes())
+    return done, trainer.resumed(saved, done)
+
+
+class _Run:
+    """The loop of one process. `seconds` is the time in training steps, with that of the run's earlier processes."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        trainer: Trainer,
+        data: Data,
+        checkpoints: Checkpoints,
+        log: RunLog | None,
+        console: Console,
+    ) -> None:
+        self.config, self.trainer = config, trainer
+        self.data, self.checkpoints, self.log, self.console = data, checkpoints, log, console
+        self.seconds = 0.0
+        self._validation = training_data.held_out_batches(data, config, config.eval_batches)
+
+    def steps(self, first: int, state: Any, stopped: list[int]) -> TrainState:
+        """Goes on from step `first` to the last step or a signal; returns the state that was saved then."""
+        config, tokens_per_step = self.config, self.config.batch_size * self.config.sequence_length
+        with _progress(self.console) as progress:
+            task = progress.add_task("train", total=config.steps, completed=first, text="")
+            since, window = time.perf_counter(), 0
+            for step in range(first, config.steps):
+                state, metrics = self.trainer.step(state, training_data.batch(self.data, config, step))
+                metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                done, window = step + 1, window + 1
+                if done % REPORT_EVERY == 0:
+                    elapsed = time.perf_counter() - since
+                    speed = window * tokens_per_step / elapsed
+                    self.seconds += elapsed
+                    self._report("train", done, metrics | {"tokens_per_second": speed})
+                    text = f"loss {metrics['loss']:.3f}  mtp {metrics['mtp_loss']:.3f}  {speed:,.0f} tokens/s"
+                    progress.update(task, completed=done, text=text)
+                    since, window = time.perf_counter(), 0
+                if done % config.eval_every == 0:
+                    self._validate(self.trainer.whole(state), done, progress.tasks[task].fields["text"])
+                stop = processes.any_of(bool(stopped))
+                if done % config.checkpoint_every == 0 or done == config.steps or stop:
+                    self.checkpoints.save(done, self.trainer.saved(state))
+                if stop:
+                    number = f"signal {stopped[0]}" if stopped else "a signal to another process"
+                    self.console.print(f"stopped by {number} after step {done}; continue with --resume")
+                    break
+        return self.trainer.whole(state)
+
+    def _validate(self, state: TrainState, done: int, text: str) -> None:
+        metrics = mean_metrics(state, self._validation, self.config)
+        self._report("validation", done, metrics)
+        values = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        self.console.print(f"step {done}: {text}  |  validation: {values}", highlight=False, soft_wrap=True)
+
+    def _report(self, kind: str, done: int, metrics: dict[str, float]) -> None:
+        tokens = done * self.config.batch_size * self.config.sequence_length
+        if self.log is not None:
+            self.log.write(kind=kind, step=done, tokens=tokens, seconds=round(self.seconds, 1), **metrics)
+
+
+def mean_metrics(state: TrainState, batches: list[np.ndarray], config: TrainingConfig) -> dict[str, float]:
+    """Returns the means of `evaluate` over `batches`, which all have one shape."""
+    results = [jax.device_get(evaluate(state.params, tokens, config=config)) for tokens in batches]
+    return {name: float(np.mean([r[name] for r in results])) for name in results[0]}
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[list[int]]:
+    """Yields a list that collects the first SIGTERM or SIGINT; a second one acts as usual."""
+    received: list[int] = []
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def remember(number: int, _frame: object) -> None:
+        received.append(number)
+        signal.signal(number, previous[signal.Signals(number)])
+
+    for number in previous:
+        signal.signal(number, remember)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    return Progress(*columns, console=console, speed_estimate_period=300)
+
+
+def _count(config: TrainingConfig) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract(config.model, np.float32)))
+
+
+def _seconds_before(log: Path) -> float:
+    rows = read_log(log)
+    return rows[-1]["seconds"] if rows else 0.0

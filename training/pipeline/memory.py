@@ -1,0 +1,122 @@
+"""Bytes that each device of a pipeline rank needs, from the shapes of what the trainer keeps and its programs save."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.model.params import abstract
+from sharding.mesh import DEVICES, NODE
+from training.config import TrainingConfig
+from training.pipeline import ranks
+from training.pipeline.operations import Kind
+from training.pipeline.programs import StageProgram, held_shapes, trace_stages
+from training.pipeline.ranks import is_partition, over_data
+from training.pipeline.schedules import Schedule
+from training.pipeline.size import RankSize
+from training.pipeline.stages import Stage, cut, partitions, take
+
+MASTERS = 3
+"""Float32 values per parameter that the owner of a stage keeps: the parameter and AdamW's two moments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one device of a rank.
+
+    `weights` are what its stages compute with (of two stages where the schedule has two directions), `gradients` their
+    float32 sums, `optimizer` the float32 parameters and moments of the stages that it owns, its share of them.
+    `activations` are the most that its micro-batches in flight keep for their backwards. Not counted: what a program
+    needs while it runs, and copies in a send.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def needed(self) -> int:
+        """Everything."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def memory_of(config: TrainingConfig, schedule: Schedule, rows: int, size: RankSize) -> tuple[RankMemory, ...]:
+    """Returns the memory of each rank for micro-batches of `rows` rows, which the devices of a rank divide.
+
+    Traces the stages' programs; nothing is compiled, and only shapes exist.
+    """
+    stages = cut(config.model, schedule.stages)
+    programs = trace_stages(config, stages, rows, config.sequence_length, size)
+    saved = {stage.index: _saved(config, programs[stage.index], rows) for stage in stages}
+    held = {stage.index: held_shapes(config, stage) for stage in stages}
+    memory = []
+    for rank in range(schedule.ranks):
+        own = [schedule.stage(rank, direction) for direction in range(schedule.directions)]
+        bytes_of = [_bytes(held[i], programs[i].held_as, size) for i in own]
+        elements = [_bytes(_as_float32(held[i]), programs[i].held_as, size) for i in own]
+        owned = (stage for stage in stages if schedule.rank(stage.index, 0) == rank)
+        memory.append(
+            RankMemory(sum(bytes_of), sum(elements), _optimizer(config, owned, size), _peak(schedule, rank, saved))
+        )
+    return tuple(memory)
+
+
+def _saved(config: TrainingConfig, program: StageProgram, rows: int) -> int:
+    """Returns the bytes that one micro-batch's forward keeps for its backward on one device."""
+    cfg, length, stage = config.model, config.sequence_length, program.stage
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    x = jax.ShapeDtypeStruct((rows * length, cfg.hidden_size), jnp.dtype(config.compute_dtype))
+    counts = jax.ShapeDtypeStruct((1 + cfg.num_nextn_predict_layers,), jnp.float32)
+    data = (tokens, counts) if stage.last else ()
+    entry = tokens if stage.first else x
+    _, _, saved = jax.eval_shape(program.program_of_forward(), held_shapes(config, stage), entry, data)
+    return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
+
+
+def _peak(schedule: Schedule, rank: int, saved: dict[int, int]) -> int:
+    """Returns the most bytes that the rank's micro-batches keep at once; an input gradient is taken to free nothing."""
+    held: collections.Counter[tuple[int, int]] = collections.Counter()
+    peak = 0
+    for operation in schedule.orders[rank]:
+        chunks = [(part.kind, (schedule.stage(rank, part.direction), schedule.batch(part))) for part in operation]
+        held.update({chunk: saved[chunk[0]] for kind, chunk in chunks if kind is Kind.FORWARD})
+        peak = max(peak, held.total())
+        for kind, chunk in chunks:
+            if kind in (Kind.BACKWARD, Kind.WEIGHT):
+                del held[chunk]
+    return peak
+
+
+def _optimizer(config: TrainingConfig, owned: Iterable[Stage], size: RankSize) -> int:
+    everything = abstract(config.model, jnp.float32)
+    total = 0
+    for stage in owned:
+        shapes = take(everything, config.model, stage, _one_layer)
+        where = partitions(config.model, stage, computing=False)
+        spread = jax.tree.map(lambda p, leaf: over_data(p, leaf.shape, size), where, shapes, is_leaf=is_partition)
+        total += MASTERS * _bytes(shapes, spread, size)
+    return total
+
+
+def _one_layer(leaf: Any, _: slice) -> Any:
+    return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype)
+
+
+def _as_float32(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), tree)
+
+
+def _bytes(shapes: Any, where: Any, size: RankSize) -> int:
+    """Returns the bytes of one device of a tree that lies so."""
+    sizes = dict.fromkeys(DEVICES, 1) | {NODE: size.data, ranks.TEAM[0]: size.experts}
+    flat = jax.tree.leaves(where, is_leaf=is_partition)
+    total = 0
+    for partition, leaf in zip(flat, jax.tree.leaves(shapes), strict=True):
+        axes = [axis for entry in partition if entry for axis in ([entry] if isinstance(entry, str) else entry)]
+        total += math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(sizes[axis] for axis in axes)
+    return total

@@ -1,0 +1,243 @@
+"""The compiled programs of a pipeline stage: forward, the backward and its halves, and an overlapped pair."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv3.model.decoder import embed
+from dsv3.model.params import abstract
+from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
+from training.config import TrainingConfig
+from training.pipeline import ranks
+from training.pipeline.ranks import EVERYWHERE, SPLIT, own, partial
+from training.pipeline.size import RankSize
+from training.pipeline.split import Split, split
+from training.pipeline.stages import Stage, StageParams, compute, cut, needs_embedding, partitions, take, weights
+from training.pipeline.weave import woven
+
+
+@dataclasses.dataclass(frozen=True)
+class StageProgram:
+    """The mathematics of one stage for one micro-batch, as pure functions of one device's part.
+
+    `program_of_...` map them over the devices of a rank. Weight gradients are added to `total`, a float32 tree like the
+    weights. The first stage takes tokens `[B, S]` for its input and embeds them. It sends no input gradient, but it
+    computes one all the same: the embedding's gradient follows from it.
+    """
+
+    stage: Stage
+    held_as: StageParams
+    """How the weights lie on the devices."""
+    size: RankSize
+    parts: Split
+
+    def forward(self, weights: StageParams, entry: jax.Array, data: Any) -> tuple[jax.Array, Any, list[jax.Array]]:
+        """Returns the stage's output, its report, and what the backward needs."""
+        if not self.stage.first:
+            return self.parts.forward(weights, entry, data)
+        y, report, saved = self.parts.forward(weights, embed(weights.ends, entry.reshape(-1)), data)
+        return y, report, [*saved, entry]
+
+    def input_gradient(
+        self, weights: StageParams, saved: list[jax.Array], dy: jax.Array
+    ) -> tuple[jax.Array | None, list[jax.Array]]:
+        """Returns the gradient for the stage before, and what the weight gradient needs of this half."""
+        if not self.stage.first:
+            return self.parts.input_gradient(weights, saved, dy)
+        dx, made = self.parts.input_gradient(weights, saved[:-1], dy)
+        return None, [*made, dx]
+
+    def keep(self, saved: list[jax.Array], made: list[jax.Array]) -> list[jax.Array]:
+        """Returns what waits for the weight gradient."""
+        if not self.stage.first:
+            return self.parts.keep(saved, made)
+        return [*self.parts.keep(saved[:-1], made[:-1]), saved[-1], made[-1]]
+
+    def weight_gradient(self, weights: StageParams, total: StageParams, kept: list[jax.Array]) -> StageParams:
+        """Returns `total` with the micro-batch's weight gradient added."""
+        if not self.stage.first:
+            return _add(total, self.parts.weight_gradient(weights, kept))
+        *kept, tokens, dx = kept
+        total = _add(total, self.parts.weight_gradient(weights, kept))
+        embedding = total.ends.embed.at[tokens.reshape(-1)].add(dx.astype(jnp.float32), mode="clip")
+        return dataclasses.replace(total, ends=dataclasses.replace(total.ends, embed=embedding))
+
+    def backward(
+        self, weights: StageParams, total: StageParams, saved: list[jax.Array], dy: jax.Array
+    ) -> tuple[jax.Array | None, StageParams]:
+        """Returns the gradient for the stage before, and `total` with the micro-batch's weight gradient added."""
+        dx, made = self.input_gradient(weights, saved, dy)
+        return dx, self.weight_gradient(weights, total, self.keep(saved, made))
+
+    def program_of_zeros(self) -> Callable[..., Any]:
+        """Maps the first `total`: `(weights) -> total`."""
+
+        def run(weights):
+            return partial(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), weights))
+
+        return ranks.spread(run, self.size, (self.held_as,), SPLIT)
+
+    @property
+    def forward_inputs(self) -> tuple[Any, ...]:
+        """The partitions of the arguments of `forward`."""
+        return self.held_as, SPLIT, (SPLIT, EVERYWHERE) if self.stage.last else ()
+
+    @property
+    def backward_inputs(self) -> tuple[Any, ...]:
+        """The partitions of the arguments of `backward`."""
+        return self.held_as, SPLIT, SPLIT, self._dy
+
+    def forward_on_a_device(self, weights, entry, data):
+        """Runs `forward` inside `spread`; the last stage's y is partial."""
+        y, report, saved = self.forward(weights, entry, data)
+        return y[None] if self.stage.last else y, partial(report), partial(saved)
+
+    def backward_on_a_device(self, weights, total, saved, dy):
+        """Runs `backward` inside `spread`."""
+        dx, total = self.backward(weights, own(total), own(saved), dy)
+        return dx, partial(total)
+
+    def program_of_forward(self) -> Callable[..., Any]:
+        """Maps `forward`: `(weights, entry, data) -> (y, report, saved)`."""
+        return ranks.spread(self.forward_on_a_device, self.size, self.forward_inputs, SPLIT)
+
+    def program_of_input_gradient(self) -> Callable[..., Any]:
+        """Maps `input_gradient`: `(weights, saved, dy) -> (dx, made)`."""
+
+        def run(weights, saved, dy):
+            dx, made = self.input_gradient(weights, own(saved), dy)
+            return dx, partial(made)
+
+        return ranks.spread(run, self.size, (self.held_as, SPLIT, self._dy), SPLIT)
+
+    def program_of_weight_gradient(self) -> Callable[..., Any]:
+        """Maps `weight_gradient`: `(weights, total, kept) -> total`."""
+
+        def run(weights, total, kept):
+            return partial(self.weight_gradient(weights, own(total), own(kept)))
+
+        return ranks.spread(run, self.size, (self.held_as, SPLIT, SPLIT), SPLIT)
+
+    def program_of_backward(self) -> Callable[..., Any]:
+        """Maps `backward`: `(weights, total, saved, dy) -> (dx, total)`."""
+        return ranks.spread(self.backward_on_a_device, self.size, self.backward_inputs, SPLIT)
+
+    def program_of_pair(self, other: "StageProgram", overlap: Overlap) -> Callable[..., Any]:
+        """Maps a forward of this stage and a backward of `other`, in the published order (`weave`).
+
+        It takes the arguments of both, one after the other, and returns their two results.
+        """
+        both = woven(self.forward_on_a_device, other.backward_on_a_device, overlap)
+        mapped = ranks.spread(both, self.size, (self.forward_inputs, other.backward_inputs), SPLIT)
+
+        def run(weights, entry, data, other_weights, total, saved, dy):
+            return mapped((weights, entry, data), (other_weights, total, saved, dy))
+
+        return run
+
+    def program_of_gradient(self) -> Callable[..., Any]:
+        """Maps the sum over the rank: `(total) -> gradient`, which lies as the weights do."""
+
+        def run(total):
+            return jax.tree.map(ranks.add_up, self.held_as, own(total), is_leaf=ranks.is_partition)
+
+        return ranks.spread(run, self.size, (SPLIT,), self.held_as)
+
+    @property
+    def _dy(self) -> Any:
+        return EVERYWHERE if self.stage.last else SPLIT
+
+
+def _add(total: StageParams, gradient: StageParams) -> StageParams:
+    return jax.tree.map(lambda sum_, part: sum_ + part.astype(jnp.float32), total, gradient)
+
+
+def held_shapes(config: TrainingConfig, stage: Stage) -> StageParams:
+    """Returns the shapes of what a stage computes with."""
+    cfg = config.model
+    shapes = jax.eval_shape(lambda params: take(params, cfg, stage), abstract(cfg, jnp.float32))
+    table = jax.ShapeDtypeStruct((cfg.vocab_size, cfg.hidden_size), jnp.float32)
+    embedding = table if needs_embedding(cfg, stage) else None
+    return jax.eval_shape(lambda own, table: weights(own, table, config, stage), shapes, embedding)
+
+
+def trace(config: TrainingConfig, stage: Stage, rows: int, length: int, size: RankSize) -> StageProgram:
+    """Returns the program of a stage for micro-batches of `rows` rows of `length` tokens, over a rank's devices."""
+    cfg, dtype = config.model, jnp.dtype(config.compute_dtype)
+    held = held_shapes(config, stage)
+    x = jax.ShapeDtypeStruct((rows * length, cfg.hidden_size), dtype)
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    counts = jax.ShapeDtypeStruct((1 + cfg.num_nextn_predict_layers,), jnp.float32)
+    data = (tokens, counts) if stage.last else ()
+    function = compute(config, stage, length, ranks.routed_experts(size))
+    parts: list[Split] = []
+
+    def on_a_device(held: StageParams, x: jax.Array, data: Any) -> None:
+        parts.append(split(function, held, x, data))
+
+    held_as = partitions(cfg, stage, computing=True)
+    inputs = (held_as, SPLIT, (SPLIT, EVERYWHERE) if stage.last else ())
+    jax.eval_shape(ranks.spread(on_a_device, size, inputs, None), held, x, data)
+    return StageProgram(stage, held_as, size, parts[0])
+
+
+class StagePrograms:
+    """The programs of all stages, by stage. Stages with the same kinds of layers share them.
+
+    Weights are whole, inputs and gradients between stages are rows, all other values are partial (`ranks`). The
+    programs that add to `total` overwrite it.
+    """
+
+    def __init__(self, config: TrainingConfig, stages: tuple[Stage, ...], rows: int, length: int, size: RankSize):
+        self.stages = trace_stages(config, stages, rows, length, size)
+        # It uses the weights for nothing but their devices, which jax forgets with an unused argument.
+        self.zeros = self._compiled(lambda stage: stage.program_of_zeros(), keep_unused=True)
+        self.forward = self._compiled(lambda stage: stage.program_of_forward())
+        self.input_gradient = self._compiled(lambda stage: stage.program_of_input_gradient())
+        self.weight_gradient = self._compiled(lambda stage: stage.program_of_weight_gradient(), donate_argnums=1)
+        self.backward = self._compiled(lambda stage: stage.program_of_backward(), donate_argnums=1)
+        self.gradient = self._compiled(lambda stage: stage.program_of_gradient())
+        self._pairs: dict[tuple[int, int], Callable[..., Any]] = {}
+
+    def _compiled(self, program: Callable[[StageProgram], Any], **options: Any) -> list[Callable[..., Any]]:
+        programs = {id(stage): jax.jit(program(stage), **options) for stage in self.stages}
+        return [programs[id(stage)] for stage in self.stages]
+
+    def pair(self, forward: int, backward: int) -> Callable[..., Any]:
+        """Returns one program for a forward of one stage and a backward of another, as `program_of_pair` does."""
+        first, second = self.stages[forward], self.stages[backward]
+        if (key := (id(first), id(second))) not in self._pairs:
+            platform = jax.default_backend()
+            program = first.program_of_pair(second, resolve_overlap(platform))
+            self._pairs[key] = jax.jit(program, donate_argnums=4, compiler_options=compiler_options(platform))
+        return self._pairs[key]
+
+
+def trace_stages(
+    config: TrainingConfig, stages: tuple[Stage, ...], rows: int, length: int, size: RankSize
+) -> list[StageProgram]:
+    """Returns the programs of all stages, as `trace` does; stages with the same kinds of layers share one."""
+    keys = [_key(config, stage) for stage in stages]
+    traced = {key: trace(config, stage, rows, length, size) for key, stage in zip(keys, stages, strict=True)}
+    return [traced[key] for key in keys]
+
+
+def _key(config: TrainingConfig, stage: Stage) -> tuple[Any, ...]:
+    """Returns what two stages with the same programs have in common."""
+    dense = [index < config.model.num_dense_layers for index in range(stage.begin, stage.end)]
+    return stage.first, stage.last, *dense
+
+
+@functools.lru_cache(maxsize=8)
+def stage_programs(config: TrainingConfig, stages: int, rows: int, length: int, size: RankSize) -> StagePrograms:
+    """Returns the programs of a model cut in `stages`, for micro-batches of `rows` rows of `length` tokens.
+
+    The devices of a rank divide the rows.
+
+    Raises ValueError as `cut` does.
+    """
+    return StagePrograms(config, cut(config.model, stages), rows, length, size)

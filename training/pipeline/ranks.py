@@ -1,0 +1,132 @@
+"""The devices of a pipeline rank: they split the rows of a micro-batch, and some of them the routed experts.
+
+A rank's devices are `data` teams of `experts` devices. All of them split the rows. Those of a team split the experts,
+so each team has every expert once. Both have axes of the mesh: teams lie along `node`, a team's devices along `gpu`.
+
+Programs are written for one device and mapped over the rank's with `shard_map`, on a mesh without devices: all ranks
+share them. Arrays lie in one of three ways. *Rows* are split by row. *Whole* parameters are on every device, but for
+experts, which are split by expert. *Partial* values are a device's own, with a leading axis `[Z]` of the devices.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from dsv3.model.layers import experts
+from dsv3.model.layers.expert_parallel import count
+from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, Tally
+from dsv3.model.layers.router import Routing
+from dsv3.model.tensor_parallel import ONE_DEVICE, Shards
+from sharding.experts.rows import TokenRows, localize
+from sharding.mesh import DEVICES, GPU, NODE, TENSOR, AxisTable, rank_mesh
+from training.pipeline.size import RankSize
+
+TEAM = (GPU, TENSOR)
+"""Axes of the devices that split the experts."""
+SPLIT = PartitionSpec(DEVICES)
+"""Partition of rows, and of partial values."""
+EVERYWHERE = PartitionSpec()
+TABLE = AxisTable(experts=TEAM, heads=(), heads_latent=(), mlp=(), gate_up=())
+"""What is split of the parameters: experts alone."""
+
+
+def size_of(mesh: Mesh) -> RankSize:
+    """Returns the size of a rank on `mesh`."""
+    return RankSize(mesh.shape[NODE], mesh.size // mesh.shape[NODE])
+
+
+def rank_meshes(devices: Sequence[jax.Device], ranks: int, size: RankSize) -> list[Mesh]:
+    """Returns a mesh for each of `ranks`, over `devices` of one process or several, of which some may be left over.
+
+    A process has an equal share of every rank, so what one rank sends to another never crosses processes; what the
+    devices of a rank exchange does. Teams are split over processes before their devices are.
+
+    Raises ValueError where a rank does not divide over the processes, or a process has too few devices.
+    """
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    share, rest = divmod(size.devices, len(by_process))
+    if rest:
+        raise ValueError(
+            f"data={size.data} x expert={size.experts} devices of a rank do not divide over {len(by_process)} processes"
+        )
+    if (fewest := min(map(len, by_process.values()))) < ranks * share:
+        raise ValueError(f"{ranks} ranks of {size.devices} devices need {ranks * share} in each process, not {fewest}")
+    of_rank = [
+        [device for own in by_process.values() for device in own[rank * share : (rank + 1) * share]]
+        for rank in range(ranks)
+    ]
+    return [rank_mesh(of, num_nodes=size.data) for of in of_rank]
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredExperts:
+    """Experts spread over a team: each device sees all rows, computes its experts' share, and the shares are added.
+
+    The gradient of the all-gather is a reduce-scatter and the other way round: a backward dispatches what the forward
+    combined. The served transports pack rows into words, which have no gradient.
+    """
+
+    devices: int
+
+    @property
+    def shards(self) -> Shards:
+        return ONE_DEVICE
+
+    def __call__(self, x: jax.Array, routing: Routing, layer: ExpertLayer, /) -> tuple[jax.Array, Tally]:
+        num_experts = layer.params.router.shape[1]
+        with jax.named_scope("dispatch"):
+            rows = TokenRows(x, routing.ids, routing.weights)
+            rows = jax.tree.map(lambda leaf: lax.all_gather(leaf, TEAM, axis=0, tiled=True), rows)
+        mine = localize(rows, TEAM, num_experts // self.devices)
+        y, _ = experts.moe(mine.payload, Routing(mine.ids, mine.weights), layer)
+        with jax.named_scope("combine"):
+            y = lax.psum_scatter(y, TEAM, scatter_dimension=0, tiled=True)
+        return y, Tally(count(routing.ids, num_experts), None)
+
+
+def routed_experts(size: RankSize) -> RoutedExperts:
+    """Returns how a rank computes routed experts."""
+    return LOCAL_EXPERTS if size.experts == 1 else GatheredExperts(size.experts)
+
+
+def spread(function: Callable[..., Any], size: RankSize, inputs: Any, outputs: Any) -> Callable[..., Any]:
+    """Maps `function`, written for one device, over those of a rank; partitions are as `jax.shard_map` takes them."""
+    mesh = AbstractMesh((size.data, size.experts, 1), DEVICES, axis_types=(AxisType.Auto,) * 3)
+    return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+
+def partial(tree: Any) -> Any:
+    """Returns a device's own values as partial ones, inside `spread`."""
+    return jax.tree.map(lambda leaf: leaf[None], tree)
+
+
+def own(tree: Any) -> Any:
+    """Returns the device's own values of partial ones, inside `spread`."""
+    return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def is_partition(node: Any) -> bool:
+    """Returns whether a node of a tree of partitions is one."""
+    return isinstance(node, PartitionSpec)
+
+
+def add_up(partition: PartitionSpec, gradient: jax.Array) -> jax.Array:
+    """Returns a weight's gradient over all rows of the rank, inside `spread`: experts have seen their own."""
+    return lax.psum(gradient, NODE if any(partition) else DEVICES)
+
+
+def over_data(partition: PartitionSpec, shape: Sequence[int], size: RankSize) -> PartitionSpec:
+    """Returns the partition with one more dimension split, over the teams: what an optimiser keeps is there once.
+
+    It is the first dimension that the teams divide and nothing splits; without one the partition stays as it is.
+    """
+    entries = [*partition, *[None] * (len(shape) - len(partition))]
+    free = (i for i, n in enumerate(shape) if entries[i] is None and n % size.data == 0)
+    place = next(free, None) if size.data > 1 else None
+    return partition if place is None else PartitionSpec(*entries[:place], NODE, *entries[place + 1 :])

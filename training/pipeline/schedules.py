@@ -1,0 +1,228 @@
+"""Pipeline schedules as data: for each rank the order of its operations in one training step. No jax.
+
+    1F1B       a rank alternates one forward and one backward (PipeDream-Flush, arXiv:2006.09503)
+    ZB1P       the same with the backward split; weight gradients fill the bubble (ZB-H1, arXiv:2401.10241)
+    DualPipe   micro-batches enter at both ends; every rank holds two stages (DeepSeek-V3 report, 3.2.1)
+    DualPipeV  DualPipe cut in half: half the ranks, and the pipe turns back at the last one
+
+DualPipe and DualPipeV follow the published `step` of deepseek-ai/DualPipe operation by operation.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+from training.pipeline.operations import Kind, Operation, Order, Part, text
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The operations of all ranks in one step of `micro_batches`.
+
+    `directions` says how the stages lie on the ranks. One direction: stage = rank. Two: each rank holds a stage per
+    direction. With `turns` both are legs of one pipe, so every micro-batch passes both; without it, half of the
+    micro-batches take each direction, and stage s is held by two ranks.
+    """
+
+    algorithm: str
+    ranks: int
+    micro_batches: int
+    orders: tuple[Order, ...]
+    directions: int = 1
+    turns: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages that the model is cut into."""
+        return 2 * self.ranks if self.turns else self.ranks
+
+    @property
+    def holders(self) -> int:
+        """Ranks that hold each stage, and so its parameters."""
+        return 2 if self.directions == 2 and not self.turns else 1
+
+    def stage(self, rank: int, direction: int) -> int:
+        """Returns the stage that `rank` computes for the micro-batches of `direction`."""
+        return rank if direction == 0 else self.stages - 1 - rank
+
+    def rank(self, stage: int, batch: int) -> int:
+        """Returns the rank that computes `stage` for micro-batch `batch` of the step."""
+        if self.turns:
+            return min(stage, self.stages - 1 - stage)
+        return stage if batch < self.micro_batches // self.holders else self.ranks - 1 - stage
+
+    def batch(self, part: Part) -> int:
+        """Returns which micro-batch of the step, counted over both directions, `part` works on."""
+        second = part.direction == 1 and not self.turns
+        return part.micro_batch + (self.micro_batches // 2 if second else 0)
+
+
+def build(algorithm: str, ranks: int, micro_batches: int) -> Schedule:
+    """Returns the schedule of `algorithm`, a name of `ALGORITHMS`.
+
+    Raises ValueError for an unknown algorithm, and for numbers of ranks or micro-batches that it cannot take.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"no pipeline schedule is called {algorithm!r}; known are {', '.join(ALGORITHMS)}")
+    if ranks < 1:
+        raise ValueError(f"a pipeline needs at least one rank, got {ranks}")
+    return ALGORITHMS[algorithm](ranks, micro_batches)
+
+
+def order(algorithm: str, ranks: int, micro_batches: int) -> list[list[str]]:
+    """Returns for each rank its operations as they are written: `F0.3`, `Bi1.0`, `W1.0`, `F0.3&B1.1`.
+
+    `micro_batches` counts those of both directions. Raises ValueError as `build` does.
+    """
+    schedule = build(algorithm, ranks, micro_batches)
+    return [[text(operation) for operation in rank] for rank in schedule.orders]
+
+
+class _Writer:
+    """Writes one rank's order: it numbers micro-batches per direction and keeps the queue of weight gradients.
+
+    `phase` is the direction that the steps below call 0; the ranks of DualPipe's second half see both exchanged.
+    """
+
+    def __init__(self, phase: int = 0):
+        self.operations: list[Operation] = []
+        self._phase = phase
+        self._forwards, self._backwards = [0, 0], [0, 0]
+        self._waiting: collections.deque[Part] = collections.deque()
+
+    @property
+    def waiting(self) -> int:
+        """Weight gradients in the queue."""
+        return len(self._waiting)
+
+    def forward(self, direction: int = 0) -> None:
+        self.operations.append((self._forward(direction),))
+
+    def backward(self, direction: int = 0, *, split: bool = False) -> None:
+        part = self._backward(direction, Kind.INPUT if split else Kind.BACKWARD)
+        if split:
+            self._waiting.append(dataclasses.replace(part, kind=Kind.WEIGHT))
+        self.operations.append((part,))
+
+    def pair(self, forward: int, backward: int) -> None:
+        self.operations.append((self._forward(forward), self._backward(backward, Kind.BACKWARD)))
+
+    def weight(self) -> None:
+        self.operations.append((self._waiting.popleft(),))
+
+    def _forward(self, direction: int) -> Part:
+        return self._next(self._forwards, direction ^ self._phase, Kind.FORWARD)
+
+    def _backward(self, direction: int, kind: Kind) -> Part:
+        return self._next(self._backwards, direction ^ self._phase, kind)
+
+    @staticmethod
+    def _next(counts: list[int], direction: int, kind: Kind) -> Part:
+        counts[direction] += 1
+        return Part(kind, direction, counts[direction] - 1)
+
+
+def _one_forward_one_backward(ranks: int, micro_batches: int) -> Schedule:
+    _check_filled("1F1B", ranks, micro_batches)
+    orders = []
+    for rank in range(ranks):
+        writer, ahead = _Writer(), ranks - 1 - rank
+        for i in range(micro_batches + ahead):
+            if i < micro_batches:
+                writer.forward()
+            if i >= ahead:
+                writer.backward()
+        orders.append(tuple(writer.operations))
+    return Schedule("1F1B", ranks, micro_batches, tuple(orders))
+
+
+def _zero_bubble(ranks: int, micro_batches: int) -> Schedule:
+    """Lets r weight gradients wait on rank r. Every rank then holds as many activations as the first one of 1F1B."""
+    _check_filled("ZB1P", ranks, micro_batches)
+    orders = []
+    for rank in range(ranks):
+        writer, ahead = _Writer(), ranks - 1 - rank
+        for i in range(micro_batches + ahead):
+            if i < micro_batches:
+                writer.forward()
+            if i >= ahead:
+                writer.backward(split=True)
+            if writer.waiting > rank:
+                writer.weight()
+        while writer.waiting:
+            writer.weight()
+        orders.append(tuple(writer.operations))
+    return Schedule("ZB1P", ranks, micro_batches, tuple(orders))
+
+
+def _check_filled(algorithm: str, ranks: int, micro_batches: int) -> None:
+    if micro_batches < ranks:
+        raise ValueError(f"{algorithm} over {ranks} ranks needs at least {ranks} micro-batches, got {micro_batches}")
+
+
+def _dualpipe(ranks: int, micro_batches: int) -> Schedule:
+    if ranks % 2:
+        raise ValueError(f"DualPipe needs an even number of ranks, got {ranks}")
+    if micro_batches % 2 or micro_batches < 2 * ranks:
+        raise ValueError(
+            f"DualPipe over {ranks} ranks needs an even number of micro-batches, at least {2 * ranks}; "
+            f"got {micro_batches}"
+        )
+    half = ranks // 2
+    outer = [min(rank, ranks - 1 - rank) for rank in range(ranks)]
+    orders = [_bidirectional(h, half, micro_batches // 2, int(rank >= half)) for rank, h in enumerate(outer)]
+    return Schedule("DualPipe", ranks, micro_batches, tuple(orders), directions=2)
+
+
+def _dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
+    if micro_batches < 2 * ranks:
+        raise ValueError(f"DualPipeV over {ranks} ranks needs at least {2 * ranks} micro-batches, got {micro_batches}")
+    orders = [_bidirectional(rank, ranks, micro_batches, 0) for rank in range(ranks)]
+    return Schedule("DualPipeV", ranks, micro_batches, tuple(orders), directions=2, turns=True)
+
+
+def _bidirectional(outer: int, half: int, micro_batches: int, phase: int) -> Order:
+    """Returns the eight steps of DualPipe for the rank that is `outer` places from its end of the pipe.
+
+    Args:
+      outer: 0 for a rank at an end, `half - 1` for one in the middle.
+      half: half of the pipeline's stages.
+      micro_batches: those of one direction.
+      phase: the direction that enters at this rank's end.
+    """
+    writer, inner = _Writer(phase), half - outer - 1
+    for _ in range(2 * inner):
+        writer.forward(0)
+    for _ in range(outer + 1):
+        writer.forward(0)
+        writer.forward(1)
+    for _ in range(inner):
+        writer.backward(1, split=True)
+        writer.weight()
+        writer.forward(1)
+    for i in range(micro_batches - 2 * half + outer + 1):
+        if i == 0 and inner == 0:  # in the middle the first pair has nothing to wait for
+            writer.forward(0)
+            writer.backward(1)
+        else:
+            writer.pair(0, 1)
+        writer.pair(1, 0)
+    for _ in range(inner):
+        writer.backward(1)
+        writer.pair(1, 0)
+    for i in range(2 * (outer + 1)):
+        writer.backward(1 - i % 2, split=i > outer)  # the second half leaves its weight gradients for the end
+    for _ in range(inner):
+        writer.weight()
+        writer.backward(0, split=True)
+    for _ in range(outer + 1):
+        writer.weight()
+    return tuple(writer.operations)
+
+
+ALGORITHMS: dict[str, Callable[[int, int], Schedule]] = {
+    "1F1B": _one_forward_one_backward,
+    "ZB1P": _zero_bubble,
+    "DualPipe": _dualpipe,
+    "DualPipeV": _dualpipe_v,
+}

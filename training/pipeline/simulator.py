@@ -1,0 +1,175 @@
+"""Plays a pipeline schedule: when each operation can run, what waits for nothing, how much is in flight. No jax."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from training.pipeline.operations import Kind, Operation, Part, text
+from training.pipeline.schedules import Schedule
+
+
+class ScheduleError(ValueError):
+    """The operations of a schedule cannot run in the order given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Durations:
+    """Time of each operation, in any unit. `backward` is the whole one, `weight` its half that may wait.
+
+    With the defaults every published formula holds exactly on every rank. Sends take no time.
+    """
+
+    forward: float = 1
+    backward: float = 2
+    weight: float = 1
+    pair: float = 3
+
+    def of(self, operation: Operation) -> float:
+        """Returns the time of one operation."""
+        if len(operation) == 2:
+            return self.pair
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.INPUT: self.backward - self.weight,
+            Kind.WEIGHT: self.weight,
+        }[operation[0].kind]
+
+
+UNITS = Durations()
+"""Forward 1, input gradient 1, weight gradient 1: the durations of the published figures."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """An operation of a rank, from `start` to `end`."""
+
+    rank: int
+    operation: Operation
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """All operations of a step, by start; those that start together by rank."""
+
+    schedule: Schedule
+    events: tuple[Event, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first start to the last end."""
+        return max(event.end for event in self.events)
+
+    def bubbles(self) -> list[float]:
+        """Returns for each rank the time of the step in which it computes nothing."""
+        busy = [0.0] * self.schedule.ranks
+        for event in self.events:
+            busy[event.rank] += event.end - event.start
+        return [self.makespan - time for time in busy]
+
+    def in_flight(self) -> list[int]:
+        """Returns for each rank the most micro-batches whose activations it holds at once, over all its stages.
+
+        A forward takes them when it starts. They are free when the whole backward ends, or the weight gradient.
+        """
+        return [_peak(e.operation for e in self.events if e.rank == rank) for rank in range(self.schedule.ranks)]
+
+
+def _peak(operations: Iterable[Operation]) -> int:
+    held = peak = 0
+    for operation in operations:
+        held += sum(part.kind is Kind.FORWARD for part in operation)
+        peak = max(peak, held)
+        held -= sum(part.kind in (Kind.BACKWARD, Kind.WEIGHT) for part in operation)
+    return peak
+
+
+def simulate(schedule: Schedule, durations: Durations = UNITS) -> Timeline:
+    """Starts each operation as soon as its rank is free and all that it needs is there.
+
+    Raises ScheduleError where an operation waits for ever, is missing, or appears twice.
+    """
+    _check_complete(schedule)
+    ended: dict[_Done, float] = {}
+    free, places = [0.0] * schedule.ranks, [0] * schedule.ranks
+    events: list[Event] = []
+    while len(events) < sum(map(len, schedule.orders)):
+        ready = [_start(schedule, rank, places[rank], free[rank], ended) for rank in range(schedule.ranks)]
+        times = [(start, rank) for rank, start in enumerate(ready) if start is not None]
+        if not times:
+            raise ScheduleError(f"every rank waits: {_heads(schedule, places)}")
+        start, rank = min(times)
+        operation = schedule.orders[rank][places[rank]]
+        end = start + durations.of(operation)
+        events.append(Event(rank, operation, start, end))
+        free[rank], places[rank] = end, places[rank] + 1
+        ended |= {_done(schedule, rank, part): end for part in operation}
+    return Timeline(schedule, tuple(events))
+
+
+_Done = tuple[Kind, int, int]
+"""What is complete: a kind, with `Kind.INPUT` for every input gradient; the stage; the micro-batch of the step."""
+
+
+def _done(schedule: Schedule, rank: int, part: Part) -> _Done:
+    kind = Kind.INPUT if part.kind is Kind.BACKWARD else part.kind
+    return kind, schedule.stage(rank, part.direction), schedule.batch(part)
+
+
+def _start(schedule: Schedule, rank: int, place: int, free: float, ended: dict[_Done, float]) -> float | None:
+    """Returns when the rank's next operation can start; None if it has none, or waits for one that has not begun."""
+    if place == len(schedule.orders[rank]):
+        return None
+    needed = [need for part in schedule.orders[rank][place] for need in _needs(schedule, rank, part)]
+    if any(need not in ended for need in needed):
+        return None
+    return max([free, *(ended[need] for need in needed)])
+
+
+def _needs(schedule: Schedule, rank: int, part: Part) -> list[_Done]:
+    kind, stage, batch = _done(schedule, rank, part)
+    if kind is Kind.FORWARD:
+        return [(Kind.FORWARD, stage - 1, batch)] if stage else []
+    if kind is Kind.WEIGHT:
+        return [(Kind.INPUT, stage, batch)]
+    last = stage == schedule.stages - 1
+    return [(Kind.FORWARD, stage, batch)] + ([] if last else [(Kind.INPUT, stage + 1, batch)])
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Raises ScheduleError unless each stage does each micro-batch's forward, input and weight gradient once."""
+    seen: dict[_Done, int] = {}
+    for rank, order in enumerate(schedule.orders):
+        for part in (part for operation in order for part in operation):
+            _, stage, batch = done = _done(schedule, rank, part)
+            both = part.kind is Kind.BACKWARD
+            for key in [done, (Kind.WEIGHT, stage, batch)] if both else [done]:
+                seen[key] = seen.get(key, 0) + 1
+    for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT):
+        for stage in range(schedule.stages):
+            for batch in range(schedule.micro_batches):
+                if (count := seen.get((kind, stage, batch), 0)) != 1:
+                    what = f"{kind.value} of micro-batch {batch} in stage {stage}"
+                    raise ScheduleError(f"{schedule.algorithm}: {what} appears {count} times, not once")
+
+
+def _heads(schedule: Schedule, places: list[int]) -> str:
+    heads = [(rank, order[place]) for rank, (order, place) in enumerate(zip(schedule.orders, places, strict=True))
+             if place < len(order)]  # fmt: skip
+    return ", ".join(f"rank {rank} for {text(operation)}" for rank, operation in heads)
+
+
+def bubble(schedule: Schedule, durations: Durations = UNITS) -> float:
+    """Returns the time that a rank is idle in one step, by the published formulas (deepseek-ai/DualPipe)."""
+    one = durations.forward + durations.backward
+    if schedule.algorithm == "1F1B":
+        return (schedule.stages - 1) * one
+    if schedule.algorithm == "ZB1P":
+        return (schedule.stages - 1) * (one - 2 * durations.weight)
+    return (schedule.stages / 2 - 1) * (durations.pair + durations.backward - 3 * durations.weight)
+
+
+def activations(schedule: Schedule) -> int:
+    """Returns the most micro-batches whose activations a rank holds at once, by the published table."""
+    return schedule.stages + (schedule.directions - 1)

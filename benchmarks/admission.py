@@ -11,11 +11,11 @@ import statistics
 import time
 
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import sequence_of
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.scheduler import Scheduler
+from dsv3.scheduler.sequence import sequence_of
 
 PAGES, STEPS = 64, 100
 

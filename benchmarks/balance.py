@@ -12,7 +12,7 @@ per rank somewhere in their answers; as many arrive per step as end at the mean.
 The rule before (`FewestRunning`) sent a request to the rank with the fewest running ones, the longer cached prefix
 deciding ties, and computed prompts in their order. Prints for each load the largest of a rank over the mean: of all
 steps (sum of the largest over sum of the means) and of the worst step in a hundred; and of the time to the first token
-median and 99th percentile. The step's time is `tools.plan.roofline`'s for DeepSeek-V3 on H800s, without its collectives:
+median and 99th percentile. The step's time is that of `tools.plan.roofline` for DeepSeek-V3 on H800s without collectives:
 an estimate. The slowest rank sets each stage but the routed experts', which all ranks share.
 """
 
@@ -32,14 +32,14 @@ from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner
 from dsv3.engine.jobs.sample import SamplePlanner
-from dsv3.engine.requests.balance import Balancer
-from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import Sequence as Request
-from dsv3.engine.requests.sequence import sequence_of
-from dsv3.fleet.cost import keys_per_token
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest, StepOutputs
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.balance import Balancer
+from dsv3.scheduler.cost import keys_per_token
+from dsv3.scheduler.scheduler import Scheduler
+from dsv3.scheduler.sequence import Sequence as Request
+from dsv3.scheduler.sequence import sequence_of
 from tools.plan.roofline import MicroBatch, decode_stages, prefill_stages, rates_of
 
 VOCAB, LONGEST, BACKLOG, RUNNING = 1000, 32768, 16, 88

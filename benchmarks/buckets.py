@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 
 from dsv3.engine.config import EngineConfig
-from dsv3.fleet.chunks import batch_size
+from dsv3.scheduler.chunks import batch_size
 
 FIXED = 512
 """Tokens that take as long as the fixed part of a step."""

@@ -41,10 +41,10 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.job import StepCommand
 from dsv3.engine.parts import Parts
-from dsv3.engine.requests.codes import NOTHING
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.codes import NOTHING
 
 VOCAB = 256
 

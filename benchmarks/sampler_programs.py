@@ -23,8 +23,8 @@ from dsv3.engine.device.samplers import Sampler
 from dsv3.engine.device.state import NUM_FIELDS, Field
 from dsv3.engine.jobs.mask import num_words
 from dsv3.engine.jobs.sample import sample_body
-from dsv3.engine.requests.masks import ALL
-from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL
+from dsv3.scheduler.masks import ALL
+from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL
 
 _VOCAB_SIZE = 8192
 ROWS = (1, 16, 64)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dsv3.cache.events.config import KvEventsConfig
 from dsv3.cache.tiers.store import check_address
 from dsv3.declaration import check, option
-from dsv3.fleet.step_metrics.config import StepMetricsConfig
+from dsv3.engine.step_reports.config import StepMetricsConfig
 from dsv3.speculative import SpeculativeConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]

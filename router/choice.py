@@ -1,4 +1,4 @@
-"""Which instance costs least, by what the router has sent there: `dsv3.fleet.cost` over instances in place of ranks."""
+"""Which instance costs least, by what the router has sent there: `dsv3.scheduler.cost` over instances."""
 
 import collections
 import dataclasses
@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from dsv3.fleet.cost import Loads, costs, prefill_cost, with_backlog
+from dsv3.scheduler.cost import Loads, costs, prefill_cost, with_backlog
 from router.prompt import PAGE_TOKENS, Prompt
 
 MAX_SENT_PAGES = 65_536

@@ -9,7 +9,7 @@ from dsv3.cache.events.config import KvEventsConfig
 from dsv3.cache.identity import fingerprint
 from dsv3.cache.page import pages_for
 from dsv3.declaration import check, option, options_of
-from dsv3.fleet.step_metrics.config import StepMetricsConfig
+from dsv3.engine.step_reports.config import StepMetricsConfig
 from dsv3.options import EngineOptions, Role, TransferCarrier
 from dsv3.speculative import SpeculativeConfig
 

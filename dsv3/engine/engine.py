@@ -26,15 +26,15 @@ from dsv3.engine.job import EngineView, Job, JobKind, Later, Planned, StepComman
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.look import JobNote, Look, ShowsExperts, StepLog
 from dsv3.engine.parts import Parts
-from dsv3.engine.requests.grammars import Grammars
-from dsv3.engine.requests.masks import Masks
-from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import Sequence, sequence_of
-from dsv3.engine.stats import STEP_TOKENS_BOUNDS, EngineStats, Histogram, HostTime
 from dsv3.engine.step_metrics import StepNotes
-from dsv3.fleet.cost import keys_per_token
 from dsv3.prepare import PreparedRequest, RequestRules, prepare
 from dsv3.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull, StepOutputs
+from dsv3.scheduler.cost import keys_per_token
+from dsv3.scheduler.grammars import Grammars
+from dsv3.scheduler.masks import Masks
+from dsv3.scheduler.scheduler import Scheduler
+from dsv3.scheduler.sequence import Sequence, sequence_of
+from dsv3.scheduler.stats import STEP_TOKENS_BOUNDS, EngineStats, Histogram, HostTime
 from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
 
 if TYPE_CHECKING:
@@ -410,6 +410,6 @@ def _step_notes(cfg: EngineConfig, scheduler: Scheduler) -> StepNotes | None:
     """Returns what tells planners of each step, if anybody wants to know; ZMQ is imported only then."""
     if (config := cfg.step_metrics) is None:
         return None
-    from dsv3.fleet.step_metrics.publisher import StepPublisher
+    from dsv3.engine.step_reports.publisher import StepPublisher
 
     return StepNotes(scheduler, StepPublisher(config, cfg.num_ranks), config.worker_id)

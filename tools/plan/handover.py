@@ -6,7 +6,7 @@ from the prompt to prompt and answer, so the mean is the prompt and half of the 
 
 import dataclasses
 
-from dsv3.engine.requests.gathering import MOST_STEPS
+from dsv3.scheduler.gathering import MOST_STEPS
 from tools.plan.deployment import Deployment
 
 
@@ -16,7 +16,7 @@ class Ends:
 
     Whole pages travel. The 1 to 64 tokens behind the last one are computed by a program of `seconds`, which takes
     nearly as long for one prompt as for one per rank: it reads the same weights and crosses the same links. So prompts
-    wait for each other (`dsv3.engine.requests.gathering`).
+    wait for each other (`dsv3.scheduler.gathering`).
     """
 
     seconds: float

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.engine.device.working import measure
-from dsv3.fleet.cost import keys_per_token
 from dsv3.options import Role
+from dsv3.scheduler.cost import keys_per_token
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.ends import with_ends
 from tools.plan.memory import memory_of

@@ -20,10 +20,10 @@ from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.pages import PagesCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import SampleCommand
-from dsv3.engine.requests.rows import BatchRows
-from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import sequence_of
 from dsv3.request import StepOutputs
+from dsv3.scheduler.rows import BatchRows
+from dsv3.scheduler.scheduler import Scheduler
+from dsv3.scheduler.sequence import sequence_of
 from tools.simulate.clock import Clock
 from tools.simulate.pages import Handed, Pages, copy_seconds
 from tools.simulate.prompts import VOCAB, Asked, request_of

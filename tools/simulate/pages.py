@@ -20,8 +20,8 @@ from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.page_command import PagesCommand
 from dsv3.engine.jobs.page_tiers import Opened, page_buckets
 from dsv3.engine.jobs.pages import PagesPlanner
-from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.request import StepOutputs
+from dsv3.scheduler.scheduler import Scheduler
 from tools.simulate.clock import Clock
 from tools.simulate.times import InstanceTimes
 

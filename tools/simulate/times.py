@@ -29,7 +29,7 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
     `prefill` and `decode` have for each bucket (tokens or rows of one rank, padding included) the seconds of a step at
     `KEYS` keys per token of the rank that attends to the most. `host` seconds are part of each. A rank has room for
     `num_pages` pages of `page_bytes` bytes and sends `link` bytes per second to another node. `keys` cost as much as a
-    token (`dsv3.fleet.cost.keys_per_token`). `digest` says what it was made of.
+    token (`dsv3.scheduler.cost.keys_per_token`). `digest` says what it was made of.
     """
 
     name: str

@@ -15,7 +15,7 @@ from dsv3.api.answers.numbers import SharedNumbers
 from dsv3.api.engine.messages import Stats
 from dsv3.api.tenants import MAX_TENANTS, Tenant, Tenants
 from dsv3.cache.tiers.counts import CARRIERS, LOAD_BOUNDS
-from dsv3.engine.stats import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS
+from dsv3.scheduler.stats import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
 """Upper bounds of the latencies' buckets; the last bucket has none."""

@@ -18,7 +18,7 @@ from dsv3.trust.certificates import Credentials, tls_context
 
 # A follower gets only its ranks' part of a command: 17 kB for 16 chunks of 4,096 tokens over 18 hosts
 # (`python -m benchmarks.cluster_send`). Masks take most: 126.3 MiB for 8 ranks of 256 rows of 4 tokens, all held to
-# grammars over a vocabulary of 129,280, and `dsv3.engine.requests.masks` bounds them.
+# grammars over a vocabulary of 129,280, and `dsv3.scheduler.masks` bounds them.
 MAX_MESSAGE_BYTES = 512 * 2**20
 """The longest message. It bounds what another process can make this one hold; `Channel.send` refuses a longer one."""
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from dsv3.engine.device.layout import Layout
-from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL, GREEDY
+from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY
 
 
 class Sampler(NamedTuple):

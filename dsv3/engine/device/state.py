@@ -17,8 +17,8 @@ from jax import lax
 
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.sampling import Adjustments, Controls
-from dsv3.engine.requests.sequence import FULL, Sequence
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from dsv3.scheduler.sequence import FULL, Sequence
 
 NO_DRAFT = -1
 """Stands in `DecodeState.tokens` where nothing was proposed; no token equals it."""

@@ -19,11 +19,11 @@ from dsv3.engine.device.state import DecodeState
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.parts import Parts
-from dsv3.engine.requests.balance import DecodeBalance
-from dsv3.engine.requests.room import Room
-from dsv3.engine.requests.rows import BatchRows
 from dsv3.model.batch import DecodeBatch
 from dsv3.request import StepOutputs
+from dsv3.scheduler.balance import DecodeBalance
+from dsv3.scheduler.room import Room
+from dsv3.scheduler.rows import BatchRows
 
 NAME = "decode"
 

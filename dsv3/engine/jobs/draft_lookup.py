@@ -18,7 +18,7 @@ from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import NO_DRAFT, DecodeState, with_drafts
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft_command import CachedText, DraftCommand
-from dsv3.engine.requests.codes import NOTHING
+from dsv3.scheduler.codes import NOTHING
 from pallas_kernels.search import search
 
 _ENTER = Key("lookup enter")

@@ -31,8 +31,8 @@ from dsv3.engine.device.state import DecodeState, with_drafts
 from dsv3.engine.functions import DraftFunctions, StepResult
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft_command import DraftCommand
-from dsv3.engine.requests.codes import NOTHING
 from dsv3.model.batch import DecodeBatch
+from dsv3.scheduler.codes import NOTHING
 
 PREFILL, DECODE, CHAIN = f"mtp {prefill.NAME}", f"mtp {decode.NAME}", "mtp chain"
 """Kinds of programs, as `EngineConfig.forward_programs` numbers them."""

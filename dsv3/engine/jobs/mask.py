@@ -17,10 +17,10 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import ProgramSpec
 from dsv3.engine.job import Command, EngineView, JobKind, Later, Planned
 from dsv3.engine.parts import Parts
-from dsv3.engine.requests.masks import ALL, MaskStats
-from dsv3.engine.requests.rows import BatchRows
-from dsv3.engine.requests.scheduler import Scheduler
 from dsv3.request import StepOutputs
+from dsv3.scheduler.masks import ALL, MaskStats
+from dsv3.scheduler.rows import BatchRows
+from dsv3.scheduler.scheduler import Scheduler
 
 NAME = "mask"
 _WORD_BITS = 32

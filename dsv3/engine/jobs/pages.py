@@ -34,8 +34,8 @@ from dsv3.engine.jobs.page_tiers import Opened, open_tiers, page_buckets
 from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.engine.parts import Parts
-from dsv3.engine.requests.sequence import Sequence
 from dsv3.request import StepOutputs
+from dsv3.scheduler.sequence import Sequence
 from sharding.processes import local_part
 
 NAME = "pages"

@@ -21,13 +21,13 @@ from dsv3.engine.device.state import DecodeState, control_rows
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import Needs, plan_sample
-from dsv3.engine.requests.balance import PrefillBalance
-from dsv3.engine.requests.gathering import Gathering
-from dsv3.engine.requests.room import Room
-from dsv3.engine.requests.rows import BatchRows
-from dsv3.engine.requests.sequence import Sequence
-from dsv3.fleet.cost import prefill_cost
 from dsv3.request import StepOutputs
+from dsv3.scheduler.balance import PrefillBalance
+from dsv3.scheduler.cost import prefill_cost
+from dsv3.scheduler.gathering import Gathering
+from dsv3.scheduler.room import Room
+from dsv3.scheduler.rows import BatchRows
+from dsv3.scheduler.sequence import Sequence
 from sharding.processes import local_part
 
 NAME = "prefill"

@@ -25,16 +25,16 @@ from dsv3.engine.device.samplers import Sampler, sampler_for, samplers
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.mask import masked, num_words, plan_mask
-from dsv3.engine.requests.accept import accept
-from dsv3.engine.requests.codes import NOT_FINITE, NOTHING, UNDRAFTED
-from dsv3.engine.requests.masks import ALL
-from dsv3.engine.requests.rows import BatchRows, Sampled
-from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import FILTERED, FULL, GREEDY, Sequence
-from dsv3.engine.requests.slots import SlotTable
 from dsv3.model.vocabulary import Vocabulary
 from dsv3.request import StepOutputs
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from dsv3.scheduler.accept import accept
+from dsv3.scheduler.codes import NOT_FINITE, NOTHING, UNDRAFTED
+from dsv3.scheduler.masks import ALL
+from dsv3.scheduler.rows import BatchRows, Sampled
+from dsv3.scheduler.scheduler import Scheduler
+from dsv3.scheduler.sequence import FILTERED, FULL, GREEDY, Sequence
+from dsv3.scheduler.slots import SlotTable
 
 NAME = "sample"
 _HELD = "held sample"  # samplers with masks

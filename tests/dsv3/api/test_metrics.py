@@ -15,9 +15,9 @@ from dsv3.cache.tiers.counts import TierCounts
 from dsv3.engine.jobs.draft import DraftStats
 from dsv3.engine.jobs.experts import ExpertStats
 from dsv3.engine.jobs.pages import PageStats
-from dsv3.engine.requests.grammars import GrammarStats
-from dsv3.engine.requests.masks import MaskStats
-from dsv3.engine.stats import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS, EngineStats
+from dsv3.scheduler.grammars import GrammarStats
+from dsv3.scheduler.masks import MaskStats
+from dsv3.scheduler.stats import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS, EngineStats
 
 STATS = EngineStats(3, 1, 7, 0.5, 0, 0, 0, 0, 10, 20, 30, 0.1, (1, 2))
 EXPERTS = ExpertStats(0.75, 0.5, (1.0, 0.5), 2, 40, 1, 6, 1000, 200)

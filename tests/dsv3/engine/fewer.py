@@ -7,7 +7,7 @@ import pytest
 
 from dsv3.engine import config
 from dsv3.engine.device.programs import Key, Programs
-from dsv3.engine.requests.sequence import GREEDY
+from dsv3.scheduler.sequence import GREEDY
 
 
 @contextlib.contextmanager

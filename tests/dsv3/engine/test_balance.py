@@ -24,8 +24,8 @@ from dsv3.engine.jobs import experts
 from dsv3.engine.jobs.experts import MOVE, READ_LOAD, Balancer, ExpertsCommand, TrafficCounter, load_size
 from dsv3.engine.limits import Hardware, engine_config
 from dsv3.engine.parts import Parts
-from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import EngineOptions
+from dsv3.scheduler.sequence import GREEDY
 from sharding.experts import rebalance
 from sharding.experts.eplb import balancedness, device_load, rebalance_experts
 from sharding.experts.placement import placement_of

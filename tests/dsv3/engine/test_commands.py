@@ -15,7 +15,7 @@ from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.mask import MaskCommand, num_words
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import Adjustment, SampleCommand
-from dsv3.engine.requests.masks import MAX_PROCESS_BYTES
+from dsv3.scheduler.masks import MAX_PROCESS_BYTES
 
 CFG = EngineConfig(max_model_len=256, num_pages=4, max_num_seqs=4, max_num_batched_tokens=64, num_ranks=6, num_nodes=3)
 

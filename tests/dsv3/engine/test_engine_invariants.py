@@ -20,12 +20,12 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.job import Planned, StepCommand
 from dsv3.engine.jobs import decode, prefill, sample
 from dsv3.engine.parts import Parts
-from dsv3.engine.requests.admission import _ROOM
-from dsv3.engine.requests.codes import NOT_FINITE, NOTHING
-from dsv3.engine.requests.rows import BatchRows
-from dsv3.engine.requests.sequence import Sequence, State
-from dsv3.engine.requests.yielding import useful_pages
 from dsv3.request import EngineRequest, QueueFull
+from dsv3.scheduler.admission import _ROOM
+from dsv3.scheduler.codes import NOT_FINITE, NOTHING
+from dsv3.scheduler.rows import BatchRows
+from dsv3.scheduler.sequence import Sequence, State
+from dsv3.scheduler.yielding import useful_pages
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import Gathered, drain, name_of, number, request, take

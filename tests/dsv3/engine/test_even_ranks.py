@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.fleet.cost import imbalance, prefill_cost
+from dsv3.scheduler.cost import imbalance, prefill_cost
 from tests.dsv3.engine.test_scheduler import Driver
 
 LONGEST = 448

@@ -21,14 +21,14 @@ from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.mask import MaskCommand, masked
 from dsv3.engine.parts import Parts
-from dsv3.engine.requests import grammars
-from dsv3.engine.requests.grammars import GrammarStats
-from dsv3.engine.requests.masks import Masks
-from dsv3.engine.requests.rows import BatchRows
-from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest, InvalidRequest, QueueFull, StepOutputs
+from dsv3.scheduler import grammars
+from dsv3.scheduler.grammars import GrammarStats
+from dsv3.scheduler.masks import Masks
+from dsv3.scheduler.rows import BatchRows
+from dsv3.scheduler.scheduler import Scheduler
+from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
 from dsv3.structured_outputs import StructuredOutputsParams
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import Matcher, Vocabulary, without
@@ -186,7 +186,7 @@ def test_masks_that_no_message_holds_end_their_requests_and_no_others(monkeypatc
     cfg = EngineConfig(**(LIMITS | {"num_nodes": 2}))
     scheduler = Scheduler(cfg, toy.VOCAB)
     masks = Masks(scheduler, vocabulary())
-    monkeypatch.setattr("dsv3.engine.requests.masks.MAX_PROCESS_BYTES", 2 * 4 * masks.words + 1)
+    monkeypatch.setattr("dsv3.scheduler.masks.MAX_PROCESS_BYTES", 2 * 4 * masks.words + 1)
     rules = RequestRules(
         vocab_size=toy.VOCAB, max_model_len=256, eos_token_ids=(toy.EOS,), num_ranks=2, takes_grammars=True
     )

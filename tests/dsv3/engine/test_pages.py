@@ -13,8 +13,8 @@ from dsv3.cache.tiers import directory, tiers
 from dsv3.cache.tiers.counts import Rate, loading_pays
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.pages import PageStats, page_buckets
-from dsv3.engine.requests.sequence import State
 from dsv3.request import EngineRequest
+from dsv3.scheduler.sequence import State
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take
 

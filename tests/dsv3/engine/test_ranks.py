@@ -5,11 +5,11 @@ import pytest
 
 from dsv3.api.answers.metrics import Metrics
 from dsv3.api.engine.process import _numbers
-from dsv3.engine.requests.balance import DecodeBalance, PrefillBalance
-from dsv3.engine.requests.sequence import sequence_of
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest, InvalidRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.balance import DecodeBalance, PrefillBalance
+from dsv3.scheduler.sequence import sequence_of
 from tests.dsv3.engine.driving import name_of, number
 from tests.dsv3.engine.test_scheduler import VOCAB, Driver
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dsv3.engine.device import sampling
 from dsv3.engine.device.samplers import Sampler, sampler_for, samplers
-from dsv3.engine.requests.sequence import DRAWN, FILTERED, FULL, GREEDY
+from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY
 
 VARIANTS = (GREEDY, DRAWN, FILTERED, FULL)
 

@@ -9,8 +9,8 @@ from dsv3.api.answers.metrics import Metrics
 from dsv3.api.engine.process import _numbers
 from dsv3.cache.tiers.counts import TierCounts, total
 from dsv3.engine.jobs.pages import PageStats
-from dsv3.engine.stats import EngineStats
 from dsv3.options import EngineOptions
+from dsv3.scheduler.stats import EngineStats
 from dsv3.transfer import carriers
 from dsv3.transfer.carriers import Carried
 

@@ -34,8 +34,8 @@ from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.jobs import experts
 from dsv3.engine.parts import Parts
-from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.scheduler.sequence import GREEDY
 from sharding.mesh import rank_mesh
 
 LOAD = "tests.dsv3.engine.cluster.toy_cluster"

@@ -51,7 +51,7 @@ class Sequence:
     page_row: np.ndarray | None = None  # [n] int32, `pages` when it got its slot
     controls: bytes | None = None  # its packed row of `DecodeState.controls`, made with its first chunk
     prefilled: int = 0  # tokens whose latents a launched step has written or will write
-    charge: int = 0  # what its prompt still costs its rank, in tokens (`dsv3.fleet.cost`)
+    charge: int = 0  # what its prompt still costs its rank, in tokens (`dsv3.scheduler.cost`)
     pending: set[Key] = dataclasses.field(default_factory=set)  # keys of pages it is filling from its prompt
     found: int = 0  # of its pages, from the first on, those that it found in the prefix cache
     load_stop: int = 0  # of its pages, from the first on, those that the cache or a tier has

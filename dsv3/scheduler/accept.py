@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from dsv3.engine.requests.codes import NOT_FINITE, NOTHING
-from dsv3.engine.requests.rows import BatchRows, Sampled
-from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import Sequence
 from dsv3.request import EngineOutput, FinishReason, StepOutputs, TokenLogprobs, Tokens
+from dsv3.scheduler.codes import NOT_FINITE, NOTHING
+from dsv3.scheduler.rows import BatchRows, Sampled
+from dsv3.scheduler.scheduler import Scheduler
+from dsv3.scheduler.sequence import Sequence
 
 NOT_FINITE_MESSAGE = "the model's logits were not finite for this request"
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv3.engine.requests.rows import BatchRows
-from dsv3.engine.requests.scheduler import Scheduler
-from dsv3.engine.requests.sequence import Sequence
-from dsv3.engine.stats import HostTime
 from dsv3.request import EngineOutput, FinishReason, StepOutputs
+from dsv3.scheduler.rows import BatchRows
+from dsv3.scheduler.scheduler import Scheduler
+from dsv3.scheduler.sequence import Sequence
+from dsv3.scheduler.stats import HostTime
 from dsv3.text.matcher import Matcher, Vocabulary, without
 
 ALL = np.uint32(0xFFFFFFFF)

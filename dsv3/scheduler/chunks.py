@@ -10,7 +10,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
-from dsv3.fleet.cost import affordable, chunks_cost
+from dsv3.scheduler.cost import affordable, chunks_cost
 
 TOLERANCE = 0.02
 """The share of the cost aimed at by which prompts in their order may miss it."""
@@ -31,7 +31,7 @@ Pending = Sequence[tuple[int, int]]
 def deal(ranks: Sequence[Pending], budget: int, rows: int, keys: float) -> list[list[int]]:
     """Returns how many tokens of each prompt a step computes: at most `budget` and `rows` prompts per rank.
 
-    `keys` are those that cost as much as a token (`dsv3.fleet.cost.keys_per_token`).
+    `keys` are those that cost as much as a token (`dsv3.scheduler.cost.keys_per_token`).
     """
     ranks = [pending[:rows] for pending in ranks]
     waiting = [_waiting(pending) for pending in ranks]

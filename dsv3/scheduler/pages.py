@@ -7,7 +7,7 @@ from dsv3.cache.holders import Holders
 from dsv3.cache.keys import Key
 from dsv3.cache.page_cache import PageCache
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.requests.sequence import Sequence as Request
+from dsv3.scheduler.sequence import Sequence as Request
 
 
 class RankPages:

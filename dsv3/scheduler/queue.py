@@ -5,7 +5,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from dsv3.cache.keys import Key
-from dsv3.engine.requests.sequence import Sequence, State
+from dsv3.scheduler.sequence import Sequence, State
 
 _MIN_SWEEP = 64
 

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from dsv3.engine.requests.sequence import Sequence
+from dsv3.scheduler.sequence import Sequence
 from dsv3.text.matcher import GrammarError, Matcher, Vocabulary
 
 MAX_KEPT = 64

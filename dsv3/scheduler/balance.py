@@ -1,4 +1,4 @@
-"""Balances the ranks of one instance: where a request goes, and whose chunks a step computes (`dsv3.fleet`)."""
+"""Balances the ranks of one instance: where a request goes, and whose chunks a step computes (`cost.py`, `chunks.py`)."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,12 @@ from dsv3.cache.page import PAGE_SIZE
 from dsv3.cache.tiers.hosts import Hosts
 from dsv3.cache.tiers.tiers import HostTiers
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.requests.pages import RankPages
-from dsv3.engine.requests.sequence import Sequence as Request
-from dsv3.engine.requests.sequence import State
-from dsv3.engine.requests.slots import SlotTable
-from dsv3.fleet import chunks
-from dsv3.fleet.cost import KEYS_PER_TOKEN, Loads, costs, imbalance, prefill_cost
+from dsv3.scheduler import chunks
+from dsv3.scheduler.cost import KEYS_PER_TOKEN, Loads, costs, imbalance, prefill_cost
+from dsv3.scheduler.pages import RankPages
+from dsv3.scheduler.sequence import Sequence as Request
+from dsv3.scheduler.sequence import State
+from dsv3.scheduler.slots import SlotTable
 
 _MEMORY = 0.99  # of the averages below, per step
 
@@ -23,7 +23,7 @@ _MEMORY = 0.99  # of the averages below, per step
 class Balancer:
     """Knows the ranks' loads. `backlog` is the cost of the prompts that each has admitted and not computed, `[X]`.
 
-    `keys` are those that take as long as a token (`dsv3.fleet.cost.keys_per_token`).
+    `keys` are those that take as long as a token (`dsv3.scheduler.cost.keys_per_token`).
     """
 
     def __init__(self, cfg: EngineConfig, slots: SlotTable, pages: RankPages, keys: float = KEYS_PER_TOKEN) -> None:

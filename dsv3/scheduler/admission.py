@@ -10,12 +10,12 @@ from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.cache.tiers.hosts import Hosts
 from dsv3.cache.tiers.tiers import HostTiers
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.requests.balance import Balancer
-from dsv3.engine.requests.pages import RankPages
-from dsv3.engine.requests.queue import WaitingQueue
-from dsv3.engine.requests.sequence import Sequence, State
-from dsv3.engine.requests.slots import SlotTable
-from dsv3.engine.requests.yielding import RESERVE, Yielding, slice_tokens, useful_pages
+from dsv3.scheduler.balance import Balancer
+from dsv3.scheduler.pages import RankPages
+from dsv3.scheduler.queue import WaitingQueue
+from dsv3.scheduler.sequence import Sequence, State
+from dsv3.scheduler.slots import SlotTable
+from dsv3.scheduler.yielding import RESERVE, Yielding, slice_tokens, useful_pages
 
 _STORE = -1  # in the place of a rank, for those that wait for the store
 _ROOM: Key = b""  # in the place of a key, for those that wait for room on the rank that they ask for

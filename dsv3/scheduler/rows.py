@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from dsv3.engine.requests.codes import NOTHING, UNDRAFTED
-from dsv3.engine.requests.slots import SlotTable
+from dsv3.scheduler.codes import NOTHING, UNDRAFTED
+from dsv3.scheduler.slots import SlotTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import msgspec
 import zmq
 
 from dsv3.cache.events.config import endpoint_of
-from dsv3.fleet.step_metrics.config import StepMetricsConfig
-from dsv3.fleet.step_metrics.wire import StepMetrics, encode
+from dsv3.engine.step_reports.config import StepMetricsConfig
+from dsv3.engine.step_reports.wire import StepMetrics, encode
 
 _MOST_WAITING = 10_000  # steps; the oldest are dropped, since planners want the latest
 _IDLE_S = 1.0

@@ -20,17 +20,17 @@ from dsv3.cache.page_cache import PageCache
 from dsv3.cache.tiers.hosts import Hosts
 from dsv3.cache.tiers.tiers import HostTiers
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.requests.admission import Admission
-from dsv3.engine.requests.balance import Balancer
-from dsv3.engine.requests.pages import RankPages
-from dsv3.engine.requests.queue import WaitingQueue
-from dsv3.engine.requests.rows import DraftCounts
-from dsv3.engine.requests.sequence import Sequence, State
-from dsv3.engine.requests.slots import SlotTable
-from dsv3.fleet.cost import KEYS_PER_TOKEN
+from dsv3.scheduler.admission import Admission
+from dsv3.scheduler.balance import Balancer
+from dsv3.scheduler.cost import KEYS_PER_TOKEN
+from dsv3.scheduler.pages import RankPages
+from dsv3.scheduler.queue import WaitingQueue
+from dsv3.scheduler.rows import DraftCounts
+from dsv3.scheduler.sequence import Sequence, State
+from dsv3.scheduler.slots import SlotTable
 
 if TYPE_CHECKING:
-    from dsv3.engine.requests.masks import Masks
+    from dsv3.scheduler.masks import Masks
     from dsv3.transfer.meetings import Meetings
 
 

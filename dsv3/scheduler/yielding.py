@@ -12,10 +12,10 @@ import numpy as np
 from dsv3.cache.keys import Key
 from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.requests.pages import RankPages
-from dsv3.engine.requests.queue import WaitingQueue
-from dsv3.engine.requests.sequence import Sequence
-from dsv3.engine.requests.slots import SlotTable
+from dsv3.scheduler.pages import RankPages
+from dsv3.scheduler.queue import WaitingQueue
+from dsv3.scheduler.sequence import Sequence
+from dsv3.scheduler.slots import SlotTable
 
 # Known tokens of the sequences that are looked at in one step: under 2 ms where all are cached. The 127 others of one
 # prompt of 131,071 tokens took 176 ms in the step after it had been computed. So many per 16 ranks, which compute them.

@@ -10,9 +10,9 @@ import numpy as np
 
 from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import EngineConfig
-from dsv3.engine.requests.codes import NOT_FINITE, UNDRAFTED
-from dsv3.engine.requests.history import History
-from dsv3.engine.requests.sequence import Sequence, State
+from dsv3.scheduler.codes import NOT_FINITE, UNDRAFTED
+from dsv3.scheduler.history import History
+from dsv3.scheduler.sequence import Sequence, State
 
 NOBODY = -(2**63)
 """Stands for the priority of a free slot."""

@@ -5,8 +5,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.fleet.chunks import _mixed, _Mixtures, batch_size, deal
-from dsv3.fleet.cost import chunks_cost, prefill_cost
+from dsv3.scheduler.chunks import _mixed, _Mixtures, batch_size, deal
+from dsv3.scheduler.cost import chunks_cost, prefill_cost
 
 PROMPT = st.tuples(st.integers(0, 30_000), st.integers(1, 30_000)).map(lambda pair: (pair[0], sum(pair)))
 RANKS = st.lists(st.lists(PROMPT, max_size=20), min_size=1, max_size=6)

@@ -12,8 +12,8 @@ per rank somewhere in their answers; as many arrive per step as end at the mean.
 The rule before (`FewestRunning`) sent a request to the rank with the fewest running ones, the longer cached prefix
 deciding ties, and computed prompts in their order. Prints for each load the largest of a rank over the mean: of all
 steps (sum of the largest over sum of the means) and of the worst step in a hundred; and of the time to the first token
-median and 99th percentile. The step's time is that of `tools.plan.roofline` for DeepSeek-V3 on H800s without collectives:
-an estimate. The slowest rank sets each stage but the routed experts', which all ranks share.
+median and 99th percentile. The step's time is that of `tools.plan.roofline` for DeepSeek-V3 on H800s, without
+collectives. The slowest rank sets each stage but the routed experts', which all ranks share.
 """
 
 import argparse
@@ -26,12 +26,12 @@ import numpy as np
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import H800
-from dsv3.cache.keys import Key
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner
 from dsv3.engine.jobs.sample import SamplePlanner
+from dsv3.kv_cache.keys import Key
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest, StepOutputs
 from dsv3.sampling_params import SamplingParams

@@ -99,7 +99,7 @@ class Server:
 
     def _pids(self) -> list[int]:
         children = [child for child in self._front.children() if child.status() != psutil.STATUS_ZOMBIE]
-        engine = [child.pid for child in children if "dsv3.api.engine.process" in child.cmdline()]
+        engine = [child.pid for child in children if "dsv3.server.engine.process" in child.cmdline()]
         return [self._front.pid, *engine]
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import uvloop
 
-from dsv3.api.config import ServerConfig
-from dsv3.api.http.server import bind, serve
 from dsv3.options import EngineOptions
+from dsv3.server.config import ServerConfig
+from dsv3.server.http.server import bind, serve
 
 _TURN_S = 0.0005
 
@@ -29,7 +29,7 @@ def main(settings: dict) -> int:
         model_dir=Path(settings["model_dir"]),
         model_names=("tiny",),
         engine=EngineOptions(max_model_len=settings["max_model_len"], max_num_seqs=256),
-        engine_factory="tests.dsv3.api.fake_engine:make",
+        engine_factory="tests.dsv3.server.fake_engine:make",
         factory_options={"step_s": settings["step_s"]},
         notify=lambda line: None,
     )

@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from dsv3.api.answers.kinds import KINDS
-from dsv3.api.answers.service import Service, ServiceConfig
-from dsv3.api.engine.client import EngineClient
-from dsv3.api.engine.messages import EngineInfo
 from dsv3.prepare import RequestRules
+from dsv3.server.answers.kinds import KINDS
+from dsv3.server.answers.service import Service, ServiceConfig
+from dsv3.server.engine.client import EngineClient
+from dsv3.server.engine.messages import EngineInfo
 from dsv3.text.tokenizer import Tokenizer
 
 _BLOCKS, _COUNT = 20, 500

@@ -32,8 +32,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from dsv3.api import frames
-from dsv3.api.engine.messages import Outputs
 from dsv3.config import ModelConfig
 from dsv3.engine.cluster import messages
 from dsv3.engine.config import EngineConfig
@@ -45,6 +43,8 @@ from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.codes import NOTHING
+from dsv3.server import frames
+from dsv3.server.engine.messages import Outputs
 
 VOCAB = 256
 

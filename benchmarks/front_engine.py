@@ -12,10 +12,10 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from dsv3.api.engine.messages import EngineInfo
 from dsv3.engine.look import Look, StepLog
 from dsv3.prepare import RequestRules
 from dsv3.request import EngineOutput, StepOutputs, Tokens
+from dsv3.server.engine.messages import EngineInfo
 
 STEPS = 10_000
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -41,7 +41,7 @@ def step_times(directory: Path) -> np.ndarray:
 
 
 class EmptyEngine:
-    """What `dsv3.api.engine.process` needs of an engine."""
+    """What `dsv3.server.engine.process` needs of an engine."""
 
     failure = None
     room = 2**20

@@ -9,10 +9,10 @@ import time
 import numpy as np
 from absl import flags as absl_flags
 
-from dsv3.api import frames
-from dsv3.api.engine.fronts import split
-from dsv3.api.engine.messages import Outputs
 from dsv3.request import StepOutputs, Tokens, first_id
+from dsv3.server import frames
+from dsv3.server.engine.fronts import split
+from dsv3.server.engine.messages import Outputs
 from launch import flags
 
 _ROWS = absl_flags.DEFINE_integer("rows", 18432, "Send the tokens of this many requests.", 1)

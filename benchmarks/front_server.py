@@ -6,9 +6,9 @@ from pathlib import Path
 
 import uvloop
 
-from dsv3.api.config import ServerConfig
-from dsv3.api.http.server import bind, serve
 from dsv3.options import EngineOptions
+from dsv3.server.config import ServerConfig
+from dsv3.server.http.server import bind, serve
 from dsv3.server_options import ServerOptions
 
 

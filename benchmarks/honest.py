@@ -41,10 +41,10 @@ Latency = tuple[float, float]
 @contextlib.contextmanager
 def _serving(tree: Path, packages: str, model_dir: str) -> Iterator[int]:
     """Yields the port of a server made of the code of `tree`, with everything at its default."""
-    settings = {"model_dir": model_dir, "model_names": ["tiny"], "engine_factory": "tests.dsv3.api.fake_engine:make"}
+    settings = {"model_dir": model_dir, "model_names": ["tiny"], "engine_factory": "tests.dsv3.server.fake_engine:make"}
     path = os.pathsep.join(filter(None, (str(tree), packages)))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.dsv3.api.served", json.dumps(settings)],
+        [sys.executable, "-m", "tests.dsv3.server.served", json.dumps(settings)],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,

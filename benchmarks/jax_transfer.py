@@ -26,8 +26,8 @@ SECRET = b"benchmark " * 4
 
 def our_server(pages: int) -> None:
     """Serves pages until standard input ends; prints where, and processor seconds for each line that it reads."""
-    from dsv3.cache.tiers.arena import Arena, arena_bytes
-    from dsv3.transfer.server import PageServer
+    from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
+    from dsv3.kv_cache.transfer.server import PageServer
 
     arena = Arena(np.zeros(arena_bytes(pages, PAGE_BYTES), np.uint8), PAGE_BYTES, pages)
     for i in range(pages):
@@ -57,7 +57,7 @@ def _key(i: int) -> bytes:
 
 
 def _hello() -> Any:
-    from dsv3.transfer.protocol import VERSION, Hello
+    from dsv3.kv_cache.transfer.protocol import VERSION, Hello
 
     return Hello(VERSION, "{}", PAGE_BYTES)
 
@@ -84,7 +84,7 @@ class Other:
 
 def our_rates(pages: int, rounds: int) -> list[float]:
     """Returns MB per processor second of each round."""
-    from dsv3.transfer.client import Peers
+    from dsv3.kv_cache.transfer.client import Peers
 
     other, peers, rates = Other("ours", pages), Peers(SECRET, _hello()), []
     keys = [_key(i) for i in range(pages)]

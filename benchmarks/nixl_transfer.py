@@ -20,12 +20,12 @@ import time
 import numpy as np
 
 from benchmarks.jax_transfer import PAGE_BYTES, SECRET
-from dsv3.cache.tiers.arena import Arena, arena_bytes
-from dsv3.cache.tiers.counts import TierCounts
-from dsv3.transfer.client import Peers
-from dsv3.transfer.nixl import open_nixl
-from dsv3.transfer.protocol import VERSION, Hello
-from dsv3.transfer.server import PageServer
+from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
+from dsv3.kv_cache.tiers.counts import TierCounts
+from dsv3.kv_cache.transfer.client import Peers
+from dsv3.kv_cache.transfer.nixl import open_nixl
+from dsv3.kv_cache.transfer.protocol import VERSION, Hello
+from dsv3.kv_cache.transfer.server import PageServer
 
 HELLO = Hello(VERSION, "{}", PAGE_BYTES)
 CARRIERS = ("sockets", "nixl")

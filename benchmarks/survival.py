@@ -168,7 +168,7 @@ def pause(times: list[float], killed_at: float) -> float | None:
 def engine_of(instance: Instance) -> psutil.Process:
     """Returns the process of the engine that the server has now."""
     children = psutil.Process(instance.process.pid).children()
-    return min((c for c in children if "dsv3.api.engine.process" in c.cmdline()), key=lambda c: c.create_time())
+    return min((c for c in children if "dsv3.server.engine.process" in c.cmdline()), key=lambda c: c.create_time())
 
 
 def follower_of(supervisor: subprocess.Popen[bytes]) -> psutil.Process:
@@ -185,7 +185,7 @@ def processor_s(process: psutil.Process) -> float:
 def engines(instance: Instance) -> dict[int, float]:
     """Returns the processor seconds of the engine's process, and of one that waits to take its place."""
     children = psutil.Process(instance.process.pid).children()
-    return {c.pid: processor_s(c) for c in children if "dsv3.api.engine.process" in c.cmdline()}
+    return {c.pid: processor_s(c) for c in children if "dsv3.server.engine.process" in c.cmdline()}
 
 
 async def restarted(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import h11
 
-from dsv3.api.http.wire import ChunkedBody, find_head, parse_head
+from dsv3.server.http.wire import ChunkedBody, find_head, parse_head
 
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x-%d: some value\r\n" % i for i in range(10))
 _CHUNKED = _HEAD + b"transfer-encoding: chunked\r\n\r\n"

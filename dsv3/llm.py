@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from dsv3.api.answers.defaults import sampling_defaults
 from dsv3.declaration import options_text, refuse_unknown, signature_with
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.device.executor import LocalExecutor
@@ -27,6 +26,7 @@ from dsv3.prepare import PreparedRequest, fan_out, prepare
 from dsv3.progress import progress_bar
 from dsv3.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull, TokenLogprobs
 from dsv3.sampling_params import SamplingParams
+from dsv3.server.answers.defaults import sampling_defaults
 from dsv3.text.answer_grammar import Wanted, answer_grammar
 from dsv3.text.chat_template import ChatTemplate, TemplateError
 from dsv3.text.output import EndReason, OutputStream

@@ -3,7 +3,7 @@
 Those of a server are in `dsv3.server_options`.
 
 All else is derived from the fields below: command-line flags and their help (`launch.cli`), `LLM`'s parameters
-(`dsv3.llm`), the message that starts an engine (`dsv3.api.engine.messages`), what the processes of an instance must
+(`dsv3.llm`), the message that starts an engine (`dsv3.server.engine.messages`), what the processes of an instance must
 agree on and the key of stored executables (`dsv3.engine.fingerprint`). A new option is one field here.
 """
 
@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dsv3.cache.events.config import KvEventsConfig
-from dsv3.cache.tiers.store import check_address
 from dsv3.declaration import check, option
 from dsv3.engine.step_reports.config import StepMetricsConfig
+from dsv3.kv_cache.events.config import KvEventsConfig
+from dsv3.kv_cache.tiers.store import check_address
 from dsv3.speculative import SpeculativeConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]

@@ -23,8 +23,6 @@ from collections.abc import Callable
 import uvloop
 from rich.console import Console
 
-from dsv3.api.batches.completer import ServerCompleter, check_fields, server_completer
-from dsv3.api.config import ServerConfig
 from dsv3.batch.journal import BatchError, InputSummary, Journal, model_identity, summarize_input
 from dsv3.batch.options import BatchOptions
 from dsv3.batch.progress import ProgressDisplay
@@ -32,6 +30,8 @@ from dsv3.batch.run import BatchProgress, run
 from dsv3.batch.servers import ServersCompleter, servers_completer
 from dsv3.batch.staging import Staged, stage
 from dsv3.options import EngineOptions
+from dsv3.server.batches.completer import ServerCompleter, check_fields, server_completer
+from dsv3.server.config import ServerConfig
 from dsv3.server_options import ServerOptions, ServiceOptions
 from launch import cli, flags
 from launch.model import model_dir, model_names

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from dsv3.engine.cluster.membership import slurm_membership
 from dsv3.options import ClusterOptions
-from dsv3.trust.key_file import key_path, read_key
+from dsv3.processes.key_file import key_path, read_key
 from launch import cli, flags
 
 

@@ -14,8 +14,8 @@ import sys
 
 import uvloop
 
-from dsv3.api.http.server import bind
-from dsv3.api.tenants import Tenant, tenants_of
+from dsv3.server.http.server import bind
+from dsv3.server.tenants import Tenant, tenants_of
 from dsv3.server_options import ServerOptions
 from launch import cli, flags
 from router.options import RouterOptions

@@ -22,14 +22,14 @@ import os
 
 import uvloop
 
-from dsv3.api.answers.service import Service
-from dsv3.api.config import ServerConfig
-from dsv3.api.http.server import bind, serve
-from dsv3.api.tenants import Tenant, tenants_of
 from dsv3.engine.cluster.link import Follow
 from dsv3.engine.cluster.supervisor import Supervisor
 from dsv3.logs import configure_logging
 from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.server.answers.service import Service
+from dsv3.server.config import ServerConfig
+from dsv3.server.http.server import bind, serve
+from dsv3.server.tenants import Tenant, tenants_of
 from dsv3.server_options import ServerOptions
 from launch import cli, flags
 from launch.cluster import cluster_options

@@ -13,19 +13,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dsv3.api.answers.body_reader import BodyReader
-from dsv3.api.answers.errors import QUEUE_FULL, ApiError, unavailable
-from dsv3.api.answers.faces.messages_schema import MESSAGES
-from dsv3.api.answers.kinds import KINDS
-from dsv3.api.budget import Budget, Holding
-from dsv3.api.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
-from dsv3.api.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
-from dsv3.api.http.errors import path_of, response_of
-from dsv3.api.http.exchange import REQUEST_ID
-from dsv3.api.http.operator import tenant_of
-from dsv3.api.tenants import OPERATOR, Tenants
-from dsv3.api.workers import WorkersBusy
 from dsv3.http_client import RequestFailed
+from dsv3.server.answers.body_reader import BodyReader
+from dsv3.server.answers.errors import QUEUE_FULL, ApiError, unavailable
+from dsv3.server.answers.faces.messages_schema import MESSAGES
+from dsv3.server.answers.kinds import KINDS
+from dsv3.server.budget import Budget, Holding
+from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
+from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
+from dsv3.server.http.errors import path_of, response_of
+from dsv3.server.http.exchange import REQUEST_ID
+from dsv3.server.http.operator import tenant_of
+from dsv3.server.tenants import OPERATOR, Tenants
+from dsv3.server.workers import WorkersBusy
 from router.asked import read_asked
 from router.members import Members, read_registration
 from router.relay import Fleet, Relay, Reply

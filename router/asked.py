@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from dsv3.api.answers.errors import invalid
-from dsv3.api.answers.reading import MAX_FIELD_BYTES, read_fields, read_resume
 from dsv3.http_client import Body
+from dsv3.server.answers.errors import invalid
+from dsv3.server.answers.reading import MAX_FIELD_BYTES, read_fields, read_resume
 from router.prompt import BEFORE, CONTENT, Prompt, prompt_of
 
 RESUMABLE = frozenset({"/v1/completions", "/v1/chat/completions"})

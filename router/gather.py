@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from dsv3.api.answers.errors import ApiError
 from dsv3.http_client import ServerSentEvents
+from dsv3.server.answers.errors import ApiError
 from router.asked import Asked
 
 DONE = b"data: [DONE]\n\n"

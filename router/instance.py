@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from dsv3.api.answers.errors import ApiError
 from dsv3.http_client import Address, Body, Client, RequestFailed, Response
+from dsv3.server.answers.errors import ApiError
 from router.breaker import Breaker
 from router.choice import Flying, Load, SentPages, cost_of
 from router.listener import Listener, Source

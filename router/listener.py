@@ -9,8 +9,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from dsv3.cache.events.config import endpoint_of
-from dsv3.cache.events.wire import EventBatch
+from dsv3.kv_cache.events.config import endpoint_of
+from dsv3.kv_cache.events.wire import EventBatch
 from router.held import Held, UnreadableEvents, read_batch
 
 _END = -1  # the number behind a replay

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from dsv3.api.answers.errors import ApiError, invalid, unavailable
 from dsv3.http_client import Address
+from dsv3.server.answers.errors import ApiError, invalid, unavailable
 from router.instance import Instance
 from router.pool import Pool
 

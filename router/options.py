@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from dsv3.api.http.auth import is_loopback
 from dsv3.declaration import check, option
 from dsv3.http_client import Address
+from dsv3.server.http.auth import is_loopback
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from dsv3.api.answers.errors import QUEUE_FULL, unavailable
+from dsv3.server.answers.errors import QUEUE_FULL, unavailable
 from router.choice import choose
 from router.instance import Booking, Instance
 from router.prompt import Prompt

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 import numpy as np
 
-from dsv3.api.answers.reading import read_prompt
+from dsv3.server.answers.reading import read_prompt
 
 BYTES_PER_TOKEN = 4
 PAGE_TOKENS = 64

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from dsv3.api.answers.errors import ApiError
 from dsv3.http_client import Body, RequestFailed, Response, ServerSentEvents
+from dsv3.server.answers.errors import ApiError
 from router.asked import RESUMABLE, Asked
 from router.gather import Events, Failed, Gathered, Unreadable
 from router.instance import Booking, Broken, Instance

@@ -7,14 +7,14 @@ import socket
 import ssl
 from collections.abc import Callable, Iterable
 
-from dsv3.api.config import Deadlines
-from dsv3.api.http import protocol
-from dsv3.api.http.admission import Admission, max_admitted
-from dsv3.api.http.listening import HttpServer
-from dsv3.api.http.serving import wait_for_any
-from dsv3.api.http.tls import certificate_of
-from dsv3.api.tenants import Tenant, Tenants
 from dsv3.files import read_secret
+from dsv3.server.config import Deadlines
+from dsv3.server.http import protocol
+from dsv3.server.http.admission import Admission, max_admitted
+from dsv3.server.http.listening import HttpServer
+from dsv3.server.http.serving import wait_for_any
+from dsv3.server.http.tls import certificate_of
+from dsv3.server.tenants import Tenant, Tenants
 from dsv3.server_options import ServerOptions
 from router.app import Site, make_app
 from router.instance import Instance

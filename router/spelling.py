@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from dsv3.api.answers.kinds import KINDS
 from dsv3.http_client import RequestFailed
+from dsv3.server.answers.kinds import KINDS
 from router.asked import RESUMABLE, TOKENIZED, Asked
 from router.held import spelled_keys
 from router.instance import Instance

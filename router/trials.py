@@ -3,7 +3,7 @@
 import dataclasses
 import time
 
-from dsv3.api.answers.errors import ENGINE_DIED, ApiError, unavailable
+from dsv3.server.answers.errors import ENGINE_DIED, ApiError, unavailable
 from router.instance import Broken
 
 MAX_DEATHS = 2

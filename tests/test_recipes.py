@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import dsv3
-from tests.dsv3.api import serving
+from tests.dsv3.server import serving
 from tests.dsv3.text import tiny
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"

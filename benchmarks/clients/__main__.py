@@ -24,7 +24,7 @@ from typing import NamedTuple
 import httpx
 
 from benchmarks.clients.checking import MODEL
-from tests.dsv3.api import serving
+from tests.dsv3.server import serving
 from tests.dsv3.text import dialects
 
 ROOT = Path(__file__).parents[2]

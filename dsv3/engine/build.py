@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dsv3.cache.identity import CacheIdentity, model_identity
-from dsv3.cache.page import PAGE_SIZE
 from dsv3.checkpoint.identity import known_identity
 from dsv3.config import Fp8Config, ModelConfig
 from dsv3.engine.assemble.functions import expert_parallel_functions
@@ -30,6 +28,8 @@ from dsv3.engine.parts import Parts
 from dsv3.engine.sizing import size_pool
 from dsv3.engine.stored import own_store
 from dsv3.hf_config import load_config, stored_dtype
+from dsv3.kv_cache.identity import CacheIdentity, model_identity
+from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.model.tensor_parallel import check_shards
 from dsv3.options import EngineOptions
 from pallas_kernels.backend import prepare, resolve_backend

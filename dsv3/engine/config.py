@@ -5,11 +5,11 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from dsv3.cache.events.config import KvEventsConfig
-from dsv3.cache.identity import fingerprint
-from dsv3.cache.page import pages_for
 from dsv3.declaration import check, option, options_of
 from dsv3.engine.step_reports.config import StepMetricsConfig
+from dsv3.kv_cache.events.config import KvEventsConfig
+from dsv3.kv_cache.identity import fingerprint
+from dsv3.kv_cache.page import pages_for
 from dsv3.options import EngineOptions, Role, TransferCarrier
 from dsv3.speculative import SpeculativeConfig
 
@@ -61,8 +61,8 @@ class EngineConfig:
     reserved_multiprocessors: int | None = _carries("reserved_multiprocessors", None)
     expert_overlap: bool = _carries("expert_overlap", True)
     enable_prefix_caching: bool = _carries("enable_prefix_caching", True)
-    cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.cache.layout`.")
-    identity: str = option("", "Say what pages depend on beside tokens (`dsv3.cache.identity`).", programs=False)
+    cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.kv_cache.layout`.")
+    identity: str = option("", "Say what pages depend on beside tokens (`dsv3.kv_cache.identity`).", programs=False)
     kv_offloading_size: float = _carries("kv_offloading_size", 0.0)
     kv_store: str | None = _carries("kv_store", None)
     kv_store_size: float = _carries("kv_store_size", 100.0)

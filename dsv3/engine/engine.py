@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsv3.cache.events.record import EventStats
 from dsv3.engine.aside import News
 from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.config import EngineConfig
@@ -27,6 +26,7 @@ from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.look import JobNote, Look, ShowsExperts, StepLog
 from dsv3.engine.parts import Parts
 from dsv3.engine.step_metrics import StepNotes
+from dsv3.kv_cache.events.record import EventStats
 from dsv3.prepare import PreparedRequest, RequestRules, prepare
 from dsv3.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull, StepOutputs
 from dsv3.scheduler.cost import keys_per_token
@@ -38,7 +38,7 @@ from dsv3.scheduler.stats import STEP_TOKENS_BOUNDS, EngineStats, Histogram, Hos
 from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
 
 if TYPE_CHECKING:
-    from dsv3.cache.events.publisher import Publisher
+    from dsv3.kv_cache.events.publisher import Publisher
 
 _log = logging.getLogger(__name__)
 
@@ -401,7 +401,7 @@ def _publisher(cfg: EngineConfig) -> "Publisher | None":
     """Returns what tells routers which pages can be found, None where nobody has asked for it."""
     if cfg.kv_events is None or not cfg.kv_events.is_on:
         return None
-    from dsv3.cache.events.publisher import Publisher
+    from dsv3.kv_cache.events.publisher import Publisher
 
     return Publisher(cfg.kv_events, cfg.num_ranks)
 

@@ -5,11 +5,11 @@ from time import perf_counter
 
 import numpy as np
 
-from dsv3.cache.keys import Key
-from dsv3.cache.page import PAGE_SIZE, pages_for
-from dsv3.cache.tiers.hosts import Hosts
-from dsv3.cache.tiers.tiers import HostTiers
 from dsv3.engine.config import EngineConfig
+from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page import PAGE_SIZE, pages_for
+from dsv3.kv_cache.tiers.hosts import Hosts
+from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.pages import RankPages
 from dsv3.scheduler.queue import WaitingQueue

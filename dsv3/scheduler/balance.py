@@ -1,15 +1,15 @@
-"""Balances the ranks of one instance: where a request goes, and whose chunks a step computes (`cost.py`, `chunks.py`)."""
+"""Balances the ranks of one instance: where a request goes, and whose chunks a step computes."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dsv3.cache.keys import Key
-from dsv3.cache.page import PAGE_SIZE
-from dsv3.cache.tiers.hosts import Hosts
-from dsv3.cache.tiers.tiers import HostTiers
 from dsv3.engine.config import EngineConfig
+from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.kv_cache.tiers.hosts import Hosts
+from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler import chunks
 from dsv3.scheduler.cost import KEYS_PER_TOKEN, Loads, costs, imbalance, prefill_cost
 from dsv3.scheduler.pages import RankPages

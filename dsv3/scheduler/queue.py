@@ -4,7 +4,7 @@ import bisect
 import heapq
 from collections.abc import Iterable, Iterator
 
-from dsv3.cache.keys import Key
+from dsv3.kv_cache.keys import Key
 from dsv3.scheduler.sequence import Sequence, State
 
 _MIN_SWEEP = 64

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsv3.cache.events.record import Cleared, Record, Spelled, Watch
-from dsv3.cache.keys import Key, extend_keys, keys_behind, root_key
-from dsv3.cache.page import PAGE_SIZE
-from dsv3.cache.page_cache import PageCache
-from dsv3.cache.tiers.hosts import Hosts
-from dsv3.cache.tiers.tiers import HostTiers
 from dsv3.engine.config import EngineConfig
+from dsv3.kv_cache.events.record import Cleared, Record, Spelled, Watch
+from dsv3.kv_cache.keys import Key, extend_keys, keys_behind, root_key
+from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.kv_cache.page_cache import PageCache
+from dsv3.kv_cache.tiers.hosts import Hosts
+from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler.admission import Admission
 from dsv3.scheduler.balance import Balancer
 from dsv3.scheduler.cost import KEYS_PER_TOKEN
@@ -30,8 +30,8 @@ from dsv3.scheduler.sequence import Sequence, State
 from dsv3.scheduler.slots import SlotTable
 
 if TYPE_CHECKING:
+    from dsv3.kv_cache.transfer.meetings import Meetings
     from dsv3.scheduler.masks import Masks
-    from dsv3.transfer.meetings import Meetings
 
 
 class Scheduler:

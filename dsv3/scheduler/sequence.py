@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dsv3.cache.keys import Key
-from dsv3.cache.tiers.tiers import LookUp
+from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.tiers.tiers import LookUp
 from dsv3.prepare import PreparedRequest
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.matcher import Matcher

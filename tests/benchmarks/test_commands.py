@@ -86,7 +86,7 @@ ELSEWHERE = {
     "honest": "compares two checkouts",
     "nixl_transfer": "needs NIXL",
     "other_routers": "needs a router of others",
-    "soak": "tests/dsv3/api/test_soak_benchmark.py",
+    "soak": "tests/dsv3/server/test_soak_benchmark.py",
     "step_bytes": "compiles a published unit, for minutes",
     "to_gguf": "needs gguf",
 }

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dsv3.api.answers import metrics
-from dsv3.api.answers.metrics import Metrics
-from dsv3.api.tenants import Tenant, Tenants
+from dsv3.server.answers import metrics
+from dsv3.server.answers.metrics import Metrics
+from dsv3.server.tenants import Tenant, Tenants
 from router.numbers import Numbers
 from tests.deploy.files import DEPLOY, documents
 

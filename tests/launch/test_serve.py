@@ -240,7 +240,7 @@ def test_streams_go_on_when_the_engine_is_killed(server, url):
     """They go on behind the tokens that they have, whatever chooses them; some wait for a slot."""
     undisturbed = [streamed(url, body) for body in KINDS]
     assert all(end for told, _ in undisturbed for *_, end in told.values())
-    [engine] = [p for p in psutil.Process(server[0].pid).children() if "dsv3.api.engine.process" in p.cmdline()]
+    [engine] = [p for p in psutil.Process(server[0].pid).children() if "dsv3.server.engine.process" in p.cmdline()]
 
     def kill(count):
         if count == 1:

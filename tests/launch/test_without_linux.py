@@ -18,9 +18,9 @@ import os, subprocess, sys
 assert not hasattr(os, "O_DIRECT") and not os.path.exists("/proc/self/maps"), "nothing is hidden"
 
 from dsv3 import LLM, SamplingParams
-from dsv3.cache.tiers.shared_memory import SharedMemory
+from dsv3.kv_cache.tiers.shared_memory import SharedMemory
 from dsv3.engine.cluster.ahead import give_way
-from dsv3.trust.certificates import credentials_of, tls_context
+from dsv3.processes.certificates import credentials_of, tls_context
 
 llm = LLM(max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64, progress=False)
 print(llm.generate({PROMPT!r}, SamplingParams(max_tokens=20, temperature=0))[0].outputs[0].text, end="")

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.dsv3.api import serving
+from tests.dsv3.server import serving
 from tests.dsv3.text.dialects import write
 
 QUICK = ("--health_interval=0.1", "--queue_timeout=20")

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.api.answers.errors import ENGINE_DIED, ApiError
-from dsv3.api.http.registering import registrar_of
+from dsv3.server.answers.errors import ENGINE_DIED, ApiError
+from dsv3.server.http.registering import registrar_of
 from dsv3.server_options import ServerOptions
 from router import members
 from router.asked import read_asked
@@ -26,7 +26,7 @@ from router.pool import Pool
 from router.prompt import Prompt
 from router.server import fleet_of, maker, members_of
 from router.trials import Trials
-from tests.dsv3.api.serving import ROOT
+from tests.dsv3.server.serving import ROOT
 
 URL = "http://127.0.0.1:1"
 LOADS = st.lists(st.builds(Load, st.floats(0, 1e6), st.integers(0, 10**6), st.integers(0, 500)), min_size=2, max_size=6)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv3.api.answers.chat import ChatAnswer
-from dsv3.api.answers.errors import ApiError
-from dsv3.api.answers.generation import Update
-from dsv3.api.answers.reading import read
-from dsv3.api.answers.schema import ChatRequest, CompletionRequest
+from dsv3.server.answers.chat import ChatAnswer
+from dsv3.server.answers.errors import ApiError
+from dsv3.server.answers.generation import Update
+from dsv3.server.answers.reading import read
+from dsv3.server.answers.schema import ChatRequest, CompletionRequest
 from dsv3.text.pieces import Reasoning, Text
 from router.asked import read_asked
 from router.gather import Events, Failed, Gathered, Unreadable

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.cache.events.config import KvEventsConfig
-from dsv3.cache.events.publisher import Publisher
-from dsv3.cache.events.record import Cleared, Record, Removed, Spelled, Stored
-from dsv3.cache.events.wire import Encoder
-from dsv3.cache.keys import extend_keys, root_key
+from dsv3.kv_cache.events.config import KvEventsConfig
+from dsv3.kv_cache.events.publisher import Publisher
+from dsv3.kv_cache.events.record import Cleared, Record, Removed, Spelled, Stored
+from dsv3.kv_cache.events.wire import Encoder
+from dsv3.kv_cache.keys import extend_keys, root_key
 from router.held import Held, UnreadableEvents, read_batch, spelled_keys
 from router.instance import Booking, Instance
 from router.listener import Listener, Source

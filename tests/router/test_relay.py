@@ -11,7 +11,7 @@ from typing import Literal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv3.api.answers.errors import ApiError
+from dsv3.server.answers.errors import ApiError
 from router.choice import Load
 from router.instance import Broken, Instance
 from router.numbers import Numbers

@@ -9,11 +9,11 @@ import signal
 import httpx
 import pytest
 
-from tests.dsv3.api.fake_engine import CRASH_STEP
-from tests.dsv3.api.test_bodies import SIZE, filled, forget_peak, memory
-from tests.dsv3.api.test_resume import BODIES, CHAT, COMPLETIONS, told
-from tests.dsv3.api.test_tls import make_certificate, running
-from tests.dsv3.api.test_tools import MESSAGES
+from tests.dsv3.server.fake_engine import CRASH_STEP
+from tests.dsv3.server.test_bodies import SIZE, filled, forget_peak, memory
+from tests.dsv3.server.test_resume import BODIES, CHAT, COMPLETIONS, told
+from tests.dsv3.server.test_tls import make_certificate, running
+from tests.dsv3.server.test_tools import MESSAGES
 from tests.router.conftest import instances, routing, running_servers, wait_until
 
 PAGES = "dsv3:router_instance_pages"

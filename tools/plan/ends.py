@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
-from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
+from dsv3.kv_cache.page import PAGE_SIZE
 from tools.plan.deployment import Deployment
 from tools.plan.handover import Ends, lengths
 from tools.plan.played import Played

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.checkpoint import int4
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config import ModelConfig
@@ -32,6 +31,7 @@ from dsv3.engine.jobs.prefill import Variant, variant_for
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import longest_context
 from dsv3.engine.parts import Parts
+from dsv3.kv_cache.page import PAGE_SIZE, pages_for
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
 from dsv3.options import EngineOptions

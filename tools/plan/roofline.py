@@ -11,8 +11,8 @@ A stage is one micro-batch's part of one layer, under the names of `tools.plan.c
 
 import dataclasses
 
-from dsv3.cache.layout import row_bytes
 from dsv3.config import ModelConfig
+from dsv3.kv_cache.layout import row_bytes
 from dsv3.sizes import sizes_of
 from tools.plan.dense import dense_core
 from tools.plan.deployment import Device

@@ -6,9 +6,9 @@ One program of each kind is compiled, its largest, and played with smaller batch
 import hashlib
 from collections.abc import Callable
 
-from dsv3.cache.page import PAGE_SIZE
 from dsv3.config import ModelConfig
 from dsv3.engine.device.working import measure
+from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.options import Role
 from dsv3.scheduler.cost import keys_per_token
 from tools.plan.deployment import Deployment, DeploymentError

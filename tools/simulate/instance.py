@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from dsv3.cache.keys import Key
-from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import EngineView, JobKind, Planned
 from dsv3.engine.jobs import decode, prefill, sample
@@ -20,6 +18,8 @@ from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.pages import PagesCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import SampleCommand
+from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.scheduler import Scheduler

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from dsv3.cache.page import PAGE_SIZE, pages_for
 from dsv3.engine.config import EngineConfig
+from dsv3.kv_cache.page import PAGE_SIZE, pages_for
 from dsv3.options import Role
 
 Kind = Literal["prefill", "decode"]

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dsv3.engine.cluster.wire import Wire, WireError, accept
 from dsv3.engine.errors import ClusterError
 from dsv3.options import LEADER, ClusterOptions
-from dsv3.trust.certificates import Credentials
-from dsv3.trust.strangers import Strangers, listen
+from dsv3.processes.certificates import Credentials
+from dsv3.processes.strangers import Strangers, listen
 
 _log = logging.getLogger("dsv3.cluster")
 _MAX_WARNINGS = 20

@@ -51,8 +51,8 @@ from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.options import ClusterOptions, EngineOptions
-from dsv3.trust.certificates import Credentials, credentials_of
-from dsv3.trust.key_file import read_key
+from dsv3.processes.certificates import Credentials, credentials_of
+from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger("dsv3.cluster")
 _RETRY_S = 0.2

@@ -25,7 +25,7 @@ _SWITCH_INTERVAL_S = 0.0005  # commands shall leave while the engine's thread la
 
 
 class Host(Protocol):
-    """The process around the engine; `dsv3.api.engine.process.Host` is one."""
+    """The process around the engine; `dsv3.server.engine.process.Host` is one."""
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None: ...
     def drain(self, reason: str) -> None: ...

@@ -27,7 +27,7 @@ from dsv3.engine.limits import with_pages
 from dsv3.engine.stored import NothingKept, ProgramStore, machine_fields
 from dsv3.logs import configure_logging
 from dsv3.options import ClusterOptions, EngineOptions
-from dsv3.trust.key_file import read_key
+from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger("dsv3.cluster")
 

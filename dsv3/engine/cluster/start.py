@@ -14,8 +14,8 @@ from dsv3.engine.fingerprint import Fields, agreed, shaping
 from dsv3.engine.parts import Parts
 from dsv3.engine.stored import NothingKept, ProgramStore, device_fields, program_store
 from dsv3.options import ClusterOptions, EngineOptions, split_address
-from dsv3.trust.certificates import IDENTITY, credentials_of
-from dsv3.trust.key_file import read_key
+from dsv3.processes.certificates import IDENTITY, credentials_of
+from dsv3.processes.key_file import read_key
 
 
 class Load(Protocol):

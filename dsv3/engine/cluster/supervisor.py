@@ -2,7 +2,7 @@
 
 The processes of an instance start together and end together: when one dies, each of the others ends by itself or is
 killed by its supervisor, and all supervisors start the next generation. On the leader's host the first front does this
-(`dsv3.api.engine.keeper`).
+(`dsv3.server.engine.keeper`).
 """
 
 import contextlib

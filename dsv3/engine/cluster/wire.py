@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 
-from dsv3.trust.certificates import Credentials, tls_context
+from dsv3.processes.certificates import Credentials, tls_context
 
 # A follower gets only its ranks' part of a command: 17 kB for 16 chunks of 4,096 tokens over 18 hosts
 # (`python -m benchmarks.cluster_send`). Masks take most: 126.3 MiB for 8 ranks of 256 rows of 4 tokens, all held to

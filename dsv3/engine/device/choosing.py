@@ -7,10 +7,10 @@ how long requests are, takes one. Prefill that chooses is there in both forms, m
 takes one.
 """
 
-from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine import crossover
 from dsv3.engine.config import EngineConfig, ForwardProgram
 from dsv3.engine.device.layout import Layout
+from dsv3.kv_cache.page import PAGE_SIZE
 
 ANY_LENGTH = 2**31 - 1
 """Stands for a step of which nobody says how many tokens its queries see: any number."""

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from dsv3.cache.layout import pool
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER
@@ -16,6 +15,7 @@ from dsv3.engine.device.reserve import reserve
 from dsv3.engine.functions import StepResult
 from dsv3.engine.job import Watch
 from dsv3.engine.parts import Parts
+from dsv3.kv_cache.layout import pool
 from pallas_kernels import gpus
 from pallas_kernels.multiprocessors import taking
 from sharding.mesh import RANK_SPEC, rank_sharding

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.cache.page import PAGE_SIZE
 from dsv3.engine.config import bucket
 from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses
 from dsv3.engine.device.devices import Devices, Forward
@@ -19,6 +18,7 @@ from dsv3.engine.device.state import DecodeState
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.parts import Parts
+from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.model.batch import DecodeBatch
 from dsv3.request import StepOutputs
 from dsv3.scheduler.balance import DecodeBalance

@@ -6,9 +6,9 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from dsv3.cache.keys import Key
-from dsv3.cache.tiers.orders import Order
 from dsv3.engine.job import Command
+from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.tiers.orders import Order
 
 
 class Copy(Command, frozen=True):

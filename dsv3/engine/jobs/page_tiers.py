@@ -3,21 +3,21 @@
 import logging
 from typing import NamedTuple
 
-from dsv3.cache.events.record import Record, Watch, Where
-from dsv3.cache.identity import LAYOUT_VERSION
-from dsv3.cache.layout import page_bytes
-from dsv3.cache.tiers.arena import Arena, arena_bytes, cells_within
-from dsv3.cache.tiers.shared_memory import SharedMemory
-from dsv3.cache.tiers.store import open_store
-from dsv3.cache.tiers.tiers import Tiers
 from dsv3.engine.parts import Parts
+from dsv3.kv_cache.events.record import Record, Watch, Where
+from dsv3.kv_cache.identity import LAYOUT_VERSION
+from dsv3.kv_cache.layout import page_bytes
+from dsv3.kv_cache.tiers.arena import Arena, arena_bytes, cells_within
+from dsv3.kv_cache.tiers.shared_memory import SharedMemory
+from dsv3.kv_cache.tiers.store import open_store
+from dsv3.kv_cache.tiers.tiers import Tiers
+from dsv3.kv_cache.transfer.client import Peers
+from dsv3.kv_cache.transfer.meetings import Meetings
+from dsv3.kv_cache.transfer.nixl import open_nixl
+from dsv3.kv_cache.transfer.protocol import VERSION, Hello
+from dsv3.kv_cache.transfer.server import PageServer
 from dsv3.options import split_address
-from dsv3.transfer.client import Peers
-from dsv3.transfer.meetings import Meetings
-from dsv3.transfer.nixl import open_nixl
-from dsv3.transfer.protocol import VERSION, Hello
-from dsv3.transfer.server import PageServer
-from dsv3.trust.key_file import read_key
+from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.cache.layout import page_bytes, pool
 from dsv3.config import ModelConfig
+from dsv3.kv_cache.layout import page_bytes, pool
 
 
 def value_shape(cfg: ModelConfig, cache_dtype: str) -> jax.ShapeDtypeStruct:

@@ -17,12 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dsv3.cache.keys import Key as PageKey
-from dsv3.cache.layout import page_bytes
-from dsv3.cache.page import PAGE_SIZE
-from dsv3.cache.tiers.far import FarTiers
-from dsv3.cache.tiers.hosts import Hosts
-from dsv3.cache.tiers.tiers import Batch, FarBatch, Fetch, HostTiers
 from dsv3.engine.config import bucket
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
@@ -34,6 +28,12 @@ from dsv3.engine.jobs.page_tiers import Opened, open_tiers, page_buckets
 from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.engine.parts import Parts
+from dsv3.kv_cache.keys import Key as PageKey
+from dsv3.kv_cache.layout import page_bytes
+from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.kv_cache.tiers.far import FarTiers
+from dsv3.kv_cache.tiers.hosts import Hosts
+from dsv3.kv_cache.tiers.tiers import Batch, FarBatch, Fetch, HostTiers
 from dsv3.request import StepOutputs
 from dsv3.scheduler.sequence import Sequence
 from sharding.processes import local_part

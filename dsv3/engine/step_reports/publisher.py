@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from dsv3.cache.events.config import endpoint_of
 from dsv3.engine.step_reports.config import StepMetricsConfig
 from dsv3.engine.step_reports.wire import StepMetrics, encode
+from dsv3.kv_cache.events.config import endpoint_of
 
 _MOST_WAITING = 10_000  # steps; the oldest are dropped, since planners want the latest
 _IDLE_S = 1.0

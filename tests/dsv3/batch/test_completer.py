@@ -5,15 +5,15 @@ import json
 
 import pytest
 
-from dsv3.api.asking import WorkerDied
-from dsv3.api.batches import completer as completer_module
-from dsv3.api.batches.completer import ServerCompleter, server_completer
-from dsv3.api.config import ServerConfig
-from dsv3.api.workers import WorkersBusy
 from dsv3.batch.journal import BatchError
 from dsv3.options import EngineOptions
+from dsv3.server.asking import WorkerDied
+from dsv3.server.batches import completer as completer_module
+from dsv3.server.batches.completer import ServerCompleter, server_completer
+from dsv3.server.config import ServerConfig
+from dsv3.server.workers import WorkersBusy
 from dsv3.server_options import ServerOptions
-from tests.dsv3.api.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
+from tests.dsv3.server.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
 from tests.dsv3.text import dialects, tiny
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

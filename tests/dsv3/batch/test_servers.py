@@ -16,7 +16,7 @@ from dsv3.batch.journal import BatchError
 from dsv3.batch.options import BatchOptions
 from dsv3.batch.servers import servers_completer
 from dsv3.request import BATCH_PRIORITY
-from tests.dsv3.api import serving
+from tests.dsv3.server import serving
 from tests.dsv3.text import tiny
 
 COMPLETIONS = "/v1/completions"

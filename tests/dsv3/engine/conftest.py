@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dsv3.cache.tiers import shared_memory
 from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.programs import Programs
 from dsv3.engine.engine import Engine
 from dsv3.engine.parts import Parts
+from dsv3.kv_cache.tiers import shared_memory
 from tests.dsv3.engine import toy
 
 LIMITS = {"max_model_len": 256, "num_pages": 7, "max_num_seqs": 4, "max_num_batched_tokens": 100, "num_ranks": 2}

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from dsv3.cache.events.record import Removed, Stored
-from dsv3.cache.tiers import tiers
 from dsv3.engine.engine import Engine
-from dsv3.transfer import several
+from dsv3.kv_cache.events.record import Removed, Stored
+from dsv3.kv_cache.tiers import tiers
+from dsv3.kv_cache.transfer import several
 from tests.dsv3.engine import conftest, toy
 from tests.dsv3.engine.driving import drain, number, request, run, take
 from tests.dsv3.engine.test_disaggregation import free_address

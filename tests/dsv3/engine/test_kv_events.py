@@ -13,11 +13,11 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsv3.cache.events.publisher import END
-from dsv3.cache.events.wire import hash_of
-from dsv3.cache.keys import extend_keys
-from dsv3.cache.tiers import tiers
 from dsv3.engine.engine import Engine
+from dsv3.kv_cache.events.publisher import END
+from dsv3.kv_cache.events.wire import hash_of
+from dsv3.kv_cache.keys import extend_keys
+from dsv3.kv_cache.tiers import tiers
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import drain, number, request, run
 

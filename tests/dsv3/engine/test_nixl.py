@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dsv3.cache.tiers import tiers
 from dsv3.engine.engine import Engine
-from dsv3.transfer import nixl
+from dsv3.kv_cache.tiers import tiers
+from dsv3.kv_cache.transfer import nixl
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.test_disaggregation import FULL, PROMPT, free_address
-from tests.dsv3.transfer.fake_agent import FakeAgent
+from tests.dsv3.kv_cache.transfer.fake_agent import FakeAgent
 
 MakeEngine = Callable[..., Engine]
 PAGE_BYTES = 512  # of the toy model

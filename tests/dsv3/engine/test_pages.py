@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsv3.cache.keys import extend_keys
-from dsv3.cache.tiers import counts as counts_module
-from dsv3.cache.tiers import directory, tiers
-from dsv3.cache.tiers.counts import Rate, loading_pays
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.pages import PageStats, page_buckets
+from dsv3.kv_cache.keys import extend_keys
+from dsv3.kv_cache.tiers import counts as counts_module
+from dsv3.kv_cache.tiers import directory, tiers
+from dsv3.kv_cache.tiers.counts import Rate, loading_pays
 from dsv3.request import EngineRequest
 from dsv3.scheduler.sequence import State
 from tests.dsv3.engine import toy

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.cache.layout import FP8, pool
+from dsv3.kv_cache.layout import FP8, pool
 from dsv3.model import PAGE_SIZE
 from dsv3.model.layers import context
 from tests.dsv3.model.test_steps import POOL, TABLE, Cache, T

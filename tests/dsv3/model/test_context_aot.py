@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.cache.layout import pool
+from dsv3.kv_cache.layout import pool
 from dsv3.model import PrefillBatch, prefill
 from dsv3.model.layers import context
 from dsv3.model.params import abstract

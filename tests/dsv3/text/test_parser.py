@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.api.answers.schema import MAX_TOOLS
 from dsv3.sampling_params import SamplingParams
+from dsv3.server.answers.schema import MAX_TOOLS
 from dsv3.text.dialects import DIALECTS, State, start_state
 from dsv3.text.marks import MarkFinder
 from dsv3.text.output import OutputStream

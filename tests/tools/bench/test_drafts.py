@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv3.api.answers.metrics import Metrics
+from dsv3.server.answers.metrics import Metrics
 from tools.bench.drafts import DraftCounts, parse, report
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 
 from dsv3.options import ClusterOptions, EngineOptions
-from tests.dsv3.api import serving
-from tests.dsv3.api.serving import ROOT, Server
 from tests.dsv3.engine import letters
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.engine.cluster.relay import Relay
+from tests.dsv3.server import serving
+from tests.dsv3.server.serving import ROOT, Server
 
 FACTORY = "tests.dsv3.engine.cluster.toy_cluster:start"
 

@@ -4,7 +4,7 @@ import pytest
 
 from dsv3.engine.cluster.membership import slurm_membership
 from dsv3.options import ClusterOptions, split_address
-from dsv3.trust.key_file import read_key
+from dsv3.processes.key_file import read_key
 
 SLURM = {
     "SLURM_JOB_ID": "4711",

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsv3.cache.identity import fingerprint
-from dsv3.cache.keys import extend_keys, root_key
-from dsv3.transfer.client import Peers
-from dsv3.transfer.protocol import VERSION, Hello, PeerError
-from tests.dsv3.api.test_lifecycle import Requests
+from dsv3.kv_cache.identity import fingerprint
+from dsv3.kv_cache.keys import extend_keys, root_key
+from dsv3.kv_cache.transfer.client import Peers
+from dsv3.kv_cache.transfer.protocol import VERSION, Hello, PeerError
 from tests.dsv3.engine import test_masks, toy
 from tests.dsv3.engine.cluster import instances, local
+from tests.dsv3.server.test_lifecycle import Requests
 
 PROMPT = [3, 4, 5]
 ENDLESS = {"prompt": PROMPT, "max_tokens": 2000, "temperature": 0, "ignore_eos": True}

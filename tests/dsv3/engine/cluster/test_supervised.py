@@ -12,10 +12,10 @@ import pytest
 
 from dsv3.engine.jobs.kept_experts import start_from
 from sharding.mesh import rank_mesh
-from tests.dsv3.api.test_resume import COMPLETIONS
-from tests.dsv3.api.test_survival import Streams
 from tests.dsv3.engine import toy, toy_experts
 from tests.dsv3.engine.cluster import instances
+from tests.dsv3.server.test_resume import COMPLETIONS
+from tests.dsv3.server.test_survival import Streams
 
 PROMPTS = [[i + 1, *(5 + j % 60 for j in range(20 * i))] for i in range(4)]
 COUNT = 70

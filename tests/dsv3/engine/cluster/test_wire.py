@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dsv3.engine.cluster import wire
 from dsv3.engine.cluster.wire import Unanswered, Wire, WireError, accept, connect
-from dsv3.trust.certificates import Credentials, credentials_of
+from dsv3.processes.certificates import Credentials, credentials_of
 from tests.dsv3.engine.cluster.local import FRAME_OVERHEAD, wires
 
 KEY, OTHER_KEY = bytes(range(48)), bytes(range(48, 96))

@@ -1,0 +1,122 @@
+"""Events in vLLM's wire format: msgpack of `[time, events, rank]`, each event a map with its type; no zmq.
+
+A page's hash is the first 8 bytes of its key. Consumers that hash tokens themselves find these in `token_ids`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from dsv3.kv_cache.events.record import Batch, Cleared, Removed, Spelled, Stored
+from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.page import PAGE_SIZE
+
+_MOST_SPELLED = 2**14  # pages whose tokens are known, should a tier tell of them: 8 MB
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    """Pages that can be found, one behind the other; without tokens where these are not known."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    """Pages that cannot be found any more."""
+
+    block_hashes: list[int]
+    medium: str
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
+    """All that was told before is void."""
+
+
+class EventBatch(msgspec.Struct, array_like=True):
+    """Events of one rank, with the time in seconds."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def hash_of(key: Key) -> int:
+    """Returns a page's name on the wire."""
+    return int.from_bytes(key[:8], "big")
+
+
+class Encoder:
+    """Turns batches into messages. It remembers what lately stored pages spell, for tiers know keys only."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ranks = range(num_ranks)
+        self._spelled: OrderedDict[Key, Spelled] = OrderedDict()
+        self._pack = msgspec.msgpack.Encoder()
+
+    def messages(self, batch: Batch) -> list[tuple[int, bytes]]:
+        """Returns the payload for each rank that the batch says something about."""
+        events: dict[int, list[Event]] = {}
+        for note in batch.notes:
+            if isinstance(note, Spelled):
+                self._remember(note)
+                continue
+            rank = None if isinstance(note, Cleared) else note.rank
+            told = list(self._told(note))
+            for each in self._ranks if rank is None else (rank,) if isinstance(rank, int) else rank:
+                _append(events.setdefault(each, []), told)
+        return [(rank, self._pack.encode(EventBatch(batch.time, mine, rank))) for rank, mine in events.items()]
+
+    def _told(self, note: Stored | Removed | Cleared) -> Iterator[Event]:
+        if isinstance(note, Cleared):
+            yield AllBlocksCleared()
+        elif isinstance(note, Removed):
+            yield BlockRemoved([hash_of(key) for key in note.keys], note.medium)
+        elif note.spelled is not None:
+            self._remember(note.spelled)
+            yield _stored(note.keys, note.spelled, note.medium)
+        else:
+            for key in note.keys:
+                yield _stored([key], self._spelled.get(key), note.medium)
+
+    def _remember(self, spelled: Spelled) -> None:
+        before = spelled.before
+        for i, key in enumerate(spelled.keys):
+            tokens = spelled.tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+            self._spelled[key] = Spelled([key], before, tokens, spelled.tenant)
+            before = key
+        while len(self._spelled) > _MOST_SPELLED:
+            self._spelled.popitem(last=False)
+
+
+def _stored(keys: Sequence[Key], spelled: Spelled | None, medium: str) -> BlockStored:
+    hashes = [hash_of(key) for key in keys]
+    if spelled is None:
+        return BlockStored(hashes, None, [], PAGE_SIZE, None, medium, None)
+    before, tenant = spelled.before, spelled.tenant
+    extra: list[tuple[str, ...] | None] | None = None
+    if tenant is not None and before is None:
+        extra = [(tenant.hex(),), *[None] * (len(keys) - 1)]
+    tokens: list[int] = np.asarray(spelled.tokens).tolist()
+    parent = None if before is None else hash_of(before)
+    return BlockStored(hashes, parent, tokens, PAGE_SIZE, None, medium, None, extra)
+
+
+def _append(events: list[Event], more: Sequence[Event]) -> None:
+    """Adds events; removals that follow each other become one."""
+    for event in more:
+        last = events[-1] if events else None
+        if isinstance(event, BlockRemoved) and isinstance(last, BlockRemoved) and event.medium == last.medium:
+            events[-1] = BlockRemoved([*last.block_hashes, *event.block_hashes], event.medium)
+        else:
+            events.append(event)

@@ -1,0 +1,221 @@
+"""Fetches pages from other instances; what does not verify is not taken, and ends the connection."""
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import msgspec
+import numpy as np
+
+from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.tiers.counts import TierCounts
+from dsv3.kv_cache.tiers.value import HEADER_BYTES
+from dsv3.kv_cache.transfer import protocol
+from dsv3.kv_cache.transfer.carriers import Carried
+from dsv3.kv_cache.transfer.finding import Finder
+from dsv3.kv_cache.transfer.nixl import Reader
+from dsv3.kv_cache.transfer.protocol import Answer, Hello, Locate, Located, PeerError, Want
+from dsv3.kv_cache.transfer.several import Land, fetch_from_any
+from dsv3.processes.certificates import credentials_of, tls_context
+
+_CONNECT_S = 3.0
+_MOST_IDLE = 16  # connections kept for the next fetch
+_AVOID_S = 10.0  # a peer that has failed
+_MOST_AVOIDED = 256
+
+
+class Peers:
+    """Other instances that know `secret` and are like `hello`, read by `reader` where both can. Any thread may call."""
+
+    def __init__(self, secret: bytes, hello: Hello, reader: Reader | None = None) -> None:
+        self._context, self._hello = tls_context(credentials_of(secret), False), hello
+        self._reader, self._carried = reader, Carried() if reader is None else reader.carried
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[ssl.SSLSocket, tuple[str, float]] = OrderedDict()  # address, and since when
+        self._avoided: OrderedDict[str, float] = OrderedDict()  # until when
+        self._finder = Finder(self._connect_unless_avoided)
+
+    def find(self, address: str, meeting: int) -> Future[str]:
+        """Gives the addresses for `fetch` once the instance at `address` computes the request of `meeting`.
+
+        Gives PeerError where it does not in time (`dsv3.kv_cache.transfer.finding`), or does not answer as it should.
+        """
+        return self._finder.find(address, meeting)
+
+    def fetch(self, address: str, keys: Sequence[Key], patience_s: float, land: Land) -> int:
+        """Fetches pages in the order of `keys` and hands each to `land`; returns how many have come.
+
+        Each page has been verified, and its array is written again after the call. Waits `patience_s` for each that
+        `address` does not have yet: "host:port", or those of an instance's processes with commas between. Raises
+        PeerError where it cannot be reached, refuses, or sends what does not verify; what came before has been landed.
+        """
+        if "," in address:
+            return fetch_from_any(self.fetch, address.split(","), keys, patience_s, land)
+        self._require_not_avoided(address)
+        try:
+            return self._fetch(address, keys, patience_s, land)
+        except OSError as error:
+            self._avoid(address)
+            raise PeerError(f"{address}: {error}") from None
+
+    def counted(self, counts: TierCounts) -> TierCounts:
+        """Returns `counts` with what each carrier has brought."""
+        return self._carried.counted(counts)
+
+    def _fetch(self, address: str, keys: Sequence[Key], patience_s: float, land: Land) -> int:
+        row = np.empty(self._hello.value_bytes, np.uint8)
+        count = 0
+        while count < len(keys):
+            wanted = keys[count : count + protocol.MAX_KEYS]
+            came = self._fetch_some(address, wanted, patience_s, row, land)
+            count += came
+            if came < len(wanted):
+                break
+        return count
+
+    def _fetch_some(self, address: str, keys: Sequence[Key], patience_s: float, row: np.ndarray, land: Land) -> int:
+        """Fetches what one Want asks for, over a kept connection if there is one that the other side has kept too."""
+        landed: list[Key] = []
+
+        def note(key: Key, value: np.ndarray) -> None:
+            land(key, value)
+            landed.append(key)
+
+        if (kept := self._kept(address)) is not None:
+            with contextlib.suppress(OSError):
+                return self._exchange(kept, address, keys, patience_s, row, note)
+            if landed:
+                raise PeerError("the connection broke")
+        return self._exchange(self._connect(address), address, keys, patience_s, row, note)
+
+    def _exchange(
+        self,
+        connection: ssl.SSLSocket,
+        address: str,
+        keys: Sequence[Key],
+        patience_s: float,
+        row: np.ndarray,
+        land: Land,
+    ) -> int:
+        try:
+            connection.settimeout(patience_s + protocol.STALL_S)
+            came, is_over = self._read(connection, address, keys, patience_s, land)
+            if not is_over:
+                protocol.send(connection, Want(list(keys[came:]), patience_s))
+                came += self._take(connection, address, keys[came:], row, land)
+        except BaseException:
+            connection.close()
+            raise
+        self._keep(connection, address)
+        return came
+
+    def _read(
+        self, connection: ssl.SSLSocket, address: str, keys: Sequence[Key], patience_s: float, land: Land
+    ) -> tuple[int, bool]:
+        """Reads pages out of the other side's memory; returns how many, and whether sockets have nothing to add."""
+        came = 0
+        while came < len(keys) and self._reader is not None and self._reader.knows(address):
+            protocol.send(connection, Locate(list(keys[came:]), patience_s))
+            located = protocol.receive(connection, Located)
+            if located is None:
+                raise PeerError("it hung up")
+            places = located.places[: len(keys) - came]
+            if not places:
+                return came, True
+            landed = self._reader.read(address, keys[came:], places, land)
+            came += landed
+            if landed < len(places):
+                return came, False
+        return came, came == len(keys)
+
+    def _take(self, connection: ssl.SSLSocket, address: str, keys: Sequence[Key], row: np.ndarray, land: Land) -> int:
+        count, seconds = 0, 0.0
+        try:
+            while (more := protocol.read(connection, 1) != protocol.NO_MORE) and count < len(keys):
+                started = time.monotonic()
+                self._take_one(connection, keys[count], row, land)
+                count, seconds = count + 1, seconds + time.monotonic() - started
+        finally:
+            self._carried.note(address, "sockets", count * row.size, seconds)
+        if more:
+            raise PeerError("more pages than were asked for")
+        return count
+
+    def _take_one(self, connection: ssl.SSLSocket, key: Key, row: np.ndarray, land: Land) -> None:
+        header = protocol.read_value_header(protocol.read(connection, HEADER_BYTES))
+        if header.length != row.size:
+            raise PeerError(f"a page of {header.length} bytes, not {row.size}")
+        protocol.read_into(connection, memoryview(row))
+        if not header.covers(key, row):
+            raise PeerError("a page that is damaged, or not the one asked for")
+        land(key, row)
+
+    def _connect_unless_avoided(self, address: str) -> ssl.SSLSocket:
+        self._require_not_avoided(address)
+        try:
+            return self._connect(address)
+        except OSError:
+            self._avoid(address)
+            raise
+
+    def _require_not_avoided(self, address: str) -> None:
+        if time.monotonic() < self._avoided.get(address, 0.0):
+            raise PeerError(f"{address} has failed a moment ago")
+
+    def _connect(self, address: str) -> ssl.SSLSocket:
+        host, _, port = address.rpartition(":")
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+        except ValueError as error:  # UnicodeError is one: IDNA has no such name
+            raise PeerError(f"no host and port ({error})") from None
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(protocol.HANDSHAKE_S)
+            tls = self._context.wrap_socket(connection)
+            reads = self._reader is not None and self._reader.wants(address)
+            protocol.send(tls, msgspec.structs.replace(self._hello, reads=reads))
+            answer = protocol.receive(tls, Answer)
+        except BaseException:
+            connection.close()
+            raise
+        if answer is None or answer.refusal:
+            tls.close()
+            raise PeerError("it hung up" if answer is None else f"it refused: {answer.refusal}")
+        if self._reader is not None:
+            self._reader.meet(address, answer.agent)
+        return tls
+
+    def _kept(self, address: str) -> ssl.SSLSocket | None:
+        if self._reader is not None and self._reader.is_rested(address):
+            return None
+        with self._lock:
+            found = [each for each, (other, _) in self._idle.items() if other == address]
+            if not found:
+                return None
+            _, since = self._idle.pop(found[-1])
+        if time.monotonic() - since < protocol.IDLE_S / 2:
+            return found[-1]
+        found[-1].close()
+        return self._kept(address)
+
+    def _keep(self, connection: ssl.SSLSocket, address: str) -> None:
+        with self._lock:
+            self._idle[connection] = address, time.monotonic()
+            oldest = next(iter(self._idle)) if len(self._idle) > _MOST_IDLE else None
+            if oldest is not None:
+                del self._idle[oldest]
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.close()
+
+    def _avoid(self, address: str) -> None:
+        with self._lock:
+            self._avoided[address] = time.monotonic() + _AVOID_S
+            self._avoided.move_to_end(address)
+            if len(self._avoided) > _MOST_AVOIDED:
+                self._avoided.popitem(last=False)

@@ -1,0 +1,162 @@
+"""Gives pages to other instances: what the host's memory holds, and what comes there while they wait.
+
+Nothing is reserved for anyone. A page lies in the host's memory like every other and leaves it by age; whoever comes
+too late computes it.
+"""
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+
+import numpy as np
+
+from dsv3.kv_cache.tiers.arena import Arena, Place
+from dsv3.kv_cache.tiers.value import header_of
+from dsv3.kv_cache.transfer import protocol
+from dsv3.kv_cache.transfer.meetings import Meetings
+from dsv3.kv_cache.transfer.nixl import Shared
+from dsv3.kv_cache.transfer.protocol import Answer, Ask, Hello, Locate, Located, PeerError, Question, Told, Want
+from dsv3.processes.certificates import credentials_of, tls_context
+from dsv3.processes.strangers import Strangers, listen
+
+_MOST_PEERS = 256
+_MAX_WARNINGS = 20
+_PAUSE_S = 0.1  # after an error of accept, such as no free descriptor
+_log = logging.getLogger(__name__)
+
+
+class PageServer:
+    """Serves the pages of `arena` to whoever knows `secret` and is like `hello`; listens at `host`:`port`.
+
+    Tells how far the requests of `meetings` are, and where pages lie if their memory is `shared`. Raises ValueError
+    where it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        hello: Hello,
+        arena: Arena,
+        meetings: Meetings | None = None,
+        shared: Shared | None = None,
+    ) -> None:
+        self._shared = shared
+        self.meetings = Meetings() if meetings is None else meetings
+        self._context, self._hello, self._arena = tls_context(credentials_of(secret), True), hello, arena
+        self._strangers, self._peers = Strangers(), threading.BoundedSemaphore(_MOST_PEERS)
+        self._warnings = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.pages_sent = self.pages_located = 0
+        self._listener = _listen(host, port)
+        threading.Thread(target=self._accept, name="kv-serve", daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port where it listens."""
+        host, port, *_ = self._listener.getsockname()
+        return host, port
+
+    def close(self) -> None:
+        """Ends listening; connections go on."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, address = self._listener.accept()
+                guard = connection.dup()  # TLS takes the socket over, and a stranger that is displaced loses it
+                self._strangers.add(guard, address[0])
+                threading.Thread(target=self._greet, args=(connection, guard, address[0]), daemon=True).start()
+            except (OSError, RuntimeError) as error:  # no descriptor, or no thread
+                if not self._closed.wait(_PAUSE_S):
+                    self._warn(f"cannot take a connection: {error}")
+
+    def _greet(self, connection: socket.socket, guard: socket.socket, address: str) -> None:
+        try:
+            connection.settimeout(protocol.HANDSHAKE_S)
+            with self._context.wrap_socket(connection, server_side=True) as tls:
+                other = protocol.receive(tls, Hello)
+                self._strangers.remove(guard)
+                if other is not None:
+                    self._admit(tls, other)
+        except (OSError, ssl.SSLError) as error:
+            self._warn(f"{address}: {error}")
+        finally:
+            self._strangers.remove(guard)
+            for each in (guard, connection):
+                each.close()
+
+    def _admit(self, tls: ssl.SSLSocket, other: Hello) -> None:
+        """Serves an instance that is like this one, as long as it asks."""
+        refusal = protocol.difference(self._hello, other)
+        if not refusal and not self._peers.acquire(blocking=False):
+            refusal = f"{_MOST_PEERS} others are being served"
+        agent = self._shared.metadata if self._shared is not None and other.reads and not refusal else b""
+        protocol.send(tls, Answer(refusal, agent))
+        if refusal:
+            raise PeerError(f"refused an instance: {refusal}")
+        try:
+            buffer = np.empty(self._hello.value_bytes, np.uint8)
+            while (question := self._next(tls)) is not None:
+                tls.settimeout(protocol.STALL_S)
+                if isinstance(question, Ask):
+                    stages = self.meetings.stages(question.meetings[: protocol.MAX_MEETINGS])
+                    protocol.send(tls, Told(stages, self.meetings.addresses))
+                elif isinstance(question, Locate):
+                    protocol.send(tls, Located(self._places(question)))
+                else:
+                    self._serve(tls, question, buffer)
+        finally:
+            self._peers.release()
+
+    def _next(self, tls: ssl.SSLSocket) -> Question | None:
+        tls.settimeout(protocol.IDLE_S)
+        try:
+            return protocol.receive_question(tls)
+        except TimeoutError:
+            return None
+
+    def _places(self, asked: Locate) -> list[Place]:
+        keys = asked.keys[: protocol.MAX_KEYS] if self._shared is not None else []
+        if not keys or not self._arena.wait_for(keys[0], min(asked.patience_s, protocol.MAX_PATIENCE_S)):
+            return []
+        places = []
+        for key in keys:
+            if (place := self._arena.place_of(key)) is None:
+                break
+            places.append(place)
+        self.pages_located += len(places)
+        return places
+
+    def _serve(self, tls: ssl.SSLSocket, want: Want, buffer: np.ndarray) -> None:
+        for key in want.keys[: protocol.MAX_KEYS]:
+            there = self._arena.wait_for(key, min(want.patience_s, protocol.MAX_PATIENCE_S))
+            if not there or not self._arena.get(key, buffer):
+                break
+            tls.sendall(protocol.HAVE + header_of(key, buffer).pack())
+            tls.sendall(memoryview(buffer))
+            self.pages_sent += 1
+        tls.sendall(protocol.NO_MORE)
+
+    def _warn(self, text: str) -> None:
+        with self._lock:
+            self._warnings += 1
+        if self._warnings <= _MAX_WARNINGS:
+            _log.warning("%s", text)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise ValueError(
+            f"transfer_address: cannot listen at {host}:{port}: {error.strerror or error}; give a free port here"
+        ) from None

@@ -1,0 +1,272 @@
+"""One request on its way to its answer: what chat and text completions have in common."""
+
+import abc
+import time
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple
+
+import msgspec
+
+from dsv3.request import MAX_PRIORITY
+from dsv3.server.answers.bootstrap import bootstrap_of
+from dsv3.server.answers.constraints import constraint_of, made_grammar
+from dsv3.server.answers.errors import ApiError
+from dsv3.server.answers.generation import Generation, Update, prepare_requests
+from dsv3.server.answers.prompts import EncodedPrompt
+from dsv3.server.answers.reading import read_request
+from dsv3.server.answers.responses import Usage
+from dsv3.server.answers.resume import Resumed, answered_tokens, replayed
+from dsv3.server.answers.sampling import sampling_params
+from dsv3.server.answers.schema import SampledRequest
+from dsv3.server.answers.service import Service
+from dsv3.server.answers.transfer import pages_from, told
+from dsv3.server.answers.whole import LIST_OF_GAP, WholeChoice, filled, joined
+from dsv3.server.tenants import Tenant
+from dsv3.text.answer_grammar import Wanted
+from dsv3.text.parser import AnswerParser
+
+to_json: Callable[[object], bytes] = msgspec.json.Encoder().encode
+
+
+class Summary(NamedTuple):
+    """What the log tells of an answer; `first_token_at` is a time of `time.monotonic`."""
+
+    model: str
+    prompt_tokens: int
+    completion_tokens: int
+    first_token_at: float | None
+
+
+def to_event(value: object, name: str | None = None) -> bytes:
+    """Returns the lines of a server-sent event with the JSON of a value, without the blank line behind them."""
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b" % (head, to_json(value))
+
+
+class Answer[Request: SampledRequest](abc.ABC):
+    """The answer to the JSON of one request: `prepare` it, then ask for the `whole`, or `start` its events.
+
+    `tenant` sent it, if that is known. Its priority number is `earliest_priority` at least, whatever the request says.
+    Whoever has called `start` calls `close`.
+    """
+
+    request_type: type[Request]
+    id_prefix: ClassVar[str]
+    farewell: ClassVar[bytes] = b"data: [DONE]\n\n"
+    """What ends a stream, behind its last event."""
+    request: Request
+    model: str
+    rank: int | None = None
+    """Where it must run, None for wherever it costs least."""
+
+    def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
+        self.service = service
+        self._tenant = tenant
+        self.earliest_priority = -MAX_PRIORITY
+        self.created = int(time.time())
+        self._body = body
+
+    @property
+    def id(self) -> str:
+        """The answer's id; there is one once it is prepared."""
+        return f"{self.id_prefix}-{self.generation.id}"
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return self.generation.usage
+
+    def summary(self) -> Summary:
+        """Returns what the log tells of the answer as far as it has come; there is one once it is prepared."""
+        usage = self.usage
+        return Summary(self.model, usage.prompt_tokens, usage.completion_tokens, self.generation.first_token_at)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client wants events; known once it is prepared."""
+        return bool(self.request.stream)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether events carry a field for the usage, null but for the last."""
+        options = self.request.stream_options
+        return options is not None and bool(options.include_usage)
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the prompt is told and no answer; known once the request is read."""
+        return False
+
+    @property
+    def tells_usage_throughout(self) -> bool:
+        """Whether each event has the usage so far."""
+        options = self.request.stream_options
+        return self.tells_usage and options is not None and bool(options.continuous_usage_stats)
+
+    async def prepare(self) -> None:
+        """Reads the request and its prompts; raises ApiError for one that is refused. Nothing is generated yet."""
+        self.request = await self.read()
+        self._body = b""
+        self.model = self.service.require_model(self.request.model)
+        self.check()
+        salt = self.service.cache_salt(self._tenant, self.request.cache_salt)
+        priority = self.service.priority(self._tenant, max(self.request.priority or 0, self.earliest_priority))
+        info = self.service.require_ready()
+        source = pages_from(self.request.kv_transfer_params, info)
+        bootstrap = bootstrap_of(self.request, info)
+        prompts = await self.read_prompts()
+        if bootstrap is not None:
+            bootstrap.check(len(prompts), self.request.resume is not None)
+        sampling = sampling_params(self.service, self.request, prompts, self.max_tokens(), self.num_logprobs())
+        grammar = await self.grammar(prompts)
+        answered = answered_tokens(self.service, self.request, sampling, prompts)
+        self.request.resume = None  # held once
+        self._resumed = await replayed(self.service, prompts, sampling, answered, self.parser, bool(grammar))
+        first, requests = await prepare_requests(
+            self.service, prompts, sampling, salt, source, self.rank, self._resumed, priority, grammar
+        )
+        if bootstrap is not None:
+            requests = bootstrap.joined(requests)
+        length = sum(len(prompt.token_ids) for prompt in prompts)
+        self._told = told(self.request.kv_transfer_params, info, length, streams=self.streams)
+        self.generation = Generation(
+            self.service,
+            prompts,
+            sampling,
+            requests,
+            self._tenant,
+            first=first,
+            resumed=self._resumed,
+            retells=not self.streams,
+            prompt_only=self.prompt_only,
+        )
+
+    async def read(self) -> Request:
+        """Returns the request in the body; raises ApiError."""
+        return await read_request(self.service, self.request_type, self._body)
+
+    async def whole(self) -> bytes:
+        """Returns the JSON of the complete answer; raises ApiError. A cancelled call leaves nothing in the engine."""
+        choices: dict[int, WholeChoice] = {}
+
+        def take(update: Update) -> None:
+            if (choice := choices.get(update.choice)) is None:
+                choice = choices[update.choice] = WholeChoice(update.choice)
+            choice.add(update, self.logprob_columns(update))
+
+        await self.generation.run(self.parser, take)
+        response = self.response(LIST_OF_GAP)
+        if self._told is not None:
+            response = msgspec.structs.replace(response, kv_transfer_params=self._told)
+        return await joined(filled(to_json(response), [self._choices([choices[index] for index in sorted(choices)])]))
+
+    def _choices(self, wholes: list[WholeChoice]) -> Iterator[bytes]:
+        for i, whole in enumerate(wholes):
+            if i:
+                yield b","
+            yield from self.choice(whole)
+
+    def start(self, on_event: Callable[[bytes], None], on_end: Callable[[ApiError | None], None]) -> None:
+        """Begins to generate; raises ApiError. `on_event` gets each event's lines, `on_end` is called last, once."""
+
+        for choice, resumed in enumerate(self._resumed):
+            if resumed.token_ids:
+                self.skip(choice, resumed)
+
+        def tell(update: Update) -> None:
+            for event in self.events(update):
+                on_event(event)
+
+        def tell_with_usage(update: Update) -> None:
+            usage = b'"usage":' + to_json(self.usage)
+            for event in self.events(update):  # inside of a JSON string the quotes would be escaped
+                on_event(event.replace(b'"usage":null', usage, 1))
+
+        def end(error: ApiError | None) -> None:
+            if error is None and self.tells_usage:
+                on_event(to_event(self.chunk([], usage=self.usage)))
+            on_end(error)
+
+        self.generation.start(self.parser, tell_with_usage if self.tells_usage_throughout else tell, end)
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the lines of the event that ends a stream with an error."""
+        return b"data: " + error.envelope()
+
+    def hold(self) -> None:
+        """Makes no events until `release`; what comes meanwhile is told together."""
+        self.generation.hold()
+
+    def release(self) -> None:
+        """Goes on making events."""
+        self.generation.release()
+
+    def close(self) -> None:
+        """Frees what is still running."""
+        self.generation.close()
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises ApiError for fields that exclude each other."""
+
+    @abc.abstractmethod
+    async def read_prompts(self) -> list[EncodedPrompt]:
+        """Returns the prompts, encoded."""
+
+    @abc.abstractmethod
+    def max_tokens(self) -> int | None:
+        """Returns the bound on each choice's tokens, None if the request has none."""
+
+    async def grammar(self, prompts: list[EncodedPrompt]) -> str:
+        """Returns what the answers to `prompts` are held to, "" where they are free; raises ApiError."""
+        if (constraint := constraint_of(self.request)) is None:
+            return ""
+        field = "structured_outputs" if self.request.structured_outputs is not None else "response_format"
+        return await made_grammar(self.service, Wanted(constraint=constraint), field, len(prompts))
+
+    @abc.abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Returns how many alternatives are told per token, None for no log-probabilities."""
+
+    @abc.abstractmethod
+    def parser(self, prompt: EncodedPrompt) -> AnswerParser | None:
+        """Returns a new parser for one choice, None where its text is told as it is."""
+
+    @abc.abstractmethod
+    def response(self, choices: msgspec.Raw) -> msgspec.Struct:
+        """Returns the complete answer around its choices."""
+
+    @abc.abstractmethod
+    def choice(self, whole: WholeChoice) -> Iterator[bytes]:
+        """Yields the JSON of one choice of the complete answer."""
+
+    @abc.abstractmethod
+    def logprob_columns(self, update: Update) -> tuple[bytes, ...]:
+        """Returns the JSON of an update's log-probabilities, the items of each list; none where none are wanted."""
+
+    @abc.abstractmethod
+    def events(self, update: Update) -> list[bytes]:
+        """Returns the lines of the events that one update makes."""
+
+    @abc.abstractmethod
+    def skip(self, choice: int, resumed: Resumed) -> None:
+        """Notes that a choice's first events have been told elsewhere."""
+
+    @abc.abstractmethod
+    def chunk(self, choices: list, usage: object = None) -> msgspec.Struct:
+        """Returns one event."""
+
+
+class ChunkTemplate:
+    """The lines of events that differ in one text alone; `make` returns the event with a given text."""
+
+    __slots__ = ("_head", "_tail")
+
+    _MARK = "\x01text\x01"
+
+    def __init__(self, make: Callable[[str], msgspec.Struct]):
+        self._head, self._tail = to_event(make(self._MARK)).split(to_json(self._MARK))
+
+    def fill(self, text: str) -> bytes:
+        """Returns the event with this text."""
+        return self._head + to_json(text) + self._tail

@@ -1,0 +1,109 @@
+"""What the faces of a conversation share: a request is read as another vendor's, and answered as a chat."""
+
+import abc
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from dsv3.server.answers.answer import to_json
+from dsv3.server.answers.chat import ChatAnswer
+from dsv3.server.answers.errors import ApiError
+from dsv3.server.answers.faces.sections import Change, Sections
+from dsv3.server.answers.generation import Update
+from dsv3.server.answers.reading import converted, read_request
+from dsv3.server.answers.schema import ChatMessage, ChatRequest, TextPart
+from dsv3.server.answers.service import Service
+from dsv3.server.tenants import Tenant
+
+
+class Face[Asked: msgspec.Struct](ChatAnswer):
+    """The answer to a conversation in another vendor's JSON.
+
+    `names` maps a field of a `ChatRequest` to the vendor's name of it, for errors.
+    """
+
+    asked_type: type[Asked]
+    names: ClassVar[Mapping[str, str]]
+    farewell = b""
+    asked: Asked
+
+    def __init__(self, service: Service, body: bytes | bytearray, tenant: Tenant | None = None):
+        super().__init__(service, body, tenant)
+        self.sections = Sections()
+        self._has_begun = False
+
+    async def prepare(self) -> None:
+        """Does what a chat does; errors name the fields as the client does."""
+        try:
+            await super().prepare()
+        except ApiError as error:
+            raise in_their_names(error, self.names) from None
+
+    async def read(self) -> ChatRequest:
+        self.asked = await read_request(self.service, self.asked_type, self._body)
+        return self.as_chat(self.asked)
+
+    async def whole(self) -> bytes:
+        """Returns the JSON of the complete answer; raises ApiError."""
+        last: list[Update] = []
+
+        def take(update: Update) -> None:
+            self.sections.take(update.pieces)
+            last[:] = [update]
+
+        await self.generation.run(self.parser, take)
+        return to_json(self.complete(last[0]))
+
+    def events(self, update: Update) -> list[bytes]:
+        """Returns the events of one update; the first one of an answer is greeted, the last one bidden farewell."""
+        lines = [] if self._has_begun else self.opening()
+        self._has_begun = True
+        changes = self.sections.take(update.pieces)
+        if update.finish_reason is not None:
+            changes += self.sections.end()
+        lines += [line for change in changes for line in self.told(change)]
+        return lines if update.finish_reason is None else [*lines, *self.closing(update)]
+
+    @abc.abstractmethod
+    def as_chat(self, asked: Asked) -> ChatRequest:
+        """Returns the same request as a chat's; raises ApiError for what a chat has not."""
+
+    @abc.abstractmethod
+    def complete(self, last: Update) -> msgspec.Struct:
+        """Returns the complete answer, whose last update says why it ended."""
+
+    @abc.abstractmethod
+    def opening(self) -> list[bytes]:
+        """Returns the events before all sections."""
+
+    @abc.abstractmethod
+    def told(self, change: Change) -> list[bytes]:
+        """Returns the events that tell of a change."""
+
+    @abc.abstractmethod
+    def closing(self, last: Update) -> list[bytes]:
+        """Returns the events behind all sections."""
+
+
+def chat_request(fields: Mapping[str, Any], messages: list[ChatMessage]) -> ChatRequest:
+    """Returns a chat's request with the fields that are not None; raises ApiError as for a chat's body."""
+    request = converted(ChatRequest, fields)
+    request.messages = messages
+    return request
+
+
+def in_their_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Returns an error with the vendor's names of fields; a tool's function has no level of its own there."""
+    path, colon, text = error.body.message.partition(": ")
+    if colon and path.startswith("tools["):
+        inner = re.sub(r"\.function\b", "", path).replace(".parameters", f".{names.get('parameters', 'parameters')}")
+        body = msgspec.structs.replace(error.body, message=f"{inner}: {text}")
+        return ApiError(error.status, body.message, kind=body.type, param=body.param, code=body.code)
+    return error.renamed(names)
+
+
+def text_parts(texts: list[str]) -> list[TextPart]:
+    """Returns texts as the parts of a message."""
+    return [TextPart("text", text) for text in texts]

@@ -1,0 +1,281 @@
+"""What clients may send: OpenAI's requests and vLLM's additions, with a bound on everything.
+
+Unknown top-level fields are ignored, as vLLM ignores them, since client libraries send new ones all the time; fields
+that would change the answer, and that this server does not honour, are refused by name. Ranges of sampling
+parameters are `SamplingParams`'s business: here a value only has to be of the right type, finite and of bounded size.
+How bodies are read is the business of `dsv3.server.answers.reading`.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from dsv3.kv_cache.transfer.meetings import MAX_MEETING
+from dsv3.request import MAX_PRIORITY
+from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_TOKEN_IDS
+from dsv3.structured_outputs import StructuredOutputsParams
+
+MAX_BODY_BYTES = 32 * 2**20
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_TOOLS = 128
+MAX_N = 128
+MAX_STOP_CHARS = 1024
+MAX_NAME_CHARS = 256
+MAX_SALT_CHARS = 1024
+MAX_TOKENS_LISTED = 2**20
+MAX_ADDRESSES = 64
+
+Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Host = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Meeting = Annotated[int, Meta(ge=0, le=MAX_MEETING)]
+
+
+def require_no_nul(text: object) -> None:
+    """Raises ValueError for a text with a NUL character; what is no text passes."""
+    if isinstance(text, str) and "\0" in text:
+        raise ValueError("must not contain NUL characters")
+
+
+class StreamOptions(msgspec.Struct):
+    """Where a stream has the usage: in its last event, and with vLLM's `continuous_usage_stats` as well in each one."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TransferParams(msgspec.Struct):
+    """vLLM's fields of `kv_transfer_params` that matter here; a router copies them from one answer to a request."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_host: Host | None = None
+    remote_port: Port | None = None
+    # Ours, and opaque to routers: those of all processes of an instance, "host:port" each.
+    remote_addresses: (
+        Annotated[list[Annotated[str, Meta(max_length=MAX_NAME_CHARS)]], Meta(max_length=MAX_ADDRESSES)] | None
+    ) = None
+
+
+class Resume(msgspec.Struct, forbid_unknown_fields=True):
+    """What an answer has had so far: the tokens of its only choice, or a list per choice."""
+
+    output_token_ids: list[TokenId | list[TokenId]]
+
+
+class SchemaFormat(msgspec.Struct):
+    """What `response_format` says of a JSON schema; it is kept to, `strict` or not."""
+
+    schema: dict[str, Any] | None = None
+    name: Name | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """OpenAI's way to ask for JSON; `dsv3.server.answers.constraints` reads it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class SampledRequest(msgspec.Struct, kw_only=True):
+    """Fields that chat and text completions share; None means the default throughout."""
+
+    model: Name | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    best_of: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    seed: Int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    kv_transfer_params: TransferParams | None = None
+    bootstrap_host: Host | Annotated[list[Host], Meta(max_length=MAX_PROMPTS)] | None = None
+    bootstrap_port: Port | Annotated[list[Port | None], Meta(max_length=MAX_PROMPTS)] | None = None
+    bootstrap_room: Meeting | Annotated[list[Meeting], Meta(max_length=MAX_PROMPTS)] | None = None
+    resume: Resume | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+
+    def __post_init__(self) -> None:
+        require_no_nul(self.cache_salt)
+
+
+class CompletionRequest(SampledRequest, kw_only=True):
+    """`POST /v1/completions`. `prompt` is text, token ids, or a list of either; `prompts` tells which."""
+
+    prompt: str | list[TokenId | str | list[TokenId]] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class TextPart(msgspec.Struct, gc=False):
+    type: Literal["text"]
+    text: str
+
+    def __post_init__(self) -> None:
+        require_no_nul(self.text)
+
+
+class CalledFunction(msgspec.Struct):
+    name: Name
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call in the conversation so far."""
+
+    function: CalledFunction
+    id: Name | UnsetType | None = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One turn of a conversation; templates tell a field that is null from one that is absent.
+
+    `reasoning` is what newer vLLM calls `reasoning_content`.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | UnsetType | None = UNSET
+    name: Name | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    tool_call_id: Name | UnsetType | None = UNSET
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | UnsetType | None = UNSET
+
+    def __post_init__(self) -> None:
+        require_no_nul(self.content)
+        require_no_nul(self.reasoning_content)
+        require_no_nul(self.reasoning)
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Kwarg = bool | Int | Annotated[str, Meta(max_length=64)] | None
+Kwargs = Annotated[dict[str, Kwarg], Meta(max_length=16)]
+
+
+class NamedFunction(msgspec.Struct):
+    name: Name
+
+
+class NamedTool(msgspec.Struct):
+    """A `tool_choice` that names the tool to call."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+# Every dialect can write these characters without an escape.
+FUNCTION_NAME_RULE = "a name of 1 to 256 characters, without white space, quotes, braces and angle brackets"
+FunctionName = Annotated[str, Meta(pattern=r"^[^\s\"'<>{}\x00-\x1f｜]{1,256}\Z")]
+
+
+class Function(msgspec.Struct):
+    """What is read of a function; the model is shown all that a client says of it."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool that a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(SampledRequest, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages | None = None
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=16)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Kwargs | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`: of a `prompt`, or of the prompt that `messages` make."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Kwargs | None = None
+    return_token_strs: bool | None = None
+
+    def __post_init__(self) -> None:
+        require_no_nul(self.prompt)
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    model: Name | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_LISTED)] | None = None
+
+
+# Fields that would change the answer: refused unless they have one of the values that change nothing. A kind of request
+# that declares one of them honours it.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "prediction": (),
+    "web_search_options": (),
+    "suffix": ("",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "prompt_logprobs": (False,),
+    "prompt_embeds": (),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "truncate_prompt_tokens": (),
+    "documents": ([],),
+    "store": (False,),
+    "verbosity": ("medium",),
+    "chat_template": (),
+    "mm_processor_kwargs": (),
+    "thinking_token_budget": (),
+}

@@ -1,0 +1,275 @@
+"""What all answers share: the engine, the tokenizer, the chat template, the metrics, and whether we still serve."""
+
+import array
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from dsv3.server.answers.body_reader import BodyReader
+from dsv3.server.answers.defaults import sampling_defaults
+from dsv3.server.answers.encoder import Encoder
+from dsv3.server.answers.errors import QUEUE_FULL, ApiError, invalid, too_long, unavailable
+from dsv3.server.answers.history import History
+from dsv3.server.answers.logprobs import LogprobEncoder
+from dsv3.server.answers.metrics import Metrics
+from dsv3.server.answers.numbers import SharedNumbers
+from dsv3.server.answers.onlooker import Onlooker
+from dsv3.server.asking import WorkerDied
+from dsv3.server.budget import Budget, Holding
+from dsv3.server.config import ServerConfig
+from dsv3.server.engine.client import EngineClient
+from dsv3.server.engine.messages import EngineInfo
+from dsv3.server.grammars.pool import GrammarPool
+from dsv3.server.templates.pool import TemplatePool
+from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
+from dsv3.server.workers import BOUNDS, WAIT_S, Workers, WorkersBusy
+from dsv3.server_options import Isolation
+from dsv3.text.chat_template import TemplateError
+from dsv3.text.parsers import ParserOptions, Parsers
+from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound
+from dsv3.text.tool_messages import names_tools, telling_tools
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceConfig:
+    """Settings of a service.
+
+    The first of `model_names` is the one answers carry. `parsers` make those of a chat's answers; `shows_tools` says
+    whether its template shows tools to the model. `sampling_defaults` hold where a request is silent. `root` is
+    the model's directory.
+    """
+
+    model_names: tuple[str, ...]
+    parsers: Parsers | None = None
+    shows_tools: bool = False
+    sampling_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    isolation: Isolation = "tenant"
+    root: str = ""
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+
+class Service:
+    """One model being served; `chat_tokenizer` reads what `templates` render, by default the same as `tokenizer`."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        engine: EngineClient,
+        tokenizer: Tokenizer | None,
+        templates: TemplatePool | None,
+        numbers: SharedNumbers | None = None,
+        wait_s: float | None = WAIT_S,
+        chat_tokenizer: Tokenizer | None = None,
+        tenants: Sequence[Tenant] = (),
+        grammars: GrammarPool | None = None,
+    ):
+        self.config = config
+        self.tenants = Tenants(tenants)
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.chat_tokenizer = chat_tokenizer or tokenizer
+        self.templates = templates
+        self.grammars = grammars
+        self.logprobs = LogprobEncoder(tokenizer)
+        self.metrics = Metrics(config.model_names[0], numbers, self.tenants)
+        self.history, self.onlooker = History(self.metrics), Onlooker(engine)
+        self.leaving = False  # says so, and still takes requests
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.active = 0
+        self._encoder = Encoder(wait_s)
+        bounds = dataclasses.replace(BOUNDS, wait_s=wait_s)
+        self._thread = ThreadPoolExecutor(1, "prepare")
+        self._preparing, self._bodies = Workers([self._thread], bounds), BodyReader(wait_s)
+        self.budget = Budget()
+        engine.on_stats = self.metrics.update
+        engine.on_again = lambda: self.metrics.add("continued", 1)
+
+    @property
+    def status(self) -> Literal["ok", "starting", "restarting", "draining", "failed"]:
+        if self.leaving or self.draining:
+            return "draining"
+        state = self.engine.state
+        return {"ready": "ok", "closed": "failed"}.get(state, state)  # type: ignore[return-value]
+
+    @property
+    def reason(self) -> str:
+        return "the server is shutting down" if self.status == "draining" else self.engine.reason
+
+    def require_ready(self) -> EngineInfo:
+        """Returns what is known of the engine; ApiError 503 when requests are not taken.
+
+        They are while the engine is started anew: then they wait for it.
+        """
+        is_taken = self.engine.state in ("ready", "restarting") and not self.draining
+        if not is_taken or self.engine.info is None:
+            self.metrics.rejected(self.status)
+            raise unavailable(self.reason, self.status, retry_after=5)
+        return self.engine.info
+
+    def require_model(self, name: str | None) -> str:
+        """Returns the name to answer with; ApiError 404 for a model that is not served."""
+        if name is None:
+            return self.config.model_names[0]
+        if name not in self.config.model_names:
+            raise ApiError(
+                404, "the model does not exist; GET /v1/models lists it", param="model", code="model_not_found"
+            )
+        return name
+
+    def cache_salt(self, tenant: Tenant | None, given: str | None) -> str:
+        """Returns what a request's prefix keys start from; ApiError 400 without the salt that this server asks for."""
+        if given is None and self.config.isolation == "salt":
+            raise invalid("cache_salt: this server asks for one", "cache_salt", "cache_salt_required")
+        return cache_salt(self.config.isolation, tenant, given)
+
+    def priority(self, tenant: Tenant | None, given: int) -> int:
+        """Returns a request's priority; ApiError 403 where a tenant asks to be served before all others."""
+        if given < 0 and self.tenants.are_several and (tenant is None or tenant.name != OPERATOR):
+            text = f"priority: where there are several API keys, only the one named {OPERATOR} may go below 0"
+            raise ApiError(403, text, kind="permission_error", param="priority", code="not_the_operator")
+        return given
+
+    def busy(self, error: WorkersBusy) -> ApiError:
+        """Counts and returns the 503 for work that workers have no room for."""
+        self.metrics.rejected(QUEUE_FULL)
+        return unavailable(str(error), QUEUE_FULL)
+
+    def grow(self, holding: Holding, nbytes: int) -> None:
+        """Has a request hold some more bytes; ApiError 503 where all requests together hold too many."""
+        try:
+            holding.grow(nbytes)
+        except WorkersBusy as error:
+            raise self.busy(error) from None
+
+    def enter(self) -> None:
+        """Notes that a request begins; draining waits until all have left."""
+        self.active += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """Notes that a request has ended."""
+        self.active -= 1
+        if not self.active:
+            self.idle.set()
+
+    async def encode(
+        self, text: str, add_special_tokens: bool, param: str, tokenizer: Tokenizer | None = None
+    ) -> array.array[int]:
+        """Returns the token ids of a text; ApiError 400 if it cannot fit the context."""
+        tokenizer = tokenizer or self.tokenizer
+        if tokenizer is None:
+            raise invalid("this model has no tokenizer: send the prompt as token ids", param, "no_tokenizer")
+        limit, ids = self.require_ready().rules.max_model_len, None
+        try:
+            if len(text) <= limit * tokenizer.max_token_chars:
+                ids = await self._encoder.encode(tokenizer, text, add_special_tokens, limit)
+        except TokenizerError as error:
+            raise invalid(str(error), param) from None
+        except WorkersBusy as error:
+            raise self.busy(error) from None
+        if ids is None:
+            raise too_long(limit, f"a text of {len(text)} characters, which is more tokens than that")
+        return ids
+
+    async def run[T](self, is_long: bool, work: Callable[[], T]) -> T:
+        """Returns the result of `work`, which is done in a thread if it would keep the event loop for long.
+
+        Raises ApiError 503 where too much waits for that thread.
+        """
+        if not is_long:
+            return work()
+        loop = asyncio.get_running_loop()
+        try:
+            return await self._preparing.run(0, lambda thread: loop.run_in_executor(thread, work))
+        except WorkersBusy as error:
+            raise self.busy(error) from None
+
+    async def read_body[T](self, nbytes: int, work: Callable[[], T]) -> T:
+        """Returns the result of `work`, which decodes a body of `nbytes`; ApiError 503 where too much waits."""
+        try:
+            return await self._bodies.run(nbytes, work)
+        except WorkersBusy as error:
+            raise self.busy(error) from None
+
+    async def close(self) -> None:
+        """Ends the workers."""
+        for workers in (self.templates, self.grammars, self._encoder, self._preparing, self._bodies):
+            if workers is not None:
+                await workers.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+async def make_service(
+    config: ServerConfig,
+    engine: EngineClient,
+    numbers: SharedNumbers | None = None,
+    created: int | None = None,
+    wait_s: float | None = WAIT_S,
+) -> Service:
+    """Returns the service of a model directory; `created` is the time of the instance's start, now if not given.
+
+    Requests wait at most `wait_s` for workers that they share, without end if it is None.
+    Raises TokenizerError for a tokenizer, ValueError for a generation_config.json that cannot be used.
+    """
+    tokenizer = _tokenizer(config)
+    chat_tokenizer = tokenizer
+    if tokenizer is not None and config.options.escape_special_tokens:
+        chat_tokenizer = tokenizer.hiding_markers()
+    parsers = _parsers(config, tokenizer)
+    template = None
+    if tokenizer is not None and parsers is not None and tokenizer.chat_template is not None:
+        template = telling_tools(tokenizer.chat_template, parsers.dialect)
+    templates = await _templates(config, chat_tokenizer, template, wait_s)
+    settings = ServiceConfig(
+        config.model_names,
+        parsers,
+        names_tools(template or ""),
+        sampling_defaults(config.model_dir),
+        config.options.prefix_cache_isolation,
+        str(config.model_dir),
+        *([] if created is None else [created]),
+    )
+    grammars = None
+    if parsers is not None:
+        file = config.model_dir / "tokenizer.json"
+        grammars = GrammarPool(file, wait_s, dialect=parsers.dialect_name, marker_ids=parsers.marker_ids)
+    return Service(settings, engine, tokenizer, templates, numbers, wait_s, chat_tokenizer, config.tenants, grammars)
+
+
+def _tokenizer(config: ServerConfig) -> Tokenizer | None:
+    try:
+        return Tokenizer.from_directory(config.model_dir)
+    except TokenizerNotFound:
+        config.notify("no tokenizer.json, tiktoken.model or tekken.json with the model: prompts must be token ids")
+        return None
+
+
+def _parsers(config: ServerConfig, tokenizer: Tokenizer | None) -> Parsers | None:
+    if tokenizer is None:
+        return None
+    options = ParserOptions(config.options.reasoning_parser, config.options.tool_call_parser)
+    return Parsers(options, tokenizer, tokenizer.chat_template)
+
+
+async def _templates(
+    config: ServerConfig, tokenizer: Tokenizer | None, template: str | None, wait_s: float | None
+) -> TemplatePool | None:
+    if tokenizer is None:
+        return None
+    if template is None:
+        config.notify("the tokenizer has no chat template: /v1/chat/completions is off")
+        return None
+    tokens, hidden = tokenizer.special_tokens, tokenizer.markers.hidden or None
+    pool = TemplatePool(template, tokens, config.template_deadline_s, wait_s, hidden)
+    try:
+        await pool.check()
+    except (TemplateError, WorkerDied) as error:
+        config.notify(f"{error}: /v1/chat/completions is off")
+        await pool.close()
+        return None
+    return pool

@@ -1,0 +1,337 @@
+"""A directory of files and batches. All fronts of a server write to it; each file in it has one writer.
+
+    DIR/lock                        held by the server that runs the batches
+    DIR/open/ID                     a batch that has not ended: its tenant's name
+    DIR/cancel/ID                   when a client asked for the batch's end
+    DIR/tenants/NAME/files/ID       content, complete once ID.json is there
+    DIR/tenants/NAME/batches/ID.json, ID.answers
+
+What is written takes its place by a rename, so a kill leaves the old or the new. A record that cannot be read, after
+the disk or somebody's editor has damaged it, is logged once and missing from then on; it hides no other. A tenant's ids
+lead nowhere but to its own directory.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from dsv3.server.batches.records import ENDED, Batch, FileObject, Record
+
+MAX_FILE_BYTES = 200 * 2**20
+MAX_LINES = 50_000
+MAX_FILES = 1000
+MAX_BATCHES = 1000
+MAX_OPEN_BATCHES = 100
+MAX_TENANT_BYTES = 16 * 2**30
+_ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}")
+_TENANT = re.compile(r"[A-Za-z0-9._-]{0,64}")
+# A batch whose record did not follow its mark in this time was never made.
+_STALE_S = 60.0
+# What an upload wrote last is no older than this: 60 s of silence end it.
+_ABANDONED_S = 600.0
+_log = logging.getLogger("dsv3.batches")
+
+
+class StoreError(Exception):
+    """What a client asked for cannot be; `code` is for programs, the message for people."""
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+class NotFound(StoreError):
+    """The tenant has nothing of that id."""
+
+    def __init__(self, what: str):
+        super().__init__("not_found", f"there is no such {what}")
+
+
+class Conflict(StoreError):
+    """The state of what is there forbids it."""
+
+
+class TooMany(StoreError):
+    """A bound of the tenant is reached; something has to go first."""
+
+
+class Store:
+    """Files and batches below `directory`; a tenant is called by its name, "" where there are no API keys.
+
+    `now` tells the time in seconds since 1970. Raises OSError where the directory cannot be made.
+    """
+
+    def __init__(self, directory: Path, now: Callable[[], float] = time.time):
+        self.directory, self._now = directory, now
+        self._damaged: set[Path] = set()
+        for name in ("", "open", "cancel", "tenants"):
+            (directory / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def now(self) -> int:
+        """Returns the time in whole seconds."""
+        return int(self._now())
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the directory for this process; raises ValueError where another server holds it."""
+        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ValueError(f"batch_dir: {self.directory} is in use by another server") from None
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def new_upload(self, tenant: str) -> Path:
+        """Returns a path for a file on its way; raises TooMany where the tenant has no room for another one."""
+        files = self.files(tenant)
+        if len(files) >= MAX_FILES:
+            raise TooMany("too_many_files", f"there are {len(files)} files, at most {MAX_FILES}; delete some first")
+        if (total := sum(file.bytes for file in files)) >= MAX_TENANT_BYTES:
+            text = f"the files have {total} bytes, at most {MAX_TENANT_BYTES}; delete some first"
+            raise TooMany("too_many_bytes", text)
+        return self._folder(tenant, "files") / f"{secrets.token_hex(12)}.part"
+
+    def add_file(self, tenant: str, content: Path, filename: str) -> FileObject:
+        """Takes over an upload as a file."""
+        return self._put_file(tenant, content, new_file_id(), filename, "batch")
+
+    def add_output(self, tenant: str, content: Path, file_id: str, filename: str) -> FileObject:
+        """Takes over what a batch has made, in the place of what an earlier attempt has left."""
+        return self._put_file(tenant, content, file_id, filename, "batch_output")
+
+    def file(self, tenant: str, file_id: str) -> FileObject:
+        """Returns a file; raises NotFound."""
+        found = self._read(self._path(tenant, "files", file_id, ".json"), FileObject)
+        if found is None:
+            raise NotFound("file")
+        return found
+
+    def content(self, tenant: str, file_id: str) -> Path:
+        """Returns where a file's content lies; raises NotFound."""
+        self.file(tenant, file_id)
+        return self._path(tenant, "files", file_id)
+
+    def files(self, tenant: str) -> list[FileObject]:
+        """Lists a tenant's files, newest first."""
+        found = (self._read(path, FileObject) for path in self._records(tenant, "files"))
+        return sorted((each for each in found if each is not None), key=lambda f: (-f.created_at, f.id))
+
+    def delete_file(self, tenant: str, file_id: str) -> None:
+        """Deletes a file; raises NotFound, and Conflict where a batch that has not ended reads it."""
+        self.file(tenant, file_id)
+        for batch in self.batches(tenant):
+            if batch.status not in ENDED and batch.input_file_id == file_id:
+                raise Conflict("file_in_use", f"the batch {batch.id} reads this file; cancel it first")
+        for suffix in (".json", ""):
+            self._path(tenant, "files", file_id, suffix).unlink(missing_ok=True)
+
+    def create_batch(self, tenant: str, make: Callable[[str, int], Batch]) -> Batch:
+        """Keeps the batch that `make` makes of an id and the time; raises TooMany.
+
+        Its mark among the open ones comes first, so that no kill leaves a batch that nobody runs.
+        """
+        batches = self.batches(tenant)
+        if (count := sum(batch.status not in ENDED for batch in batches)) >= MAX_OPEN_BATCHES:
+            raise TooMany("too_many_batches", f"{count} batches have not ended, at most {MAX_OPEN_BATCHES}")
+        for old in [batch for batch in batches if batch.status in ENDED][MAX_BATCHES - MAX_OPEN_BATCHES :]:
+            self._forget(tenant, old.id)
+        batch = make(f"batch_{secrets.token_hex(12)}", self.now())
+        _write(self.directory / "open" / batch.id, tenant.encode())
+        self.save(tenant, Record(batch=batch))
+        return batch
+
+    def record(self, tenant: str, batch_id: str) -> Record:
+        """Returns a batch as it is kept; raises NotFound."""
+        found = self._read(self._path(tenant, "batches", batch_id, ".json"), Record)
+        if found is None:
+            raise NotFound("batch")
+        return found
+
+    def batch(self, tenant: str, batch_id: str) -> Batch:
+        """Returns a batch as clients see it; raises NotFound."""
+        return self._seen(self.record(tenant, batch_id).batch)
+
+    def batches(self, tenant: str) -> list[Batch]:
+        """Lists a tenant's batches, newest first."""
+        found = (self._read(path, Record) for path in self._records(tenant, "batches"))
+        shown = (self._seen(record.batch) for record in found if record is not None)
+        return sorted(shown, key=lambda batch: (-batch.created_at, batch.id))
+
+    def save(self, tenant: str, record: Record) -> None:
+        """Keeps a batch as it is now; only its maker and whoever runs it call this."""
+        _write(self._path(tenant, "batches", record.batch.id, ".json"), msgspec.json.encode(record))
+
+    def cancel(self, tenant: str, batch_id: str) -> Batch:
+        """Asks for a batch's end; raises NotFound, and Conflict for one that is as good as ended."""
+        batch = self.batch(tenant, batch_id)
+        if batch.status == "cancelling":
+            return batch
+        if batch.status not in ("validating", "in_progress"):
+            raise Conflict("batch_not_cancellable", f"the batch is {batch.status}")
+        _write(self.directory / "cancel" / batch_id, str(self.now()).encode())
+        return self.batch(tenant, batch_id)
+
+    def cancelled_at(self, batch_id: str) -> int | None:
+        """Returns when a client asked for a batch's end, None where nobody did."""
+        path = self.directory / "cancel" / batch_id
+        try:
+            text = path.read_bytes()
+            return int(text) if text.isdigit() else int(path.stat().st_mtime)
+        except FileNotFoundError:
+            return None
+
+    def mark_open(self) -> None:
+        """Marks each batch that has not ended, before any is run: a lost mark leaves no batch that nobody runs."""
+        for folder in (self.directory / "tenants").glob("tenant-*"):
+            tenant = folder.name.removeprefix("tenant-")
+            for path in self._records(tenant, "batches") if _TENANT.fullmatch(tenant) else ():
+                mark, record = self.directory / "open" / path.stem, self._read(path, Record)
+                is_open = record is not None and record.batch.status not in ENDED
+                if is_open and not (mark.is_file() and mark.read_bytes() == tenant.encode()):
+                    _write(mark, tenant.encode())
+
+    def open_batches(self) -> list[tuple[str, str]]:
+        """Lists tenant and id of each batch that has not ended, oldest first."""
+        found = []
+        for path in (self.directory / "open").iterdir():
+            if not _ID.fullmatch(path.name):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                tenant, made = path.read_bytes().decode(errors="replace"), path.stat().st_mtime
+                has_record = _TENANT.fullmatch(tenant) and self._path(tenant, "batches", path.name, ".json").exists()
+                if has_record:
+                    found.append((made, tenant, path.name))
+                elif time.time() - made > _STALE_S:
+                    path.unlink()
+        return [(tenant, name) for _, tenant, name in sorted(found)]
+
+    def close_batch(self, batch_id: str) -> None:
+        """Notes that nothing is left to do for a batch whose record says that it has ended."""
+        for name in ("open", "cancel"):
+            (self.directory / name / batch_id).unlink(missing_ok=True)
+
+    def answers(self, tenant: str, batch_id: str) -> Path:
+        """Returns where the answers of a batch are gathered."""
+        return self._path(tenant, "batches", batch_id, ".answers")
+
+    def scratch(self, tenant: str, file_id: str) -> Path:
+        """Returns where the content of a batch's file is written before it takes its place."""
+        return self._path(tenant, "files", file_id, ".part")
+
+    def drop_answers(self, tenant: str, batch_id: str) -> None:
+        """Deletes the gathered answers, which are in the batch's files by now."""
+        for suffix in (".answers", ".answers.state.json"):
+            self._path(tenant, "batches", batch_id, suffix).unlink(missing_ok=True)
+
+    def _read[T](self, path: Path, kind: type[T]) -> T | None:
+        """Returns what a record says, None where there is none that can be read."""
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if path not in self._damaged:
+                _log.error("%s: this record cannot be read and is left out: %s", path, error)
+            self._damaged.add(path)
+            return None
+        self._damaged.discard(path)
+        return found
+
+    def _put_file(self, tenant: str, content: Path, file_id: str, filename: str, purpose: str) -> FileObject:
+        size = content.stat().st_size
+        _sync(content)
+        os.replace(content, self._path(tenant, "files", file_id))
+        made = FileObject(
+            id=file_id,
+            bytes=size,
+            created_at=self.now(),
+            filename=filename,
+            purpose=purpose,  # type: ignore[arg-type]
+        )
+        _write(self._path(tenant, "files", file_id, ".json"), msgspec.json.encode(made))
+        return made
+
+    def _seen(self, batch: Batch) -> Batch:
+        if batch.status not in ("validating", "in_progress") or (at := self.cancelled_at(batch.id)) is None:
+            return batch
+        return msgspec.structs.replace(batch, status="cancelling", cancelling_at=at)
+
+    def _forget(self, tenant: str, batch_id: str) -> None:
+        self.drop_answers(tenant, batch_id)
+        self._path(tenant, "batches", batch_id, ".json").unlink(missing_ok=True)
+
+    def _folder(self, tenant: str, kind: str) -> Path:
+        """Returns a tenant's folder, whose name no other one has: no tenant is called `.` here."""
+        if not _TENANT.fullmatch(tenant):
+            raise ValueError(f"no tenant is called {tenant!r}")
+        folder = self.directory / "tenants" / f"tenant-{tenant}" / kind
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
+
+    def _records(self, tenant: str, kind: str) -> Iterator[Path]:
+        """Yields the paths of a folder's records; what lies beside them, a journal's state too, is none."""
+        for path in self._folder(tenant, kind).glob("*.json"):
+            if _ID.fullmatch(path.stem):
+                yield path
+
+    def _path(self, tenant: str, kind: str, name: str, suffix: str = "") -> Path:
+        if not _ID.fullmatch(name):
+            raise NotFound("file" if kind == "files" else "batch")
+        return self._folder(tenant, kind) / (name + suffix)
+
+    def sweep(self) -> None:
+        """Deletes what a front has left that was killed while it wrote: long after the last byte, nobody goes on."""
+        for path in self.directory.glob("tenants/*/*/*"):
+            with contextlib.suppress(FileNotFoundError):
+                if _is_unfinished(path) and time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    path.unlink()
+
+
+def private(path: str, flags: int) -> int:
+    """Opens a file that only its owner may read, for `open`."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Returns whether it is an upload, a record on its way, or content without a record."""
+    has_no_record = _ID.fullmatch(path.name) is not None and not path.with_name(f"{path.name}.json").exists()
+    return path.name.startswith(".") or path.suffix == ".part" or has_no_record
+
+
+def new_file_id() -> str:
+    """Returns an id that no file has had."""
+    return f"file-{secrets.token_hex(12)}"
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes a small file, whole or not at all; raises OSError where the disk takes less than all of it."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(part, "xb", opener=private) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,37 @@
+"""Builds the real engine inside of the engine process; jax is imported here and nowhere else in the server."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from dsv3.server.engine.messages import EngineInfo, Start
+from dsv3.server.engine.process import EngineLike, Host
+
+
+def start_engine(start: Start, host: Host) -> tuple[EngineLike, EngineInfo]:
+    """Loads and warms up, together with the followers if this process leads an instance of several."""
+    from dsv3.engine.build import build_engine
+    from dsv3.engine.cluster.lead import start_leader
+
+    model_dir = Path(start.model_dir)
+    if start.cluster is not None:
+        return describe(start_leader(start.cluster, model_dir, start.engine, host, generation=start.generation))
+    host.progress("loading the weights")
+    engine = build_engine(model_dir, start.engine, progress=os.isatty(sys.stderr.fileno()))
+    engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total))
+    return describe(engine)
+
+
+def describe(engine: Any) -> tuple[EngineLike, EngineInfo]:
+    """Returns a warm engine, and what a front needs to know about it."""
+    return engine, EngineInfo(
+        rules=engine.rules,
+        max_num_seqs=engine.cfg.max_num_seqs * engine.cfg.num_ranks,
+        num_pages=engine.cfg.num_pages * engine.cfg.num_ranks,
+        transfer_address=",".join(engine.cfg.transfer_addresses) or engine.cfg.transfer_address or "",
+        fetches_pages=engine.cfg.transfer_key_file is not None,
+        model=engine.description,
+        num_ranks=engine.cfg.num_ranks,
+        kv_events=None if engine.events is None else engine.cfg.kv_events.address(engine.cfg.num_ranks),
+    )

@@ -1,0 +1,167 @@
+"""The sequences that a front has in the engine, and which of them is to blame where engines die again and again.
+
+An engine that dies is replaced, and its sequences go on in the next one. Where a request kills each engine that it is
+sent to, all others die with it again. So those that were there when two engines died one after the other, and have got
+no further in between, are *suspects*: they are sent one at a time. The one that the third engine dies with is not sent
+again, and nobody else has to go.
+"""
+
+import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from dsv3.prepare import PreparedRequest, RequestRules, behind
+
+if TYPE_CHECKING:
+    from dsv3.server.engine.client import Sink
+
+SAFE_TOKENS = 16
+"""Tokens after which a sequence has passed the place where an engine died: that was two steps of 8 tokens further on
+than its front had heard of."""
+_SUSPICIOUS = 2  # engines
+
+
+class EngineDied(Exception):
+    """Engines have died with this request, and it is not given to another one; the message is fit for clients."""
+
+
+class Live:
+    """A sequence whose last output has not come: where outputs go, and all that another engine needs to go on.
+
+    `tokens` are those that have come. `deaths` counts engines that died with it, one after the other, before it had got
+    past the place where the one before died; `restarts` counts all of them, `resumes` those behind which it goes on.
+    """
+
+    __slots__ = ("deaths", "index", "is_there", "request", "restarts", "resumes", "safe_at", "sink", "tokens")
+
+    def __init__(self, sink: "Sink", request: PreparedRequest, index: int):
+        self.sink, self.request, self.index = sink, request, index
+        self.tokens: array.array[int] = array.array("i")
+        self.is_there = False  # an engine has it
+        self.deaths = self.restarts = self.resumes = self.safe_at = 0
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether it has got past the place where an engine died with it."""
+        return len(self.tokens) >= self.safe_at
+
+    def request_behind(self, rules: RequestRules) -> PreparedRequest:
+        """Returns the request that goes on behind the tokens that have come."""
+        return behind(_on_ranks(self.request, rules), self.index, np.array(self.tokens, "<i4"), rules)
+
+    def note_death(self) -> None:
+        """Notes that its engine has died."""
+        self.deaths = 1 if self.is_safe else self.deaths + 1
+        self.restarts += 1
+        self.safe_at = len(self.tokens) + SAFE_TOKENS
+        self.is_there = False
+
+
+class Unsent(NamedTuple):
+    """New requests that the engine takes together, all or none, and the ids of their sequences."""
+
+    requests: Sequence[PreparedRequest]
+    ids: Sequence[int]
+
+
+class Lives:
+    """All sequences of a front by request id; each is given to at most `max_restarts` engines after its first.
+
+    `waiting` are those to send again as soon as there is an engine, `suspects` those to send one at a time; some of
+    either may have ended. `on_trial` is the suspect that the engine has.
+    """
+
+    def __init__(self, max_restarts: int):
+        self.by_id: dict[int, Live] = {}
+        self.waiting: deque[int] = deque()
+        self.suspects: deque[int] = deque()
+        self.on_trial: int | None = None
+        self._max_restarts = max_restarts
+        self._unsent: dict[int, Unsent] = {}  # by each of its ids that has not ended
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def add(self, requests: Sequence[PreparedRequest], sinks: Sequence["Sink"]) -> list[int]:
+        """Takes the sequences of new requests, with a sink for each; returns their ids."""
+        found = ((request, i) for request in requests for i in range(request.sampling.n))
+        ids = []
+        for (request, i), sink in zip(found, sinks, strict=True):
+            ids.append(request.request_id + i)
+            self.by_id[ids[-1]] = Live(sink, request, i)
+        return ids
+
+    def put_off(self, requests: Sequence[PreparedRequest], ids: Sequence[int]) -> None:
+        """Keeps new requests, whose sequences have the given ids, until there is an engine."""
+        self._unsent.update(dict.fromkeys(ids, Unsent(requests, ids)))
+
+    def take_unsent(self, rules: RequestRules) -> Iterator["Unsent"]:
+        """Yields what was put off and has not ended, together what came together, and takes it off the list."""
+        while self._unsent:
+            for request_id in list(self._unsent):
+                if (new := self._unsent.get(request_id)) is not None:  # else it came with an earlier one, or has ended
+                    for i in new.ids:
+                        self._unsent.pop(i, None)
+                    yield Unsent([_on_ranks(request, rules) for request in new.requests], new.ids)
+
+    def pop(self, request_id: int) -> Live | None:
+        """Forgets a sequence and returns it; None where it has ended."""
+        self._unsent.pop(request_id, None)  # the last one of those that came together takes their prompts along
+        return self.by_id.pop(request_id, None)
+
+    def bury(self) -> list[tuple[Live, EngineDied]]:
+        """Notes that the engine has died; returns, with the reason, the sequences that no other engine is given."""
+        tried = None if self.on_trial is None else self.by_id.get(self.on_trial)
+        guilty = tried if tried is not None and not tried.is_safe and not self._others_are_doubtful(tried) else None
+        ended = []
+        for request_id, live in list(self.by_id.items()):
+            if live.is_there:
+                live.note_death()
+                if live is guilty or live.restarts > self._max_restarts:
+                    ended.append((self.by_id.pop(request_id), self._reason(live)))
+        self.on_trial = None
+        self.suspects = deque(reversed([i for i, live in self.by_id.items() if live.deaths >= _SUSPICIOUS]))
+        self.waiting = deque(i for i, live in self.by_id.items() if live.restarts and live.deaths < _SUSPICIOUS)
+        return ended
+
+    def take_waiting(self) -> Iterator[tuple[int, Live]]:
+        """Yields the sequences to send, and takes them off the list as it goes."""
+        while self.waiting:
+            request_id = self.waiting.popleft()
+            if (live := self.by_id.get(request_id)) is not None:
+                yield request_id, live
+
+    def next_suspect(self) -> tuple[int, Live] | None:
+        """Puts the next suspect on trial, the youngest first; None where there is none left."""
+        while self.suspects:
+            self.on_trial = self.suspects.popleft()
+            if (live := self.by_id.get(self.on_trial)) is not None:
+                return self.on_trial, live
+        self.on_trial = None
+        return None
+
+    @property
+    def trial_is_over(self) -> bool:
+        """Whether the suspect on trial has passed the place where engines died with it, or has ended."""
+        if self.on_trial is None:
+            return False
+        live = self.by_id.get(self.on_trial)
+        return live is None or live.is_safe
+
+    def _others_are_doubtful(self, tried: Live) -> bool:
+        return any(live.is_there and live.deaths and not live.is_safe for live in self.by_id.values() if live != tried)
+
+    def _reason(self, live: Live) -> EngineDied:
+        times = f"{live.restarts} times" if live.restarts > 1 else "once"
+        return EngineDied(f"the engine has died {times} with this request; it is not tried again")
+
+
+def _on_ranks(request: PreparedRequest, rules: RequestRules) -> PreparedRequest:
+    """Returns a request that asks for no rank that has gone."""
+    if request.rank is not None and request.rank >= rules.num_ranks:
+        return msgspec.structs.replace(request, rank=None)
+    return request

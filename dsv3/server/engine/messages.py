@@ -1,0 +1,201 @@
+"""Messages between the engine's process and its fronts; see `dsv3.server.frames`."""
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.look import Look, StepNote
+from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.prepare import PreparedRequest, RequestRules
+from dsv3.request import EngineOutput, StepOutputs, Tokens
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first front's first message; `factory` is "module:function" of `factory(start, host)`.
+
+    With `cluster` the process leads an instance of several, as `generation`. `factory_options` are for factories of
+    tests.
+    """
+
+    factory: str
+    model_dir: str
+    engine: EngineOptions
+    cluster: ClusterOptions | None = None
+    factory_options: dict[str, object] = {}
+    generation: Generation = FIRST
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """Requests to take together: all, or none if the queue has no room for them.
+
+    Each is sent once, however many sequences it stands for. With `has_more`, the next `Add` belongs to them too: a
+    frame is decoded in one piece.
+    """
+
+    requests: list[PreparedRequest]
+    has_more: bool = False
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Requests nobody waits for any more; unknown ids are ignored."""
+
+    request_ids: list[int]
+
+
+class Flush(msgspec.Struct, frozen=True, tag=True):
+    """Empty the prefix cache, on the devices and in the host's memory."""
+
+
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """Show what the engine does: answered by `Seen`; or begin a profile, or end it: answered by `Profile`."""
+
+    what: Literal["look", "start_profile", "stop_profile"]
+
+
+class AskTurn(msgspec.Struct, frozen=True, tag=True):
+    """Some of this front's requests may be those that engines die of: let it send them when no other front does."""
+
+
+class EndTurn(msgspec.Struct, frozen=True, tag=True):
+    """All of these were sent, and nothing has happened."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the engine process now."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """First message to a front: it numbers its requests from `first_id(sender)` on."""
+
+    sender: int
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The process runs, whatever its step does: comes once per second, from a thread of its own."""
+
+
+class Turn(msgspec.Struct, frozen=True, tag=True):
+    """No other front sends requests that engines may die of, until this one ends its turn."""
+
+
+class StartProgress(msgspec.Struct, frozen=True, tag=True):
+    """What the engine does while it starts, for people; `done` of `total` if it counts."""
+
+    text: str
+    done: int = 0
+    total: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True, tag=True):
+    """The engine is ready: what a front needs to know about it.
+
+    Other instances fetch pages at `transfer_address`, if anywhere, one address per process with commas between; it
+    `fetches_pages` from them. `kv_events` says where routers hear what its `num_ranks` ranks hold, if anywhere. `model`
+    is a line for people.
+    """
+
+    rules: RequestRules
+    max_num_seqs: int
+    num_pages: int
+    transfer_address: str = ""
+    fetches_pages: bool = False
+    model: str = ""
+    num_ranks: int = 1
+    kv_events: dict[str, Any] | None = None
+
+
+Stats = dict[str, float | list[float]]
+"""The engine's numbers by the names of their fields; a list has a number per bucket of a histogram, place or layer."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """Outputs of one step: `StepOutputs` with its columns joined, little endian.
+
+    `ids` are int64, `counts` int64, `tokens` int32; without `counts` each request has one token. `stats`, the engine's
+    counters, come ten times per second, and once per second from an idle engine, which shows that it lives. The frame
+    before the first step after that has none and no outputs.
+    """
+
+    ids: bytes
+    counts: bytes
+    tokens: bytes
+    details: list[EngineOutput]
+    stats: Stats | None
+
+    @classmethod
+    def from_outputs(cls, outputs: StepOutputs, stats: Stats | None) -> "Outputs":
+        """Returns the message for the outputs of one step; it looks into the outputs' arrays."""
+        columns = outputs.columns
+        ids, tokens = _joined([rows.ids for rows in columns], "<i8"), _joined([rows.tokens for rows in columns], "<i4")
+        counts: bytes = b""
+        if any(len(rows.tokens) != len(rows) for rows in columns):
+            counts = _joined([rows.counts for rows in columns], "<i8")
+        return cls(ids, counts, tokens, outputs.details, stats)
+
+    def columns(self) -> Tokens:
+        """Returns the requests that simply go on; ValueError for columns that do not fit together."""
+        ids, tokens = np.frombuffer(self.ids, "<i8"), np.frombuffer(self.tokens, "<i4")
+        counts = np.frombuffer(self.counts, "<i8") if self.counts else np.ones(len(ids), np.int64)
+        if len(ids) != len(counts) or int(counts.sum()) != len(tokens):
+            raise ValueError("the columns of a step do not fit together")
+        return Tokens(ids, counts, tokens)
+
+
+def _joined(arrays: list[np.ndarray], dtype: str) -> bytes:
+    """Returns the arrays' bytes one after the other, without copying those of a single array."""
+    arrays = [np.ascontiguousarray(array, dtype) for array in arrays if len(array)]
+    if len(arrays) == 1:
+        return memoryview(arrays[0]).cast("B")  # type: ignore[return-value]  # msgspec encodes it as bytes
+    return b"".join(arrays)
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """None of `request_ids` was taken; `kind` "queue_full", "invalid" or "internal"."""
+
+    request_ids: list[int]
+    kind: str
+    message: str
+
+
+class Seen(msgspec.Struct, frozen=True, tag=True):
+    """What the engine does, for the front that has asked."""
+
+    look: Look
+
+
+class Profile(msgspec.Struct, frozen=True, tag=True):
+    """The steps of the profile that the front has ended; none where it has begun one."""
+
+    steps: list[StepNote]
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """Tells the first front that another one's connection was given up; `reason` is for the log."""
+
+    sender: int
+    reason: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Another process of the instance was asked to end: finish what runs, then stop, as after SIGTERM."""
+
+    reason: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot go on; `reason` names the exception and carries nothing of a request."""
+
+    reason: str
+
+
+Request = Add | Abort | Flush | Watch
+"""What any front may ask for."""
+ToEngine = Start | Request | AskTurn | EndTurn | Stop
+ToFirst = StartProgress | Dropped | Drain
+"""What the engine tells the first front alone."""
+FromEngine = Welcome | ToFirst | EngineInfo | Outputs | Rejected | Turn | Pulse | Seen | Profile | Failed
+
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -1,0 +1,159 @@
+"""The process that owns the engine: steps it on the main thread, while other threads carry frames in and out.
+
+`launcher.py` starts it as `python -m dsv3.server.engine.process FD [MODULE ...]`. FD is one end of a Unix socket pair, through which the first front hands over a connection for each front. When the first front goes away, this
+process ends at once, whatever it is doing. When another one goes away, its requests are aborted.
+"""
+
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from dsv3.engine.errors import public_text
+from dsv3.logs import configure_logging
+from dsv3.request import StepOutputs
+from dsv3.server.engine import messages
+from dsv3.server.engine.fronts import FrontConnections
+from dsv3.server.engine.intake import EngineLike, Intake
+
+_STATS_S = 0.1  # between two frames with statistics: making them takes longer than a step's columns
+_PULSE_S = 1.0  # between two frames of an idle engine: without them a front takes it for hanging
+_log = logging.getLogger("dsv3.engine")
+
+
+class EngineFailed(Exception):
+    """The engine has given up every request after an exception; it takes no more."""
+
+
+class Host:
+    """This process, as an engine's factory sees it: whom to tell, and how the process ends."""
+
+    def __init__(self, usher: socket.socket):
+        self.fronts = FrontConnections(usher, self._stop, self._first_front_gone)
+        self._at_end: list[Callable[[str | None], None]] = []
+        self._failing = threading.Lock()
+
+    def progress(self, text: str, done: int = 0, total: int = 0) -> None:
+        """Tells what the engine does while it starts."""
+        self.fronts.tell_first(messages.StartProgress(text, done, total))
+
+    def drain(self, reason: str) -> None:
+        """Asks the first front to have all fronts drain, and to stop."""
+        self.fronts.tell_first(messages.Drain(reason))
+
+    def at_end(self, callback: Callable[[str | None], None]) -> None:
+        """Has `callback` called before the process ends: with the reason of a failure, None for an orderly end."""
+        self._at_end.append(callback)
+
+    def end(self, status: int, failure: str | None) -> NoReturn:
+        """Ends the process at once: the main thread may be compiling or inside of a step."""
+        for callback in self._at_end:
+            callback(failure)
+        os._exit(status)
+
+    def fail(self, reason: str) -> NoReturn:
+        """Tells every front why, and ends the process. Any thread may call it; only the first reason counts."""
+        self._failing.acquire()  # for good
+        for callback in self._at_end:
+            callback(reason)
+        self.fronts.tell(messages.Failed(reason))
+        self.fronts.close()
+        os._exit(1)
+
+    def _stop(self) -> NoReturn:
+        self.end(0, None)
+
+    def _first_front_gone(self) -> NoReturn:
+        self.end(0, "the HTTP process of the leader has gone")
+
+
+def main(fd: int, imports: Sequence[str] = ()) -> NoReturn:
+    """Runs an engine for the fronts whose connections come through the socket `fd`.
+
+    The modules `imports` are imported before: so a process that waits for the end of another one has that behind it.
+    """
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
+    configure_logging()
+    host = Host(socket.socket(fileno=fd))
+    for module in imports:
+        importlib.import_module(module)
+    try:
+        start = host.fronts.start()
+        host.fronts.beat()
+        engine, info = _build(start, host)
+        host.fronts.announce(info)
+        serve(engine, host.fronts)
+    except Exception as error:
+        _report(error)
+        kind = str(error) if isinstance(error, EngineFailed) else public_text(error)
+        host.fail(f"the engine stopped after an error ({kind})")
+
+
+def serve(engine: EngineLike, fronts: FrontConnections) -> NoReturn:
+    """Steps the engine for ever; raises EngineFailed, or what `engine.step` raises, when it cannot go on.
+
+    Statistics go with the first frame after `_STATS_S`, and with the one before the engine falls idle. While it is idle
+    they come every `_PULSE_S`. A frame without them says that its next step, which may take long, begins.
+    """
+    told, idle, intake = 0.0, True, Intake(engine, fronts)
+    while True:
+        changed = intake.take()
+        if idle and engine.has_work:
+            fronts.tell(messages.Outputs.from_outputs(StepOutputs(), None))
+        outputs = engine.step() if engine.has_work else StepOutputs()
+        idle = not (engine.has_work or intake.has_work)
+        if engine.failure is not None:  # what the step says of its requests counts no more: they go on elsewhere
+            raise EngineFailed(public_text(engine.failure))
+        due = idle or time.monotonic() - told > _STATS_S
+        if outputs or changed or idle:
+            fronts.deliver(outputs, _numbers(engine.stats()) if due else None)
+            told = time.monotonic() if due else told
+        if idle:
+            fronts.wait(_PULSE_S)
+
+
+def _build(start: messages.Start, host: Host) -> tuple[EngineLike, messages.EngineInfo]:
+    module, _, name = start.factory.partition(":")
+    factory = getattr(importlib.import_module(module), name)
+    engine, info = factory(start, host)
+    return engine, info
+
+
+def _numbers(stats: Any) -> messages.Stats:
+    """Returns the numbers and histograms among the fields; those of a job kind's record as `kind_name`."""
+    fields = msgspec.to_builtins(stats)
+    all_ = dict(_flattened("", fields | fields.pop("jobs", {})))
+    numbers = {name: value for name, value in all_.items() if isinstance(value, int | float)}
+    return numbers | {name: list(value) for name, value in all_.items() if isinstance(value, tuple | list)}
+
+
+def _flattened(prefix: str, record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields what a record of records holds, by names joined with "_"."""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from _flattened(f"{prefix}{name}_", value)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _report(error: Exception) -> None:
+    """Logs everything; clients only hear the kind, since a text may carry a path or a part of a prompt."""
+    if isinstance(error, ValueError | OSError | EngineFailed):  # bad files and settings: their text says what to change
+        _log.error("%s: %s", type(error).__name__, error)
+        _log.debug("%s", traceback.format_exc())
+    else:
+        _log.error("the engine stopped:\n%s", traceback.format_exc())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,116 @@
+"""Makes grammars for the event loop before the engine gets them; remembers the last ones."""
+
+import dataclasses
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+from dsv3.prepare import RequestRules
+from dsv3.server import frames
+from dsv3.server.asking import AskedProcess, DeadlyQuestion
+from dsv3.server.grammars import messages
+from dsv3.server.workers import BOUNDS, WAIT_S, Workers
+from dsv3.text.answer_grammar import Wanted
+from dsv3.text.matcher import GrammarError, VocabularyError
+
+# llguidance builds the largest public schemas in under a second.
+DEADLINE_S = 5.0
+MAX_REMEMBERED = 1024
+MAX_REMEMBERED_CHARS = 2**25
+# What a process has died of may be the machine's fault: its memory was full, or its processor slow.
+DOUBT_S = 60.0
+_DOES = "makes grammars"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What came of something wanted: a grammar, or what is wrong with it; that counts `until` then."""
+
+    made: messages.Made
+    until: float = float("inf")
+
+
+class GrammarPool:
+    """One process that writes and compiles grammars over the `tokenizer.json` at a path, started when first used.
+
+    Whatever a client sends is turned into a grammar there and nowhere else: much of that is not linear in its bytes.
+    `dialect` names that of the model's calls, and `marker_ids` has its markers that are tokens. A request waits at most
+    `wait_s` for the process.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Path,
+        wait_s: float | None = WAIT_S,
+        deadline_s: float = DEADLINE_S,
+        dialect: str | None = None,
+        marker_ids: Mapping[str, int] | None = None,
+    ):
+        self._tokenizer, self._deadline_s = tokenizer, deadline_s
+        self._dialect, self._marker_ids = dialect or "", dict(marker_ids or {})
+        self._worker: AskedProcess | None = None
+        self._workers = Workers([self], dataclasses.replace(BOUNDS, wait_s=wait_s))
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._num_chars = 0
+
+    async def make(self, wanted: Wanted, rules: RequestRules) -> str:
+        """Returns the grammar of an answer, which an engine of these rules can use.
+
+        Raises GrammarError with the reason where there is none; VocabularyError says that there never is. WorkersBusy
+        and WorkerDied say that the same may be made later.
+        """
+        try:
+            frame = frames.encode(messages.Make(wanted))
+        except (OverflowError, ValueError, TypeError, RecursionError, frames.FrameError):
+            raise GrammarError("it holds a value that no grammar can be made of") from None
+        key = hashlib.sha256(frame).digest()
+        known = self._known.get(key)
+        if known is None or known.until < time.monotonic():
+            known = await self._workers.run(len(frame), lambda pool: pool._make(frame, rules))
+        self._remember(key, known)
+        if known.made.error is not None:
+            raise GrammarError(known.made.error)
+        return known.made.grammar
+
+    async def close(self) -> None:
+        """Ends the process."""
+        await self._workers.close()
+        if self._worker is not None:
+            await self._worker.stop()
+
+    def _remember(self, key: bytes, known: _Known) -> None:
+        """Keeps what came of something wanted, as the last one that was used."""
+        if (old := self._known.pop(key, None)) is not None:
+            self._num_chars -= len(old.made.grammar)
+        self._known[key] = known
+        self._num_chars += len(known.made.grammar)
+        while len(self._known) > MAX_REMEMBERED or self._num_chars > MAX_REMEMBERED_CHARS:
+            self._num_chars -= len(self._known.popitem(last=False)[1].made.grammar)
+
+    async def _make(self, frame: bytearray, rules: RequestRules) -> _Known:
+        """Returns what comes of something wanted; that the process died of it counts for a while."""
+        if self._worker is None:
+            self._worker = self._process(rules)
+        await self._worker.start()
+        try:
+            return _Known(messages.from_worker.decode(await self._worker.ask(frame)))
+        except TimeoutError:
+            error = f"takes longer than {self._deadline_s:g} s to compile; make it smaller"
+        except DeadlyQuestion:
+            error = "cannot be compiled: it needs too much memory"
+        return _Known(messages.Made(error=error), time.monotonic() + DOUBT_S)
+
+    def _process(self, rules: RequestRules) -> AskedProcess:
+        setup = messages.MakeSetup(
+            str(self._tokenizer), rules.vocab_size, rules.eos_token_ids, self._dialect, self._marker_ids
+        )
+        frame = frames.encode(setup)
+        return AskedProcess("dsv3.server.grammars.worker", _DOES, frame, self._deadline_s, _require_vocabulary)
+
+
+def _require_vocabulary(body: bytes) -> None:
+    """Raises VocabularyError where no grammar can be run over the vocabulary."""
+    if (error := messages.from_worker.decode(body).error) is not None:
+        raise VocabularyError(error)

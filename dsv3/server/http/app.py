@@ -1,0 +1,227 @@
+"""The ASGI application: which path is answered by what."""
+
+import contextlib
+import datetime
+import functools
+from collections.abc import Awaitable, Callable, Coroutine
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from dsv3.server.answers import prompts
+from dsv3.server.answers.answer import Answer
+from dsv3.server.answers.errors import ApiError
+from dsv3.server.answers.faces.messages import count_tokens
+from dsv3.server.answers.faces.messages_schema import MESSAGES
+from dsv3.server.answers.kinds import KINDS
+from dsv3.server.answers.placing import RANK_HEADER, rank_of
+from dsv3.server.answers.reading import read_request
+from dsv3.server.answers.schema import DetokenizeRequest, TokenizeRequest
+from dsv3.server.answers.service import Service
+from dsv3.server.budget import Holding
+from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
+from dsv3.server.http.batches import batch_routes
+from dsv3.server.http.bodies import Handler, endpoint, read_json_body, unless_disconnected
+from dsv3.server.http.dashboard import dashboard_routes
+from dsv3.server.http.errors import path_of, response_of
+from dsv3.server.http.events import EventStream
+from dsv3.server.http.exchange import SUMMARY
+from dsv3.server.http.openapi import described_path, openapi
+from dsv3.server.http.operator import require_operator, tenant_of
+from dsv3.server_options import ServerOptions
+
+_Route = Callable[[Service, Request], Awaitable[Response]]
+
+
+def make_app(service: Service, options: ServerOptions) -> ASGIApp:
+    """Returns the application for `service`, behind whatever the options ask for; outermost comes what runs first."""
+    app: ASGIApp = Admit(make_router(service, options.batch_dir, options.profile_dir), service.metrics.rejected)
+    if service.tenants.all:
+        app = RequireKey(app, service.tenants)
+    elif is_loopback(options.host):
+        app = RequireLocalName(app, options.host, options.allowed_origins)
+    if options.allowed_origins:
+        methods, shown = ["GET", "POST", "DELETE"], ["x-request-id", "retry-after"]
+        app = CORSMiddleware(app, options.allowed_origins, methods, allow_headers=["*"], expose_headers=shown)
+    return app
+
+
+def make_router(service: Service, batch_dir: str | None = None, profile_dir: str | None = None) -> Starlette:
+    """Returns the routes, open to everybody."""
+    posts: dict[str, _Route] = {path: functools.partial(_answer, kind) for path, kind in KINDS.items()}
+    posts |= {"/tokenize": _tokenize, "/detokenize": _detokenize, "/flush_cache": _flush_cache}
+    posts |= {f"{MESSAGES}/count_tokens": _count_tokens}
+    gets = {
+        "/v1/models": _models,
+        "/v1/models/{model:path}": _model,
+        "/health": _health,
+        "/ready": _ready,
+        "/version": _version,
+        "/metrics": _metrics,
+        "/openapi.json": _openapi,
+    }
+    routes = [Route(path, _bind(service, handler), methods=["POST"]) for path, handler in posts.items()]
+    routes += [Route(path, _bind(service, handler), methods=["GET"]) for path, handler in gets.items()]
+    routes += batch_routes(service, batch_dir)
+    routes += dashboard_routes(service, profile_dir)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False
+    return app
+
+
+def _bind(service: Service, handler: _Route) -> Handler:
+    async def bound(request: Request) -> Response:
+        return await handler(service, request)
+
+    return endpoint(bound)
+
+
+def _http_error(http: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status, headers = error.status_code, error.headers or {}
+    texts = {404: _no_route(http.scope["path"]), 405: "this route has other methods"}
+    text = texts.get(status, "the request cannot be answered")
+    refusal = ApiError(status, text, code="not_found" if status == 404 else None)
+    response = response_of(refusal, path_of(http.scope))
+    response.headers.update(headers)  # `Allow`, which RFC 9110 asks for with 405
+    return response
+
+
+# Routes of the APIs served here that a client may try, by how they begin.
+_ABSENT = {
+    "/v1/embeddings": "this model makes no embeddings",
+    "/v1/images": "this model makes no images",
+    "/v1/audio": "this model neither hears nor speaks",
+    "/v1/moderations": "this model rates no texts",
+    "/v1/rerank": "this model ranks no texts",
+    "/v1/responses/": "this server stores no responses; send the whole conversation as input to /v1/responses",
+    "/v1/messages/batches": "this server has no batches of messages; /v1/batches takes chat completions",
+}
+
+
+def _no_route(path: str) -> str:
+    return next((text for start, text in _ABSENT.items() if path.startswith(start)), "no such route")
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _answer(kind: type[Answer], service: Service, http: Request) -> Response:
+    """Answers a completion, streamed or whole."""
+    with contextlib.ExitStack() as stack:
+        holding = stack.enter_context(service.budget.hold())
+        answer = kind(service, await _body(service, http, holding), tenant_of(http))
+        answer.rank = rank_of(http.headers.get(RANK_HEADER))
+        await unless_disconnected(http.receive, answer.prepare())
+        http.scope["extensions"][SUMMARY] = answer.summary
+        if answer.streams:
+            return EventStream(answer, stack.pop_all().close)
+        return Response(await unless_disconnected(http.receive, answer.whole()), media_type="application/json")
+
+
+def _body(service: Service, http: Request, holding: Holding) -> Coroutine[Any, Any, bytearray]:
+    return read_json_body(http, functools.partial(service.grow, holding))
+
+
+async def _models(service: Service, _: Request) -> Response:
+    names = service.config.model_names
+    entries = [_entry(service, name) for name in names]
+    return _json({"object": "list", "data": entries, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+
+
+async def _model(service: Service, http: Request) -> Response:
+    return _json(_entry(service, service.require_model(http.path_params["model"])))
+
+
+def _entry(service: Service, name: str) -> dict[str, Any]:
+    """Returns a model as OpenAI's, vLLM's and Anthropic's clients know it."""
+    info, created = service.engine.info, service.config.created
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "dsv3",
+        "root": service.config.root,
+        "parent": None,
+        "max_model_len": None if info is None else info.rules.max_model_len,
+        "max_num_seqs": None if info is None else info.max_num_seqs,
+        "data_parallel_size": None if info is None else info.num_ranks,
+        "kv_events": None if info is None else info.kv_events,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.datetime.fromtimestamp(created, datetime.UTC),
+    }
+
+
+async def _health(service: Service, _: Request) -> Response:
+    """Answers whether requests are served: what a liveness probe and a load balancer ask."""
+    if service.status == "ok":
+        return _json({"status": "ok"})
+    return _json({"status": service.status, "reason": service.reason}, 503)
+
+
+async def _ready(service: Service, _: Request) -> Response:
+    """Answers whether a request would be taken right now: as `/health`, and the queue has room."""
+    if service.status == "ok" and not service.engine.has_room:
+        return _json({"status": "busy", "reason": "the queue is full"}, 503)
+    return await _health(service, _)
+
+
+async def _flush_cache(service: Service, http: Request) -> Response:
+    """Empties the prefix cache, on the devices and in the host's memory; a store keeps what it has."""
+    require_operator(service, http)
+    service.require_ready()
+    service.engine.flush()
+    return _json({"status": "ok"})
+
+
+async def _version(service: Service, _: Request) -> Response:
+    try:
+        return _json({"version": version("dsv3")})
+    except PackageNotFoundError:
+        return _json({"version": "unknown"})
+
+
+async def _metrics(service: Service, http: Request) -> Response:
+    require_operator(service, http)
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def _tokenize(service: Service, http: Request) -> Response:
+    with service.budget.hold() as holding:
+        request = await read_request(service, TokenizeRequest, await _body(service, http, holding))
+        service.require_model(request.model)
+        info = service.require_ready()
+        prompt = await unless_disconnected(http.receive, prompts.tokenize_prompt(service, request))
+        ids = prompt.token_ids.tolist()
+        answer = {"count": len(ids), "max_model_len": info.rules.max_model_len, "tokens": ids}
+        if request.return_token_strs and service.tokenizer is not None:
+            answer["token_strs"] = await prompts.token_strings(service, ids)
+        return _json(answer)
+
+
+async def _count_tokens(service: Service, http: Request) -> Response:
+    with service.budget.hold() as holding:
+        body = await _body(service, http, holding)
+        return _json(await unless_disconnected(http.receive, count_tokens(service, body)))
+
+
+async def _openapi(service: Service, http: Request) -> Response:
+    found = ((method, described_path(route.path)) for route in http.app.routes for method in route.methods - {"HEAD"})
+    return Response(openapi(tuple(sorted(found))), media_type="application/json")
+
+
+async def _detokenize(service: Service, http: Request) -> Response:
+    with service.budget.hold() as holding:
+        request = await read_request(service, DetokenizeRequest, await _body(service, http, holding))
+        service.require_model(request.model)
+        return _json({"prompt": await prompts.detokenize(service, request.tokens)})

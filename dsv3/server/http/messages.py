@@ -1,0 +1,68 @@
+"""Messages between the first front and the others, on their standard streams; see `dsv3.server.frames`."""
+
+import msgspec
+
+from dsv3.options import EngineOptions
+from dsv3.server.config import Deadlines
+from dsv3.server.tenants import Tenant
+from dsv3.server_options import ServerOptions
+
+
+class FrontStart(msgspec.Struct, frozen=True, tag=True):
+    """First message to a front: its number, and what `dsv3.server.config.ServerConfig` says of all fronts."""
+
+    front: int
+    created: int
+    model_dir: str
+    model_names: tuple[str, ...]
+    tenants: tuple[Tenant, ...]
+    options: ServerOptions
+    engine: EngineOptions
+    watchdog_s: float
+    template_deadline_s: float
+    deadlines: Deadlines
+
+
+class FrontDrain(msgspec.Struct, frozen=True, tag=True):
+    """Take no more requests, finish those in flight, and end."""
+
+
+class FrontAbort(msgspec.Struct, frozen=True, tag=True):
+    """Abort the requests in flight, and end."""
+
+
+class FrontReload(msgspec.Struct, frozen=True, tag=True):
+    """Read the certificate anew, and let these tenants in."""
+
+    tenants: tuple[Tenant, ...]
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot be used any more, and the instance is about to end."""
+
+    reason: str
+
+
+class EngineLost(msgspec.Struct, frozen=True, tag=True):
+    """The engine with that number has died; a connection to the next one follows."""
+
+    number: int
+    reason: str
+
+
+class FrontReady(msgspec.Struct, frozen=True, tag=True):
+    """The front answers HTTP."""
+
+
+class EngineSilent(msgspec.Struct, frozen=True, tag=True):
+    """The engine with that number does not answer this front's requests."""
+
+    number: int
+    reason: str
+
+
+ToFront = FrontStart | FrontDrain | FrontAbort | FrontReload | EngineLost | EngineFailed
+FromFront = FrontReady | EngineSilent
+
+to_front = msgspec.msgpack.Decoder(ToFront)
+from_front = msgspec.msgpack.Decoder(FromFront)

@@ -1,0 +1,176 @@
+"""The first front from its first line to its exit status: bind, start the engine and the other fronts, serve, drain."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+
+from dsv3.server.answers.metrics import NUM_NUMBERS
+from dsv3.server.answers.numbers import SharedNumbers
+from dsv3.server.answers.service import Service, make_service
+from dsv3.server.answers.start import make_client, start_engine
+from dsv3.server.answers.throughput import Throughput
+from dsv3.server.batches.runner import running_batches
+from dsv3.server.config import ServerConfig
+from dsv3.server.engine.keeper import EngineKeeper
+from dsv3.server.http.fronts import OtherFronts
+from dsv3.server.http.listening import HttpServer
+from dsv3.server.http.registering import Registrar, registrar_of
+from dsv3.server.http.serving import drain, serving, wait_for_any
+from dsv3.server.tenants import reread
+
+_log = logging.getLogger("dsv3.server")
+_LOG_S = 10.0  # vLLM's
+_CLOSE_S = 10.0  # a front that has drained closes its connections
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; raises OSError if the address is taken. Port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except BaseException:
+        listener.close()
+        raise
+    listener.set_inheritable(False)
+    return listener
+
+
+async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callable[[Service], None]) -> int:
+    """Serves until a signal or the engine's end; returns the exit status: 0 after a signal, 1 after a failure.
+
+    The first SIGTERM or SIGINT drains: new requests are taken for `shutdown_grace` seconds, and those in flight then
+    have `shutdown_timeout` seconds to finish before they are aborted. The second aborts them at once. An engine that
+    dies is started anew, and requests go on. Where that does no good every client hears of it at once, and the process
+    ends a few seconds later (at once if the engine had never been ready) for a supervisor to start it anew.
+    """
+    numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
+    registrar = registrar_of(config, listener.getsockname()[1])
+    engine = make_client(config)
+    service = await make_service(config, engine, numbers)
+    files = config.options.ssl_certfile, config.options.api_key_file
+    signals = _Signals(reloads=any(file is not None for file in files))
+    try:
+        async with serving(service, config, listener) as server:
+            keeper = await start_engine(config, service)
+            fronts = OtherFronts(config, service.config.created, listener, numbers, keeper, engine.fail)
+            signals.on_reload = lambda: _reload(config, service, server, fronts)
+            engine.on_dropped = fronts.drop
+            keeper.on_loss = lambda number, reason: _pass_on_loss(number, reason, service, fronts)
+            engine.on_failure = lambda reason: _pass_on_failure(reason, keeper, fronts)
+            try:
+                return await _serve(config, service, signals, fronts, registrar, on_ready)
+            finally:
+                await registrar.leave()
+                await fronts.close()
+                await keeper.close()
+    finally:
+        signals.close()
+
+
+async def _serve(
+    config: ServerConfig,
+    service: Service,
+    signals: "_Signals",
+    fronts: OtherFronts,
+    registrar: Registrar,
+    on_ready: Callable[[Service], None],
+) -> int:
+    engine = service.engine
+    announcing = asyncio.create_task(_announce(service, fronts, registrar, on_ready))
+    logging_throughput = asyncio.create_task(_log_throughput(service))
+    async with running_batches(service, config.options.batch_dir, config.model_dir):
+        await wait_for_any(engine.ended, signals.first, engine.asks_to_drain)
+    announcing.cancel()
+    logging_throughput.cancel()
+    if signals.first.is_set() or engine.asks_to_drain.is_set():
+        await registrar.leave()
+        await _drain(config, service, signals, fronts)
+        return 0
+    if engine.info is not None:
+        await wait_for_any(signals.first, timeout_s=config.failure_linger_s)
+    return 1
+
+
+async def _drain(config: ServerConfig, service: Service, signals: "_Signals", fronts: OtherFronts) -> None:
+    """Drains all fronts together."""
+    options = config.options
+    fronts.drain()
+    passing_on = asyncio.create_task(_pass_on_second(signals, fronts))
+    await asyncio.gather(
+        drain(service, signals.second, options, config.notify),
+        fronts.wait(options.shutdown_grace + options.shutdown_timeout + _CLOSE_S),
+    )
+    passing_on.cancel()
+
+
+async def _pass_on_second(signals: "_Signals", fronts: OtherFronts) -> None:
+    await signals.second.wait()
+    fronts.abort()
+
+
+def _pass_on_loss(number: int, reason: str, service: Service, fronts: OtherFronts) -> None:
+    service.metrics.add("engine_restarts", 1)
+    fronts.lose(number, reason)
+
+
+def _pass_on_failure(reason: str, keeper: EngineKeeper, fronts: OtherFronts) -> None:
+    fronts.fail(reason)
+    keeper.kill()
+
+
+def _reload(config: ServerConfig, service: Service, server: HttpServer, fronts: OtherFronts) -> None:
+    """Has all fronts use the files as they are now, or go on with what they have where those are bad."""
+    server.reload()
+    if config.options.api_key_file is not None:
+        try:
+            service.tenants.replace(reread(config.options, service.tenants.all))
+        except ValueError as error:
+            _log.error("the old API keys stay: %s", error)
+        else:
+            _log.info("the API keys have been read anew")
+    fronts.reload(service.tenants.all)
+
+
+async def _announce(
+    service: Service, fronts: OtherFronts, registrar: Registrar, on_ready: Callable[[Service], None]
+) -> None:
+    await service.engine.settled.wait()
+    await fronts.ready()
+    if service.engine.state == "ready":
+        registrar.start()
+        on_ready(service)
+
+
+async def _log_throughput(service: Service) -> None:
+    """Logs what all fronts do, from time to time, while they do something."""
+    throughput = Throughput(service.metrics)
+    while True:
+        await asyncio.sleep(_LOG_S)
+        if (line := throughput.line()) is not None:
+            _log.info("%s", line)
+
+
+class _Signals:
+    """SIGTERM and SIGINT as events on the running loop; SIGHUP, where there is something to reload, as a call."""
+
+    def __init__(self, reloads: bool) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self.on_reload: Callable[[], None] = lambda: None  # the files are yet to be read
+        self._loop = asyncio.get_running_loop()
+        self._handlers = {signal.SIGTERM: self._received, signal.SIGINT: self._received}
+        if reloads:
+            self._handlers[signal.SIGHUP] = lambda: self.on_reload()
+        for number, handler in self._handlers.items():
+            self._loop.add_signal_handler(number, handler)
+
+    def _received(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    def close(self) -> None:
+        for number in self._handlers:
+            self._loop.remove_signal_handler(number)

@@ -1,0 +1,94 @@
+"""What every front does, the first and the others: serve a service on a listener, and drain."""
+
+import asyncio
+import contextlib
+import functools
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+
+from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.options import EngineOptions
+from dsv3.server.answers.service import Service
+from dsv3.server.config import ServerConfig
+from dsv3.server.engine.client import EngineUnavailable
+from dsv3.server.http.access import begin_access_log, log_access
+from dsv3.server.http.admission import Admission, max_admitted
+from dsv3.server.http.app import make_app
+from dsv3.server.http.listening import HttpServer
+from dsv3.server.http.protocol import Site
+from dsv3.server.http.tls import certificate_of
+from dsv3.server_options import ServerOptions
+
+_FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
+_FAREWELL_S = 2.0
+
+
+@contextlib.asynccontextmanager
+async def serving(service: Service, config: ServerConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
+    """Answers HTTP on `listener` for the time of the `async with`; closes the service at its end."""
+    options = config.options
+    service.metrics.cache_config = functools.partial(_cache_config, service, config.engine)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(service.close)
+        limit = max_admitted(options.max_connections, options.api_server_count)
+        if options.access_log:
+            begin_access_log()
+        on_access = log_access if options.access_log else None
+        site = Site(make_app(service, options), config.deadlines, Admission(limit), on_access)
+        server = HttpServer(site, listener, certificate_of(options))
+        server.start()
+        stack.push_async_callback(server.close)
+        flushing = asyncio.create_task(_flush(service))
+        stack.callback(flushing.cancel)
+        yield server
+
+
+def _cache_config(service: Service, engine: EngineOptions) -> dict[str, str]:
+    """Returns vLLM's names of what the cache is, none before the engine is ready."""
+    if (info := service.engine.info) is None:
+        return {}
+    return {
+        "block_size": str(PAGE_SIZE),
+        "cache_dtype": engine.kv_cache_dtype,
+        "enable_prefix_caching": str(engine.enable_prefix_caching),
+        "gpu_memory_utilization": str(engine.gpu_memory_utilization),
+        "num_gpu_blocks": str(info.num_pages),
+    }
+
+
+async def drain(service: Service, abort: asyncio.Event, options: ServerOptions, notify: Callable[[str], None]) -> None:
+    """Says that this front leaves, takes no more requests, and aborts those in flight; `abort` ends both waits.
+
+    Requests are taken for `shutdown_grace` seconds, if the engine lives, and then have `shutdown_timeout` seconds.
+    """
+    service.leaving = True
+    if options.shutdown_grace and service.engine.state == "ready":
+        notify(f"draining: taking requests for {options.shutdown_grace:g} s more")
+        await wait_for_any(abort, service.engine.ended, timeout_s=options.shutdown_grace)
+    service.draining, timeout_s = True, options.shutdown_timeout
+    if service.active:
+        notify(f"draining {service.active} requests, for {timeout_s:g} s at most")
+    await wait_for_any(service.idle, abort, timeout_s=timeout_s)
+    if service.active:
+        notify(f"aborting {service.active} requests")
+        service.engine.abort_all(EngineUnavailable("the server is shutting down"))
+        await wait_for_any(service.idle, timeout_s=_FAREWELL_S)  # the clients' error events
+
+
+async def wait_for_any(*events: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Waits until one of the events is set, for at most `timeout_s` seconds."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waits:
+            task.cancel()
+
+
+async def _flush(service: Service) -> None:
+    """Tells the other fronts what this one counts, and keeps the dashboard's history."""
+    while True:
+        await asyncio.sleep(_FLUSH_S)
+        service.metrics.flush()
+        service.history.note(time.time())

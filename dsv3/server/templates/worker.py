@@ -1,0 +1,68 @@
+"""The process that renders chat templates for a server: one frame in, one frame out, on its standard streams.
+
+It can be killed when a template takes too long, which a thread cannot, and its memory is bounded.
+"""
+
+from dsv3.server import frames
+from dsv3.server.asking import answer_questions
+from dsv3.server.templates import messages
+from dsv3.text.chat_template import ChatTemplate, TemplateError
+from dsv3.text.escaping import escaping_template
+from dsv3.text.markers import Markers
+from dsv3.text.tool_messages import ToolMessages
+
+_MAX_MEMORY_BYTES = 2**30
+
+
+class _Renderer:
+    """Renders one template, which the first message brings."""
+
+    def __init__(self) -> None:
+        self._chat: ChatTemplate | None = None
+        self._messages: ToolMessages | None = None
+
+    def answer(self, body: bytes) -> bytearray:
+        """Returns the frame of the answer."""
+        message = messages.to_worker.decode(body)
+        if isinstance(message, messages.Render):
+            return self._answer(message)
+        try:
+            self._chat = _template(message)
+        except TemplateError as error:
+            return frames.encode(messages.Rendered(error=str(error)))
+        self._messages = ToolMessages(self._chat)
+        return frames.encode(messages.Rendered())
+
+    def _answer(self, request: messages.Render) -> bytearray:
+        """Returns the frame of the answer whatever happens: messages that end the process are asked for once more."""
+        try:
+            return frames.encode(messages.Rendered(prompt=self._render(request)))
+        except TemplateError as error:
+            problem = str(error)
+        except MemoryError:
+            problem = "the chat template needs too much memory for these messages"
+        except frames.FrameError:
+            problem = f"the chat template makes more than {frames.MAX_FRAME_BYTES} bytes of these messages"
+        except Exception as error:
+            problem = f"the chat template cannot render these messages ({type(error).__name__})"
+        return frames.encode(messages.Rendered(error=problem))
+
+    def _render(self, request: messages.Render) -> str:
+        assert self._chat is not None and self._messages is not None  # the first message has brought them
+        return self._chat.render(
+            self._messages.prepared(request.messages),
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            kwargs=request.kwargs,
+        )
+
+
+def _template(setup: messages.RenderSetup) -> ChatTemplate:
+    if setup.markers is None:
+        return ChatTemplate(setup.source, setup.special_tokens)
+    return escaping_template(setup.source, setup.special_tokens, Markers(setup.markers))
+
+
+if __name__ == "__main__":
+    answer_questions(_Renderer().answer, _MAX_MEMORY_BYTES)

@@ -1,1 +1,0 @@
-"""How processes that share a secret know each other."""

@@ -1,0 +1,163 @@
+"""The page cache under random use, against a plain model of who owns what."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dsv3.kv_cache.keys import extend_keys, root_key
+from dsv3.kv_cache.page_cache import PageCache
+from dsv3.kv_cache.page_pool import PagePool
+
+PAGES = 6
+
+
+class PageCacheMachine(RuleBasedStateMachine):
+    """Owners allocate, publish, share and release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PageCache(PAGES)
+        self.owners: list[list[int]] = []
+        self.content: dict[bytes, int] = {}  # key -> page, while nobody has taken the page for something else
+        self.counter = 0
+
+    @rule()
+    def allocate(self) -> None:
+        free = self.cache.available
+        page = self.cache.allocate()
+        assert (page is None) == (free == 0)
+        if page is not None:
+            assert all(page not in pages for pages in self.owners), "an owned page was handed out"
+            self.content = {key: p for key, p in self.content.items() if p != page}
+            self.owners.append([page])
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def publish(self, data) -> None:
+        pages = data.draw(st.sampled_from(self.owners))
+        self.counter += 1
+        key = self.counter.to_bytes(32, "little")
+        known = pages[0] in self.content.values()
+        assert self.cache.publish([key], pages[:1]) == ([] if known else [0])
+        if not known:
+            self.content[key] = pages[0]
+
+    @precondition(lambda self: self.content)
+    @rule(data=st.data())
+    def share(self, data) -> None:
+        key = data.draw(st.sampled_from(sorted(self.content)))
+        assert self.cache.match([key]) == [self.content[key]]
+        self.cache.retain([self.content[key]])
+        self.owners.append([self.content[key]])
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def forget(self, data) -> None:
+        pages = data.draw(st.sampled_from(self.owners))
+        self.cache.forget(pages)
+        self.content = {key: p for key, p in self.content.items() if p not in pages}
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def release(self, data) -> None:
+        index = data.draw(st.integers(0, len(self.owners) - 1))
+        self.cache.release(self.owners.pop(index))
+
+    @invariant()
+    def counts_agree(self) -> None:
+        owned = {page for pages in self.owners for page in pages}
+        assert self.cache.in_use == len(owned)
+        assert self.cache.available == PAGES - len(owned)
+        for page in owned:
+            assert self.cache.pool.references(page) == sum(pages.count(page) for pages in self.owners)
+
+    @invariant()
+    def what_is_findable_is_what_was_published(self) -> None:
+        for key, page in self.content.items():
+            assert self.cache.match([key]) == [page]
+        assert len(self.cache.index) == len(self.content)
+
+
+TestPageCache = PageCacheMachine.TestCase
+TestPageCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def _chain(tokens: int, salt: str = "") -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(root_key("fingerprint", salt), keys, np.arange(tokens, dtype=np.int32))
+    return keys
+
+
+def test_the_least_recently_used_page_goes_first():
+    cache = PageCache(3)
+    pages = [cache.allocate() for _ in range(3)]
+    keys = [bytes([i]) * 32 for i in range(3)]
+    cache.publish(keys, pages)
+    for i in (0, 1, 2):
+        cache.release([pages[i]])
+    cache.retain(cache.match([keys[0]]))  # page 0 is used again
+    cache.release([pages[0]])
+    assert [cache.allocate() for _ in range(3)] == [pages[1], pages[2], pages[0]]
+
+
+def test_of_a_prefix_the_end_is_evicted_first():
+    cache = PageCache(3)
+    keys = _chain(192)
+    pages = [cache.allocate() for _ in range(3)]
+    cache.publish(keys, pages)
+    cache.release(pages)
+    cache.allocate()
+    assert cache.match(keys) == pages[:2]
+
+
+def test_without_sharing_nothing_is_found():
+    cache = PageCache(2, enable_prefix_caching=False)
+    page = cache.allocate()
+    cache.publish([b"k" * 32], [page])
+    assert cache.match([b"k" * 32]) == []
+    cache.release([page])
+    assert cache.pool.num_free == 2
+
+
+def test_a_distrusted_page_is_not_found_again():
+    cache = PageCache(2)
+    page = cache.allocate()
+    cache.publish([b"k" * 32], [page])
+    cache.forget([page])
+    cache.release([page])
+    assert cache.match([b"k" * 32]) == []
+
+
+def test_a_page_released_twice_is_an_error():
+    pool = PagePool(1)
+    pages = pool.take(1)
+    assert pool.release(pages) == pages
+    pool.free(pages)
+    with pytest.raises(ValueError, match="more often"):
+        pool.release(pages)
+
+
+def test_only_full_pages_have_keys():
+    assert [len(_chain(n)) for n in (0, 63, 64, 127, 128)] == [0, 0, 1, 1, 2]
+    assert _chain(130)[:2] == _chain(191)[:2]
+
+
+def test_every_field_of_the_root_matters_and_none_runs_into_the_next():
+    fields = [("f", "s"), ("f", ""), ("", "fs"), ("fs", ""), ("s", "f")]
+    assert len({root_key(*f) for f in fields}) == len(fields)
+    assert not set(_chain(640, "one")) & set(_chain(640, "two"))
+    assert root_key("f", "\ud800") != root_key("f", "?")
+
+
+def test_a_key_depends_on_the_tokens_before():
+    tokens = np.arange(128, dtype=np.int32)
+    other = tokens.copy()
+    other[3] += 1
+    root = root_key("f", "")
+    a: list[bytes] = []
+    b: list[bytes] = []
+    extend_keys(root, a, tokens)
+    extend_keys(root, b, other)
+    assert not set(a) & set(b)

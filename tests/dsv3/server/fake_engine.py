@@ -1,0 +1,228 @@
+"""An engine without a model: repeats the prompt, in the same process arrangement as the real one.
+
+A sequence's tokens are its prompt's, again and again; a prompt that begins with the beginning-of-sequence token ends
+with the end-of-sequence token after one repetition. Token ids from `TROUBLE` on make trouble, for tests.
+"""
+
+import dataclasses
+import functools
+import time
+from collections import deque
+
+import numpy as np
+
+from dsv3.engine.look import JobNote, Look, StepLog
+from dsv3.kv_cache.events.config import KvEventsConfig
+from dsv3.kv_cache.events.publisher import Publisher
+from dsv3.kv_cache.events.record import Spelled, Stored
+from dsv3.prepare import PreparedRequest, RequestRules
+from dsv3.request import EngineOutput, InvalidRequest, PromptLogprobs, QueueFull, StepOutputs, TokenLogprobs, Tokens
+from dsv3.server.engine.messages import EngineInfo
+
+BOS, EOS = 0, 1
+VOCAB = 500
+CRASH_STEP, FAIL_STEP, CRASH_ADD, INVALID, HANG, BAD_OUTPUT = range(VOCAB - 6, VOCAB)
+TROUBLE = CRASH_STEP
+
+
+@dataclasses.dataclass
+class _Sequence:
+    request: PreparedRequest
+    prompt: list[int]
+    trouble: frozenset[int]
+    done: int = 0
+
+    @property
+    def pages(self) -> int:
+        return (len(self.prompt) + self.done) // 64 + 1
+
+
+@functools.lru_cache(maxsize=4)
+def _read(tokens: bytes) -> tuple[list[int], frozenset[int]]:
+    """A prompt and the trouble in it; the sequences of one prompt share both."""
+    prompt = np.frombuffer(tokens, "<i4")
+    return prompt.tolist(), frozenset(prompt[prompt >= TROUBLE].tolist())
+
+
+class FakeEngine:
+    """`Engine`'s interface; one token a step for each running sequence, `step_s` seconds a step."""
+
+    def __init__(
+        self, max_model_len: int, max_num_seqs: int, max_num_queued_reqs: int, step_s: float, caches: bool = False
+    ):
+        self.failure: BaseException | None = None
+        self.log = StepLog()
+        self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
+        self._max_waiting, self._step_s = max_num_queued_reqs, step_s
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._steps = self._flushed = 0
+        self._cached: set[bytes] | None = set() if caches else None
+        self.events: Publisher | None = None  # tells at once what a prompt's pages will be
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def room(self) -> int:
+        return self._max_waiting + self._max_num_seqs - len(self._running) - len(self._waiting)
+
+    def submit(self, request: PreparedRequest) -> None:
+        prompt, trouble = _read(request.tokens)
+        if CRASH_ADD in trouble:
+            raise RuntimeError("secret /path/of/this/machine")
+        if INVALID in trouble:
+            raise InvalidRequest("prompt: the engine refuses it")
+        if self.room <= 0:
+            raise QueueFull("the queue is full")
+        if done := request.num_answered:  # else the sequences of a prompt share it
+            prompt = prompt[:-done]
+        self._waiting.append(_Sequence(request, prompt, trouble, done))
+        if self.events is not None:
+            keys, tokens = request.prefix_keys, np.frombuffer(request.tokens, "<i4")
+            self.events.record.note(Stored(0, "GPU", keys, Spelled(keys, None, tokens[: 64 * len(keys)])))
+
+    def abort(self, request_id: int) -> None:
+        self._waiting = deque(s for s in self._waiting if s.request.request_id != request_id)
+        self._running = [s for s in self._running if s.request.request_id != request_id]
+
+    def flush(self) -> None:
+        self._flushed += 1
+
+    def look(self) -> Look:
+        return Look(self.log.look(), None)
+
+    def step(self) -> StepOutputs:
+        self.log.begin(time.perf_counter())
+        outputs = self._step()
+        self.log.done("wait")
+        jobs = [JobNote("decode", len(self._running))]
+        self.log.end(self._steps, self._steps - 1, jobs, len(self._running), len(self._waiting))
+        return outputs
+
+    def _step(self) -> StepOutputs:
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            self._running.append(self._waiting.popleft())
+        time.sleep(self._step_s)
+        self._steps += 1
+        outputs = [told for s in self._running if not s.done for told in _prompt_logprobs(s)]
+        outputs += [self._advance(sequence) for sequence in self._running]
+        ended = {o.request_id for o in outputs if o.finish_reason}
+        self._running = [s for s in self._running if s.request.request_id not in ended]
+        self.log.done("launch")
+        return _columns(outputs)
+
+    def stats(self) -> dict[str, object]:
+        pages = sum(s.pages for s in self._running)
+        return {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "pages_in_use": pages,
+            "cache_usage": pages / 1000,
+            "steps": self._steps,
+            "flushed": self._flushed,
+            "host_time_counts": (1,) * 10,
+        }
+
+    def _advance(self, sequence: _Sequence) -> EngineOutput:
+        request, prompt = sequence.request, sequence.prompt
+        if request.grammar:  # nothing is held here: what would be is told
+            return EngineOutput(
+                request_id=request.request_id, token_ids=[], finish_reason="error", error=request.grammar
+            )
+        self._make_trouble(sequence.trouble)
+        if BAD_OUTPUT in sequence.trouble and sequence.done == 2:
+            return EngineOutput(request_id=request.request_id, token_ids=[], finish_reason="error", error="not finite")
+        sampling, first = request.sampling, int(prompt[0] == BOS)
+        ends = first and not sampling.ignore_eos and sequence.done >= len(prompt) - 1
+        token = EOS if ends else prompt[first + sequence.done % (len(prompt) - first)]
+        sequence.done += 1
+        limit = sampling.max_tokens or self._max_model_len - len(prompt)
+        is_first = sequence.done == 1 + request.num_answered
+        stopped = token == EOS or token in sampling.stop_token_ids
+        reason = "stop" if stopped else "length" if sequence.done >= limit else None
+        return EngineOutput(
+            request_id=request.request_id,
+            token_ids=[token],
+            logprobs=None if sampling.logprobs is None else [_logprobs(token, sampling.logprobs)],
+            finish_reason=reason,
+            stop_token_id=token if stopped else None,
+            num_cached_tokens=self._look_up(request, len(prompt)) if is_first else 0,
+            queue_seconds=0.0 if is_first else None,
+        )
+
+    def _look_up(self, request: PreparedRequest, length: int) -> int:
+        """All full pages, of an engine that has seen their keys if it caches."""
+        if self._cached is None:
+            return 64 * (length // 64)
+        found = sum(key in self._cached for key in request.prefix_keys)
+        self._cached.update(request.prefix_keys)
+        return 64 * found
+
+    def _make_trouble(self, trouble: frozenset[int]) -> None:
+        if CRASH_STEP in trouble:
+            raise RuntimeError("secret /path/of/this/machine")
+        if HANG in trouble:
+            time.sleep(3600)
+        if FAIL_STEP in trouble:
+            self.failure = FloatingPointError("secret")
+
+
+def _columns(outputs: list[EngineOutput]) -> StepOutputs:
+    """What says no more than a token goes into columns, as from the real engine."""
+    plain = [o for o in outputs if o == EngineOutput(request_id=o.request_id, token_ids=o.token_ids)]
+    ids, tokens = [o.request_id for o in plain], [o.token_ids[0] for o in plain]
+    rows = Tokens(np.array(ids, np.int64), np.ones(len(plain), np.int64), np.array(tokens, np.int32))
+    return StepOutputs([rows] if plain else [], [o for o in outputs if o not in plain])
+
+
+def _logprobs(token: int, count: int) -> TokenLogprobs:
+    others = [i for i in range(4, 30) if i != token]
+    return TokenLogprobs(-0.5, [token, *others][:count], [-0.5, -2.0, float("-inf"), *[-9.0] * 20][:count])
+
+
+def _prompt_logprobs(sequence: _Sequence) -> list[EngineOutput]:
+    """Each token but the first has -0.25 and rank 2; told in parts of 4 tokens, the first twice, as if pre-empted."""
+    count = sequence.request.sampling.prompt_logprobs
+    if count is None:
+        return []
+    own = np.array(sequence.prompt[1:], "<i4")
+    top = np.stack([np.full_like(own, 4), own, *[np.full_like(own, 5 + i) for i in range(18)]], 1)[:, :count]
+    scores = np.broadcast_to(np.array([-0.125, -0.25, *[-9.0] * 18], "<f4")[:count], top.shape)
+    columns = np.full(len(own), -0.25, "<f4"), np.full(len(own), 2, "<i4"), top, scores
+    told = []
+    for start in (0, *range(0, max(1, len(own)), 4)):
+        part = (np.ascontiguousarray(column[start : start + 4]).tobytes() for column in columns)
+        told.append(PromptLogprobs(start + 1, *part))
+    ids = sequence.request.request_id
+    return [EngineOutput(request_id=ids, token_ids=[], prompt_logprobs=part) for part in told]
+
+
+def make(start, host):
+    """The factory that the server under test is given."""
+    options, engine = start.factory_options, start.engine
+    if "fail" in options:
+        raise ValueError(options["fail"])
+    for i in range(3):
+        host.progress(f"compiling program {i}", i + 1, 3)
+    time.sleep(options.get("start_s", 0))
+    limits = engine.max_model_len or 2048, engine.max_num_seqs or 64, engine.max_num_queued_reqs
+    address = options.get("transfer_address", "")
+    fake = FakeEngine(*limits, options.get("step_s", 0.001), options.get("caches", False))
+    if events := start.engine.kv_events_config:
+        fake.events = Publisher(KvEventsConfig.from_json(events), 1)
+    return fake, EngineInfo(
+        RequestRules(
+            vocab_size=VOCAB,
+            max_model_len=limits[0],
+            eos_token_ids=(EOS,),
+            fingerprint="print",
+            takes_grammars=options.get("tells_grammars", False),
+        ),
+        limits[1],
+        1000,
+        transfer_address=address,
+        fetches_pages=bool(address),
+        kv_events=KvEventsConfig.from_json(events).address(1) if events else None,
+    )

@@ -1,0 +1,38 @@
+"""The server that `serving` starts, a script apart: nothing that only tests need is imported into it."""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.restarts import RestartPolicy
+from dsv3.server.config import Deadlines, ServerConfig
+from dsv3.server.http.server import bind, serve
+from dsv3.server.tenants import tenants_of
+from dsv3.server_options import ServerOptions
+
+
+def main() -> int:
+    """Serves until a signal; prints the port, what the server tells its user, and at the end whether jax came in."""
+    settings = json.loads(sys.argv[1])
+    kinds = {"options": ServerOptions, "engine": EngineOptions, "cluster": ClusterOptions, "deadlines": Deadlines}
+    kinds["restarts"] = RestartPolicy
+    for name, kind in kinds.items():
+        if name in settings:
+            settings[name] = msgspec.convert(settings[name], kind)
+    settings["tenants"] = tenants_of(settings.get("options", ServerOptions()))
+    settings["model_dir"] = Path(settings["model_dir"])
+    settings["model_names"] = tuple(settings["model_names"])
+    listener = bind("127.0.0.1", 0)
+    print("port", listener.getsockname()[1], flush=True)
+    config = ServerConfig(**settings, notify=lambda line: print(line, flush=True))
+    status = uvloop.run(serve(config, listener, lambda _: print("ready", flush=True)))
+    print("jax imported" if "jax" in sys.modules else "no jax", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Starts servers in processes of their own, with the fake engine unless told otherwise."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).parents[3]
+FAKE = "tests.dsv3.server.fake_engine:make"
+
+
+class Server:
+    """A running server: its address, its process and a client."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path):
+        self.process = process
+        self.log = log
+        first = process.stdout.readline()
+        assert first.startswith("port "), first + log.read_text()
+        self.port = int(first.split()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def wait_ready(self) -> None:
+        self.wait_for(lambda: self.http.get("/health").status_code == 200)
+
+    def wait_for(self, condition, seconds: float = 60) -> None:
+        """Polls until `condition()` holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples."""
+        lines = self.http.get("/metrics").text.splitlines()
+        found = [float(x.rpartition(" ")[2]) for x in lines if x.split("{")[0] == name]
+        assert found, name
+        return sum(found)
+
+    def is_idle(self) -> bool:
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "dsv3:pages_in_use")
+        return all(self.metric(name) == 0 for name in names)
+
+    def engine_process(self) -> psutil.Process:
+        """The engine's; a younger one may wait to take its place."""
+        children = psutil.Process(self.process.pid).children()
+        engines = [p for p in children if "dsv3.server.engine.process" in command_of(p)]
+        return min(engines, key=lambda each: each.create_time())
+
+    def stop(self, seconds: float = 30) -> int:
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+
+def command_of(process: psutil.Process) -> str:
+    """The command line of a process; nothing of one that has just gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+@contextlib.contextmanager
+def running(model_dir: Path, *, ready: bool = True, **settings) -> Iterator[Server]:
+    """A server with `settings` of `ServerConfig`, its options as dictionaries; killed with its children at the end."""
+    settings = {"model_dir": str(model_dir), "model_names": ["tiny"], "engine_factory": FAKE} | settings
+    with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.dsv3.server.served", json.dumps(settings)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        family: list[psutil.Process] = []
+        try:
+            server = Server(process, Path(log.name))
+            if ready:
+                server.wait_ready()
+            family = psutil.Process(process.pid).children(recursive=True)
+            yield server
+            server.stop()
+        finally:
+            for child in [*family, process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.wait()

@@ -1,0 +1,248 @@
+"""Bodies that are costly to read: the server refuses them cheaply, and reads what is large in pieces."""
+
+import array
+import asyncio
+import json
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv3.server.answers import prompts, reading
+from dsv3.server.answers.errors import ApiError
+from dsv3.server.answers.faces.generate_schema import GenerateRequest
+from dsv3.server.answers.faces.messages_schema import MessagesRequest
+from dsv3.server.answers.faces.responses_schema import ResponsesRequest
+from dsv3.server.answers.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from dsv3.server.answers.tools import RequestTools
+from dsv3.text.markers import Markers
+from tests.dsv3.server import serving
+from tests.dsv3.server.test_fuzz import JSON, MESSAGES
+
+SIZE = 8 * 2**20
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def filled(head: bytes, unit: bytes, tail: bytes, size: int = SIZE) -> bytes:
+    """Returns a body of about `size` bytes with as many units as fit between its ends, commas between them."""
+    return head + b",".join([unit] * ((size - len(head) - len(tail)) // (len(unit) + 1))) + tail
+
+
+USER = b'{"messages":[{"role":"user","content":"x"}],'
+PART = b'{"type":"text","text":""}'
+MESSAGE = b'{"role":"user","content":[' + b",".join([PART] * 310) + b"]}"
+COSTLY = {
+    "bad entries of chat_template_kwargs": (
+        CHAT,
+        partial(filled, USER + b'"chat_template_kwargs":{', b'"000001":[]', b"}}"),
+        400,
+    ),
+    "empty parts": (CHAT, partial(filled, b'{"messages":[', MESSAGE, b"]}"), 400),
+    "bad entries of logit_bias": (
+        COMPLETIONS,
+        partial(filled, b'{"prompt":[5],"logit_bias":{', b'"000001":""', b"}}"),
+        400,
+    ),
+    "nested prompts": (COMPLETIONS, partial(filled, b'{"prompt":[', b"[[]]", b"]}"), 400),
+    "token ids": (COMPLETIONS, partial(filled, b'{"prompt":[', b"1", b"]}"), 400),
+    "many prompts": (COMPLETIONS, partial(filled, b'{"prompt":[', b"[1]", b"]}"), 400),
+    "objects as user": (COMPLETIONS, partial(filled, b'{"prompt":[5],"max_tokens":1,"user":[', b'{"a":0}', b"]}"), 400),
+    "numbers as user": (COMPLETIONS, partial(filled, b'{"prompt":[5],"max_tokens":1,"user":[', b"100", b"]}"), 200),
+}
+
+
+@pytest.fixture(scope="module")
+def long_server(model_dir):
+    """A context so long that no body is refused for it alone."""
+    with serving.running(model_dir, engine={"max_model_len": 2**18}, factory_options={"step_s": 0.005}) as server:
+        yield server
+
+
+def memory(pid: int, field: str) -> int:
+    """Resident bytes of a process: VmRSS now, VmHWM at most since `forget_peak`; skips where only Linux says it."""
+    if sys.platform != "linux":
+        pytest.skip("reads /proc")
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
+
+
+def forget_peak(pid: int) -> None:
+    if sys.platform != "linux":
+        pytest.skip("writes to /proc")
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+class Watcher:
+    """A client that streams meanwhile; `gap` is the longest time without a token."""
+
+    def __init__(self, server):
+        self.gap, self._server = 0.0, server
+        self._has_begun, self._end = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        body = {"prompt": [5], "max_tokens": 100_000, "stream": True}
+        with self._server.http.stream("POST", COMPLETIONS, json=body, timeout=120) as answer:
+            last = time.monotonic()
+            for _ in answer.iter_raw():
+                self._has_begun.set()
+                now = time.monotonic()
+                self.gap, last = max(self.gap, now - last), now
+                if self._end.is_set():
+                    return
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._has_begun.wait(30)
+        return self
+
+    def __exit__(self, *_):
+        self._end.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_costly_body_takes_little_memory_and_stops_nobody(long_server, name):
+    """Before, these took 35 to 280 times their size, and 1 to 7 s in one piece."""
+    path, make, status = COSTLY[name]
+    body = make()
+    front = long_server.process.pid
+    before = memory(front, "VmRSS")
+    forget_peak(front)
+    with Watcher(long_server) as watcher:
+        answer = long_server.http.post(path, content=body, headers={"content-type": "application/json"}, timeout=120)
+    assert answer.status_code == status, answer.text
+    assert len(answer.content) < 1000
+    assert memory(front, "VmHWM") - before < 12 * SIZE
+    assert watcher.gap < 3.0
+
+
+def test_a_body_beyond_the_context_is_not_decoded(server):
+    """The context of 2,048 tokens: the text is not even looked at."""
+    body = b'{"messages":[{"role":"user","content":"' + b"x" * SIZE + b'"}], not JSON'
+    answer = server.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_large_requests_are_answered(long_server):
+    """Read in pieces, they mean what they say."""
+    text = "hello " * 20_000
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "text", "text": "you"}]}]
+    body = {"messages": messages, "max_tokens": 1, "n": 2, "seed": 3, "user": "x" * 300_000}
+    answer = long_server.http.post(CHAT, json=body, timeout=120).json()
+    assert "choices" in answer, answer
+    assert len(answer["choices"]) == 2 and answer["usage"]["prompt_tokens"] > 60_000
+    body = {"prompt": [[5, 6] * 50_000, text], "max_tokens": 2, "return_token_ids": True}
+    answer = long_server.http.post(COMPLETIONS, json=body, timeout=120).json()
+    assert answer["choices"][0]["token_ids"] == [5, 6]
+    large = {"unknown": "x" * 300_000}
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}], "max_tokens": 1} | large
+    usage = long_server.http.post("/v1/messages", json=body, timeout=120).json()["usage"]
+    prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert prompt > 60_000
+    body = {"input": [{"role": "user", "content": text}], "max_output_tokens": 1} | large
+    usage = long_server.http.post("/v1/responses", json=body, timeout=120).json()["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (prompt, 1)
+    body = {"token_ids": [5, 6] * 60_000, "sampling_params": {"max_tokens": 2}}
+    assert long_server.http.post("/inference/v1/generate", json=body).json()["choices"][0]["token_ids"] == [5, 6]
+    ids = [5, 6] * 100_000
+    text = long_server.http.post("/detokenize", json={"tokens": ids}, timeout=120).json()["prompt"]
+    back = long_server.http.post("/tokenize", json={"prompt": text[: 2**20]}, timeout=120)
+    assert len(text) >= len(ids) and back.status_code == 200
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_long_answer_may_be_gone_on_with(count):
+    """Tokens of more than 256 KiB of JSON, as those of one choice and of several."""
+    tokens = [123_456] * 60_000
+    resume = {"output_token_ids": tokens if count == 1 else [tokens] * count}
+    body = json.dumps({"prompt": [5], "n": count, "resume": resume}).encode()
+    found = reading.read(CompletionRequest, body).resume.output_token_ids
+    assert (listed(found) if count == 1 else [listed(each) for each in found]) == resume["output_token_ids"]
+
+
+class Templates:
+    """Keeps what it is asked to render."""
+
+    async def render(self, request):
+        self.asked = request
+        return "rendered"
+
+
+@pytest.mark.parametrize("padding", [0, 300_000])
+def test_messages_reach_the_template_as_they_were_sent(padding):
+    """What is absent stays absent, what is null stays null, whether they are read at once or in pieces."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "x" * padding, "name": "me"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+        {"role": "assistant", "content": "y", "reasoning_content": "z"},
+    ]
+    templates = Templates()
+    known = SimpleNamespace(markers=Markers())
+    service = SimpleNamespace(
+        tokenizer=known, chat_tokenizer=known, templates=templates, encode=lambda *_, **__: asyncio.sleep(0, [1])
+    )
+    request = reading.read(ChatRequest, json.dumps({"messages": messages}).encode())
+    asyncio.run(prompts.chat_prompt(service, request, RequestTools()))
+    assert templates.asked.messages == messages
+
+
+KINDS = {
+    ChatRequest: {"messages": [{"role": "user", "content": "x"}], "n": 2},
+    CompletionRequest: {"prompt": [[5, 6], "x"], "stop": ["a"]},
+    TokenizeRequest: {"prompt": "x"},
+    DetokenizeRequest: {"tokens": [5]},
+    ResponsesRequest: {"input": [{"role": "user", "content": "x"}], "instructions": "y"},
+    MessagesRequest: {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "system": "y"},
+    GenerateRequest: {"token_ids": [5]},
+}
+
+
+@settings(deadline=None, max_examples=300)
+@given(kind=st.sampled_from(list(KINDS)), data=st.data())
+def test_pieces_say_what_the_whole_says(kind, data):
+    names = data.draw(st.lists(st.sampled_from([*kind.__struct_fields__, "unknown"]), max_size=3))
+    fuzz = {name: data.draw(MESSAGES | JSON if name in ("messages", "input") else JSON) for name in names}
+    body = json.dumps(KINDS[kind] | fuzz).encode()
+    whole = outcome(kind, body)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "SMALL_BYTES", 0)
+        # What is no prompt, message or token list may be as long as the whole body here.
+        patch.setattr(reading, "MAX_FIELD_BYTES", len(body))
+        pieces = outcome(kind, body)
+    if isinstance(whole, kind) and not isinstance(pieces, kind):
+        assert kind is CompletionRequest and "prompt" in fuzz  # texts among token ids: refused later
+    else:
+        assert type(pieces) is type(whole)
+        assert not isinstance(whole, kind) or plain(pieces) == plain(whole)
+
+
+def plain(request):
+    """The request with lists in the place of arrays of token ids."""
+    fields = msgspec.structs.asdict(request)
+    for name in ("prompt", "tokens", "token_ids"):
+        value = fields.get(name)
+        value = [listed(item) for item in value] if isinstance(value, list) else listed(value)
+        fields[name] = value
+    return fields
+
+
+def listed(value):
+    return value.tolist() if isinstance(value, array.array) else value
+
+
+def outcome(kind, body):
+    try:
+        return reading.read(kind, body)
+    except ApiError as error:
+        return error

@@ -1,0 +1,115 @@
+"""The dashboard's page and data over HTTP, and profiles of steps."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+
+import numpy as np
+import pytest
+
+from dsv3.engine.look import ExpertLoad, Look
+from dsv3.server.answers.dashboard import experts_of
+from tests.dsv3.server.conftest import KEY
+
+COMPLETIONS = "/v1/completions"
+BEARER = {"authorization": f"Bearer {KEY}"}
+
+
+def data(server, **query):
+    answer = server.http.get("/dashboard/data", params=query, headers=BEARER)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def work(server, tokens: int = 50) -> None:
+    """A request; the fake engine says something of a first token only where it found a page of the prompt."""
+    body = {"prompt": list(range(10, 80)), "max_tokens": tokens}
+    server.http.post(COMPLETIONS, json=body, headers=BEARER).raise_for_status()
+
+
+def test_the_page_is_open_and_holds_no_data(locked_server) -> None:
+    answer = locked_server.http.get("/dashboard")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    for secret in ("tiny", KEY, str(locked_server.profiles)):  # neither model nor key nor path
+        assert secret not in answer.text
+    assert locked_server.http.get("/dashboard/data").status_code == 401
+    assert locked_server.http.post("/dashboard").status_code == 401
+
+
+def test_the_policy_lets_in_what_the_page_brings_and_nothing_else(server) -> None:
+    plain = server.http.get("/dashboard", headers={"accept-encoding": "identity"})
+    policy = dict(part.strip().split(" ", 1) for part in plain.headers["content-security-policy"].split(";"))
+    for tag in ("script", "style"):
+        [content] = re.findall(f"<{tag}>(.*?)</{tag}>", plain.text, re.DOTALL)
+        assert len(content) > 1000
+        assert (
+            policy[f"{tag}-src"] == f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+        )
+    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+    assert not re.search(r"(src|href)=|style=|onclick|innerHTML|https?://(?!www\.w3\.org/2000/svg)", plain.text)
+    packed = server.http.get("/dashboard", headers={"accept-encoding": "gzip"})
+    assert (packed.headers["content-encoding"], packed.text) == ("gzip", plain.text)
+
+
+def test_curves_follow_the_work(server) -> None:
+    server.wait_for(lambda: len(data(server)["series"]["time"]) >= 2)
+    since = data(server)["series"]["time"][-1]
+    work(server, 500)
+    name = "generation_tokens_per_second"
+    server.wait_for(lambda: max(data(server, since=since)["series"][name], default=0) > 0)
+    series = data(server, since=since)["series"]
+    assert all(time > since for time in series["time"])
+    assert {len(row) for row in series.values()} == {len(series["time"])}
+    assert series["ttft_p50"][-1] > 0 and "acceptance" not in series
+
+
+def test_the_engine_notes_steps_only_for_who_looks(server) -> None:
+    data(server)
+    server.wait_for(lambda: data(server) is not None)
+    work(server)
+    server.wait_for(lambda: work(server, 20) or data(server)["steps"])
+    step = data(server)["steps"][-1]
+    assert step["parts"] and step["jobs"][0][0] == "decode"
+    assert len(data(server)["steps"]) <= 120
+
+
+@pytest.mark.parametrize("query", ["since=x", "since=nan", "experts=1e999", "since=" + "1" * 40, "experts=%00"])
+def test_rubbish_in_the_query_is_a_400(server, query) -> None:
+    assert server.http.get(f"/dashboard/data?{query}").status_code == 400
+
+
+def test_the_data_are_small_and_not_kept(server) -> None:
+    answer = server.http.get("/dashboard/data?since=-5&experts=-1e9&other=1")
+    assert answer.status_code == 200 and len(answer.content) < 400_000
+    assert answer.headers["cache-control"] == "no-store"
+
+
+def test_profiles_are_off_without_a_directory(server) -> None:
+    for path in ("/start_profile", "/stop_profile"):
+        answer = server.http.post(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "profiles_off")
+
+
+def test_a_profile_is_a_file_that_holds_the_steps(locked_server) -> None:
+    http = locked_server.http
+    assert http.post("/stop_profile", headers=BEARER).status_code in (200, 409)  # what another test has begun
+    assert http.post("/stop_profile", headers=BEARER).json()["error"]["code"] == "no_profile"
+    assert http.post("/start_profile", headers=BEARER).json()["status"] == "ok"
+    work(locked_server, 30)
+    answer = http.post("/stop_profile", headers=BEARER).json()
+    file = locked_server.profiles / answer["file"]
+    assert answer["bytes"] == file.stat().st_size and answer["steps"] >= 30
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert sum(event["name"].startswith("step ") for event in events) == answer["steps"]
+    assert str(locked_server.profiles) not in str(answer)
+
+
+def test_a_load_is_told_once_in_percent_of_the_mean() -> None:
+    load = np.array([[1, 3], [0, 0]], "<f4").tobytes()
+    seen = Look([], ExpertLoad(7, 2, 2, 2, load, load))
+    told = experts_of(seen, -1, {"experts_moved": 4})
+    assert (told["load"], told["before"], told["experts_moved"]) == ([[50, 150], [0, 0]], [], 4)
+    assert "load" not in experts_of(seen, 7, {})
+    assert experts_of(Look([], None), -1, {}) is None and experts_of(None, -1, {}) is None

@@ -1,0 +1,183 @@
+"""The fronts as the engine's process sees them, at the other ends of socket pairs."""
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv3.prepare import RequestRules, prepare
+from dsv3.request import EngineOutput, EngineRequest, StepOutputs, Tokens, first_id, senders
+from dsv3.sampling_params import SamplingParams
+from dsv3.server import frames
+from dsv3.server.engine import fronts as fronts_module
+from dsv3.server.engine import messages
+from dsv3.server.engine.fronts import FrontConnections, split
+from dsv3.server.engine.launcher import SENDER_BYTES
+from dsv3.server.engine.messages import EngineInfo
+
+INFO = EngineInfo(RequestRules(vocab_size=9, max_model_len=9), max_num_seqs=1, num_pages=1)
+ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+
+
+def columns_of(rows):
+    ids = [first_id(sender) + number for sender, number, _ in rows]
+    tokens = [token for *_, some in rows for token in some]
+    counts = [len(some) for *_, some in rows]
+    return Tokens(np.array(ids, np.int64), np.array(counts, np.int64), np.array(tokens, np.int32))
+
+
+@given(st.lists(ROWS, max_size=3), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=5))
+def test_each_sender_gets_its_own_outputs_in_their_order(columns, details):
+    outputs = StepOutputs(
+        [columns_of(rows) for rows in columns],
+        [EngineOutput(request_id=first_id(sender) + number, token_ids=[]) for sender, number in details],
+    )
+    parts = split(outputs)
+    assert set(parts) == {senders(output.request_id) for output in outputs}
+    for sender, part in parts.items():
+        assert list(part) == [output for output in outputs if senders(output.request_id) == sender]
+
+
+class Ends:
+    """The fronts' ends of their connections."""
+
+    def __init__(self, count):
+        self.stopped, self.first_gone = threading.Event(), threading.Event()
+        self.usher, theirs = socket.socketpair()
+        self.fronts = FrontConnections(theirs, self.stopped.set, self.first_gone.set)
+        self.streams, self.connections = [], []
+        for sender in range(count):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                socket.send_fds(self.usher, [sender.to_bytes(SENDER_BYTES, "little")], [theirs.fileno()])
+            ours.settimeout(30)
+            self.connections.append(ours)
+            self.streams.append(frames.stream_of(ours))
+            assert self.receive(sender) == messages.Welcome(sender)
+
+    def receive(self, front):
+        return messages.from_engine.decode(frames.read_frame(self.streams[front]))
+
+    def send(self, front, message):
+        self.connections[front].sendall(frames.encode(message))
+
+    def take(self):
+        """The next message and its sender, once there is one."""
+        while True:
+            for front, message in self.fronts.take():
+                return front, message
+            self.fronts.wait(30)
+
+
+@pytest.fixture
+def ends():
+    return Ends(2)
+
+
+def test_results_go_to_their_senders(ends):
+    ends.fronts.announce(INFO)
+    assert [ends.receive(0), ends.receive(1)] == [INFO, INFO]
+    ends.fronts.deliver(StepOutputs([columns_of([(1, 0, [7])])], []), None)
+    ends.fronts.deliver(StepOutputs(), {"running": 1.0})
+    assert list(ends.receive(1).columns()) == [EngineOutput(request_id=first_id(1), token_ids=[7])]
+    for front in (0, 1):
+        assert ends.receive(front).stats == {"running": 1.0}
+
+
+def test_a_front_that_comes_late_hears_that_the_engine_is_ready():
+    ends = Ends(1)
+    ends.fronts.announce(INFO)
+    ours, theirs = socket.socketpair()
+    socket.send_fds(ends.usher, [(7).to_bytes(SENDER_BYTES, "little")], [theirs.fileno()])
+    stream = frames.stream_of(ours)
+    heard = [messages.from_engine.decode(frames.read_frame(stream)) for _ in range(2)]
+    assert heard == [messages.Welcome(7), INFO]
+
+
+def test_a_front_that_goes_away_is_told_of_once(ends):
+    ends.connections[1].shutdown(socket.SHUT_RDWR)
+    front, message = ends.take()
+    assert (front.sender, message) == (1, None)
+    ends.fronts.remove(front)
+    ends.fronts.deliver(StepOutputs(), {"running": 0.0})
+    assert ends.receive(0).stats == {"running": 0.0}
+    assert not ends.first_gone.is_set()
+
+
+def test_a_front_that_does_not_read_is_given_up(ends, monkeypatch):
+    """And the first one hears of it, which can end its process."""
+    monkeypatch.setattr(fronts_module, "MAX_BUFFERED_BYTES", 2**20)
+    big = StepOutputs([columns_of([(1, i, [0]) for i in range(100_000)])], [])
+    for _ in range(3):
+        ends.fronts.deliver(big, None)
+    assert isinstance(ends.receive(0), messages.Dropped)
+    front, message = ends.take()
+    assert (front.sender, message) == (1, None)
+    assert not ends.first_gone.is_set()
+
+
+def test_only_the_first_front_may_end_everything(ends):
+    ends.send(1, messages.Stop())
+    ends.send(1, messages.Abort([5]))
+    assert ends.take()[1] == messages.Abort([5])
+    assert not ends.stopped.is_set()
+    ends.send(0, messages.Stop())
+    assert ends.stopped.wait(30)
+    ends.connections[0].shutdown(socket.SHUT_RDWR)
+    assert ends.first_gone.wait(30)
+
+
+def test_requests_that_belong_together_come_together(ends):
+    """Other fronts' messages may come between their frames."""
+    params = SamplingParams(n=2, max_tokens=1)
+    rules = RequestRules(vocab_size=9, max_model_len=9)
+    one, two, other = (
+        prepare(EngineRequest(request_id=i, prompt_token_ids=[1], sampling=params), rules) for i in range(3)
+    )
+    ends.send(0, messages.Add([one], has_more=True))
+    ends.send(1, messages.Add([other]))
+    front, message = ends.take()
+    assert (front.sender, message) == (1, messages.Add([other]))
+    ends.send(0, messages.Add([two]))
+    front, message = ends.take()
+    assert (front.sender, message) == (0, messages.Add([one, two]))
+
+
+def test_one_front_at_a_time_has_the_turn():
+    """A turn lasts until its front ends it or goes away; who ends a turn that it has not changes nothing."""
+    ends = Ends(3)
+    ends.send(1, messages.AskTurn())
+    assert ends.receive(1) == messages.Turn()
+    ends.send(2, messages.EndTurn())
+    ends.send(2, messages.AskTurn())
+    ends.send(2, messages.Abort([7]))  # what a front says comes in its order
+    front, _ = ends.take()
+    assert front.sender == 2
+    ends.connections[1].shutdown(socket.SHUT_RDWR)
+    front, message = ends.take()
+    assert (front.sender, message) == (1, None)
+    ends.fronts.remove(front)
+    assert ends.receive(2) == messages.Turn()
+
+
+def test_whatever_ends_the_reading_of_a_front_is_told(ends, monkeypatch):
+    put = FrontConnections._put
+
+    def no_memory(self, front, message):
+        if message is not None:
+            raise MemoryError
+        put(self, front, message)
+
+    monkeypatch.setattr(FrontConnections, "_put", no_memory)
+    ends.send(1, messages.Flush())
+    front, message = ends.take()
+    assert (front.sender, message) == (1, None)
+
+
+def test_bytes_that_are_no_message_end_the_connection(ends):
+    ends.connections[1].sendall(b"\x04\0\0\0abcd")
+    front, message = ends.take()
+    assert (front.sender, message) == (1, None)

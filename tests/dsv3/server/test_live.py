@@ -1,0 +1,176 @@
+"""Who goes on in the next engine, behind what, and who is to blame for the death of one after the other."""
+
+import array
+import gc
+import weakref
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv3.prepare import RequestRules, behind, fan_out, prepare
+from dsv3.request import EngineRequest
+from dsv3.sampling_params import SamplingParams
+from dsv3.server.engine.live import SAFE_TOKENS, Lives
+
+RULES = RequestRules(vocab_size=9, max_model_len=2000, fingerprint="print")
+TOKENS = st.lists(st.integers(0, 8), max_size=300)
+
+
+def request(first: int, n: int = 1) -> EngineRequest:
+    return EngineRequest(request_id=first, prompt_token_ids=[5], sampling=SamplingParams(n=n))
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=200), TOKENS, TOKENS, st.integers(1, 3), st.booleans())
+def test_behind_its_tokens_a_request_is_as_if_it_had_come_so(prompt, before, since, n, caches):
+    """It may have been resumed itself; only what was told of the prompt is not told again."""
+    rules = RequestRules(vocab_size=9, max_model_len=2000, fingerprint="print", enable_prefix_caching=caches)
+    sampling = SamplingParams(n=n, seed=5, temperature=0.5, max_tokens=900, prompt_logprobs=None if since else 2)
+    asked = EngineRequest(
+        request_id=40, prompt_token_ids=prompt, sampling=sampling, answer_token_ids=before, cache_salt="salt"
+    )
+    whole = EngineRequest(
+        request_id=40, prompt_token_ids=prompt, sampling=sampling, answer_token_ids=before + since, cache_salt="salt"
+    )
+    for i, expected in enumerate(fan_out(prepare(whole, rules))):
+        assert behind(prepare(asked, rules), i, np.array(since, "<i4"), rules) == expected
+
+
+def test_the_prompts_logprobs_are_told_once():
+    asked = prepare(
+        EngineRequest(request_id=1, prompt_token_ids=[5], sampling=SamplingParams(prompt_logprobs=2)), RULES
+    )
+    assert behind(asked, 0, np.array([], "<i4"), RULES).sampling.prompt_logprobs == 2
+    assert behind(asked, 0, np.array([3], "<i4"), RULES).sampling.prompt_logprobs is None
+
+
+class Fleet:
+    """Fronts without processes, over an engine that dies of requests once they have so many tokens."""
+
+    def __init__(self, fronts: int, max_restarts: int, fatal: dict[int, int]):
+        self.fronts = [Lives(max_restarts) for _ in range(fronts)]
+        self.fatal, self.ended, self.deaths = fatal, {}, 0
+        self.turns: list[Lives] = []
+
+    def add(self, request_id: int) -> None:
+        lives = self.fronts[request_id % len(self.fronts)]
+        lives.add([prepare(request(request_id), RULES)], [object()])
+        lives.by_id[request_id].is_there = True
+
+    def step(self, num_tokens: int) -> None:
+        """Gives every sequence that is there a token, or has the engine die before anybody gets one."""
+        there = {i: live for lives in self.fronts for i, live in lives.by_id.items() if live.is_there}
+        if any(self.fatal.get(i, 10**9) <= len(live.tokens) for i, live in there.items()):
+            self._die()
+            return
+        for i, live in there.items():
+            live.tokens.extend(array.array("i", [0]))
+            if len(live.tokens) >= num_tokens:
+                next(lives for lives in self.fronts if i in lives.by_id).pop(i)
+        for lives in self.fronts:
+            if lives.trial_is_over:
+                self._try_next(lives)
+
+    def _die(self) -> None:
+        self.deaths += 1
+        for lives in self.fronts:
+            for live, error in lives.bury():
+                self.ended[live.request.request_id] = str(error)
+            for _, live in lives.take_waiting():
+                live.is_there = True
+        self.turns = [lives for lives in self.fronts if lives.suspects]
+        if self.turns:
+            self._try_next(self.turns[0])
+
+    def _try_next(self, lives: Lives) -> None:
+        if (found := lives.next_suspect()) is not None:
+            found[1].is_there = True
+            return
+        self.turns.remove(lives)
+        if self.turns:
+            self._try_next(self.turns[0])
+
+    @property
+    def num_live(self) -> int:
+        return sum(map(len, self.fronts))
+
+
+ONE = st.tuples(st.integers(0, 11), st.integers(0, 40)).map(lambda pair: [pair])
+SEVERAL = st.lists(st.tuples(st.integers(0, 11), st.integers(0, SAFE_TOKENS - 1)), max_size=3)
+
+
+@given(st.integers(1, 3), st.integers(1, 12), ONE | SEVERAL, st.integers(SAFE_TOKENS, 3 * SAFE_TOKENS))
+def test_only_those_end_that_engines_die_of(fronts, count, fatal, num_tokens):
+    """Any one request, or several that get nowhere; one that gets on can still kill an engine during a trial."""
+    fatal = {i: at for i, at in fatal if i < count and at < num_tokens}
+    fleet = Fleet(fronts, 100, fatal)
+    for request_id in range(count):
+        fleet.add(request_id)
+    for _ in range(20 * (count + 1) * num_tokens):
+        if not fleet.num_live:
+            break
+        fleet.step(num_tokens)
+    assert not fleet.num_live
+    assert set(fleet.ended) == set(fatal)
+    assert fleet.deaths <= 3 * len(fatal) + 1
+    assert all("the engine has died" in text for text in fleet.ended.values())
+
+
+def test_a_request_goes_on_so_often_and_no_more():
+    lives = Lives(2)
+    lives.add([prepare(request(0), RULES)], [object()])
+    for restarts in (1, 2, 3):
+        lives.by_id[0].is_there = True
+        lives.by_id[0].tokens.extend([1] * SAFE_TOKENS)  # nothing speaks against it
+        ended = lives.bury()
+        assert [live.restarts for live, _ in ended] == ([3] if restarts == 3 else [])
+        assert list(lives.waiting) == ([] if restarts == 3 else [0])
+    assert "3 times" in str(ended[0][1])
+
+
+def test_one_that_no_engine_has_had_is_not_to_blame():
+    """It waits for the next engine, once, with those that came with it."""
+    lives = Lives(0)
+    new = [[prepare(request(i, n=2), RULES)] for i in (3, 7)]
+    for asked in new:
+        lives.put_off(asked, lives.add(asked, [object()] * 2))
+    for _ in range(5):
+        assert not lives.bury() and not lives.waiting
+    for request_id in (3, 4, 8):
+        lives.pop(request_id)
+    assert list(lives.take_unsent(RULES)) == [(new[1], [7, 8])]
+    assert not list(lives.take_unsent(RULES))
+
+
+def test_prompts_of_clients_that_go_while_there_is_no_engine_go_with_them():
+    """Clients that time out and ask again filled the memory, while a large model loads for minutes."""
+
+    class Asked(list):
+        """What `weakref` takes."""
+
+    lives, kept = Lives(0), []
+    for i in range(0, 40, 2):
+        asked = Asked([prepare(request(i), RULES), prepare(request(i + 1), RULES)])
+        kept.append(weakref.ref(asked))
+        lives.put_off(asked, lives.add(asked, [object()] * 2))
+        del asked
+        lives.pop(i)
+        if i:
+            lives.pop(i + 1)
+    gc.collect()
+    assert [each() is not None for each in kept] == [True] + [False] * 19
+    [left] = lives.take_unsent(RULES)
+    assert left.ids == [0, 1]
+
+
+def test_what_comes_while_the_others_are_sent_is_sent_too():
+    lives, asked = Lives(0), {i: [prepare(request(i), RULES)] for i in range(4)}
+    for i in (0, 1, 2):
+        lives.put_off(asked[i], lives.add(asked[i], [object()]))
+    sent = []
+    for unsent in lives.take_unsent(RULES):
+        sent += unsent.ids
+        if sent == [0]:
+            lives.pop(1)
+            lives.put_off(asked[3], lives.add(asked[3], [object()]))
+    assert sent == [0, 2, 3] and not lives._unsent

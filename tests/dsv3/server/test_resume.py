@@ -1,0 +1,181 @@
+"""`resume` over HTTP: what one server told, and what another tells behind it, is what one of them tells alone."""
+
+import json
+
+import pytest
+
+from tests.dsv3.server import serving
+from tests.dsv3.server.test_tools import MESSAGES, THINKING, TOOLS
+from tests.dsv3.text.dialects import write
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = "def add(x, y):\n    return x + y\n"
+BODIES = {
+    "text": (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 12}),
+    "end token": (COMPLETIONS, {"prompt": [0, 40, 41, 42, 43, 44], "max_tokens": 50}),
+    "stop string": (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 50, "stop": ["return x", "zz"]}),
+    "kept stop string": (
+        COMPLETIONS,
+        {"prompt": PROMPT, "max_tokens": 50, "stop": ["(x,"], "include_stop_str_in_output": True},
+    ),
+    "min_tokens": (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 60, "stop": ["add"], "min_tokens": 8}),
+    "stop token": (COMPLETIONS, {"prompt": [40, 41, 42, 43], "max_tokens": 50, "stop_token_ids": [43]}),
+    "half characters": (COMPLETIONS, {"prompt": "héllo 🙂 日本", "max_tokens": 14}),
+    "echo": (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 5, "echo": True}),
+    "choices": (COMPLETIONS, {"prompt": [PROMPT, "The quick brown"], "n": 2, "max_tokens": 5}),
+    "logprobs": (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 6, "logprobs": 2}),
+    "reasoning and calls": (CHAT, {"messages": MESSAGES, "tools": TOOLS, **THINKING}),
+    "chat logprobs": (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, "max_tokens": 30}),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving.running(write(tmp_path_factory.mktemp("resume"))) as server:
+        yield server
+
+
+class Told:
+    """What events have told, by choice."""
+
+    def __init__(self, count: int) -> None:
+        self.text, self.reasoning, self.arguments = [""] * count, [""] * count, [{} for _ in range(count)]
+        self.ids, self.logprobs, self.ends = [[] for _ in range(count)], [[] for _ in range(count)], [None] * count
+        self.prompts, self.roles, self.usage = 0, 0, None
+
+    def add(self, event: dict) -> "Told":
+        self.usage = event.get("usage") or self.usage
+        self.prompts += "prompt_token_ids" in event
+        for choice in event["choices"]:
+            i, delta = choice["index"], choice.get("delta", {})
+            self.prompts += "prompt_token_ids" in choice
+            self.roles += "role" in delta
+            self.text[i] += choice.get("text") or delta.get("content") or ""
+            self.reasoning[i] += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls") or []:
+                called = self.arguments[i].setdefault(call["index"], [None, ""])
+                called[0] = call["function"].get("name") or called[0]
+                called[1] += call["function"]["arguments"]
+            self.ids[i] += choice.get("token_ids") or []
+            logprobs = choice.get("logprobs") or {}
+            self.logprobs[i] += logprobs.get("content") or [*zip(*logprobs.values(), strict=True)]
+            if choice["finish_reason"]:
+                self.ends[i] = choice["finish_reason"], choice["stop_reason"]
+        return self
+
+    def state(self) -> dict:
+        return vars(self)
+
+
+def events(server, path, body) -> list[dict]:
+    asked = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True, "temperature": 0}
+    with server.http.stream("POST", path, json=asked | body) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def told(before: list[dict], count: int) -> Told:
+    made = Told(count)
+    for event in before:
+        made.add(event)
+    return made
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=BODIES)
+def test_wherever_it_is_cut_a_stream_goes_on_with_what_is_new(server, path, body):
+    alone = events(server, path, body)
+    count = 1 + max(choice["index"] for event in alone for choice in event["choices"])
+    whole = told(alone, count)
+    assert all(whole.ends) and any(whole.text)
+    for cut in range(1, len(alone) - 1, max(1, len(alone) // 12)):
+        first = told(alone[:cut], count)
+        resume = {"output_token_ids": first.ids if count > 1 else first.ids[0]}
+        again = events(server, path, body | {"resume": resume})
+        both = first
+        for event in again:
+            both.add(event)
+        if not all(told(alone[:cut], count).ids):  # a choice without a token begins again
+            both.prompts, both.roles = whole.prompts, whole.roles
+            both.text = whole.text if "echo" in body else both.text
+        assert both.state() == whole.state()
+
+
+@pytest.mark.parametrize("name", ["text", "stop string", "reasoning and calls", "choices", "echo"])
+def test_an_answer_that_is_not_streamed_is_whole(server, name):
+    path, body = BODIES[name]
+    asked = body | {"temperature": 0, "return_token_ids": True}
+    whole = server.http.post(path, json=asked).json()
+    ids = [choice["token_ids"] for choice in whole["choices"]]
+    for cut in (0, 1, len(ids[0]) // 2, len(ids[0])):
+        first = [each[:cut] for each in ids]
+        again = server.http.post(path, json=asked | {"resume": {"output_token_ids": first}}).json()
+        assert [_without_ids(choice) for choice in again["choices"]] == [_without_ids(c) for c in whole["choices"]]
+        assert again["usage"] == whole["usage"] or cut >= min(map(len, ids))
+
+
+def _without_ids(choice: dict) -> dict:
+    for call in choice.get("message", {}).get("tool_calls") or []:
+        call["id"] = ""
+    return choice
+
+
+def test_resumed_choices_are_counted(server):
+    before = server.metric("dsv3:resumed_total")
+    body = {"prompt": [5, 6, 7], "max_tokens": 9, "n": 2, "temperature": 0}
+    events(server, COMPLETIONS, body | {"resume": {"output_token_ids": [[5, 6], []]}})
+    assert server.metric("dsv3:resumed_total") == before + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"resume": {"output_token_ids": [[5]]}, "n": 2}, "each of the 2 choices"),
+        ({"resume": {"output_token_ids": [5]}, "n": 2}, "each of the 2 choices"),
+        ({"resume": {"output_token_ids": [[5], [6]]}}, "expected a list of token ids"),
+        ({"resume": {"output_token_ids": [5, [6]]}}, "expected a list of token ids"),
+        ({"resume": {"output_token_ids": [500]}}, "from 0 to 499"),
+        ({"resume": {"output_token_ids": [-1]}}, "resume"),
+        ({"resume": {"output_token_ids": ["x"]}}, "resume"),
+        ({"resume": {"output_token_ids": "xy"}}, "resume"),
+        ({"resume": {"output_token_ids": None}}, "resume"),
+        ({"resume": {}}, "resume"),
+        ({"resume": {"output_token_ids": [5], "x": 1}}, "resume"),
+        ({"resume": [5]}, "resume"),
+        ({"resume": {"output_token_ids": [5] * 10}}, "the answer had ended"),
+        ({"resume": {"output_token_ids": [5, 1, 5]}}, "the answer had ended"),
+        ({"resume": {"output_token_ids": [5]}, "temperature": 1}, "the seed that it began with"),
+        ({"resume": {"output_token_ids": [5]}, "prompt_logprobs": 1}, "who began the answer"),
+        ({"resume": {"output_token_ids": [5]}, "logprobs": 1}, "ask for a stream"),
+        ({"resume": {"output_token_ids": [5] * 70_000}}, "the answer had ended"),
+        ({"resume": {"output_token_ids": [[5] * 140_000]}}, "longer than any prompt"),
+        ({"resume": {"output_token_ids": [[5] * 140_000, "x"]}}, "resume"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_by_name(server, changes, words):
+    body = {"prompt": [5, 6, 7], "max_tokens": 9, "temperature": 0} | changes
+    answer = server.http.post(COMPLETIONS, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and words in error["message"]
+    assert error["param"] in ("resume", "seed", "logprobs", "prompt_logprobs")
+    assert server.is_idle()
+
+
+@pytest.mark.parametrize("resume", [None, {"output_token_ids": []}, {"output_token_ids": [[]]}])
+def test_nothing_to_resume_changes_nothing(server, resume):
+    """Without a token there is no seed to keep either."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 4}
+    answer = server.http.post(COMPLETIONS, json=body | {"resume": resume}).json()
+    assert answer["choices"] == server.http.post(COMPLETIONS, json=body).json()["choices"]
+
+
+@pytest.mark.parametrize("rank", ["x", "-1", "1.5", "", "1", "99999999999"])
+def test_a_rank_that_is_none_is_refused(server, rank):
+    answer = server.http.post(COMPLETIONS, json={"prompt": [5]}, headers={"X-data-parallel-rank": rank})
+    assert answer.status_code == 400 and "rank" in answer.json()["error"]["message"]
+
+
+def test_a_rank_that_is_there_is_taken(server):
+    answer = server.http.post(COMPLETIONS, json={"prompt": [5]}, headers={"X-data-parallel-rank": "0"})
+    assert answer.status_code == 200

@@ -1,0 +1,311 @@
+"""Constraints over HTTP: what is refused before it reaches the engine, and what the engine gets."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from dsv3.prepare import RequestRules
+from dsv3.server.asking import AskedProcess, DeadlyQuestion
+from dsv3.server.grammars import pool as grammars_pool
+from dsv3.server.grammars.pool import GrammarPool
+from dsv3.structured_outputs import StructuredOutputsParams
+from dsv3.text.answer_grammar import Wanted
+from dsv3.text.matcher import GrammarError
+from tests.dsv3.server import fake_engine, serving
+from tests.dsv3.server.test_tools import MESSAGES, TOOLS
+from tests.dsv3.text.dialects import write
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ODD = {"type": "array", "uniqueItems": True}
+RULES = RequestRules(vocab_size=fake_engine.VOCAB, max_model_len=100, eos_token_ids=(1,), takes_grammars=True)
+
+
+@pytest.fixture(scope="module")
+def held_server(tmp_path_factory):
+    """An engine that takes grammars and tells the first of them as an error, a model that calls as V3.1 does."""
+    directory = write(tmp_path_factory.mktemp("held"))
+    with serving.running(directory, factory_options={"tells_grammars": True}) as server:
+        yield server
+
+
+def refused(server, path: str, **fields) -> dict:
+    """The error of a request that is refused, streamed or not."""
+    prompt = {"messages": MESSAGES[:1]} if path == CHAT else {"prompt": "x"}
+    answers = [server.http.post(path, json=prompt | fields | {"stream": stream}) for stream in (False, True)]
+    assert [answer.status_code for answer in answers] == [400, 400], answers[0].text
+    assert answers[0].json() == answers[1].json()
+    return answers[0].json()["error"]
+
+
+def grammar_of(server, path: str, **fields) -> list[dict]:
+    """The entries of the grammar that the engine was sent."""
+    prompt = {"messages": MESSAGES[:1]} if path == CHAT else {"prompt": "x"}
+    answer = server.http.post(path, json=prompt | {"max_tokens": 5} | fields)
+    assert answer.status_code == 500, answer.text
+    return json.loads(answer.json()["error"]["message"])["grammars"]
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ({"regex": "("}, "regex parse error"),
+        ({"regex": ""}, "empty"),
+        ({"regex": "a", "json": SCHEMA}, "exactly one"),
+        ({}, "exactly one"),
+        ({"regex": "a", "whitespace_pattern": " "}, "unknown field"),
+        ({"json": "[]"}, "object"),
+        ({"json": "{"}, "not valid JSON"),
+        ({"json": ODD}, "uniqueItems"),
+        ({"json": {"$ref": "https://example.com/schema"}}, "example.com"),
+        ({"json": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}}, ""),
+        ({"choice": []}, "entries"),
+        ({"choice": ["a", ""]}, "empty text"),
+        ({"choice": ["a"] * 1025}, "entries"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": "start: " + "(" * 50_000}, "nested"),
+        ({"grammar": "root ::= ("}, ""),
+        ({"structural_tag": "x"}, "unknown field"),
+        ("text", ""),
+    ],
+)
+def test_what_no_answer_can_be_held_to(held_server, value, words):
+    for path in (COMPLETIONS, CHAT):
+        error = refused(held_server, path, structured_outputs=value)
+        assert error["param"] in ("structured_outputs", "response_format")
+        assert words in error["message"] and len(error["message"]) < 500
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ({"type": "json_schema"}, "schema is missing"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema is missing"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": ODD, "strict": False}}, "uniqueItems"),
+        ({"type": "structural_tag"}, "not known"),
+        ({}, "type"),
+        ("json_object", ""),
+    ],
+)
+def test_formats_that_cannot_be(held_server, value, words):
+    error = refused(held_server, CHAT, response_format=value)
+    assert error["param"] == "response_format" and words in error["message"]
+
+
+def test_large_and_deep_schemas(held_server):
+    deep = {"type": "string"}
+    for _ in range(150):
+        deep = {"type": "array", "items": deep}
+    assert "nested" in refused(held_server, CHAT, structured_outputs={"json": deep})["message"]
+    large = {"enum": [f"text number {i}" for i in range(20_000)]}
+    assert "bytes" in refused(held_server, COMPLETIONS, structured_outputs={"json": large})["message"]
+    many = {"prompt": ["x"] * 1000, "structured_outputs": {"regex": "a" * 20_000}}
+    answer = held_server.http.post(COMPLETIONS, json=many)
+    assert answer.status_code == 400 and "several" in answer.json()["error"]["message"]
+
+
+def test_two_constraints_are_one_too_many(held_server):
+    both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+    assert "send one" in refused(held_server, CHAT, **both)["message"]
+
+
+def test_an_engine_that_takes_no_grammars_says_so(server):
+    error = refused(server, COMPLETIONS, structured_outputs={"regex": "a"})
+    assert error["code"] == "unsupported_parameter"
+
+
+def test_what_the_engine_gets(held_server):
+    [top, answer] = grammar_of(held_server, COMPLETIONS, response_format={"type": "json_object"})
+    assert (top["lark_grammar"].splitlines()[-1], answer["json_schema"]["type"]) == ("start: @answer", "object")
+    strict = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    [_, answer] = grammar_of(held_server, CHAT, response_format=strict)
+    assert answer["json_schema"].items() >= SCHEMA.items()
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    [top, answer] = grammar_of(held_server, CHAT, structured_outputs={"choice": ["a", 'b"']}, **thinking)
+    assert "reasoning" in top["lark_grammar"]
+    assert answer["lark_grammar"] == 'start: CHOICE\nCHOICE: "a" | "b\\""'
+    [_, answer] = grammar_of(held_server, COMPLETIONS, structured_outputs={"grammar": 'root ::= "a" [0-9]+'})
+    assert "start:" in answer["lark_grammar"]
+
+
+def test_tools_that_have_to_be_called(held_server):
+    """Required, named and strict ones are held to their schemas; others are as the model writes them."""
+    for fields in ({"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}):
+        entries = grammar_of(held_server, CHAT, tools=TOOLS, **fields)
+        assert "body: calls" in entries[0]["lark_grammar"]
+        assert len(entries) == (3 if fields["tool_choice"] == "required" else 2)
+        assert all(entry["json_schema"]["x-guidance"]["lenient"] for entry in entries[1:])
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+    entries = grammar_of(held_server, CHAT, tools=strict)
+    assert "text_or_calls" in entries[0]["lark_grammar"]
+    assert [entry["json_schema"]["x-guidance"]["lenient"] for entry in entries[1:]] == [False, True]
+    both = grammar_of(held_server, CHAT, tools=strict, response_format={"type": "json_object"})
+    assert "body: @answer | calls" in both[0]["lark_grammar"]
+    answer = held_server.http.post(CHAT, json={"messages": MESSAGES[:1], "tools": TOOLS, "max_tokens": 3})
+    assert answer.status_code == 200
+
+
+FUNCTION = {"name": "f", "parameters": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}, "@answer"),
+        ("/v1/responses", {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"}, "body: calls"),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "@answer"),
+        (
+            "/v1/messages",
+            {"tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+            "body: calls",
+        ),
+        (
+            "/v1/messages",
+            {"tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "tool", "name": "f"}},
+            "body: calls",
+        ),
+    ],
+)
+def test_other_faces_hold_answers_too(held_server, path, fields, words):
+    if path == "/v1/responses":
+        asked = {"input": "x", "max_output_tokens": 5}
+    else:
+        asked = {"messages": MESSAGES[:1], "max_tokens": 5}
+    answer = held_server.http.post(path, json=asked | fields)
+    assert "grammars" in answer.text, answer.text
+    told = answer.json()["error"]["message"]
+    entries = json.loads(told)["grammars"]
+    assert words in entries[0]["lark_grammar"]
+    assert entries[1]["json_schema"].items() >= SCHEMA.items()
+
+
+def test_tools_that_cannot_be_called(held_server):
+    unknown = {"type": "function", "function": {"name": "g"}}
+    assert "name" in refused(held_server, CHAT, tools=TOOLS, tool_choice=unknown)["message"]
+    assert refused(held_server, CHAT, tool_choice="required")["param"] == "tool_choice"
+    assert refused(held_server, CHAT, tools=TOOLS, tool_choice={"type": "function"})["param"] == "tool_choice"
+    odd = {"type": "object", "properties": {"a": ODD}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": odd, "strict": True}}
+    error = refused(held_server, CHAT, tools=[tool])
+    assert error["param"] == "tools" and "uniqueItems" in error["message"]
+
+
+def test_openais_client_asks_for_a_schema(held_server):
+    before = held_server.metric("dsv3:grammars_refused_total")
+    with openai.OpenAI(base_url=f"{held_server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as refusal:
+            client.chat.completions.create(
+                model="tiny",
+                messages=MESSAGES[:1],
+                response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": ODD}},
+            )
+        assert refusal.value.param == "response_format"
+    assert held_server.metric("dsv3:grammars_refused_total") == before + 1
+
+
+def test_the_event_loop_goes_on_while_a_grammar_is_tried(held_server):
+    """A grammar that takes the process a while delays nobody who wants none."""
+    slow = {
+        "prompt": "x",
+        "structured_outputs": {"regex": "(" + "|".join(f"{'ab' * 60}{i}" for i in range(1500)) + ")"},
+    }
+    with httpx.Client(base_url=held_server.url, timeout=60) as other:
+        assert other.post(COMPLETIONS, json=slow).status_code in (400, 500)
+        assert other.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
+
+
+CHAIN = "root::=a00000\n" + "".join(f"a{i:05d}::=a{i + 1:05d}\n" for i in range(3000)) + 'a03000::="x"\n'
+
+
+@pytest.mark.parametrize("grammar", ["\n" * 30_000, CHAIN], ids=["line feeds", "a chain of rules"])
+def test_what_is_not_linear_in_a_grammar_is_done_in_a_process_of_its_own(held_server, grammar):
+    """The front's own processor time stays far below what the conversion takes, or took: 0.6 s, and 6 s."""
+    front = psutil.Process(held_server.process.pid)
+    grammar_of(held_server, COMPLETIONS, structured_outputs={"regex": "a"})  # the process has been started
+    before = sum(front.cpu_times()[:2])
+    answer = held_server.http.post(
+        COMPLETIONS, json={"prompt": "x", "structured_outputs": {"grammar": grammar}}, timeout=300
+    )
+    assert answer.status_code in (400, 500)
+    assert sum(front.cpu_times()[:2]) - before < 0.3
+
+
+def wanted(pattern: str) -> Wanted:
+    return Wanted(constraint=StructuredOutputsParams(regex=pattern))
+
+
+def with_pool(work, tokenizer, **settings):
+    """Runs `work(pool)` on an event loop of its own."""
+
+    async def run():
+        pool = GrammarPool(tokenizer, **settings)
+        try:
+            return await work(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+async def told(pool: GrammarPool, what: Wanted) -> str:
+    try:
+        await pool.make(what, RULES)
+        return "fine"
+    except GrammarError as error:
+        return str(error)
+
+
+def workers() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "dsv3.server.grammars.worker" in " ".join(p.cmdline())]
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(model_dir):
+    slow = Wanted(constraint=StructuredOutputsParams(grammar=CHAIN))
+
+    async def work(pool):
+        late = await told(pool, slow)
+        assert not workers()
+        return late, [await told(pool, wanted(pattern)) for pattern in ("a", "(", "b")]
+
+    late, others = with_pool(work, model_dir / "tokenizer.json", deadline_s=0.1)
+    assert "takes longer than 0.1 s" in late
+    assert others[::2] == ["fine", "fine"] and "regex" in others[1]
+
+
+@pytest.mark.parametrize("trouble", [TimeoutError, DeadlyQuestion])
+def test_what_a_process_dies_of_is_held_against_a_grammar_for_a_while(model_dir, monkeypatch, trouble):
+    """It may have been the machine's fault."""
+
+    async def dies(self, frame):
+        raise trouble
+
+    async def work(pool):
+        with monkeypatch.context() as patch:
+            patch.setattr(AskedProcess, "ask", dies)
+            first = [await told(pool, wanted("a"))]
+            patch.setattr(grammars_pool, "DOUBT_S", -1.0)
+            first.append(await told(pool, wanted("b")))
+        return first, [await told(pool, wanted(pattern)) for pattern in ("a", "b")]
+
+    first, later = with_pool(work, model_dir / "tokenizer.json")
+    assert later == [first[0], "fine"] and "fine" not in first
+
+
+def test_results_are_remembered(model_dir, monkeypatch):
+    """Two at most, and no more characters than are allowed."""
+    monkeypatch.setattr(grammars_pool, "MAX_REMEMBERED", 2)
+
+    async def work(pool):
+        first = [await pool.make(wanted(pattern), RULES) for pattern in ("a", "b", "c")]
+        await pool._worker.stop()
+        assert await pool.make(wanted("c"), RULES) == first[-1]
+        assert len(pool._known) == 2 and not workers()
+        monkeypatch.setattr(grammars_pool, "MAX_REMEMBERED_CHARS", len(first[-1]))
+        assert await pool.make(wanted("c"), RULES) == first[-1]
+        assert len(pool._known) == 1 and not workers()
+
+    with_pool(work, model_dir / "tokenizer.json")

@@ -1,0 +1,229 @@
+"""An engine that dies under its clients: every stream goes on with the text that it would have had."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+from tests.dsv3.engine.cluster import local
+from tests.dsv3.server import fake_engine, serving
+from tests.dsv3.server.test_resume import BODIES, COMPLETIONS, Told, events, told
+from tests.dsv3.text.dialects import write
+
+CLIENTS = 32
+LONG = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Two fronts; 24 sequences run and 40 wait; a step takes 10 ms, a start half a second."""
+    settings = {
+        "options": {"api_server_count": 2},
+        "engine": {"max_num_seqs": 24, "max_num_queued_reqs": 40},
+        "factory_options": {"step_s": 0.01, "start_s": 0.5},
+        "restarts": {"most": 1000},
+        "watchdog_s": 2.0,
+    }
+    with serving.running(write(tmp_path_factory.mktemp("survival")), **settings) as server:
+        yield server
+
+
+class Streams:
+    """Streams in threads of their own, each as often as its body says."""
+
+    def __init__(self, server, bodies):
+        self.found: dict[int, Told | BaseException] = {}
+        self._server, self._bodies = server, bodies
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(len(bodies))]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, i):
+        path, body, count = self._bodies[i]
+        try:
+            self.found[i] = told(events(self._server, path, body), count)
+        except BaseException as error:
+            self.found[i] = error
+
+    def wait(self):
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a client hangs"
+        for found in self.found.values():
+            if isinstance(found, BaseException):
+                raise found
+        return [self.found[i].state() for i in range(len(self._bodies))]
+
+
+@pytest.fixture(scope="module")
+def asked(server):
+    """All kinds of streams, and what each tells when nothing happens."""
+    kinds = [(path, body, 4 if "n" in body else 1) for path, body in BODIES.values()]
+    kinds += [(COMPLETIONS, LONG | {"prompt": [5 + i, 6, 7, 8], "n": 1 + i % 2}, 1 + i % 2) for i in range(4)]
+    bodies = (kinds * 3)[:CLIENTS]
+    return bodies, Streams(server, bodies).wait()
+
+
+def engine_of(server) -> psutil.Process | None:
+    with contextlib.suppress(ValueError, psutil.NoSuchProcess):
+        return server.engine_process()
+    return None
+
+
+def kill(server) -> None:
+    server.engine_process().kill()
+
+
+def stop(server) -> None:
+    server.engine_process().send_signal(signal.SIGSTOP)
+
+
+def kill_twice(server) -> None:
+    """The second time while it starts."""
+    first = server.engine_process()
+    first.kill()
+    server.wait_for(lambda: (found := engine_of(server)) is not None and found.pid != first.pid)
+    time.sleep(0.3)
+    kill(server)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "end"), [(0.0, kill), (0.15, kill), (0.4, kill), (0.2, kill_twice), (0.2, stop)],
+    ids=["at the start", "early", "late", "during a restart", "stopped"],
+)  # fmt: skip
+def test_every_stream_goes_on_where_the_engine_has_died(server, asked, seconds, end):
+    """Some of them run, and some wait for a slot. On a busy machine all may have ended before: then once more."""
+    bodies, undisturbed = asked
+    for _ in range(5):
+        before = server.metric("dsv3:engine_restarts_total"), server.metric("dsv3:continued_total")
+        streams = Streams(server, bodies)
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") > 0)
+        time.sleep(seconds)
+        end(server)
+        assert streams.wait() == undisturbed
+        server.wait_for(server.is_idle)
+        assert server.metric("dsv3:engine_restarts_total") == before[0] + (2 if end is kill_twice else 1)
+        if server.metric("dsv3:continued_total") > before[1]:
+            return
+    pytest.fail("no stream was there to go on, five times")
+
+
+def test_health_tells_of_the_restart_and_what_comes_meanwhile_waits(server):
+    """The server keeps as many as would wait for an engine that runs; others are told to come again."""
+    long = {"prompt": [5, 6, 7], "n": 50, "max_tokens": 30}
+    answers: list[httpx.Response] = []
+
+    def ask():
+        answers.append(httpx.post(server.url + COMPLETIONS, json=long, timeout=60))
+
+    kill(server)
+    server.wait_for(lambda: server.http.get("/health").status_code == 503)
+    health = server.http.get("/health").json()
+    assert health["status"] == "restarting" and "started anew" in health["reason"]
+    assert server.http.get("/ready").status_code == 503
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    served = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert len(served) + len(refused) == 3 and served and refused
+    assert all(len(answer.json()["choices"]) == 50 for answer in served)
+    assert all(answer.json()["error"]["code"] == "queue_full" for answer in refused)
+    assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
+    server.wait_ready()
+
+
+@pytest.mark.parametrize("trouble", [fake_engine.CRASH_STEP, fake_engine.HANG])
+def test_a_request_that_engines_die_of_ends_alone(server, asked, trouble):
+    bodies, undisturbed = asked
+    before = server.metric("dsv3:given_up_total"), server.metric("dsv3:engine_restarts_total")
+    streams = Streams(server, bodies)
+    server.wait_for(lambda: server.metric("vllm:num_requests_running") > 0)
+    answer = server.http.post(COMPLETIONS, json={"prompt": [5, trouble]}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "engine_died")
+    assert "the engine has died 3 times with this request" in error["message"]
+    assert streams.wait() == undisturbed
+    assert server.metric("dsv3:given_up_total") == before[0] + 1
+    assert server.metric("dsv3:engine_restarts_total") == before[1] + 3
+    server.wait_for(server.is_idle)
+
+
+def test_a_client_that_hangs_up_during_a_restart_leaves_nothing(server):
+    kill(server)
+    with contextlib.suppress(httpx.ReadTimeout), server.http.stream("POST", COMPLETIONS, json=LONG, timeout=0.2):
+        pass
+    server.wait_ready()
+    server.wait_for(server.is_idle)
+
+
+def test_a_front_that_dies_during_a_restart_is_replaced(server):
+    fronts = [p for p in psutil.Process(server.process.pid).children() if "dsv3.server.http.front" in p.cmdline()]
+    kill(server)
+    for front in fronts:
+        front.kill()
+    assert not psutil.wait_procs(fronts, 30)[1]
+    server.wait_for(lambda: engine_of(server) is not None)
+    body = LONG | {"return_token_ids": True}  # by new connections: old ones may lead to a front that has gone
+    answers = [httpx.post(server.url + COMPLETIONS, json=body, timeout=60) for _ in range(4)]
+    assert [answer.json()["choices"][0]["token_ids"] for answer in answers] == [LONG["prompt"] * 12] * 4
+    server.wait_ready()
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_server(model_dir):
+    with serving.running(model_dir, restarts={"most": 1}, failure_linger_s=0.5) as server:
+        first = server.engine_process()
+        first.kill()
+        server.wait_for(lambda: (found := engine_of(server)) is not None and found.pid != first.pid)
+        server.wait_ready()
+        kill(server)
+        assert server.process.wait(30) == 1
+        log = server.log.read_text()
+        assert "the engine has died 2 times within 600 s, and is not started anew" in log
+
+
+def test_a_start_that_takes_too_long_counts_as_a_death(model_dir):
+    """The engine that comes instead is stopped while it starts."""
+    policy = {"most": 1, "least_s": 0.5, "slack": 0.0}
+    with serving.running(model_dir, restarts=policy, failure_linger_s=0.1, factory_options={"start_s": 1.0}) as server:
+        kill(server)
+        assert server.process.wait(30) == 1
+        assert "not ready after" in server.log.read_text()
+
+
+def test_the_server_drains_while_its_engine_is_started_anew(model_dir):
+    with serving.running(model_dir, factory_options={"step_s": 0.01, "start_s": 0.5}) as server:
+        stream = Streams(server, [(COMPLETIONS, LONG, 1)])
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
+        kill(server)
+        server.wait_for(lambda: server.http.get("/health").json()["status"] == "restarting")
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert stream.wait()[0]["ids"] == [LONG["prompt"] * 12]
+        assert server.process.wait(30) == 0
+
+
+def test_a_spare_takes_the_place_of_an_engine_of_several_processes(model_dir, tmp_path):
+    cluster = dataclasses.asdict(local.options(tmp_path, 2))
+    with serving.running(model_dir, cluster=cluster) as server:
+        first = server.engine_process()
+
+        def others():
+            engines = (
+                p for p in psutil.Process(server.process.pid).children() if "dsv3.engine.build" in serving.command_of(p)
+            )
+            return [each.pid for each in engines if each != first]
+
+        server.wait_for(others)
+        [spare] = others()
+        first.kill()
+        server.wait_for(lambda: (found := engine_of(server)) is not None and found.pid != first.pid)
+        server.wait_ready()
+        assert server.engine_process().pid == spare

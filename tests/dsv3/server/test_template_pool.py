@@ -1,0 +1,205 @@
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+
+from dsv3.server.asking import AskedProcess, DeadlyQuestion
+from dsv3.server.templates.messages import Render
+from dsv3.server.templates.pool import TemplatePool, TemplateTooSlow
+from dsv3.server.workers import WorkersBusy
+from dsv3.text.chat_template import TemplateError
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+SLOW = "{% for a in range(100) %}{% for b in range(9999) %}{% endfor %}{% endfor %}slow"  # 40 ms on a quiet machine
+TEMPLATE = (
+    "{% if messages[0].content == 'loop' %}" + LOOP + "{% elif messages[0].content == 'slow' %}" + SLOW + ""
+    "{% elif messages[0].content == 'surrogate' %}{{ '\\ud800' }}{% elif messages[0].content == 'grow' %}"
+    "{% set ns = namespace(x='x' * 99999) %}{% for a in range(30) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+    "{% else %}{{ bos_token }}{{ messages[0].content }}{% endif %}"
+)
+
+
+def ask(content, tools=None):
+    return Render([{"role": "user", "content": content}], tools, True, False, {})
+
+
+def with_pool(work, template=TEMPLATE, deadline_s=5.0, **settings):
+    """Runs `work(pool)` on an event loop of its own."""
+
+    async def run():
+        pool = TemplatePool(template, {"bos_token": "<s>"}, deadline_s, **settings)
+        try:
+            return await work(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+def workers():
+    """The processes that render, by their ids."""
+    return {
+        child.pid
+        for child in psutil.Process().children()
+        if "dsv3.server.templates.worker" in " ".join(child.cmdline())
+    }
+
+
+def kill_workers():
+    for pid in workers():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_many_at_once():
+    async def work(pool):
+        sizes = [1, 100_000] * 10
+        return sizes, await asyncio.gather(*(pool.render(ask(f"{i}" * size)) for i, size in enumerate(sizes)))
+
+    sizes, prompts = with_pool(work)
+    assert prompts == ["<s>" + f"{i}" * size for i, size in enumerate(sizes)]
+
+
+def test_a_late_worker_is_killed_and_replaced():
+    async def work(pool):
+        with pytest.raises(TemplateTooSlow):
+            await pool.render(ask("loop"))
+        return await pool.render(ask("fine"))
+
+    assert with_pool(work, deadline_s=0.5) == "<s>fine"
+
+
+def test_a_slow_large_conversation_delays_no_small_one():
+    """The large one is late; small ones are answered while it runs."""
+    slow = "{% if messages[0].content[0] == 'l' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
+
+    async def work(pool):
+        await pool.check()
+        large = asyncio.create_task(pool.render(ask("l" * 100_000)))
+        answered = 0
+        while not large.done():
+            assert await pool.render(ask("s")) == "s"
+            answered += 1
+        with pytest.raises(TemplateTooSlow):
+            await large
+        return answered
+
+    assert with_pool(work, slow, deadline_s=1.0) > 1
+
+
+def test_a_client_that_goes_away_leaves_no_answer_for_the_next():
+    async def work(pool):
+        await pool.render(ask("first"))
+        gone = asyncio.create_task(pool.render(ask("loop")))
+        await asyncio.sleep(0.1)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        return await pool.render(ask("next"))
+
+    assert with_pool(work, deadline_s=1.0) == "<s>next"
+
+
+def test_clients_that_go_away_cost_no_worker():
+    """A rendering that has begun is finished; one that has not is never begun, or its worker would be killed."""
+
+    async def work(pool):
+        await pool.check()
+        before = workers()
+        for _ in range(3):
+            gone = [asyncio.create_task(pool.render(ask(content))) for content in ("slow", "loop", "loop")]
+            await asyncio.sleep(0.01)
+            for task in gone:
+                task.cancel()
+        assert await pool.render(ask("next")) == "<s>next"
+        return before, workers()
+
+    before, after = with_pool(work)
+    assert len(before) == 1 and after == before
+
+
+def test_a_worker_that_dies_costs_no_conversation():
+    async def work(pool):
+        await pool.check()
+        kill_workers()
+        assert await pool.render(ask("again")) == "<s>again"
+        slow = asyncio.create_task(pool.render(ask("slow")))
+        await asyncio.sleep(0.01)
+        kill_workers()
+        return await slow
+
+    assert with_pool(work) == "slow"
+
+
+def test_messages_that_end_two_workers_are_to_blame(monkeypatch):
+    async def dies(self, frame):
+        raise DeadlyQuestion
+
+    async def work(pool):
+        with monkeypatch.context() as patch, pytest.raises(TemplateError, match="ended two processes"):
+            patch.setattr(AskedProcess, "ask", dies)
+            await pool.render(ask("deadly"))
+        return await pool.render(ask("fine"))
+
+    assert with_pool(work) == "<s>fine"
+
+
+def test_whoever_waits_too_long_is_told_so():
+    async def work(pool):
+        await pool.check()
+        slow = asyncio.create_task(pool.render(ask("loop")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(WorkersBusy):
+            await pool.render(ask("waits"))
+        with pytest.raises(TemplateTooSlow):
+            await slow
+
+    with_pool(work, deadline_s=1.0, wait_s=0.05)
+
+
+def test_a_prompt_that_no_frame_can_hold_is_the_templates_fault():
+    async def work(pool):
+        await pool.check()
+        before = workers()
+        with pytest.raises(TemplateError, match="UnicodeEncodeError"):
+            await pool.render(ask("surrogate"))
+        return before == workers()
+
+    assert with_pool(work)
+
+
+def test_memory_is_bounded():
+    async def work(pool):
+        with pytest.raises(TemplateError, match=r"memory|ended"):
+            await pool.render(ask("grow"))
+        return await pool.render(ask("fine"))
+
+    assert with_pool(work, deadline_s=30.0) == "<s>fine"
+
+
+def test_malformed_templates_and_values():
+    async def check(pool):
+        with pytest.raises(TemplateError, match="compile"):
+            await pool.check()
+
+    with_pool(check, "{% for")
+
+    async def render(pool):
+        with pytest.raises(TemplateError, match="tool"):
+            await pool.render(ask("x", [{"big": 10**30}]))
+        return await pool.render(ask("x", [{"small": 1}]))
+
+    assert with_pool(render) == "<s>x"
+
+
+def test_a_template_whose_markers_cannot_be_hidden_is_refused_at_the_start():
+    async def check(pool):
+        await pool.check()
+        return await pool.render(ask("<a>", tools=None))
+
+    assert with_pool(check, "{{ bos_token }}<a>{{ messages[0].content }}", markers=("<s>", "<a>")) == (
+        "\0\x000\0\0\x001\0<a>"
+    )
+    with pytest.raises(TemplateError, match="escape_special_tokens"):
+        with_pool(check, "{{ '<' ~ 'a>' ~ messages[0].content }}", markers=("<s>", "<a>"))

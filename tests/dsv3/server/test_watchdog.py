@@ -1,0 +1,215 @@
+"""Who watches the engine's process: a front that stood still itself, an engine that hangs while it is idle."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import uvloop
+
+from dsv3.options import EngineOptions
+from dsv3.prepare import prepare
+from dsv3.request import EngineRequest, StepOutputs
+from dsv3.restarts import RestartPolicy
+from dsv3.sampling_params import SamplingParams
+from dsv3.server import frames
+from dsv3.server.engine import client as client_module
+from dsv3.server.engine import keeper as keeper_module
+from dsv3.server.engine import messages, process
+from dsv3.server.engine.client import EngineClient
+from tests.dsv3.server import serving
+from tests.dsv3.server.test_engine_fronts import INFO, Ends
+from tests.dsv3.server.test_lifecycle import ENDLESS, Requests
+
+IDLE, WORKING = ({"running": number, "waiting": 0.0} for number in (0.0, 1.0))
+
+
+def told(stats: messages.Stats) -> bytearray:
+    """The frame of a step without tokens."""
+    return frames.encode(messages.Outputs.from_outputs(StepOutputs(), stats))
+
+
+async def connected(engine: EngineClient, stats: messages.Stats) -> socket.socket:
+    """The engine's end of the connection of a client that has heard of a ready engine."""
+    ours, theirs = socket.socketpair()
+    await engine.connect(ours)
+    theirs.sendall(frames.encode(INFO) + told(stats))
+    while not engine.stats:
+        await asyncio.sleep(0.01)
+    return theirs
+
+
+def test_a_front_that_was_suspended_does_not_blame_the_engine(model_dir) -> None:
+    """Its clock runs on meanwhile, and what the engine has sent waits to be read."""
+    with serving.running(model_dir, watchdog_s=3.0, factory_options={"step_s": 0.01}) as server:
+        requests = Requests(server)
+        requests.send(ENDLESS | {"max_tokens": 800})
+        server.wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(6.0)
+        server.process.send_signal(signal.SIGCONT)
+        [answer] = requests.wait()
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> None:
+    """Nothing else did: no process, no deadline and no word of an engine."""
+
+    class Process:
+        pid, starts = 7, 0
+
+        def __init__(self) -> None:
+            Process.starts += 1
+            if Process.starts > 1:
+                raise RuntimeError("can't start new thread")
+
+        def kill(self) -> None:
+            """Has none."""
+
+        async def reap(self, timeout_s: float) -> int:
+            return -9
+
+    async def run() -> str:
+        engine = EngineClient(max_num_queued_reqs=4)
+        keeper = keeper_module.EngineKeeper(engine, messages.Start("", "", EngineOptions()), RestartPolicy())
+        engine.info, engine.state = INFO, "ready"
+        keeper.lose(0, "it has died")
+        assert engine.state == "restarting"
+        await asyncio.wait_for(engine.ended.wait(), 60)
+        return engine.reason
+
+    monkeypatch.setattr(keeper_module, "EngineProcess", Process)
+    assert asyncio.run(run()) == "the engine could not be started anew (RuntimeError)"
+
+
+async def beat(ends: list[socket.socket]) -> None:
+    while True:
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.sendall(frames.encode(messages.Pulse()))
+        await asyncio.sleep(0.2)
+
+
+class Waiting:
+    """A sink for nothing but errors."""
+
+    is_queued = False
+
+    def __init__(self) -> None:
+        self.pending: list = []
+        self.errors: list[str] = []
+
+    def arrived(self) -> None:
+        raise AssertionError("an output came")
+
+    def fail(self, error: Exception) -> None:
+        self.errors.append(str(error))
+
+
+def test_who_may_be_silent_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle engine for less time than one that works, and a process that does not even send its pulse."""
+    monkeypatch.setattr(client_module, "_IDLE_WATCHDOG_S", 0.1)
+
+    async def run() -> None:
+        idle, working, stopped = (EngineClient(max_num_queued_reqs=0, pulse_watchdog_s=1.5) for _ in range(3))
+        beating = [await connected(working, WORKING), await connected(idle, IDLE)]
+        ends = [*beating, await connected(stopped, WORKING)]
+        pulses = asyncio.create_task(beat(beating))
+        silences: list[str] = []
+        idle.on_failure = silences.append
+        request = EngineRequest(request_id=1, prompt_token_ids=[5], sampling=SamplingParams())
+        idle.submit(
+            [prepare(request, INFO.rules)], [waiting := Waiting()]
+        )  # the first, to an engine that hangs already
+        await asyncio.wait_for(asyncio.gather(idle.ended.wait(), stopped.ended.wait()), 60)
+        assert (idle.state, working.state) == ("failed", "ready")
+        pulses.cancel()
+        assert silences == [idle.reason] == waiting.errors and "has not answered" in idle.reason
+        working._end()
+        for end in ends:
+            end.close()
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_an_engine_that_is_stopped_while_it_is_started_anew_is_noticed(monkeypatch: pytest.MonkeyPatch, speaks) -> None:
+    """Behind a first word, and before it; the pulse comes while it loads and compiles."""
+    monkeypatch.setattr(client_module, "FIRST_WORD_S", 1e9 if speaks else 0.1)
+
+    async def run() -> None:
+        engine = EngineClient(max_num_queued_reqs=0, watchdog_s=0.5 if speaks else 1e9)
+        silences: list[str] = []
+        engine.on_loss = engine.on_silence = silences.append
+        first = await connected(engine, IDLE)
+        engine.lose("it has died")
+        ours, theirs = socket.socketpair()
+        await engine.connect(ours)
+        if speaks:
+            for _ in range(12):  # longer than the bound
+                theirs.sendall(frames.encode(messages.Pulse()))
+                await asyncio.sleep(0.1)
+            assert not silences
+        async with asyncio.timeout(60):
+            while not silences:
+                await asyncio.sleep(0.01)
+        assert engine.state == "restarting" and "has not answered" in silences[0]
+        engine._end()
+        first.close()
+        theirs.close()
+
+    uvloop.run(run())
+
+
+class Engine:
+    """An engine whose only step ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self.has_work = False
+        self.go_on = threading.Event()
+
+    def submit(self, request: object) -> None:
+        self.has_work = True
+
+    def abort(self, request_id: int) -> None:
+        self.submit(None)
+
+    def step(self) -> StepOutputs:
+        self.go_on.wait(60)
+        self.failure = ValueError("the end")
+        return StepOutputs()
+
+    def stats(self) -> dict[str, float]:
+        return {"running": 0.0, "waiting": float(self.has_work)}
+
+
+def test_an_idle_engine_sends_frames_and_one_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that steps sends them, so they stop with it."""
+    monkeypatch.setattr(process, "_PULSE_S", 0.05)
+    ends, engine = Ends(1), Engine()
+
+    def run() -> None:
+        with contextlib.suppress(process.EngineFailed):
+            process.serve(engine, ends.fronts)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert [ends.receive(0).stats for _ in range(4)] == [{"running": 0.0, "waiting": 0.0}] * 4
+    ends.send(0, messages.Abort([1]))
+    while ends.receive(0).stats is not None:
+        pass
+    engine.go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_an_engine_that_hangs_while_idle_fails_health_without_a_request(model_dir) -> None:
+    options = {"max_request_restarts": 0}
+    with serving.running(model_dir, watchdog_s=2.0, failure_linger_s=2.0, options=options) as server:
+        server.engine_process().send_signal(signal.SIGSTOP)
+        server.wait_for(lambda: server.http.get("/health").status_code == 503)
+        assert "has not answered" in server.http.get("/health").json()["reason"]

@@ -10,7 +10,7 @@ import argparse
 import statistics
 import time
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams

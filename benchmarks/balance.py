@@ -26,7 +26,7 @@ import numpy as np
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import H800
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner

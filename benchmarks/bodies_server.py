@@ -14,7 +14,7 @@ from pathlib import Path
 
 import uvloop
 
-from dsv3.options import EngineOptions
+from dsv3.config.options import EngineOptions
 from dsv3.server.config import ServerConfig
 from dsv3.server.http.server import bind, serve
 

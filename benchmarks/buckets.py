@@ -10,7 +10,7 @@ as another, and a step as long as 512 tokens more. Each bucket above a table's f
 import statistics
 from collections.abc import Iterator
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.scheduler.chunks import batch_size
 
 FIXED = 512

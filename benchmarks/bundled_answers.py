@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 from configs import tiny
 from dsv3 import LLM, SamplingParams
 from dsv3.checkpoint import load_params
+from dsv3.config.hugging_face import load_config
 from dsv3.engine.build import bundled_model
-from dsv3.hf_config import load_config
 from training import corpus
 from training.data import Data, encode_documents
 from training.export import final_figures

@@ -99,7 +99,7 @@ def make(root: Path, size_gb: float) -> None:
 
     from dsv3.checkpoint import convert_to_stacked, save_hf
     from dsv3.checkpoint.layout import scale_shape
-    from dsv3.config import Fp8Config, ModelConfig
+    from dsv3.config.model import Fp8Config, ModelConfig
     from dsv3.model.params import Fp8Weight, declare
 
     sizes: dict[str, Any] = {
@@ -174,7 +174,7 @@ def loader(case: str) -> Callable[[Path], Any]:
     import jax
 
     from dsv3.checkpoint import load_params
-    from dsv3.hf_config import load_config
+    from dsv3.config.hugging_face import load_config
 
     jax.block_until_ready(jax.device_put(np.zeros(8)))
     if case == "safetensors package":
@@ -190,10 +190,10 @@ def read_experts(directory: Path, case: str) -> Any:
     import jax
 
     from dsv3.checkpoint import load_params
+    from dsv3.config.hugging_face import load_config
     from dsv3.engine.assemble.expert_map import first_expert_map
     from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
     from dsv3.engine.assemble.weights import Reading, load_spread
-    from dsv3.hf_config import load_config
     from sharding.mesh import rank_mesh, shardings
 
     cfg, mesh = load_config(directory), rank_mesh(jax.devices())
@@ -234,7 +234,7 @@ def read_with_package(directory: Path) -> Any:
     from safetensors import safe_open
 
     from dsv3.checkpoint.layout import leaves, pieces
-    from dsv3.hf_config import load_config
+    from dsv3.config.hugging_face import load_config
 
     cfg = load_config(directory)
     where = {}

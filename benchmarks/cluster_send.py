@@ -21,16 +21,16 @@ from pathlib import Path
 
 import numpy as np
 
+from dsv3.config.engine import EngineConfig
+from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import Begin, Heartbeat, Hello, Stop
 from dsv3.engine.cluster.wire import Wire, accept, connect
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
-from dsv3.options import ClusterOptions
 from dsv3.processes.certificates import credentials_of
 from dsv3.processes.key_file import read_key
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.checkpoint import load_params
+from dsv3.config.hugging_face import load_config
 from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.build import bundled_model
-from dsv3.hf_config import load_config
 from dsv3.kv_cache.layout import pool
 from dsv3.model.batch import PrefillBatch
 from dsv3.text.tokenizer import Tokenizer

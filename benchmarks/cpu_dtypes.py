@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cpu_step import RANDOM, Step, compiled, in_turns, initialized, load
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import pool
 from dsv3.kv_cache.page import pages_for
 from dsv3.model import PrefillBatch, logits, prefill

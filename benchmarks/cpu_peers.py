@@ -44,9 +44,9 @@ from benchmarks.cpu_step import COPIED_BYTES, RANDOM, Copy, timed, weight_bytes
 from benchmarks.transformers_peer import Generate, generating
 from dsv3.checkpoint import save_hf
 from dsv3.checkpoint.quantize import quantized_shapes
-from dsv3.config import ModelConfig
+from dsv3.config.hugging_face import load_config
+from dsv3.config.model import ModelConfig
 from dsv3.engine.build import bundled_model
-from dsv3.hf_config import load_config
 from dsv3.model.params import Params, abstract, declare, initialize
 from tools.bench import serve
 from tools.bench.workload import RandomPrompts

@@ -33,9 +33,9 @@ import numpy as np
 
 from dsv3.checkpoint import load_params
 from dsv3.checkpoint.quantize import quantized
-from dsv3.config import ModelConfig
+from dsv3.config.hugging_face import load_config
+from dsv3.config.model import ModelConfig
 from dsv3.engine.build import bundled_model
-from dsv3.hf_config import load_config
 from dsv3.kv_cache.layout import pool
 from dsv3.kv_cache.page import pages_for
 from dsv3.model import DecodeBatch, decode, logits

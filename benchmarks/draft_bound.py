@@ -14,9 +14,9 @@ import math
 import jax
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.config import ModelConfig
+from dsv3.config.hugging_face import load_config
+from dsv3.config.model import ModelConfig
 from dsv3.engine.build import bundled_model
-from dsv3.hf_config import load_config
 from dsv3.model.params import declare
 
 DRAFTS = (1, 2, 3)

@@ -32,9 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from dsv3.config import ModelConfig
+from dsv3.config.engine import EngineConfig
+from dsv3.config.model import ModelConfig
 from dsv3.engine.cluster import messages
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.job import StepCommand

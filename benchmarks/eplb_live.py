@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
-from dsv3.options import EngineOptions
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
 from dsv3.text.tokenizer import Tokenizer

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import uvloop
 
-from dsv3.options import EngineOptions
+from dsv3.config.options import EngineOptions
+from dsv3.config.server_options import ServerOptions
 from dsv3.server.config import ServerConfig
 from dsv3.server.http.server import bind, serve
-from dsv3.server_options import ServerOptions
 
 
 def main(settings: dict) -> int:

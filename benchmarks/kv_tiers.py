@@ -30,9 +30,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config import ModelConfig
+from dsv3.config.engine import EngineConfig
+from dsv3.config.model import ModelConfig
+from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import model_functions
 from dsv3.engine.parts import Parts
@@ -44,7 +45,6 @@ from dsv3.kv_cache.tiers.shared_memory import SharedMemory
 from dsv3.kv_cache.tiers.tiers import Tiers
 from dsv3.kv_cache.tiers.value import ALIGNMENT, aligned, read_header
 from dsv3.model.params import initialize
-from dsv3.options import EngineOptions
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.samplers import Sampler
 from dsv3.engine.device.state import NUM_FIELDS, Field

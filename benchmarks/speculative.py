@@ -24,6 +24,9 @@ import jax
 import numpy as np
 
 from dsv3 import SamplingParams
+from dsv3.config.hugging_face import load_config
+from dsv3.config.options import EngineOptions
+from dsv3.config.speculative import acceptance_by_place
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.dtypes import resolve_dtypes
@@ -31,11 +34,8 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.functions import model_functions
 from dsv3.engine.limits import Hardware, engine_config
 from dsv3.engine.parts import Parts
-from dsv3.hf_config import load_config
 from dsv3.model import initialize
-from dsv3.options import EngineOptions
 from dsv3.request import EngineRequest
-from dsv3.speculative import acceptance_by_place
 from dsv3.text.tokenizer import Tokenizer
 from training.corpus import documents, split_documents, standard_library
 

@@ -26,9 +26,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from dsv3 import SamplingParams, StructuredOutputsParams
+from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
-from dsv3.options import EngineOptions
 from dsv3.request import EngineRequest
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import Matcher, Vocabulary

@@ -4,7 +4,7 @@ The values are the defaults of transformers' AXK1Config; the published config.js
 was written, may state a longer context with YaRN.
 """
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 
 AXK1 = ModelConfig(
     family="axk1",

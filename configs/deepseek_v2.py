@@ -1,6 +1,6 @@
 """DeepSeek-V2 (236B; arXiv:2405.04434)."""
 
-from dsv3.config import ModelConfig, YarnConfig
+from dsv3.config.model import ModelConfig, YarnConfig
 
 DEEPSEEK_V2 = ModelConfig(
     family="deepseek_v2",

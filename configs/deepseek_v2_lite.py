@@ -1,6 +1,6 @@
 """DeepSeek-V2-Lite (16B): no query latent, one expert group."""
 
-from dsv3.config import ModelConfig, YarnConfig
+from dsv3.config.model import ModelConfig, YarnConfig
 
 DEEPSEEK_V2_LITE = ModelConfig(
     family="deepseek_v2",

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (671B; arXiv:2412.19437)."""
 
-from dsv3.config import Fp8Config, ModelConfig, YarnConfig
+from dsv3.config.model import Fp8Config, ModelConfig, YarnConfig
 
 DEEPSEEK_V3 = ModelConfig(
     family="deepseek_v3",

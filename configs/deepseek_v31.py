@@ -3,6 +3,6 @@
 import dataclasses
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.config import Fp8Config
+from dsv3.config.model import Fp8Config
 
 DEEPSEEK_V31 = dataclasses.replace(DEEPSEEK_V3, fp8=Fp8Config(scale_fmt="ue8m0"))

@@ -3,7 +3,7 @@
 import dataclasses
 
 from configs.deepseek_v31 import DEEPSEEK_V31
-from dsv3.config import IndexerConfig
+from dsv3.config.model import IndexerConfig
 
 DEEPSEEK_V32 = dataclasses.replace(
     DEEPSEEK_V31, family="deepseek_v32", indexer=IndexerConfig(num_heads=64, head_dim=128, topk=2048)

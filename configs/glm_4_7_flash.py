@@ -1,6 +1,6 @@
 """GLM-4.7-Flash (30B-A3B, Z.ai): wide heads, 64 experts without groups, and an MTP module."""
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 
 GLM_4_7_FLASH = ModelConfig(
     family="glm4_moe_lite",

@@ -3,7 +3,7 @@
 GLM-5.2 shares an indexer's choice among four layers (`shared_layers`), which its own file says.
 """
 
-from dsv3.config import IndexerConfig, ModelConfig
+from dsv3.config.model import IndexerConfig, ModelConfig
 
 GLM_5 = ModelConfig(
     family="glm_moe_dsa",

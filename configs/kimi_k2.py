@@ -1,6 +1,6 @@
 """Kimi-K2 (1T, Moonshot AI): DeepSeek-V3 with 384 experts, 64 heads and no expert groups."""
 
-from dsv3.config import Fp8Config, ModelConfig, YarnConfig
+from dsv3.config.model import Fp8Config, ModelConfig, YarnConfig
 
 KIMI_K2 = ModelConfig(
     family="kimi_k2",

@@ -3,7 +3,7 @@
 import dataclasses
 
 from configs.kimi_k2_thinking import KIMI_K2_THINKING
-from dsv3.config import YarnConfig
+from dsv3.config.model import YarnConfig
 
 KIMI_K25 = dataclasses.replace(
     KIMI_K2_THINKING,

@@ -3,7 +3,7 @@
 import dataclasses
 
 from configs.kimi_k2 import KIMI_K2
-from dsv3.config import YarnConfig
+from dsv3.config.model import YarnConfig
 
 KIMI_K2_THINKING = dataclasses.replace(
     KIMI_K2,

@@ -4,7 +4,7 @@ Mistral publishes a params.json. These values are from memory, since it cannot b
 give 673B parameters, as published.
 """
 
-from dsv3.config import Fp8Config, ModelConfig, QueryScaling, YarnConfig
+from dsv3.config.model import Fp8Config, ModelConfig, QueryScaling, YarnConfig
 
 MISTRAL_LARGE_3 = ModelConfig(
     family="mistral_large_3",

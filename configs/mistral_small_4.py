@@ -1,6 +1,6 @@
 """Mistral Small 4 (119B-A6.5B): latents of 256, softmax scores, queries that grow with their position."""
 
-from dsv3.config import Fp8Config, ModelConfig, QueryScaling, YarnConfig
+from dsv3.config.model import Fp8Config, ModelConfig, QueryScaling, YarnConfig
 
 MISTRAL_SMALL_4 = ModelConfig(
     family="mistral4",

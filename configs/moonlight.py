@@ -1,6 +1,6 @@
 """Moonlight-16B-A3B (Moonshot AI): DeepSeek-V3's router on DeepSeek-V2-Lite's shape, plain rotary embedding."""
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 
 MOONLIGHT_16B_A3B = ModelConfig(
     family="deepseek_v3",

@@ -1,6 +1,6 @@
 """DeepSeek-V3's architecture at 6 million parameters, trained on two CPU cores in under two hours."""
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from training.config import TrainingConfig
 
 MODEL = ModelConfig(

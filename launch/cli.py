@@ -1,4 +1,4 @@
-"""Flags from the declarations of `dsv3.options`, and options read back from the flags."""
+"""Flags from the declarations of `dsv3.config.options`, and options read back from the flags."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags as absl_flags
 
-from dsv3.declaration import Option, options_of
+from dsv3.config.declaration import Option, options_of
 from launch import flags
 
 absl_flags.disclaim_key_flags()  # flags defined here belong to the module that asks for them, and to its --help

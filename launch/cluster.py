@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster.membership import slurm_membership
-from dsv3.options import ClusterOptions
 from dsv3.processes.key_file import key_path, read_key
 from launch import cli, flags
 

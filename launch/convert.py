@@ -15,7 +15,7 @@ from typing import Any
 from absl import flags as absl_flags
 
 from dsv3.checkpoint import CheckpointError, convert_to_hf, convert_to_stacked
-from dsv3.hf_config import ConfigError, load_config
+from dsv3.config.hugging_face import ConfigError, load_config
 from launch import flags
 
 MODEL = absl_flags.DEFINE_string("model", None, "Read this checkpoint directory, of either form.")

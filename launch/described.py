@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from launch import flags
 
 if TYPE_CHECKING:
-    from dsv3.config import ModelConfig
+    from dsv3.config.model import ModelConfig
     from tools.plan.deployment import Deployment
 
 MODELS = {
@@ -32,7 +32,7 @@ def model(name: str) -> "ModelConfig":
     """Returns a model by its name or directory; raises UsageError where there is none."""
     if name in MODELS:
         return getattr(importlib.import_module(f"configs.{name}"), MODELS[name])
-    from dsv3.hf_config import ConfigError, has_config, load_config
+    from dsv3.config.hugging_face import ConfigError, has_config, load_config
 
     if not has_config(name):
         raise flags.UsageError(f"--model {name}: neither one of {', '.join(MODELS)} nor a directory with a config.json")

@@ -26,7 +26,7 @@ import yaml
 from absl import flags
 
 import dsv3
-from dsv3.declaration import GROUPS
+from dsv3.config.declaration import GROUPS
 
 group_of: dict[str, str] = {}
 """The group of `--help` that lists a flag, by the flag's name, for flags that `launch.cli` has defined."""

@@ -14,7 +14,7 @@ from tools.capacity.trace import read_trace
 from tools.capacity.traffic import Traffic, TrafficError, read_traffic
 
 if TYPE_CHECKING:
-    from dsv3.config import ModelConfig
+    from dsv3.config.model import ModelConfig
 
 PUBLISHED_MODEL = "deepseek_v3"
 _TRAFFIC = absl_flags.DEFINE_string(

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import dsv3
-from dsv3.hf_config.directory import absent, has_config
-from dsv3.server_options import ServiceOptions
+from dsv3.config.hugging_face.directory import absent, has_config
+from dsv3.config.server_options import ServiceOptions
 from launch import flags
 
 _BUNDLED = Path(dsv3.__file__).parent / "bundled"  # dsv3.engine.build.bundled_model imports jax

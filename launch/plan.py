@@ -28,7 +28,7 @@ from absl import flags as absl_flags
 from launch import described, flags, fleet, plan_training
 
 if TYPE_CHECKING:
-    from dsv3.config import ModelConfig
+    from dsv3.config.model import ModelConfig
     from tools.plan.deployment import Deployment
 
 _MODEL = absl_flags.DEFINE_string(

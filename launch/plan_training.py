@@ -121,7 +121,7 @@ def _longest_stage(config: Any, device: "Device", schedule: "Schedule", tokens: 
 
 def _layer(config: Any, device: "Device", tokens: int, wire: float, *, dense: bool) -> "LayerTimes":
     """Returns the times of one layer, with the products that the configuration says."""
-    from dsv3.config import Fp8Config
+    from dsv3.config.model import Fp8Config
     from tools.plan.roofline import rates_of
     from tools.plan.training import layer_times, with_fp8_products
 

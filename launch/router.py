@@ -14,9 +14,9 @@ import sys
 
 import uvloop
 
+from dsv3.config.server_options import ServerOptions
 from dsv3.server.http.server import bind
 from dsv3.server.tenants import Tenant, tenants_of
-from dsv3.server_options import ServerOptions
 from launch import cli, flags
 from router.options import RouterOptions
 from router.server import instance_key, serve

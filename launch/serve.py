@@ -22,15 +22,15 @@ import os
 
 import uvloop
 
+from dsv3.config.options import ClusterOptions, EngineOptions
+from dsv3.config.server_options import ServerOptions
 from dsv3.engine.cluster.link import Follow
 from dsv3.engine.cluster.supervisor import Supervisor
 from dsv3.logs import configure_logging
-from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
 from dsv3.server.http.server import bind, serve
 from dsv3.server.tenants import Tenant, tenants_of
-from dsv3.server_options import ServerOptions
 from launch import cli, flags
 from launch.cluster import cluster_options
 from launch.model import model_dir, model_names

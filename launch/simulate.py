@@ -22,7 +22,7 @@ from launch import cli, described, flags
 from tools.simulate.options import SimulateOptions
 
 if TYPE_CHECKING:
-    from dsv3.config import ModelConfig
+    from dsv3.config.model import ModelConfig
     from tools.plan.deployment import Deployment
     from tools.simulate.times import InstanceTimes
 

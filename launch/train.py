@@ -21,7 +21,7 @@ import jax
 from absl import flags as absl_flags
 from rich.console import Console
 
-from dsv3.options import ClusterOptions
+from dsv3.config.options import ClusterOptions
 from launch import cli, flags, training
 from launch.cluster import cluster_options
 from training import data as training_data

@@ -1,8 +1,8 @@
-"""What a router may be told; declared as the options of `dsv3.options`."""
+"""What a router may be told; declared as the options of `dsv3.config.options`."""
 
 import dataclasses
 
-from dsv3.declaration import check, option
+from dsv3.config.declaration import check, option
 from dsv3.http_client import Address
 from dsv3.server.http.auth import is_loopback
 

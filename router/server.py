@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterable
 
+from dsv3.config.server_options import ServerOptions
 from dsv3.files import read_secret
 from dsv3.server.config import Deadlines
 from dsv3.server.http import protocol
@@ -15,7 +16,6 @@ from dsv3.server.http.listening import HttpServer
 from dsv3.server.http.serving import wait_for_any
 from dsv3.server.http.tls import certificate_of
 from dsv3.server.tenants import Tenant, Tenants
-from dsv3.server_options import ServerOptions
 from router.app import Site, make_app
 from router.instance import Instance
 from router.members import Members

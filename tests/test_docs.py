@@ -4,9 +4,9 @@ import pathlib
 import re
 
 from dsv3.batch.options import BatchOptions
-from dsv3.declaration import options_of
-from dsv3.options import ClusterOptions, EngineOptions
-from dsv3.server_options import ServerOptions
+from dsv3.config.declaration import options_of
+from dsv3.config.options import ClusterOptions, EngineOptions
+from dsv3.config.server_options import ServerOptions
 from router.options import RouterOptions
 from tools.simulate.options import SimulateOptions
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.layers.experts import ExpertLayer, RoutedExperts, Tally
 from dsv3.model.layers.router import Routing, router_logits
 from dsv3.model.tensor_parallel import Shards

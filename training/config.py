@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from training.widths import check_fp8_widths
 
 

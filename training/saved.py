@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import Params
 from training.pipeline.stages import StageParams, cut, join, take
 from training.step import TrainState

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.forward import forward
 from dsv3.model.layers.experts import LOCAL_EXPERTS
 from dsv3.model.params import Params, declare, initialize

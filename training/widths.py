@@ -1,6 +1,6 @@
 """The widths of a model's linear layers, and which of them FP8 products take. Imports no jax."""
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 
 MULTIPLE = 16
 """Values that a width must be a multiple of: 16 bytes of e4m3, the stride of the GPU's copies into shared memory.

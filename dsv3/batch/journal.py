@@ -20,7 +20,7 @@ import msgspec
 
 from dsv3.batch.lines import answered_number, failure_of, numbered_lines
 from dsv3.checkpoint.identity import known_identity
-from dsv3.hf_config import config_digest
+from dsv3.config.hugging_face import config_digest
 
 STATE_VERSION = 1
 SYNC_SECONDS = 10.0

@@ -1,9 +1,9 @@
-"""What a batch has besides the options of its engine; declared as those of `dsv3.options`."""
+"""What a batch has besides the options of its engine; declared as those of `dsv3.config.options`."""
 
 import dataclasses
 from typing import Any, Literal
 
-from dsv3.declaration import check, option
+from dsv3.config.declaration import check, option
 from dsv3.request import MAX_PRIORITY
 
 ANSWER_FIELDS = ("reasoning", "finish_reason", "error", "prompt_tokens", "completion_tokens")

@@ -14,7 +14,7 @@ from dsv3.checkpoint.boxes import full_box, moved
 from dsv3.checkpoint.layout import Piece
 from dsv3.checkpoint.load_plan import Array, LoadPlan
 from dsv3.checkpoint.reader import sharding_of, shares
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.tensor_parallel import check_shards, row_order
 from pallas_kernels.float8 import BLOCK, E4M3
 

@@ -21,8 +21,8 @@ from dsv3.checkpoint.reader import Advance, check_duplicates, reporter
 from dsv3.checkpoint.safetensors_file import DATA_ALIGNMENT, header_bytes
 from dsv3.checkpoint.stacked import FOLDER, FORMAT, MANIFEST, VERSION, manifest_bytes
 from dsv3.checkpoint.writer import F32, refuse_int4, write_hf
-from dsv3.config import ModelConfig
-from dsv3.hf_config import to_hf
+from dsv3.config.hugging_face import to_hf
+from dsv3.config.model import ModelConfig
 from pallas_kernels.float8 import E4M3
 
 WINDOW_BYTES = 256 << 20

@@ -17,7 +17,7 @@ from dsv3.checkpoint.errors import raise_findings
 from dsv3.checkpoint.layout import Piece, scale_name, scale_piece, scale_shape, stated_shape_name
 from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
 from dsv3.checkpoint.safetensors_file import NAMES, Tensor
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import ParamSpec
 from pallas_kernels.float8 import BLOCK, E4M3
 

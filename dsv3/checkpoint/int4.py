@@ -19,7 +19,7 @@ from jax import lax
 from dsv3.checkpoint.layout import Piece, scale_name, stated_shape_name
 from dsv3.checkpoint.load_plan import Array
 from dsv3.checkpoint.safetensors_file import NAMES, Tensor
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Int4Weight, ParamSpec
 from pallas_kernels.fp8 import quantize_128x128
 from pallas_kernels.grouped import dequantize_int4

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from dsv3.checkpoint.boxes import Box, full_box
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import ParamSpec, declare
 from pallas_kernels.float8 import BLOCK
 

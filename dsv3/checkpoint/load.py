@@ -24,7 +24,7 @@ from dsv3.checkpoint.naming import in_deepseek_form
 from dsv3.checkpoint.quantize import plain_products, quantized, quantized_shapes
 from dsv3.checkpoint.reader import leaf_shapes, read_leaves
 from dsv3.checkpoint.stacked import is_stacked, plan_stacked
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, declare
 
 DTYPES = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))

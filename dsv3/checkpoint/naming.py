@@ -13,7 +13,7 @@ from pathlib import Path
 from dsv3.checkpoint.errors import raise_findings
 from dsv3.checkpoint.layout import scale_name, scale_shape
 from dsv3.checkpoint.safetensors_file import Tensor
-from dsv3.hf_config.names import is_of_other_media, text_name
+from dsv3.config.hugging_face.names import is_of_other_media, text_name
 from pallas_kernels.float8 import E4M3
 
 _log = logging.getLogger(__name__)

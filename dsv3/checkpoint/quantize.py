@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 
 from dsv3.checkpoint.layout import leaves
 from dsv3.checkpoint.load_plan import LoadPlan
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight
 from pallas_kernels.fp8 import quantize_128x128
 

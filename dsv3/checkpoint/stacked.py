@@ -23,7 +23,7 @@ from dsv3.checkpoint.hugging_face import F32, PLAIN, Findings, names
 from dsv3.checkpoint.layout import scale_shape, whole_piece
 from dsv3.checkpoint.load_plan import Array, Fp8Mode, LoadPlan
 from dsv3.checkpoint.safetensors_file import NAMES, Tensor, read_header
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import ParamSpec
 from pallas_kernels.float8 import E4M3
 

@@ -22,8 +22,8 @@ from dsv3.checkpoint.layout import Piece
 from dsv3.checkpoint.publish import atomic_directory
 from dsv3.checkpoint.reader import Advance, reporter
 from dsv3.checkpoint.safetensors_file import header_bytes
-from dsv3.config import ModelConfig
-from dsv3.hf_config import to_hf
+from dsv3.config.hugging_face import to_hf
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Int4Weight, Params
 from pallas_kernels.float8 import E4M3
 

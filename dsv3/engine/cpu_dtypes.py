@@ -4,7 +4,7 @@ bfloat16 was faster than float32 at each size, number of rows and length of prom
 C++ kernels are there. It rounds, so a model whose step is short in either type stays float32.
 """
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.engine.size import count_parameters, short
 from pallas_kernels import native
 

@@ -12,7 +12,7 @@ number of tokens, which its program needs to know: the number at which both take
 
 import math
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.layers.context import BYTES_AT_ONCE, heads_at_once
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.size import count_parameters, short
 from dsv3.kv_cache.layout import latents_of, pool, token_bytes

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.aside import News
 from dsv3.engine.compilation import CompilationCounter
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.executor import Executor, LocalExecutor
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text

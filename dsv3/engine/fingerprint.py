@@ -12,9 +12,9 @@ from typing import Any
 import pallas_kernels
 import sharding
 from dsv3.checkpoint.identity import known_identity
-from dsv3.declaration import options_of
-from dsv3.hf_config import config_digest
-from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.config.declaration import options_of
+from dsv3.config.hugging_face import config_digest
+from dsv3.config.options import ClusterOptions, EngineOptions
 
 Fields = dict[str, str]
 """Short texts: settings in the clear, files as the start of a sha256."""

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from dsv3.config import ModelConfig
-from dsv3.engine.config import ForwardProgram
+from dsv3.config.engine import ForwardProgram
+from dsv3.config.model import ModelConfig
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.vocabulary import WHOLE, Vocabulary

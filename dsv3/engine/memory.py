@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
+from dsv3.config.options import EngineOptions
 from dsv3.engine.fingerprint import Fields
 from dsv3.kv_cache.page import PAGE_SIZE
-from dsv3.options import EngineOptions
 
 GB = 1e9
 _log = logging.getLogger(__name__)

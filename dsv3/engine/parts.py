@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dsv3.config import ModelConfig
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
+from dsv3.config.model import ModelConfig
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.memory import Accounted
 from sharding.mesh import RANKS, rank_mesh, rank_size, shardings

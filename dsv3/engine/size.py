@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import declare
 
 

@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+from dsv3.config.options import EngineOptions
 from dsv3.engine.device.executor import lay_out
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.working import ReadPrograms, measure
@@ -13,7 +14,6 @@ from dsv3.engine.memory import Accounted, DeviceMemory, KeptWorking, MemoryAccou
 from dsv3.engine.parts import Parts
 from dsv3.engine.stored import machine_fields, program_fields
 from dsv3.kv_cache.layout import page_bytes
-from dsv3.options import EngineOptions
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import Planned
 from dsv3.engine.jobs import prefill
 from dsv3.engine.jobs.decode import DecodeCommand

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.config import IndexerConfig, ModelConfig
+from dsv3.config.model import IndexerConfig, ModelConfig
 from dsv3.kv_cache.page import PAGE_SIZE
 from pallas_kernels import dsa, mla
 

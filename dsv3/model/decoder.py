@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.layers.attention import Attend, Projected, project
 from dsv3.model.layers.experts import LOCAL_EXPERTS, ExpertLayer, RoutedExperts, Tally
 from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear, mlp

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model import mtp
 from dsv3.model.decoder import LayerContext, embed, final_norm, logits, run_decoder
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.decoder import logits
 from dsv3.model.forward import ForwardOutput, forward
 from dsv3.model.params import Params, declare, initialize

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 
 Axis = Literal["layers", "experts", "vocab", "channels", "heads", "heads_latent", "mlp", "gate_up"] | None
 """What a dimension counts: "channels" those of an embedding, "gate_up" is "mlp" twice, "heads_latent" the rows of all

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import IndexedPages, latents_of
 from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
 from dsv3.model.decoder import LayerContext, embed, final_norm, run_decoder

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from pallas_kernels.float8 import BLOCK
 from sharding.mesh import TENSOR, is_split

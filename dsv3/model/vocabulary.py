@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from sharding.mesh import AXES, GPU, OF_NODE, TENSOR, AxisTable
 
 

@@ -21,8 +21,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dsv3.config import ModelConfig
-from dsv3.sizes import sizes_of
+from dsv3.config.model import ModelConfig
+from dsv3.config.sizes import sizes_of
 
 KEYS_PER_TOKEN = 3266.0
 """Those of DeepSeek-V3; for whoever does not know the model."""

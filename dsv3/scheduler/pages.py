@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.kv_cache.holders import Holders
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.page_cache import PageCache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.kv_cache.events.record import Cleared, Record, Spelled, Watch
 from dsv3.kv_cache.keys import Key, extend_keys, keys_behind, root_key
 from dsv3.kv_cache.page import PAGE_SIZE

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.scheduler.codes import NOT_FINITE, UNDRAFTED
 from dsv3.scheduler.history import History

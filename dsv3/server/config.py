@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.config.options import ClusterOptions, EngineOptions
+from dsv3.config.server_options import ServerOptions
 from dsv3.restarts import RestartPolicy
 from dsv3.server.engine.client import PULSE_WATCHDOG_S, WATCHDOG_S
 from dsv3.server.templates.pool import DEADLINE_S
 from dsv3.server.tenants import Tenant
-from dsv3.server_options import ServerOptions
 
 # Time for load balancers to read the reason from /health before the process ends with status 1.
 FAILURE_LINGER_S = 5.0

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from dsv3.config.server_options import Isolation, ServerOptions
 from dsv3.files import read_secret
-from dsv3.server_options import Isolation, ServerOptions
 
 MAX_TENANTS = 1024
 OPERATOR = "operator"

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 from absl import flags as absl_flags
 
+from dsv3.config.options import ClusterOptions, EngineOptions
+from dsv3.config.server_options import ServerOptions
 from dsv3.engine.cluster.membership import slurm_membership
-from dsv3.options import ClusterOptions, EngineOptions
-from dsv3.server_options import ServerOptions
 from launch import cli, flags
 
 DEPLOY = pathlib.Path(__file__).parents[2] / "deploy"

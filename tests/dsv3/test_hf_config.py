@@ -18,8 +18,8 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v31 import DEEPSEEK_V31
 from configs.kimi_k2 import KIMI_K2
 from configs.moonlight import MOONLIGHT_16B_A3B
-from dsv3.config import ModelConfig, YarnConfig
-from dsv3.hf_config import ConfigError, from_hf, load_config, to_hf
+from dsv3.config.hugging_face import ConfigError, from_hf, load_config, to_hf
+from dsv3.config.model import ModelConfig, YarnConfig
 
 FP8 = {
     "activation_scheme": "dynamic",

@@ -12,13 +12,13 @@ from absl import flags as absl_flags
 
 from dsv3 import LLM
 from dsv3.batch.options import BatchOptions
-from dsv3.declaration import option, options_of, options_text, refuse_unknown, signature_with
-from dsv3.engine.config import EngineConfig
+from dsv3.config.declaration import option, options_of, options_text, refuse_unknown, signature_with
+from dsv3.config.engine import EngineConfig
+from dsv3.config.options import ClusterOptions, EngineOptions, Transport
+from dsv3.config.server_options import ServerOptions, ServiceOptions
 from dsv3.engine.fingerprint import agreed, fields_of, shaping
-from dsv3.options import ClusterOptions, EngineOptions, Transport
 from dsv3.server import frames
 from dsv3.server.engine import messages
-from dsv3.server_options import ServerOptions, ServiceOptions
 from launch import cli, flags
 from sharding.experts.kind import Kind
 

@@ -11,8 +11,8 @@ import pytest
 
 from dsv3.checkpoint.load import plan_directory
 from dsv3.checkpoint.safetensors_file import DTYPES
-from dsv3.hf_config import from_hf, load_config
-from dsv3.hf_config.families import FAMILIES, WRAPPERS
+from dsv3.config.hugging_face import from_hf, load_config
+from dsv3.config.hugging_face.families import FAMILIES, WRAPPERS
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 SAVED = {path.stem: json.loads(path.read_text()) for path in sorted((GOLDEN / "saved").glob("*.json"))}

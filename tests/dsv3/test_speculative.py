@@ -2,8 +2,8 @@
 
 import pytest
 
-from dsv3.options import EngineOptions
-from dsv3.speculative import SpeculativeConfig
+from dsv3.config.options import EngineOptions
+from dsv3.config.speculative import SpeculativeConfig
 
 
 def test_one_number_holds_for_every_size() -> None:

@@ -10,10 +10,10 @@ import subprocess
 import httpx
 import pytest
 
+from dsv3.config.options import EngineOptions
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import fields_of
-from dsv3.options import EngineOptions
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.model.golden import DIRECTORY
 from tests.launch.preloaded import run

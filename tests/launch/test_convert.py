@@ -11,7 +11,7 @@ import time
 import pytest
 
 from dsv3.checkpoint import load_params
-from dsv3.hf_config import load_config, to_hf
+from dsv3.config.hugging_face import load_config, to_hf
 from launch import convert
 from tests.dsv3.checkpoint import hf
 from tests.dsv3.checkpoint.test_save import tensors_of

@@ -12,9 +12,9 @@ import pytest
 from absl import flags as absl_flags
 
 import dsv3
-from dsv3.declaration import GROUPS, option, options_of
-from dsv3.options import ClusterOptions, EngineOptions
-from dsv3.server_options import ServerOptions
+from dsv3.config.declaration import GROUPS, option, options_of
+from dsv3.config.options import ClusterOptions, EngineOptions
+from dsv3.config.server_options import ServerOptions
 from launch import __main__ as console
 from launch import cli, flags
 

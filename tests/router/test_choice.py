@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv3.config.server_options import ServerOptions
 from dsv3.server.answers.errors import ENGINE_DIED, ApiError
 from dsv3.server.http.registering import registrar_of
-from dsv3.server_options import ServerOptions
 from router import members
 from router.asked import read_asked
 from router.breaker import Breaker

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from training import corpus
 from training.config import TrainingConfig
 

@@ -10,7 +10,7 @@ import pytest
 import dsv3
 from configs.bundled import MODEL
 from dsv3.checkpoint import load_params
-from dsv3.hf_config import load_config
+from dsv3.config.hugging_face import load_config
 from dsv3.model.forward import ForwardOutput, forward
 from dsv3.model.params import Params
 from dsv3.text.chat_template import ChatTemplate

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from tools.plan.sparse import PREFILL_OVERHEAD, core_operations, expanded_operations, expansion_seconds
 
 if TYPE_CHECKING:

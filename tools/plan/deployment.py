@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from dsv3.options import Combine
-from dsv3.speculative import SpeculativeConfig, acceptance_by_place
+from dsv3.config.options import Combine
+from dsv3.config.speculative import SpeculativeConfig, acceptance_by_place
 
 CACHE_DTYPES = ("bfloat16", "fp8")
 """Types of pages that the kernels read with bfloat16 queries."""

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.engine.device.working import measure
 from pallas_kernels.multiprocessors import Multiprocessors
 from tools.plan import hlo, roofline

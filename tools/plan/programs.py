@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import int4
 from dsv3.checkpoint.layout import scale_shape
-from dsv3.config import ModelConfig
+from dsv3.config.engine import EngineConfig, tokens_ahead
+from dsv3.config.model import ModelConfig
+from dsv3.config.options import EngineOptions
 from dsv3.engine.assemble.expert_map import first_expert_map
 from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions
-from dsv3.engine.config import EngineConfig, tokens_ahead
 from dsv3.engine.device.choosing import chooses
 from dsv3.engine.device.executor import lay_out as lay_out_engine
 from dsv3.engine.device.layout import Layout
@@ -34,7 +35,6 @@ from dsv3.engine.parts import Parts
 from dsv3.kv_cache.page import PAGE_SIZE, pages_for
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
-from dsv3.options import EngineOptions
 from pallas_kernels import aot
 from pallas_kernels.backend import Backend
 from sharding.experts.placement import Placement

@@ -11,9 +11,9 @@ A stage is one micro-batch's part of one layer, under the names of `tools.plan.c
 
 import dataclasses
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
+from dsv3.config.sizes import sizes_of
 from dsv3.kv_cache.layout import row_bytes
-from dsv3.sizes import sizes_of
 from tools.plan.dense import dense_core
 from tools.plan.deployment import Device
 from tools.plan.sparse import (

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import key_bytes, row_bytes
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
 

@@ -5,7 +5,7 @@ A backward takes as long as two forwards, but that attention's core takes two an
 
 import dataclasses
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from tools.plan.deployment import Device
 from tools.plan.roofline import TRANSFER_S, MicroBatch, Rates, prefill_stages, rates_of, wire_rows
 

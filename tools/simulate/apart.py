@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import EngineView
 from dsv3.kv_cache.keys import Key
 from dsv3.request import StepOutputs, Tokens

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import EngineView
 from dsv3.kv_cache.keys import Key
 from dsv3.request import StepOutputs

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import EngineView, JobKind, Planned
 from dsv3.engine.jobs import decode, prefill, sample
 from dsv3.engine.jobs.decode import DecodeCommand

@@ -1,9 +1,9 @@
-"""What the simulator may be told; declared as the options of `dsv3.options`."""
+"""What the simulator may be told; declared as the options of `dsv3.config.options`."""
 
 import dataclasses
 from typing import Literal
 
-from dsv3.declaration import check, option
+from dsv3.config.declaration import check, option
 from tools.bench.metrics import Limit
 from tools.simulate.scaling import Rule
 

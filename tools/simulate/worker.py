@@ -10,7 +10,7 @@ import sys
 from collections.abc import Buffer, Callable
 from typing import Any
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from tools.simulate.apart import Channel, Order, Reply, Worker
 from tools.simulate.times import InstanceTimes
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.decoder import Stack, run_layer
 from dsv3.model.forward import predict, whole_sequences
 from dsv3.model.layers.experts import RoutedExperts

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from dsv3.config import ModelConfig
-from dsv3.engine.config import ForwardProgram
+from dsv3.config.engine import ForwardProgram
+from dsv3.config.model import ModelConfig
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from dsv3.model.schedules.overlapped import worth_overlapping
 from sharding.experts.kind import Kind

@@ -3,7 +3,7 @@
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from sharding.experts.eplb import ExpertMap, rebalance_experts
 from sharding.experts.kind import Kind
 from sharding.experts.traffic import LayerRows

@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from dsv3.config import ModelConfig
+from dsv3.config.engine import ForwardProgram
+from dsv3.config.model import ModelConfig
 from dsv3.engine.assemble.communication import Communication
 from dsv3.engine.assemble.expert_map import first_expert_map
-from dsv3.engine.config import ForwardProgram
 from dsv3.engine.functions import DraftFunctions, SpreadExperts, StepFunctions
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch

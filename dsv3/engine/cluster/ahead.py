@@ -21,9 +21,9 @@ from pathlib import Path
 
 import msgspec
 
+from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
 from dsv3.engine.unused import vouches
 from dsv3.logs import configure_logging
-from dsv3.options import LEADER, ClusterOptions, EngineOptions
 
 _log = logging.getLogger("dsv3.cluster")
 MOST_S = 6 * 3600.0

@@ -11,9 +11,9 @@ import socket
 import threading
 from collections.abc import Callable
 
+from dsv3.config.options import LEADER, ClusterOptions
 from dsv3.engine.cluster.wire import Wire, WireError, accept
 from dsv3.engine.errors import ClusterError
-from dsv3.options import LEADER, ClusterOptions
 from dsv3.processes.certificates import Credentials
 from dsv3.processes.strangers import Strangers, listen
 

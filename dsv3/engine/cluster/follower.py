@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster import ahead, messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Chain
@@ -50,7 +51,6 @@ from dsv3.engine.device.executor import InFlight, LocalExecutor
 from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
-from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.processes.certificates import Credentials, credentials_of
 from dsv3.processes.key_file import read_key
 

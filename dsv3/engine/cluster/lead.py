@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
 from dsv3.engine.cluster import ahead
 from dsv3.engine.cluster.executor import LeadingExecutor
 from dsv3.engine.cluster.generation import FIRST, Generation
@@ -19,7 +20,6 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import with_pages
-from dsv3.options import LEADER, ClusterOptions, EngineOptions
 
 _SWITCH_INTERVAL_S = 0.0005  # commands shall leave while the engine's thread launches the same step
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.generation import Generation
-from dsv3.options import ClusterOptions, EngineOptions
 
 LOAD = "dsv3.engine.cluster.start:load_model"
 

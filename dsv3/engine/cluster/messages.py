@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dsv3.config.engine import EngineConfig
+from dsv3.config.options import LEADER
 from dsv3.engine.cluster.generation import FIRST, Generation
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import Job, JobKind, StepCommand
-from dsv3.options import LEADER
 
 _DTYPES = {np.dtype(name) for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
 _MAX_DIMENSIONS = 8

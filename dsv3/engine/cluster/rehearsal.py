@@ -16,6 +16,7 @@ from typing import NoReturn
 import jax
 import msgspec
 
+from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.ahead import MOST_S, Order, end_with_input, marker, places
 from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, kept_programs, start_jax
@@ -26,7 +27,6 @@ from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import with_pages
 from dsv3.engine.stored import NothingKept, ProgramStore, machine_fields
 from dsv3.logs import configure_logging
-from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger("dsv3.cluster")

@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from dsv3.config.options import LEADER, ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel
 from dsv3.engine.cluster.messages import Heartbeat, Hello, Stop, Wait
 from dsv3.engine.cluster.wire import Wire, WireError
 from dsv3.engine.fingerprint import Fields, differences
-from dsv3.options import LEADER, ClusterOptions
 
 _log = logging.getLogger("dsv3.cluster")
 REFUSAL_S = 5.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jax
 
-from dsv3.hf_config import load_config
-from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.config.hugging_face import load_config
+from dsv3.config.options import ClusterOptions, EngineOptions
 
 _log = logging.getLogger("dsv3.cluster")
 

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import jax
 
+from dsv3.config.options import ClusterOptions, EngineOptions, split_address
 from dsv3.engine.build import load_parts
 from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.fingerprint import Fields, agreed, shaping
 from dsv3.engine.parts import Parts
 from dsv3.engine.stored import NothingKept, ProgramStore, device_fields, program_store
-from dsv3.options import ClusterOptions, EngineOptions, split_address
 from dsv3.processes.certificates import IDENTITY, credentials_of
 from dsv3.processes.key_file import read_key
 

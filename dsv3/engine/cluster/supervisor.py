@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Iterator
 
+from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Link, Serving, Waits
-from dsv3.options import ClusterOptions
 from dsv3.restarts import Deaths, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")

@@ -7,8 +7,8 @@ how long requests are, takes one. Prefill that chooses is there in both forms, m
 takes one.
 """
 
+from dsv3.config.engine import EngineConfig, ForwardProgram
 from dsv3.engine import crossover
-from dsv3.engine.config import EngineConfig, ForwardProgram
 from dsv3.engine.device.layout import Layout
 from dsv3.kv_cache.page import PAGE_SIZE
 

@@ -13,7 +13,7 @@ measured.
 import dataclasses
 from collections.abc import Callable
 
-from dsv3.engine.config import EngineConfig, ForwardProgram
+from dsv3.config.engine import EngineConfig, ForwardProgram
 from pallas_kernels.multiprocessors import Multiprocessors
 
 PREFILL = 24

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.sampling import Adjustments, Controls
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from dsv3.scheduler.sequence import FULL, Sequence

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.programs import Key, Programs
 from pallas_kernels import aot, bodies
 

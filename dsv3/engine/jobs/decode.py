@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.engine.config import bucket
+from dsv3.config.engine import bucket
 from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout

@@ -3,6 +3,7 @@
 import logging
 from typing import NamedTuple
 
+from dsv3.config.options import split_address
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.events.record import Record, Watch, Where
 from dsv3.kv_cache.identity import LAYOUT_VERSION
@@ -16,7 +17,6 @@ from dsv3.kv_cache.transfer.meetings import Meetings
 from dsv3.kv_cache.transfer.nixl import open_nixl
 from dsv3.kv_cache.transfer.protocol import VERSION, Hello
 from dsv3.kv_cache.transfer.server import PageServer
-from dsv3.options import split_address
 from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger(__name__)

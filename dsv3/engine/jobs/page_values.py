@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import page_bytes, pool
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses, context_pays, context_room, masked_room
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout

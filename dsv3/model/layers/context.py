@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.model.batch import PrefillBatch
 from dsv3.model.layers.attention import Attend, Core, prefill_places, writing

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config import IndexerConfig, ModelConfig
+from dsv3.config.model import IndexerConfig, ModelConfig
 from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear
 from dsv3.model.layers.norm import layer_norm
 from dsv3.model.layers.rope import Rotation, rotate, rotate_halves

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, MlpParams
 from pallas_kernels import dense, fp8
 from pallas_kernels.backend import Backend

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.model.batch import PrefillBatch
 from dsv3.model.layers.attention import Projected, expand

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config import ModelConfig, QueryScaling, YarnConfig
+from dsv3.config.model import ModelConfig, QueryScaling, YarnConfig
 from pallas_kernels import rows
 
 

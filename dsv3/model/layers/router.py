@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.layers.linear import Index, layer_slice
 from pallas_kernels import dense, native
 from pallas_kernels.backend import Backend, resolve_backend

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.layers.attention import Attend, Projected, expand
 from dsv3.model.layers.linear import Index, Numerics
 from dsv3.model.layers.sparse import visible_pairs

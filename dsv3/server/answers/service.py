@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+from dsv3.config.server_options import Isolation
 from dsv3.server.answers.body_reader import BodyReader
 from dsv3.server.answers.defaults import sampling_defaults
 from dsv3.server.answers.encoder import Encoder
@@ -26,7 +27,6 @@ from dsv3.server.grammars.pool import GrammarPool
 from dsv3.server.templates.pool import TemplatePool
 from dsv3.server.tenants import OPERATOR, Tenant, Tenants, cache_salt
 from dsv3.server.workers import BOUNDS, WAIT_S, Workers, WorkersBusy
-from dsv3.server_options import Isolation
 from dsv3.text.chat_template import TemplateError
 from dsv3.text.parsers import ParserOptions, Parsers
 from dsv3.text.tokenizer import Tokenizer, TokenizerError, TokenizerNotFound

@@ -6,7 +6,7 @@ The first request says `do_remote_decode`; its answer has the parameters that th
 import re
 from typing import Any
 
-from dsv3.options import split_address
+from dsv3.config.options import split_address
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.schema import TransferParams
 from dsv3.server.engine.messages import EngineInfo

@@ -5,9 +5,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.look import Look, StepNote
-from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.prepare import PreparedRequest, RequestRules
 from dsv3.request import EngineOutput, StepOutputs, Tokens
 

@@ -1,6 +1,7 @@
 """The process that owns the engine: steps it on the main thread, while other threads carry frames in and out.
 
-`launcher.py` starts it as `python -m dsv3.server.engine.process FD [MODULE ...]`. FD is one end of a Unix socket pair, through which the first front hands over a connection for each front. When the first front goes away, this
+`launcher.py` starts it as `python -m dsv3.server.engine.process FD [MODULE ...]`. FD is one end of a Unix
+socket pair, through which the first front hands over a connection for each front. When the first front goes away, this
 process ends at once, whatever it is doing. When another one goes away, its requests are aborted.
 """
 

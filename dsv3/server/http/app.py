@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from dsv3.config.server_options import ServerOptions
 from dsv3.server.answers import prompts
 from dsv3.server.answers.answer import Answer
 from dsv3.server.answers.errors import ApiError
@@ -36,7 +37,6 @@ from dsv3.server.http.events import EventStream
 from dsv3.server.http.exchange import SUMMARY
 from dsv3.server.http.openapi import described_path, openapi
 from dsv3.server.http.operator import require_operator, tenant_of
-from dsv3.server_options import ServerOptions
 
 _Route = Callable[[Service, Request], Awaitable[Response]]
 

@@ -2,10 +2,10 @@
 
 import msgspec
 
-from dsv3.options import EngineOptions
+from dsv3.config.options import EngineOptions
+from dsv3.config.server_options import ServerOptions
 from dsv3.server.config import Deadlines
 from dsv3.server.tenants import Tenant
-from dsv3.server_options import ServerOptions
 
 
 class FrontStart(msgspec.Struct, frozen=True, tag=True):

@@ -7,8 +7,9 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 
+from dsv3.config.options import EngineOptions
+from dsv3.config.server_options import ServerOptions
 from dsv3.kv_cache.page import PAGE_SIZE
-from dsv3.options import EngineOptions
 from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineUnavailable
@@ -18,7 +19,6 @@ from dsv3.server.http.app import make_app
 from dsv3.server.http.listening import HttpServer
 from dsv3.server.http.protocol import Site
 from dsv3.server.http.tls import certificate_of
-from dsv3.server_options import ServerOptions
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
 _FAREWELL_S = 2.0

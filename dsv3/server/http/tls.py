@@ -3,7 +3,7 @@
 import logging
 import ssl
 
-from dsv3.server_options import ServerOptions
+from dsv3.config.server_options import ServerOptions
 
 _log = logging.getLogger("dsv3.server")
 

@@ -6,13 +6,13 @@ import json
 import pytest
 
 from dsv3.batch.journal import BatchError
-from dsv3.options import EngineOptions
+from dsv3.config.options import EngineOptions
+from dsv3.config.server_options import ServerOptions
 from dsv3.server.asking import WorkerDied
 from dsv3.server.batches import completer as completer_module
 from dsv3.server.batches.completer import ServerCompleter, server_completer
 from dsv3.server.config import ServerConfig
 from dsv3.server.workers import WorkersBusy
-from dsv3.server_options import ServerOptions
 from tests.dsv3.server.fake_engine import BAD_OUTPUT, CRASH_STEP, FAIL_STEP
 from tests.dsv3.text import dialects, tiny
 

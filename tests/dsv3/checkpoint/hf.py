@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from dsv3.config import Fp8Config, ModelConfig
+from dsv3.config.model import Fp8Config, ModelConfig
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from tests.dsv3.checkpoint import hf
 from tests.pallas_kernels import int4_weights
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import CheckpointError, convert_to_hf, convert_to_stacked, load_params, save_hf
-from dsv3.hf_config import load_config, to_hf
+from dsv3.config.hugging_face import load_config, to_hf
 from dsv3.model.params import Fp8Weight, Int4Weight, Params
 from pallas_kernels.fp8 import dequantize_128x128
 from pallas_kernels.grouped import dequantize_int4

@@ -10,7 +10,7 @@ import pytest
 from dsv3.checkpoint import convert_to_stacked
 from dsv3.checkpoint.fill import BLOCK_BYTES
 from dsv3.checkpoint.load import plan_directory
-from dsv3.hf_config import load_config, to_hf
+from dsv3.config.hugging_face import load_config, to_hf
 from tests.dsv3.checkpoint import hf
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -27,7 +27,7 @@ from dsv3.checkpoint import load_params
 from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.functions import model_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
-from dsv3.hf_config import load_config
+from dsv3.config.hugging_face import load_config
 from sharding.mesh import rank_mesh, shardings
 
 def status(field):

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from dsv3.checkpoint import CheckpointError, load_params, save_hf, writer
 from dsv3.checkpoint.directory import read_directory
 from dsv3.checkpoint.publish import replace_file
-from dsv3.config import Fp8Config
-from dsv3.hf_config import load_config
+from dsv3.config.hugging_face import load_config
+from dsv3.config.model import Fp8Config
 from tests.dsv3.checkpoint import hf
 from tests.dsv3.checkpoint.test_load import VARIANTS, configs
 from tests.dsv3.checkpoint.trees import assert_same_bits, by_path, random_params

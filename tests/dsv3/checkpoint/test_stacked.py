@@ -14,7 +14,7 @@ from dsv3.checkpoint import CheckpointError, convert, fill, load_params
 from dsv3.checkpoint.boxes import blocks, full_box, num_blocks
 from dsv3.checkpoint.convert import convert_to_hf, convert_to_stacked
 from dsv3.checkpoint.safetensors_file import read_header
-from dsv3.hf_config import load_config
+from dsv3.config.hugging_face import load_config
 from tests.dsv3.checkpoint import hf
 from tests.dsv3.checkpoint.test_load import VARIANTS, configs
 from tests.dsv3.checkpoint.test_save import tensors_of

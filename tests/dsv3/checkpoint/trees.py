@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from dsv3.checkpoint import layout
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import Fp8Weight, Params, declare
 
 

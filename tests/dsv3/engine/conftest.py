@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.programs import Programs
 from dsv3.engine.engine import Engine
 from dsv3.engine.parts import Parts

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from dsv3.config.engine import EngineConfig
+from dsv3.config.options import EngineOptions
 from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
@@ -24,7 +25,6 @@ from dsv3.engine.jobs import experts
 from dsv3.engine.jobs.experts import MOVE, READ_LOAD, Balancer, ExpertsCommand, TrafficCounter, load_size
 from dsv3.engine.limits import Hardware, engine_config
 from dsv3.engine.parts import Parts
-from dsv3.options import EngineOptions
 from dsv3.scheduler.sequence import GREEDY
 from sharding.experts import rebalance
 from sharding.experts.eplb import balancedness, device_load, rebalance_experts

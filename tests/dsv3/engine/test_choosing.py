@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v32 import DEEPSEEK_V32
-from dsv3.config import ModelConfig
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
+from dsv3.config.model import ModelConfig
 from dsv3.engine.device import choosing
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions

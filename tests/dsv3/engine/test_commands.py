@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.wire import MAX_MESSAGE_BYTES
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.assemble.communication import Communication
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.device.programs import Programs
 from dsv3.engine.device.reserve import Reserve, reserve
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule

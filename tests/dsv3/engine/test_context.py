@@ -2,10 +2,10 @@
 
 import pytest
 
+from dsv3.config.options import EngineOptions
 from dsv3.engine import crossover
 from dsv3.engine.build import build_engine
 from dsv3.engine.device import choosing
-from dsv3.options import EngineOptions
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.fewer import greedy_samplers, one_bucket
 from tests.dsv3.model.golden import DIRECTORY, data

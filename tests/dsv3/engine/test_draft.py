@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import msgspec
 import pytest
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
+from dsv3.config.speculative import SpeculativeConfig
 from dsv3.engine.device.programs import Programs
 from dsv3.engine.engine import Engine
 from dsv3.engine.parts import Parts
-from dsv3.speculative import SpeculativeConfig
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import drain, request, run, run_out_of_pages

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.state import NO_DRAFT
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.draft_lookup import continuation

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
-from dsv3.options import EngineOptions
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.engine.driving import drain, request, run
 from tests.dsv3.engine.fewer import one_bucket

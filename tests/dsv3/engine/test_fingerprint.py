@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.fingerprint import differences, fields_of
-from dsv3.options import ClusterOptions, EngineOptions
 
 
 def member(process_id: int, num_processes: int = 2) -> ClusterOptions:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.device import first_launches
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.device.working import running

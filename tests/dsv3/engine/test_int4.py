@@ -10,12 +10,12 @@ import pytest
 
 from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from dsv3.checkpoint import load_params
+from dsv3.config.hugging_face import load_config, to_hf
+from dsv3.config.options import EngineOptions
 from dsv3.engine.description import describe
 from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
-from dsv3.hf_config import load_config, to_hf
 from dsv3.llm import LLM, SamplingParams
 from dsv3.model.params import Params
-from dsv3.options import EngineOptions
 from pallas_kernels.backend import Backend
 from tests.dsv3.checkpoint import hf, int4
 from tests.dsv3.engine.fewer import greedy_samplers

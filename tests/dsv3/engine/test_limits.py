@@ -5,11 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from dsv3.config import YarnConfig
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
+from dsv3.config.model import YarnConfig
+from dsv3.config.options import EngineOptions
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.limits import Hardware, engine_config, longest_context, pages_of_one, with_pages
-from dsv3.options import EngineOptions
 from tests.dsv3.engine import toy
 
 MODEL = toy.toy_config(max_position_embeddings=1000)

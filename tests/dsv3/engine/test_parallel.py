@@ -7,13 +7,13 @@ import shutil
 import jax
 import pytest
 
+from dsv3.config.engine import EngineConfig
+from dsv3.config.options import EngineOptions
 from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.build import build_engine, bundled_model
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.parts import Parts
 from dsv3.llm import LLM
-from dsv3.options import EngineOptions
 from sharding.experts import exchange
 from sharding.mesh import rank_mesh
 from tests.dsv3.engine.driving import request, run

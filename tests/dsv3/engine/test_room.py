@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.engine import Engine
 from dsv3.engine.parts import Parts
 from dsv3.scheduler.room import CALM_STEPS, NoRoom, Room

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dsv3.engine.config import EngineConfig, bucket
+from dsv3.config.engine import EngineConfig, bucket
 from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner

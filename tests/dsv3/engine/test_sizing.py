@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from dsv3.config.options import EngineOptions
 from dsv3.engine import build
 from dsv3.engine.build import build_engine
 from dsv3.engine.device import pool
 from dsv3.engine.engine import Engine
 from dsv3.engine.memory import DeviceMemory, KeptWorking, MemoryAccount, account, check_fits
-from dsv3.options import EngineOptions
 from tests.dsv3.model.golden import DIRECTORY
 
 H100, H200 = 84_900_000_000, 150_100_000_000

@@ -9,6 +9,7 @@ import pytest
 
 from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.checkpoint import save_hf
+from dsv3.config.options import EngineOptions
 from dsv3.engine import crossover
 from dsv3.engine.build import build_engine
 from dsv3.engine.description import describe
@@ -19,7 +20,6 @@ from dsv3.engine.jobs import decode, draft_module, prefill
 from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.kv_cache.layout import IndexedPages
 from dsv3.kv_cache.tiers import tiers
-from dsv3.options import EngineOptions
 from pallas_kernels.backend import Backend
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.fewer import one_bucket

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from dsv3.checkpoint import convert_to_stacked, fill, load_params
+from dsv3.config.hugging_face import to_hf
 from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.functions import model_functions
-from dsv3.hf_config import to_hf
 from sharding.mesh import rank_mesh, shardings
 from tests.dsv3.checkpoint import hf
 
@@ -84,7 +84,7 @@ import json, pathlib, sys, zlib
 import jax, jax.numpy as jnp, numpy
 from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_spread
-from dsv3.hf_config import load_config
+from dsv3.config.hugging_face import load_config
 from sharding.mesh import rank_mesh
 
 coordinator, process, *directories = sys.argv[1:]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.engine.functions import SpreadExperts, StepFunctions
 from dsv3.engine.jobs.experts import ExpertsWorker, MoveCommand
 from dsv3.model.batch import DecodeBatch, PrefillBatch

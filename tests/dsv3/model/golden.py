@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.checkpoint import load_params
-from dsv3.config import ModelConfig
-from dsv3.hf_config import load_config
+from dsv3.config.hugging_face import load_config
+from dsv3.config.model import ModelConfig
 from dsv3.model.forward import ForwardOutput, forward
 from dsv3.model.params import Params, abstract
 

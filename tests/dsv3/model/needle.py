@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config import IndexerConfig, ModelConfig
+from dsv3.config.model import IndexerConfig, ModelConfig
 from dsv3.model.params import IndexerParams, Params, abstract
 
 WIDTH, ROTATED, PAIR = 32, 16, 6

@@ -11,8 +11,8 @@ import pytest
 from benchmarks import cache_dtypes
 from benchmarks.cache_dtypes import Difference, read, texts
 from dsv3.checkpoint import load_params
+from dsv3.config.hugging_face import load_config
 from dsv3.engine.build import bundled_model
-from dsv3.hf_config import load_config
 from dsv3.kv_cache.layout import FP8, pool
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.model import test_steps

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Params, abstract, declare

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.layers.rope import amplitude
 from dsv3.model.params import Params
 from tests.dsv3.model.golden import data, model, relative_error, run

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from dsv3.checkpoint import load_params, save_hf
-from dsv3.config import Fp8Config, ModelConfig
-from dsv3.hf_config import load_config
+from dsv3.config.hugging_face import load_config
+from dsv3.config.model import Fp8Config, ModelConfig
 from dsv3.model import PAGE_SIZE, DecodeBatch, Fp8Weight, Params, PrefillBatch, declare, decode, prefill
 from pallas_kernels.fp8 import dequantize_128x128, quantize_128x128
 from tests.dsv3.model.golden import DIRECTORY, model, run

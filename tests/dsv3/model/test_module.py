@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model import Params, abstract, forward
 from dsv3.model.forward import ForwardOutput
 from dsv3.model.module import DeepseekV3

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model import PAGE_SIZE, DecodeBatch, Params, PrefillBatch, StepOutput, logits, mtp
 from dsv3.model.decoder import LayerContext
 from dsv3.model.layers.linear import Numerics

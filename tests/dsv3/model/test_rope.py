@@ -11,7 +11,7 @@ from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.kimi_k2 import KIMI_K2
 from configs.moonlight import MOONLIGHT_16B_A3B
-from dsv3.config import ModelConfig, YarnConfig
+from dsv3.config.model import ModelConfig, YarnConfig
 from dsv3.model.layers.rope import amplitude, inverse_frequencies, rotate, rotation
 
 

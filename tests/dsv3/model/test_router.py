@@ -15,7 +15,7 @@ from configs.deepseek_v2 import DEEPSEEK_V2
 from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.kimi_k2 import KIMI_K2
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.layers.router import Routing, _best_experts, route, router_logits
 from pallas_kernels import native
 from pallas_kernels.backend import Backend

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import FP8, IndexedPages, pool, token_bytes
 from dsv3.model import PAGE_SIZE, DecodeBatch, PrefillBatch, decode, logits, prefill
 from dsv3.model.params import AttentionParams, Params, abstract

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs.deepseek_v32 import DEEPSEEK_V32
-from dsv3.config import IndexerConfig
+from dsv3.config.model import IndexerConfig
 from dsv3.kv_cache.layout import FP8, IndexedPages, pool
 from dsv3.model import DecodeBatch, PrefillBatch, decode, prefill
 from dsv3.model.params import abstract

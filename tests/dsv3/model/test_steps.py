@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model import PAGE_SIZE, DecodeBatch, PrefillBatch, abstract, decode, logits, prefill
 from tests.dsv3.model.golden import data, model, run
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.config import ModelConfig, QueryScaling
+from dsv3.config.model import ModelConfig, QueryScaling
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, abstract, declare

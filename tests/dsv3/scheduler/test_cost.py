@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.scheduler.cost import KEYS_PER_TOKEN, Loads, affordable, costs, imbalance, keys_per_token, prefill_cost
 
 TOKENS = st.integers(0, 200_000)

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.config.options import ClusterOptions, EngineOptions
+from dsv3.config.server_options import ServerOptions
 from dsv3.restarts import RestartPolicy
 from dsv3.server.config import Deadlines, ServerConfig
 from dsv3.server.http.server import bind, serve
 from dsv3.server.tenants import tenants_of
-from dsv3.server_options import ServerOptions
 
 
 def main() -> int:

@@ -7,8 +7,8 @@ import socket
 import httpx
 import pytest
 
+from dsv3.config.server_options import ServerOptions
 from dsv3.server.http.auth import is_loopback
-from dsv3.server_options import ServerOptions
 from tests.dsv3.server import serving
 from tests.dsv3.server.conftest import KEY
 

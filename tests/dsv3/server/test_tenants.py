@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv3.config.server_options import ServerOptions
 from dsv3.prepare import RequestRules, prepare
 from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
@@ -17,7 +18,6 @@ from dsv3.server.answers.metrics import Metrics
 from dsv3.server.config import ServerConfig
 from dsv3.server.http.exchange import REQUEST_ID, TENANT, described
 from dsv3.server.tenants import MAX_TENANTS, Tenants, cache_salt, reread, tenants_of
-from dsv3.server_options import ServerOptions
 from tests.dsv3.server import serving
 
 COMPLETIONS = "/v1/completions"

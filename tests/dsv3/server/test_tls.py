@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from dsv3.config.server_options import ServerOptions
 from dsv3.server.http.tls import Certificate
-from dsv3.server_options import ServerOptions
 from tests.dsv3.server import serving
 
 COMPLETIONS = "/v1/completions"

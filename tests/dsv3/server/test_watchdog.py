@@ -10,7 +10,7 @@ import time
 import pytest
 import uvloop
 
-from dsv3.options import EngineOptions
+from dsv3.config.options import EngineOptions
 from dsv3.prepare import prepare
 from dsv3.request import EngineRequest, StepOutputs
 from dsv3.restarts import RestartPolicy

@@ -20,8 +20,9 @@ from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, H200, H800, NODE_8XH200, PREFILL_EP32
 from configs.glm_4_7_flash import GLM_4_7_FLASH
-from dsv3.config import ModelConfig
-from dsv3.declaration import options_of
+from dsv3.config.declaration import options_of
+from dsv3.config.model import ModelConfig
+from dsv3.config.options import EngineOptions
 from dsv3.engine.device.executor import lay_out
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Programs
@@ -30,7 +31,6 @@ from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import Hardware, engine_config, pages_of_one
 from dsv3.engine.parts import Parts
-from dsv3.options import EngineOptions
 from tools.plan import programs as planning
 from tools.plan.deployment import Deployment, Device
 

@@ -6,7 +6,7 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import H200, H800
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import row_bytes
 from tools.plan import roofline
 from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S, MicroBatch, Rates

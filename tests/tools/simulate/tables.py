@@ -1,6 +1,6 @@
 """Step times for tests: linear in tokens and keys, so that sums can be done by hand."""
 
-from dsv3.options import Role
+from dsv3.config.options import Role
 from tools.simulate.times import KEYS, InstanceTimes
 
 HOST = 1e-3

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.engine.config import EngineConfig
+from dsv3.config.engine import EngineConfig
 from tests.tools.simulate.tables import table
 from tools.simulate import worker
 from tools.simulate.apart import Order, Reply, Worker

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.forward import forward
 from dsv3.model.layers.experts import LOCAL_EXPERTS
 from dsv3.model.params import Params, ParamSpec, declare

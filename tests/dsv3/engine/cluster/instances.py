@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from dsv3.options import ClusterOptions, EngineOptions
+from dsv3.config.options import ClusterOptions, EngineOptions
 from tests.dsv3.engine import letters
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.engine.cluster.relay import Relay

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.wire import Wire, accept, connect
-from dsv3.options import ClusterOptions
 from dsv3.processes.certificates import Credentials, credentials_of
 from dsv3.processes.key_file import read_key
 

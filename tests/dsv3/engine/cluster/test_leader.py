@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from dsv3.config.engine import EngineConfig
+from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster import follower as follower_module
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.entrance import Strangers
@@ -32,13 +34,11 @@ from dsv3.engine.cluster.messages import (
     Told,
 )
 from dsv3.engine.cluster.wire import connect
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.mask import MaskCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
-from dsv3.options import ClusterOptions
 from tests.dsv3.engine.cluster import local
 
 RESULTS = [np.arange(4, dtype=np.int32)]

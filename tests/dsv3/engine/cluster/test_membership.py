@@ -2,8 +2,8 @@
 
 import pytest
 
+from dsv3.config.options import ClusterOptions, split_address
 from dsv3.engine.cluster.membership import slurm_membership
-from dsv3.options import ClusterOptions, split_address
 from dsv3.processes.key_file import read_key
 
 SLURM = {

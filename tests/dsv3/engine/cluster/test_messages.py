@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from dsv3.config.engine import EngineConfig
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.messages import Build, Digest, Failed, Hello, Step, Stop
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.job import Command, Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.experts import ExpertsCommand, MoveCommand

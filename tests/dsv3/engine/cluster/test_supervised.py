@@ -70,7 +70,7 @@ STALE = """
 import sys
 from dsv3.engine.cluster import start
 from dsv3.engine.cluster.generation import Generation
-from dsv3.options import ClusterOptions
+from dsv3.config.options import ClusterOptions
 start._CONNECT_S = 3
 cluster = ClusterOptions(coordinator=sys.argv[1], num_processes=2, process_id=1, cluster_key_file=sys.argv[2])
 start.start_jax(cluster, Generation(int(sys.argv[3]), sys.argv[4]))

@@ -5,9 +5,9 @@ import signal
 import psutil
 import pytest
 
+from dsv3.config.options import EngineOptions
 from dsv3.engine.cluster import supervisor
 from dsv3.engine.cluster.link import Follow
-from dsv3.options import EngineOptions
 from dsv3.restarts import RestartPolicy
 from tests.dsv3.engine.cluster import local
 

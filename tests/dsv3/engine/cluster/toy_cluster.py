@@ -21,10 +21,11 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 import jax
 import numpy as np
 
+from dsv3.config.engine import EngineConfig
+from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster import ahead, follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache
-from dsv3.engine.config import EngineConfig
 from dsv3.engine.device import first_launches
 from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.device.programs import Key, Programs
@@ -32,7 +33,6 @@ from dsv3.engine.functions import StepFunctions
 from dsv3.engine.jobs import experts
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.tiers import shared_memory, tiers
-from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.scheduler.sequence import GREEDY
 from dsv3.server.engine.factory import describe
 from dsv3.server.engine.messages import Start

@@ -4,9 +4,9 @@ import json
 import os
 import sys
 
+from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.link import Follow
 from dsv3.engine.cluster.supervisor import Supervisor
-from dsv3.options import ClusterOptions, EngineOptions
 from dsv3.restarts import RestartPolicy
 
 LOAD = "tests.dsv3.engine.cluster.toy_cluster:load"

@@ -5,11 +5,11 @@ import logging
 
 import pytest
 
+from dsv3.config.options import EngineOptions
 from dsv3.engine.jobs.pages import PageStats
 from dsv3.kv_cache.tiers.counts import TierCounts, total
 from dsv3.kv_cache.transfer import carriers
 from dsv3.kv_cache.transfer.carriers import Carried
-from dsv3.options import EngineOptions
 from dsv3.scheduler.stats import EngineStats
 from dsv3.server.answers.metrics import Metrics
 from dsv3.server.engine.process import _numbers

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dsv3.config import IndexerConfig, ModelConfig
-from dsv3.hf_config.fields import MEANINGLESS, Fields
-from dsv3.hf_config.indexer import read_indexer
-from dsv3.hf_config.quantization import read_quantization
-from dsv3.hf_config.rotary import Rotary, read_rotary
+from dsv3.config.hugging_face.fields import MEANINGLESS, Fields
+from dsv3.config.hugging_face.indexer import read_indexer
+from dsv3.config.hugging_face.quantization import read_quantization
+from dsv3.config.hugging_face.rotary import Rotary, read_rotary
+from dsv3.config.model import IndexerConfig, ModelConfig
 from pallas_kernels.int4 import RUN
 
 Routers = tuple[tuple[str, str], ...]

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-from dsv3.config import ModelConfig
-from dsv3.hf_config.fields import ConfigError
-from dsv3.hf_config.indexer import indexer_to_hf
-from dsv3.hf_config.quantization import quantization_to_hf
-from dsv3.hf_config.rotary import Rotary, mistral_rope_parameters
+from dsv3.config.hugging_face.fields import ConfigError
+from dsv3.config.hugging_face.indexer import indexer_to_hf
+from dsv3.config.hugging_face.quantization import quantization_to_hf
+from dsv3.config.hugging_face.rotary import Rotary, mistral_rope_parameters
+from dsv3.config.model import ModelConfig
 
 _CLASSES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",

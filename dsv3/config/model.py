@@ -1,7 +1,7 @@
 """The hyper-parameters of a model of the DeepSeek-V3 family, as plain frozen dataclasses.
 
 Field names follow the Hugging Face `config.json` of the family, so that a reader who knows one knows the other.
-`dsv3.hf_config` builds a `ModelConfig` from such a file and refuses what it does not understand.
+`dsv3.config.hugging_face` builds a `ModelConfig` from such a file and refuses what it does not understand.
 """
 
 import dataclasses

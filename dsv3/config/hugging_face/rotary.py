@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from dsv3.config import QueryScaling, YarnConfig
-from dsv3.hf_config.fields import Fields
+from dsv3.config.hugging_face.fields import Fields
+from dsv3.config.model import QueryScaling, YarnConfig
 
 
 class Rotary(NamedTuple):

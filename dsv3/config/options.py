@@ -1,6 +1,6 @@
 """Every option of an engine and of the processes of an instance, each declared once; imports neither jax nor absl.
 
-Those of a server are in `dsv3.server_options`.
+Those of a server are in `dsv3.config.server_options`.
 
 All else is derived from the fields below: command-line flags and their help (`launch.cli`), `LLM`'s parameters
 (`dsv3.llm`), the message that starts an engine (`dsv3.server.engine.messages`), what the processes of an instance must
@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dsv3.declaration import check, option
+from dsv3.config.declaration import check, option
+from dsv3.config.speculative import SpeculativeConfig
 from dsv3.engine.step_reports.config import StepMetricsConfig
 from dsv3.kv_cache.events.config import KvEventsConfig
 from dsv3.kv_cache.tiers.store import check_address
-from dsv3.speculative import SpeculativeConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]

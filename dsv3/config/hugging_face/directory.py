@@ -8,12 +8,12 @@ import re
 import struct
 from typing import Any
 
-from dsv3.config import ModelConfig
+from dsv3.config.hugging_face.families import OF_MISTRAL, from_hf
+from dsv3.config.hugging_face.fields import ConfigError, Fields
+from dsv3.config.hugging_face.mistral_params import as_config
+from dsv3.config.hugging_face.names import text_name
+from dsv3.config.model import ModelConfig
 from dsv3.files import MAX_JSON_BYTES, open_regular, parse_json, read_json
-from dsv3.hf_config.families import OF_MISTRAL, from_hf
-from dsv3.hf_config.fields import ConfigError, Fields
-from dsv3.hf_config.mistral_params import as_config
-from dsv3.hf_config.names import text_name
 
 _log = logging.getLogger(__name__)
 

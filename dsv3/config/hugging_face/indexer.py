@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from dsv3.config import IndexerConfig, ModelConfig
-from dsv3.hf_config.fields import Fields
+from dsv3.config.hugging_face.fields import Fields
+from dsv3.config.model import IndexerConfig, ModelConfig
 
 _FULL, _SHARED = "full", "shared"
 _LETTERS = {"F": _FULL, "S": _SHARED}

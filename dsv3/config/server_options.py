@@ -1,10 +1,10 @@
-"""Every option of a server and of a batch besides those of its engine, each declared once; see `dsv3.options`."""
+"""Every option of a server and of a batch besides those of its engine (`options.py`), each declared once."""
 
 import dataclasses
 import re
 from typing import Literal
 
-from dsv3.declaration import check, option
+from dsv3.config.declaration import check, option
 from dsv3.text.dialects import ReasoningParser, ToolCallParser
 
 Isolation = Literal["tenant", "salt", "none"]

@@ -5,11 +5,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from dsv3.config import ModelConfig
-from dsv3.hf_config import nested
-from dsv3.hf_config.deepseek import V2_ROUTERS, Family, read
-from dsv3.hf_config.fields import Fields
-from dsv3.hf_config.rotary import read_mistral_rotary
+from dsv3.config.hugging_face import nested
+from dsv3.config.hugging_face.deepseek import V2_ROUTERS, Family, read
+from dsv3.config.hugging_face.fields import Fields
+from dsv3.config.hugging_face.rotary import read_mistral_rotary
+from dsv3.config.model import ModelConfig
 
 _log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from dsv3.config import Fp8Config, ModelConfig
-from dsv3.hf_config.fields import Fields
+from dsv3.config.hugging_face.fields import Fields
+from dsv3.config.model import Fp8Config, ModelConfig
 
 # Which tensors are quantized shows in the file: they have a scale next to them.
 _TENSOR_LISTS = frozenset({"modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize", "ignore"})

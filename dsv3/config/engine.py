@@ -5,13 +5,13 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from dsv3.declaration import check, option, options_of
+from dsv3.config.declaration import check, option, options_of
+from dsv3.config.options import EngineOptions, Role, TransferCarrier
+from dsv3.config.speculative import SpeculativeConfig
 from dsv3.engine.step_reports.config import StepMetricsConfig
 from dsv3.kv_cache.events.config import KvEventsConfig
 from dsv3.kv_cache.identity import fingerprint
 from dsv3.kv_cache.page import pages_for
-from dsv3.options import EngineOptions, Role, TransferCarrier
-from dsv3.speculative import SpeculativeConfig
 
 _MIN_PREFILL_TOKENS = 64
 _LONG_PREFILL_TOKENS = 1024

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dsv3.config import ModelConfig
-from dsv3.hf_config.fields import MEANINGLESS, Fields
+from dsv3.config.hugging_face.fields import MEANINGLESS, Fields
+from dsv3.config.model import ModelConfig
 
 _OF_OTHER_MEDIA = re.compile(
     r"(image|video|vision|visual|media|audio|mm|projector|projection|multimodal|spatial|use_unified_vision)_\w+"

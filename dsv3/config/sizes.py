@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

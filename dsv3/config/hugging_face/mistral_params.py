@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dsv3.hf_config.fields import ConfigError, Fields
+from dsv3.config.hugging_face.fields import ConfigError, Fields
 
 _SIZES = {
     "dim": "hidden_size",

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from dsv3.prepare import RequestRules
+from dsv3.scheduler.prepare import RequestRules
 from dsv3.server.answers.kinds import KINDS
 from dsv3.server.answers.service import Service, ServiceConfig
 from dsv3.server.engine.client import EngineClient

@@ -18,8 +18,8 @@ import numpy as np
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
-from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.request import EngineRequest
 from dsv3.text.tokenizer import Tokenizer
 from sharding.experts.eplb import ExpertMap, balancedness, device_load
 

@@ -45,8 +45,8 @@ from dsv3.kv_cache.tiers.shared_memory import SharedMemory
 from dsv3.kv_cache.tiers.tiers import Tiers
 from dsv3.kv_cache.tiers.value import ALIGNMENT, aligned, read_header
 from dsv3.model.params import initialize
-from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.request import EngineRequest
 
 VALUE_BYTES = 61 * 64 * 576 * 2
 THREADS = 8

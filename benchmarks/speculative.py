@@ -35,7 +35,7 @@ from dsv3.engine.functions import model_functions
 from dsv3.engine.limits import Hardware, engine_config
 from dsv3.engine.parts import Parts
 from dsv3.model import initialize
-from dsv3.request import EngineRequest
+from dsv3.scheduler.request import EngineRequest
 from dsv3.text.tokenizer import Tokenizer
 from training.corpus import documents, split_documents, standard_library
 

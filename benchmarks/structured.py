@@ -29,7 +29,7 @@ from dsv3 import SamplingParams, StructuredOutputsParams
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
-from dsv3.request import EngineRequest
+from dsv3.scheduler.request import EngineRequest
 from dsv3.text.grammar import plain_grammar
 from dsv3.text.matcher import Matcher, Vocabulary
 from training.corpus import documents, standard_library

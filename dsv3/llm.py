@@ -22,10 +22,10 @@ from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.engine import Engine
 from dsv3.model.inspection import Hook, Inspection, inspect
 from dsv3.model.params import Params
-from dsv3.prepare import PreparedRequest, fan_out, prepare
 from dsv3.progress import progress_bar
-from dsv3.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull, TokenLogprobs
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.prepare import PreparedRequest, fan_out, prepare
+from dsv3.scheduler.request import EngineOutput, EngineRequest, InvalidRequest, QueueFull, TokenLogprobs
 from dsv3.server.answers.defaults import sampling_defaults
 from dsv3.text.answer_grammar import Wanted, answer_grammar
 from dsv3.text.chat_template import ChatTemplate, TemplateError

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from dsv3.config.declaration import check, option
-from dsv3.request import MAX_PRIORITY
+from dsv3.scheduler.request import MAX_PRIORITY
 
 ANSWER_FIELDS = ("reasoning", "finish_reason", "error", "prompt_tokens", "completion_tokens")
 

@@ -21,7 +21,7 @@ from dsv3.batch.options import BatchOptions
 from dsv3.batch.run import Reply
 from dsv3.files import read_secret
 from dsv3.http_client import Address, Client, RequestFailed
-from dsv3.request import BATCH_PRIORITY
+from dsv3.scheduler.request import BATCH_PRIORITY
 
 DEFAULT_CONCURRENCY = 64
 MAX_CONCURRENCY = 4096

@@ -27,11 +27,11 @@ from dsv3.engine.look import JobNote, Look, ShowsExperts, StepLog
 from dsv3.engine.parts import Parts
 from dsv3.engine.step_metrics import StepNotes
 from dsv3.kv_cache.events.record import EventStats
-from dsv3.prepare import PreparedRequest, RequestRules, prepare
-from dsv3.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull, StepOutputs
 from dsv3.scheduler.cost import keys_per_token
 from dsv3.scheduler.grammars import Grammars
 from dsv3.scheduler.masks import Masks
+from dsv3.scheduler.prepare import PreparedRequest, RequestRules, prepare
+from dsv3.scheduler.request import EngineDead, EngineOutput, EngineRequest, InvalidRequest, QueueFull, StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence, sequence_of
 from dsv3.scheduler.stats import STEP_TOKENS_BOUNDS, EngineStats, Histogram, HostTime

@@ -21,7 +21,7 @@ import numpy as np
 from dsv3.engine.aside import Aside, News, Tell
 from dsv3.engine.functions import StepResult
 from dsv3.engine.parts import Parts
-from dsv3.request import StepOutputs
+from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from dsv3.request import EngineOutput, FinishReason, StepOutputs, TokenLogprobs, Tokens
 from dsv3.scheduler.codes import NOT_FINITE, NOTHING
+from dsv3.scheduler.request import EngineOutput, FinishReason, StepOutputs, TokenLogprobs, Tokens
 from dsv3.scheduler.rows import BatchRows, Sampled
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv3.request import EngineOutput, FinishReason, StepOutputs
+from dsv3.scheduler.request import EngineOutput, FinishReason, StepOutputs
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence

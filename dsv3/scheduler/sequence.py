@@ -8,8 +8,8 @@ import numpy as np
 
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.tiers.tiers import LookUp
-from dsv3.prepare import PreparedRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.prepare import PreparedRequest
 from dsv3.text.matcher import Matcher
 
 GREEDY, DRAWN, FILTERED, FULL = 0, 1, 2, 3

@@ -18,7 +18,7 @@ import dsv3
 from dsv3 import LLM, SamplingParams, StructuredOutputsParams
 from dsv3.checkpoint.writer import save_hf
 from dsv3.engine.device.programs import Key
-from dsv3.request import InvalidRequest
+from dsv3.scheduler.request import InvalidRequest
 from tests.dsv3.engine.fewer import one_bucket
 from tests.dsv3.model.golden import DIRECTORY, model
 from tests.dsv3.text import tiny

@@ -19,7 +19,7 @@ import numpy as np
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import EngineView
 from dsv3.kv_cache.keys import Key
-from dsv3.request import StepOutputs, Tokens
+from dsv3.scheduler.request import StepOutputs, Tokens
 from tools.simulate.clock import Clock
 from tools.simulate.instance import Instance, State
 from tools.simulate.pages import Handed

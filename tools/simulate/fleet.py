@@ -13,7 +13,7 @@ import numpy as np
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import EngineView
 from dsv3.kv_cache.keys import Key
-from dsv3.request import StepOutputs
+from dsv3.scheduler.request import StepOutputs
 from router.instance import Booking
 from router.prompt import MAX_PAGES, Prompt
 from tools.simulate.apart import Apart, Elsewhere, Here

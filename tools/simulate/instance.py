@@ -20,7 +20,7 @@ from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import SampleCommand
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.page import PAGE_SIZE
-from dsv3.request import StepOutputs
+from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import sequence_of

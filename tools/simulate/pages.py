@@ -20,7 +20,7 @@ from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.kv_cache.tiers.arena import Arena, arena_bytes, cells_within
 from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.kv_cache.tiers.tiers import Tiers
-from dsv3.request import StepOutputs
+from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 from tools.simulate.clock import Clock
 from tools.simulate.times import InstanceTimes

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from dsv3.kv_cache.keys import KEY_BYTES, Key, root_key
 from dsv3.kv_cache.page import PAGE_SIZE
-from dsv3.prepare import PreparedRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.prepare import PreparedRequest
 from tools.simulate.traffic import Run
 
 VOCAB = 2**17

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Link, Serving, Waits
-from dsv3.restarts import Deaths, RestartPolicy
+from dsv3.processes.restarts import Deaths, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")
 _LOOK_S = 0.25

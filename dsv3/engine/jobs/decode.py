@@ -20,8 +20,8 @@ from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.model.batch import DecodeBatch
-from dsv3.request import StepOutputs
 from dsv3.scheduler.balance import DecodeBalance
+from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.room import Room
 from dsv3.scheduler.rows import BatchRows
 

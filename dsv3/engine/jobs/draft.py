@@ -25,7 +25,7 @@ from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.draft_command import NAME, CachedText, DraftCommand
 from dsv3.engine.jobs.prefill import Chunk, PrefillCommand
 from dsv3.engine.parts import Parts
-from dsv3.request import StepOutputs
+from dsv3.scheduler.request import StepOutputs
 
 TELL = "tell drafts"
 _DRAFTERS = {"mtp": draft_module, "ngram": draft_lookup}

@@ -31,7 +31,7 @@ from dsv3.engine.job import Command, EngineView, JobKind, Planned, Watch
 from dsv3.engine.jobs.kept_experts import keep, start_from
 from dsv3.engine.look import ExpertLoad
 from dsv3.engine.parts import Parts
-from dsv3.request import StepOutputs
+from dsv3.scheduler.request import StepOutputs
 from sharding.experts.eplb import (
     ExpertMap,
     balancedness,

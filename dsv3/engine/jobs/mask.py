@@ -17,8 +17,8 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import ProgramSpec
 from dsv3.engine.job import Command, EngineView, JobKind, Later, Planned
 from dsv3.engine.parts import Parts
-from dsv3.request import StepOutputs
 from dsv3.scheduler.masks import ALL, MaskStats
+from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.scheduler import Scheduler
 

@@ -34,7 +34,7 @@ from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.kv_cache.tiers.far import FarTiers
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import Batch, FarBatch, Fetch, HostTiers
-from dsv3.request import StepOutputs
+from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Sequence
 from sharding.processes import local_part
 

@@ -21,10 +21,10 @@ from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.kv_cache.page import PAGE_SIZE
-from dsv3.request import StepOutputs
 from dsv3.scheduler.balance import PrefillBalance
 from dsv3.scheduler.cost import prefill_cost
 from dsv3.scheduler.gathering import Gathering
+from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.room import Room
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.sequence import Sequence

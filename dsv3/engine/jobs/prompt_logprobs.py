@@ -22,8 +22,8 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER, next_tokens, ragged_batch
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
-from dsv3.request import EngineOutput, PromptLogprobs, StepOutputs
 from dsv3.sampling_params import MAX_LOGPROBS
+from dsv3.scheduler.request import EngineOutput, PromptLogprobs, StepOutputs
 from dsv3.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustm
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.mask import masked, num_words, plan_mask
 from dsv3.model.vocabulary import Vocabulary
-from dsv3.request import StepOutputs
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from dsv3.scheduler.accept import accept
 from dsv3.scheduler.codes import NOT_FINITE, NOTHING, UNDRAFTED
 from dsv3.scheduler.masks import ALL
+from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows, Sampled
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import FILTERED, FULL, GREEDY, Sequence

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from dsv3.request import MAX_PRIORITY
+from dsv3.scheduler.request import MAX_PRIORITY
 from dsv3.server.answers.bootstrap import bootstrap_of
 from dsv3.server.answers.constraints import constraint_of, made_grammar
 from dsv3.server.answers.errors import ApiError

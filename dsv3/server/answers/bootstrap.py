@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dsv3.prepare import PreparedRequest
+from dsv3.scheduler.prepare import PreparedRequest
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.schema import ChatRequest, SampledRequest
 from dsv3.server.answers.transfer import address_of

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dsv3.request import PromptLogprobs, TokenLogprobs
+from dsv3.scheduler.request import PromptLogprobs, TokenLogprobs
 from dsv3.text.tokenizer import Tokenizer
 
 # JSON has no infinity; vLLM's stand-in for a probability of 0.

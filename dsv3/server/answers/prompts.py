@@ -108,7 +108,7 @@ async def _prompt(service: Service, found: Any, add_special: bool) -> EncodedPro
 
 
 def _token_ids(found: list[Any], service: Service) -> array.array[int]:
-    """Returns a list whose first item is a token id, if all are; which ids there are, `dsv3.prepare` knows."""
+    """Returns a list whose first item is a token id, if all are; `prepare` checks which ids there are."""
     try:
         return array.array("i", found)
     except TypeError:

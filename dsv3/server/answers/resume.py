@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dsv3.prepare import RequestRules, stop_ids
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.prepare import RequestRules, stop_ids
 from dsv3.server.answers.errors import invalid
 from dsv3.server.answers.prompts import EncodedPrompt
 from dsv3.server.answers.responses import FinishReason

@@ -14,7 +14,7 @@ import msgspec
 
 from dsv3.batch.journal import BatchError
 from dsv3.batch.run import Reply
-from dsv3.request import MAX_PRIORITY
+from dsv3.scheduler.request import MAX_PRIORITY
 from dsv3.server.answers.errors import ENGINE_DIED, QUEUE_FULL, ApiError, internal, invalid
 from dsv3.server.answers.kinds import KINDS
 from dsv3.server.answers.reading import read

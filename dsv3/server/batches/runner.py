@@ -17,7 +17,7 @@ import msgspec
 
 from dsv3.batch.journal import SYNC_SECONDS, BatchError, Journal, model_identity, summarize_input
 from dsv3.batch.run import BatchProgress, run
-from dsv3.request import BATCH_PRIORITY
+from dsv3.scheduler.request import BATCH_PRIORITY
 from dsv3.server.answers.service import Service
 from dsv3.server.batches import outcome
 from dsv3.server.batches.completer import ServerCompleter

@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 import msgspec
 
 from dsv3.engine.look import Look, StepNote
-from dsv3.prepare import PreparedRequest
-from dsv3.request import EngineOutput, first_id
+from dsv3.scheduler.prepare import PreparedRequest
+from dsv3.scheduler.request import EngineOutput, first_id
 from dsv3.server import frames
 from dsv3.server.engine import messages
 from dsv3.server.engine.live import Live, Lives

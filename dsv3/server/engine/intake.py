@@ -7,8 +7,8 @@ from itertools import chain, islice
 from typing import Any, Protocol
 
 from dsv3.engine.look import Look, StepLog
-from dsv3.prepare import PreparedRequest, fan_out
-from dsv3.request import InvalidRequest, QueueFull, StepOutputs
+from dsv3.scheduler.prepare import PreparedRequest, fan_out
+from dsv3.scheduler.request import InvalidRequest, QueueFull, StepOutputs
 from dsv3.server.engine import messages
 from dsv3.server.engine.fronts import FrontConnection, FrontConnections
 

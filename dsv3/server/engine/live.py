@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from dsv3.prepare import PreparedRequest, RequestRules, behind
+from dsv3.scheduler.prepare import PreparedRequest, RequestRules, behind
 
 if TYPE_CHECKING:
     from dsv3.server.engine.client import Sink

@@ -21,7 +21,7 @@ import msgspec
 
 from dsv3.engine.errors import public_text
 from dsv3.logs import configure_logging
-from dsv3.request import StepOutputs
+from dsv3.scheduler.request import StepOutputs
 from dsv3.server.engine import messages
 from dsv3.server.engine.fronts import FrontConnections
 from dsv3.server.engine.intake import EngineLike, Intake

@@ -1,6 +1,6 @@
 """The server tests' engine without a model, dying as the real one does: every request ends with an error first."""
 
-from dsv3.request import EngineOutput, StepOutputs
+from dsv3.scheduler.request import EngineOutput, StepOutputs
 from tests.dsv3.server import fake_engine
 from tests.dsv3.server.fake_engine import FAIL_STEP
 

@@ -15,7 +15,7 @@ from dsv3.batch import servers as servers_module
 from dsv3.batch.journal import BatchError
 from dsv3.batch.options import BatchOptions
 from dsv3.batch.servers import servers_completer
-from dsv3.request import BATCH_PRIORITY
+from dsv3.scheduler.request import BATCH_PRIORITY
 from tests.dsv3.server import serving
 from tests.dsv3.text import tiny
 

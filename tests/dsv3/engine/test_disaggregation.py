@@ -11,8 +11,8 @@ import pytest
 from dsv3.engine.engine import Engine
 from dsv3.kv_cache.tiers import tiers
 from dsv3.kv_cache.transfer import client, finding
-from dsv3.prepare import prepare
-from dsv3.request import InvalidRequest
+from dsv3.scheduler.prepare import prepare
+from dsv3.scheduler.request import InvalidRequest
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take
 

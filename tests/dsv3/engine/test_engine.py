@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from dsv3.request import EngineDead, InvalidRequest, QueueFull
+from dsv3.scheduler.request import EngineDead, InvalidRequest, QueueFull
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import drain, name_of, number, request, run, take
 

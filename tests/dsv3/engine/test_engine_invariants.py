@@ -20,9 +20,9 @@ from dsv3.engine.jobs import decode, prefill, sample
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.kv_cache.tiers import tiers
-from dsv3.request import EngineRequest, QueueFull
 from dsv3.scheduler.admission import _ROOM
 from dsv3.scheduler.codes import NOT_FINITE, NOTHING
+from dsv3.scheduler.request import EngineRequest, QueueFull
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.sequence import Sequence, State
 from dsv3.scheduler.yielding import useful_pages

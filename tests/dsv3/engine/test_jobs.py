@@ -21,7 +21,7 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.parts import Parts
-from dsv3.request import StepOutputs
+from dsv3.scheduler.request import StepOutputs
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import request, run, run_out_of_pages

@@ -21,11 +21,11 @@ from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.mask import MaskCommand, masked
 from dsv3.engine.parts import Parts
-from dsv3.prepare import RequestRules, prepare
-from dsv3.request import EngineRequest, InvalidRequest, QueueFull, StepOutputs
 from dsv3.scheduler import grammars
 from dsv3.scheduler.grammars import GrammarStats
 from dsv3.scheduler.masks import Masks
+from dsv3.scheduler.prepare import RequestRules, prepare
+from dsv3.scheduler.request import EngineRequest, InvalidRequest, QueueFull, StepOutputs
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of

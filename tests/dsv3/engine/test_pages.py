@@ -13,7 +13,7 @@ from dsv3.kv_cache.keys import extend_keys
 from dsv3.kv_cache.tiers import counts as counts_module
 from dsv3.kv_cache.tiers import directory, tiers
 from dsv3.kv_cache.tiers.counts import Rate, loading_pays
-from dsv3.request import EngineRequest
+from dsv3.scheduler.request import EngineRequest
 from dsv3.scheduler.sequence import State
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, drain, number, request, run, take

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dsv3.engine.jobs import prompt_logprobs
-from dsv3.request import PromptLogprobs
+from dsv3.scheduler.request import PromptLogprobs
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, drain, request, run
 

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from dsv3.prepare import prepare
-from dsv3.request import EngineRequest, InvalidRequest
+from dsv3.scheduler.prepare import prepare
+from dsv3.scheduler.request import EngineRequest, InvalidRequest
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.driving import Gathered, request, run
 from tests.dsv3.engine.test_draft import make

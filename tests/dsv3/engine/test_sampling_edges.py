@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from dsv3.engine.device import sampling
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, control_rows, controls_at
 from dsv3.engine.jobs.sample import sample_body
-from dsv3.prepare import RequestRules, prepare
-from dsv3.request import EngineRequest
 from dsv3.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
 from dsv3.scheduler.codes import NOT_FINITE, NOTHING, UNDRAFTED
+from dsv3.scheduler.prepare import RequestRules, prepare
+from dsv3.scheduler.request import EngineRequest
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, sequence_of
 from tests.dsv3.engine import distribution
 

@@ -10,11 +10,11 @@ from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner
 from dsv3.engine.jobs.sample import SamplePlanner
-from dsv3.prepare import RequestRules, prepare
-from dsv3.request import EngineOutput, EngineRequest, StepOutputs
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler import yielding
 from dsv3.scheduler.codes import NOTHING
+from dsv3.scheduler.prepare import RequestRules, prepare
+from dsv3.scheduler.request import EngineOutput, EngineRequest, StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence, sequence_of
 from tests.dsv3.engine.driving import name_of, number

@@ -15,8 +15,16 @@ from dsv3.engine.look import JobNote, Look, StepLog
 from dsv3.kv_cache.events.config import KvEventsConfig
 from dsv3.kv_cache.events.publisher import Publisher
 from dsv3.kv_cache.events.record import Spelled, Stored
-from dsv3.prepare import PreparedRequest, RequestRules
-from dsv3.request import EngineOutput, InvalidRequest, PromptLogprobs, QueueFull, StepOutputs, TokenLogprobs, Tokens
+from dsv3.scheduler.prepare import PreparedRequest, RequestRules
+from dsv3.scheduler.request import (
+    EngineOutput,
+    InvalidRequest,
+    PromptLogprobs,
+    QueueFull,
+    StepOutputs,
+    TokenLogprobs,
+    Tokens,
+)
 from dsv3.server.engine.messages import EngineInfo
 
 BOS, EOS = 0, 1

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from dsv3.prepare import RequestRules, prepare
-from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.prepare import RequestRules, prepare
+from dsv3.scheduler.request import EngineRequest
 from dsv3.server.answers.bootstrap import bootstrap_of
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.answers.schema import ChatRequest, CompletionRequest

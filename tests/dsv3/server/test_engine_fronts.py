@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.prepare import RequestRules, prepare
-from dsv3.request import EngineOutput, EngineRequest, StepOutputs, Tokens, first_id, senders
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.prepare import RequestRules, prepare
+from dsv3.scheduler.request import EngineOutput, EngineRequest, StepOutputs, Tokens, first_id, senders
 from dsv3.server import frames
 from dsv3.server.engine import fronts as fronts_module
 from dsv3.server.engine import messages

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.prepare import RequestRules
-from dsv3.request import EngineOutput
+from dsv3.scheduler.prepare import RequestRules
+from dsv3.scheduler.request import EngineOutput
 from dsv3.server.answers.answer import Answer
 from dsv3.server.answers.completions import CompletionAnswer
 from dsv3.server.answers.errors import ApiError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.request import TokenLogprobs
+from dsv3.scheduler.request import TokenLogprobs
 from dsv3.server.answers import whole
 from dsv3.server.answers.generation import Update
 from dsv3.server.answers.logprobs import LogprobEncoder

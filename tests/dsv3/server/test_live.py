@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.prepare import RequestRules, behind, fan_out, prepare
-from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.prepare import RequestRules, behind, fan_out, prepare
+from dsv3.scheduler.request import EngineRequest
 from dsv3.server.engine.live import SAFE_TOKENS, Lives
 
 RULES = RequestRules(vocab_size=9, max_model_len=2000, fingerprint="print")

@@ -8,7 +8,7 @@ import openai
 import psutil
 import pytest
 
-from dsv3.prepare import RequestRules
+from dsv3.scheduler.prepare import RequestRules
 from dsv3.server.asking import AskedProcess, DeadlyQuestion
 from dsv3.server.grammars import pool as grammars_pool
 from dsv3.server.grammars.pool import GrammarPool

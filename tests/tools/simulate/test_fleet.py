@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.prepare import PreparedRequest, RequestRules, prepare
-from dsv3.request import EngineRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.prepare import PreparedRequest, RequestRules, prepare
+from dsv3.scheduler.request import EngineRequest
 from tests.tools.simulate.tables import HOST, decode_s, prefill_s, table
 from tools.bench.metrics import Limit
 from tools.simulate.clock import Clock

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from dsv3.kv_cache.keys import KEY_BYTES, Key, extend_keys, root_key
-from dsv3.request import MAX_PRIORITY, EngineRequest, InvalidRequest
 from dsv3.sampling_params import SamplingParams
+from dsv3.scheduler.request import MAX_PRIORITY, EngineRequest, InvalidRequest
 from dsv3.text.grammar import plain_grammar
 
 

@@ -24,9 +24,9 @@ from dsv3.checkpoint import load_params
 from dsv3.checkpoint.load_plan import Fp8Mode
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import ModelConfig
+from dsv3.config.page import pages_for
 from dsv3.engine.build import bundled_model
 from dsv3.kv_cache.layout import FP8, pool, row_bytes
-from dsv3.kv_cache.page import pages_for
 from dsv3.model import DecodeBatch, decode, logits
 from dsv3.model.params import Params
 from dsv3.text.tokenizer import Tokenizer

@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks.cpu_step import RANDOM, Step, compiled, in_turns, initialized, load
 from dsv3.config.model import ModelConfig
+from dsv3.config.page import pages_for
 from dsv3.kv_cache.layout import pool
-from dsv3.kv_cache.page import pages_for
 from dsv3.model import PrefillBatch, logits, prefill
 from dsv3.model.params import Params
 from pallas_kernels.backend import resolve_backend

@@ -35,9 +35,9 @@ from dsv3.checkpoint import load_params
 from dsv3.checkpoint.quantize import quantized
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import ModelConfig
+from dsv3.config.page import pages_for
 from dsv3.engine.build import bundled_model
 from dsv3.kv_cache.layout import pool
-from dsv3.kv_cache.page import pages_for
 from dsv3.model import DecodeBatch, decode, logits
 from dsv3.model.params import Params, declare, initialize
 from pallas_kernels.backend import Backend, resolve_backend

@@ -9,7 +9,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from dsv3.kv_cache.events.config import endpoint_of
+from dsv3.config.publishing import endpoint_of
 from dsv3.kv_cache.events.wire import EventBatch
 from router.held import Held, UnreadableEvents, read_batch
 

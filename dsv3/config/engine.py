@@ -6,12 +6,11 @@ import math
 from typing import Any, NamedTuple
 
 from dsv3.config.declaration import check, option, options_of
+from dsv3.config.identity import fingerprint
 from dsv3.config.options import EngineOptions, Role, TransferCarrier
+from dsv3.config.page import pages_for
+from dsv3.config.publishing import KvEventsConfig, StepMetricsConfig
 from dsv3.config.speculative import SpeculativeConfig
-from dsv3.engine.step_reports.config import StepMetricsConfig
-from dsv3.kv_cache.events.config import KvEventsConfig
-from dsv3.kv_cache.identity import fingerprint
-from dsv3.kv_cache.page import pages_for
 
 _MIN_PREFILL_TOKENS = 64
 _LONG_PREFILL_TOKENS = 1024
@@ -62,7 +61,7 @@ class EngineConfig:
     expert_overlap: bool = _carries("expert_overlap", True)
     enable_prefix_caching: bool = _carries("enable_prefix_caching", True)
     cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.kv_cache.layout`.")
-    identity: str = option("", "Say what pages depend on beside tokens (`dsv3.kv_cache.identity`).", programs=False)
+    identity: str = option("", "Say what pages depend on beside tokens (`dsv3.config.identity`).", programs=False)
     kv_offloading_size: float = _carries("kv_offloading_size", 0.0)
     kv_store: str | None = _carries("kv_store", None)
     kv_store_size: float = _carries("kv_store_size", 100.0)

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dsv3.config.declaration import check, option
+from dsv3.config.publishing import KvEventsConfig, StepMetricsConfig
 from dsv3.config.speculative import SpeculativeConfig
-from dsv3.engine.step_reports.config import StepMetricsConfig
-from dsv3.kv_cache.events.config import KvEventsConfig
-from dsv3.kv_cache.tiers.store import check_address
+from dsv3.config.store_address import check_address
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]

@@ -5,8 +5,9 @@ import re
 from typing import Literal
 
 from dsv3.config.declaration import check, option
-from dsv3.text.dialects import ReasoningParser, ToolCallParser
 
+ReasoningParser = Literal["auto", "deepseek_r1", "deepseek_v3", "kimi_k2", "glm45", "none"]
+ToolCallParser = Literal["auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "glm45", "glm47", "none"]
 Isolation = Literal["tenant", "salt", "none"]
 
 _MAX_FRONTS = 256

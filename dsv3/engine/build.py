@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 
 from dsv3.checkpoint.identity import known_identity
 from dsv3.config.hugging_face import load_config, stored_dtype
+from dsv3.config.identity import CacheIdentity, model_identity
 from dsv3.config.model import Fp8Config, ModelConfig
 from dsv3.config.options import EngineOptions
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.compilation import use_compilation_cache
@@ -29,8 +31,6 @@ from dsv3.engine.limits import Hardware, engine_config, pages_of_one
 from dsv3.engine.parts import Parts
 from dsv3.engine.sizing import size_pool
 from dsv3.engine.stored import own_store
-from dsv3.kv_cache.identity import CacheIdentity, model_identity
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.model.tensor_parallel import check_shards
 from pallas_kernels.backend import prepare, resolve_backend
 from sharding.mesh import rank_mesh

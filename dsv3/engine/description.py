@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.size import count_parameters, short
 from dsv3.kv_cache.layout import latents_of, pool, token_bytes
-from dsv3.kv_cache.page import PAGE_SIZE
 from pallas_kernels import dsa, mla
 from pallas_kernels.backend import Backend
 

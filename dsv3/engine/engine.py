@@ -410,6 +410,6 @@ def _step_notes(cfg: EngineConfig, scheduler: Scheduler) -> StepNotes | None:
     """Returns what tells planners of each step, if anybody wants to know; ZMQ is imported only then."""
     if (config := cfg.step_metrics) is None:
         return None
-    from dsv3.engine.step_reports.publisher import StepPublisher
+    from dsv3.engine.step_reports import StepPublisher
 
     return StepNotes(scheduler, StepPublisher(config, cfg.num_ranks), config.worker_id)

@@ -5,9 +5,9 @@ import dataclasses
 from dsv3.config.engine import EngineConfig, tokens_ahead
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
+from dsv3.config.page import PAGE_SIZE, pages_for
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.kv_cache.layout import pages_within
-from dsv3.kv_cache.page import PAGE_SIZE, pages_for
 
 _CPU_CACHE_BYTES = 2**30
 TIER_STEP_BYTES = 2**28

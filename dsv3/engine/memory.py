@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from dsv3.config.options import EngineOptions
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.fingerprint import Fields
-from dsv3.kv_cache.page import PAGE_SIZE
 
 GB = 1e9
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import Planned
 from dsv3.engine.jobs import prefill
 from dsv3.engine.jobs.decode import DecodeCommand
-from dsv3.engine.step_reports.wire import Queued, Scheduled, StepMetrics
+from dsv3.engine.step_reports import Queued, Scheduled, StepMetrics
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence
 
@@ -20,7 +20,7 @@ _QUEUE_S = 0.1  # the queue may hold a thousand requests: it is looked at so oft
 
 
 class TakesSteps(Protocol):
-    """Where steps go; `dsv3.engine.step_reports.publisher.StepPublisher` is one."""
+    """Where steps go; `dsv3.engine.step_reports.StepPublisher` is one."""
 
     def publish(self, step: list[StepMetrics]) -> None:
         """Takes what one step did on each rank."""

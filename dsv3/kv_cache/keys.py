@@ -1,7 +1,7 @@
 """Names pages by their content: equal prefixes have equal keys in every process; imports no jax.
 
 The key of a page is sha256 over the key of the page before it and its own 64 tokens. The chain starts at a root that
-covers everything else the content depends on (`dsv3.kv_cache.identity`). Weaker hashes let a crafted prompt read
+covers everything else the content depends on (`dsv3.config.identity`). Weaker hashes let a crafted prompt read
 another tenant's pages (GHSA-rm76 in vLLM).
 """
 
@@ -9,7 +9,7 @@ import hashlib
 
 import numpy as np
 
-from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.config.page import PAGE_SIZE
 
 Key = bytes
 KEY_BYTES = 32

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import IndexerConfig, ModelConfig
-from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.config.page import PAGE_SIZE
 from pallas_kernels import dsa, mla
 
 FP8 = "fp8"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.config.page import PAGE_SIZE
 from dsv3.model.decoder import (
     LayerContext,
     Stack,

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
+from dsv3.config.page import PAGE_SIZE
 from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
 from dsv3.scheduler import chunks

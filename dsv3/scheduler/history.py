@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.config.page import PAGE_SIZE
 
 _PART = 4 * PAGE_SIZE  # tokens that leave a row at once: page by page, that took twice as long as writing them
 _WIDTH = 2 * _PART  # a row of drafts may reach into the next part

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
+from dsv3.config.page import PAGE_SIZE
 from dsv3.kv_cache.events.record import Cleared, Record, Spelled, Watch
 from dsv3.kv_cache.keys import Key, extend_keys, keys_behind, root_key
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.kv_cache.page_cache import PageCache
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.config.page import PAGE_SIZE
 from dsv3.scheduler.codes import NOT_FINITE, UNDRAFTED
 from dsv3.scheduler.history import History
 from dsv3.scheduler.sequence import Sequence, State

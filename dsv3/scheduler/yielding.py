@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
+from dsv3.config.page import PAGE_SIZE, pages_for
 from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.page import PAGE_SIZE, pages_for
 from dsv3.scheduler.pages import RankPages
 from dsv3.scheduler.queue import WaitingQueue
 from dsv3.scheduler.sequence import Sequence

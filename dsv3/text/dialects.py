@@ -10,12 +10,9 @@ Sources: the model cards and tokenizers of DeepSeek-V3, R1-0528, V3.1 and V3.2, 
 import enum
 import json
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
-ReasoningParser = Literal["auto", "deepseek_r1", "deepseek_v3", "kimi_k2", "glm45", "none"]
-ToolCallParser = Literal["auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "glm45", "glm47", "none"]
 THINK, END_THINK = "<think>", "</think>"
 
 

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from dsv3.config.server_options import ReasoningParser, ToolCallParser
 from dsv3.text.dialects import (
     DIALECTS,
     END_THINK,
@@ -9,9 +10,7 @@ from dsv3.text.dialects import (
     REASONING_TABLE,
     THINK,
     Dialect,
-    ReasoningParser,
     State,
-    ToolCallParser,
     knows_reasoning,
     start_state,
 )

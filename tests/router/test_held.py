@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.kv_cache.events.config import KvEventsConfig
+from dsv3.config.publishing import KvEventsConfig
 from dsv3.kv_cache.events.publisher import Publisher
 from dsv3.kv_cache.events.record import Cleared, Record, Removed, Spelled, Stored
 from dsv3.kv_cache.events.wire import Encoder

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 
 from dsv3.checkpoint.layout import leaf_path
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
 from dsv3.engine.sizing import account_of
-from dsv3.kv_cache.page import PAGE_SIZE
 from tools.plan.programs import LaidOut, cache_tokens
 
 EXPERTS, MODULE_EXPERTS = "routed experts", "MTP module, routed experts"

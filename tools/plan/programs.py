@@ -17,6 +17,7 @@ from dsv3.checkpoint.layout import scale_shape
 from dsv3.config.engine import EngineConfig, tokens_ahead
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
+from dsv3.config.page import PAGE_SIZE, pages_for
 from dsv3.engine.assemble.expert_map import first_expert_map
 from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions
 from dsv3.engine.device.choosing import chooses
@@ -32,7 +33,6 @@ from dsv3.engine.jobs.prefill import Variant, variant_for
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import longest_context
 from dsv3.engine.parts import Parts
-from dsv3.kv_cache.page import PAGE_SIZE, pages_for
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
 from pallas_kernels import aot

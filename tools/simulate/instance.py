@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.job import EngineView, JobKind, Planned
 from dsv3.engine.jobs import decode, prefill, sample
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -19,7 +20,6 @@ from dsv3.engine.jobs.pages import PagesCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import SampleCommand
 from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.scheduler import Scheduler

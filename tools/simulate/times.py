@@ -12,7 +12,7 @@ import msgspec
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import Role
-from dsv3.kv_cache.page import PAGE_SIZE, pages_for
+from dsv3.config.page import PAGE_SIZE, pages_for
 
 Kind = Literal["prefill", "decode"]
 KEYS = (0, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)

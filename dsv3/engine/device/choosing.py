@@ -8,9 +8,9 @@ takes one.
 """
 
 from dsv3.config.engine import EngineConfig, ForwardProgram
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine import crossover
 from dsv3.engine.device.layout import Layout
-from dsv3.kv_cache.page import PAGE_SIZE
 
 ANY_LENGTH = 2**31 - 1
 """Stands for a step of which nobody says how many tokens its queries see: any number."""

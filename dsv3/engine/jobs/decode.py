@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.engine import bucket
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
@@ -18,7 +19,6 @@ from dsv3.engine.device.state import DecodeState
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.parts import Parts
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.model.batch import DecodeBatch
 from dsv3.scheduler.balance import DecodeBalance
 from dsv3.scheduler.request import StepOutputs

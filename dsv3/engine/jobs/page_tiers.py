@@ -3,10 +3,10 @@
 import logging
 from typing import NamedTuple
 
+from dsv3.config.identity import LAYOUT_VERSION
 from dsv3.config.options import split_address
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.events.record import Record, Watch, Where
-from dsv3.kv_cache.identity import LAYOUT_VERSION
 from dsv3.kv_cache.layout import page_bytes
 from dsv3.kv_cache.tiers.arena import Arena, arena_bytes, cells_within
 from dsv3.kv_cache.tiers.shared_memory import SharedMemory

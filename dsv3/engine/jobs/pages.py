@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from dsv3.config.engine import bucket
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -30,7 +31,6 @@ from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.keys import Key as PageKey
 from dsv3.kv_cache.layout import page_bytes
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.kv_cache.tiers.far import FarTiers
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import Batch, FarBatch, Fetch, HostTiers

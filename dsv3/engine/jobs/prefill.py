@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses, context_pays, context_room, masked_room
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
@@ -20,7 +21,6 @@ from dsv3.engine.device.state import DecodeState, control_rows
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import Needs, plan_sample
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.scheduler.balance import PrefillBalance
 from dsv3.scheduler.cost import prefill_cost
 from dsv3.scheduler.gathering import Gathering

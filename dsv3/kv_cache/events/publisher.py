@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import zmq
 
-from dsv3.kv_cache.events.config import KvEventsConfig, endpoint_of
+from dsv3.config.publishing import KvEventsConfig, endpoint_of
 from dsv3.kv_cache.events.record import Record
 from dsv3.kv_cache.events.wire import Encoder
 

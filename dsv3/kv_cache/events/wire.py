@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from dsv3.config.page import PAGE_SIZE
 from dsv3.kv_cache.events.record import Batch, Cleared, Removed, Spelled, Stored
 from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.page import PAGE_SIZE
 
 _MOST_SPELLED = 2**14  # pages whose tokens are known, should a tier tell of them: 8 MB
 

@@ -3,18 +3,14 @@
 Pages are named by their content, so several engines may share one store.
 """
 
-import urllib.parse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from dsv3.config.store_address import check_address, directory_of, location_of
 from dsv3.kv_cache.events.record import Watch
 from dsv3.kv_cache.keys import Key
-
-OBJECT_SCHEMES = ("s3", "gs", "memory")
-_SETTINGS = {"endpoint": "endpoint", "region": "aws_region"}  # of an S3 address: tensorstore's names
 
 
 class PageStore(Protocol):
@@ -43,18 +39,6 @@ class PageStore(Protocol):
         """Drops values."""
 
 
-def check_address(address: str) -> None:
-    """Raises ValueError for an address that `open_store` cannot take."""
-    parts = urllib.parse.urlsplit(address)
-    if parts.scheme in OBJECT_SCHEMES:
-        if parts.scheme != "memory" and not parts.netloc:
-            raise ValueError(f"{address!r} names no bucket; write {parts.scheme}://BUCKET/PREFIX")
-        _check_settings(address, parts)
-    elif _directory(address) is None:
-        known = ", ".join(f"{scheme}://" for scheme in ("file", *OBJECT_SCHEMES))
-        raise ValueError(f"{address!r} is neither an absolute directory nor an address that starts with {known}")
-
-
 def open_store(address: str, namespace: str, value_bytes: int, limit: int, watch: Watch | None = None) -> PageStore:
     """Opens a directory (an absolute path, or file://) or an object store (s3://, gs://).
 
@@ -65,42 +49,11 @@ def open_store(address: str, namespace: str, value_bytes: int, limit: int, watch
     OSError where the store cannot be opened.
     """
     check_address(address)
-    directory = _directory(address)
+    directory = directory_of(address)
     if directory is not None:
         from dsv3.kv_cache.tiers.directory import Directory
 
         return Directory(directory / namespace, value_bytes, limit, watch)
     from dsv3.kv_cache.tiers.objects import Objects
 
-    return Objects(_location(address, namespace), value_bytes, watch)
-
-
-def _check_settings(address: str, parts: urllib.parse.SplitResult) -> None:
-    """Raises ValueError for a query that is not an S3 server's endpoint and region."""
-    settings = _settings(parts)
-    unknown = sorted(settings.keys() - (_SETTINGS.keys() if parts.scheme == "s3" else ()))
-    if unknown or (parts.query and not settings):
-        raise ValueError(f"{address!r} may end with ?endpoint=URL&region=NAME after s3://, and no more")
-    if "endpoint" in settings and not settings["endpoint"].startswith(("http://", "https://")):
-        raise ValueError(f"{address!r} has endpoint {settings['endpoint']!r}; it must start with http:// or https://")
-
-
-def _location(address: str, namespace: str) -> str | dict[str, str]:
-    """Returns where `namespace` lies, as tensorstore opens it: an address, or a driver's fields."""
-    parts = urllib.parse.urlsplit(address)
-    if not parts.query:
-        return f"{address.rstrip('/')}/{namespace}/"
-    path = f"{urllib.parse.unquote(parts.path).strip('/')}/{namespace}/".lstrip("/")
-    settings = {_SETTINGS[name]: value for name, value in _settings(parts).items()}
-    return {"driver": "s3", "bucket": parts.netloc, "path": path, **settings}
-
-
-def _settings(parts: urllib.parse.SplitResult) -> dict[str, str]:
-    return dict(urllib.parse.parse_qsl(parts.query))
-
-
-def _directory(address: str) -> Path | None:
-    parts = urllib.parse.urlsplit(address)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return Path(urllib.parse.unquote(parts.path))
-    return Path(address) if not parts.scheme and address.startswith("/") else None
+    return Objects(location_of(address, namespace), value_bytes, watch)

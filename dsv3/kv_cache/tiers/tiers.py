@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from dsv3.config.page import PAGE_SIZE
 from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.kv_cache.tiers.arena import Arena
 from dsv3.kv_cache.tiers.counts import Rate, TierCounts, loading_pays
 from dsv3.kv_cache.tiers.staging import Staging

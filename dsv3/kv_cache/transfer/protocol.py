@@ -42,7 +42,7 @@ _MAX_FRAME_BYTES = 2**20
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """Who asks: the protocol's version and all that pages depend on, as JSON (`dsv3.kv_cache.identity`)."""
+    """Who asks: the protocol's version and all that pages depend on, as JSON (`dsv3.config.identity`)."""
 
     version: int
     identity: str

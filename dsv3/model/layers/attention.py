@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.config.page import PAGE_SIZE
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.indexer import IndexTokens, index_tokens
 from dsv3.model.layers.linear import Index, Numerics, linear

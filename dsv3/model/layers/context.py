@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.page import PAGE_SIZE
+from dsv3.config.page import PAGE_SIZE
 from dsv3.model.batch import PrefillBatch
 from dsv3.model.layers.attention import Attend, Core, prefill_places, writing
 from dsv3.model.layers.masked import pack

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv3.config.model import ModelConfig
+from dsv3.config.page import PAGE_SIZE
 from dsv3.kv_cache.layout import IndexedPages
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.attention import (
     Attend,

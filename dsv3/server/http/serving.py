@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from dsv3.config.options import EngineOptions
+from dsv3.config.page import PAGE_SIZE
 from dsv3.config.server_options import ServerOptions
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineUnavailable

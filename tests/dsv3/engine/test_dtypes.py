@@ -14,6 +14,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.config.hugging_face import load_config, stored_dtype
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.build import build_engine, bundled_model, load_parts
 from dsv3.engine.description import describe
 from dsv3.engine.device.executor import lay_out
@@ -21,7 +22,6 @@ from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.memory import DeviceMemory, account
 from dsv3.kv_cache.layout import FP8, page_bytes, pool
-from dsv3.kv_cache.page import PAGE_SIZE
 from pallas_kernels import native
 from pallas_kernels.backend import Backend
 from pallas_kernels.mla import PAGE_SIZE as KERNEL_PAGE_SIZE

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from dsv3.config.engine import EngineConfig
+from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.engine import Engine
 from dsv3.engine.job import Planned, StepCommand
 from dsv3.engine.jobs import decode, prefill, sample
 from dsv3.engine.parts import Parts
-from dsv3.kv_cache.page import PAGE_SIZE
 from dsv3.kv_cache.tiers import tiers
 from dsv3.scheduler.admission import _ROOM
 from dsv3.scheduler.codes import NOT_FINITE, NOTHING

@@ -6,7 +6,7 @@ import numpy as np
 
 from dsv3.engine.engine import Engine
 from dsv3.engine.step_metrics import StepNotes, moments
-from dsv3.engine.step_reports.wire import Queued, Scheduled, StepMetrics
+from dsv3.engine.step_reports import Queued, Scheduled, StepMetrics
 from tests.dsv3.engine.driving import drain, request, run
 
 MakeEngine = Callable[..., Engine]

@@ -7,10 +7,9 @@ import msgspec
 import pytest
 import zmq
 
-from dsv3.engine.step_reports import publisher
-from dsv3.engine.step_reports.config import StepMetricsConfig
-from dsv3.engine.step_reports.publisher import StepPublisher
-from dsv3.engine.step_reports.wire import Queued, Scheduled, StepMetrics, encode
+from dsv3.config.publishing import StepMetricsConfig
+from dsv3.engine import step_reports as publisher
+from dsv3.engine.step_reports import Queued, Scheduled, StepMetrics, StepPublisher, encode
 
 PROMPTS = {"num_prefill_requests": 0, "sum_prefill_tokens": 0, "var_prefill_length": 0.0}
 ANSWERS = {"num_decode_requests": 0, "sum_decode_kv_tokens": 0, "var_decode_kv_tokens": 0.0}

@@ -1,6 +1,6 @@
 import dataclasses
 
-from dsv3.kv_cache.identity import CacheIdentity, fingerprint, model_identity
+from dsv3.config.identity import CacheIdentity, fingerprint, model_identity
 from tests.dsv3.engine.toy import toy_config
 
 IDENTITY = CacheIdentity(

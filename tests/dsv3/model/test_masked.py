@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv3.config.page import PAGE_SIZE, pages_for
 from dsv3.kv_cache.layout import IndexedPages, pool
-from dsv3.kv_cache.page import PAGE_SIZE, pages_for
 from dsv3.model import PrefillBatch, prefill
 from dsv3.model.layers.masked import pack
 from dsv3.model.params import Params, abstract

@@ -11,8 +11,8 @@ from collections import deque
 
 import numpy as np
 
+from dsv3.config.publishing import KvEventsConfig
 from dsv3.engine.look import JobNote, Look, StepLog
-from dsv3.kv_cache.events.config import KvEventsConfig
 from dsv3.kv_cache.events.publisher import Publisher
 from dsv3.kv_cache.events.record import Spelled, Stored
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules

@@ -10,11 +10,11 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, NODE_8XH200, PREFILL_EP32
 from dsv3.config.options import EngineOptions
+from dsv3.config.page import pages_for
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.limits import pages_of_one, staging_bytes
 from dsv3.engine.memory import DeviceMemory, MemoryAccount
 from dsv3.engine.sizing import account_of
-from dsv3.kv_cache.page import pages_for
 from tests.tools.plan import command_lines
 from tests.tools.plan.command_lines import Machine
 from tools.plan.deployment import Deployment

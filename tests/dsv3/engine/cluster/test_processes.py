@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsv3.kv_cache.identity import fingerprint
+from dsv3.config.identity import fingerprint
 from dsv3.kv_cache.keys import extend_keys, root_key
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.protocol import VERSION, Hello, PeerError

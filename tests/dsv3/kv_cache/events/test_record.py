@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dsv3.kv_cache.events.config import KvEventsConfig, endpoint_of
+from dsv3.config.publishing import KvEventsConfig, endpoint_of
 from dsv3.kv_cache.events.record import Record, Removed, Spelled, Stored
 from dsv3.kv_cache.events.wire import Encoder, hash_of
 

@@ -1,6 +1,7 @@
-"""Where KV events go: `--kv_events_config`, with vLLM's fields; imports neither jax nor zmq.
+"""Where KV events and step metrics go: `--kv_events_config` (with vLLM's fields) and `--step_metrics_config`.
 
 {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}
+{"endpoint": "tcp://127.0.0.1:20380", "worker_id": "7587891"}
 """
 
 import dataclasses
@@ -67,6 +68,33 @@ def _problem(name: str, value: Any) -> str | None:
         return None if fits else "is not like tcp://*:5557, ipc://PATH or inproc://NAME"
     is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
     return None if is_count else "is not an integer from 1 on"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetricsConfig:
+    """Rank `r` has a socket of its own: the port of `endpoint` plus `r`. `worker_id` is Dynamo's name of the instance.
+
+    The default port is that of Dynamo's workers.
+    """
+
+    endpoint: str = "tcp://127.0.0.1:20380"
+    worker_id: str = ""
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "StepMetricsConfig":
+        """Reads the fields; raises ValueError with the field, its value and what may be."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"{name}: there is no such field; there are {', '.join(known)}")
+            if not isinstance(value, str):
+                raise ValueError(f"{name}: {value!r} is not a text")
+        config = cls(**given)
+        if not _ENDPOINT.fullmatch(config.endpoint):
+            raise ValueError(
+                f"endpoint: {config.endpoint!r} is not like tcp://127.0.0.1:20380, ipc://PATH or inproc://NAME"
+            )
+        return config
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:

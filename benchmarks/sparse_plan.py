@@ -11,7 +11,8 @@ from configs.deepseek_v31 import DEEPSEEK_V31
 from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import H200
 from dsv3.engine.crossover import masked_room
-from tools.plan.roofline import MicroBatch, decode_stages, prefill_stages, rates_of
+from tools.plan.rates import MicroBatch, rates_of
+from tools.plan.roofline import decode_stages, prefill_stages
 
 TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 131_072)
 BUCKETS = (64, 256, 1_024, 2_048, 4_096, 8_192, 16_384)

@@ -18,8 +18,8 @@ from typing import Any, Literal, Self
 from dsv3.config.declaration import options_text, refuse_unknown, signature_with
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model
-from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.engine import Engine
+from dsv3.engine.executor import LocalExecutor
 from dsv3.model.inspection import Hook, Inspection, inspect
 from dsv3.model.params import Params
 from dsv3.progress import progress_bar

@@ -25,7 +25,7 @@ KEY_BLOCK = 128
 # an L40S 419. Where there are more, copies cost less beside products, and the two forms cross somewhat later.
 _ABSORBED = 580e12 * 108 / 132
 _MASKING = 1.04
-_EXPANDED = 535e12 / 1.25 / _MASKING  # with what else a prefill does per product (`tools.plan.sparse`), and the mask
+_EXPANDED = 535e12 / 1.25 / _MASKING  # with what else a prefill does per product (`tools.plan.attention`), and the mask
 _PRODUCTS = 993e12 / 1.25
 _HBM = 4.8e12
 _LAUNCH = 3e-6  # of a kernel; the expanded form has three for each group of heads

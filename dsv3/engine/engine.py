@@ -18,9 +18,9 @@ import numpy as np
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.aside import News
 from dsv3.engine.compilation import CompilationCounter
-from dsv3.engine.device.executor import Executor, LocalExecutor
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
+from dsv3.engine.executor import Executor, LocalExecutor
 from dsv3.engine.job import EngineView, Job, JobKind, Later, Planned, StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.look import JobNote, Look, ShowsExperts, StepLog
@@ -81,10 +81,9 @@ class Engine:
         self.events = _publisher(self.cfg)
         if self.events is not None:
             self.scheduler.tell_events_to(self.events.record)
-        view = EngineView(self.scheduler, parts, news)
         self.grammars = _grammars(parts)
-        if self.grammars is not None:
-            self.scheduler.masks = Masks(self.scheduler, self.grammars.vocabulary)
+        masks = None if self.grammars is None else Masks(self.scheduler, self.grammars.vocabulary)
+        view = EngineView(self.scheduler, parts, news, masks)
         self.planners = {kind.name: kind.planner(view) for kind in kinds if kind.applies(parts)}
         self._commands: deque[Sequence | int | None] = deque()  # a new request, the id of one to abort, or: flush
         self._handed_in: set[int] = set()  # ids among the commands; the scheduler knows the others

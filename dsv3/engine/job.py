@@ -12,22 +12,20 @@ A step is a list of jobs. Each kind has four parts, in this order through a step
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import msgspec
 import numpy as np
 
 from dsv3.engine.aside import Aside, News, Tell
-from dsv3.engine.functions import StepResult
+from dsv3.engine.device.devices import Devices
+from dsv3.engine.device.layout import Layout, Watch
+from dsv3.engine.device.programs import ProgramSpec
 from dsv3.engine.parts import Parts
+from dsv3.scheduler.masks import Masks
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from dsv3.engine.device.devices import Devices
-    from dsv3.engine.device.layout import Layout
-    from dsv3.engine.device.programs import ProgramSpec
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -85,12 +83,14 @@ class Planned:
 class EngineView:
     """What planners see of the engine: the scheduler, which they change, and its parts, which they do not.
 
-    `news` are what followers tell; None in an instance of one process.
+    `news` are what followers tell; None in an instance of one process. `masks` are there where requests can be held to
+    a grammar.
     """
 
     scheduler: Scheduler
     parts: Parts
     news: News | None = None
+    masks: Masks | None = None
 
 
 class Planner(Protocol):
@@ -114,18 +114,6 @@ class Worker(Protocol):
 
         Returns the arrays that `collect` will see, their copies to the host under way.
         """
-
-
-@dataclasses.dataclass(frozen=True)
-class Watch:
-    """Counters on the devices that every forward pass changes: int32 `[size]` per rank.
-
-    `update(counters, result, program)` gives them after a pass whose number in `EngineConfig.forward_programs` is
-    `program`.
-    """
-
-    size: int
-    update: Callable[[jax.Array, StepResult, int], jax.Array]
 
 
 def _no_watch(parts: Parts) -> Watch | None:
@@ -155,8 +143,8 @@ class JobKind:
     name: str
     command: type[Command]
     planner: Callable[[EngineView], Planner]
-    programs: Callable[["Layout"], Iterable["ProgramSpec"]]
-    worker: Callable[["Devices"], Worker]
+    programs: Callable[[Layout], Iterable[ProgramSpec]]
+    worker: Callable[[Devices], Worker]
     applies: Callable[[Parts], bool] = _always
     watch: Callable[[Parts], Watch | None] = _no_watch
     results_agree: bool = False

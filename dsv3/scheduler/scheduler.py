@@ -31,7 +31,6 @@ from dsv3.scheduler.slots import SlotTable
 
 if TYPE_CHECKING:
     from dsv3.kv_cache.transfer.meetings import Meetings
-    from dsv3.scheduler.masks import Masks
 
 
 class Scheduler:
@@ -56,7 +55,6 @@ class Scheduler:
         self.prompt_tokens = 0  # computed, not found in the cache
         self.generated_tokens = 0
         self.meetings: Meetings | None = None  # hears of requests whose pages another instance waits for
-        self.masks: Masks | None = None  # for requests that are held to a grammar, where there can be such
         self.drafts = DraftCounts(np.zeros(cfg.tokens_per_row - 1, np.int64))
         self._arrivals = 0
 

@@ -120,3 +120,22 @@ def _variant(sampling: SamplingParams) -> int:
         return GREEDY
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     return FILTERED if filters else DRAWN
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` to `stop` of a sequence; the last chunk samples the first token of the answer.
+
+    Each token has `room` times that of its bucket (`scheduler.room`).
+    """
+
+    sequence: Sequence
+    epoch: int
+    start: int
+    stop: int
+    room: int = 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all of the sequence's known tokens are computed with this chunk."""
+        return self.stop == len(self.sequence.tokens)

@@ -10,7 +10,7 @@ from configs.glm_5 import GLM_5
 from dsv3.config.hugging_face import ConfigError, from_hf, to_hf
 from dsv3.config.model import ModelConfig
 from dsv3.config.sizes import sizes_of
-from tools.plan.sparse import attended, index_share
+from tools.plan.attention import attended, index_share
 
 
 def v32(**changes: Any) -> dict[str, Any]:

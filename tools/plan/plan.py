@@ -7,12 +7,13 @@ from dsv3.config.model import ModelConfig
 from dsv3.engine.device.working import measure
 from pallas_kernels.multiprocessors import Multiprocessors
 from tools.plan import hlo, roofline
+from tools.plan.attention import SparseCore
 from tools.plan.collectives import Collective, collectives
 from tools.plan.deployment import Deployment
 from tools.plan.handover import Ends, Handover, handover, prefill_nodes
 from tools.plan.memory import Memory, memory_of
 from tools.plan.programs import Compiled, LaidOut, Phase, Run, compile_step, lay_out
-from tools.plan.sparse import SparseCore
+from tools.plan.rates import MicroBatch, Rates, rates_of
 from tools.plan.timeline import Player, Timeline
 from tools.plan.verdict import Verdict, judge
 
@@ -171,7 +172,7 @@ def program_plan(planned: LaidOut, compiled: Compiled) -> ProgramPlan:
     module = hlo.parse(compiled.text)
     found = collectives(module, deployment.gpus_per_node)
     taken = planned.reserve.of(compiled.run.key.kind, compiled.run.key.size)
-    rates = roofline.rates_of(deployment.device, planned.model, taken.share)
+    rates = rates_of(deployment.device, planned.model, taken.share)
     batches = Player(module, found, {}, rates).micro_batches
     stages = stages_of(planned, compiled.phase, compiled.run, rates, batches)
     return ProgramPlan(
@@ -190,7 +191,7 @@ def program_plan(planned: LaidOut, compiled: Compiled) -> ProgramPlan:
     )
 
 
-def stages_of(planned: LaidOut, phase: Phase, run: Run, rates: roofline.Rates, micro_batches: int) -> dict[str, float]:
+def stages_of(planned: LaidOut, phase: Phase, run: Run, rates: Rates, micro_batches: int) -> dict[str, float]:
     """Returns the seconds of each stage of a layer for one of `micro_batches`; the head's are the whole program's."""
     model, is_prefill = planned.model, computes_prompts(phase, run)
     batch = batch_of(planned, phase, run, micro_batches)
@@ -211,11 +212,11 @@ def computes_prompts(phase: Phase, run: Run) -> bool:
     return phase == "prefill" and run.part != "chain"
 
 
-def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> roofline.MicroBatch:
+def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> MicroBatch:
     """Returns one of `micro_batches` of a program, at the deployment's mean lengths."""
     deployment, is_prefill = planned.deployment, computes_prompts(phase, run)
     context, hits = deployment.context_length, deployment.prefix_hit_rate
-    return roofline.MicroBatch(
+    return MicroBatch(
         tokens=run.tokens // micro_batches,
         keys=hits * context + (1 - hits) * context / 2 if is_prefill else context,
         experts=experts_per_device(planned),
@@ -227,7 +228,7 @@ def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> ro
     )
 
 
-def head_seconds(planned: LaidOut, rates: roofline.Rates, rows: int) -> float:
+def head_seconds(planned: LaidOut, rates: Rates, rows: int) -> float:
     """Returns the seconds of the head for `rows` of each rank: a device has its words' logits for all who share it."""
     shared, elements = planned.functions.vocabulary, roofline.sizes_of(planned.model).head
     return roofline.bf16_product(planned.model, rates, rows * shared.ranks, elements // shared.devices)

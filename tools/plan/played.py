@@ -11,7 +11,8 @@ from tools.plan import hlo
 from tools.plan.collectives import Collective, collectives
 from tools.plan.plan import experts_per_device, stages_of
 from tools.plan.programs import Compiled, LaidOut
-from tools.plan.roofline import HOST_S, MicroBatch, Rates, decode_stages, rates_of
+from tools.plan.rates import MicroBatch, Rates, rates_of
+from tools.plan.roofline import HOST_S, decode_stages
 from tools.plan.timeline import Player
 
 _NO_FLOOR = ("router", "head")

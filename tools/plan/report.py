@@ -13,7 +13,8 @@ from tools.plan.collectives import Collective
 from tools.plan.handover import Handover
 from tools.plan.memory import Memory
 from tools.plan.plan import Plan, ProgramPlan, StepPlan
-from tools.plan.roofline import HOST_S, KNOWN_ERRORS, rates_of
+from tools.plan.rates import rates_of
+from tools.plan.roofline import HOST_S, KNOWN_ERRORS
 from tools.plan.timeline import name_of
 
 GB = 1e9

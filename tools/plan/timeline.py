@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from tools.plan import hlo
 from tools.plan.collectives import Collective, core_of, is_matrix_work, label_of
-from tools.plan.roofline import HOOK_S, TRANSFER_S, Rates
+from tools.plan.rates import Rates
+from tools.plan.roofline import HOOK_S, TRANSFER_S
 
 COMPUTE, NODE_LINK, CROSS_LINK = LANES = ("compute", "inside the node", "between nodes")
 _PRODUCTS_OF_EXPERTS = 2  # gate and up together, then down

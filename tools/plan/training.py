@@ -7,7 +7,8 @@ import dataclasses
 
 from dsv3.config.model import ModelConfig
 from tools.plan.deployment import Device
-from tools.plan.roofline import TRANSFER_S, MicroBatch, Rates, prefill_stages, rates_of, wire_rows
+from tools.plan.rates import MicroBatch, Rates, rates_of
+from tools.plan.roofline import TRANSFER_S, prefill_stages, wire_rows
 
 PROFILE_TOKENS, PROFILE_KEYS = 4096, 2048.5
 PROFILE_PAIR_S, PROFILE_COMPUTE_S, PROFILE_WIRE_S = 31.9e-3, 31.5e-3, 28.6e-3

@@ -47,8 +47,8 @@ from dsv3.engine.cluster.rehearsal import order_of
 from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
-from dsv3.engine.device.executor import InFlight, LocalExecutor
 from dsv3.engine.device.pool import set_pool_share
+from dsv3.engine.executor import InFlight, LocalExecutor
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.processes.certificates import Credentials, credentials_of

@@ -14,9 +14,9 @@ from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.rehearsal import order_of
 from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
-from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.engine import Engine
+from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import with_pages

@@ -21,7 +21,7 @@ from dsv3.engine.cluster.ahead import MOST_S, Order, end_with_input, marker, pla
 from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, kept_programs, start_jax
 from dsv3.engine.compilation import use_compilation_cache
-from dsv3.engine.device.executor import lay_out
+from dsv3.engine.executor import lay_out
 from dsv3.engine.fingerprint import agreed, environment, shaping
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import with_pages

@@ -1,5 +1,6 @@
 """Shapes and places of everything on the devices, and programs over them; holds no array, so it needs no device."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -13,7 +14,6 @@ from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER
 from dsv3.engine.device.reserve import reserve
 from dsv3.engine.functions import StepResult
-from dsv3.engine.job import Watch
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.layout import pool
 from pallas_kernels import gpus
@@ -23,6 +23,18 @@ from sharding.processes import on_every_rank, spans_processes
 
 Gathered = Literal["none", "last", "all"]
 """Which results of a program every process can read, where there are several: none, a copy of the last one, or all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Counters on the devices that every forward pass changes: int32 `[size]` per rank.
+
+    `update(counters, result, program)` gives them after a pass whose number in `EngineConfig.forward_programs` is
+    `program`.
+    """
+
+    size: int
+    update: Callable[[jax.Array, StepResult, int], jax.Array]
 
 
 class Layout:

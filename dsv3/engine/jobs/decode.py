@@ -56,7 +56,7 @@ class DecodePlanner:
     """
 
     def __init__(self, view: EngineView) -> None:
-        self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
+        self._view, self._scheduler, self._cfg = view, view.scheduler, view.scheduler.cfg
         self._room = Room(_power_of_two(self._cfg.num_ranks * self._cfg.max_num_seqs))
         self._factor, self._turns, self._turn = 1, 1, 0
         self._width = 1
@@ -107,7 +107,7 @@ class DecodePlanner:
         self._scheduler.slots.planned[rows.slots] = planned
         longest = int(planned.max()) - 1  # the last token that a row gives is not in the cache yet
         decode = Planned(NAME, DecodeCommand(batch, self._width, longest), self._factor)
-        return [decode, *plan_sample(self._scheduler, NAME, rows, self._needs, [], self._width)]
+        return [decode, *plan_sample(self._view, NAME, rows, self._needs, [], self._width)]
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
         """Notes whether the step had room for its rows, where it tells; what was sampled says all else."""

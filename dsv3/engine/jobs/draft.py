@@ -23,9 +23,10 @@ from dsv3.engine.job import EngineView, JobKind, Planned
 from dsv3.engine.jobs import draft_lookup, draft_module, mask
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.draft_command import NAME, CachedText, DraftCommand
-from dsv3.engine.jobs.prefill import Chunk, PrefillCommand
+from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.parts import Parts
 from dsv3.scheduler.request import StepOutputs
+from dsv3.scheduler.sequence import Chunk
 
 TELL = "tell drafts"
 _DRAFTERS = {"mtp": draft_module, "ngram": draft_lookup}
@@ -49,7 +50,7 @@ class DraftPlanner:
     """Adds a draft job for each forward job."""
 
     def __init__(self, view: EngineView) -> None:
-        self._scheduler = view.scheduler
+        self._masks = view.masks
         self._counts, self._cfg = view.scheduler.drafts, view.scheduler.cfg
         self._reads_text = self._cfg.speculative is not None and self._cfg.speculative.method == "ngram"
         # By slot: the epoch whose prompt has begun.
@@ -85,8 +86,8 @@ class DraftPlanner:
 
     def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
         """Notes drafts that the host wants to see; the sampler of the next step says which were right."""
-        if results and self._scheduler.masks is not None:
-            self._scheduler.masks.note_drafts(planned.context, results[0])
+        if results and self._masks is not None:
+            self._masks.note_drafts(planned.context, results[0])
 
     def stats(self) -> DraftStats:
         """Returns how many drafts there were, and how many were right."""

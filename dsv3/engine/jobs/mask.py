@@ -17,10 +17,9 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import ProgramSpec
 from dsv3.engine.job import Command, EngineView, JobKind, Later, Planned
 from dsv3.engine.parts import Parts
-from dsv3.scheduler.masks import ALL, MaskStats
+from dsv3.scheduler.masks import ALL, Masks, MaskStats
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows
-from dsv3.scheduler.scheduler import Scheduler
 
 NAME = "mask"
 _WORD_BITS = 32
@@ -55,9 +54,8 @@ class Context(NamedTuple):
     rows: BatchRows
 
 
-def plan_mask(scheduler: Scheduler, source: str, rows: BatchRows, width: int) -> Planned:
+def plan_mask(masks: Masks | None, source: str, rows: BatchRows, width: int) -> Planned:
     """Returns the job that masks `rows` of the forward job `source`, with `width` tokens each."""
-    masks = scheduler.masks
     assert masks is not None  # else no request is held
 
     def make(outputs: StepOutputs) -> MaskCommand:
@@ -70,7 +68,7 @@ class MaskPlanner:
     """Has only numbers: samplers plan their masks (`plan_mask`)."""
 
     def __init__(self, view: EngineView) -> None:
-        self._scheduler = view.scheduler
+        self._masks = view.masks
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Adds nothing by itself."""
@@ -81,8 +79,7 @@ class MaskPlanner:
 
     def stats(self) -> MaskStats | None:
         """Returns how many masks there were, and what they took."""
-        masks = self._scheduler.masks
-        return None if masks is None else masks.stats()
+        return None if self._masks is None else self._masks.stats()
 
 
 class MaskWorker:

@@ -1,6 +1,5 @@
 """Prefill: chunks of prompts, several requests in one flat batch; the last chunk of a prompt gets its first token."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -27,29 +26,10 @@ from dsv3.scheduler.gathering import Gathering
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.room import Room
 from dsv3.scheduler.rows import BatchRows
-from dsv3.scheduler.sequence import Sequence
+from dsv3.scheduler.sequence import Chunk, Sequence
 from sharding.processes import local_part
 
 NAME = "prefill"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens `start` to `stop` of a sequence; the last chunk samples the first token of the answer.
-
-    Each token has `room` times that of its bucket (`requests.room`).
-    """
-
-    sequence: Sequence
-    epoch: int
-    start: int
-    stop: int
-    room: int = 1
-
-    @property
-    def is_last(self) -> bool:
-        """Whether all of the sequence's known tokens are computed with this chunk."""
-        return self.stop == len(self.sequence.tokens)
 
 
 class PrefillCommand(Command, frozen=True):
@@ -128,7 +108,7 @@ class PrefillPlanner:
     """Admits waiting requests and computes prompts chunk by chunk, on each rank in order of admission."""
 
     def __init__(self, view: EngineView) -> None:
-        self._scheduler, self._cfg = view.scheduler, view.scheduler.cfg
+        self._view, self._scheduler, self._cfg = view, view.scheduler, view.scheduler.cfg
         self._balance = PrefillBalance()
         self._gathering = Gathering()
         self._room = Room(1 << (self._cfg.max_num_batched_tokens - 1).bit_length())
@@ -149,7 +129,7 @@ class PrefillPlanner:
             planned.append(prompt_logprobs.plan(chunks, command.bucket))
         if starting:
             needs = Needs.from_slots(scheduler.slots, sampled.slots)
-            planned += plan_sample(scheduler, NAME, sampled, needs, starting)
+            planned += plan_sample(self._view, NAME, sampled, needs, starting)
         return planned
 
     def _waits(self, step: list[Planned]) -> bool:

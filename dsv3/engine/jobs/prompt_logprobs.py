@@ -9,7 +9,7 @@ A step without such requests has no such job.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,7 @@ from dsv3.engine.device.ragged import HEADER, next_tokens, ragged_batch
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.sampling_params import MAX_LOGPROBS
 from dsv3.scheduler.request import EngineOutput, PromptLogprobs, StepOutputs
-from dsv3.scheduler.sequence import Sequence
-
-if TYPE_CHECKING:
-    from dsv3.engine.jobs.prefill import Chunk
+from dsv3.scheduler.sequence import Chunk, Sequence
 
 NAME = "prompt_logprobs"
 MOST_TOLD = 1024

@@ -32,7 +32,6 @@ from dsv3.scheduler.codes import NOT_FINITE, NOTHING, UNDRAFTED
 from dsv3.scheduler.masks import ALL
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows, Sampled
-from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import FILTERED, FULL, GREEDY, Sequence
 from dsv3.scheduler.slots import SlotTable
 
@@ -93,17 +92,17 @@ class Needs(NamedTuple):
 
 
 def plan_sample(
-    scheduler: Scheduler, source: str, rows: BatchRows, needs: Needs, starting: list[Sequence], width: int = 1
+    view: EngineView, source: str, rows: BatchRows, needs: Needs, starting: list[Sequence], width: int = 1
 ) -> list[Planned]:
     """Returns the jobs that sample `rows` of the forward job `source`, with `width` tokens each.
 
     The requests in `starting` have just got their slot.
     """
-    adjustments = [_adjustment(s, scheduler.cfg) for s in starting if s.variant == FULL]
+    adjustments = [_adjustment(s, view.scheduler.cfg) for s in starting if s.variant == FULL]
     ranks = [a.rank for a in adjustments]
     launches = max(map(ranks.count, ranks), default=0)
     sample = Planned(NAME, SampleCommand(source, needs.variant, needs.logprobs, adjustments, launches), rows)
-    return [plan_mask(scheduler, source, rows, width), sample] if needs.held else [sample]
+    return [plan_mask(view.masks, source, rows, width), sample] if needs.held else [sample]
 
 
 def _adjustment(sequence: Sequence, cfg: EngineConfig) -> Adjustment:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ from dsv3.scheduler.prepare import PreparedRequest
 from dsv3.scheduler.request import EngineOutput, first_id
 from dsv3.server import frames
 from dsv3.server.engine import messages
-from dsv3.server.engine.live import Live, Lives
+from dsv3.server.engine.live import Live, Lives, Sink
 
 # A step never takes this long: an engine that has work and sends no frame for so long hangs.
 WATCHDOG_S = 300.0
@@ -53,22 +53,6 @@ class Refused(Exception):
     def __init__(self, message: str, invalid: bool):
         super().__init__(message)
         self.invalid = invalid
-
-
-class Sink(Protocol):
-    """Where the outputs of one engine request go.
-
-    What comes is appended to `pending`, a token alone where the request simply goes on; soon after, `arrived` is
-    called, once for all that has come meanwhile. Whoever takes only a part of `pending` asks for another call by
-    `put_off`; `SLICE` outputs are enough for one. `is_queued` is the client's. `fail` is called at most once, with
-    EngineUnavailable, EngineDied, Busy or Refused, and nothing comes after it.
-    """
-
-    pending: list[int | EngineOutput]
-    is_queued: bool
-
-    def arrived(self) -> None: ...
-    def fail(self, error: Exception) -> None: ...
 
 
 class EngineClient:

@@ -9,15 +9,13 @@ again, and nobody else has to go.
 import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules, behind
-
-if TYPE_CHECKING:
-    from dsv3.server.engine.client import Sink
+from dsv3.scheduler.request import EngineOutput
 
 SAFE_TOKENS = 16
 """Tokens after which a sequence has passed the place where an engine died: that was two steps of 8 tokens further on
@@ -29,6 +27,22 @@ class EngineDied(Exception):
     """Engines have died with this request, and it is not given to another one; the message is fit for clients."""
 
 
+class Sink(Protocol):
+    """Where the outputs of one engine request go.
+
+    What comes is appended to `pending`, a token alone where the request simply goes on; soon after, `arrived` is
+    called, once for all that has come meanwhile. Whoever takes only a part of `pending` asks for another call by
+    `put_off`; `SLICE` outputs are enough for one. `is_queued` is the client's. `fail` is called at most once, with
+    EngineUnavailable, EngineDied, Busy or Refused, and nothing comes after it.
+    """
+
+    pending: list[int | EngineOutput]
+    is_queued: bool
+
+    def arrived(self) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+
+
 class Live:
     """A sequence whose last output has not come: where outputs go, and all that another engine needs to go on.
 
@@ -38,7 +52,7 @@ class Live:
 
     __slots__ = ("deaths", "index", "is_there", "request", "restarts", "resumes", "safe_at", "sink", "tokens")
 
-    def __init__(self, sink: "Sink", request: PreparedRequest, index: int):
+    def __init__(self, sink: Sink, request: PreparedRequest, index: int):
         self.sink, self.request, self.index = sink, request, index
         self.tokens: array.array[int] = array.array("i")
         self.is_there = False  # an engine has it
@@ -86,7 +100,7 @@ class Lives:
     def __len__(self) -> int:
         return len(self.by_id)
 
-    def add(self, requests: Sequence[PreparedRequest], sinks: Sequence["Sink"]) -> list[int]:
+    def add(self, requests: Sequence[PreparedRequest], sinks: Sequence[Sink]) -> list[int]:
         """Takes the sequences of new requests, with a sink for each; returns their ids."""
         found = ((request, i) for request in requests for i in range(request.sampling.n))
         ids = []

@@ -17,8 +17,8 @@ from dsv3.config.options import EngineOptions
 from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.build import build_engine, bundled_model, load_parts
 from dsv3.engine.description import describe
-from dsv3.engine.device.executor import lay_out
 from dsv3.engine.dtypes import resolve_dtypes
+from dsv3.engine.executor import lay_out
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.memory import DeviceMemory, account
 from dsv3.kv_cache.layout import FP8, page_bytes, pool

@@ -9,9 +9,10 @@ from configs.deployments import H200, H800
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import row_bytes
 from tools.plan import roofline
-from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S, MicroBatch, Rates
+from tools.plan.rates import MicroBatch, Rates, rates_of
+from tools.plan.roofline import HOOK_S, HOST_S, TRANSFER_S
 
-RATES = roofline.rates_of(H800, DEEPSEEK_V3)
+RATES = rates_of(H800, DEEPSEEK_V3)
 
 
 def test_sizes_of_deepseek_v3() -> None:
@@ -85,7 +86,7 @@ def test_prefill_profile_of_deepseek() -> None:
 
 
 def test_faster_memory_helps_what_reads_weights_and_not_the_wire() -> None:
-    faster = roofline.rates_of(H200, DEEPSEEK_V3)
+    faster = rates_of(H200, DEEPSEEK_V3)
     few = MicroBatch(tokens=8, keys=1024, experts=32)
     slow, fast = (roofline.decode_stages(DEEPSEEK_V3, rates, few) for rates in (RATES, faster))
     assert fast["experts"] < slow["experts"]

@@ -27,8 +27,8 @@ from dsv3.engine.cluster import ahead, follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.device import first_launches
-from dsv3.engine.device.executor import LocalExecutor
 from dsv3.engine.device.programs import Key, Programs
+from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.jobs import experts
 from dsv3.engine.parts import Parts

@@ -1,26 +1,22 @@
-"""How long sparse attention could take (DeepSeek-V3.2): index scores, the choice, and attention to the chosen tokens.
+"""How long attention could take: dense attention of prefill, and the parts of sparse attention (DeepSeek-V3.2).
 
-Attention is to copies of their rows, or in prefill of short requests masked attention to all (`SparseCore.masked`).
+Dense attention expands new tokens, and takes cached ones in either form. Sparse attention is to copies of rows, or in
+prefill of short requests masked attention to all (`SparseCore.masked`).
 Its kernels run one after the other, for a group of query rows at a time (`dsv3.model.layers.sparse`). An estimate, like
 all of `tools.plan.roofline`; no GPU has run these kernels.
 """
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import key_bytes, row_bytes
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
-
-if TYPE_CHECKING:
-    from tools.plan.roofline import MicroBatch, Rates
+from tools.plan.rates import MicroBatch, Rates
 
 PREFILL_OVERHEAD = 1.25
 """What products of prefill take with norms, quantisation, rotation and routing."""
 
-SELECT_CYCLES = 1.35
-"""Cycles of a multiprocessor per score: of 16 warps on 4 schedulers each has 4 x 170 and 695 instructions for 4,096."""
 
 _SCORE_BYTES = 4
 _LAUNCHES = 5  # per group: scores, choice, copies, attention, and what joins its parts
@@ -112,13 +108,13 @@ def expanded_operations(model: ModelConfig) -> int:
     return 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
 
 
-def expansion_seconds(model: ModelConfig, rates: "Rates") -> float:
+def expansion_seconds(model: ModelConfig, rates: Rates) -> float:
     """Returns the seconds of a token's products with k_up and v_up of all heads; they are bfloat16 in every model."""
     elements = model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank
     return PREFILL_OVERHEAD * 2 * elements / (rates.prefill_flops / (2 if model.fp8 else 1))
 
 
-def sparse_core(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_s: float) -> SparseCore:
+def sparse_core(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: float) -> SparseCore:
     """Returns the parts of a layer of a micro-batch whose queries choose; a launch takes `kernel_s`.
 
     Each query reads its request's index keys for itself, from memory or from an L2 cache that is taken to be as fast,
@@ -146,7 +142,7 @@ def sparse_core(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_
     )
 
 
-def _masked(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_s: float) -> dict[str, float]:
+def _masked(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: float) -> dict[str, float]:
     """Returns the seconds of masked attention: all room is expanded, and all tokens that are seen are multiplied."""
     b, room = batch.tokens, batch.expands
     core = b * batch.keys * expanded_operations(model) / batch.split / rates.prefill_core_flops
@@ -159,3 +155,37 @@ def _masked(model: ModelConfig, rates: "Rates", batch: "MicroBatch", kernel_s: f
         "expansion": room * expansion_seconds(model, rates) / batch.split,
         "mask": bits / rates.hbm,
     }
+
+
+def dense_core(model: ModelConfig, rates: Rates, batch: MicroBatch) -> float:
+    """Returns the seconds of a layer's attention for a prefill micro-batch, less keys and values of its own tokens.
+
+    Cached tokens are those that were there before the batch: `fewest` of each prompt, and what earlier batches have
+    computed of a prompt that is longer than one. The form that takes less is taken, as the engine does.
+    """
+    return min(dense_forms(model, rates, batch))
+
+
+def dense_forms(model: ModelConfig, rates: Rates, batch: MicroBatch) -> tuple[float, float]:
+    """Returns the seconds of both forms, absorbed and expanded.
+
+    Either cached latents are multiplied, with queries and outputs that two more products make; or keys and values are
+    made of them.
+    """
+    cached, prompts = _cached(batch)
+    pairs, token = batch.tokens * cached, expansion_seconds(model, rates) / batch.split
+    pair = expanded_operations(model) / batch.split / rates.prefill_core_flops
+    absorbed = pairs * core_operations(model) / batch.split / rates.decode_core_flops
+    own = PREFILL_OVERHEAD * (batch.tokens * batch.keys - pairs) * pair
+    return (
+        own + absorbed + batch.tokens * token,
+        own + PREFILL_OVERHEAD * pairs * pair + prompts * cached * token,
+    )
+
+
+def _cached(batch: MicroBatch) -> tuple[float, float]:
+    """Returns the cached tokens of a prompt, a mean, and how many prompts the batch has tokens of."""
+    if batch.fewest is None:
+        return 0.0, 0.0
+    new = 2 * (batch.keys - batch.fewest)
+    return batch.fewest + max(0.0, (new - batch.tokens) / 2), max(1.0, batch.tokens / max(new, 1.0))

@@ -12,7 +12,7 @@ from tools.simulate.options import SimulateOptions
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
-# `api/test_x.py`, `api/test_x.py::test_y`, or `test_y` by itself after one of these.
+# `server/test_x.py`, `server/test_x.py::test_y`, or `test_y` by itself after one of these.
 NAMED = re.compile(r"`(?:(?P<file>[\w/]*test_\w+\.py)(?:::(?P<test>test_\w+))?|(?P<alone>test_\w+))`")
 
 

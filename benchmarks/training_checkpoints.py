@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from configs.tiny import TRAINING
-from training.checkpoints import Checkpoints
-from training.loop import OneDevice
+from training.loop import Checkpoints, OneDevice
 from training.step import initial_state
 
 REPEATS = 5

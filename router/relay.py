@@ -3,21 +3,108 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from dsv3.http_client import Body, RequestFailed, Response, ServerSentEvents
-from dsv3.server.answers.errors import ApiError
-from router.asked import RESUMABLE, Asked
+from dsv3.server.answers.errors import ENGINE_DIED, ApiError, unavailable
+from dsv3.server.answers.kinds import KINDS
+from router.asked import RESUMABLE, TOKENIZED, Asked
 from router.gather import Events, Failed, Gathered, Unreadable
+from router.held import spelled_keys
 from router.instance import Booking, Broken, Instance
 from router.numbers import Numbers
 from router.options import RouterOptions
 from router.pool import Pool
-from router.spelling import spelled
-from router.trials import FATAL, Refused, Trials, broken_off
+from router.prompt import MAX_PAGES, PAGE_TOKENS, Prompt
+
+MAX_DEATHS = 2
+"""Instances that may die with a request on them before it is taken for the cause."""
+INSTANCES_DIED = "instances_died"
+FATAL = (INSTANCES_DIED, ENGINE_DIED)
+"""Codes of errors that say that nobody else should have the request."""
+
+
+class Refused(Exception):
+    """The instance has no room for the request now."""
+
+
+@dataclasses.dataclass
+class Trials:
+    """What has become of a request so far. Times are seconds of a monotonic clock."""
+
+    max_resumes: int
+    patience_s: float
+    resumes: int = 0
+    deaths: int = 0
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+    def refused(self, now: float) -> None:
+        """Notes that an instance would not have it; raises ApiError 503 where that has gone on for too long."""
+        if now - self.since > self.patience_s:
+            raise unavailable("no instance has taken the request", "no_instance")
+
+    def broke(self, failure: Broken, *, has_died: bool, now: float) -> None:
+        """Notes that an instance has not answered to the end; raises ApiError where nobody else is to be asked."""
+        if failure.error is not None and failure.error.body.code == ENGINE_DIED:
+            raise failure.error
+        if not failure.has_arrived:
+            self.refused(now)
+            return
+        self.resumes, self.deaths, self.since = self.resumes + 1, self.deaths + has_died, now
+        if self.deaths >= MAX_DEATHS:
+            text = f"{self.deaths} instances have died with this request; it is not tried again"
+            raise ApiError(500, text, kind="server_error", code=INSTANCES_DIED)
+        if self.resumes > self.max_resumes:
+            raise failure.error or broken_off()
+
+
+def broken_off() -> ApiError:
+    """502: the answer ends here."""
+    text = "the instance has not answered to the end"
+    return ApiError(502, text, kind="server_error", code="instance_failed")
+
+
+_MOST_BYTES = 2**23
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+async def spelled(asked: Asked, instances: Sequence[Instance]) -> Prompt:
+    """Returns a request's prompt with the names of its pages, where any of `instances` tells what it holds.
+
+    Text is tokenized by the one of these that has the least to do. Chats with tools, and what comes over other routes
+    or is not answered in time, stay as they are: then the router goes by what it has sent.
+    """
+    telling = [each for each in instances if each.tells and each.status == "ok"]
+    if not telling or asked.path not in KINDS:
+        return asked.prompt
+    ids: np.ndarray | None = np.array(asked.prompt.ids, np.int32) if asked.prompt.ids else None
+    if ids is None and asked.path in RESUMABLE and "tools" not in asked.fields:
+        ids = await _tokens(min(telling, key=lambda each: each.load.requests), asked.fields)
+    if ids is None:
+        return asked.prompt
+    pages = spelled_keys(ids[: MAX_PAGES * PAGE_TOKENS])
+    return dataclasses.replace(asked.prompt, tokens=max(1, len(ids)), spelled=pages)
+
+
+async def _tokens(instance: Instance, fields: Mapping[str, msgspec.Raw]) -> np.ndarray | None:
+    """Returns the tokens of a text or of messages as an instance reads them; None where it does not say."""
+    if bytes(memoryview(fields.get("prompt", b'"'))[:1]) != b'"':
+        return None
+    body = b",".join(b'"%b":%b' % (name.encode(), fields[name]) for name in TOKENIZED if name in fields)
+    try:
+        status, content = await instance.post("/tokenize", b"{%b}" % body, _MOST_BYTES)
+        tokens = msgspec.json.decode(content, type=_Tokens).tokens if status == 200 else None
+        return None if tokens is None else np.array(tokens, np.int32)
+    except (RequestFailed, TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
+        return None
+
 
 MAX_ANSWER_BYTES = 2**26
 _MAX_ERROR_BYTES = 2**20

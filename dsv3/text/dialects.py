@@ -1,7 +1,7 @@
 """How models write their reasoning and their tool calls: one table per dialect, the one place that knows a format.
 
 A table says what a mark does in a state: (state, mark) -> (acts, next state). A mark that a state has no entry for is
-absorbed: no mark reaches a client. `dsv3.text.parser` runs the tables; `dsv3.text.marks` finds the marks, by token id
+absorbed: no mark reaches a client. `dsv3.text.parser` runs the tables; `dsv3.text.parser` finds the marks, by token id
 where the vocabulary has a token for one, by text otherwise.
 
 Sources: the model cards and tokenizers of DeepSeek-V3, R1-0528, V3.1 and V3.2, Kimi-K2, GLM-4.5 and 4.7.
@@ -88,7 +88,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """One way to write calls.
 
     `markers` are the spellings, `table` what they do. `tags` says that they are tags with attributes (DSML), which
-    `dsv3.text.marks` reads. `names_carry_ids`: what stands for a name is `functions.NAME:NUMBER`, a call's id.
+    `dsv3.text.parser` reads. `names_carry_ids`: what stands for a name is `functions.NAME:NUMBER`, a call's id.
     `preamble` is the beginning of a chat template that tells a model its tools, for templates that do not. `form` is
     how a call is spelled.
     """

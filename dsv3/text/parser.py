@@ -1,15 +1,207 @@
 """The parser of an answer: one state machine that runs the table of a dialect over what a model writes."""
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
 
 import msgspec
 
-from dsv3.text.arguments import JsonArguments, Parameters
 from dsv3.text.dialects import Act, Dialect, Mark, State, Table
-from dsv3.text.marks import Found, MarkFinder, is_part_of_tag
 from dsv3.text.pieces import Piece, Raw, Reasoning, Text, ToolArguments, ToolCall, joined
+
+# Longer tags are none: names of functions and arguments have at most 256 characters.
+_MAX_TAG_CHARS = 1024
+_TAG_BEGINNINGS = ("<｜DSML｜", "</｜DSML｜")
+# The second kind is the end of an answer that was cut off inside of a character.
+_TAG = rf"</?｜DSML｜(?:[^<>]{{0,{_MAX_TAG_CHARS}}}>)?|</?｜D?S?M?L?(?=\ufffd)"
+_TAG_NAME = re.compile(r"<(/?)｜DSML｜\s*(\w*)")
+_ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"([^"]*)"')
+# V3.2, V4 and V4.1 name the block differently, and models mix the names up.
+_BLOCKS = frozenset({"function_calls", "tool_calls", "toolcalls", "calls", "tool"})
+_TAGS = {
+    **{("", name): Mark.CALLS for name in _BLOCKS},
+    **{("/", name): Mark.END_CALLS for name in _BLOCKS},
+    ("", "invoke"): Mark.CALL,
+    ("/", "invoke"): Mark.END_CALL,
+    ("", "parameter"): Mark.VALUE,
+    ("/", "parameter"): Mark.END_VALUE,
+}
+
+
+class Found(msgspec.Struct, frozen=True, gc=False):
+    """A mark at `start` to `end` of a text; the other fields are a tag's attributes.
+
+    `ends` is what a tag that closes itself ends.
+    """
+
+    mark: Mark
+    start: int = 0
+    end: int = 0
+    name: str = ""
+    is_string: bool | None = None
+    ends: Mark | None = None
+
+
+class MarkFinder:
+    """Finds spelled marks, and DSML tags where there are some. A text costs time in proportion to its length."""
+
+    def __init__(self, spellings: Mapping[str, Mark], tags: bool):
+        self._spellings = spellings
+        beginnings = [*spellings, *(_TAG_BEGINNINGS if tags else ())]
+        self._pattern = re.compile("|".join([*map(re.escape, spellings), *([_TAG] if tags else [])]))
+        self._beginnings = beginnings
+        self._first_chars = frozenset(text[0] for text in beginnings)
+        self._longest = max(map(len, beginnings))
+
+    def find(self, text: str, start: int) -> tuple[Found | None, int]:
+        """Returns the first mark from `start` on and where it begins.
+
+        Without one: where the text begins that may yet become one.
+        """
+        match = self._pattern.search(text, start)
+        if match is None:
+            return None, self._possible(text, start)
+        if (mark := self._spellings.get(match[0])) is not None:
+            return Found(mark, match.start(), match.end()), match.start()
+        if match[0] in _TAG_BEGINNINGS and len(text) - match.end() <= _MAX_TAG_CHARS and "<" not in text[match.end() :]:
+            return None, match.start()
+        return _read_tag(match), match.start()
+
+    def _possible(self, text: str, start: int) -> int:
+        for at in range(max(start, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._first_chars and any(b.startswith(text[at:]) for b in self._beginnings):
+                return at
+        return len(text)
+
+
+def is_part_of_tag(text: str) -> bool:
+    """Returns whether a text that ends an answer is the beginning of a tag."""
+    return text.startswith(("<｜", "</｜"))
+
+
+def _read_tag(match: re.Match[str]) -> Found:
+    if (named := _TAG_NAME.match(match[0])) is None:
+        return Found(Mark.OTHER, match.start(), match.end())
+    closing, name = named.groups()
+    attributes = dict(_ATTRIBUTE.findall(match[0]))
+    is_string = {"true": True, "false": False}.get(attributes.get("string", ""))
+    mark = _TAGS.get((closing, name), Mark.OTHER)
+    ends = _TAGS.get(("/", name)) if match[0].endswith("/>") and not closing else None
+    return Found(mark, match.start(), match.end(), attributes.get("name", ""), is_string, ends)
+
+
+# A fence in front of JSON as far as it has come, and whole; no JSON begins with a back quote.
+_FENCE_SO_FAR = re.compile(r"`{0,2}|```\s*(?:j|js|jso|json\s*)?")
+_FENCE = re.compile(r"```\s*(?:json\s*)?")
+_MAX_FENCE = 64
+_WRAPPERS = ("arguments", "input")
+_CLOSING_CHARS = " \t\r\n`"
+
+
+class JsonArguments:
+    """Passes JSON through as the model writes it, without a fence (```json) and white space around it."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+        self._opening = ""
+        self._closing: list[str] = []
+
+    def push(self, text: str) -> str:
+        """Returns what can be told after more text."""
+        if not self._has_begun:
+            text = (self._opening + text).lstrip()
+            if _FENCE_SO_FAR.fullmatch(text) and len(text) <= _MAX_FENCE:
+                self._opening = text
+                return ""
+            self._has_begun = True
+            fence = _FENCE.match(text)
+            text = text[fence.end() :] if fence is not None and fence.end() <= _MAX_FENCE else text
+        body = text.rstrip(_CLOSING_CHARS)
+        if body:
+            body = "".join([*self._closing, body])
+            self._closing.clear()
+        self._closing.append(text[len(text.rstrip(_CLOSING_CHARS)) :])
+        return body
+
+    def end(self) -> str:
+        """Returns what was missing; a call without arguments has an empty object."""
+        return "" if self._has_begun else "{}"
+
+
+class Parameters:
+    """Makes a JSON object of arguments that come one by one.
+
+    A value known to be text is told as it comes. Any other is held until it is complete: it is JSON if it can be read
+    as that, else text. `schema` has the arguments that are known, and whether each is a string; None if that is open.
+    Models sometimes write all arguments as one, under a name that the schema does not have: these are taken out of it.
+    """
+
+    def __init__(self, schema: Mapping[str, bool | None]):
+        self._schema = schema
+        self._count = 0
+        self._streams = self._is_whole = False
+        self._head = ""  # of a value that may turn out to be all arguments
+        self._value: list[str] | None = None
+        self._outside: list[str] = []
+
+    def begin_value(self, key: str, is_string: bool | None) -> str:
+        """Returns what is told of a new argument; `is_string` is what the model says of it."""
+        self._value = []
+        if self._is_whole:
+            return ""
+        head = ("{" if self._count == 0 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+        if self._count == 0 and key in _WRAPPERS and self._schema and key not in self._schema:
+            self._head, head = head, ""
+        self._count += 1
+        self._streams = not self._head and (self._schema.get(key) if is_string is None else is_string) is True
+        return head + '"' if self._streams else head
+
+    def push(self, text: str) -> str:
+        """Returns what can be told after more text of the value."""
+        if self._value is None:
+            self._outside.append(text)
+            return ""
+        if self._streams and not self._is_whole:
+            return json.dumps(text, ensure_ascii=False)[1:-1]
+        self._value.append(text)
+        return ""
+
+    def end_value(self) -> str:
+        """Returns what is told of the value's end; nothing if no value has begun."""
+        if self._value is None:
+            return ""
+        text, self._value = "".join(self._value), None
+        head, self._head = self._head, ""
+        if self._is_whole:
+            return ""
+        if self._streams:
+            return '"'
+        if head and _is_object(text):
+            self._is_whole = True
+            return text.strip()
+        return head + (text.strip() if _is_json(text) else json.dumps(text, ensure_ascii=False))
+
+    def end(self) -> str:
+        """Returns the end of the object. A model may have written all of it as JSON, outside of any argument."""
+        if self._count:
+            told = self.end_value()
+            return told if self._is_whole else told + "}"
+        body = "".join(self._outside)
+        return body.strip() if _is_object(body) else "{}"
+
+
+def _is_object(text: str) -> bool:
+    return text.lstrip().startswith("{") and _is_json(text)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
 
 MAX_NAME_CHARS = 256
 # As many as a message of a request may bring back.

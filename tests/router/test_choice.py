@@ -24,8 +24,8 @@ from router.members import Members, Registration, read_registration
 from router.options import RouterOptions
 from router.pool import Pool
 from router.prompt import Prompt
+from router.relay import Trials
 from router.server import fleet_of, maker, members_of
-from router.trials import Trials
 from tests.dsv3.server.serving import ROOT
 
 URL = "http://127.0.0.1:1"

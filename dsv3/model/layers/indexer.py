@@ -12,11 +12,19 @@ import numpy as np
 
 from dsv3.config.model import IndexerConfig, ModelConfig
 from dsv3.model.layers.linear import Index, Numerics, layer_slice, linear
-from dsv3.model.layers.norm import layer_norm
 from dsv3.model.layers.rope import Rotation, rotate, rotate_halves
 from dsv3.model.layers.router import router_logits
 from dsv3.model.params import IndexerParams
 from pallas_kernels.backend import asks_host, resolve_backend
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Returns `(x - mean(x)) / std(x) * weight + bias` over the last axis; computed in float32, dtype of x."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return (normed * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
 
 _KEY_NORM_EPS = 1e-6  # of every published model, whatever rms_norm_eps says
 

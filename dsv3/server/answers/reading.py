@@ -12,11 +12,12 @@ import array
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import inspect
 from msgspec.structs import fields
 
 from dsv3.server.answers.body_reader import SMALL_BYTES
@@ -24,7 +25,6 @@ from dsv3.server.answers.errors import ApiError, invalid
 from dsv3.server.answers.faces.generate_schema import GenerateRequest
 from dsv3.server.answers.faces.messages_schema import ContentBlock, InputMessage, MessagesRequest, TextBlock
 from dsv3.server.answers.faces.responses_schema import InputItem, InputPart, ResponsesRequest
-from dsv3.server.answers.known import about_unknown
 from dsv3.server.answers.schema import (
     FUNCTION_NAME_RULE,
     MAX_MESSAGES,
@@ -44,6 +44,52 @@ from dsv3.server.answers.schema import (
     require_no_nul,
 )
 from dsv3.server.answers.service import Service
+
+# Types of parts and blocks in the APIs whose requests are read here -> what they would have a model do.
+_MEDIA = {
+    **dict.fromkeys(("image_url", "input_image", "image", "image_file"), "this model reads no images"),
+    **dict.fromkeys(("input_audio", "audio_url", "audio"), "this model hears no audio"),
+    **dict.fromkeys(("video_url", "input_video", "video"), "this model sees no video"),
+    **dict.fromkeys(("file", "input_file", "document"), "this model reads no files"),
+}
+
+
+def about_unknown(kind: Any, path: str, text: str) -> str:
+    """Returns what to say of a value that is none of those known; `path` and `text` are of msgspec's error.
+
+    The value itself is not repeated: it may be any text.
+    """
+    given = re.match(r"Invalid enum value '(\w{1,32})'", text)
+    reason = _MEDIA.get(given[1]) if given and path.endswith(".type") else None
+    known = sorted({str(value) for value in _values(_info(kind), _steps(path))})
+    return (reason or "this value is not known") + (f"; it may be {' or '.join(known)}" if known else "")
+
+
+@functools.cache
+def _info(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _steps(path: str) -> list[str]:
+    """Returns the names in a path, "" for an item of a list or an object."""
+    return re.findall(r"\.(\w+)|\[[^\]]*\]", path)
+
+
+def _values(info: inspect.Type, steps: list[str]) -> Iterator[str | int | bool | None]:
+    """Yields the values of the enumerations that a path leads to."""
+    match info:
+        case inspect.UnionType(types):
+            for each in types:
+                yield from _values(each, steps)
+        case inspect.LiteralType(values) if not steps:
+            yield from values
+        case inspect.StructType(fields=fields) if steps and steps[0]:
+            for field in fields:
+                if field.encode_name == steps[0]:
+                    yield from _values(field.type, steps[1:])
+        case inspect.ListType(item_type=inner) | inspect.DictType(value_type=inner) if steps and not steps[0]:
+            yield from _values(inner, steps[1:])
+
 
 MAX_FIELD_BYTES = 256 * 1024
 MAX_TEXT_BYTES = 16 * 2**20  # 64 ms per 32 MiB where every other character is escaped

@@ -1,8 +1,10 @@
 """The ASGI application: which path is answered by what."""
 
+import asyncio
 import contextlib
 import datetime
 import functools
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,29 +16,108 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.answers import prompts
 from dsv3.server.answers.answer import Answer
-from dsv3.server.answers.errors import ApiError
+from dsv3.server.answers.errors import ApiError, invalid
 from dsv3.server.answers.faces.messages import count_tokens
 from dsv3.server.answers.faces.messages_schema import MESSAGES
 from dsv3.server.answers.kinds import KINDS
-from dsv3.server.answers.placing import RANK_HEADER, rank_of
 from dsv3.server.answers.reading import read_request
 from dsv3.server.answers.schema import DetokenizeRequest, TokenizeRequest
 from dsv3.server.answers.service import Service
 from dsv3.server.budget import Holding
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
 from dsv3.server.http.batches import batch_routes
-from dsv3.server.http.bodies import Handler, endpoint, read_json_body, unless_disconnected
+from dsv3.server.http.bodies import ClientGone, Handler, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
 from dsv3.server.http.errors import path_of, response_of
-from dsv3.server.http.events import EventStream
 from dsv3.server.http.exchange import SUMMARY
 from dsv3.server.http.openapi import described_path, openapi
 from dsv3.server.http.operator import require_operator, tenant_of
+from dsv3.server.http.writer import EXTENSION, Writer
+
+
+class EventStream(Response):
+    """The events that `answer` makes.
+
+    The first event is awaited before the status is sent, so that a refused request gets a proper status; a later error
+    becomes an event. The answer is closed as soon as the client has gone. While the client does not read, the answer is
+    on hold, so that tokens gather in it and not in the connection's buffer. `on_close` is called when it is closed.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, on_close: Callable[[], None]):
+        self.status_code = 200
+        self.background = None
+        self._answer, self._on_close = answer, on_close
+        self._waiting: list[bytes] = []
+        self._writer: Writer | None = None
+        self._has_begun = asyncio.Event()
+        self._ended: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer: Writer = scope["extensions"][EXTENSION]
+        try:
+            await unless_disconnected(receive, self._stream(writer, scope, receive, send))
+        except ClientGone:
+            return
+        finally:
+            self._answer.close()
+            self._on_close()
+            writer.free()
+
+    async def _stream(self, writer: Writer, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._answer.start(self._on_event, self._on_end)
+        except ApiError as error:
+            await response_of(error, path_of(scope))(scope, receive, send)
+            return
+        await self._has_begun.wait()
+        if not self._waiting and (refusal := self._ended.result()) is not None:
+            await response_of(refusal, path_of(scope))(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        writer.claim(scope["http_version"], self._answer.hold, self._answer.release)
+        for event in self._waiting:
+            writer.write(event)
+        self._waiting, self._writer = [], writer
+        if (failure := await self._ended) is not None:
+            writer.write(self._answer.failure(failure))
+        await send({"type": "http.response.body", "body": self._answer.farewell, "more_body": False})
+
+    def _on_event(self, event: bytes) -> None:
+        if self._writer is not None:
+            self._writer.write(event)
+        else:
+            self._waiting.append(event)
+            self._has_begun.set()
+
+    def _on_end(self, error: ApiError | None) -> None:
+        if not self._ended.done():  # else the client has gone, and the answer is about to be closed
+            self._ended.set_result(error)
+        self._has_begun.set()
+
+
+RANK_HEADER = "x-data-parallel-rank"
+_RANK = re.compile(r"[0-9]{1,6}")
+
+
+def rank_of(header: str | None) -> int | None:
+    """Returns the rank that a header names, None without one; ApiError 400 for what is no number.
+
+    `dsv3.scheduler.prepare` knows which ranks there are.
+    """
+    if header is None:
+        return None
+    if not _RANK.fullmatch(header.strip()):
+        raise invalid(f"{RANK_HEADER}: expected the number of a rank, counted from 0", RANK_HEADER)
+    return int(header)
+
 
 _Route = Callable[[Service, Request], Awaitable[Response]]
 

@@ -10,7 +10,7 @@ import pytest
 
 from dsv3.engine.engine import Engine
 from dsv3.kv_cache.tiers import tiers
-from dsv3.kv_cache.transfer import client, finding
+from dsv3.kv_cache.transfer import client
 from dsv3.scheduler.prepare import prepare
 from dsv3.scheduler.request import InvalidRequest
 from tests.dsv3.engine import toy
@@ -215,8 +215,8 @@ def test_a_request_handed_to_both_meets_though_it_waits_in_the_queue(prefill: En
 def test_a_meeting_that_does_not_come_about_costs_no_answer(
     prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch, what: str
 ):
-    monkeypatch.setattr(finding, "COMES_S", 0.05 if what in ("another number", "never handed in") else 300.0)
-    monkeypatch.setattr(finding, "BEGINS_S", 300.0)
+    monkeypatch.setattr(client, "COMES_S", 0.05 if what in ("another number", "never handed in") else 300.0)
+    monkeypatch.setattr(client, "BEGINS_S", 300.0)
     first, item = meet(prefill, "a", 5, 6 if what == "another number" else 5, max_tokens=6)
     if what != "never handed in":
         prefill.submit(first)
@@ -235,7 +235,7 @@ def test_a_meeting_that_does_not_come_about_costs_no_answer(
 
 
 def test_an_abort_while_a_meeting_is_waited_for(prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(finding, "COMES_S", 0.2)
+    monkeypatch.setattr(client, "COMES_S", 0.2)
     _, item = meet(prefill, "gone", 9, max_tokens=5)
     decode.add(item)
     check_abort(decode)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dsv3.kv_cache.keys import extend_keys, root_key
-from dsv3.kv_cache.page_cache import PageCache
-from dsv3.kv_cache.page_pool import PagePool
+from dsv3.kv_cache.page_cache import PageCache, PagePool
 
 PAGES = 6
 

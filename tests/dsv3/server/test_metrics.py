@@ -16,8 +16,8 @@ from dsv3.scheduler.masks import MaskStats
 from dsv3.scheduler.stats import HOST_TIME_BOUNDS, STEP_TOKENS_BOUNDS, EngineStats
 from dsv3.server.answers.metrics import NUM_NUMBERS, Metrics
 from dsv3.server.answers.numbers import SharedNumbers
-from dsv3.server.answers.throughput import Throughput
 from dsv3.server.engine.process import _numbers
+from dsv3.server.http.server import Throughput
 
 STATS = EngineStats(3, 1, 7, 0.5, 0, 0, 0, 0, 10, 20, 30, 0.1, (1, 2))
 EXPERTS = ExpertStats(0.75, 0.5, (1.0, 0.5), 2, 40, 1, 6, 1000, 200)

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from dsv3.sampling_params import SamplingParams
 from dsv3.server.answers.schema import MAX_TOOLS
 from dsv3.text.dialects import DIALECTS, State, start_state
-from dsv3.text.marks import MarkFinder
 from dsv3.text.output import OutputStream
-from dsv3.text.parser import Tools
+from dsv3.text.parser import MarkFinder, Tools
 from dsv3.text.parsers import ParserOptions, Parsers, detect
 from dsv3.text.pieces import Text, ToolArguments, ToolCall, joined
 from dsv3.text.tokenizer import Tokenizer

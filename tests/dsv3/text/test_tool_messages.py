@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from dsv3.server.templates.worker import escaping_template
 from dsv3.text.chat_template import ChatTemplate, TemplateError
 from dsv3.text.dialects import DIALECTS
-from dsv3.text.escaping import escaping_template
 from dsv3.text.markers import Markers
 from dsv3.text.tool_messages import ToolMessages, names_tools, telling_tools
 

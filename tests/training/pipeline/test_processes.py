@@ -14,9 +14,8 @@ import numpy as np
 from tests.dsv3.engine.cluster.local import free_port
 from tests.training.pipeline.test_run import random_params
 from tests.training.pipeline.test_trainer import TOKENS, assert_close_states
-from training.checkpoints import Checkpoints
 from training.config import TrainingConfig
-from training.loop import OneDevice
+from training.loop import Checkpoints, OneDevice
 from training.step import TrainState, initial_state, train_step
 
 # One of two processes of two devices each: a step over two ranks, each with a device in each process.
@@ -26,7 +25,7 @@ import jax, numpy
 coordinator, process, directory = sys.argv[1:]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(coordinator, 2, int(process))
-from training.checkpoints import Checkpoints
+from training.loop import Checkpoints
 from training.pipeline.ranks import rank_meshes
 from training.pipeline.schedules import build
 from training.pipeline.size import RankSize

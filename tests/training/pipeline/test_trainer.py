@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from training import loop
-from training.checkpoints import Checkpoints
 from training.config import TrainingConfig
+from training.loop import Checkpoints
 from training.pipeline.memory import memory_of
 from training.pipeline.ranks import rank_meshes
 from training.pipeline.schedules import Schedule, build

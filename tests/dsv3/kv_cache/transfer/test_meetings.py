@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
-from dsv3.kv_cache.transfer import finding, meetings, protocol
+from dsv3.kv_cache.transfer import client, meetings, protocol
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.meetings import Meetings
 from dsv3.kv_cache.transfer.protocol import Hello, PeerError
@@ -77,8 +77,8 @@ def test_whoever_comes_first_waits_and_all_waits_share_a_connection(server: Page
 def test_a_request_that_does_not_begin_is_waited_for_so_long_and_no_longer(
     server: PageServer, monkeypatch: pytest.MonkeyPatch, stage: str, words: str
 ):
-    monkeypatch.setattr(finding, "COMES_S", 0.0 if stage == "unknown" else 300.0)
-    monkeypatch.setattr(finding, "BEGINS_S", 0.0 if stage == "queued" else 300.0)
+    monkeypatch.setattr(client, "COMES_S", 0.0 if stage == "unknown" else 300.0)
+    monkeypatch.setattr(client, "BEGINS_S", 0.0 if stage == "queued" else 300.0)
     if stage != "unknown":
         server.meetings.open(5)
     if stage == "gone":
@@ -125,7 +125,7 @@ def test_whatever_ends_the_thread_that_asks_ends_the_waits(monkeypatch: pytest.M
     def broken(address: str) -> None:
         raise KeyError("a bug")
 
-    finder = finding.Finder(broken)
+    finder = client.Finder(broken)
     with pytest.raises(PeerError, match="a bug"):
         finder.find("host:1", 1).result(60)
 

@@ -1,6 +1,6 @@
 """Meetings: requests that a router hands to two instances at once, under a number (SGLang's `bootstrap_room`).
 
-The prefill instance notes how far the request of a meeting is, and the decode instance asks (`finding.py`).
+The prefill instance notes how far the request of a meeting is, and the decode instance asks (`client.py`).
 Pages are named by their content and not by meetings, so a number that is wrong costs time and no answer.
 """
 

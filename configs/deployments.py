@@ -5,23 +5,24 @@ Peak rates are data sheets'. Link rates are what DeepEP's authors give as limits
 50 GB/s per NIC, one NIC per GPU); an H200's NVLink is taken as wider by the ratio of the data sheets (900 to 400 GB/s).
 """
 
+from dsv3.config.device_rates import PEAKS
 from tools.plan.deployment import Deployment, Device
 
 H800 = Device(
     name="H800",
     memory_bytes=84_900_000_000,
-    hbm_bytes_per_second=3.35e12,
-    fp8_flops=1979e12,
-    bf16_flops=989e12,
+    hbm_bytes_per_second=PEAKS["H800"].hbm,
+    fp8_flops=PEAKS["H800"].fp8,
+    bf16_flops=PEAKS["H800"].bf16,
     node_link=160e9,
     cross_link=50e9,
 )
 H200 = Device(
     name="H200",
     memory_bytes=150_100_000_000,
-    hbm_bytes_per_second=4.8e12,
-    fp8_flops=1979e12,
-    bf16_flops=989e12,
+    hbm_bytes_per_second=PEAKS["H200"].hbm,
+    fp8_flops=PEAKS["H200"].fp8,
+    bf16_flops=PEAKS["H200"].bf16,
     node_link=360e9,
     cross_link=50e9,
 )

@@ -8,10 +8,15 @@ Sparse attention has two forms, too. The sparse one copies the chosen rows of ea
 form; its time does not depend on the context. The masked one expands the cached latents of all requests once and
 attends to all of them; its time grows with them. Scores and choice are the same in both. The masked form has room for a
 number of tokens, which its program needs to know: the number at which both take as long.
+
+What counts is how many operations a GPU has per byte: an H200 206, an H100 295, an A100 153, an L40S 419. Where there
+are more, copies cost more beside products, and the forms cross somewhat later.
 """
 
 import math
 
+from dsv3.config import device_rates
+from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD, Peaks
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.layers.context import BYTES_AT_ONCE, heads_at_once
@@ -19,30 +24,19 @@ from dsv3.model.layers.context import BYTES_AT_ONCE, heads_at_once
 KEY_BLOCK = 128
 """What the room is a multiple of: whole blocks of keys of the kernels."""
 
-# Operations and bytes per second of an H200: what DeepSeek's kernels reach of an H800's peaks on 108 of its 132
-# multiprocessors (FlashMLA 580 of 989 TFLOP/s on all, expanded attention 535, DeepGEMM's products 993 of 1979), and the
-# data sheet's 4.8 TB/s. What counts is how many operations a GPU has per byte: an H200 206, an H100 295, an A100 156,
-# an L40S 419. Where there are more, copies cost less beside products, and the two forms cross somewhat later.
-_ABSORBED = 580e12 * 108 / 132
-_MASKING = 1.04
-_EXPANDED = 535e12 / 1.25 / _MASKING  # with what else a prefill does per product (`tools.plan.attention`), and the mask
-_PRODUCTS = 993e12 / 1.25
-_HBM = 4.8e12
-_LAUNCH = 3e-6  # of a kernel; the expanded form has three for each group of heads
-
 _LEAST_GAIN = 2  # times the tokens that are chosen; a program with less room would seldom run
 _LEAST_TOKENS = 2  # times the new tokens from which on the expanded form pays: those of a step may be several requests'
 _MOST_CONTEXT = 2**18  # tokens; their latents take 302 MB
 _QUERIES, _BLOCKS = 128, 128  # of a thread block of the prefill kernel; that fill the multiprocessors
 
 
-def context_room(model: ModelConfig, tokens: int, split: int = 1) -> int:
+def context_room(model: ModelConfig, peaks: Peaks, tokens: int, split: int = 1) -> int:
     """Returns the tokens that the expanded program of `tokens` queries of a micro-batch has room for; 0: there is none.
 
     All tokens of the step's requests count, each request's in whole pages. `split` devices share the heads. Keys and
     values are made of as many heads at once as fill the multiprocessors with their queries, and fit in memory.
     """
-    absorbed, expanded, expansion = _dense_seconds(model, split)
+    absorbed, expanded, expansion = _dense_seconds(model, peaks, split)
     if model.indexer is not None or tokens * (absorbed - expanded) < _LEAST_TOKENS * expansion:
         return 0
     heads = model.num_attention_heads // split
@@ -53,17 +47,24 @@ def context_room(model: ModelConfig, tokens: int, split: int = 1) -> int:
 
 
 def context_pays(
-    model: ModelConfig, tokens: int, pairs: int, keys: int, room: int, split: int = 1, micro_batches: int = 1
+    model: ModelConfig,
+    peaks: Peaks,
+    tokens: int,
+    pairs: int,
+    keys: int,
+    room: int,
+    split: int = 1,
+    micro_batches: int = 1,
 ) -> bool:
     """Returns whether a step of `tokens` queries in all takes less time in expanded form than in absorbed form.
 
     There are `pairs` of a new token and a cached one, and `keys` tokens of requests to expand, in each micro-batch. The
     absorbed form expands new tokens, and multiplies their queries and outputs by the same weights.
     """
-    absorbed, expanded, expansion = _dense_seconds(model, split)
+    absorbed, expanded, expansion = _dense_seconds(model, peaks, split)
     heads = model.num_attention_heads // split
     groups = heads // heads_at_once(heads, room * _head_bytes(model))
-    more = micro_batches * (keys * expansion + 3 * groups * _LAUNCH)
+    more = micro_batches * (keys * expansion + 3 * groups * device_rates.LAUNCH_S)
     return pairs * (absorbed - expanded) + 2 * tokens * expansion > more
 
 
@@ -72,21 +73,32 @@ def _head_bytes(model: ModelConfig) -> int:
     return 2 * (model.qk_nope_head_dim + model.v_head_dim)
 
 
-def _dense_seconds(model: ModelConfig, split: int) -> tuple[float, float, float]:
-    """Returns the seconds of a pair of tokens, absorbed and expanded, and those of expanding one, by these rates."""
+def _dense_seconds(model: ModelConfig, peaks: Peaks, split: int) -> tuple[float, float, float]:
+    """Returns the seconds of a pair of tokens, absorbed and expanded, and those of expanding one."""
     H, R = model.num_attention_heads / split, model.kv_lora_rank
-    absorbed = 2 * H * (model.latent_dim + R) / _ABSORBED
-    expanded = 2 * H * (model.qk_head_dim + model.v_head_dim) / (_EXPANDED * _MASKING)
-    return absorbed, expanded, _expansion(model, split)
+    absorbed = 2 * H * (model.latent_dim + R) / _absorbed(peaks)
+    expanded = 2 * H * (model.qk_head_dim + model.v_head_dim) / _expanded(peaks)
+    return absorbed, expanded, _expansion(model, peaks, split)
 
 
-def _expansion(model: ModelConfig, split: int) -> float:
+def _absorbed(peaks: Peaks) -> float:
+    """Returns the operations per second of attention to latents, on the multiprocessors that prefill has."""
+    return peaks.bf16 * device_rates.DECODE_CORE_FLOPS * device_rates.PREFILL_TAKEN
+
+
+def _expanded(peaks: Peaks) -> float:
+    """Returns those of attention to keys and values, with what else a prefill does per product."""
+    return peaks.bf16 * device_rates.PREFILL_CORE_FLOPS / PREFILL_OVERHEAD
+
+
+def _expansion(model: ModelConfig, peaks: Peaks, split: int) -> float:
     """Returns the seconds of a token's products with k_up and v_up, which are bfloat16 in every model."""
     widths = model.qk_nope_head_dim + model.v_head_dim
-    return 2 * model.num_attention_heads / split * widths * model.kv_lora_rank / (_PRODUCTS / 2)
+    products = peaks.bf16 * device_rates.PREFILL_FLOPS / PREFILL_OVERHEAD
+    return 2 * model.num_attention_heads / split * widths * model.kv_lora_rank / products
 
 
-def masked_room(model: ModelConfig, cache_dtype: str, tokens: int, split: int = 1) -> int:
+def masked_room(model: ModelConfig, peaks: Peaks, cache_dtype: str, tokens: int, split: int = 1) -> int:
     """Returns the tokens up to which `tokens` queries of a micro-batch mask; 0 where copying always is faster.
 
     All tokens of the step's requests count, each request's in whole pages. `split` devices share the heads. Each query
@@ -96,9 +108,9 @@ def masked_room(model: ModelConfig, cache_dtype: str, tokens: int, split: int = 
         return 0
     H, topk = model.num_attention_heads / split, model.indexer.topk
     R, V = model.kv_lora_rank, model.v_head_dim
-    copied = 2 * row_bytes(model, cache_dtype) / _HBM + 2 * H * (model.latent_dim + R) / _ABSORBED
-    pair = 2 * H * (model.qk_head_dim + V) / _EXPANDED
-    expanded = _expansion(model, split)
+    copied = 2 * row_bytes(model, cache_dtype) / peaks.hbm + 2 * H * (model.latent_dim + R) / _absorbed(peaks)
+    pair = 2 * H * (model.qk_head_dim + V) * MASKING / _expanded(peaks)
+    expanded = _expansion(model, peaks, split)
     # tokens * (topk * copied + expanded) = tokens * (room - tokens / 2) * pair + room * expanded: the copying form
     # multiplies its queries and outputs by k_up and v_up.
     room = tokens * (topk * copied + expanded + pair * tokens / 2) / (tokens * pair + expanded)

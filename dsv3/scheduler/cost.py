@@ -21,14 +21,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from dsv3.config.device_rates import PEAKS, PREFILL_CORE_FLOPS, PREFILL_FLOPS
 from dsv3.config.model import ModelConfig
 from dsv3.config.sizes import sizes_of
 
 KEYS_PER_TOKEN = 3266.0
-"""Those of DeepSeek-V3; for whoever does not know the model."""
-_CORE_SPEED = (
-    535 / 993
-)  # of prefill's core attention over its products: DeepSeek's profile, as in `tools.plan.roofline`
+"""Those of DeepSeek-V3, where the model is not known."""
+_H800 = PEAKS["H800"]
+_CORE_SPEED = _H800.bf16 * PREFILL_CORE_FLOPS / (_H800.fp8 * PREFILL_FLOPS)  # of core attention over products
 
 
 def keys_per_token(model: ModelConfig) -> float:

@@ -9,20 +9,16 @@ all of `tools.plan.roofline`; no GPU has run these kernels.
 import dataclasses
 import math
 
+from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import key_bytes, row_bytes
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
 from tools.plan.rates import MicroBatch, Rates
 
-PREFILL_OVERHEAD = 1.25
-"""What products of prefill take with norms, quantisation, rotation and routing."""
-
-
 _SCORE_BYTES = 4
 _LAUNCHES = 5  # per group: scores, choice, copies, attention, and what joins its parts
 _MASKED_LAUNCHES = 2, 8  # per group: scores and choice; once: pages, products for keys and values, bits, attention
 _BIT_BYTES = 4 + 2 * 32  # a position is read, and a sector of memory for its bit read and written
-_MASKING = 2938 / 2828  # cycles of a pass of the prefill kernel with bits and without (benchmarks/gpu/README.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +146,7 @@ def _masked(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: float
     bits = b * attended(model, batch.keys, batch.fewest) * _BIT_BYTES + room // 32 * b * 4
     return {
         "copies": 0.0,
-        "attention": PREFILL_OVERHEAD * _MASKING * core,
+        "attention": PREFILL_OVERHEAD * MASKING * core,
         "launches": (groups * _MASKED_LAUNCHES[0] + _MASKED_LAUNCHES[1]) * kernel_s,
         "expansion": room * expansion_seconds(model, rates) / batch.split,
         "mask": bits / rates.hbm,

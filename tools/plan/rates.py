@@ -2,19 +2,11 @@
 
 import dataclasses
 
+from dsv3.config import device_rates as shares
 from dsv3.config.model import ModelConfig
 from tools.plan.deployment import Device
 
-# Shares of a device's peak, from published measurements on an H800 (3.35 TB/s, 1979 and 989 TFLOP/s, 160 and 50 GB/s).
-# Those of prefill were reached on 108 of 132 multiprocessors, the others on all.
-_PREFILL_TAKEN = 108 / 132
-_DENSE_BANDWIDTH = 2.4 / 3.35
-_DENSE_FLOPS = 900 / 1979
-_GROUPED_BANDWIDTH = 2.6 / 3.35
-_GROUPED_FLOPS = 1000 / 1979
-_PREFILL_FLOPS = 993 / 1979
-_DECODE_CORE_FLOPS = 580 / 989
-_PREFILL_CORE_FLOPS = 535 / 989
+# Shares of the links that DeepEP reaches on an H800 (160 and 50 GB/s).
 _DISPATCH_LINK = 45 / 50
 _COMBINE_LINK = 40.5 / 50
 _NODE_LINK = 153 / 160
@@ -53,18 +45,18 @@ def rates_of(device: Device, model: ModelConfig, taken: float | None = None) -> 
     `taken` is the share of the device's multiprocessors that kernels take, with which arithmetic goes; None: as where
     the rates were measured. Rates of memory are taken to need no more than some four fifths of them.
     """
-    decoding, prefilling = (1.0, 1.0) if taken is None else (taken, taken / _PREFILL_TAKEN)
+    decoding, prefilling = (1.0, 1.0) if taken is None else (taken, taken / shares.PREFILL_TAKEN)
     product = device.fp8_flops if model.fp8 else device.bf16_flops
     hbm = device.hbm_bytes_per_second
     return Rates(
-        dense_bandwidth=hbm * _DENSE_BANDWIDTH,
-        dense_flops=product * _DENSE_FLOPS * decoding,
-        grouped_bandwidth=hbm * _GROUPED_BANDWIDTH,
-        grouped_flops=product * _GROUPED_FLOPS * decoding,
-        prefill_flops=product * _PREFILL_FLOPS * prefilling,
-        decode_core_flops=device.bf16_flops * _DECODE_CORE_FLOPS * decoding,
-        prefill_core_flops=device.bf16_flops * _PREFILL_CORE_FLOPS * prefilling,
-        fp8_core_flops=device.fp8_flops * _DECODE_CORE_FLOPS * decoding,
+        dense_bandwidth=hbm * shares.DENSE_BANDWIDTH,
+        dense_flops=product * shares.DENSE_FLOPS * decoding,
+        grouped_bandwidth=hbm * shares.GROUPED_BANDWIDTH,
+        grouped_flops=product * shares.GROUPED_FLOPS * decoding,
+        prefill_flops=product * shares.PREFILL_FLOPS * prefilling,
+        decode_core_flops=device.bf16_flops * shares.DECODE_CORE_FLOPS * decoding,
+        prefill_core_flops=device.bf16_flops * shares.PREFILL_CORE_FLOPS * prefilling,
+        fp8_core_flops=device.fp8_flops * shares.DECODE_CORE_FLOPS * decoding,
         selection=_CLOCK / SELECT_CYCLES,
         multiprocessors=round(device.multiprocessors * decoding),
         hbm=hbm,

@@ -11,11 +11,11 @@ A stage is one micro-batch's part of one layer, under the names of `tools.plan.c
 
 import dataclasses
 
+from dsv3.config.device_rates import LAUNCH_S, PREFILL_OVERHEAD
 from dsv3.config.model import ModelConfig
 from dsv3.config.sizes import sizes_of
 from dsv3.kv_cache.layout import row_bytes
 from tools.plan.attention import (
-    PREFILL_OVERHEAD,
     SparseCore,
     core_operations,
     dense_core,
@@ -37,7 +37,6 @@ KNOWN_ERRORS = (
 )
 
 
-_KERNEL_S = 3e-6
 _SMALL_KERNELS_S = 32e-6
 _ROUTER_S = 19e-6
 TRANSFER_S = 20e-6
@@ -113,7 +112,7 @@ def wire_rows(model: ModelConfig) -> tuple[int, int]:
 
 def sparse_parts(model: ModelConfig, rates: Rates, batch: MicroBatch) -> SparseCore | None:
     """Returns what attention's core consists of where the step's queries choose; None where it is dense."""
-    return sparse_core(model, rates, batch, _KERNEL_S) if must_choose(model, batch.most) else None
+    return sparse_core(model, rates, batch, LAUNCH_S) if must_choose(model, batch.most) else None
 
 
 def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[str, float]:
@@ -123,7 +122,7 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[s
 
     def dense(elements: int, itemsize: float = item, split: int = n) -> float:
         work = 2 * b * elements / rates.dense_flops
-        return max(elements * itemsize / rates.dense_bandwidth, work) / split + _KERNEL_S
+        return max(elements * itemsize / rates.dense_bandwidth, work) / split + LAUNCH_S
 
     # The devices of a rank share heads, but not those of the indexer.
     sparse = sparse_parts(model, rates, batch)
@@ -135,14 +134,14 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[s
     rows = b * model.num_experts_per_tok / n  # even load: what leaves a device also arrives
     routed = batch.experts * sizes.expert * expert_item / rates.grouped_bandwidth
     work = 2 * rows * sizes.expert / rates.grouped_flops
-    key_value = bf16_product(model, rates, b, sizes.key_value) / n + _KERNEL_S
+    key_value = bf16_product(model, rates, b, sizes.key_value) / n + LAUNCH_S
     return {
-        "project": dense(sizes.down, split=1) + (dense(sizes.query) if sizes.query else 0) + indexer + 4 * _KERNEL_S,
+        "project": dense(sizes.down, split=1) + (dense(sizes.query) if sizes.query else 0) + indexer + 4 * LAUNCH_S,
         "attention": core + key_value + dense(sizes.out) + _SMALL_KERNELS_S,
         "router": _ROUTER_S,
-        "shared_expert": dense(sizes.shared) + 3 * _KERNEL_S if sizes.shared else 0.0,
-        "experts": max(routed, work) + 5 * _KERNEL_S,
-        "mlp": dense(sizes.dense) + 3 * _KERNEL_S,
+        "shared_expert": dense(sizes.shared) + 3 * LAUNCH_S if sizes.shared else 0.0,
+        "experts": max(routed, work) + 5 * LAUNCH_S,
+        "mlp": dense(sizes.dense) + 3 * LAUNCH_S,
         "head": bf16_product(model, rates, b, sizes.head),
     }
 

@@ -38,7 +38,7 @@ def masked_room(layout: Layout, size: int) -> int:
     if layout.platform in LOOKING:
         return 0
     cfg, tokens = layout.cfg, size // _micro_batches(layout, size)
-    room = crossover.masked_room(layout.model_cfg, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
+    room = crossover.masked_room(layout.model_cfg, layout.peaks, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
     return min(room, _most(cfg, size))
 
 
@@ -47,14 +47,16 @@ def context_room(layout: Layout, size: int) -> int:
     if layout.platform in LOOKING:
         return 0
     cfg, tokens = layout.cfg, size // _micro_batches(layout, size)
-    return min(crossover.context_room(layout.model_cfg, tokens, cfg.tensor_parallel_size), _most(cfg, size))
+    return min(
+        crossover.context_room(layout.model_cfg, layout.peaks, tokens, cfg.tensor_parallel_size), _most(cfg, size)
+    )
 
 
 def context_pays(layout: Layout, size: int, pairs: int, keys: int) -> bool:
     """Returns whether a step of bucket `size` takes the expanded program; see `crossover.context_pays`."""
     room, split = context_room(layout, size), layout.cfg.tensor_parallel_size
-    halves = _micro_batches(layout, size)
-    return 0 < keys <= room and crossover.context_pays(layout.model_cfg, size, pairs, keys, room, split, halves)
+    given = size, pairs, keys, room, split, _micro_batches(layout, size)
+    return 0 < keys <= room and crossover.context_pays(layout.model_cfg, layout.peaks, *given)
 
 
 def _micro_batches(layout: Layout, size: int) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from dsv3.config.device_rates import Peaks, peaks_of
 from dsv3.engine.device import state as device_state
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER
@@ -59,6 +60,11 @@ class Layout:
     def platform(self) -> str:
         """What the devices are: `cpu` or `cuda`."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def peaks(self) -> Peaks:
+        """What the devices do per second at most."""
+        return peaks_of(self.mesh.devices.flat[0].device_kind)
 
     @property
     def num_local_ranks(self) -> int:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v32 import DEEPSEEK_V32
+from dsv3.config.device_rates import PEAKS, peaks_of
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
+from dsv3.engine import crossover
 from dsv3.engine.device import choosing
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
@@ -32,7 +34,11 @@ def layout(model: ModelConfig = DEEPSEEK_V32, platform: str = "cuda", length: in
     """What of a layout says which programs there are."""
     cfg = EngineConfig(max_model_len=length, num_pages=5000, max_num_batched_tokens=4096, cache_dtype="bfloat16")
     return types.SimpleNamespace(
-        model_cfg=model, cfg=cfg, platform=platform, functions=types.SimpleNamespace(overlaps=overlaps)
+        model_cfg=model,
+        cfg=cfg,
+        platform=platform,
+        peaks=PEAKS["H200"],
+        functions=types.SimpleNamespace(overlaps=overlaps),
     )
 
 
@@ -210,3 +216,12 @@ def test_with_drafts_the_host_counts_those_that_may_be_right(monkeypatch: pytest
     both = {(kind, n) for kind in ("decode", "mtp decode", "mtp prefill") for n in (0, 1)}
     assert both | {("mtp chain", n) for n in (1, -1)} <= set(kinds)
     assert engine.stats().pages_in_use == 0 and engine.failure is None
+
+
+def test_the_forms_cross_where_the_device_says() -> None:
+    """An H100 has more operations per byte than an H200: copies cost it more, so it masks longer prompts."""
+    kinds = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H20", "an unknown GPU")
+    peaks = [peaks_of(kind) for kind in kinds]
+    assert peaks == [PEAKS["H200"], PEAKS["H100"], PEAKS["H20"], PEAKS["H200"]]
+    rooms = [crossover.masked_room(DEEPSEEK_V32, each, "bfloat16", 4096) for each in peaks]
+    assert rooms[2] < rooms[0] == rooms[3] < rooms[1]

@@ -15,7 +15,7 @@ def test_chunks_take_the_program_that_the_host_chooses(monkeypatch: pytest.Monke
     """Chunks of 16 tokens: without cached ones and after few absorbed, after more expanded, up to the room."""
     monkeypatch.setattr(choosing, "LOOKING", ())
     monkeypatch.setattr(crossover, "context_room", lambda *_: 256)
-    monkeypatch.setattr(crossover, "context_pays", lambda model, tokens, pairs, *_: pairs > 100)
+    monkeypatch.setattr(crossover, "context_pays", lambda model, peaks, tokens, pairs, *_: pairs > 100)
     limits = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 16}
     with one_bucket(), greedy_samplers():
         engine = build_engine(DIRECTORY / "glm4_moe_lite", EngineOptions(**limits), progress=False)

@@ -47,14 +47,13 @@ def main() -> int:
     from tools.simulate.fleet import SettingError
     from tools.simulate.simulation import simulate
     from tools.simulate.times import TimesError
-    from tools.simulate.worker import WorkerLost
 
     try:
         by_name = _times(options, described.model(_MODEL.value))
         gc.freeze()
         gc.disable()  # requests that have ended leave no cycles behind, and there are millions of other objects
         outcome = simulate(options, by_name)
-    except (SettingError, TimesError, TrafficError, WorkerLost) as error:
+    except (SettingError, TimesError, TrafficError) as error:
         raise flags.UsageError(str(error)) from error
     Console().print(report.render(outcome.figures))
     if _JSON.value:

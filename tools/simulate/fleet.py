@@ -16,7 +16,6 @@ from dsv3.kv_cache.keys import Key
 from dsv3.scheduler.request import StepOutputs
 from router.instance import Booking
 from router.prompt import MAX_PAGES, Prompt
-from tools.simulate.apart import Apart, Elsewhere, Here
 from tools.simulate.clock import Clock
 from tools.simulate.instance import Instance, Totals
 from tools.simulate.options import Routing
@@ -27,9 +26,7 @@ from tools.simulate.record import End, Record
 from tools.simulate.scaling import Pressure, Rule
 from tools.simulate.times import InstanceTimes
 from tools.simulate.traffic import Ask, Session
-from tools.simulate.worker import Process
 
-_SHARE_ELSEWHERE = 3 / 8  # of the prefill instances, so that both processes have as much to do in DeepSeek's pair
 _RETRY_S = 1.0  # a client that was refused comes again with its next request
 
 
@@ -50,8 +47,7 @@ class Group:
 class Setting:
     """What is simulated: instances that answer, those that compute prompts for them if there are any, and how.
 
-    `host_gib` of host memory per instance take pages of prompts, `store_gib` are a store that all share. With
-    `two_processes` another one has the instance that decodes, and some that prefill (`is_elsewhere`). Raises
+    `host_gib` of host memory per instance take pages of prompts, `store_gib` are a store that all share. Raises
     SettingError for what contradicts itself.
     """
 
@@ -62,17 +58,12 @@ class Setting:
     host_gib: float = 0.0
     store_gib: float = 0.0
     seed: int = 0
-    two_processes: bool = False
 
     def __post_init__(self) -> None:
         if self.answering.times.role == "prefill":
             raise SettingError(f"{self.answering.times.name} only computes prompts; give a deployment that decodes")
         if self.prefilling is None and self.answering.times.role == "decode":
             raise SettingError(f"{self.answering.times.name} computes no prompts; give a deployment that prefills, too")
-        if self.two_processes and self.answering.times.role != "decode":
-            raise SettingError("two processes: one is for an instance that only decodes; give --prefill and --decode")
-        if self.two_processes and (self.answering.count > 1 or self.answering.rule is not None):
-            raise SettingError("two processes: one instance decodes; leave out --num_decode and --scale")
         if self.store_gib and not self.host_gib:
             raise SettingError("a store needs host memory, through which its pages pass")
         for group in self.groups:
@@ -87,19 +78,6 @@ class Setting:
         """Returns the limits of an instance: what answers alone has no prefix cache, as it looks up nothing."""
         computes = times.role != "decode"
         return times.limits(self.max_model_len, shares=computes, offload_gib=self.host_gib * computes)
-
-    def may_be_apart(self, times: InstanceTimes) -> bool:
-        """Returns whether instances need not be asked between their steps.
-
-        Those that prefill may be: whether they find a prompt, and whether a thread of their tiers is done.
-        """
-        assert self.prefilling is not None
-        is_asked = self.routing == "events" or self.host_gib or self.prefilling.rule is not None
-        return times.role == "decode" or not is_asked
-
-    def is_elsewhere(self, times: InstanceTimes, number: int) -> bool:
-        """Returns whether the other process has instance `number` of a role: the one that decodes, and some others."""
-        return times.role == "decode" or number < int(self.groups[0].count * _SHARE_ELSEWHERE)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -123,16 +101,8 @@ class _Active:
 class Fleet:
     """The whole; `record` has what became of the requests."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        clock: Clock,
-        record: Record,
-        elsewhere: Callable[[Callable[[], bool]], Elsewhere] = Process,
-    ) -> None:
+    def __init__(self, setting: Setting, clock: Clock, record: Record) -> None:
         self.setting, self.clock, self.record = setting, clock, record
-        self._here = Here()
-        self._elsewhere = elsewhere(self._here.work) if setting.two_processes else None
         self._longest = min(setting.limits(group.times).max_model_len for group in setting.groups)
         self._work = Work(clock)
         self._store = self._make_store()
@@ -263,21 +233,13 @@ class Fleet:
         return pool
 
     def _start(self, pool: Pool, group: Group) -> Place:
-        instance, alone = self._instance(group.times, len(pool.places)), group.count == 1 and group.rule is None
+        instance, alone = self._instance(group.times), group.count == 1 and group.rule is None
         pool.places.append(Place(instance, self.clock.now, alone=alone))
         return pool.places[-1]
 
-    def _instance(self, times: InstanceTimes, number: int) -> Instance:
+    def _instance(self, times: InstanceTimes) -> Instance:
         limits = self.setting.limits(times)
-        if self._elsewhere is not None and self.setting.may_be_apart(times):
-            place = self._elsewhere if self.setting.is_elsewhere(times, number) else self._here
-            return Apart(times, limits, self.clock, self._hear, place.open(times, limits))
         return Instance(times, limits, self.clock, self._hear, lambda view, wake: self._pages(times, view, wake))
-
-    def close(self) -> None:
-        """Ends the other process, where there is one."""
-        if self._elsewhere is not None:
-            self._elsewhere.close()
 
     def _pages(self, times: InstanceTimes, view: EngineView, wake: Callable[[], None]) -> Pages | Handed | None:
         if times.role == "decode":

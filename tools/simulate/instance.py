@@ -99,17 +99,13 @@ class Instance:
 
     def submit(self, asked: Asked, keys: Sequence[Key]) -> None:
         """Queues a request with its prefix keys; an engine at work takes it in when its step has ended."""
-        self.take_in(asked, keys)
-        self.wake()
-
-    def take_in(self, asked: Asked, keys: Sequence[Key]) -> None:
-        """Queues a request and leaves it there."""
         self.scheduler.add(sequence_of(request_of(asked), keys))
+        self.wake()
 
     def wake(self) -> None:
         """Begins to work where nothing is under way."""
         if not self._flying:
-            self.launch()
+            self._launch()
             self._await()
 
     def state(self) -> State:
@@ -152,16 +148,11 @@ class Instance:
         pages = (state.pages + state.queued_tokens / PAGE_SIZE) / (cfg.num_pages * cfg.num_ranks)
         return pages, state.requests / (cfg.max_num_seqs * cfg.num_ranks)
 
-    @property
-    def ends(self) -> tuple[float, ...]:
-        """When the steps end that are under way, the next one first."""
-        return tuple(step.end for step in self._flying)
-
     def _await(self) -> None:
         if self._flying:
             self._clock.at(self._flying[0].end, self._ended)
 
-    def launch(self) -> None:
+    def _launch(self) -> None:
         """Plans steps until one runs and one is next."""
         while len(self._flying) < _AHEAD:
             jobs = self._plan() or self._plan()  # an engine that has launched nothing looks again at once
@@ -181,12 +172,12 @@ class Instance:
 
     def _ended(self) -> None:
         """Takes in the results of the step that has just ended, and plans the one after the next."""
-        outputs = self.collect()
-        self.launch()
+        outputs = self._collect()
+        self._launch()
         self._await()
         self._hear(self, outputs)
 
-    def collect(self) -> StepOutputs:
+    def _collect(self) -> StepOutputs:
         """Takes in the results of the step that ends next, and returns them."""
         step, outputs = self._flying.popleft(), StepOutputs([], [])
         self._steps, self._busy_s = self._steps + 1, self._busy_s + step.seconds

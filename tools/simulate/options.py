@@ -60,11 +60,6 @@ class SimulateOptions:
     scale_use: float = option(_RULE.use, "Add one above this share of cache or slots in use.", above=0, high=10)
     scale_start: float = option(_RULE.start_s, "Let a new instance serve after this many seconds.", low=0)
     goodput: tuple[str, ...] = option((), "Count requests that keep these bounds, such as ttft:5000,tpot:100.")
-    two_processes: bool = option(
-        False,
-        "Simulate the instance that decodes, and some that prefill, in a second process: the same figures, sooner on "
-        "two cores.",
-    )
     seed: int = option(0, "Draw with this seed.", low=0, high=2**32)
 
     def __post_init__(self) -> None:

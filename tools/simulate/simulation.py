@@ -1,7 +1,6 @@
 """A simulation from its options: what comes, for how long, and what is told of it in the end."""
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,23 +37,14 @@ def simulate(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> Out
     setting = setting_of(options, by_name)
     clock, record = Clock(), Record(options.warm_up)
     fleet = Fleet(setting, clock, record)
-    try:
-        series = Series(fleet, options.seconds / _LOOKS if options.seconds else _TRACE_PERIOD_S)
-        began = time.perf_counter(), _processor_s()
-        _load(options, fleet)
-        clock.run(options.seconds, lambda: fleet.is_over)
-        figures = record.figures(clock.now, options.limits) | _of_fleet(fleet)
-    finally:
-        fleet.close()
-    wall, processor = time.perf_counter() - began[0], _processor_s() - began[1]
+    series = Series(fleet, options.seconds / _LOOKS if options.seconds else _TRACE_PERIOD_S)
+    began = time.perf_counter(), time.process_time()
+    _load(options, fleet)
+    clock.run(options.seconds, lambda: fleet.is_over)
+    figures = record.figures(clock.now, options.limits) | _of_fleet(fleet)
+    wall, processor = time.perf_counter() - began[0], time.process_time() - began[1]
     figures["simulator"] = {"wall_s": wall, "processor_s": processor, "virtual_s": clock.now}
     return Outcome(figures, series, record)
-
-
-def _processor_s() -> float:
-    """Returns the processor seconds of this process and of those that it has started and seen end."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
 
 
 def setting_of(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> Setting:
@@ -77,7 +67,6 @@ def setting_of(options: SimulateOptions, by_name: dict[str, InstanceTimes]) -> S
         options.kv_offloading_size,
         options.kv_store_size,
         options.seed,
-        options.two_processes,
     )
 
 

@@ -9,8 +9,8 @@ import time
 import numpy as np
 from absl import flags as absl_flags
 
+from dsv3.processes import frames
 from dsv3.scheduler.request import StepOutputs, Tokens, first_id
-from dsv3.server import frames
 from dsv3.server.engine.fronts import split
 from dsv3.server.engine.messages import Outputs
 from launch import flags

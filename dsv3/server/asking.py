@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from dsv3.server import frames
+from dsv3.processes import frames
 
 _START_S = 60.0
 # A process that has to wait for a core, or for its memory, gets so many seconds for each of its processor time.

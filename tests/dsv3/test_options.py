@@ -17,7 +17,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions, Transport
 from dsv3.config.server_options import ServerOptions, ServiceOptions
 from dsv3.engine.fingerprint import agreed, fields_of, shaping
-from dsv3.server import frames
+from dsv3.processes import frames
 from dsv3.server.engine import messages
 from launch import cli, flags
 from sharding.experts.kind import Kind

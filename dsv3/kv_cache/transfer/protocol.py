@@ -11,20 +11,20 @@
     Ask(meetings)               ->
                                 <-   Told(stages, addresses)
 
-All but pages is MessagePack behind its length (4 bytes, little endian). A connection carries any number of questions,
+All but pages is in frames (`dsv3.processes.frames`). A connection carries any number of questions,
 one after the other. Every wait has a bound on both sides. Who can read memory by NIXL (`nixl.py`) says so
 in Hello, hears in Answer how, and asks where pages lie in place of wanting them.
 """
 
 import json
 import ssl
-import struct
 
 import msgspec
 
 from dsv3.kv_cache.tiers.arena import Place
 from dsv3.kv_cache.tiers.value import Header, read_header
 from dsv3.kv_cache.transfer.meetings import Stage
+from dsv3.processes import frames
 
 VERSION = 2
 HAVE, NO_MORE = b"\x01", b"\x00"
@@ -37,7 +37,6 @@ STALL_S = 10.0
 IDLE_S = 60.0
 """Seconds without a Want after which a connection ends."""
 
-_LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 2**20
 
 
@@ -101,8 +100,7 @@ class PeerError(OSError):
 
 def send(connection: ssl.SSLSocket, message: msgspec.Struct) -> None:
     """Sends a message."""
-    body = msgspec.msgpack.encode(message)
-    connection.sendall(_LENGTH.pack(len(body)) + body)
+    connection.sendall(frames.encode(message))
 
 
 def receive[M: msgspec.Struct](connection: ssl.SSLSocket, kind: type[M]) -> M | None:
@@ -119,12 +117,10 @@ def _receive[M](connection: ssl.SSLSocket, decoder: "msgspec.msgpack.Decoder[M]"
     raw = connection.recv(1)
     if not raw:
         return None
-    [length] = _LENGTH.unpack(raw + read(connection, _LENGTH.size - 1))
-    if length > _MAX_FRAME_BYTES:
-        raise PeerError(f"a message of {length} bytes, at most {_MAX_FRAME_BYTES} are taken")
     try:
+        length = frames.body_length(raw + read(connection, frames.HEAD_BYTES - 1), _MAX_FRAME_BYTES)
         return decoder.decode(read(connection, length))
-    except msgspec.DecodeError as error:
+    except (frames.FrameError, msgspec.DecodeError) as error:
         raise PeerError(f"no {name} came ({error})") from None
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 
+from dsv3.processes import frames
 from dsv3.scheduler.prepare import PreparedRequest
 from dsv3.scheduler.request import StepOutputs, Tokens, senders
-from dsv3.server import frames
 from dsv3.server.engine import messages
 from dsv3.server.engine.launcher import SENDER_BYTES
 

@@ -1,4 +1,4 @@
-"""Messages between the engine's process and its fronts; see `dsv3.server.frames`."""
+"""Messages between the engine's process and its fronts; see `dsv3.processes.frames`."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""Messages between a front and its process that makes grammars; see `dsv3.server.frames`."""
+"""Messages between a front and its process that makes grammars; see `dsv3.processes.frames`."""
 
 import msgspec
 

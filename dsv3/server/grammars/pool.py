@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
+from dsv3.processes import frames
 from dsv3.scheduler.prepare import RequestRules
-from dsv3.server import frames
 from dsv3.server.asking import AskedProcess, DeadlyQuestion
 from dsv3.server.grammars import messages
 from dsv3.server.workers import BOUNDS, WAIT_S, Workers

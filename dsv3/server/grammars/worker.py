@@ -6,7 +6,7 @@ too long, or too much memory, or ends the process, does so here.
 
 from pathlib import Path
 
-from dsv3.server import frames
+from dsv3.processes import frames
 from dsv3.server.asking import answer_questions
 from dsv3.server.grammars import messages
 from dsv3.text.answer_grammar import answer_grammar

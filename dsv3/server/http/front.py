@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from dsv3.server import frames
+from dsv3.processes import frames
 from dsv3.server.answers.metrics import NUM_NUMBERS
 from dsv3.server.answers.numbers import SharedNumbers
 from dsv3.server.answers.service import Service, make_service

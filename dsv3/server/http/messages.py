@@ -1,4 +1,4 @@
-"""Messages between the first front and the others, on their standard streams; see `dsv3.server.frames`."""
+"""Messages between the first front and the others, on their standard streams; see `dsv3.processes.frames`."""
 
 import msgspec
 

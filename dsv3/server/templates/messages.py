@@ -1,4 +1,4 @@
-"""Messages between a front and its template workers; see `dsv3.server.frames`."""
+"""Messages between a front and its template workers; see `dsv3.processes.frames`."""
 
 import msgspec
 

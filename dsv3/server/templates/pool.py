@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
-from dsv3.server import frames
+from dsv3.processes import frames
 from dsv3.server.asking import AskedProcess, DeadlyQuestion
 from dsv3.server.templates import messages
 from dsv3.server.workers import BOUNDS, SMALL_BYTES, WAIT_S, Workers

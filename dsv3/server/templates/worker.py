@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsv3.server import frames
+from dsv3.processes import frames
 from dsv3.server.asking import answer_questions
 from dsv3.server.templates import messages
 from dsv3.text.chat_template import ChatTemplate, TemplateError

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv3.processes import frames
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import RequestRules, prepare
 from dsv3.scheduler.request import EngineOutput, EngineRequest, StepOutputs, Tokens, first_id, senders
-from dsv3.server import frames
 from dsv3.server.engine import fronts as fronts_module
 from dsv3.server.engine import messages
 from dsv3.server.engine.fronts import FrontConnections, split

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv3.processes import frames
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules, fan_out, prepare
 from dsv3.scheduler.request import EngineRequest, InvalidRequest
-from dsv3.server import frames
 from dsv3.server.engine import intake as intake_module
 from dsv3.server.engine import messages
 from dsv3.server.engine.client import EngineClient

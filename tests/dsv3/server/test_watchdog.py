@@ -11,11 +11,11 @@ import pytest
 import uvloop
 
 from dsv3.config.options import EngineOptions
+from dsv3.processes import frames
 from dsv3.processes.restarts import RestartPolicy
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import prepare
 from dsv3.scheduler.request import EngineRequest, StepOutputs
-from dsv3.server import frames
 from dsv3.server.engine import client as client_module
 from dsv3.server.engine import keeper as keeper_module
 from dsv3.server.engine import messages, process

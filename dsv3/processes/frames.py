@@ -1,4 +1,4 @@
-"""Frames between the processes of one server: a length in four bytes, then msgpack; never pickle.
+"""Frames between processes: a length in four bytes, little endian, then msgpack; never pickle.
 
 Both ends decode into declared types, so a malformed frame is an error and nothing else.
 """
@@ -12,7 +12,8 @@ import msgspec
 
 # A frame holds at most one conversation, whose body is bounded by 17 MiB, or the outputs of one step.
 MAX_FRAME_BYTES = 256 * 2**20
-_LENGTH_BYTES = 4
+HEAD_BYTES = 4
+"""Bytes of a frame before its body."""
 
 
 class FrameError(Exception):
@@ -24,29 +25,29 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode(message: msgspec.Struct) -> bytearray:
     """Returns the frame of a message; raises FrameError for one that is too large."""
-    frame = bytearray(_LENGTH_BYTES)
-    _encoder.encode_into(message, frame, _LENGTH_BYTES)
-    length = len(frame) - _LENGTH_BYTES
+    frame = bytearray(HEAD_BYTES)
+    _encoder.encode_into(message, frame, HEAD_BYTES)
+    length = len(frame) - HEAD_BYTES
     if length > MAX_FRAME_BYTES:
         raise FrameError(f"a message of {length} bytes, at most {MAX_FRAME_BYTES} fit a frame")
-    frame[:_LENGTH_BYTES] = length.to_bytes(_LENGTH_BYTES, "little")
+    frame[:HEAD_BYTES] = length.to_bytes(HEAD_BYTES, "little")
     return frame
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
     """Returns the next frame's body from a blocking stream; None when the peer has gone."""
-    head = stream.read(_LENGTH_BYTES)
-    if len(head) < _LENGTH_BYTES:
+    head = stream.read(HEAD_BYTES)
+    if len(head) < HEAD_BYTES:
         return None
-    body = stream.read(_body_length(head))
+    body = stream.read(body_length(head))
     return body if len(body) == int.from_bytes(head, "little") else None
 
 
 async def read_frame_async(reader: asyncio.StreamReader) -> bytes | None:
     """Returns the next frame's body; None when the peer has gone."""
     try:
-        head = await reader.readexactly(_LENGTH_BYTES)
-        return await reader.readexactly(_body_length(head))
+        head = await reader.readexactly(HEAD_BYTES)
+        return await reader.readexactly(body_length(head))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 
@@ -54,6 +55,14 @@ async def read_frame_async(reader: asyncio.StreamReader) -> bytes | None:
 def stream_of(connection: socket.socket) -> BinaryIO:
     """Returns a buffered blocking stream that reads from `connection`."""
     return connection.makefile("rb", buffering=2**16)  # type: ignore[return-value]
+
+
+def body_length(head: bytes | memoryview, limit: int = MAX_FRAME_BYTES) -> int:
+    """Returns the length of the body behind a head. Raises FrameError for one above `limit`."""
+    length = int.from_bytes(head, "little")
+    if length > limit:
+        raise FrameError(f"a frame of {length} bytes, at most {limit} are taken")
+    return length
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -91,10 +100,10 @@ class FrameProtocol(asyncio.Protocol):
     def _take(self, received: memoryview) -> None:
         """Hands on each whole frame and keeps the rest, with the number of bytes that make it worth another look."""
         start, end = 0, len(received)
-        self._needed = _LENGTH_BYTES
-        while end - start >= _LENGTH_BYTES:
-            body = start + _LENGTH_BYTES
-            after = body + _body_length(received[start:body])
+        self._needed = HEAD_BYTES
+        while end - start >= HEAD_BYTES:
+            body = start + HEAD_BYTES
+            after = body + body_length(received[start:body])
             if after > end:
                 self._needed = after - start
                 break
@@ -108,10 +117,3 @@ class FrameProtocol(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.close()
             self._on_end(error)
-
-
-def _body_length(head: bytes | memoryview) -> int:
-    length = int.from_bytes(head, "little")
-    if length > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
-    return length

@@ -22,9 +22,9 @@ from jax import lax
 
 from dsv3.checkpoint import load_params
 from dsv3.checkpoint.load_plan import Fp8Mode
+from dsv3.config.engine import pages_for
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import ModelConfig
-from dsv3.config.page import pages_for
 from dsv3.engine.build import bundled_model
 from dsv3.kv_cache.layout import FP8, pool, row_bytes
 from dsv3.model import DecodeBatch, decode, logits
@@ -74,7 +74,7 @@ def read(params: Params, cfg: ModelConfig, tokens: np.ndarray, cache_dtype: str)
 @functools.partial(jax.jit, static_argnames=("cfg", "cache_dtype"))
 def _read(params: Params, tokens: jax.Array, *, cfg: ModelConfig, cache_dtype: str) -> tuple[jax.Array, jax.Array]:
     B, S = tokens.shape
-    table = jnp.arange(B * pages_for(S), dtype=jnp.int32).reshape(B, -1)
+    table = jnp.arange(B * pages_for(S, 64), dtype=jnp.int32).reshape(B, -1)
     empty = pool(cfg, cache_dtype, table.size)
 
     def step(pages: jax.Array, position: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

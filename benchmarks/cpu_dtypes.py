@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cpu_step import RANDOM, Step, compiled, in_turns, initialized, load
+from dsv3.config.engine import pages_for
 from dsv3.config.model import ModelConfig
-from dsv3.config.page import pages_for
 from dsv3.kv_cache.layout import pool
 from dsv3.model import PrefillBatch, logits, prefill
 from dsv3.model.params import Params
@@ -60,7 +60,7 @@ def scaled(hidden: int, layers: int) -> ModelConfig:
 
 def prompt_step(params: Params, cfg: ModelConfig, tokens: int) -> Step:
     """Returns the prefill of one new prompt of `tokens` tokens, with the head for its last one."""
-    pages_each, backend = pages_for(tokens), resolve_backend()
+    pages_each, backend = pages_for(tokens, 64), resolve_backend()
     batch = PrefillBatch(
         jnp.asarray(np.random.default_rng(0).integers(0, cfg.vocab_size, tokens), jnp.int32),
         jnp.arange(tokens, dtype=jnp.int32),

@@ -33,9 +33,9 @@ import numpy as np
 
 from dsv3.checkpoint import load_params
 from dsv3.checkpoint.quantize import quantized
+from dsv3.config.engine import pages_for
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import ModelConfig
-from dsv3.config.page import pages_for
 from dsv3.engine.build import bundled_model
 from dsv3.kv_cache.layout import pool
 from dsv3.model import DecodeBatch, decode, logits
@@ -102,7 +102,7 @@ def initialized(cfg: ModelConfig, dtype: str) -> Params:
 
 def compiled(params: Params, cfg: ModelConfig, rows: int, context: int, backend: Backend) -> Step:
     """Returns the step of `rows` requests with `context` tokens each."""
-    pages_each = pages_for(context + 1)
+    pages_each = pages_for(context + 1, 64)
     rng = np.random.default_rng(0)
     batch = DecodeBatch(
         jnp.asarray(rng.integers(0, cfg.vocab_size, (rows, 1)), jnp.int32),

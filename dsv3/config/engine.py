@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from dsv3.config.declaration import check, option, options_of
 from dsv3.config.identity import fingerprint
+from dsv3.config.model import PAGE_SIZE
 from dsv3.config.options import EngineOptions, Role, TransferCarrier
-from dsv3.config.page import pages_for
 from dsv3.config.publishing import KvEventsConfig, StepMetricsConfig
 from dsv3.config.speculative import SpeculativeConfig
 
@@ -60,6 +60,7 @@ class EngineConfig:
     reserved_multiprocessors: int | None = _carries("reserved_multiprocessors", None)
     expert_overlap: bool = _carries("expert_overlap", True)
     enable_prefix_caching: bool = _carries("enable_prefix_caching", True)
+    page_size: int = option(PAGE_SIZE, "Cover this many tokens with a page; the model says how many.", low=1)
     cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.kv_cache.layout`.")
     identity: str = option("", "Say what pages depend on beside tokens (`dsv3.config.identity`).", programs=False)
     kv_offloading_size: float = _carries("kv_offloading_size", 0.0)
@@ -84,8 +85,8 @@ class EngineConfig:
         check(self)
         if self.num_pages < self.pages_per_seq:
             raise ValueError(
-                f"num_pages: {self.num_pages} pages of 64 tokens cannot hold one request of max_model_len "
-                f"{self.max_model_len}; lower max_model_len or give the cache more memory"
+                f"num_pages: {self.num_pages} pages of {self.page_size} tokens cannot hold one request of "
+                f"max_model_len {self.max_model_len}; lower max_model_len or give the cache more memory"
             )
 
     @functools.cached_property
@@ -125,7 +126,11 @@ class EngineConfig:
     @property
     def pages_per_seq(self) -> int:
         """Width of a page table: a step may write drafts behind a request's last token."""
-        return pages_for(self.max_model_len + self.tokens_ahead)
+        return self.pages_for(self.max_model_len + self.tokens_ahead)
+
+    def pages_for(self, tokens: int) -> int:
+        """Returns how many pages hold `tokens` tokens."""
+        return pages_for(tokens, self.page_size)
 
     @property
     def tokens_ahead(self) -> int:
@@ -172,6 +177,11 @@ class EngineConfig:
     def _prefill_rows(self) -> dict[int, int]:
         most = {tokens: min(tokens, _MAX_PREFILL_ROWS) for tokens in self.prefill_buckets}
         return {tokens: max(b for b in self.decode_buckets if b <= rows) for tokens, rows in most.items()}
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Returns how many pages of `page_size` tokens hold `tokens` tokens."""
+    return -(-tokens // page_size)
 
 
 def tokens_ahead(tokens_per_row: int) -> int:

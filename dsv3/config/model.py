@@ -8,6 +8,9 @@ import dataclasses
 import math
 from typing import Literal
 
+PAGE_SIZE = 64
+"""Tokens in a page of latents: FlashMLA's page, which the kernels are made for."""
+
 
 @dataclasses.dataclass(frozen=True)
 class YarnConfig:
@@ -110,6 +113,11 @@ class ModelConfig:
     post_moe_norm: bool = False
     indexer: IndexerConfig | None = None
     family: str | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens that a page of the cache covers, in all layers."""
+        return PAGE_SIZE
 
     @property
     def qk_head_dim(self) -> int:

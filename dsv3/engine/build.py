@@ -17,7 +17,6 @@ from dsv3.config.hugging_face import load_config, stored_dtype
 from dsv3.config.identity import CacheIdentity, model_identity
 from dsv3.config.model import Fp8Config, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.compilation import use_compilation_cache
@@ -180,7 +179,7 @@ def _cache_identity(
         compute_dtype=compute,
         fp8=options.fp8,
         int4=options.int4,
-        page_size=PAGE_SIZE,
+        page_size=model_cfg.page_size,
     )
 
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
-from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.size import count_parameters, short
 from dsv3.kv_cache.layout import latents_of, pool, token_bytes
@@ -62,7 +61,7 @@ def _obstacles(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> tupl
     """Returns why decode and prefill cannot have their attention kernels, None where they have."""
 
     def heads(width: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((PAGE_SIZE, cfg.num_attention_heads, width), jnp.dtype(dtypes.compute))
+        return jax.ShapeDtypeStruct((cfg.page_size, cfg.num_attention_heads, width), jnp.dtype(dtypes.compute))
 
     pages = latents_of(pool(cfg, dtypes.cache, 1))
     return (

@@ -127,6 +127,7 @@ class Engine:
             eos_token_ids=self.model_cfg.eos_token_ids,
             enable_prefix_caching=cfg.enable_prefix_caching,
             fingerprint=cfg.fingerprint,
+            page_size=cfg.page_size,
             prefills_only=cfg.role == "prefill",
             num_ranks=cfg.num_ranks,
             takes_grammars=self.grammars is not None and not (cfg.speculative and cfg.speculative.synthetic_chances),
@@ -402,7 +403,7 @@ def _publisher(cfg: EngineConfig) -> "Publisher | None":
         return None
     from dsv3.kv_cache.events.publisher import Publisher
 
-    return Publisher(cfg.kv_events, cfg.num_ranks)
+    return Publisher(cfg.kv_events, cfg.num_ranks, cfg.page_size)
 
 
 def _step_notes(cfg: EngineConfig, scheduler: Scheduler) -> StepNotes | None:

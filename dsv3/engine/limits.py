@@ -2,10 +2,9 @@
 
 import dataclasses
 
-from dsv3.config.engine import EngineConfig, tokens_ahead
+from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.config.page import PAGE_SIZE, pages_for
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.kv_cache.layout import pages_within
 
@@ -40,7 +39,7 @@ def pages_of_one(model: ModelConfig, options: EngineOptions) -> int:
             f"max_model_len: {options.max_model_len} is greater than the {most} tokens that the model was made for "
             "(max_position_embeddings of its config.json, or YaRN's factor times its original length); lower it"
         )
-    return pages_for((options.max_model_len or most) + tokens_ahead(_tokens_per_row(options)))
+    return pages_for((options.max_model_len or most) + tokens_ahead(_tokens_per_row(options)), model.page_size)
 
 
 def staging_bytes(options: EngineOptions) -> int:
@@ -68,7 +67,7 @@ def engine_config(
     most = pages_within(model, dtypes.cache, _CPU_CACHE_BYTES) if pages is None else pages
     num_pages = min(most, max_num_seqs * one)
     return EngineConfig(
-        max_model_len=wanted if options.max_model_len else min(wanted, num_pages * PAGE_SIZE - ahead),
+        max_model_len=wanted if options.max_model_len else min(wanted, num_pages * model.page_size - ahead),
         num_pages=num_pages,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -79,6 +78,7 @@ def engine_config(
         reserved_multiprocessors=options.reserved_multiprocessors,
         expert_overlap=options.expert_overlap,
         enable_prefix_caching=options.enable_prefix_caching,
+        page_size=model.page_size,
         cache_dtype=dtypes.cache,
         identity=identity,
         kv_offloading_size=options.kv_offloading_size,
@@ -106,7 +106,6 @@ def _tokens_per_row(options: EngineOptions) -> int:
 def with_pages(cfg: EngineConfig, num_pages: int, options: EngineOptions) -> EngineConfig:
     """Returns limits with at most `num_pages` pages; requests get shorter unless `options` say how long they are."""
     num_pages = min(cfg.num_pages, num_pages)
-    longest = (
-        cfg.max_model_len if options.max_model_len else min(cfg.max_model_len, num_pages * PAGE_SIZE - cfg.tokens_ahead)
-    )
+    fitting = num_pages * cfg.page_size - cfg.tokens_ahead
+    longest = cfg.max_model_len if options.max_model_len else min(cfg.max_model_len, fitting)
     return dataclasses.replace(cfg, num_pages=num_pages, max_model_len=longest)

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from dsv3.config.model import PAGE_SIZE
 from dsv3.config.options import EngineOptions
-from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.fingerprint import Fields
 
 GB = 1e9
@@ -37,8 +37,8 @@ class MemoryAccount:
     """Where the memory of one device goes, in bytes.
 
     Of `total` the engine takes `pool`. In it lie `weights`, `state` (of the decode slots, sampler included), `working`
-    memory of the largest program, and whole pages of `page` bytes each in the rest. `in_use` is what the process held
-    before.
+    memory of the largest program, and whole pages of `page` bytes and `page_size` tokens each in the rest.
+    `in_use` is what the process held before.
     """
 
     total: int
@@ -48,6 +48,7 @@ class MemoryAccount:
     working: int
     page: int
     in_use: int = 0
+    page_size: int = PAGE_SIZE
 
     @property
     def pages(self) -> int:
@@ -62,7 +63,7 @@ class MemoryAccount:
     @property
     def tokens(self) -> int:
         """Tokens that fit these pages."""
-        return self.pages * PAGE_SIZE
+        return self.pages * self.page_size
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "state": self.state, "working memory": self.working}
@@ -75,7 +76,14 @@ class MemoryAccount:
 
 
 def account(
-    memory: DeviceMemory, utilization: float, *, weights: int, state: int, working: int, page: int
+    memory: DeviceMemory,
+    utilization: float,
+    *,
+    weights: int,
+    state: int,
+    working: int,
+    page: int,
+    page_size: int = PAGE_SIZE,
 ) -> MemoryAccount:
     """Returns the account of a device of which `utilization` may be used, at most jax's pool.
 
@@ -83,7 +91,7 @@ def account(
     """
     pool = min(int(memory.total * utilization), memory.pool)
     in_use = -(-memory.in_use // _HELD_BEFORE) * _HELD_BEFORE
-    return MemoryAccount(memory.total, pool, weights, state, working, page, in_use)
+    return MemoryAccount(memory.total, pool, weights, state, working, page, in_use, page_size)
 
 
 def check_fits(found: MemoryAccount, options: EngineOptions, *, devices: int, spreads: bool) -> None:

@@ -27,6 +27,7 @@ def account_of(layout: Layout, memory: DeviceMemory, utilization: float, working
         state=local_bytes((layout.state, adjust_shapes(layout))),
         working=working,
         page=page_bytes(layout.model_cfg, layout.cfg.cache_dtype),
+        page_size=layout.cfg.page_size,
     )
 
 

@@ -1,6 +1,6 @@
 """Names pages by their content: equal prefixes have equal keys in every process; imports no jax.
 
-The key of a page is sha256 over the key of the page before it and its own 64 tokens. The chain starts at a root that
+The key of a page is sha256 over the key of the page before it and its own tokens. The chain starts at a root that
 covers everything else the content depends on (`dsv3.config.identity`). Weaker hashes let a crafted prompt read
 another tenant's pages (GHSA-rm76 in vLLM).
 """
@@ -8,8 +8,6 @@ another tenant's pages (GHSA-rm76 in vLLM).
 import hashlib
 
 import numpy as np
-
-from dsv3.config.page import PAGE_SIZE
 
 Key = bytes
 KEY_BYTES = 32
@@ -24,15 +22,15 @@ def root_key(fingerprint: str, salt: str) -> Key:
     return digest.digest()
 
 
-def extend_keys(root: Key, keys: list[Key], tokens: np.ndarray) -> None:
+def extend_keys(root: Key, keys: list[Key], tokens: np.ndarray, page_size: int) -> None:
     """Appends to `keys` until it covers every full page of `tokens` ([n] int32)."""
-    keys += keys_behind(keys[-1] if keys else root, tokens[len(keys) * PAGE_SIZE :])
+    keys += keys_behind(keys[-1] if keys else root, tokens[len(keys) * page_size :], page_size)
 
 
-def keys_behind(key: Key, tokens: np.ndarray) -> list[Key]:
+def keys_behind(key: Key, tokens: np.ndarray, page_size: int) -> list[Key]:
     """Returns the keys of every full page of `tokens` ([n] int32) that follow the page, or the root, of `key`."""
-    raw = np.ascontiguousarray(tokens[: len(tokens) // PAGE_SIZE * PAGE_SIZE], "<i4").tobytes()
-    size, keys = 4 * PAGE_SIZE, []
+    raw = np.ascontiguousarray(tokens[: len(tokens) // page_size * page_size], "<i4").tobytes()
+    size, keys = 4 * page_size, []
     for start in range(0, len(raw), size):
         key = hashlib.sha256(key + raw[start : start + size]).digest()
         keys.append(key)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import IndexerConfig, ModelConfig
-from dsv3.config.page import PAGE_SIZE
 from pallas_kernels import dsa, mla
 
 FP8 = "fp8"
@@ -52,7 +51,7 @@ def token_bytes(cfg: ModelConfig, cache_dtype: str) -> int:
 
 def page_bytes(cfg: ModelConfig, cache_dtype: str) -> int:
     """Returns the bytes of one page over all cache layers."""
-    return PAGE_SIZE * token_bytes(cfg, cache_dtype)
+    return cfg.page_size * token_bytes(cfg, cache_dtype)
 
 
 def pages_within(cfg: ModelConfig, cache_dtype: str, budget: int) -> int:
@@ -67,7 +66,7 @@ def pool(cfg: ModelConfig, cache_dtype: str, num_pages: int) -> Any:
     """
 
     def rows(layers: int, row: tuple[int, jnp.dtype]) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((layers * num_pages, PAGE_SIZE, row[0]), row[1])
+        return jax.ShapeDtypeStruct((layers * num_pages, cfg.page_size, row[0]), row[1])
 
     latents = rows(cfg.num_cache_layers, _row(cfg, cache_dtype))
     if cfg.indexer is None:

@@ -1,6 +1,6 @@
 """What is computed for a token: parameters, the two served steps, and the forward pass of training."""
 
-from dsv3.config.page import PAGE_SIZE
+from dsv3.config.model import PAGE_SIZE
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.decoder import logits
 from dsv3.model.forward import ForwardOutput, forward

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.model import ModelConfig
-from dsv3.config.page import PAGE_SIZE
 from dsv3.model.decoder import (
     LayerContext,
     Stack,
@@ -124,7 +123,7 @@ def inspect(
     """
     tokens = np.fromiter(token_ids, np.int32)
     kept = _checked(cfg, tokens, layers, attention, params.embed.dtype.itemsize)
-    padded = np.zeros(-(-len(tokens) // PAGE_SIZE) * PAGE_SIZE, np.int32)  # so that few lengths are compiled
+    padded = np.zeros(-(-len(tokens) // 64) * 64, np.int32)  # so that few lengths are compiled
     padded[: len(tokens)] = tokens
     x = _embed(params, padded)
     embeddings, found, last = np.asarray(x)[: len(tokens)], [], no_choice(cfg, 1, len(padded))

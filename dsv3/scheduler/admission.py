@@ -6,7 +6,6 @@ from time import perf_counter
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.config.page import PAGE_SIZE, pages_for
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
@@ -134,7 +133,7 @@ class Admission:
         """
         if self.tiers is None or sequence.look_up is not None:
             return False
-        useful, rank = sequence.keys[: useful_pages(sequence)], sequence.request.rank
+        useful, rank = sequence.keys[: useful_pages(sequence, self._cfg.page_size)], sequence.request.rank
         ranks = self.balancer.ranked(sequence, useful) if rank is None else iter((rank,))
         return self._asks(sequence, useful, self.tiers.nearest(ranks))
 
@@ -144,7 +143,7 @@ class Admission:
         if self.tiers is None or before is None or before.is_second or before.tiers is self.tiers.of(rank):
             return False
         before.is_second = True
-        return self._asks(sequence, sequence.keys[: useful_pages(sequence)], self.tiers.of(rank))
+        return self._asks(sequence, sequence.keys[: useful_pages(sequence, self._cfg.page_size)], self.tiers.of(rank))
 
     def _asks(self, sequence: Sequence, useful: list[Key], tiers: HostTiers | None) -> bool:
         """Asks the tiers of a host, and has the sequence wait for them; False where there is nothing to ask."""
@@ -168,7 +167,7 @@ class Admission:
 
         That of least cost with a slot and pages enough, or the one that it asks for.
         """
-        useful = sequence.keys[: useful_pages(sequence)]
+        useful = sequence.keys[: useful_pages(sequence, self._cfg.page_size)]
         asked = sequence.request.rank
         for rank in self.balancer.ranked(sequence, useful) if asked is None else (asked,):
             if rank in self._taken or self._asked_for.get(rank, sequence.turn) < sequence.turn:
@@ -188,7 +187,7 @@ class Admission:
             return None
         cache = self._pages.caches[rank]
         cached = cache.match(useful)
-        missing = pages_for(len(sequence.tokens) + self._cfg.tokens_ahead) - len(cached)
+        missing = self._cfg.pages_for(len(sequence.tokens) + self._cfg.tokens_ahead) - len(cached)
         margin = max(self._slots.num_running(rank) // 2, RESERVE * self._slots.num_before(rank, sequence.priority))
         spare = cache.available - cache.num_parked(cached) - missing - margin
         return cached if spare >= 0 else None
@@ -205,7 +204,7 @@ class Admission:
             owner = pending.get(keys[page])
             return owner is not None and owner.priority <= sequence.priority
 
-        low, high = matched, min(useful_pages(sequence), len(keys))
+        low, high = matched, min(useful_pages(sequence, self._cfg.page_size), len(keys))
         if low >= high or not is_awaited(low):
             return None
         while high - low > 1:
@@ -217,11 +216,11 @@ class Admission:
         """Gives a request a slot and the pages of all its known tokens, and of the drafts behind them."""
         cache = self._pages.caches[rank]
         cache.retain(cached)
-        needed = pages_for(len(sequence.tokens) + self._cfg.tokens_ahead)
+        needed = self._cfg.pages_for(len(sequence.tokens) + self._cfg.tokens_ahead)
         sequence.pages = [*cached, *cache.allocate_several(needed - len(cached))]
         sequence.page_row = np.array(sequence.pages, np.int32)
         sequence.found = sequence.published = len(cached)
-        sequence.prefilled = len(cached) * PAGE_SIZE
+        sequence.prefilled = len(cached) * self._cfg.page_size
         sequence.load_stop = len(cached) + self._within_reach(sequence, rank, len(cached))
         if sequence.queue_seconds is None:
             sequence.queue_seconds = perf_counter() - sequence.queued_at
@@ -248,7 +247,8 @@ class Admission:
         """Returns how many pages behind the cached ones a tier has, and gives sooner than they are computed."""
         if self.tiers is None:
             return 0
-        useful, tiers, look_up = sequence.keys[: useful_pages(sequence)], self.tiers.of(rank), sequence.look_up
+        useful = sequence.keys[: useful_pages(sequence, self._cfg.page_size)]
+        tiers, look_up = self.tiers.of(rank), sequence.look_up
         tiers.note_query(len(useful) - cached)
         found = look_up.found if look_up is not None and look_up.tiers is tiers else 0
         return tiers.within_reach(useful, cached, found)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.config.page import PAGE_SIZE
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import HostTiers
@@ -62,7 +61,7 @@ class Balancer:
 
     def charge(self, request: Request) -> None:
         """Notes what a request with a slot still costs its rank to compute."""
-        done = request.load_stop * PAGE_SIZE if request.state is State.LOADING else request.prefilled
+        done = request.load_stop * self._cfg.page_size if request.state is State.LOADING else request.prefilled
         cost = round(prefill_cost(done, len(request.tokens), self.keys))
         rank = self._slots.rank_of(request.slot)
         if not request.charge:  # it has just got its slot
@@ -98,7 +97,7 @@ class Balancer:
         """Returns the cost of a prompt, on each rank where some can find pages of it."""
         if depths is None:
             return prefill_cost(0, tokens, self.keys)
-        found = depths * PAGE_SIZE
+        found = depths * self._cfg.page_size
         return (tokens - found) * (1 + (tokens + found) / (2 * self.keys))
 
 

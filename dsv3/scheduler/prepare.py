@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from dsv3.config.model import PAGE_SIZE
 from dsv3.kv_cache.keys import KEY_BYTES, Key, extend_keys, root_key
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import MAX_PRIORITY, EngineRequest, InvalidRequest
@@ -38,8 +39,9 @@ class NotInVocabulary(InvalidRequest):
 class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine takes, and what its pages' keys start from: all that its fronts must know of it.
 
-    Prefix keys start from `fingerprint` and are left empty without `enable_prefix_caching`. An engine that
-    `prefills_only` gives one token. One that `takes_grammars` can hold an answer to one.
+    Prefix keys, one per `page_size` tokens, start from `fingerprint`; they are left empty without
+    `enable_prefix_caching`. An engine that `prefills_only` gives one token. One that
+    `takes_grammars` can hold an answer to one.
     """
 
     vocab_size: int
@@ -50,6 +52,7 @@ class RequestRules(msgspec.Struct, frozen=True, kw_only=True):
     prefills_only: bool = False
     num_ranks: int = 1
     takes_grammars: bool = False
+    page_size: int = PAGE_SIZE
 
     def root(self, cache_salt: str) -> Key:
         """Returns where a tenant's chain of prefix keys starts."""
@@ -118,7 +121,7 @@ def prepare(request: EngineRequest, rules: RequestRules) -> PreparedRequest:
     root = rules.root(request.cache_salt)
     keys: list[Key] = []
     if rules.enable_prefix_caching:
-        extend_keys(root, keys, tokens)
+        extend_keys(root, keys, tokens, rules.page_size)
     if abs(request.priority) > MAX_PRIORITY:
         raise InvalidRequest(f"priority: {request.priority} is not from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     stop = stop_ids(sampling, rules, bool(grammar))
@@ -200,7 +203,7 @@ def behind(request: PreparedRequest, i: int, answered: np.ndarray, rules: Reques
         return msgspec.structs.replace(request, request_id=request.request_id + i, sampling=sampling)
     tokens, keys = np.concatenate([request.prompt, answered]).astype("<i4"), request.prefix_keys
     if rules.enable_prefix_caching:
-        extend_keys(request.root, keys, tokens)
+        extend_keys(request.root, keys, tokens, rules.page_size)
     return msgspec.structs.replace(
         request,
         request_id=request.request_id + i,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.config.page import PAGE_SIZE
 from dsv3.kv_cache.events.record import Cleared, Record, Spelled, Watch
 from dsv3.kv_cache.keys import Key, extend_keys, keys_behind, root_key
 from dsv3.kv_cache.page_cache import PageCache
@@ -119,7 +118,7 @@ class Scheduler:
 
     def note_loaded(self, sequence: Sequence, pages: int) -> None:
         """Notes that a step loads the next `pages` pages of a request that waits for them."""
-        sequence.prefilled += pages * PAGE_SIZE
+        sequence.prefilled += pages * self.cfg.page_size
         sequence.found += pages
         self.balancer.charge(sequence)
         if not sequence.started:
@@ -183,13 +182,13 @@ class Scheduler:
         Their latents are in the cache. Pages of a prompt are published chunk by chunk, since others may wait for them;
         those of an answer when the request leaves its slot: a page at a time they took half of a step's host time.
         """
-        count = cached // PAGE_SIZE
+        count = cached // self.cfg.page_size
         if not self.cfg.enable_prefix_caching or not sequence.is_sound or count <= sequence.published:
             return
         if count > len(sequence.keys):
             known, last = len(sequence.keys), sequence.keys[-1] if sequence.keys else sequence.root
-            behind = self.slots.history.read(sequence.slot, known * PAGE_SIZE, count * PAGE_SIZE)
-            sequence.keys += keys_behind(last, behind)
+            behind = self.slots.history.read(sequence.slot, known * self.cfg.page_size, count * self.cfg.page_size)
+            sequence.keys += keys_behind(last, behind, self.cfg.page_size)
         rank, first = self.slots.rank_of(sequence.slot), sequence.published
         keys, pages = sequence.keys[first:count], sequence.pages[first:count]
         fresh = self.caches[rank].publish(keys, pages)
@@ -242,7 +241,7 @@ class Scheduler:
                 watch.stored(spelled.keys, spelled)
 
     def _spelled(self, sequence: Sequence, first: int, stop: int) -> Spelled:
-        tokens = self.slots.history.read(sequence.slot, first * PAGE_SIZE, stop * PAGE_SIZE)
+        tokens = self.slots.history.read(sequence.slot, first * self.cfg.page_size, stop * self.cfg.page_size)
         tenant = None if sequence.root == self._common_root else sequence.root
         return Spelled(sequence.keys[first:stop], sequence.keys[first - 1] if first else None, tokens, tenant)
 
@@ -274,7 +273,7 @@ class Scheduler:
         for sequence, page in zip(map(sequences.__getitem__, slots.tolist()), pages, strict=True):
             assert sequence is not None  # only a running request asks
             sequence.pages.append(page)
-        self.slots.capacity[slots] += PAGE_SIZE
+        self.slots.capacity[slots] += self.cfg.page_size
         return np.array(pages, np.int64)
 
     def _extend_oldest(self, short: np.ndarray) -> tuple[dict[int, int], list[int]]:
@@ -320,7 +319,7 @@ class Scheduler:
         self._vacate(sequence, State.WAITING)
         sequence.tokens = tokens
         if self.cfg.enable_prefix_caching:
-            extend_keys(sequence.root, sequence.keys, tokens)
+            extend_keys(sequence.root, sequence.keys, tokens, self.cfg.page_size)
         self.queue.push(sequence)
         self.num_preemptions += 1
 

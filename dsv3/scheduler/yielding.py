@@ -10,7 +10,6 @@ from collections.abc import Callable
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.config.page import PAGE_SIZE, pages_for
 from dsv3.kv_cache.keys import Key
 from dsv3.scheduler.pages import RankPages
 from dsv3.scheduler.queue import WaitingQueue
@@ -30,12 +29,12 @@ def slice_tokens(cfg: EngineConfig) -> int:
     return SLICE_TOKENS * max(1, cfg.num_ranks // 16)
 
 
-def useful_pages(sequence: Sequence) -> int:
+def useful_pages(sequence: Sequence, page_size: int) -> int:
     """Returns the cached pages that help: one token at least must be computed.
 
     None help where log-probabilities of the prompt are asked for: pages hold no hidden states.
     """
-    return 0 if sequence.tells_prompt else (len(sequence.tokens) - 1) // PAGE_SIZE
+    return 0 if sequence.tells_prompt else (len(sequence.tokens) - 1) // page_size
 
 
 @dataclasses.dataclass
@@ -160,9 +159,9 @@ class Yielding:
         return True
 
     def _need(self, sequence: Sequence, rank: int) -> _Need:
-        useful = sequence.keys[: useful_pages(sequence)]
+        useful = sequence.keys[: useful_pages(sequence, self._cfg.page_size)]
         cached = self._pages.caches[rank].match(useful)
-        missing = pages_for(len(sequence.tokens) + self._cfg.tokens_ahead) - len(cached)
+        missing = self._cfg.pages_for(len(sequence.tokens) + self._cfg.tokens_ahead) - len(cached)
         return _Need(rank, cached, missing, useful[len(cached)] if len(cached) < len(useful) else None)
 
     def _waits_for_page(self, sequence: Sequence, need: _Need, claims: _Claims) -> bool:

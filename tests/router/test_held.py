@@ -34,7 +34,7 @@ def tokens_of(pages: list[int]) -> np.ndarray:
 
 def keys_of(tenant: int, pages: list[int]) -> list[bytes]:
     keys: list[bytes] = []
-    extend_keys(root_key("model", str(tenant)), keys, tokens_of(pages))
+    extend_keys(root_key("model", str(tenant)), keys, tokens_of(pages), 64)
     return keys
 
 
@@ -54,7 +54,7 @@ def tell(held: Held, encoder: Encoder, *notes) -> None:
 
 @given(STEPS, PROMPTS)
 def test_a_prompt_finds_what_a_rank_holds(steps, prompt):
-    held, encoder, there = Held(RANKS), Encoder(RANKS), set()
+    held, encoder, there = Held(RANKS), Encoder(RANKS, 64), set()
     for what, rank, (tenant, pages) in steps:
         keys = keys_of(tenant, pages)
         if what == "store":
@@ -83,7 +83,7 @@ def test_what_is_no_event_is_refused(payload):
 def test_a_rank_that_is_forgotten_finds_nothing():
     held = Held(RANKS)
     for rank in range(RANKS):
-        tell(held, Encoder(RANKS), stored(rank, 0, [1, rank]))
+        tell(held, Encoder(RANKS, 64), stored(rank, 0, [1, rank]))
     names = spelled_keys(tokens_of([1, 1]))
     assert held.overlap(names) == 2
     held.forget(1)
@@ -105,7 +105,7 @@ def test_what_an_instance_tells_outweighs_what_was_sent_there():
     assert instance.overlap(text) == 2 and instance.overlap(salted) == 0
     booking.answer(1)
     assert instance.overlap(text) == 0
-    tell(instance.listener.held, Encoder(1), stored(0, 0, [1, 2]), stored(0, 0, [3]))
+    tell(instance.listener.held, Encoder(1, 64), stored(0, 0, [1, 2]), stored(0, 0, [3]))
     other = Prompt((b"c",), 64, spelled_keys(tokens_of([3])), is_salted=True)
     assert instance.overlap(text) == 2 and instance.overlap(other) == 0  # another tenant's, for all one knows
 
@@ -139,7 +139,7 @@ def test_a_listener_knows_what_came_before_it_and_survives_the_publisher():
     async def run(directory: Path) -> None:
         fields = {"endpoint": f"ipc://{directory}/live", "replay_endpoint": f"ipc://{directory}/replay", "topic": "kv"}
         config = KvEventsConfig(enable_kv_cache_events=True, **fields)
-        publisher, listener = Publisher(config, RANKS), Listener(Source(**fields, num_ranks=RANKS), URL)
+        publisher, listener = Publisher(config, RANKS, 64), Listener(Source(**fields, num_ranks=RANKS), URL)
         publisher.record.note(stored(0, 0, [0, 1]))
         listener.start()
         names = [spelled_keys(tokens_of(pages)) for pages in ([0, 1], [1, 1])]
@@ -147,7 +147,7 @@ def test_a_listener_knows_what_came_before_it_and_survives_the_publisher():
         publisher.record.note(stored(1, 0, [1, 1]))
         await until(lambda: listener.held.overlap(names[1]) == 2)
         publisher.close()
-        publisher = Publisher(config, RANKS)
+        publisher = Publisher(config, RANKS, 64)
         publisher.record.note(stored(0, 0, [1]))
         publisher.record.note(Cleared())
         publisher.record.close()

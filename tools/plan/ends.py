@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from dsv3.config.model import ModelConfig
-from dsv3.config.page import PAGE_SIZE
+from dsv3.config.model import PAGE_SIZE, ModelConfig
 from tools.plan.deployment import Deployment
 from tools.plan.handover import Ends, lengths
 from tools.plan.played import Played

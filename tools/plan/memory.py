@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from dsv3.checkpoint.layout import leaf_path
-from dsv3.config.page import PAGE_SIZE
+from dsv3.config.model import PAGE_SIZE
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
 from dsv3.engine.sizing import account_of

@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import int4
 from dsv3.checkpoint.layout import scale_shape
-from dsv3.config.engine import EngineConfig, tokens_ahead
-from dsv3.config.model import ModelConfig
+from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
+from dsv3.config.model import PAGE_SIZE, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.config.page import PAGE_SIZE, pages_for
 from dsv3.engine.assemble.expert_map import first_expert_map
 from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions
 from dsv3.engine.device.choosing import chooses
@@ -166,7 +165,7 @@ def _prefill_variant(planned: LaidOut) -> Variant:
     deployment = planned.deployment
     size, hits, length = deployment.prefill_tokens, deployment.prefix_hit_rate, deployment.context_length
     prompts = max(1, round(size / max(1.0, length * (1 - hits))))
-    keys, pairs = prompts * pages_for(length) * PAGE_SIZE, round(size * hits * length)
+    keys, pairs = prompts * pages_for(length, PAGE_SIZE) * PAGE_SIZE, round(size * hits * length)
     return variant_for(planned.layout, size, hits > 0, length, keys, pairs)
 
 
@@ -194,17 +193,18 @@ def compile_run(planned: LaidOut, phase: Phase, run: Run) -> Compiled:
 
 def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
     """Returns the engine's limits: a pool for the tokens of `cache_tokens`, and as long a request as fits it."""
-    num_pages = pages_for(cache_tokens(deployment))
+    num_pages = pages_for(cache_tokens(deployment), model.page_size)
     wanted = deployment.max_model_len or longest_context(model)
     per_row = 1 + deployment.speculative.most_drafts if deployment.speculative else 1
     return EngineConfig(
-        max_model_len=min(wanted, num_pages * 64 - tokens_ahead(per_row)),
+        max_model_len=min(wanted, num_pages * model.page_size - tokens_ahead(per_row)),
         num_pages=num_pages,
         max_num_seqs=deployment.decode_requests or _PREFILL_SLOTS,
         max_num_batched_tokens=deployment.prefill_tokens or deployment.max_num_batched_tokens,
         num_ranks=deployment.ranks,
         num_nodes=deployment.nodes,
         tensor_parallel_size=deployment.tensor_parallel,
+        page_size=model.page_size,
         cache_dtype=deployment.kv_cache_dtype,
         reserved_multiprocessors=deployment.reserved_multiprocessors,
         tokens_per_row=per_row,
@@ -218,7 +218,7 @@ def cache_tokens(deployment: Deployment) -> int:
 
     Decode needs all requests at their mean length, prefill the prompts of one step and the part of them found cached.
     """
-    request = pages_for(deployment.context_length) * 64
+    request = pages_for(deployment.context_length, PAGE_SIZE) * PAGE_SIZE
     fresh = max(1.0, deployment.context_length * (1 - deployment.prefix_hit_rate))
     prompts = -(-deployment.prefill_tokens // int(fresh))
     return max(deployment.decode_requests, prompts) * request

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from dsv3.config.page import PAGE_SIZE
+from dsv3.config.model import PAGE_SIZE
 from tools.plan.deployment import Deployment
 from tools.plan.memory import EXPERTS, MODULE_EXPERTS, Memory
 

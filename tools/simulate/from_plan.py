@@ -6,9 +6,8 @@ One program of each kind is compiled, its largest, and played with smaller batch
 import hashlib
 from collections.abc import Callable
 
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import PAGE_SIZE, ModelConfig
 from dsv3.config.options import Role
-from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.device.working import measure
 from dsv3.scheduler.cost import keys_per_token
 from tools.plan.deployment import Deployment, DeploymentError

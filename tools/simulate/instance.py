@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.config.page import PAGE_SIZE
+from dsv3.config.model import PAGE_SIZE
 from dsv3.engine.job import EngineView, JobKind, Planned
 from dsv3.engine.jobs import decode, prefill, sample
 from dsv3.engine.jobs.decode import DecodeCommand

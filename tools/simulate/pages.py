@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv3.config.page import PAGE_SIZE
+from dsv3.config.model import PAGE_SIZE
 from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.page_command import PagesCommand
 from dsv3.engine.jobs.page_tiers import Opened, page_buckets

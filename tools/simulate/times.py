@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from dsv3.config.engine import EngineConfig
+from dsv3.config.engine import EngineConfig, pages_for
+from dsv3.config.model import PAGE_SIZE
 from dsv3.config.options import Role
-from dsv3.config.page import PAGE_SIZE, pages_for
 
 Kind = Literal["prefill", "decode"]
 KEYS = (0, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -83,7 +83,7 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     def hand_over_seconds(self, tokens: int) -> float:
         """Returns how long the pages of a prompt take over one rank's link."""
-        return pages_for(tokens) * self.page_bytes / self.link
+        return pages_for(tokens, PAGE_SIZE) * self.page_bytes / self.link
 
 
 def read_times(path: Path) -> dict[str, InstanceTimes]:

@@ -8,7 +8,6 @@ takes one.
 """
 
 from dsv3.config.engine import EngineConfig, ForwardProgram
-from dsv3.config.page import PAGE_SIZE
 from dsv3.engine import crossover
 from dsv3.engine.device.layout import Layout
 
@@ -24,7 +23,7 @@ def choices(layout: Layout) -> tuple[bool | None, ...]:
     indexer = layout.model_cfg.indexer
     if indexer is None or layout.platform in LOOKING:
         return (None,)
-    return (False, True) if layout.cfg.pages_per_seq * PAGE_SIZE > indexer.topk else (False,)
+    return (False, True) if layout.cfg.pages_per_seq * layout.cfg.page_size > indexer.topk else (False,)
 
 
 def chooses(layout: Layout, longest: int) -> bool | None:
@@ -66,5 +65,5 @@ def _micro_batches(layout: Layout, size: int) -> int:
 
 def _most(cfg: EngineConfig, size: int) -> int:
     """Returns the tokens of the longest requests that a batch may have, in whole blocks of keys."""
-    most = cfg.prefill_rows(size) * cfg.pages_per_seq * PAGE_SIZE
+    most = cfg.prefill_rows(size) * cfg.pages_per_seq * cfg.page_size
     return -(-most // crossover.KEY_BLOCK) * crossover.KEY_BLOCK

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.engine import bucket
-from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
@@ -126,7 +125,7 @@ class DecodePlanner:
         at = rows.slots.searchsorted(extended)
         rank, position = rows.rank[at], rows.position[at]
         batch[rank, position, 1] = pages
-        batch[rank, position, 2] = slots.capacity[extended] // PAGE_SIZE - 1
+        batch[rank, position, 2] = slots.capacity[extended] // self._cfg.page_size - 1
 
     def _live_rows(self) -> BatchRows | None:
         """Returns rows of all requests that decode and have not planned their last token."""

@@ -59,7 +59,7 @@ def open_tiers(parts: Parts, events: Record | None = None, process_id: int = 0, 
     limit = int(cfg.kv_store_size * 2**30)
     store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
     if cfg.transfer_key_file is None:
-        return Opened(Tiers(page_buckets(size), arena, store), memory, None)
+        return Opened(Tiers(page_buckets(size), arena, store, page_size=cfg.page_size), memory, None)
     secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), Hello(VERSION, cfg.identity, size)
     server, address = None, cfg.transfer_address_of(process_id)
     nixl = open_nixl(cfg.transfer_carrier, arena, serves=address is not None)
@@ -68,4 +68,4 @@ def open_tiers(parts: Parts, events: Record | None = None, process_id: int = 0, 
         where, shared = split_address(address, "transfer_address"), nixl.shared if nixl else None
         server = PageServer(*where, secret, hello, arena, meetings, shared)
     peers = Peers(secret, hello, nixl.reader if nixl else None)
-    return Opened(Tiers(page_buckets(size), arena, store, peers), memory, server)
+    return Opened(Tiers(page_buckets(size), arena, store, peers, page_size=cfg.page_size), memory, server)

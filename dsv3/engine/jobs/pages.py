@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from dsv3.config.engine import bucket
-from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -151,13 +150,13 @@ class PagesPlanner:
         for sequence in list(scheduler.loading):
             rank, epoch = slots.rank_of(sequence.slot), int(slots.epoch[sequence.slot])
             if epoch not in self._fetches:
-                first = sequence.prefilled // PAGE_SIZE
+                first = sequence.prefilled // self._cfg.page_size
                 scheduler.spell(sequence, first, sequence.load_stop)
                 keys = sequence.keys[first : sequence.load_stop]
                 self._fetches[epoch] = sequence, self._by_rank.of(rank).fetch(keys)
             _, fetch = self._fetches[epoch]
             while taken[rank] < self._most and (batch := fetch.take()) is not None:
-                first = sequence.prefilled // PAGE_SIZE
+                first = sequence.prefilled // self._cfg.page_size
                 pages = sequence.pages[first : first + batch.num_pages]
                 scheduler.note_loaded(sequence, batch.num_pages)
                 taken[rank] += batch.num_pages

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses, context_pays, context_room, masked_room
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
@@ -140,7 +139,7 @@ class PrefillPlanner:
         for mine in filter(None, self._scheduler.prefilling):
             prompts += len(mine)
             for sequence in mine:
-                if len(sequence.tokens) - sequence.prefilled > PAGE_SIZE:
+                if len(sequence.tokens) - sequence.prefilled > self._cfg.page_size:
                     return False
         return self._gathering.waits(prompts, int(np.count_nonzero(self._scheduler.slots.decoding)))
 
@@ -231,7 +230,7 @@ def _command(chunks: list[list[Chunk]], bucket: int, cfg: EngineConfig) -> Prefi
         bool(start.any()),
         any([sequence.tells_prompt for sequence in sequences]),
         int(stop.max()),
-        PAGE_SIZE * int(np.bincount(rank, -(-stop // PAGE_SIZE)).max()),
+        cfg.page_size * int(np.bincount(rank, -(-stop // cfg.page_size)).max()),
         int(np.bincount(rank, count * start).max()),
     )
 

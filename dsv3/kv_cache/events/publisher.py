@@ -33,7 +33,7 @@ class Publisher:
     Raises ValueError where an endpoint cannot be had.
     """
 
-    def __init__(self, config: KvEventsConfig, num_ranks: int) -> None:
+    def __init__(self, config: KvEventsConfig, num_ranks: int, page_size: int) -> None:
         self.record = Record(config.max_queue_size)
         context = zmq.Context()
         try:
@@ -42,7 +42,7 @@ class Publisher:
             context.destroy(linger=0)
             raise
         stop = threading.Event()
-        arguments = context, outlets, self.record, Encoder(num_ranks), stop
+        arguments = context, outlets, self.record, Encoder(num_ranks, page_size), stop
         thread = threading.Thread(target=_serve, args=arguments, name="kv-events", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _end, stop, thread)

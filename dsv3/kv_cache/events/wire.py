@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from dsv3.config.page import PAGE_SIZE
 from dsv3.kv_cache.events.record import Batch, Cleared, Removed, Spelled, Stored
 from dsv3.kv_cache.keys import Key
 
@@ -59,8 +58,8 @@ def hash_of(key: Key) -> int:
 class Encoder:
     """Turns batches into messages. It remembers what lately stored pages spell, for tiers know keys only."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._ranks = range(num_ranks)
+    def __init__(self, num_ranks: int, page_size: int) -> None:
+        self._ranks, self._page_size = range(num_ranks), page_size
         self._spelled: OrderedDict[Key, Spelled] = OrderedDict()
         self._pack = msgspec.msgpack.Encoder()
 
@@ -84,32 +83,32 @@ class Encoder:
             yield BlockRemoved([hash_of(key) for key in note.keys], note.medium)
         elif note.spelled is not None:
             self._remember(note.spelled)
-            yield _stored(note.keys, note.spelled, note.medium)
+            yield _stored(note.keys, note.spelled, note.medium, self._page_size)
         else:
             for key in note.keys:
-                yield _stored([key], self._spelled.get(key), note.medium)
+                yield _stored([key], self._spelled.get(key), note.medium, self._page_size)
 
     def _remember(self, spelled: Spelled) -> None:
         before = spelled.before
         for i, key in enumerate(spelled.keys):
-            tokens = spelled.tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+            tokens = spelled.tokens[i * self._page_size : (i + 1) * self._page_size]
             self._spelled[key] = Spelled([key], before, tokens, spelled.tenant)
             before = key
         while len(self._spelled) > _MOST_SPELLED:
             self._spelled.popitem(last=False)
 
 
-def _stored(keys: Sequence[Key], spelled: Spelled | None, medium: str) -> BlockStored:
+def _stored(keys: Sequence[Key], spelled: Spelled | None, medium: str, page_size: int) -> BlockStored:
     hashes = [hash_of(key) for key in keys]
     if spelled is None:
-        return BlockStored(hashes, None, [], PAGE_SIZE, None, medium, None)
+        return BlockStored(hashes, None, [], page_size, None, medium, None)
     before, tenant = spelled.before, spelled.tenant
     extra: list[tuple[str, ...] | None] | None = None
     if tenant is not None and before is None:
         extra = [(tenant.hex(),), *[None] * (len(keys) - 1)]
     tokens: list[int] = np.asarray(spelled.tokens).tolist()
     parent = None if before is None else hash_of(before)
-    return BlockStored(hashes, parent, tokens, PAGE_SIZE, None, medium, None, extra)
+    return BlockStored(hashes, parent, tokens, page_size, None, medium, None, extra)
 
 
 def _append(events: list[Event], more: Sequence[Event]) -> None:

@@ -37,7 +37,7 @@ class FarTiers(HostTiers):
     _orders_wait = True
 
     def __init__(self, like: Tiers, events: Record | None, ranks: range) -> None:
-        super().__init__(like.value_bytes, like.buckets, like.now, like.compute_rate)
+        super().__init__(like.value_bytes, like.buckets, like.page_size, like.now, like.compute_rate)
         self._like, self._events, self._ranks = like, events, ranks
         self._keys: set[Key] = set()
         self._orders: list[Order] = []

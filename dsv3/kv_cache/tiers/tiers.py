@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dsv3.config.page import PAGE_SIZE
+from dsv3.config.model import PAGE_SIZE
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.tiers.arena import Arena
 from dsv3.kv_cache.tiers.counts import Rate, TierCounts, loading_pays
@@ -118,7 +118,7 @@ class LookUp:
 
 
 class HostTiers(abc.ABC):
-    """Pages of `value_bytes` bytes in the tiers of one process, as the engine's thread asks for them.
+    """Pages of `page_size` tokens and `value_bytes` bytes in a process's tiers, as the engine's thread asks for them.
 
     `buckets` are the numbers of pages, ascending, that go to or from a device at once. `compute_rate` is in prompt
     tokens per second.
@@ -126,8 +126,10 @@ class HostTiers(abc.ABC):
 
     _orders_wait = False  # for a step: then a late answer says nothing about a store
 
-    def __init__(self, value_bytes: int, buckets: Sequence[int], now: Callable[[], float], compute_rate: Rate) -> None:
-        self.value_bytes, self.buckets, self.now = value_bytes, tuple(buckets), now
+    def __init__(
+        self, value_bytes: int, buckets: Sequence[int], page_size: int, now: Callable[[], float], compute_rate: Rate
+    ) -> None:
+        self.value_bytes, self.buckets, self.page_size, self.now = value_bytes, tuple(buckets), page_size, now
         self.compute_rate = compute_rate
         self._resting_until = 0.0
         self.batches_under_way = 0
@@ -208,7 +210,7 @@ class HostTiers(abc.ABC):
 
     def note_query(self, pages: int) -> None:
         """Counts pages that a request would load if the tiers had them."""
-        self.host.queries += pages * PAGE_SIZE
+        self.host.queries += pages * self.page_size
 
     def look_up(self, keys: Sequence[Key], first: int) -> LookUp | None:
         """Asks the store how many keys it holds from the first one on, behind `first`, that the host lacks.
@@ -218,7 +220,7 @@ class HostTiers(abc.ABC):
         first += self.leading(keys[first:])
         if first == len(keys) or not self.has_store or len(self._questions) >= _MOST_QUESTIONS:
             return None
-        self.store.queries += (len(keys) - first) * PAGE_SIZE
+        self.store.queries += (len(keys) - first) * self.page_size
         answer = self.begin_count(keys[first:])
         self._questions.add(answer)
         answer.add_done_callback(self._questions.discard)
@@ -236,9 +238,9 @@ class HostTiers(abc.ABC):
         if not self.fetches or not count:
             return None
         is_met = "#" in address  # the other instance computes the prompt now, whatever is done here
-        if not is_met and not loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate, compute):
+        if not is_met and not loading_pays(count * self.page_size, count * self.value_bytes, rate, compute):
             return None
-        self.peer.queries += count * PAGE_SIZE
+        self.peer.queries += count * self.page_size
         return LookUp(self, first, self.begin_bring(address, keys[first:]), FETCH_S)
 
     def within_reach(self, keys: Sequence[Key], first: int, found: int) -> int:
@@ -250,7 +252,7 @@ class HostTiers(abc.ABC):
         stop += self.leading(keys[stop:])
         count = stop - first
         rate = self._rates["host" if self.leading(keys[first:stop]) == count else "store"]
-        pays = loading_pays(count * PAGE_SIZE, count * self.value_bytes, rate.value, self.compute_rate.value)
+        pays = loading_pays(count * self.page_size, count * self.value_bytes, rate.value, self.compute_rate.value)
         return count if pays else 0
 
     def fetch(self, keys: Sequence[Key]) -> "Fetch":
@@ -288,8 +290,9 @@ class Tiers(HostTiers):
         peers: FetchesPages | None = None,
         workers: Callable[[int, str], Executor] = ThreadPoolExecutor,
         now: Callable[[], float] = time.monotonic,
+        page_size: int = PAGE_SIZE,
     ) -> None:
-        super().__init__(arena.value_bytes, buckets, now, Rate(now))
+        super().__init__(arena.value_bytes, buckets, page_size, now, Rate(now))
         self._arena, self._store, self._peers = arena, store, peers
         self._loaders, self._fetchers = workers(_LOAD_THREADS, "kv-load"), workers(_FETCH_THREADS, "kv-fetch")
         self._store_readers, self._askers = workers(_LOAD_THREADS, "kv-read"), workers(_LOAD_THREADS, "kv-ask")
@@ -426,7 +429,7 @@ class Tiers(HostTiers):
         self._rates[tier].note(got * self.value_bytes, seconds)
         if got:
             with self._lock:
-                counts.hits += got * PAGE_SIZE
+                counts.hits += got * self.page_size
                 counts.note_load(got * self.value_bytes, seconds)
         return got
 
@@ -449,7 +452,7 @@ class Tiers(HostTiers):
             self._note_failure(error)
         seconds = self.now() - started
         with self._lock:
-            self.peer.hits += landed * PAGE_SIZE
+            self.peer.hits += landed * self.page_size
             self.peer.note_load(landed * self.value_bytes, seconds)
         if measures:
             self._rates["peer"].note(landed * self.value_bytes, seconds)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
-from dsv3.config.page import PAGE_SIZE
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.indexer import IndexTokens, index_tokens
 from dsv3.model.layers.linear import Index, Numerics, linear
@@ -35,14 +34,14 @@ class Places:
     offsets: jax.Array
 
 
-def prefill_places(batch: PrefillBatch) -> Places:
+def prefill_places(batch: PrefillBatch, page_size: int) -> Places:
     """Returns the places `[T]` of a prefill batch; padding rows get none."""
     B, Mp = batch.page_table.shape
     rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     chunk = search(batch.cu_lengths[1:], rows, side="right")
-    column = jnp.clip(batch.positions // PAGE_SIZE, 0, Mp - 1)
+    column = jnp.clip(batch.positions // page_size, 0, Mp - 1)
     page_ids = jnp.where(chunk < B, batch.page_table[jnp.minimum(chunk, B - 1), column], -1)
-    return Places(page_ids, batch.positions % PAGE_SIZE)
+    return Places(page_ids, batch.positions % page_size)
 
 
 def decode_positions(batch: DecodeBatch) -> jax.Array:
@@ -51,12 +50,12 @@ def decode_positions(batch: DecodeBatch) -> jax.Array:
     return batch.lengths[:, None] - S + jnp.arange(S, dtype=jnp.int32)
 
 
-def decode_places(batch: DecodeBatch) -> Places:
+def decode_places(batch: DecodeBatch, page_size: int) -> Places:
     """Returns the places `[B * S]` of a decode batch; inactive rows get none."""
     positions = decode_positions(batch)
-    column = jnp.clip(positions // PAGE_SIZE, 0, batch.page_table.shape[1] - 1)
+    column = jnp.clip(positions // page_size, 0, batch.page_table.shape[1] - 1)
     page_ids = jnp.where(positions >= 0, jnp.take_along_axis(batch.page_table, column, axis=1), -1)
-    return Places(page_ids.reshape(-1), (positions % PAGE_SIZE).reshape(-1))
+    return Places(page_ids.reshape(-1), (positions % page_size).reshape(-1))
 
 
 @jax.tree_util.register_dataclass
@@ -158,7 +157,7 @@ def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, 
     The state is the page pool. Where many new tokens follow a long context, `context.expanded_attend` takes less.
     """
     core = prefill_core(cfg, batch, pages_per_layer, backend)
-    return writing(cfg, prefill_places(batch), pages_per_layer, backend, core)
+    return writing(cfg, prefill_places(batch, cfg.page_size), pages_per_layer, backend, core)
 
 
 def decode_attend(
@@ -171,7 +170,7 @@ def decode_attend(
     `heads` is the number of heads on this device.
     """
     core = decode_core(cfg, batch, pages_per_layer, backend, heads)
-    return writing(cfg, decode_places(batch), pages_per_layer, backend, core)
+    return writing(cfg, decode_places(batch, cfg.page_size), pages_per_layer, backend, core)
 
 
 def writing(cfg: ModelConfig, places: Places, pages_per_layer: int, backend: Backend | None, core: Core) -> Attend:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv3.config.model import ModelConfig
-from dsv3.config.page import PAGE_SIZE
 from dsv3.model.batch import PrefillBatch
 from dsv3.model.layers.attention import Attend, Core, prefill_places, writing
 from dsv3.model.layers.masked import pack
@@ -39,19 +38,20 @@ def heads_at_once(heads: int, key_bytes: int) -> int:
 def expanded_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
     """Attends in prefill: new tokens to each other and to the cached ones, expanded. The state is the page pool."""
     core = _expanded_core(cfg, batch, pages_per_layer, backend)
-    return writing(cfg, prefill_places(batch), pages_per_layer, backend, core)
+    return writing(cfg, prefill_places(batch, cfg.page_size), pages_per_layer, backend, core)
 
 
 def _expanded_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
     K, R, V = batch.expands, cfg.kv_lora_rank, cfg.v_head_dim
     new, rows = jnp.diff(batch.cu_lengths), jnp.arange(len(batch.tokens), dtype=jnp.int32)
-    packed = pack(batch.page_table, jnp.where(new > 0, batch.context_lengths + new, 0), K // PAGE_SIZE)
+    lengths = jnp.where(new > 0, batch.context_lengths + new, 0)
+    packed = pack(batch.page_table, lengths, K // cfg.page_size, cfg.page_size)
     request = search(batch.cu_lengths[1:], rows, side="right")
     live, first = rows < batch.cu_lengths[-1], packed.starts[jnp.minimum(request, len(new) - 1)]
     starts, ends = jnp.where(live, first, 0), jnp.where(live, first + batch.positions + 1, 0)
     own = jnp.where(live, first + batch.positions, K + rows)
     token = jnp.full(K, len(rows), jnp.int32).at[own].set(rows, mode="drop", unique_indices=True)
-    tiles = jnp.where((packed.counts.reshape(-1, _TILE // PAGE_SIZE) > 0).any(axis=1), 0, -1)
+    tiles = jnp.where((packed.counts.reshape(-1, _TILE // cfg.page_size) > 0).any(axis=1), 0, -1)
 
     def attend(tokens, params, layer, cache_layer, pages):
         ids = cache_layer * pages_per_layer + packed.page_ids

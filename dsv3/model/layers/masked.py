@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
-from dsv3.config.page import PAGE_SIZE
 from dsv3.model.batch import PrefillBatch
 from dsv3.model.layers.attention import Projected, expand
 from dsv3.model.layers.linear import Index, Numerics
@@ -37,24 +36,24 @@ class ChosenForm(NamedTuple):
 class Packed(NamedTuple):
     """The cached tokens of the requests of a batch side by side, those of each from a whole page on."""
 
-    page_ids: jax.Array  # [K / 64] int32, page within a layer
-    counts: jax.Array  # [K / 64] int32, rows of it that are written
+    page_ids: jax.Array  # [K / page_size] int32, page within a layer
+    counts: jax.Array  # [K / page_size] int32, rows of it that are written
     starts: jax.Array  # [B] int32, where the tokens of a request begin
 
 
-def pack(page_table: jax.Array, lengths: jax.Array, pages: int) -> Packed:
+def pack(page_table: jax.Array, lengths: jax.Array, pages: int, page_size: int) -> Packed:
     """Returns where the first `lengths` `[B]` tokens of each request go in so many `pages`, which suffice."""
-    needed = -(-lengths // PAGE_SIZE)
+    needed = -(-lengths // page_size)
     ends = jnp.cumsum(needed)
     starts, place = ends - needed, jnp.arange(pages, dtype=jnp.int32)
     owner = search(ends, place, side="right")  # B behind the last request
     live, owner = owner < len(lengths), jnp.minimum(owner, len(lengths) - 1)
     column = jnp.clip(place - starts[owner], 0, page_table.shape[1] - 1)
-    counts = jnp.clip(lengths[owner] - PAGE_SIZE * column, 0, PAGE_SIZE)
+    counts = jnp.clip(lengths[owner] - page_size * column, 0, page_size)
     return Packed(
         jnp.where(live, page_table[owner, column], 0),
         jnp.where(live, counts, 0),
-        (PAGE_SIZE * starts).astype(jnp.int32),
+        (page_size * starts).astype(jnp.int32),
     )
 
 
@@ -68,7 +67,8 @@ def masked_form(
 ) -> ChosenForm:
     """Attends to the chosen tokens among all; `requests` and `visible` `[T]` are those of `sparse.Rows`."""
     new = jnp.diff(batch.cu_lengths)
-    packed = pack(batch.page_table, jnp.where(new > 0, batch.context_lengths + new, 0), batch.expands // PAGE_SIZE)
+    lengths = jnp.where(new > 0, batch.context_lengths + new, 0)
+    packed = pack(batch.page_table, lengths, batch.expands // cfg.page_size, cfg.page_size)
     starts = jnp.where(visible > 0, packed.starts[requests], 0)
 
     def attend(tokens, params, layer, cache_layer, latents, chosen):

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv3.config.model import ModelConfig
-from dsv3.config.page import PAGE_SIZE
 from dsv3.kv_cache.layout import IndexedPages
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.attention import (
@@ -63,32 +62,32 @@ class Rows(NamedTuple):
     page_table: jax.Array  # [B, Mp]
 
 
-def prefill_rows(batch: PrefillBatch) -> Rows:
+def prefill_rows(batch: PrefillBatch, page_size: int) -> Rows:
     """Returns the rows of a prefill batch: each token sees those before it, and itself."""
     B, rows = len(batch.page_table), jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     chunk = search(batch.cu_lengths[1:], rows, side="right")
     visible = jnp.where(chunk < B, batch.positions + 1, 0)
-    return Rows(prefill_places(batch), jnp.minimum(chunk, B - 1), visible, batch.page_table)
+    return Rows(prefill_places(batch, page_size), jnp.minimum(chunk, B - 1), visible, batch.page_table)
 
 
-def decode_rows(batch: DecodeBatch) -> Rows:
+def decode_rows(batch: DecodeBatch, page_size: int) -> Rows:
     """Returns the rows `[B * S]` of a decode batch."""
     B, S = batch.tokens.shape
     requests = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
     visible = jnp.maximum(decode_positions(batch).reshape(-1) + 1, 0)
-    return Rows(decode_places(batch), requests, visible, batch.page_table)
+    return Rows(decode_places(batch, page_size), requests, visible, batch.page_table)
 
 
 def sparse_prefill_attend(
     cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None, number: int = 0
 ) -> Attend:
     """Attends in prefill; `number` is that of the micro-batch. The state is the page pool, or `SharedChoice`."""
-    dense, rows = prefill_core(cfg, batch, pages_per_layer, backend), prefill_rows(batch)
+    dense, rows = prefill_core(cfg, batch, pages_per_layer, backend), prefill_rows(batch, cfg.page_size)
     if not batch.expands:
         sparse = _copying_form(cfg, rows, pages_per_layer, backend)
         return _attend(cfg, rows, batch.chooses, pages_per_layer, backend, dense, sparse, number)
     masked = masked_form(cfg, batch, rows.requests, rows.visible, pages_per_layer, backend)
-    rows = rows._replace(page_table=rows.page_table[:, : batch.expands // PAGE_SIZE])  # no request is longer
+    rows = rows._replace(page_table=rows.page_table[:, : batch.expands // cfg.page_size])  # no request is longer
     return _attend(cfg, rows, batch.chooses, pages_per_layer, backend, dense, masked, number)
 
 
@@ -96,7 +95,7 @@ def sparse_decode_attend(
     cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int, number: int = 0
 ) -> Attend:
     """Attends in decode, as `sparse_prefill_attend` does in prefill; `heads` is the number of heads on this device."""
-    dense, rows = decode_core(cfg, batch, pages_per_layer, backend, heads), decode_rows(batch)
+    dense, rows = decode_core(cfg, batch, pages_per_layer, backend, heads), decode_rows(batch, cfg.page_size)
     sparse = _copying_form(cfg, rows, pages_per_layer, backend)
     return _attend(cfg, rows, batch.chooses, pages_per_layer, backend, dense, sparse, number)
 
@@ -124,7 +123,7 @@ def _attend(
     number: int,
 ) -> Attend:
     best = indexer_of(cfg).topk
-    if rows.page_table.shape[1] * PAGE_SIZE <= best:
+    if rows.page_table.shape[1] * cfg.page_size <= best:
         chooses = False
     must_choose = (rows.visible > best).any() if chooses is None else chooses
 

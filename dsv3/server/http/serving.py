@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from dsv3.config.options import EngineOptions
-from dsv3.config.page import PAGE_SIZE
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
@@ -49,7 +48,7 @@ def _cache_config(service: Service, engine: EngineOptions) -> dict[str, str]:
     if (info := service.engine.info) is None:
         return {}
     return {
-        "block_size": str(PAGE_SIZE),
+        "block_size": str(info.rules.page_size),
         "cache_dtype": engine.kv_cache_dtype,
         "enable_prefix_caching": str(engine.enable_prefix_caching),
         "gpu_memory_utilization": str(engine.gpu_memory_utilization),

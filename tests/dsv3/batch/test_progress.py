@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
+from dsv3.batch import progress as display
 from dsv3.batch.run import BatchProgress
-from launch import batch as display
 
 
 def shown(monkeypatch, *, terminal, interval=0.0):

@@ -12,9 +12,8 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.config.hugging_face import load_config, stored_dtype
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import PAGE_SIZE, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.config.page import PAGE_SIZE
 from dsv3.engine.build import build_engine, bundled_model, load_parts
 from dsv3.engine.description import describe
 from dsv3.engine.dtypes import resolve_dtypes

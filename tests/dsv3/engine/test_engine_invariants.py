@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from dsv3.config.engine import EngineConfig
-from dsv3.config.page import PAGE_SIZE
+from dsv3.config.model import PAGE_SIZE
 from dsv3.engine.engine import Engine
 from dsv3.engine.job import Planned, StepCommand
 from dsv3.engine.jobs import decode, prefill, sample
@@ -102,7 +102,7 @@ class Idleness:
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether a request fits where it may go, and waits for no page that is being computed there."""
         scheduler, asked = self.engine.scheduler, sequence.request.rank
-        admission, useful = scheduler.admission, sequence.keys[: useful_pages(sequence)]
+        admission, useful = scheduler.admission, sequence.keys[: useful_pages(sequence, scheduler.cfg.page_size)]
         for rank in range(scheduler.cfg.num_ranks) if asked is None else (asked,):
             cached = admission._cached_if_it_fits(sequence, rank, useful)
             if cached is not None and admission._last_pending(sequence, rank, len(cached)) is None:

@@ -160,7 +160,7 @@ def test_a_router_knows_what_the_engine_holds(
         eventually(lambda router=router: agrees(engine, router))
         for page in router.held["GPU"]:
             keys: list[bytes] = []
-            extend_keys(engine.rules.root(""), keys, np.array(router.spells(page), np.int32))
+            extend_keys(engine.rules.root(""), keys, np.array(router.spells(page), np.int32), 64)
             assert hash_of(keys[-1]) == page
             assert keys[-1] in engine.scheduler.caches[router.rank].index._page_of
         assert router.was_cleared == ("flush" in {what for what, *_ in actions})

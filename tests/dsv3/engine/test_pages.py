@@ -173,7 +173,7 @@ def test_a_damaged_store_costs_time_and_no_text(make: MakeEngine, store: Path, d
 
 def _key(engine: Engine, page: int) -> str:
     keys: list[bytes] = []
-    extend_keys(engine.rules.root(""), keys, np.array(PROMPT, np.int32))
+    extend_keys(engine.rules.root(""), keys, np.array(PROMPT, np.int32), 64)
     return keys[page].hex()
 
 

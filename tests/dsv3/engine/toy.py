@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config.model import ModelConfig
-from dsv3.config.page import PAGE_SIZE
+from dsv3.config.model import PAGE_SIZE, ModelConfig
 from dsv3.engine.functions import DraftFunctions, StepFunctions
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from sharding.mesh import RANKS

@@ -1,6 +1,7 @@
 """Sizes of the latent cache against the published ones."""
 
-from dsv3.kv_cache import layout, page
+from dsv3.config.engine import pages_for
+from dsv3.kv_cache import layout
 from tests.dsv3.engine.toy import toy_config
 
 V3 = toy_config(num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64)
@@ -27,4 +28,4 @@ def test_a_budget_holds_whole_pages():
 
 
 def test_pages_for_tokens():
-    assert [page.pages_for(n) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
+    assert [pages_for(n, 64) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]

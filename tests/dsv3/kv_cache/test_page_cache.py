@@ -85,7 +85,7 @@ TestPageCache.settings = settings(max_examples=60, stateful_step_count=40, deadl
 
 def _chain(tokens: int, salt: str = "") -> list[bytes]:
     keys: list[bytes] = []
-    extend_keys(root_key("fingerprint", salt), keys, np.arange(tokens, dtype=np.int32))
+    extend_keys(root_key("fingerprint", salt), keys, np.arange(tokens, dtype=np.int32), 64)
     return keys
 
 
@@ -157,6 +157,6 @@ def test_a_key_depends_on_the_tokens_before():
     root = root_key("f", "")
     a: list[bytes] = []
     b: list[bytes] = []
-    extend_keys(root, a, tokens)
-    extend_keys(root, b, other)
+    extend_keys(root, a, tokens, 64)
+    extend_keys(root, b, other, 64)
     assert not set(a) & set(b)

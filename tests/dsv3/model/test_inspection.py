@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.config.page import PAGE_SIZE
+from dsv3.config.model import PAGE_SIZE
 from dsv3.model import inspection
 from dsv3.model.batch import PrefillBatch
 from dsv3.model.inspection import Inspection, inspect

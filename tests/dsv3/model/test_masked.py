@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.config.page import PAGE_SIZE, pages_for
+from dsv3.config.engine import pages_for
+from dsv3.config.model import PAGE_SIZE
 from dsv3.kv_cache.layout import IndexedPages, pool
 from dsv3.model import PrefillBatch, prefill
 from dsv3.model.layers.masked import pack
@@ -33,7 +34,7 @@ def step(params: Params, batch: PrefillBatch, pages: IndexedPages) -> tuple[jax.
     return out.hidden, out.pages
 
 
-packed = jax.jit(functools.partial(pack, pages=B * TABLE + 1))
+packed = jax.jit(functools.partial(pack, pages=B * TABLE + 1, page_size=PAGE_SIZE))
 
 
 def steps(
@@ -50,7 +51,7 @@ def steps(
         for row, (start, count) in enumerate(zip(done, counts, strict=True)):
             positions[ends[row] : ends[row + 1]] = np.arange(start, start + count)
             tokens[ends[row] : ends[row + 1]] = texts[row, start : start + count]
-        keys = sum(PAGE_SIZE * pages_for(int(n)) for n in (done + counts)[counts > 0])
+        keys = sum(PAGE_SIZE * pages_for(int(n), PAGE_SIZE) for n in (done + counts)[counts > 0])
         masked = 0 < keys <= room
         batch = PrefillBatch(tokens, positions, ends, done.copy(), TABLES, chooses=True, expands=ROOM * masked)
         hidden, pages = step(params(), batch, pages)
@@ -89,9 +90,9 @@ def test_both_forms_run_in_one_prompt() -> None:
 @given(st.lists(st.integers(0, 3 * PAGE_SIZE), min_size=3, max_size=3))
 def test_pages_lie_side_by_side(lengths: list[int]) -> None:
     found = jax.tree.map(np.asarray, packed(TABLES, np.array(lengths, np.int32)))
-    wanted = [int(page) for row, n in enumerate(lengths) for page in TABLES[row, : pages_for(n)]]
+    wanted = [int(page) for row, n in enumerate(lengths) for page in TABLES[row, : pages_for(n, PAGE_SIZE)]]
     assert found.page_ids.tolist() == wanted + [0] * (B * TABLE + 1 - len(wanted))
     for start, length in zip(found.starts, lengths, strict=True):
-        counts = found.counts[start // PAGE_SIZE :][: pages_for(length)]
+        counts = found.counts[start // PAGE_SIZE :][: pages_for(length, PAGE_SIZE)]
         assert start % PAGE_SIZE == 0 and counts.sum() == length
     assert not found.counts[len(wanted) :].any()

@@ -219,7 +219,7 @@ def make(start, host):
     address = options.get("transfer_address", "")
     fake = FakeEngine(*limits, options.get("step_s", 0.001), options.get("caches", False))
     if events := start.engine.kv_events_config:
-        fake.events = Publisher(KvEventsConfig.from_json(events), 1)
+        fake.events = Publisher(KvEventsConfig.from_json(events), 1, 64)
     return fake, EngineInfo(
         RequestRules(
             vocab_size=VOCAB,

@@ -9,8 +9,8 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, NODE_8XH200, PREFILL_EP32
+from dsv3.config.engine import pages_for
 from dsv3.config.options import EngineOptions
-from dsv3.config.page import pages_for
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.limits import pages_of_one, staging_bytes
 from dsv3.engine.memory import DeviceMemory, MemoryAccount
@@ -50,7 +50,7 @@ def test_every_command_line_fits_its_gpus(file: str) -> None:
         assert known is not None, "make working.json again: python -m tests.tools.plan.command_lines"
         found = server_account(machine, options, known)
         rows = options.max_num_seqs or 1
-        needed = rows * pages_for(MEAN) if machine.model is DEEPSEEK_V3 else rows * pages_for(1024)
+        needed = rows * pages_for(MEAN, 64) if machine.model is DEEPSEEK_V3 else rows * pages_for(1024, 64)
         assert found.pages >= needed, str(found)
         assert not options.max_model_len or found.pages >= pages_of_one(machine.model, options)
 

@@ -83,7 +83,7 @@ def drain(instance):
 def latents_of(prompt, peers, address):
     """The toy's latents of a prompt's whole pages, as another instance gets them."""
     keys, came = [], []
-    extend_keys(root_key(fingerprint("{}"), ""), keys, np.array(prompt, np.int32))
+    extend_keys(root_key(fingerprint("{}"), ""), keys, np.array(prompt, np.int32), 64)
     assert peers.fetch(address, keys, 5.0, lambda _, value: came.append(value.tobytes())) == len(keys)
     values = np.frombuffer(b"".join(came), np.float32).reshape(-1, 2, 64, 2)  # the model's layer, that of its drafts
     return values[:, 0].reshape(-1, 2).tolist()

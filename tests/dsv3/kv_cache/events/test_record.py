@@ -38,7 +38,7 @@ def decoded(messages):
 
 
 def test_messages_have_vllms_shape():
-    record, encoder = Record(9), Encoder(2)
+    record, encoder = Record(9), Encoder(2, 64)
     tokens = np.arange(128, dtype=np.int32)
     spelled = Spelled([key(1), key(2)], None, tokens)
     record.note(Stored(1, "GPU", spelled.keys, spelled))

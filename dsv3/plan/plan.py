@@ -9,6 +9,7 @@ from dsv3.plan import hlo, roofline
 from dsv3.plan.collectives import Collective, collectives
 from dsv3.plan.deployment import Deployment
 from dsv3.plan.handover import Ends, Handover, handover, prefill_nodes
+from dsv3.plan.launch_order import LaunchOrder, launch_order
 from dsv3.plan.memory import Memory, memory_of
 from dsv3.plan.programs import Compiled, LaidOut, Phase, Run, compile_step, lay_out
 from dsv3.plan.sparse import SparseCore
@@ -23,7 +24,8 @@ class ProgramPlan:
 
     `sparse` is what attention consists of in a layer, where queries choose the tokens that they attend to.
     `multiprocessors` are what its kernels take, and leave to transfers. `host_waits` are the places in the program
-    where the devices wait for the host (`hlo.Module.host_waits`).
+    where the devices wait for the host (`hlo.Module.host_waits`). `order` says whether all devices meet their
+    collectives in one order.
     """
 
     phase: Phase
@@ -35,6 +37,7 @@ class ProgramPlan:
     temporaries: int
     collectives: tuple[Collective, ...]
     host_waits: tuple[str, ...]
+    order: LaunchOrder
     stages: dict[str, float]
     sparse: SparseCore | None
     timeline: Timeline
@@ -184,6 +187,7 @@ def program_plan(planned: LaidOut, compiled: Compiled) -> ProgramPlan:
         temporaries=compiled.temporaries,
         collectives=found,
         host_waits=module.host_waits,
+        order=launch_order(module, *compiled.limits, taken.reserved),
         stages=stages,
         sparse=roofline.sparse_parts(planned.model, rates, batch_of(planned, compiled.phase, compiled.run, batches)),
         timeline=Player(module, found, stages, rates).play(),

@@ -22,6 +22,7 @@ from dsv3.model.params import Fp8Weight, declare
 from dsv3.model.schedules import HOOKED
 from dsv3.model.steps import decode
 from dsv3.plan import hlo
+from dsv3.plan.launch_order import launch_order
 from pallas_kernels import aot, bodies
 from pallas_kernels.backend import Backend
 from sharding.experts.kind import Kind
@@ -112,6 +113,12 @@ def test_nothing_waits_for_the_host() -> None:
     """Neither a condition nor a loop asks the host, of the exchange and of attention to cached tokens alike."""
     assert hlo.parse(text()).host_waits == ()
     assert "all-reduce" not in text(), "whether there was room is told once, behind the step"
+
+
+def test_a_step_that_is_not_cut_has_one_collective_in_flight() -> None:
+    """All steps have this schedule with --noexpert_overlap, where XLA allows one."""
+    order = launch_order(hlo.parse(text()))
+    assert (order.in_flight, order.faults) == (1, ())
 
 
 def test_the_shared_expert_hides_the_combine_of_a_small_step() -> None:

@@ -1,17 +1,19 @@
 """The toy model over several processes: a factory for the leader's engine process, and a follower when run as a script.
 
 `diverge_at` makes a follower read something else from that step on, `first_launch_s` is what its sampler's first launch
-takes. With `eplb_state` the toy has experts that move, and a process with a file `toy_experts.ENDS` in its compilation
+takes. Programs are compiled with the options of GPUs, and a compilation waits for those of its peers as it does on one.
+With `eplb_state` the toy has experts that move, and a process with a file `toy_experts.ENDS` in its compilation
 cache ends in the middle of a move.
 """
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 
 import jax
 import numpy as np
+from jax._src import distributed  # what processes tell each other through jax has no public name
 
 from dsv3.api.engine.factory import describe
 from dsv3.api.engine.messages import Start
@@ -38,6 +41,8 @@ from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import ClusterOptions, EngineOptions
 from sharding.mesh import rank_mesh
 
+_log = logging.getLogger("toy")
+_PEERS_MS = 10_000  # XLA's own is a day
 LOAD = "tests.dsv3.engine.cluster.toy_cluster"
 PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_file")
 LIMITS = {"identity": "{}", "max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
@@ -50,6 +55,7 @@ def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Pa
     use_compilation_cache(options.compilation_cache_dir)
     Programs.keys = _few_keys  # of the rest each process compiles what it needs
     first_launches.needed = lambda platform: True
+    Programs.__init__, jax.stages.Lowered.compile = _for_gpus, _compile_as_for_gpus
     devices = jax.devices()
     limits = {"num_ranks": len(devices), "num_nodes": jax.process_count()} | LIMITS
     limits |= {name: getattr(options, name) for name in PAGES}
@@ -87,6 +93,27 @@ FEW |= {kind: 0 for kind in (experts.READ_LOAD.kind, experts.MOVE.kind)}
 def _few_keys(self: Programs) -> list[Key]:
     few = [key for key in self._specs if FEW.get(key.kind) == key.size]
     return [key for key in few if key.kind != "sample" or key.variant == GREEDY]
+
+
+_init, _compile = Programs.__init__, jax.stages.Lowered.compile
+
+
+def _for_gpus(self: Programs, platform: str, *more: Any) -> None:
+    _init(self, "cuda", *more)
+
+
+def _compile_as_for_gpus(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """Searches its share of the tiles, as XLA does for a GPU, and waits for those of the others, unless told not to.
+
+    A CPU has no tiles: what is shared is that a process has come here.
+    """
+    _log.info("compiling a program")
+    if (options or {}).get("xla_gpu_shard_autotuning", True):
+        shares, client = hashlib.sha256(lowered.as_text().encode()).hexdigest(), distributed.global_state.client
+        client.key_value_set(f"{shares}/{jax.process_index()}", "found", allow_overwrite=True)
+        for process in range(jax.process_count()):
+            client.blocking_key_value_get(f"{shares}/{process}", _PEERS_MS)
+    return _compile(lowered)
 
 
 def start(start: Start, host):

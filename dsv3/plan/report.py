@@ -208,7 +208,7 @@ def _estimate_table(plan: Plan, step: StepPlan) -> Table:
     table.add_row("multiprocessors: for kernels, for transfers", f"{those.taken}, {those.reserved}")
     order = step.order
     table.add_row("transfers in flight at most, their channels", f"{order.in_flight}, {order.channels}")
-    table.add_row("order of collectives on all devices", "; ".join(order.faults) or "one")
+    table.add_row("collectives out of order, or without room", "; ".join(order.faults) or "none")
     _add_drafts(table, step)
     table.add_row("step", f"{step.seconds * 1e3:.1f} ms", style="bold")
     table.add_row("tokens/s per GPU", f"{step.tokens_per_device:,.0f}", style="bold")

@@ -123,11 +123,20 @@ def test_overlapped_steps_leave_multiprocessors_to_transfers() -> None:
         reserve_of(4096, 128, 78, count=78)
 
 
-@pytest.mark.parametrize(("kind", "channels"), [(Kind.HIERARCHICAL, 12), (Kind.ALL_TO_ALL, 24)])
-def test_communicators_under_way_at_once_divide_the_channels(kind: Kind, channels: int) -> None:
-    """Prefill over two hops has both under way; each channel is a thread block, and 24 may run beside our kernels."""
-    cfg = EngineConfig(max_model_len=64, num_pages=9, max_num_batched_tokens=4096, max_num_seqs=128)
-    assert reserve(cfg, dataclasses.replace(GPUS, kind=kind).overlaps, 132).channels == channels
+@pytest.mark.parametrize(
+    ("kind", "shards", "prefill", "channels"),
+    [
+        (Kind.HIERARCHICAL, 1, 4096, 12),
+        (Kind.ALL_TO_ALL, 1, 4096, 24),
+        (Kind.HIERARCHICAL, 2, 4096, 8),
+        (Kind.HIERARCHICAL, 1, 64, 8),
+        (Kind.HIERARCHICAL, 2, 64, 4),
+    ],
+)
+def test_communicators_under_way_at_once_divide_the_channels(kind, shards, prefill, channels) -> None:
+    """Each channel is a thread block, of which 24 may run beside our kernels, or 8 where decode alone overlaps."""
+    cfg = EngineConfig(max_model_len=64, num_pages=9, max_num_batched_tokens=prefill, max_num_seqs=256)
+    assert reserve(cfg, dataclasses.replace(GPUS, kind=kind, shards=shards).overlaps, 132).channels == channels
 
 
 def test_nccl_gets_as_many_channels() -> None:

@@ -252,7 +252,7 @@ class EngineOptions:
     )
     check_kernels: bool = option(
         False,
-        "Check each kernel against its reference before the start, in a minute or two; one that fails is replaced by "
+        "Check each kernel against its reference before the start, in some minutes; one that fails is replaced by "
         "something slower, which the log, /metrics and /v1/models say.",
         programs=False,
         group="model",

@@ -31,6 +31,13 @@ OPERATIONS = frozenset(
 """The operations that have kernels, by name. What one gives the next one is laid out alike on every backend (scales,
 FP8 rows, INT4 words, the order of rows), so each of them can leave its device's backend alone."""
 
+_PAGED = ("mla_decode", "mla_prefill_context")
+PARTS: dict[str, tuple[str, ...]] = {
+    "combine_splits": _PAGED,
+    "multicast": (*_PAGED, "fp8_gemm", "layer_gemm", "grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous"),
+}
+"""Parts of Hopper's kernels that are checked by themselves, each with the operations whose kernels have it."""
+
 
 class Backend(enum.Enum):
     """An implementation of an operation of `pallas_kernels`."""

@@ -24,7 +24,7 @@ from dsv3.engine.kernel_checks import Replaced, agree, check_kernels, fall_back
 from dsv3.engine.parts import Parts
 from dsv3.options import ClusterOptions, EngineOptions
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, fallbacks, set_fallbacks
+from pallas_kernels.backend import OPERATIONS, PARTS, Backend, fallbacks, set_fallbacks
 from tests.dsv3.engine.cluster.local import write_key
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.fewer import greedy_samplers, one_bucket
@@ -92,6 +92,18 @@ def test_on_hopper_a_triton_form_that_passes_takes_the_place(triton, instead, pl
     play("mosaic", ends={"mla_decode mosaic": "fails", "fp8_gemm mosaic": "raises", "mla_decode triton": triton})
     found = check_kernels()
     assert {name: each.backend for name, each in found.items()} == {"mla_decode": instead, "fp8_gemm": "reference"}
+
+
+def test_a_part_that_fails_costs_the_operations_that_have_it(play) -> None:
+    """Some of these may be right at the shapes of their own checks."""
+    has = {"mosaic": ["mla_decode", "mla_prefill", "combine_splits"], "triton": ["mla_decode"]}
+    play("mosaic", has=has, ends={"combine_splits mosaic": "fails"})
+    says = "combine_splits: ragged: is off by 3.1, allowed 0.01 (and 1 more)"
+    assert check_kernels() == {
+        "mla_decode": Replaced("triton", says),
+        "mla_prefill_context": Replaced("reference", says),
+    }
+    assert set().union(*PARTS.values()) < OPERATIONS
 
 
 def test_other_gpus_do_not_try_the_same_kernel_twice(play) -> None:

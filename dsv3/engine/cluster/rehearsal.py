@@ -56,11 +56,11 @@ def order_of(
 
 def compile_programs(order: Order, target: ClusterOptions) -> ProgramStore | NothingKept:
     """Compiles all programs of the gang `target`, with jax started over it, one after the other; keeps them."""
+    set_fallbacks({operation: Backend(each) for operation, each in order.fallbacks.items()})
     module, _, name = order.load.partition(":")
     load: Load = getattr(importlib.import_module(module), name)
     model_dir = Path(order.model_dir)
     options = fitted(order.engine, model_dir, order.given, target)
-    set_fallbacks({operation: Backend(name) for operation, name in order.fallbacks.items()})
     parts = load(model_dir, options, shapes=True).shapes
     parts = dataclasses.replace(parts, cfg=with_pages(parts.cfg, parts.cfg.num_pages, options))
     store = kept_programs(target, model_dir, options, parts)

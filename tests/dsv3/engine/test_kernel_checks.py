@@ -227,7 +227,7 @@ def test_programs_with_a_replaced_kernel_are_never_taken_for_those_without(tmp_p
     assert "not kept" in str(stored.own_store(bundled_model(), options, parts))
 
 
-def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Parts:
+def load(model_dir: Path, options: EngineOptions, **_) -> Parts:
     """Loads nothing, and says which kernels a program would have."""
     raise RuntimeError(str(fallbacks()))
 

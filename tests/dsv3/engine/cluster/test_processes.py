@@ -141,8 +141,18 @@ def test_a_restart_finds_programs_and_pages_of_the_last_start(tmp_path):
 
 
 def test_a_first_launch_that_takes_long_ends_no_instance(tmp_path):
-    """It is over before the leader allows less silence, and before a client meets it."""
-    with instances.running(tmp_path, 2, tmp_path, silence=5.0, first_launch_s=6.0) as instance:
+    """It is over before the leader allows less silence, and before a client meets it.
+
+    Both processes have checked kernels before, of which another one fails in each, and have replaced both.
+    """
+    checks = {"check_kernels": True}
+    with instances.running(tmp_path, 2, tmp_path, silence=5.0, first_launch_s=6.0, engine=checks) as instance:
+        [model] = instance.server.http.get("/v1/models").json()["data"]
+        assert model["kernel_fallbacks"] == {"mla_decode": "reference", "rms_norm": "reference"}
+        assert instance.server.metric("dsv3:kernel_fallback") == 2
+        for process_id in (0, 1):
+            for i, name in enumerate(("rms_norm", "mla_decode")):
+                assert f"THE KERNEL OF {name} FAILS ITS CHECK: process {i}: ragged: is off" in instance.log(process_id)
         assert "launched 3 programs 2 times" in instance.log(1)
         body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         answer = instance.server.http.post("/v1/completions", json=body, timeout=120)

@@ -3,7 +3,7 @@
 `diverge_at` makes a follower read something else from that step on, `first_launch_s` is what its sampler's first launch
 takes. Programs are compiled with the options of GPUs, and a compilation waits for those of its peers as it does on one.
 With `eplb_state` the toy has experts that move, and a process with a file `toy_experts.ENDS` in its compilation
-cache ends in the middle of a move.
+cache ends in the middle of a move. Checks of kernels are played: `FAILS` says which one fails in which process.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from jax._src import distributed  # what processes tell each other through jax h
 from dsv3.api.engine.factory import describe
 from dsv3.api.engine.messages import Start
 from dsv3.cache.tiers import shared_memory, tiers
+from dsv3.engine import kernel_checks
 from dsv3.engine.cluster import ahead, follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache
@@ -40,9 +41,11 @@ from dsv3.engine.parts import Parts
 from dsv3.engine.requests.sequence import GREEDY
 from dsv3.options import ClusterOptions, EngineOptions
 from sharding.mesh import rank_mesh
+from tests.dsv3.engine import played_checks
 
 _log = logging.getLogger("toy")
 _PEERS_MS = 10_000  # XLA's own is a day
+FAILS = ("rms_norm", "mla_decode")
 LOAD = "tests.dsv3.engine.cluster.toy_cluster"
 PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_file")
 LIMITS = {"identity": "{}", "max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
@@ -116,8 +119,15 @@ def _compile_as_for_gpus(lowered: jax.stages.Lowered, options: Mapping[str, Any]
     return _compile(lowered)
 
 
+def _play_checks(process_id: int) -> None:
+    plan = {"backend": "native", "has": {"native": FAILS}, "ends": {f"{FAILS[process_id]} native": "fails"}}
+    command = (sys.executable, "-S", str(Path(played_checks.__file__)), json.dumps(plan))
+    kernel_checks._DEVICE = kernel_checks._CHECKS = command
+
+
 def start(start: Start, host):
     """What the server is given as its engine's factory."""
+    _play_checks(0)
     return describe(start_leader(start.cluster, Path(start.model_dir), start.engine, host, load, start.generation))
 
 
@@ -150,6 +160,7 @@ def _slow_at_first(seconds: float) -> Callable[..., Any]:
 
 
 def main(cluster, model_dir: str, engine, diverge_at: int | None = None, first_launch_s: float | None = None) -> None:
+    _play_checks(cluster["process_id"])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if diverge_at is not None:
         LocalExecutor.fetch = _diverging(diverge_at)

@@ -1,8 +1,13 @@
 """The table of checks: what the doctor runs, in this order."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
+
+from tools.doctor.install import count_gpus
+
+_STACKS_S = 5.0  # before its time limit a check that hangs writes where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +25,6 @@ class Check:
     """The sentence of what to try when it fails."""
     seconds: float = 60.0
     """The time limit."""
-    quick: bool = True
-    """Whether it belongs to `--quick`, too."""
     each: bool = False
     """Whether it stands for several: the command with `--list` prints their names, one per line, and each of them is
     a check of its own, whose command has that name as an argument more."""
@@ -30,57 +33,75 @@ class Check:
 
 
 def table(model: Path, quick: bool) -> list[Check]:
-    """Returns the checks of `model`, a directory; those of the quick form with `quick`."""
-    directory = str(model)
-    shorter = ("--quick",) if quick else ()
+    """Returns the checks of `model`, a directory; with `quick` those that take seconds."""
+    on_cpu = not count_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu"
+    small = ("--quick",) if quick or on_cpu else ()
     checks = [
-        Check(
+        _check(
             "install",
             "machine",
-            _module("tools.doctor.install", "machine"),
+            "tools.doctor.install machine",
             "Mend what the row names; the driver comes first, then the extra cuda13 or cuda12 of this package.",
+            180,
         ),
-        Check(
+        _check(
             "install",
             "jax",
-            _module("tools.doctor.install", "jax"),
+            "tools.doctor.install jax",
             "Install this package with the extra that suits the driver (cuda13 from r580 on, cuda12 from r525 on) in a "
             "new environment, and end other processes on the GPU.",
-            seconds=180,
+            180,
         ),
-        Check(
+        _check(
             "fits",
-            "memory",
-            _module("tools.doctor.fits", directory),
+            "model",
+            "tools.doctor.fits",
             "Change the options that the row names, or take a smaller model; launch.plan computes other deployments.",
-            seconds=300,
+            300,
+            str(model),
         ),
-        Check(
+        _check(
             "kernels",
             "operations",
-            _module("pallas_kernels.checks", *shorter),
+            "pallas_kernels.checks",
             "Start the server with --check_kernels, which serves the operation by its reference, and send this report.",
-            seconds=60 if quick else 180,
+            60 if small else 180,
+            *small,
             each=True,
             counted=True,
         ),
-        Check(
-            "serve",
-            "server",
-            _module("tools.doctor.serve", directory),
-            "Read the log of this check from its end; the first error in it is the cause.",
-            seconds=_serve_seconds(model),
-            quick=False,
-        ),
     ]
-    return [check for check in checks if check.quick or not quick]
+    if not quick:
+        start = _start_seconds(model)
+        checks.append(
+            _check(
+                "serve",
+                "server",
+                "tools.doctor.serve",
+                "Read this check's log from its end; the first error in it is the cause.",
+                start + 400,  # its own waits are shorter: it ends the server itself
+                str(model),
+                str(start),
+            )
+        )
+    return checks
 
 
-def _module(*words: str) -> tuple[str, ...]:
-    return sys.executable, "-m", *words
+def _check(
+    section: str,
+    name: str,
+    module: str,
+    remedy: str,
+    seconds: float,
+    *arguments: str,
+    each: bool = False,
+    counted: bool = False,
+) -> Check:
+    """Returns a check whose command runs a module, named with its first arguments, that says where it hangs."""
+    command = sys.executable, "-m", "tools.doctor.child", str(seconds - _STACKS_S), *module.split(), *arguments
+    return Check(section, name, command, remedy, seconds, each, counted)
 
 
-def _serve_seconds(model: Path) -> float:
-    """Returns the time for a start that compiles everything and reads the weights from a slow disk, and for a load."""
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    return 900 + size / 200e6
+def _start_seconds(model: Path) -> float:
+    """Returns the time for a start that compiles everything and reads the weights from a slow disk."""
+    return 900 + sum(file.stat().st_size for file in model.glob("*.safetensors")) / 200e6

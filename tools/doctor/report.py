@@ -154,9 +154,13 @@ def _user() -> str:
 
 def _line(result: Result, row: Row) -> str:
     """Returns a row in one line."""
-    words = (row.says, f"({show_figures(row.figures)})" if row.figures else "")
-    said = _cut(" ".join(filter(None, words)))
-    return f"{_mark(row)} {result.check.section} {result.check.name}: {row.case}" + (f": {said}" if said else "")
+    return f"{_mark(row)} {result.check.section} {result.check.name}: " + ": ".join(
+        filter(None, (row.case, _said(row)))
+    )
+
+
+def _said(row: Row) -> str:
+    return "; ".join(filter(None, (_cut(row.says), _cut(show_figures(row.figures)))))
 
 
 def _mark(row: Row) -> str:
@@ -220,12 +224,15 @@ def _lines(result: Result) -> Iterator[str]:
         yield f"| {name} | | passed | {passed} of {len(result.rows)} |"
     for row in result.rows:
         if not (row.passed and result.check.counted):
-            words = (row.says, show_figures(row.figures))
-            yield f"| {name} | {_cell(row.case)} | {_mark(row)} | {_cell('; '.join(filter(None, words)))} |"
+            yield f"| {name} | {_cell(row.case)} | {_mark(row)} | {_escape(_said(row))} |"
 
 
 def _cell(text: str) -> str:
-    return _cut(text).replace("|", "\\|").replace("<", "&lt;")
+    return _escape(_cut(text))
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def _cut(text: str) -> str:

@@ -122,6 +122,17 @@ def test_a_program_that_cannot_be_started_costs_that_check(tmp_path):
     assert "cannot be started" in written["checks"][0]["rows"][0]["says"]
 
 
+def test_a_report_that_cannot_be_written_costs_no_check(tmp_path):
+    """The first check takes the folder away, as a full disk would take what is written to it."""
+    took = f"import shutil\n{GOOD}shutil.rmtree({str(tmp_path / 'report')!r})"
+    said: list[str] = []
+    report = Report(tmp_path / "report", tmp_path / "tiny", quick=False)
+
+    assert examine([check("takes", took), check("after", GOOD)], report, said.append, said.append) == 1
+    assert sum("cannot be written" in line for line in said) == 3
+    assert [line for line in said if line.startswith("passed faults after: good")]
+
+
 def test_names_of_this_machine_stay_on_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/alice")
     monkeypatch.setenv("LOGNAME", "alice")

@@ -10,7 +10,9 @@ could be tried. docs/doctor.md explains the sections.
 """
 
 import datetime
+import os
 import signal
+import sys
 from pathlib import Path
 from types import FrameType
 
@@ -35,7 +37,9 @@ _QUICK = absl_flags.DEFINE_boolean("quick", False, "Check installation, memory a
 
 def main() -> int:
     """Runs the checks; returns the exit status."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores one
+            signal.signal(number, _interrupt)
     model = model_dir(ServiceOptions(model=_MODEL.value))
     output = Path(_OUTPUT.value or f"doctor-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     try:
@@ -43,7 +47,14 @@ def main() -> int:
     except OSError as error:
         raise flags.UsageError(f"--output {output}: cannot be written: {error.strerror or error}") from None
     with Console(stderr=True).status("") as status:
-        return examine(table(model, _QUICK.value), report, print, status.update)
+        return examine(table(model, _QUICK.value), report, _say, status.update)
+
+
+def _say(line: str) -> None:
+    try:
+        print(line.encode("ascii", "backslashreplace").decode(), flush=True)
+    except OSError:  # its reader is gone, as `head` is; the report is not
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -116,33 +116,29 @@ class Report:
 
 def redactor(model: Path) -> Callable[[str], str]:
     """Returns what takes this machine's names out of a text: home, folders, user and host; and control characters."""
-    root = Path(dsv3.__file__).parents[1]
-    folders: dict[str, str] = {}
-    for path, shown in (
-        (Path.home(), "~"),
-        (model.parent, "<models>"),
-        (Path(sys.prefix), "<python>"),
-        (root, "<dsv3>"),
-    ):
-        folders |= {str(each): shown for each in (path, path.resolve()) if len(each.parts) > 1}
+    named = {str(model.parent): "<models>", str(Path(dsv3.__file__).parents[1]): "<dsv3>", os.path.expanduser("~"): "~"}
+    if sys.prefix != sys.base_prefix:  # the system's own is the same everywhere
+        named[sys.prefix] = "<python>"
+    folders = {str(each): word for path, word in named.items() for each in (Path(path), Path(path).resolve())}
     hosts = {name for full in (socket.gethostname(), os.uname().nodename) for name in (full, full.partition(".")[0])}
-    patterns = [
-        (rf"{re.escape(folder)}(?![\w-])", folders[folder]) for folder in sorted(folders, key=len, reverse=True)
+    words = [(rf"{re.escape(path)}(?![\w-])", folders[path]) for path in _longest_first({*folders} - {"/", "~"})]
+    words += [
+        (rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<host>") for name in _longest_first(hosts - {"", "localhost"})
     ]
-    patterns += [
-        (rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<host>")
-        for name in sorted(hosts - {"", "localhost"}, key=len, reverse=True)
-    ]
-    patterns += [(rf"(?<=/){re.escape(_user())}(?![\w-])", "<user>")]
-    patterns += [(r"[^\n\t -~\u00a0-\ud7ff\ue000-\U0010ffff]", "\ufffd")]
-    compiled = [(re.compile(pattern), shown) for pattern, shown in patterns]
+    words += [(rf"(?<=/){re.escape(_user())}(?![\w-])", "<user>")]
+    words += [(r"[^\n\t -~\u00a0-\ud7ff\ue000-\U0010ffff]", "\ufffd")]
+    patterns = [(re.compile(pattern), word) for pattern, word in words]
 
     def redact(text: str) -> str:
-        for pattern, shown in compiled:
-            text = pattern.sub(shown, text)
+        for pattern, word in patterns:
+            text = pattern.sub(word, text)
         return text
 
     return redact
+
+
+def _longest_first(texts: set[str]) -> list[str]:
+    return sorted(texts, key=len, reverse=True)
 
 
 def _user() -> str:

@@ -1,6 +1,7 @@
 """Starts a server with a model and default options, times the phases of its start, loads it, and ends it."""
 
 import asyncio
+import contextlib
 import os
 import queue
 import re
@@ -32,17 +33,7 @@ class Server:
     """A server's process; its output goes to standard error, each line with the seconds since the start."""
 
     def __init__(self, directory: Path) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "launch.serve",
-            "--model",
-            str(directory),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "0",
-        ]
+        command = [sys.executable, "-m", "launch.serve", "--host=127.0.0.1", "--port=0", f"--model={directory}"]
         self._began, self._lines = time.monotonic(), queue.SimpleQueue[tuple[float, str]]()
         self.process = subprocess.Popen(
             command,
@@ -91,11 +82,12 @@ class Server:
 
     def kill(self) -> None:
         """Kills what is left of it, the engine's process included, which has a session of its own."""
-        for pid in (*self.tree(), self.process.pid):
-            try:
+        for pid in self.tree():
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
 
     def tree(self) -> list[int]:
         """Returns the processes that it has started, and theirs."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -171,6 +172,31 @@ def test_a_doctor_that_is_interrupted_or_killed_leaves_what_it_has(tmp_path, num
     assert (written["state"], [one["name"] for one in written["checks"]]) == (state, ["first"])
     assert state in (tmp_path / "report/report.md").read_text()
     assert (tmp_path / "report/report.zip").exists() == (state == "interrupted")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_command_ends_its_check_and_writes_its_report_where_nobody_reads_what_it_says(tmp_path, number):
+    """Nor does a text that the terminal cannot show stop it."""
+    says = 'print(\'{"case": "\\\\u20ac", "passed": true}\')'
+    code = (
+        "import launch.doctor as doctor\n"
+        "from tests.tools.doctor.test_faults import GOOD, check\n"
+        f"ends = 'import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(600)'\n"
+        f"doctor.table = lambda model, quick: [check('first', GOOD), check('says', {says!r}), check('ends', ends)]\n"
+        "doctor.flags.run(doctor.main)"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", code, "--output", str(tmp_path)]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, env=environment, timeout=300)
+    os.close(writer)
+
+    assert done.returncode == 1, done.stderr
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert (written["state"], [one["name"] for one in written["checks"]]) == ("interrupted", ["first", "says"])
+    assert written["checks"][1]["rows"][0]["case"] == "\u20ac"
+    assert (tmp_path / "report.zip").exists()
 
 
 def is_gone(pid: int) -> bool:

@@ -65,7 +65,7 @@ def table(model: Path, quick: bool) -> list[Check]:
             "operations",
             "pallas_kernels.checks",
             "Start the server with --check_kernels, which serves the operation by its reference, and send this report.",
-            60 if small else 180,
+            300 if on_cpu else 60 if quick else 180,  # a CPU may be one of few, and busy
             *small,
             each=True,
             counted=True,

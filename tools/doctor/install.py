@@ -38,9 +38,12 @@ def query(*arguments: str) -> str:
 
 
 def used_bytes() -> list[float]:
-    """Returns what is in use of each GPU's memory, by whatever process."""
-    text = query("--query-gpu=memory.used", "--format=csv,noheader,nounits")
-    return [float(line) * 2**20 for line in text.splitlines()]
+    """Returns what is in use of each GPU's memory, by whatever process; nothing where nvidia-smi does not say."""
+    try:
+        text = query("--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    except (RuntimeError, subprocess.TimeoutExpired):
+        return []
+    return [float(line) * 2**20 for line in text.splitlines() if line.strip().isdigit()]
 
 
 def _driver() -> str:
@@ -64,7 +67,7 @@ def _gpus() -> Row | str:
 def _others() -> Row | str:
     used = used_bytes()
     busy = [f"GPU {i}: {size / GB:.1f} GB" for i, size in enumerate(used) if size > _MOST_USED]
-    says = f"other processes hold memory ({', '.join(busy)}); end them" if busy else "no GPU's memory is in use"
+    says = f"other processes hold memory ({', '.join(busy)}); end them" if busy else "" if used else "not known"
     return Row("other processes", not busy, says, {"most GB": max(used, default=0.0) / GB})
 
 
@@ -79,8 +82,18 @@ def _versions() -> str:
     plugins = [name for name in found if re.fullmatch(r"jax[-_]cuda\d+[-_]plugin", name)]
     if len(plugins) > 1:
         raise ValueError(f"{' and '.join(plugins)} are both installed, and only one can serve jax; uninstall one")
-    said = [f"Python {platform.python_version()}", *(f"{name} {found[name]}" for name in sorted(found))]
+    said = [f"Python {platform.python_version()}", *(f"{name} {found[name]}" for name in sorted(found)), *_commit()]
     return ", ".join([*said, f"Linux {platform.release()}"])
+
+
+def _commit() -> list[str]:
+    """Returns the commit of this checkout, nothing where it is none."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [f"commit {ran.stdout.strip()}"] if ran.returncode == 0 else []
 
 
 def _ptxas() -> str:

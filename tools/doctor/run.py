@@ -87,7 +87,8 @@ def _wrong(ended: Ended, rows: Sequence[Row], garbage: str) -> str:
     """Says how a check's process failed, or contradicts its rows; "" where it did neither."""
     failed, last = any(not row.passed for row in rows), _last_line(ended.log)
     if ended.timed_out or ended.status not in (0, 1, 2):
-        return f"{ended.cause}, after {len(rows)} rows" + (f"; its last words: {last}" if last else "")
+        where = _stack_top(ended.log) or (f"its last words: {last}" if last else "")
+        return "; ".join(filter(None, (f"{ended.cause}, after {len(rows)} rows", where)))
     if garbage:
         return f"prints what is no row: {garbage[:_QUOTED]!r}"
     if ended.status == 1 and not failed:
@@ -99,6 +100,16 @@ def _wrong(ended: Ended, rows: Sequence[Row], garbage: str) -> str:
     if ended.status == 2 and rows:
         return "exit status 2 (nothing could be tried), though it prints rows"
     return ""
+
+
+def _stack_top(log: str) -> str:
+    """Returns where a check was that crashed or hangs, by the stacks that it wrote; "" where it wrote none.
+
+    A crash marks its thread; where a check hangs its main thread is the last of all.
+    """
+    tops = re.findall(r"^(Current thread|Thread) .*most recent call first\):\n\s*(.+)", log, re.MULTILINE)
+    chosen = [top for kind, top in tops if kind == "Current thread"] or [top for _, top in tops]
+    return f"in {chosen[-1]}" if chosen else ""
 
 
 def _last_line(log: str) -> str:

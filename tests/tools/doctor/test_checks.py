@@ -104,7 +104,7 @@ def test_gpus_are_counted_and_those_that_others_use_are_named(smi, capsys):
     smi("echo 4; echo 71234")
     found = row_of(capsys, "other processes")
     assert not found["passed"] and "GPU 1: 74.7 GB" in found["says"]
-    smi("echo 4; echo 4")
+    smi("echo 4; echo '[N/A]'")
     assert row_of(capsys, "other processes")["passed"]
 
 
@@ -112,6 +112,7 @@ def test_a_driver_that_does_not_answer_is_a_failed_row(smi, capsys):
     smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
     found = row_of(capsys, "gpus")
     assert not found["passed"] and "Driver/library version mismatch" in found["says"]
+    assert row_of(capsys, "other processes")["says"] == "not known"
 
 
 def test_what_several_gpus_need_of_the_system_is_missed(monkeypatch, capsys):

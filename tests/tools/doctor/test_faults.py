@@ -23,7 +23,17 @@ FAULTS = {  # what a check does, and what the row of its process says
     "raises": ("raise RuntimeError('CUDA_ERROR_X')", "exit status 1 without a row that failed; its last words: Run"),
     "raises_late": (GOOD + "raise RuntimeError('CUDA_ERROR_X')", "exit status 1 without a row that failed"),
     "hangs": ("import time; time.sleep(600)", "killed after 1 s"),
-    "segfaults": (GOOD + "import os; os.kill(os.getpid(), 11)", "ended by SIGSEGV, after 1 rows"),
+    "segfaults": (
+        GOOD + "import os; os.kill(os.getpid(), 11)",
+        'ended by SIGSEGV, after 1 rows; in File "<string>", line',
+    ),
+    "writes_stacks": (  # as a check does before its time is up: those of other threads first, then the main one's
+        f"{GOOD}import faulthandler, os, threading, time\n"
+        "threading.Thread(target=lambda: time.sleep(600), daemon=True).start()\n"
+        "def here():\n  while not os.fstat(2).st_size: time.sleep(0.1)\n"
+        "faulthandler.dump_traceback_later(0.5); here(); time.sleep(1); os.kill(os.getpid(), 9)",
+        'ended by SIGKILL, after 1 rows; in File "<string>", line 5 in here',
+    ),
     "aborts": ("import os; os.abort()", "ended by SIGABRT"),
     "odd_status": (GOOD + "raise SystemExit(77)", "exit status 77"),
     "says_nothing": ("", "exit status 0 without a row"),
@@ -63,7 +73,7 @@ def test_each_fault_costs_its_own_rows(tmp_path):
         if code.startswith(GOOD):
             assert rows[0] == {"case": "good", "passed": True, "says": "", "figures": {"error": 0.5, "limit": "nan"}}
     assert (status, written["status"], written["state"]) == (1, 1, "finished")
-    assert "2 passed, 15 failed" in said[-2]
+    assert "2 passed, 16 failed" in said[-2]
     page = (tmp_path / "report/report.md").read_text("utf-8")
     assert page.count("Try something else.") == len(FAULTS)
     with zipfile.ZipFile(tmp_path / "report/report.zip") as file:

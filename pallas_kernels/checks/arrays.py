@@ -17,10 +17,10 @@ the next of them, reads weights from memory as a model does."""
 
 def stack(weight_bytes: float, quick: bool) -> int:
     """Returns how many weights of this size a case has; a quick one has those before and behind that of a check."""
-    return 3 if quick else max(3, math.ceil(STACK_BYTES / weight_bytes))
+    return 3 if quick else max(2, math.ceil(STACK_BYTES / weight_bytes))
 
 
-@functools.partial(jax.jit, static_argnums=range(1, 5))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def normal(key: jax.Array, *shape: int) -> jax.Array:
     """Returns normal values in bfloat16."""
     return jax.random.normal(key, shape, jnp.bfloat16)
@@ -67,3 +67,11 @@ def only(weights: Any, first: Any, count: int = 1) -> Any:
 def dequantized_rows(q: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns what values and scales of `quantize_1x128` stand for, in float32."""
     return q.astype(jnp.float32) * jnp.repeat(scale.T, 128, axis=1)[:, : q.shape[1]]
+
+
+def without(weights: Any, place: Any) -> Any:
+    """Returns the stacks with NaN in the weight at `place`. Integers, which have none, stay."""
+    return jax.tree.map(
+        lambda w: w.at[place].set(jnp.nan) if jnp.issubdtype(w.dtype, jnp.floating) else w,
+        weights,
+    )

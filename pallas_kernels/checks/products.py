@@ -1,5 +1,6 @@
 """Dense products: FP8 ones, those with one layer of a bfloat16 stack, and those per head."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.backend import Backend
 from pallas_kernels.checks import arrays
 from pallas_kernels.checks.case import BFLOAT16, FLOAT32, FP8_SUMS, Case, Tolerance
-from pallas_kernels.dense import head_gemm, layer_gemm
+from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
 from pallas_kernels.fp8 import fp8_gemm
 from pallas_kernels.gemm import dispatch, shapes
 from pallas_kernels.gemm.plan import TilePlan
@@ -47,16 +48,25 @@ def layer_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
         yield plain_case(m, 2112, 7168)
 
 
+def plain_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields products with a weight that is in no stack."""
+    del backend
+    for m, n, k in ((3, 16, 128), (33, 72, 264)) if quick else ((64, 129280, 7168), (1000, 2112, 7168)):
+        yield unstacked_case(m, n, k)
+
+
 def head_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields k_up and v_up of DeepSeek-V3."""
     del backend
     if quick:
         yield head_case(3, 2, 16, 64, transposed=False, quick=True)
         yield head_case(33, 2, 16, 64, transposed=True, quick=True)
+        yield head_case(33, 2, 16, 64, transposed=True, carried=8, quick=True)
         return
     for m in shapes.HEAD_TOKENS:
         for transposed in (True, False):
             yield head_case(m, shapes.HEADS, shapes.HEAD_WIDTH, shapes.LATENT, transposed=transposed)
+        yield head_case(m, shapes.HEADS, shapes.HEAD_WIDTH, shapes.LATENT, transposed=True, carried=64)
 
 
 def dense_case(m: int, n: int, k: int, plan: TilePlan | None = None, *, quick: bool = False) -> Case:
@@ -80,17 +90,24 @@ def dense_case(m: int, n: int, k: int, plan: TilePlan | None = None, *, quick: b
     )  # fmt: skip
 
 
-def head_case(m: int, heads: int, width: int, latent: int, *, transposed: bool, quick: bool = False) -> Case:
-    """Returns the product of queries of `width` channels a head to latents (`transposed`), or of latents to values."""
+def head_case(
+    m: int, heads: int, width: int, latent: int, *, transposed: bool, carried: int = 0, quick: bool = False
+) -> Case:
+    """Returns the product of queries of `width` channels a head to latents (`transposed`), or of latents to values.
+
+    With `carried` columns of queries stand behind it as they are; XLA has no such product to compare.
+    """
     n, k = (latent, width) if transposed else (width, latent)
-    return _layer_case(
-        f"{'k_up' if transposed else 'v_up'}, {heads} heads, {m} x {n} x {k}",
+    behind = f", {carried} carried" if carried else ""
+    made = _layer_case(
+        f"{'k_up' if transposed else 'v_up'}, {heads} heads, {m} x {n} x {k}{behind}",
         "mhk,hkn->mhn" if transposed else "mhk,hnk->mhn",
-        ((m, heads, k), (heads, width, latent), jax.ShapeDtypeStruct((m, heads, n), jnp.bfloat16)),
-        functools.partial(head_gemm, transposed=transposed),
+        ((m, heads, k + carried), (heads, width, latent), jax.ShapeDtypeStruct((m, heads, n + carried), jnp.bfloat16)),
+        functools.partial(head_gemm, transposed=transposed, carried=carried),
         BFLOAT16,
         quick,
     )
+    return dataclasses.replace(made, sliced=None, flops=2 * m * heads * n * k) if carried else made
 
 
 def router_case(m: int, n: int, k: int, *, quick: bool = False) -> Case:
@@ -105,6 +122,22 @@ def plain_case(m: int, n: int, k: int, *, quick: bool = False) -> Case:
     out = jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
     name = f"{m} x {n} x {k}, bfloat16"
     return _layer_case(name, "mk,nk->mn", ((m, k), (n, k), out), layer_gemm, BFLOAT16, quick)
+
+
+def unstacked_case(m: int, n: int, k: int) -> Case:
+    """Returns the product of `plain_gemm`, with a float32 result."""
+
+    def operands(key: jax.Array) -> dict[str, jax.Array]:
+        x_key, w_key = jax.random.split(key)
+        return {"x": arrays.normal(x_key, m, k), "w": arrays.normal(w_key, n, k)}
+
+    def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> jax.Array:
+        x, _ = jax.lax.optimization_barrier((operands["x"], i))
+        return plain_gemm(x, operands["w"], out_dtype=jnp.float32, backend=backend)
+
+    size = 2 * (m * k + n * k) + 4 * m * n
+    return Case(f"{m} x {n} x {k}", operands, call, {"out": FLOAT32}, flops=2 * m * n * k, bytes=size,
+                key=("bfloat16",))  # fmt: skip
 
 
 def _layer_case(

@@ -1,5 +1,6 @@
 """Products of rows sorted by expert, and the sorting; NaN in padding, and in every weight that no row has."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from pallas_kernels.checks.case import BFLOAT16, EXACT, FP8_SUMS, Case, widened
 from pallas_kernels.float8 import E4M3
 from pallas_kernels.fp8 import quantize_1x128
 from pallas_kernels.gemm import dispatch, shapes
-from pallas_kernels.gemm.plan import TilePlan
+from pallas_kernels.gemm.plan import WIDE_TILE_M, TilePlan
 from pallas_kernels.grouped import (
     align_groups,
     aligned_rows,
@@ -42,6 +43,8 @@ def fp8_grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     if quick:
         yield decode_case(_RAGGED, 16, 136, 256, E4M3, backend, quick=True)
         yield contiguous_case(2, 256, 256, 128, E4M3, quick=True)
+        if backend is Backend.MOSAIC:
+            yield multicast_case(3, 256, 512, 512, E4M3, quick=True)
         return
     for groups, rows in shapes.DECODE_GROUPS:
         for n, k in shapes.EXPERT_NK:
@@ -67,6 +70,8 @@ def grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     if quick:
         yield decode_case(_RAGGED, 16, 72, 136, jnp.bfloat16, backend, quick=True)
         yield contiguous_case(2, 256, 256, 128, jnp.bfloat16, quick=True)
+        if backend is Backend.MOSAIC:
+            yield multicast_case(3, 256, 512, 512, jnp.bfloat16, quick=True)
         return
     for n, k in shapes.EXPERT_NK:
         yield decode_case(about(20, 32), 20, n, k, jnp.bfloat16, backend)
@@ -103,6 +108,13 @@ def choose_experts_cases(backend: Backend, quick: bool) -> Iterator[Case]:
         for rows in (3, 17) if quick else (3, 17, 512):
             yield _choice_case(rows, 256, 8, (8, 4, 2))
             yield _choice_case(rows, 64, 6, (1, 1, 1))
+
+
+def multicast_case(groups: int, rows: int, n: int, k: int, dtype: Any, *, quick: bool = False) -> Case:
+    """Returns the product of prefill whose clusters of two tiles share the weights where both have one group."""
+    plan = TilePlan(True, WIDE_TILE_M, 128, cluster=2)
+    made = contiguous_case(groups, rows, n, k, dtype, plan, quick=quick)
+    return dataclasses.replace(made, name=f"{made.name}, by multicast")
 
 
 def about(rows: int, groups: int) -> tuple[int, ...]:

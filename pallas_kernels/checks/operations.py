@@ -57,10 +57,17 @@ OPERATIONS = {
     "multicast": Operation(_HOPPER, hopper.multicast_cases),
     "combine_splits": Operation(_HOPPER, hopper.combine_splits_cases),
 }
-"""The last two are no public operations: parts of Hopper's products and attention, which a check names apart."""
+"""The last two are parts of Hopper's products and attention, which a report names apart."""
+
+_PARTS = ("multicast", "combine_splits")
 
 
 def names(backend: Backend | None = None) -> list[str]:
-    """Returns the names of all operations, or of those that `backend` has kernels for; the reference checks all."""
-    is_asked = backend in (None, Backend.REFERENCE)
-    return [name for name, operation in OPERATIONS.items() if is_asked or backend in operation.kernels]
+    """Returns the names of all operations, or of those public ones that `backend` has kernels for.
+
+    The quick checks of these reach their parts, too.
+    """
+    if backend is None:
+        return list(OPERATIONS)
+    public = {name: operation for name, operation in OPERATIONS.items() if name not in _PARTS}
+    return [name for name, operation in public.items() if backend in operation.kernels or backend is Backend.REFERENCE]

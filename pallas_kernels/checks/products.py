@@ -15,24 +15,36 @@ from pallas_kernels.checks.case import BFLOAT16, FLOAT32, FP8_SUMS, Case, Tolera
 from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
 from pallas_kernels.fp8 import fp8_gemm
 from pallas_kernels.gemm import dispatch, shapes
-from pallas_kernels.gemm.plan import TilePlan
+from pallas_kernels.gemm.plan import TALL_TILE_M, TALL_TILE_N, WIDE_TILE_M, TilePlan
 
 _COMPARED_TOKENS = (64, 128)
 """Decode batches at which a product with one layer of a stack stands next to XLA's."""
 
 
 def fp8_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
-    """Yields DeepSeek-V3's products, and rows and columns that fill no tile."""
-    del backend
+    """Yields DeepSeek-V3's products, and rows and columns that fill no tile; on Hopper small ones by multicast, too."""
     if quick:
         yield dense_case(3, 136, 256, quick=True)
         yield dense_case(130, 256, 144, quick=True)
+        if backend is Backend.MOSAIC:
+            yield from multicast_cases(300, 512, 512, quick=True)
         return
     for m in (4096, 64, 128, 1):
         for n, k in shapes.DENSE_NK:
             yield dense_case(m, n, k)
     for m in (33, 129, 1000):
         yield dense_case(m, 2112, 7168)
+
+
+def multicast_cases(m: int, n: int, k: int, *, quick: bool = False) -> Iterator[Case]:
+    """Yields a product under plans of Hopper's kernels whose clusters of two blocks fetch something for each other."""
+    for shared, plan in (
+        ("activations", TilePlan(True, WIDE_TILE_M, 128, cluster=2)),
+        ("weights", TilePlan(True, WIDE_TILE_M, 128, cluster=2, shares_weights=True)),
+        ("tall, activations", TilePlan(True, TALL_TILE_M, TALL_TILE_N, cluster=2)),
+    ):
+        made = dense_case(m, n, k, plan, quick=quick)
+        yield dataclasses.replace(made, name=f"{made.name}, {shared} by multicast")
 
 
 def layer_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:

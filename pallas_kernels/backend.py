@@ -1,9 +1,13 @@
-"""The choice of an operation's implementation, made once by what the device is."""
+"""The choice of an operation's implementation: by what the device is, and by which kernels have failed their check.
+
+`python -m pallas_kernels.backend` prints the backend of the default device.
+"""
 
 import enum
 import functools
 import importlib.util
 import logging
+from collections.abc import Mapping
 
 import jax
 
@@ -12,6 +16,27 @@ from pallas_kernels.lazily import load_mosaic
 from pallas_kernels.toolchain import check_ptxas, prefer_own_ptxas
 
 _log = logging.getLogger(__name__)
+
+OPERATIONS = frozenset(
+    (
+        *("mla_decode", "mla_prefill", "mla_prefill_context", "mla_prefill_spans", "mla_prefill_chosen", "write_pages"),
+        *("index_scores", "choose", "attend_chosen"),
+        *("fp8_gemm", "quantize_1x128", "swiglu_quantize", "trained_gemm"),
+        *("layer_gemm", "plain_gemm", "head_gemm"),
+        *("grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous", "int4_grouped_gemm_contiguous"),
+        *("trained_gemm_contiguous", "align_groups", "choose_experts"),
+        *("rms_norm", "swiglu", "rotate_heads", "latent_rows"),
+    )
+)
+"""The operations that have kernels, by name. What one gives the next one is laid out alike on every backend (scales,
+FP8 rows, INT4 words, the order of rows), so each of them can leave its device's backend alone."""
+
+_PAGED = ("mla_decode", "mla_prefill_context")
+PARTS: dict[str, tuple[str, ...]] = {
+    "combine_splits": _PAGED,
+    "multicast": (*_PAGED, "fp8_gemm", "layer_gemm", "grouped_gemm_contiguous", "fp8_grouped_gemm_contiguous"),
+}
+"""Parts of Hopper's kernels that are checked by themselves, each with the operations whose kernels have it."""
 
 
 class Backend(enum.Enum):
@@ -57,6 +82,39 @@ def resolve_backend(device: jax.Device | None = None, requested: Backend | None 
         )
     _log_once(chosen, f"{_describe(device)} {reason}")
     return chosen
+
+
+_fallbacks: dict[str, Backend] = {}
+
+
+def set_fallbacks(table: Mapping[str, Backend]) -> None:
+    """Makes operations take the backends of `table` in this process, where none is asked for; all others their own.
+
+    Call it before programs are traced: what has been compiled stays as it is. Raises ValueError for names that are not
+    in `OPERATIONS`.
+    """
+    if unknown := sorted(table.keys() - OPERATIONS):
+        raise ValueError(f"set_fallbacks: {', '.join(unknown)} is not in OPERATIONS: {', '.join(sorted(OPERATIONS))}")
+    if table == _fallbacks:
+        return
+    _fallbacks.clear()
+    _fallbacks.update(table)
+    jax.clear_caches()  # functions that were traced before are traced anew
+
+
+def fallbacks() -> dict[str, Backend]:
+    """Returns the table of `set_fallbacks`, in the order of names."""
+    return dict(sorted(_fallbacks.items()))
+
+
+def with_fallback(operation: str, requested: Backend | None) -> Backend | None:
+    """Returns the backend to ask for `operation`: `requested`, or where that is None the one of `fallbacks`, if any.
+
+    An operation passes the result on to those that it is made of. So an operation that has left its device's backend
+    takes its parts along, and a part that has left it is replaced in all operations.
+    """
+    assert operation in OPERATIONS, operation
+    return _fallbacks.get(operation) if requested is None else requested
 
 
 def prepare(backend: Backend) -> None:
@@ -122,3 +180,7 @@ def _describe(device: jax.Device) -> str:
 def _log_once(chosen: Backend, reason: str) -> None:
     level = logging.WARNING if chosen is Backend.REFERENCE else logging.INFO
     _log.log(level, "kernels: %s, because %s", chosen.value, reason)
+
+
+if __name__ == "__main__":
+    print(resolve_backend().value)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 
 
 def rms_norm(
@@ -32,12 +32,12 @@ def rms_norm(
       [..., D] in x's dtype; x over its root mean square is rounded to it before the product with w.
     """
     arrays = x, w, jnp.asarray(layer, jnp.int32)
-    return _either(native.rms_norm, _norm, {"eps": eps}, backend, *arrays, weight=w)
+    return _either(native.rms_norm, _norm, {"eps": eps}, with_fallback("rms_norm", backend), *arrays, weight=w)
 
 
 def swiglu(gate_up: jax.Array, *, backend: Backend | None = None) -> jax.Array:
     """Returns `silu(gate) * up` of `[..., 2 * F]`, gate columns first: `[..., F]`."""
-    return _either(native.swiglu, _swiglu, {}, backend, gate_up)
+    return _either(native.swiglu, _swiglu, {}, with_fallback("swiglu", backend), gate_up)
 
 
 def rotate_heads(x: jax.Array, cos: jax.Array, sin: jax.Array, *, backend: Backend | None = None) -> jax.Array:
@@ -45,7 +45,7 @@ def rotate_heads(x: jax.Array, cos: jax.Array, sin: jax.Array, *, backend: Backe
 
     `cos` and `sin` are `[T, P / 2]` float32.
     """
-    return _either(native.rotate_heads, _rotate_heads, {}, backend, x, cos, sin)
+    return _either(native.rotate_heads, _rotate_heads, {}, with_fallback("rotate_heads", backend), x, cos, sin)
 
 
 def latent_rows(
@@ -67,6 +67,7 @@ def latent_rows(
       backend: implementation; None chooses by device.
     """
     arrays = down, w, jnp.asarray(layer, jnp.int32), cos, sin
+    backend = with_fallback("latent_rows", backend)
     return _either(native.latent_rows, _latent_rows, {"eps": eps}, backend, *arrays, weight=w)
 
 

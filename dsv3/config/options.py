@@ -249,6 +249,13 @@ class EngineOptions:
     seed: int = option(
         0, "Draw random numbers from this seed for requests that bring none.", programs=False, group="model"
     )
+    check_kernels: bool = option(
+        False,
+        "Check each kernel against its reference before the start, in some minutes; one that fails is replaced by "
+        "something slower, which the log, /metrics and /v1/models say.",
+        programs=False,
+        group="model",
+    )
     compilation_cache_dir: str | None = option(
         None,
         "Keep compiled programs in this directory; default: dsv3/xla in the user's cache directory.",

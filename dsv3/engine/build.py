@@ -26,6 +26,7 @@ from dsv3.engine.device.pool import device_memory, set_pool_share
 from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
+from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.engine.limits import Hardware, engine_config, pages_of_one
 from dsv3.engine.parts import Parts
 from dsv3.engine.sizing import size_pool
@@ -48,9 +49,12 @@ def build_engine(
     """Builds an engine with the weights of a Hugging Face model directory; call `warm_up` before the first request.
 
     `progress` shows a bar while weights load. Raises `ConfigError` or `CheckpointError` for a directory that cannot
-    be served, ValueError where the limits do not fit the device.
+    be served, ValueError where the limits do not fit the device, `KernelCheckError` where kernels cannot be checked.
     """
     options = options or EngineOptions()
+    if options.check_kernels:
+        _model(Path(model_dir), options)  # refuses what cannot be served before the checks take their time
+        fall_back(check_kernels())
     parts = load_parts(model_dir, options, progress=progress)
     _log.info("model: %s", parts.description)
     _log.info("cache: %d pages of 64 tokens, up to %d tokens per request", parts.cfg.num_pages, parts.cfg.max_model_len)
@@ -68,10 +72,7 @@ def load_parts(
     """
     cache = use_compilation_cache(options.compilation_cache_dir)
     set_pool_share(options.gpu_memory_utilization)
-    model_cfg = _served(load_config(Path(model_dir)), options)
-    shards = options.tensor_parallel_size
-    check_shards(model_cfg, shards, fp8=model_cfg.fp8 is not None and options.fp8 != "dequantize")
-    pages_of_one(model_cfg, options)  # refuses what the model was not made for
+    model_cfg, shards = _model(Path(model_dir), options), options.tensor_parallel_size
     devices = _devices(options.data_parallel_size, shards)
     mine = next(device for device in devices if device.process_index == jax.process_index())
     # This builds what a CPU lacks, and names its kernels to XLA before a stored program calls them.
@@ -103,6 +104,14 @@ def load_parts(
     found = size_pool(smallest, memory, Path(model_dir), options, cache)
     _log.info("memory of a device: %s", found.account)
     return dataclasses.replace(parts(shapes, progress, found.account.pages), memory=found)
+
+
+def _model(model_dir: Path, options: EngineOptions) -> ModelConfig:
+    """Returns the model as it is served. Raises ValueError for options that it was not made for."""
+    cfg = _served(load_config(model_dir), options)
+    check_shards(cfg, options.tensor_parallel_size, fp8=cfg.fp8 is not None and options.fp8 != "dequantize")
+    pages_of_one(cfg, options)
+    return cfg
 
 
 def _served(model_cfg: ModelConfig, options: EngineOptions) -> ModelConfig:

@@ -8,7 +8,7 @@ from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.size import count_parameters, short
 from dsv3.kv_cache.layout import latents_of, pool, token_bytes
 from pallas_kernels import dsa, mla
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, fallbacks
 
 
 def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, int4: str = "keep") -> str:
@@ -21,6 +21,7 @@ def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, int4: str
         + (f"; {dtypes.compute}, because {dtypes.reason}" if dtypes.reason else "")
         + (_int4_experts(dtypes, backend, int4) if cfg.int4_experts else "")
         + _choice(cfg, dtypes, backend)
+        + "".join(f"; {name} by {each.value}, because its kernel fails its check" for name, each in fallbacks().items())
     )
 
 

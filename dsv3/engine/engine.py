@@ -36,6 +36,7 @@ from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence, sequence_of
 from dsv3.scheduler.stats import STEP_TOKENS_BOUNDS, EngineStats, Histogram, HostTime
 from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
+from pallas_kernels.backend import fallbacks
 
 if TYPE_CHECKING:
     from dsv3.kv_cache.events.publisher import Publisher
@@ -75,6 +76,7 @@ class Engine:
         news: News | None = None,
     ) -> None:
         self.cfg, self.model_cfg, self.description = parts.cfg, parts.model_cfg, parts.description
+        self.kernel_fallbacks = {operation: backend.value for operation, backend in fallbacks().items()}
         self.failure: BaseException | None = None
         self.executor, self.store = executor or LocalExecutor(parts, kinds), store
         self.scheduler = Scheduler(self.cfg, self.model_cfg.vocab_size, keys_per_token(self.model_cfg))

@@ -54,7 +54,7 @@ def lay_out(parts: Parts, kinds: Sequence[JobKind]) -> tuple[Layout, Programs]:
     kinds = [kind for kind in kinds if kind.applies(parts)]
     watches = {kind.name: watch for kind in kinds if (watch := kind.watch(parts)) is not None}
     layout = Layout(parts, watches)
-    programs = Programs(layout.platform, layout.reserve.reserved, layout.cfg.expert_overlap)
+    programs = Programs(layout.platform, layout.reserve.channels, layout.cfg.expert_overlap)
     for kind in kinds:
         programs.add(kind.programs(layout))
     return layout, programs

@@ -96,7 +96,8 @@ class StepFunctions:
     what a device sends in the MoE layers of a forward program. `draft` is there where the model brings a module for it.
     Where a step `may_overflow`, the results have `overflows` `[]` too, equal on all ranks: above 0 the step means
     nothing on any of them, and is to be computed again with fewer tokens in its bucket. `overlaps(program)` says
-    whether a program computes while it communicates; None: none does.
+    in how many of NCCL's communicators at once a program communicates while it computes (0: it does not); None: none
+    does.
     """
 
     prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array], StepResult]
@@ -108,7 +109,7 @@ class StepFunctions:
     draft: DraftFunctions | None = None
     dtype: Any = jnp.float32
     may_overflow: bool = False
-    overlaps: Callable[[ForwardProgram], bool] | None = None
+    overlaps: Callable[[ForwardProgram], int] | None = None
     vocabulary: Vocabulary = WHOLE
 
     def scores(self, params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:

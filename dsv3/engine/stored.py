@@ -38,7 +38,7 @@ from dsv3.engine.parts import Parts
 from dsv3.engine.unused import forget_unused
 from dsv3.files import read_secret
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, fallbacks, resolve_backend
 
 _log = logging.getLogger(__name__)
 _MAC_BYTES = 32
@@ -186,7 +186,7 @@ def program_store(
     `parts.cfg` are the limits that all processes use, `more` is what programs depend on besides. Triton kernels are
     made while a program is lowered, so those programs are not kept. Raises OSError where nothing can be.
     """
-    if resolve_backend(parts.mesh.devices.flat[0]) is Backend.TRITON:
+    if Backend.TRITON in (resolve_backend(parts.mesh.devices.flat[0]), *fallbacks().values()):
         return NothingKept()
     fields = program_fields(model_dir, options, parts) | more
     devices = list(parts.mesh.devices.flat)
@@ -217,9 +217,14 @@ def device_fields(parts: Parts) -> Fields:
     return {
         "platform": jax.local_devices()[0].client.platform_version,
         "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
-        "kernels": resolve_backend(jax.local_devices()[0]).value,
+        "kernels": ", ".join([resolve_backend(jax.local_devices()[0]).value, *_replaced()]),
         "parameters": hashlib.sha256(shapes.encode()).hexdigest()[:16],
     }
+
+
+def _replaced() -> list[str]:
+    """Returns the operations that do not take the device's kernels, each with what it takes."""
+    return [f"{operation} by {backend.value}" for operation, backend in fallbacks().items()]
 
 
 def machine_fields() -> Fields:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.gemm.checks import PLAIN_DTYPES, check_plain, plain_backend
 from pallas_kernels.gemm.choice import KERNELS
 
@@ -66,7 +66,7 @@ def plain_gemm(
     Returns:
       [..., N] in `out_dtype`.
     """
-    rows = math.prod(x.shape[:-1])
+    rows, backend = math.prod(x.shape[:-1]), with_fallback("plain_gemm", backend)
     if x.dtype == w.dtype and resolve_backend(requested=backend) is Backend.NATIVE and native.takes(x.dtype, rows):
         out = layer_gemm(x.reshape(rows, -1), w[None], 0, out_dtype=out_dtype, backend=backend)
         return out.reshape(*x.shape[:-1], -1)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mla
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.dsa import triton_ops
 from pallas_kernels.mla.layout import FP8_TILE, PAGE_SIZE, fp8_page_bytes, fp8_pages_of_rows, fp8_tiles, is_fp8
 
@@ -58,10 +58,10 @@ def attend_chosen(
       ValueError: a shape, dtype or page size does not fit.
     """
     T, Kt = positions.shape
-    backend = resolve_backend(requested=backend)
-    arrays = pages, page_table, positions
-    if triton_ops.usable(backend) and triton_ops.copy_unsupported(pages, value_width) is None:
-        compact = triton_ops.copy_rows(*arrays, counts, first_page, value_width, backend)
+    backend = with_fallback("attend_chosen", backend)
+    chosen, arrays = resolve_backend(requested=backend), (pages, page_table, positions)
+    if triton_ops.usable(chosen) and triton_ops.copy_unsupported(pages, value_width) is None:
+        compact = triton_ops.copy_rows(*arrays, counts, first_page, value_width, chosen)
     else:
         compact = _copied(*arrays, first_page, value_width)
     table = jnp.arange(len(compact), dtype=jnp.int32).reshape(T, Kt // PAGE_SIZE)

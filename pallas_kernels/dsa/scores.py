@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.dsa import mosaic_scores, triton_ops, triton_scores
 from pallas_kernels.dsa.keys import check_keys, fp8_queries, keys_of_pages, queries_for
 from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8
@@ -60,6 +60,7 @@ def raw_scores(
 ) -> jax.Array:
     """Returns what `index_scores` does, but with anything beyond what a query sees, and zeros of both signs."""
     check_keys(pool, q.shape[-1])
+    backend = with_fallback("index_scores", backend)
     chosen = resolve_backend(requested=backend)
     if scores_unsupported(q, pool, chosen) is None:
         meeting = fp8_queries(q, weights) if is_fp8(pool) else (q, weights)

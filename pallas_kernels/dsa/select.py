@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.dsa import triton_ops
 from pallas_kernels.dsa.scores import index_scores, raw_scores
 
@@ -37,8 +37,9 @@ def choose(
     The arguments are those of `index_scores`. A query that sees less than `best` tokens has positions that it does not
     see in the last places.
     """
-    arrays, chosen_backend = (q, weights, pool, page_table, visible), resolve_backend(requested=backend)
+    arrays, backend = (q, weights, pool, page_table, visible), with_fallback("choose", backend)
+    chosen_backend = resolve_backend(requested=backend)
     if triton_ops.usable(chosen_backend):
-        scores = raw_scores(*arrays, first_page=first_page, backend=chosen_backend)
+        scores = raw_scores(*arrays, first_page=first_page, backend=backend)
         return triton_ops.select_best(scores, visible, best, chosen_backend)
-    return select_best(index_scores(*arrays, first_page=first_page, backend=chosen_backend), visible, best)
+    return select_best(index_scores(*arrays, first_page=first_page, backend=backend), visible, best)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.fp8 import reference
 from pallas_kernels.gemm.checks import check_operands
 from pallas_kernels.gemm.choice import KERNELS
@@ -40,7 +40,7 @@ def fp8_gemm(
         no multiple of 16.
     """
     _validate(a, a_scale, b, b_scale, layer, out_dtype)
-    chosen = resolve_backend(requested=backend)
+    chosen = resolve_backend(requested=with_fallback("fp8_gemm", backend))
     stack = (b[None], b_scale[None], 0) if layer is None else (b, b_scale, layer)
     if chosen in KERNELS:
         return KERNELS[chosen].dense(a, a_scale, *stack, out_dtype)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.float8 import AMAX_FLOOR, BLOCK, E4M3, E4M3_MAX
 from pallas_kernels.fp8 import quantize_kernel, triton_quantize
 
@@ -101,6 +101,7 @@ def swiglu_quantize(
 
 def _quantize_rows(x, used_rows, *, gated: bool, ue8m0: bool, backend: Backend | None) -> tuple[jax.Array, jax.Array]:
     scale_of = _power_of_two_block_scale if ue8m0 else _block_scale
+    backend = with_fallback("swiglu_quantize" if gated else "quantize_1x128", backend)
     chosen, grouped = resolve_backend(requested=backend), x.reshape(-1, *x.shape[-2:])
     if chosen is Backend.TRITON and x.size:
         return _ungrouped(x, *triton_quantize.quantize_rows(grouped, used_rows, gated=gated, power_of_two=ue8m0))

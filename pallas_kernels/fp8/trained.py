@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, with_fallback
 from pallas_kernels.fp8.gemm import fp8_gemm
 from pallas_kernels.fp8.tiles import activation_tiles, along_tokens, dequantized, transposed, weight_blocks
 
@@ -39,7 +39,7 @@ def trained_gemm(x: jax.Array, w: jax.Array, *, backend: Backend | None = None) 
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"trained_gemm: needs x [T, K] and w [N, K] with one K, got {x.shape} and {w.shape}")
     check_trained("trained_gemm", x, w)
-    return _product(x, w, jnp.dtype(w.dtype), resolve_backend(requested=backend))
+    return _product(x, w, jnp.dtype(w.dtype), with_fallback("trained_gemm", backend))
 
 
 def check_trained(name: str, x: jax.Array, w: jax.Array) -> None:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.float8 import BLOCK, E4M3
 
 KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -15,7 +15,7 @@ PLAIN_DTYPES = (*KERNEL_DTYPES, jnp.dtype(jnp.float32))
 
 
 def plain_backend(name: str, dtype: jax.typing.DTypeLike, rows: int, requested: Backend | None) -> Backend:
-    """Returns the backend of a product without scales of `rows` rows, the reference where there is no kernel for it.
+    """Returns the backend of product `name` of `rows` rows without scales, the reference where there is no kernel.
 
     MOSAIC and TRITON have none for float32. NATIVE has none for float16 and for many rows.
 
@@ -24,7 +24,7 @@ def plain_backend(name: str, dtype: jax.typing.DTypeLike, rows: int, requested: 
     if requested in (Backend.MOSAIC, Backend.TRITON) and jnp.dtype(dtype) not in KERNEL_DTYPES:
         kernel = requested.value.capitalize()
         raise ValueError(f"{name}: the {kernel} kernel takes bfloat16 or float16, got {dtype}; use Backend.REFERENCE")
-    chosen = resolve_backend(requested=requested)
+    chosen = resolve_backend(requested=with_fallback(name, requested))
     has_kernel = native.takes(dtype, rows) if chosen is Backend.NATIVE else jnp.dtype(dtype) in KERNEL_DTYPES
     return chosen if has_kernel else Backend.REFERENCE
 

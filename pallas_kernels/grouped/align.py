@@ -7,8 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
+from pallas_kernels.float8 import E4M3
 from pallas_kernels.search import search
+
+_PRODUCTS = {jnp.dtype(E4M3): "fp8_grouped_gemm_contiguous", jnp.dtype(jnp.int32): "int4_grouped_gemm_contiguous"}
+"""The product with weights of a type; of all other types it is `grouped_gemm_contiguous`."""
 
 
 class GroupAlignment(NamedTuple):
@@ -75,7 +79,7 @@ def align_groups(
             f"align_groups: num_groups, tile_m and max_rows must be positive, got {num_groups}, {tile_m}, {max_rows}"
         )
     A = aligned_rows(held, num_groups, tile_m)
-    if M and resolve_backend(requested=backend) is Backend.NATIVE:
+    if M and resolve_backend(requested=with_fallback("align_groups", backend)) is Backend.NATIVE:
         return GroupAlignment(*native.align_rows(group_ids.astype(jnp.int32), num_groups, tile_m, A))
     return _sorted(group_ids, num_groups, tile_m, A)
 
@@ -108,6 +112,8 @@ def choose_tile_m(
 ) -> int:
     """Chooses the tile height for `rows` rows spread evenly over `num_groups` groups, whose weights are of `dtype`.
 
+    That is the tile of the backend that makes the product with such weights (`with_fallback`).
+
     REFERENCE: about one and a half times the expected rows per group, as a power of two in 4..64, and 1 where fewer
     rows than groups come in. NATIVE: 1, which pads nothing, where a kernel takes so many rows of a group; else as
     REFERENCE. MOSAIC and TRITON: the kernels' tile heights, 8 or 16 to 128, by the same expectation.
@@ -117,7 +123,8 @@ def choose_tile_m(
     if rows < 1 or num_groups < 1:
         raise ValueError(f"choose_tile_m: rows and num_groups must be positive, got {rows} and {num_groups}")
     expected = rows / num_groups
-    chosen = resolve_backend(requested=backend)
+    product = _PRODUCTS.get(jnp.dtype(dtype), "grouped_gemm_contiguous")
+    chosen = resolve_backend(requested=with_fallback(product, backend))
     if chosen is Backend.MOSAIC:
         return min(128, max(8, _power_of_two_above(expected)))
     if chosen is Backend.TRITON:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.gemm.checks import check_fp8, check_plain, check_tiles, plain_backend
 from pallas_kernels.gemm.choice import KERNELS
 from pallas_kernels.grouped import reference
@@ -75,7 +75,7 @@ def fp8_grouped_gemm_contiguous(
     name = "fp8_grouped_gemm_contiguous"
     check_fp8(name, x, x_scale, w, w_scale, 2)
     check_tiles(name, x.shape[0], tile_group, tile_m)
-    chosen = resolve_backend(requested=backend)
+    chosen = resolve_backend(requested=with_fallback(name, backend))
     if chosen is Backend.NATIVE and native.takes(x.dtype, tile_m):
         return native.fp8_grouped_product(x, x_scale, w, w_scale, tile_group, group_offset, out_dtype)
     if chosen in KERNELS:

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, with_fallback
 from pallas_kernels.float8 import BLOCK
 from pallas_kernels.fp8.tiles import activation_tiles, along_tokens, dequantized, transposed, weight_blocks
 from pallas_kernels.fp8.trained import check_trained
@@ -42,7 +42,7 @@ def trained_gemm_contiguous(
         raise ValueError(f"{name}: needs x [A, K] and w [G, N, K] with one K, got {x.shape} and {w.shape}")
     check_trained(name, x, w)
     check_tiles(name, x.shape[0], tile_group, BLOCK)
-    return _product(x, w, tile_group, jnp.dtype(w.dtype), resolve_backend(requested=backend))
+    return _product(x, w, tile_group, jnp.dtype(w.dtype), with_fallback("trained_gemm_contiguous", backend))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, with_fallback
 from pallas_kernels.mla import checks, mosaic_ops, reference, triton_ops
 from pallas_kernels.mla.layout import PAGE_SIZE, fp8_rows_of_pages, is_fp8, unpack_fp8
 from pallas_kernels.mla.ops import dispatched, prefill_unsupported, whole_keys
@@ -72,6 +72,7 @@ def mla_prefill_chosen(
       ValueError: a shape or dtype does not fit.
     """
     checks.check_chosen(q, k, v, bits, starts, ends, shared_key)
+    backend = with_fallback("mla_prefill_chosen", backend)
     chosen = dispatched("mla_prefill_chosen", backend, prefill_unsupported(q, v, backend))
     if chosen is Backend.MOSAIC:
         keys, shared = (k, shared_key) if mosaic_ops.takes_parts(k, shared_key) else (whole_keys(k, shared_key), None)

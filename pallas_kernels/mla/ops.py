@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 from pallas_kernels.mla import checks, mosaic_ops, mosaic_write, reference, triton_ops, write
 from pallas_kernels.mla.layout import PAGE_SIZE, is_fp8, pack_fp8
 from pallas_kernels.mla.schedule import DecodeSchedule
@@ -56,6 +56,7 @@ def mla_decode(
     """
     checks.check_decode(q, pages, page_table, lengths, pages_per_layer, value_width)
     first_page = layer * pages_per_layer
+    backend = with_fallback("mla_decode", backend)
     chosen = dispatched("mla_decode", backend, decode_unsupported(q, pages, value_width, backend))
     if chosen is Backend.MOSAIC:
         return mosaic_ops.decode_mosaic(
@@ -95,6 +96,7 @@ def mla_prefill(
       ValueError: a shape or dtype does not fit.
     """
     checks.check_prefill(q, k, v, cu_lengths, shared_key)
+    backend = with_fallback("mla_prefill", backend)
     chosen = dispatched("mla_prefill", backend, prefill_unsupported(q, v, backend))
     if shared_key is not None and chosen is Backend.MOSAIC and mosaic_ops.takes_parts(k, shared_key):
         return mosaic_ops.prefill_mosaic(q, k, v, cu_lengths, shared_key, scale=scale)
@@ -144,6 +146,7 @@ def mla_prefill_context(
     """
     checks.check_context(q, pages, page_table, context_lengths, cu_lengths, pages_per_layer, value_width)
     arrays, first_page = (q, pages, page_table, context_lengths, cu_lengths), layer * pages_per_layer
+    backend = with_fallback("mla_prefill_context", backend)
     chosen = dispatched("mla_prefill_context", backend, decode_unsupported(q, pages, value_width, backend))
     if chosen is Backend.MOSAIC:
         return mosaic_ops.context_mosaic(*arrays, scale=scale, first_page=first_page)
@@ -186,6 +189,7 @@ def write_pages(
     if is_fp8(pages):  # one scatter on every platform: a row's scales are too small for TMA
         return write.write_fp8_rows(pages, pack_fp8(latents, value_width), targets, offsets, value_width)
     latents = latents.astype(pages.dtype)
+    backend = with_fallback("write_pages", backend)
     on_mosaic = resolve_backend(requested=backend) is Backend.MOSAIC
     chosen = dispatched("write_pages", backend, mosaic_write.unsupported(pages) if on_mosaic else None)
     return _WRITE[chosen](pages, latents, targets, offsets)

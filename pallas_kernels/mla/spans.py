@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, with_fallback
 from pallas_kernels.mla import checks, mosaic_ops, reference, triton_ops
 from pallas_kernels.mla.ops import dispatched, prefill_unsupported, whole_keys
 
@@ -37,6 +37,7 @@ def mla_prefill_spans(
       ValueError: a shape or dtype does not fit.
     """
     checks.check_spans(q, k, v, starts, ends, shared_key)
+    backend = with_fallback("mla_prefill_spans", backend)
     chosen = dispatched("mla_prefill_spans", backend, prefill_unsupported(q, v, backend))
     if chosen is Backend.MOSAIC:
         keys, shared = (k, shared_key) if mosaic_ops.takes_parts(k, shared_key) else (whole_keys(k, shared_key), None)

@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental.overlap import program_order
 
 _NCCL_CHANNELS = ("xla_gpu_nccl_collective_max_nchannels", "xla_gpu_nccl_p2p_max_nchannels")
+_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _MAX_IN_FLIGHT = 4  # a dispatch and a combine of each of two micro-batches
 
@@ -81,7 +82,16 @@ def compiler_options(platform: str, channels: int = 0, overlaps: bool = True) ->
     if resolve_overlap(platform, overlaps) is not Overlap.HOOKS:
         return None
     limits = dict.fromkeys(_NCCL_CHANNELS, channels) if channels else {}
-    return {"xla_gpu_experimental_parallel_collective_overlap_limit": _MAX_IN_FLIGHT, **limits}
+    return {_LIMIT: _MAX_IN_FLIGHT, **limits}
+
+
+def limits_of(options: Mapping[str, Any] | None) -> tuple[int, int]:
+    """Returns how many collectives these options of XLA allow under way at once, and channels of each communicator.
+
+    0 channels: nothing bounds them.
+    """
+    given = options or {}
+    return given.get(_LIMIT, 1), max(given.get(name, 0) for name in _NCCL_CHANNELS)
 
 
 @dataclasses.dataclass(frozen=True)

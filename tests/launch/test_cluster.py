@@ -17,7 +17,7 @@ from dsv3.engine.fingerprint import fields_of
 from tests.dsv3.engine.cluster import local
 from tests.dsv3.model.golden import DIRECTORY
 from tests.launch.preloaded import run
-from tests.launch.test_serve import COMMAND, ROOT, metric
+from tests.launch.test_serve import COMMAND, NO_GPU, ROOT, UNREACHED_DRIVER, metric
 
 SMALL = ["--model", str(DIRECTORY / "greedy"), "--max_num_seqs", "1", "--max_model_len", "128"]
 SMALL += ["--max_num_batched_tokens", "64", "--enable_expert_parallel"]
@@ -119,6 +119,17 @@ def test_a_follower_with_other_settings_ends_with_their_names(start, tmp_path):
     assert follower.returncode == 1
     assert str(refused.value).endswith(f": {words}")
     assert words in text and "Traceback" not in text
+
+
+def test_a_driver_that_one_process_does_not_reach_ends_both_with_its_reason(start):
+    coordinator = f"localhost:{local.free_port()}"
+    follower = start(coordinator, 1, *SMALL, *flags(1), environment=UNREACHED_DRIVER)
+    leader = start(coordinator, 0, *SMALL, *flags(0))
+    texts = [process.communicate(timeout=120)[0] for process in (leader, follower)]
+    assert leader.returncode == follower.returncode == 1
+    assert re.search(f"ERROR dsv3.cluster: process 1: ValueError: {NO_GPU}", texts[0])
+    assert re.search(f"ERROR dsv3.cluster: ValueError: {NO_GPU}", texts[1])
+    assert not any("Traceback" in text or "compiling" in text for text in texts)
 
 
 @pytest.mark.parametrize(

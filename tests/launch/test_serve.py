@@ -1,5 +1,6 @@
 """`python -m launch.serve` as a user types it: the bundled model, the real engine, a real socket."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -18,10 +19,19 @@ import psutil
 import pytest
 
 from tests.launch.preloaded import run
+from tools.doctor import serve as doctor
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "launch.serve"]
 SMALL = ["--max-num-seqs", "4", "--max_model_len=1024", "--max_num_batched_tokens=64", "--max-num-queued-reqs", "20"]
+WITH_DRIVER = Path(__file__).parents[1] / "with_driver"
+UNREACHED_DRIVER = {
+    "PYTHONPATH": os.pathsep.join((str(WITH_DRIVER), os.environ.get("PYTHONPATH", str(ROOT)))),
+    "JAX_PLATFORMS": "",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+"""What a process's environment has where there is a driver and jax runs on the CPU; with a GPU here jax gets none."""
+NO_GPU = r"this machine has NVIDIA driver 580.82.07, but jax runs on the CPU \(.*set JAX_PLATFORMS=cpu"
 PROMPT = "def read(self, size):\n    "
 
 
@@ -265,6 +275,15 @@ def test_an_engine_started_again_finds_its_pages(url):
         httpx.post(f"{url}/flush_cache").raise_for_status()
 
 
+def test_the_doctor_times_its_start_and_loads_it(server, url, monkeypatch):
+    """Its lines end the phases that the doctor's check `serve` waits for, in their order."""
+    lines = iter(server[1])
+    assert [next(line for line in lines if line.startswith(begins)) for begins in doctor._PHASES.values()]
+    monkeypatch.setattr(doctor, "_LOAD_S", 0.5)
+    row = doctor._load_row(asyncio.run(doctor._load(url)))
+    assert row.passed and row.figures["requests"] and row.figures["ttft_ms p50"]
+
+
 def test_sigterm_ends_it_with_status_0(server, url, client):
     """The last test of the shared server."""
     server[0].send_signal(signal.SIGTERM)
@@ -325,6 +344,19 @@ def test_a_broken_model_ends_it_with_one_line(tmp_path):
     assert "config.json: model_type is 'llama', but must be " in process.stderr
     assert "'glm4_moe_lite'" in process.stderr and "'kimi_k25'" in process.stderr
     assert "Traceback" not in process.stderr
+
+
+def test_a_driver_that_jax_does_not_reach_ends_it_with_one_line():
+    """Before anything is loaded or compiled, and with nothing left that runs."""
+    environment = {**os.environ, **UNREACHED_DRIVER}
+    done = subprocess.run(
+        [*COMMAND, "--port", "0", *SMALL], cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 1
+    assert len(re.findall(f"ERROR dsv3.engine: ValueError: {NO_GPU}", done.stderr)) == 1
+    assert "Traceback" not in done.stderr and "kernels:" not in done.stderr
+    assert "compiling" not in done.stdout and "ready at" not in done.stdout
+    assert not psutil.pid_exists(int(re.search(r"engine process (\d+), exit status 1", done.stderr)[1]))
 
 
 def test_help():

@@ -6,14 +6,12 @@ all-reduce). The program sends whole padded buffers, not only the rows that are 
 """
 
 import dataclasses
-import itertools
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from tools.plan import hlo
 
-_KINDS = ("ragged-all-to-all", "all-to-all", "all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+KINDS = ("ragged-all-to-all", "all-to-all", "all-reduce", "all-gather", "reduce-scatter", "collective-permute")
 _ROLES = ("dispatch", "combine")
 LABELS = (
     "project",
@@ -83,12 +81,12 @@ def _walk(module: hlo.Module, computation: hlo.Computation, times: int, per_node
 
 def core_of(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction | None:
     """Returns the collective that an instruction is or starts, bare or wrapped in a fusion; None for any other one."""
-    if instruction.opcode.removesuffix("-start") in _KINDS:
+    if instruction.opcode.removesuffix("-start") in KINDS:
         return instruction
     if instruction.opcode not in ("fusion-start", "async-start", "fusion"):
         return None
     inner = (i for name in instruction.called for i in module[name].instructions)
-    return next((i for i in inner if i.opcode in _KINDS), None)
+    return next((i for i in inner if i.opcode in KINDS), None)
 
 
 def _collective(
@@ -101,7 +99,7 @@ def _collective(
 ) -> Collective:
     instruction = computation.instructions[index]
     kind = core.opcode.removesuffix("-start")
-    group = first_group(core, module.num_partitions)
+    group = hlo.replica_groups(core, module.num_partitions)[0]
     sent = _sent_bytes(kind, _operand_bytes(module, computation, instruction, core), len(group))
     others = len(group) - 1
     outside = sum(device // per_node != group[0] // per_node for device in group)
@@ -112,7 +110,7 @@ def _collective(
         kind=kind,
         role=role_of(instruction),
         micro_batch=instruction.micro_batch,
-        shape=core.shape if core.opcode in _KINDS else _result(core.shape),
+        shape=core.shape if core.opcode in KINDS else _result(core.shape),
         group_size=len(group),
         node_bytes=sent - cross,
         cross_bytes=cross,
@@ -182,42 +180,6 @@ def role_of(instruction: hlo.Instruction) -> str:
 def label_of(instruction: hlo.Instruction) -> str | None:
     """Returns the stage of a layer that an instruction belongs to: the innermost of `LABELS` around it."""
     return next((scope for scope in reversed(instruction.scopes) if scope in LABELS), None)
-
-
-def first_group(instruction: hlo.Instruction, num_partitions: int) -> tuple[int, ...]:
-    """Returns the devices of the group that device 0 is in."""
-    text = instruction.attributes
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
-        return _mesh_group(match[1], match[2])
-    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
-        return tuple(map(int, match[1].split(",")))
-    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        return _iota_group(int(match[2]), match[3], match[4])
-    if match := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
-        return (int(match[1]), int(match[2]))
-    if "replica_groups={}" in text:
-        return tuple(range(num_partitions))
-    raise hlo.HloError(f"{instruction.name}: unknown form of replica groups: {text[:200]!r}")
-
-
-def _mesh_group(mesh: str, axes: str) -> tuple[int, ...]:
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    chosen = re.findall(r"'(\w+)'", axes)
-    strides = dict(zip(sizes, _strides(list(sizes.values())), strict=True))
-    steps = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in chosen]
-    return tuple(sorted(sum(offsets) for offsets in itertools.product(*steps)))
-
-
-def _iota_group(size: int, dims: str, order: str | None) -> tuple[int, ...]:
-    shape = [int(n) for n in dims.split(",")]
-    axes = [int(n) for n in order.split(",")] if order else list(range(len(shape)))
-    strides = _strides(shape)
-    steps = [range(0, shape[axis] * strides[axis], strides[axis]) for axis in axes]
-    return tuple(itertools.islice((sum(offsets) for offsets in itertools.product(*steps)), size))
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _result(shape: str) -> str:

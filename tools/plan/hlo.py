@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
 ITEM_BITS = {"pred": 8, "token": 0}
 
 
@@ -99,6 +101,8 @@ def parse(text: str) -> Module:
         entry = computation.name if is_entry else entry
     if not entry:
         raise HloError("the module has no ENTRY computation")
+    if replicas := re.search(r"replica_count=(?!1\b)\d+", header):
+        raise HloError(f"not one program over all devices: {replicas[0]}")
     partitions = re.search(r"num_partitions=(\d+)", header)
     return Module(computations, entry, int(partitions[1]) if partitions else 1)
 
@@ -156,6 +160,34 @@ def _closing(line: str, start: int) -> int:
         if not depth:
             return match.start()
     raise HloError(f"unbalanced parentheses: {line[:100]!r}")
+
+
+def replica_groups(instruction: Instruction, num_partitions: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of devices in which a collective runs, or the pairs (from, to) of a permutation."""
+    text = instruction.attributes
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
+        return _mesh_groups(dict(re.findall(r"'(\w+)'=(\d+)", match[1])), re.findall(r"'(\w+)'", match[2]))
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", text):
+        return tuple(map(_numbers, re.findall(r"\d[\d,]*", match[1])))
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        sizes, order = _numbers(match[3]), _numbers(match[4]) if match[4] else None
+        ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+        return tuple(map(tuple, ids.reshape(int(match[1]), int(match[2])).tolist()))
+    if "replica_groups={}" in text:
+        return (tuple(range(num_partitions)),)
+    raise HloError(f"{instruction.name}: unknown form of replica groups: {text[:200]!r}")
+
+
+def _mesh_groups(sizes: Mapping[str, str], grouped: list[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the devices of a mesh, numbered along its axes, each group along the `grouped` ones."""
+    shape, axes = list(map(int, sizes.values())), [list(sizes).index(name) for name in grouped]
+    ids = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), axes, range(-len(axes), 0))
+    groups = np.sort(ids.reshape(-1, math.prod(shape[axis] for axis in axes)))
+    return tuple(map(tuple, groups.tolist()))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def shape_bytes(shape: str) -> int:

@@ -11,6 +11,7 @@ from tools.plan.attention import SparseCore
 from tools.plan.collectives import Collective, collectives
 from tools.plan.deployment import Deployment
 from tools.plan.handover import Ends, Handover, handover, prefill_nodes
+from tools.plan.launch_order import LaunchOrder, launch_order
 from tools.plan.memory import Memory, memory_of
 from tools.plan.programs import Compiled, LaidOut, Phase, Run, compile_step, lay_out
 from tools.plan.rates import MicroBatch, Rates, rates_of
@@ -24,7 +25,8 @@ class ProgramPlan:
 
     `sparse` is what attention consists of in a layer, where queries choose the tokens that they attend to.
     `multiprocessors` are what its kernels take, and leave to transfers. `host_waits` are the places in the program
-    where the devices wait for the host (`hlo.Module.host_waits`).
+    where the devices wait for the host (`hlo.Module.host_waits`). `order` says whether all devices meet their
+    collectives in one order.
     """
 
     phase: Phase
@@ -36,6 +38,7 @@ class ProgramPlan:
     temporaries: int
     collectives: tuple[Collective, ...]
     host_waits: tuple[str, ...]
+    order: LaunchOrder
     stages: dict[str, float]
     sparse: SparseCore | None
     timeline: Timeline
@@ -185,6 +188,7 @@ def program_plan(planned: LaidOut, compiled: Compiled) -> ProgramPlan:
         temporaries=compiled.temporaries,
         collectives=found,
         host_waits=module.host_waits,
+        order=launch_order(module, *compiled.limits, taken.reserved),
         stages=stages,
         sparse=roofline.sparse_parts(planned.model, rates, batch_of(planned, compiled.phase, compiled.run, batches)),
         timeline=Player(module, found, stages, rates).play(),

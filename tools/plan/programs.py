@@ -38,6 +38,7 @@ from pallas_kernels import aot
 from pallas_kernels.backend import Backend
 from sharding.experts.placement import Placement
 from sharding.mesh import rank_mesh
+from sharding.wire.collectives import limits_of
 from tools.plan.deployment import Deployment, DeploymentError
 
 _PREFILL_SLOTS = 64  # requests that a prefill instance holds at once
@@ -66,7 +67,8 @@ class Compiled:
     """One compiled program: bytes per device from XLA's buffer assignment, and the text of the scheduled program.
 
     `arguments` are weights, pages and state; `results` only those that are not donated arguments; `temporaries` live
-    within the program.
+    within the program. `limits` are the most collectives that the compiler allows in flight, and NCCL's channels of
+    each communicator (`sharding.wire.collectives.limits_of`).
     """
 
     phase: Phase
@@ -75,6 +77,7 @@ class Compiled:
     arguments: int
     results: int
     temporaries: int
+    limits: tuple[int, int]
     text: str
 
 
@@ -187,6 +190,7 @@ def compile_run(planned: LaidOut, phase: Phase, run: Run) -> Compiled:
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
+        limits=limits_of(planned.programs.options),
         text=program.as_text(),
     )
 

@@ -98,6 +98,7 @@ def _program_json(program: ProgramPlan) -> dict[str, Any]:
         "multiprocessors": dataclasses.asdict(program.multiprocessors) | {"taken": program.multiprocessors.taken},
         "times": program.run.times,
         "host_waits": list(program.host_waits),
+        "order": {name: getattr(program.order, name) for name in ("in_flight", "communicators", "channels", "faults")},
         "sparse": dataclasses.asdict(program.sparse) if program.sparse else None,
         "collectives": [dataclasses.asdict(c) | {"step_bytes": c.step_bytes} for c in program.collectives],
         "timeline": dataclasses.asdict(dataclasses.replace(program.timeline, exposed={}))
@@ -206,6 +207,9 @@ def _estimate_table(plan: Plan, step: StepPlan) -> Table:
     table.add_row("host, per step", f"{HOST_S * 1e3:.1f} ms")
     those = step.multiprocessors
     table.add_row("multiprocessors: for kernels, for transfers", f"{those.taken}, {those.reserved}")
+    order = step.order
+    table.add_row("transfers in flight at most, their channels", f"{order.in_flight}, {order.channels}")
+    table.add_row("collectives out of order, or without room", "; ".join(order.faults) or "none")
     _add_drafts(table, step)
     table.add_row("step", f"{step.seconds * 1e3:.1f} ms", style="bold")
     table.add_row("tokens/s per GPU", f"{step.tokens_per_device:,.0f}", style="bold")

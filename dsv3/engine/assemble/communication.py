@@ -83,9 +83,17 @@ class Communication:
             return OVERLAPPED if self._transport(self._sent(tokens // 2)).hops else HOOKED
         return HOOKED
 
-    def overlaps(self, program: ForwardProgram) -> bool:
-        """Returns whether a program computes while it communicates."""
-        return not program.of_module and self.schedule(program.tokens, program.kind == "prefill") is OVERLAPPED
+    def overlaps(self, program: ForwardProgram) -> int:
+        """Returns in how many of NCCL's communicators at once a program communicates while it computes; 0: it does not.
+
+        Prefill has two hops under way at once, one in the node and one between nodes; decode has one. Sums over the
+        devices of a rank come on top.
+        """
+        is_prefill = program.kind == "prefill"
+        if program.of_module or self.schedule(program.tokens, is_prefill) is not OVERLAPPED:
+            return 0
+        hops = len(self.transport(program.tokens, is_prefill).hops) if is_prefill else 1
+        return hops + (self.shards > 1)
 
     def transport(self, tokens: int, is_prefill: bool) -> Transport[Any]:
         """Returns the transport of a step, or of each of its two micro-batches."""

@@ -35,7 +35,8 @@ _END_S = 5.0
 class Order(msgspec.Struct, frozen=True):
     """Compile for a gang of `size` processes, of those that are `given`, as each of `places` among them.
 
-    `load` is "module:function" of what loads the parts of the engine. `done` is written when all is there.
+    `load` is "module:function" of what loads the parts of the engine. `done` is written when all is there. `fallbacks`
+    are the operations that do not take the device's kernels, each with its backend.
     """
 
     given: ClusterOptions
@@ -45,6 +46,7 @@ class Order(msgspec.Struct, frozen=True):
     engine: EngineOptions
     load: str
     done: str
+    fallbacks: dict[str, str] = {}
 
 
 _order = msgspec.json.Decoder(Order)

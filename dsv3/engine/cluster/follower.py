@@ -29,6 +29,7 @@ from dsv3.engine.cluster.link import Alone, Begun, Serving, Tell, Waits
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
+    Checked,
     Compiled,
     Digest,
     Drain,
@@ -51,6 +52,7 @@ from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.executor import InFlight, LocalExecutor
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.processes.certificates import Credentials, credentials_of
 from dsv3.processes.key_file import read_key
 
@@ -98,7 +100,7 @@ class _Follower:
         self, cluster: ClusterOptions, wire: Wire, last: Generation | None = None, tell: Tell = lambda _: None
     ) -> None:
         self._cluster, self._last, self._tell = cluster, last, tell
-        self._inbox: queue.SimpleQueue[Begin | Build | Compiled | Step] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Begin | Checked | Build | Compiled | Step] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
         self._last_launched = -1
         self._order: ahead.Order | None = None
@@ -119,6 +121,10 @@ class _Follower:
         self._tell(Begun(generation))
         _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.front)
         phases.end("all have come")
+        if options.check_kernels:
+            self._send(Checked(check_kernels()))
+            fall_back(self._expect(Checked).replaced)
+            phases.end("checks")
         cluster = place_in(self._cluster, begin)
         set_pool_share(options.gpu_memory_utilization)
         start_jax(cluster, generation)
@@ -171,7 +177,7 @@ class _Follower:
         answered = self._channel.wait_closed(_FAREWELL_S)
         _end(1, f"the leader (process 0) {'has' if answered else 'does not seem to have'} heard of that")
 
-    def _expect[Message: (Begin, Build, Compiled, Step)](self, kind: type[Message]) -> Message:
+    def _expect[Message: (Begin, Checked, Build, Compiled, Step)](self, kind: type[Message]) -> Message:
         message = self._inbox.get()
         if not isinstance(message, kind):
             raise WireError(f"the leader sent {type(message).__name__}, expected {kind.__name__}")
@@ -204,7 +210,7 @@ class _Follower:
             case Wait():
                 _log.info("the others have gone on without process %d: it waits", self._cluster.process_id)
                 self._tell(Waits())
-            case Begin() | Build() | Compiled() | Step():
+            case Begin() | Checked() | Build() | Compiled() | Step():
                 self._inbox.put(message)
 
     def _lost(self, end: str) -> None:

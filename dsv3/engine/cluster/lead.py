@@ -19,6 +19,7 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.fingerprint import fields_of
 from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.engine.limits import with_pages
 
 _SWITCH_INTERVAL_S = 0.0005  # commands shall leave while the engine's thread launches the same step
@@ -53,6 +54,10 @@ def start_leader(
     host.progress(f"waiting for {cluster.num_processes - 1} other processes")
     given, cluster = cluster, leader.gather()
     phases.end("all have come")
+    if options.check_kernels:
+        host.progress("checking the kernels")
+        fall_back(leader.checked(check_kernels()))
+        phases.end("checks")
     set_pool_share(options.gpu_memory_utilization)
     start_jax(cluster, generation)
     phases.end("jax")

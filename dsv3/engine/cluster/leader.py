@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from dsv3.engine.cluster.entrance import Entrance
 from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.cluster.messages import (
     Build,
+    Checked,
     Compiled,
     Digest,
     Drain,
@@ -41,6 +42,7 @@ from dsv3.engine.cluster.wire import Wire
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
 from dsv3.engine.job import StepCommand
+from dsv3.engine.kernel_checks import Replaced, agree
 from dsv3.processes.certificates import credentials_of
 from dsv3.processes.key_file import read_key
 
@@ -78,7 +80,9 @@ class Leader:
         self._left_out: frozenset[int] = frozenset()
         self._returning: Returning | None = None
         self._channels: dict[int, Channel] = {}
-        self._said: dict[type, dict[int, messages.ToLeader]] = {Hello: {}, Loaded: {}, Compiled: {}, Ready: {}}
+        self._said: dict[type, dict[int, messages.ToLeader]] = {
+            kind: {} for kind in (Hello, Checked, Loaded, Compiled, Ready)
+        }
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._explained = threading.Event()
@@ -141,6 +145,17 @@ class Leader:
             channel.send(messages.encode(Wait()))
             channel.send_last(_TOO_LATE)
         return len(self._followers)
+
+    def checked(self, own: Mapping[str, Replaced]) -> dict[str, Replaced]:
+        """Waits until every follower has checked its kernels; returns what all processes replace, and tells them so.
+
+        `own` is what the leader would replace.
+        """
+        self._wait_for(Checked, "to check their kernels")
+        said = {p: m.replaced for p, m in self._said[Checked].items() if isinstance(m, Checked)}
+        replaced = agree({LEADER: own, **said})
+        self._broadcast(messages.encode(Checked(replaced)))
+        return replaced
 
     def loaded(self, fields: Fields) -> int:
         """Waits until every follower has its weights; returns the number of cache pages that all have room for.
@@ -285,7 +300,7 @@ class Leader:
                     self._note(process_id, message)
             case Told():
                 self.news.put(message.kind, self._places[process_id], message.body)
-            case Loaded() | Compiled() | Ready():
+            case Checked() | Loaded() | Compiled() | Ready():
                 self._note(process_id, message)
             case Drain():
                 _log.info("process %d asks to end: %s", process_id, message.reason)

@@ -12,6 +12,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER
 from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.job import Job, JobKind, StepCommand
+from dsv3.engine.kernel_checks import Replaced
 
 _DTYPES = {np.dtype(name) for name in ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "float32")}
 _MAX_DIMENSIONS = 8
@@ -45,6 +46,15 @@ class Wait(msgspec.Struct, frozen=True, tag=True):
 
     What it hears next is `Stop`.
     """
+
+
+class Checked(msgspec.Struct, frozen=True, tag=True):
+    """Operations whose kernels fail on a follower's devices; from the leader: what every process replaces.
+
+    It comes behind `Begin` where `--check_kernels` asks for it, before a process has its devices.
+    """
+
+    replaced: dict[str, Replaced]
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -126,8 +136,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     failure: str | None
 
 
-ToFollower = Begin | Wait | Build | Compiled | Started | Step | Heartbeat | Stop
-ToLeader = Hello | Loaded | Compiled | Ready | Digest | Told | Heartbeat | Drain | Failed
+ToFollower = Begin | Wait | Checked | Build | Compiled | Started | Step | Heartbeat | Stop
+ToLeader = Hello | Checked | Loaded | Compiled | Ready | Digest | Told | Heartbeat | Drain | Failed
 
 
 def _to_plain(value: Any) -> Any:

@@ -28,6 +28,7 @@ from dsv3.engine.limits import with_pages
 from dsv3.engine.stored import NothingKept, ProgramStore, machine_fields
 from dsv3.logs import configure_logging
 from dsv3.processes.key_file import read_key
+from pallas_kernels.backend import Backend, fallbacks, set_fallbacks
 
 _log = logging.getLogger("dsv3.cluster")
 
@@ -45,15 +46,17 @@ def order_of(
         return None
     as_one_of = places(cluster.process_id, size)
     fields = environment(model_dir) | machine_fields() | agreed(given) | agreed(options) | shaping(options)
-    what = f"{size} {as_one_of} {sorted(fields.items())}"
+    replaced = {operation: backend.value for operation, backend in fallbacks().items()}
+    what = f"{size} {as_one_of} {sorted((fields | replaced).items())}"
     name = f"{load.__module__}:{getattr(load, '__name__', '')}"
     key = read_key(given.cluster_key_file)
     done = marker(use_compilation_cache(options.compilation_cache_dir), key, what)
-    return Order(given, size, as_one_of, str(model_dir), options, name, done)
+    return Order(given, size, as_one_of, str(model_dir), options, name, done, replaced)
 
 
 def compile_programs(order: Order, target: ClusterOptions) -> ProgramStore | NothingKept:
     """Compiles all programs of the gang `target`, with jax started over it, one after the other; keeps them."""
+    set_fallbacks({operation: Backend(each) for operation, each in order.fallbacks.items()})
     module, _, name = order.load.partition(":")
     load: Load = getattr(importlib.import_module(module), name)
     model_dir = Path(order.model_dir)

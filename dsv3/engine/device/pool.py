@@ -24,6 +24,16 @@ def set_pool_share(utilization: float) -> None:
         os.environ[_FRACTIONS[0]] = f"{min(utilization + SLACK, _MOST):.4f}"
 
 
+def holds_gpu() -> bool:
+    """Returns whether jax has started in this process, and has taken its share of a GPU's memory."""
+    return xla_bridge.backends_are_initialized() and jax.default_backend() != "cpu"
+
+
+def environment_with_share(share: float) -> dict[str, str]:
+    """Returns this process's environment variables, with `share` of a GPU's memory as the pool of a child's jax."""
+    return {name: value for name, value in os.environ.items() if name not in _FRACTIONS} | {_FRACTIONS[0]: f"{share}"}
+
+
 def device_memory(device: jax.Device) -> DeviceMemory | None:
     """Returns the memory of a GPU, None for a CPU. Raises ValueError where jax does not know it."""
     if device.platform == "cpu":

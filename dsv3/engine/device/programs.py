@@ -70,15 +70,15 @@ class Programs:
     """Compiles, on demand or all at once, and remembers.
 
     What a program may overwrite is donated: pass it the newest arrays. A `store`, where one is set, is asked before
-    anything is traced, and given what is compiled. `channels` bounds those of NCCL's transfers; 0: nothing does. Unless
-    it `overlaps`, one of these is under way at a time.
+    anything is traced, and given what is compiled. `channels` bounds those of each of NCCL's communicators;
+    0: nothing does. Unless it `overlaps`, one transfer is under way at a time.
     """
 
     def __init__(self, platform: str, channels: int = 0, overlaps: bool = True) -> None:
         self.store: Store | None = None
-        self._options: Mapping[str, Any] | None = compiler_options(platform, channels, overlaps)
+        self.options: Mapping[str, Any] | None = compiler_options(platform, channels, overlaps)
         if platform != "cpu":
-            self._options = {**(self._options or {}), **_ON_GPUS}
+            self.options = {**(self.options or {}), **_ON_GPUS}
         self._specs: dict[Key, ProgramSpec] = {}
         self._compiled: dict[Key, Callable[..., Any]] = {}
 
@@ -119,8 +119,8 @@ class Programs:
     def _load_or_compile(self, key: Key) -> Callable[..., Any]:
         lower = functools.partial(self._lower, key)
         if self.store is None:
-            return lower().compile(self._options)
-        return self.store.get(f"{key.kind}-{key.size}-{key.variant}-{key.width}", lower, self._options)
+            return lower().compile(self.options)
+        return self.store.get(f"{key.kind}-{key.size}-{key.variant}-{key.width}", lower, self.options)
 
     def _lower(self, key: Key) -> Any:
         _log.debug("tracing %s", key)

@@ -20,7 +20,7 @@ from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, scale_queries
 from dsv3.model.params import AttentionParams
 from pallas_kernels import dense, mla
-from pallas_kernels.backend import Backend, asks_host, resolve_backend
+from pallas_kernels.backend import Backend, asks_host, resolve_backend, with_fallback
 from pallas_kernels.rows import latent_rows, rms_norm, rotate_heads
 from pallas_kernels.search import search
 
@@ -219,7 +219,7 @@ def decode_core(
     """Returns the core of `decode_attend`."""
     B, S = batch.tokens.shape
     schedule = None
-    if resolve_backend(requested=backend) is Backend.MOSAIC:
+    if resolve_backend(requested=with_fallback("mla_decode", backend)) is Backend.MOSAIC:
         schedule = mla.decode_schedule(batch.lengths, queries=S, heads=heads)  # once for all layers
 
     def attend(tokens, params, layer, cache_layer, pages):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dsv3.config.model import ModelConfig
 from dsv3.model.layers.linear import Index, layer_slice
 from pallas_kernels import dense, native
-from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.backend import Backend, resolve_backend, with_fallback
 
 
 class Routing(NamedTuple):
@@ -65,7 +65,7 @@ def route(cfg: ModelConfig, logits: jax.Array, bias: jax.Array | None, backend: 
 def _best_experts(cfg: ModelConfig, choice: jax.Array, backend: Backend | None) -> jax.Array:
     """Returns the experts `[T, K]` int32 of the highest `choice` `[T, E]`; the best groups may limit it."""
     limited = cfg.n_group > 1 and cfg.topk_method != "greedy"
-    if resolve_backend(requested=backend) is Backend.NATIVE:
+    if resolve_backend(requested=with_fallback("choose_experts", backend)) is Backend.NATIVE:
         groups = (cfg.n_group, cfg.topk_group, _deciding(cfg)) if limited else (1, 1, 1)
         return native.choose_experts(choice, cfg.num_experts_per_tok, *groups)
     kept = _keep_best_groups(cfg, choice) if limited else choice

@@ -32,6 +32,7 @@ def picture(service: Service, since: float, experts: int) -> bytes:
             "num_pages": info and info.num_pages,
             "max_model_len": info and info.rules.max_model_len,
             "pages_in_use": stats.get("pages_in_use"),
+            "kernel_fallbacks": info and info.kernel_fallbacks,
             "recompilations": stats.get("recompilations"),
             "accepted_by_place": _accepted(stats),
             "tiers": [{"name": tier, **_tier(stats, tier)} for tier in TIERS if f"pages_tiers_{tier}_hits" in stats],

@@ -39,6 +39,7 @@ _COUNTERS = {
 }
 _STEP_TOKENS = ("vllm:iteration_tokens_total", "Tokens of prompts and answers that a step gave.")
 _CACHE_CONFIG = ("vllm:cache_config_info", "What the cache is, in its labels; a block is a page.")
+_FALLBACKS = ("dsv3:kernel_fallback", "1 for an operation whose kernel has failed its check, and what runs instead.")
 _HOST_TIME = ("dsv3:engine_step_host_seconds", "The host's time per step, its wait for the device left out.")
 # The same for experts spread over devices, which not every server has.
 _EXPERT_GAUGES = {
@@ -152,8 +153,8 @@ class Metrics:
     """All metrics of one server, labelled with the model's name; `numbers` are those that its fronts share.
 
     The numbers of `tenants` lie in the order of their places. What is counted reaches the other fronts with `flush`.
-    `cache_config` returns the labels of `vllm:cache_config_info`, none before they are known. `process_*` are of the
-    process that is asked.
+    `cache_config` returns the labels of `vllm:cache_config_info`, none before they are known, `kernel_fallbacks` the
+    operations whose kernels have been replaced, with what runs instead. `process_*` are of the process that is asked.
     """
 
     def __init__(self, model_name: str, numbers: SharedNumbers | None = None, tenants: Tenants | None = None):
@@ -161,6 +162,7 @@ class Metrics:
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         self.cache_config: Callable[[], Mapping[str, str]] = dict
+        self.kernel_fallbacks: Callable[[], Mapping[str, str]] = dict
         self._model_name = model_name
         self._numbers = numbers or SharedNumbers(NUM_NUMBERS)
         self._tenants = tenants or Tenants()
@@ -272,6 +274,9 @@ class Metrics:
             family = GaugeMetricFamily(*_CACHE_CONFIG, labels=["model_name", *labels])
             family.add_metric([self._model_name, *labels.values()], 1)
             yield family
+        if replaced := self.kernel_fallbacks():
+            ones: dict[tuple[str, ...], float] = dict.fromkeys(replaced.items(), 1.0)
+            yield self._family(GaugeMetricFamily, *_FALLBACKS, ones, ["operation", "backend"])
         yield from self._of_tiers()
         yield from self._counted()
 

@@ -17,7 +17,8 @@ def start_engine(start: Start, host: Host) -> tuple[EngineLike, EngineInfo]:
     model_dir = Path(start.model_dir)
     if start.cluster is not None:
         return describe(start_leader(start.cluster, model_dir, start.engine, host, generation=start.generation))
-    host.progress("loading the weights")
+    first = "checking the kernels, then " if start.engine.check_kernels else ""
+    host.progress(f"{first}loading the weights")
     engine = build_engine(model_dir, start.engine, progress=os.isatty(sys.stderr.fileno()))
     engine.warm_up(lambda done, total, what: host.progress(f"compiling {what}", done, total))
     return describe(engine)
@@ -33,5 +34,6 @@ def describe(engine: Any) -> tuple[EngineLike, EngineInfo]:
         fetches_pages=engine.cfg.transfer_key_file is not None,
         model=engine.description,
         num_ranks=engine.cfg.num_ranks,
+        kernel_fallbacks=engine.kernel_fallbacks,
         kv_events=None if engine.events is None else engine.cfg.kv_events.address(engine.cfg.num_ranks),
     )

@@ -93,7 +93,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
 
     Other instances fetch pages at `transfer_address`, if anywhere, one address per process with commas between; it
     `fetches_pages` from them. `kv_events` says where routers hear what its `num_ranks` ranks hold, if anywhere. `model`
-    is a line for people.
+    is a line for people. `kernel_fallbacks` are operations whose kernels have failed their check, each with the backend
+    that it takes instead.
     """
 
     rules: RequestRules
@@ -104,6 +105,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     model: str = ""
     num_ranks: int = 1
     kv_events: dict[str, Any] | None = None
+    kernel_fallbacks: dict[str, str] = {}
 
 
 Stats = dict[str, float | list[float]]

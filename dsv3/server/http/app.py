@@ -226,7 +226,7 @@ async def _model(service: Service, http: Request) -> Response:
 def _entry(service: Service, name: str) -> dict[str, Any]:
     """Returns a model as OpenAI's, vLLM's and Anthropic's clients know it."""
     info, created = service.engine.info, service.config.created
-    return {
+    entry = {
         "id": name,
         "object": "model",
         "created": created,
@@ -241,6 +241,9 @@ def _entry(service: Service, name: str) -> dict[str, Any]:
         "display_name": name,
         "created_at": datetime.datetime.fromtimestamp(created, datetime.UTC),
     }
+    if info is not None and info.kernel_fallbacks:
+        entry["kernel_fallbacks"] = info.kernel_fallbacks
+    return entry
 
 
 async def _health(service: Service, _: Request) -> Response:

@@ -54,8 +54,8 @@ def test_one_collective_at_a_time_where_overlap_is_not_wanted() -> None:
     one = dataclasses.replace(GPUS, overlap=resolve_overlap("cuda", wanted=False))
     assert one.overlap is Overlap.ORDER
     assert one.schedule(4096, True) is one.schedule(128, False) is HOOKED
-    with_limits = Programs("cuda", 24, overlaps=True)._options or {}
-    alone = Programs("cuda", 24, overlaps=False)._options or {}
+    with_limits = Programs("cuda", 24, overlaps=True).options or {}
+    alone = Programs("cuda", 24, overlaps=False).options or {}
     if resolve_overlap("cuda") is Overlap.HOOKS:
         assert with_limits.keys() - alone.keys() > {"xla_gpu_experimental_parallel_collective_overlap_limit"}
     assert not any("collective" in name for name in alone)
@@ -114,10 +114,29 @@ def test_overlapped_steps_leave_multiprocessors_to_transfers() -> None:
     both = reserve_of(4096, 128)
     programs = (("prefill", 4096), ("decode", 128), ("decode", 16), ("sample", 128))
     assert [both.of(*program).reserved for program in programs] == [24, 24, 0, 0]
-    assert [reserve_of(*of).reserved for of in ((64, 128), (64, 16), (4096, 128, 0), (4096, 128, 20))] == [8, 0, 0, 20]
+    assert [
+        reserve_of(*of).beside_transfers.reserved for of in ((64, 128), (64, 16), (4096, 128, 0), (4096, 128, 20))
+    ] == [8, 0, 0, 20]
+    assert [reserve_of(*of).channels for of in ((64, 128), (64, 16), (4096, 128, 0), (4096, 128, 1))] == [8, 0, 0, 1]
     assert reserve_of(4096, 128, count=78).of("prefill", 4096).taken == 54
     with pytest.raises(ValueError, match="78 multiprocessors shall be left to transfers"):
         reserve_of(4096, 128, 78, count=78)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shards", "prefill", "channels"),
+    [
+        (Kind.HIERARCHICAL, 1, 4096, 12),
+        (Kind.ALL_TO_ALL, 1, 4096, 24),
+        (Kind.HIERARCHICAL, 2, 4096, 8),
+        (Kind.HIERARCHICAL, 1, 64, 8),
+        (Kind.HIERARCHICAL, 2, 64, 4),
+    ],
+)
+def test_communicators_under_way_at_once_divide_the_channels(kind, shards, prefill, channels) -> None:
+    """Each channel is a thread block, of which 24 may run beside our kernels, or 8 where decode alone overlaps."""
+    cfg = EngineConfig(max_model_len=64, num_pages=9, max_num_batched_tokens=prefill, max_num_seqs=256)
+    assert reserve(cfg, dataclasses.replace(GPUS, kind=kind, shards=shards).overlaps, 132).channels == channels
 
 
 def test_nccl_gets_as_many_channels() -> None:

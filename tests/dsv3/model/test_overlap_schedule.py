@@ -30,6 +30,7 @@ from sharding.experts.transport import build
 from sharding.mesh import RANK_SPEC, Machine, partition, partitions
 from sharding.wire.collectives import Overlap, compiler_options, resolve_overlap
 from tools.plan import hlo
+from tools.plan.launch_order import launch_order
 
 CFG = dataclasses.replace(
     DEEPSEEK_V3, num_hidden_layers=4, first_k_dense_replace=0, num_nextn_predict_layers=0, vocab_size=1024
@@ -112,6 +113,12 @@ def test_nothing_waits_for_the_host() -> None:
     """Neither a condition nor a loop asks the host, of the exchange and of attention to cached tokens alike."""
     assert hlo.parse(text()).host_waits == ()
     assert "all-reduce" not in text(), "whether there was room is told once, behind the step"
+
+
+def test_a_step_that_is_not_cut_has_one_collective_in_flight() -> None:
+    """All steps have this schedule with --noexpert_overlap, where XLA allows one."""
+    order = launch_order(hlo.parse(text()))
+    assert (order.in_flight, order.faults) == (1, ())
 
 
 def test_the_shared_expert_hides_the_combine_of_a_small_step() -> None:

@@ -22,6 +22,7 @@ def client(server):
 def test_models(client):
     [model] = client.models.list().data
     assert (model.id, model.object, model.max_model_len) == ("tiny", "model", 2048)
+    assert "kernel_fallbacks" not in model.model_extra
 
 
 def test_a_model_is_retrieved_by_its_name(client, model_dir):

@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
 from tools.plan import hlo
-from tools.plan.collectives import Collective, collectives, first_group
+from tools.plan.collectives import collectives
+from tools.plan.launch_order import launch_order
 
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=16
 
@@ -67,25 +68,28 @@ def test_an_all_to_all_left_alone_is_exposed() -> None:
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
-        ("replica_groups=mesh['node'=2,'gpu'=4,'tensor'=2] {'node'}", (0, 8)),
-        ("replica_groups=mesh['node'=2,'gpu'=4,'tensor'=2] {'gpu','tensor'}", tuple(range(8))),
-        ("replica_groups={{0,3},{1,2}}", (0, 3)),
-        ("replica_groups=[2,8]<=[16]", tuple(range(8))),
-        ("replica_groups=[8,2]<=[2,8]T(1,0)", (0, 8)),
-        ("source_target_pairs={{0,1},{1,0}}", (0, 1)),
-        ("replica_groups={}", tuple(range(16))),
+        ("replica_groups=mesh['node'=2,'gpu'=4,'tensor'=2] {'node'}", tuple((n, n + 8) for n in range(8))),
+        ("replica_groups=mesh['node'=2,'gpu'=4,'tensor'=2] {'gpu','tensor'}", (tuple(range(8)), tuple(range(8, 16)))),
+        ("replica_groups=mesh['node'=1,'gpu'=2,'tensor'=2] {'gpu'}", ((0, 2), (1, 3))),
+        ("replica_groups={{0,3},{1,2}}, dimensions={0}", ((0, 3), (1, 2))),
+        ("replica_groups=[2,8]<=[16]", (tuple(range(8)), tuple(range(8, 16)))),
+        ("replica_groups=[8,2]<=[2,8]T(1,0)", tuple((n, n + 8) for n in range(8))),
+        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
+        ("replica_groups={}", (tuple(range(16)),)),
     ],
 )
 def test_forms_of_replica_groups(groups, expected) -> None:
     instruction = hlo.Instruction("c", "f32[8]", "all-reduce", (), groups, "")
-    assert first_group(instruction, 16) == expected
+    assert hlo.replica_groups(instruction, 16) == expected
 
 
 def test_an_unknown_form_is_an_error() -> None:
     with pytest.raises(hlo.HloError, match="replica groups"):
-        first_group(hlo.Instruction("c", "f32[8]", "all-reduce", (), "replica_groups=else", ""), 16)
+        hlo.replica_groups(hlo.Instruction("c", "f32[8]", "all-reduce", (), "replica_groups=else", ""), 16)
     with pytest.raises(hlo.HloError, match="not a scheduled"):
         hlo.parse("HloModule x, entry_computation_layout={}\n")
+    with pytest.raises(hlo.HloError, match="replica_count=2"):
+        hlo.parse(TEXT.replace("num_partitions", "replica_count=2, num_partitions"))
     with pytest.raises(hlo.HloError, match="never waited for"):
         collectives(hlo.parse(TEXT.replace("all-to-all-done", "all-gather-done")), 8)
 
@@ -107,7 +111,7 @@ def test_bytes_of_shapes(shape, expected) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> tuple[Collective, ...]:
+def compiled() -> hlo.Module:
     """A loop of three passes over 2 nodes of 4 GPUs, each with an all-to-all over nodes, then a sum and a gather."""
     mesh = aot.gpu_mesh({"node": 2, "gpu": 4}, per_host=4)
 
@@ -123,16 +127,28 @@ def compiled() -> tuple[Collective, ...]:
     spec = PartitionSpec(("node", "gpu"))
     mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=(PartitionSpec(), spec), check_vma=False)
     x = jax.ShapeDtypeStruct((8 * 64, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-    text = aot.compile_for(jax.jit(mapped), x, mesh=mesh).as_text()
-    return collectives(hlo.parse(text), devices_per_node=4)
+    return hlo.parse(aot.compile_for(jax.jit(mapped), x, mesh=mesh).as_text())
 
 
 @pytest.mark.aot
 def test_collectives_of_a_compiled_program(compiled) -> None:
     local = 64 * 1024 * 2
-    sent = {(c.kind, c.role): (c.group_size, c.node_bytes * c.times, c.cross_bytes * c.times) for c in compiled}
+    found = collectives(compiled, devices_per_node=4)
+    sent = {(c.kind, c.role): (c.group_size, c.node_bytes * c.times, c.cross_bytes * c.times) for c in found}
     assert sent["all-to-all", "combine"] == (2, 0, 3 * local // 2)
     assert sent["all-gather", "other"] == (4, 3 * local, 0)
     size, inside, between = sent["all-reduce", "other"]
     assert (size, inside + between) == (8, 2 * local * 7 // 8)
     assert between == round((inside + between) * 4 / 7)
+
+
+@pytest.mark.aot
+def test_one_collective_is_in_flight_where_the_compiler_is_told_of_no_more(compiled) -> None:
+    """Three groups of devices, so three communicators, one after the other."""
+    order = launch_order(compiled)
+    assert (order.in_flight, order.communicators, order.faults) == (1, 1, ())
+    assert {(launch.kind, launch.trips, len(launch.groups)) for launch in order.launches} == {
+        ("all-to-all", (3,), 4),
+        ("all-gather", (), 2),
+        ("all-reduce", (), 1),
+    }

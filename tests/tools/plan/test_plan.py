@@ -26,7 +26,7 @@ from sharding.experts.transport import build
 from sharding.mesh import Machine
 from sharding.wire.collectives import Overlap, resolve_overlap
 from tests.dsv3.model.test_overlap_schedule import copied_weights, written
-from tests.tools.plan import command_lines
+from tests.tools.plan import command_lines, test_launch_order
 from tools.plan import plan as planning
 from tools.plan import report
 from tools.plan.memory import memory_of
@@ -143,6 +143,16 @@ def test_nothing_waits_for_the_host(step, module) -> None:
     assert step.host_waits == module.host_waits == ()
 
 
+def test_all_devices_meet_the_collectives_in_one_order(step, module) -> None:
+    """Those in flight together share the communicator of the nodes, whose channels have their multiprocessors."""
+    assert step.order.faults == module.order.faults == ()
+    assert (step.order.in_flight, step.order.communicators, step.order.channels) == (2, 1, 8)
+
+
+def test_what_could_let_devices_wait_for_each_other_is_found_in_this_program(compiled) -> None:
+    test_launch_order.check_that_all_is_found(compiled.text)
+
+
 def test_bytes_are_those_of_the_transports_formula(step, laid_out) -> None:
     traffic, size = laid_out.functions.traffic, DECODE_EP144.decode_requests
     assert traffic is not None
@@ -254,7 +264,10 @@ def test_report_json_and_picture(plan, tmp_path) -> None:
     assert "fits: needs 68." in text
     assert "known error" in text
     assert re.search(r"multiprocessors: for kernels, for transfers +124, 8", text)
+    assert re.search(r"transfers in flight at most, their channels +2, 8", text)
+    assert re.search(r"collectives out of order, or without room +none", text)
     written = json.loads(json.dumps(report.as_json(plan)))
     assert written["steps"][0]["timeline"]["micro_batches"] == 2
+    assert written["steps"][0]["order"] == {"in_flight": 2, "communicators": 1, "channels": 8, "faults": []}
     draw(plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

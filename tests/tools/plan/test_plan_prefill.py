@@ -8,7 +8,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import PREFILL_EP32
 from sharding.wire.collectives import Overlap, resolve_overlap
 from tests.dsv3.model.test_overlap_schedule import copied_weights, layer_loop, written
-from tests.tools.plan import command_lines
+from tests.tools.plan import command_lines, test_launch_order
 from tools.plan import plan as planning
 from tools.plan.plan import Plan, make_plan
 from tools.plan.programs import Compiled, LaidOut, compile_step, lay_out
@@ -69,6 +69,17 @@ def test_kernels_leave_what_deepseeks_leave(plan) -> None:
     """108 of 132 multiprocessors compute in DeepSeek's profile of this step."""
     (step,) = plan.steps
     assert (step.multiprocessors.taken, step.multiprocessors.reserved) == (108, 24)
+
+
+def test_all_devices_meet_the_collectives_in_one_order(plan) -> None:
+    """Hops in the node and between nodes are in flight together, and divide the multiprocessors left to them."""
+    (step,) = plan.steps
+    assert step.order.faults == ()
+    assert (step.order.in_flight, step.order.communicators, step.order.channels) == (2, 2, 24)
+
+
+def test_what_could_let_devices_wait_for_each_other_is_found_in_this_program(compiled) -> None:
+    test_launch_order.check_that_all_is_found(compiled.text)
 
 
 def test_nothing_waits_for_the_host(plan) -> None:

@@ -30,7 +30,7 @@ def laid_out(deployment: Deployment) -> LaidOut:
 def compiled(phase: Phase, tokens: int) -> Compiled:
     """Ten layers of experts, behind which half of their time is exposed."""
     run = Run("model", Key(phase, tokens), tokens)
-    return Compiled(phase, run, 1.0, 0, 0, 0, program_text(after=EXPERTS))
+    return Compiled(phase, run, 1.0, 0, 0, 0, (4, 8), program_text(after=EXPERTS))
 
 
 def plan(phase: Phase, deployment: Deployment, tokens: int) -> StepPlan:

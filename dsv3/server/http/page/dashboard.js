@@ -325,7 +325,8 @@ function drawAll(withExperts) {
   $("status").textContent = data.status === "ok" ? "serving" : data.reason || data.status;
   $("status").classList.toggle("ok", data.status === "ok");
   const age = started > 5400 ? `${Math.round(started / 3600)} h` : started > 90 ? `${Math.round(started / 60)} min` : `${Math.round(started)} s`;
-  $("facts").textContent = `up ${age}, context ${text(count(data.max_model_len))} tokens` + (data.recompilations ? `, ${data.recompilations} programs compiled while serving` : "");
+  const replaced = Object.entries(data.kernel_fallbacks || {}).map(([operation, backend]) => `, ${operation} by ${backend}`).join("");
+  $("facts").textContent = `up ${age}, context ${text(count(data.max_model_len))} tokens` + replaced + (data.recompilations ? `, ${data.recompilations} programs compiled while serving` : "");
   draw();
   drawSteps(cards.at(-2));
   if (withExperts) drawExperts(cards.at(-1));

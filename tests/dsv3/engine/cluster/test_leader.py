@@ -21,6 +21,7 @@ from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.messages import (
     Begin,
     Build,
+    Checked,
     Compiled,
     Digest,
     Drain,
@@ -39,6 +40,7 @@ from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.mask import MaskCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.kernel_checks import Replaced
 from tests.dsv3.engine.cluster import local
 
 RESULTS = [np.arange(4, dtype=np.int32)]
@@ -115,6 +117,22 @@ def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
 
 def command(number: int) -> StepCommand:
     return StepCommand(number, (Job("decode", DecodeCommand(np.zeros((2, 1, 3), np.int32), 1)),))
+
+
+def test_processes_agree_on_the_kernels_that_fail_in_any_of_them(lead) -> None:
+    led = lead(3)
+    followers = [led.follower(i) for i in (1, 2)]
+    received = [follower.received() for follower in followers]
+    assert [next(r) for r in received] == [Begin(), Begin()]
+    assert led.gathered() is None
+    followers[0].send(Checked({"mla_decode": Replaced("triton", "hangs"), "fp8_gemm": Replaced("triton", "differs")}))
+    followers[1].send(Checked({"fp8_gemm": Replaced("triton", "differs")}))
+    agreed = led.leader.checked({"fp8_gemm": Replaced("triton", "raises")})
+    assert agreed == {
+        "fp8_gemm": Replaced("triton", "process 0: raises; process 1: differs; process 2: differs"),
+        "mla_decode": Replaced("reference", "process 1: hangs"),
+    }
+    assert [next(r) for r in received] == [Checked(agreed), Checked(agreed)]
 
 
 def test_a_whole_life(lead) -> None:

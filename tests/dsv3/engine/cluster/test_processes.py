@@ -114,7 +114,8 @@ def test_a_restart_finds_programs_and_pages_of_the_last_start(tmp_path):
     """The tokens are those of one process without drafts, and digests agree on every draft, right or wrong.
 
     The second time both processes take stored executables, and the pages that each host's memory has kept. A program
-    that was tampered with is not used. A follower with other results ends the instance, and the pages.
+    that was tampered with is not used: that process compiles it alone, and waits for no other one's compilation. A
+    follower with other results ends the instance, and the pages.
     """
     pages = {"kv_offloading_size": 1e-3, "transfer_key_file": local.write_key(tmp_path)}
     pages |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
@@ -124,10 +125,13 @@ def test_a_restart_finds_programs_and_pages_of_the_last_start(tmp_path):
         drain(instance)
     path = min((tmp_path / "1").glob("instance-*/process-1/decode-*"))
     content = bytearray(path.read_bytes())
+    [executable] = (tmp_path / "1").glob(f"programs-*/{content[32:].decode()}")
+    executable.unlink()
     content[-1] ^= 1
     path.write_bytes(content)
     with instances.running(tmp_path, 2, tmp_path, engine=pages, spells=True, diverge_at=200) as instance:
         assert f"{path.name} is not used: its MAC is wrong" in instance.log(1)
+        assert "compiling a program" in instance.log(1) and executable.exists()
         assert f"{num_programs - 1} of {num_programs} programs from the last start" in instance.log(1)
         peers, addresses = check_pages_found_again(instance, Path(pages["transfer_key_file"]).read_bytes())
         failed(instance, busy(instance), "process 1 has other results than process 0 in step 200")
@@ -137,8 +141,18 @@ def test_a_restart_finds_programs_and_pages_of_the_last_start(tmp_path):
 
 
 def test_a_first_launch_that_takes_long_ends_no_instance(tmp_path):
-    """It is over before the leader allows less silence, and before a client meets it."""
-    with instances.running(tmp_path, 2, tmp_path, silence=5.0, first_launch_s=6.0) as instance:
+    """It is over before the leader allows less silence, and before a client meets it.
+
+    Both processes have checked kernels before, of which another one fails in each, and have replaced both.
+    """
+    checks = {"check_kernels": True}
+    with instances.running(tmp_path, 2, tmp_path, silence=5.0, first_launch_s=6.0, engine=checks) as instance:
+        [model] = instance.server.http.get("/v1/models").json()["data"]
+        assert model["kernel_fallbacks"] == {"mla_decode": "reference", "rms_norm": "reference"}
+        assert instance.server.metric("dsv3:kernel_fallback") == 2
+        for process_id in (0, 1):
+            for i, name in enumerate(("rms_norm", "mla_decode")):
+                assert f"THE KERNEL OF {name} FAILS ITS CHECK: process {i}: ragged: is off" in instance.log(process_id)
         assert "launched 3 programs 2 times" in instance.log(1)
         body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         answer = instance.server.http.post("/v1/completions", json=body, timeout=120)

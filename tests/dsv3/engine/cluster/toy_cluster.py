@@ -1,17 +1,19 @@
 """The toy model over several processes: a factory for the leader's engine process, and a follower when run as a script.
 
 `diverge_at` makes a follower read something else from that step on, `first_launch_s` is what its sampler's first launch
-takes. With `eplb_state` the toy has experts that move, and a process with a file `toy_experts.ENDS` in its compilation
-cache ends in the middle of a move.
+takes. Programs are compiled with the options of GPUs, and a compilation waits for those of its peers as it does on one.
+With `eplb_state` the toy has experts that move, and a process with a file `toy_experts.ENDS` in its compilation
+cache ends in the middle of a move. Checks of kernels are played: `FAILS` says which one fails in which process.
 """
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 
 import jax
 import numpy as np
+from jax._src import distributed  # what processes tell each other through jax has no public name
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions
+from dsv3.engine import kernel_checks
 from dsv3.engine.cluster import ahead, follower
 from dsv3.engine.cluster.lead import start_leader
 from dsv3.engine.compilation import use_compilation_cache
@@ -37,7 +41,11 @@ from dsv3.scheduler.sequence import GREEDY
 from dsv3.server.engine.factory import describe
 from dsv3.server.engine.messages import Start
 from sharding.mesh import rank_mesh
+from tests.dsv3.engine import played_checks
 
+_log = logging.getLogger("toy")
+_PEERS_MS = 10_000  # XLA's own is a day
+FAILS = ("rms_norm", "mla_decode")
 LOAD = "tests.dsv3.engine.cluster.toy_cluster"
 PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_file")
 LIMITS = {"identity": "{}", "max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
@@ -50,6 +58,7 @@ def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Pa
     use_compilation_cache(options.compilation_cache_dir)
     Programs.keys = _few_keys  # of the rest each process compiles what it needs
     first_launches.needed = lambda platform: True
+    Programs.__init__, jax.stages.Lowered.compile = _for_gpus, _compile_as_for_gpus
     devices = jax.devices()
     limits = {"num_ranks": len(devices), "num_nodes": jax.process_count()} | LIMITS
     limits |= {name: getattr(options, name) for name in PAGES}
@@ -89,8 +98,36 @@ def _few_keys(self: Programs) -> list[Key]:
     return [key for key in few if key.kind != "sample" or key.variant == GREEDY]
 
 
+_init, _compile = Programs.__init__, jax.stages.Lowered.compile
+
+
+def _for_gpus(self: Programs, platform: str, *more: Any) -> None:
+    _init(self, "cuda", *more)
+
+
+def _compile_as_for_gpus(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """Searches its share of the tiles, as XLA does for a GPU, and waits for those of the others, unless told not to.
+
+    A CPU has no tiles: what is shared is that a process has come here.
+    """
+    _log.info("compiling a program")
+    if (options or {}).get("xla_gpu_shard_autotuning", True):
+        shares, client = hashlib.sha256(lowered.as_text().encode()).hexdigest(), distributed.global_state.client
+        client.key_value_set(f"{shares}/{jax.process_index()}", "found", allow_overwrite=True)
+        for process in range(jax.process_count()):
+            client.blocking_key_value_get(f"{shares}/{process}", _PEERS_MS)
+    return _compile(lowered)
+
+
+def _play_checks(process_id: int) -> None:
+    plan = {"backend": "native", "has": {"native": FAILS}, "ends": {f"{FAILS[process_id]} native": "fails"}}
+    command = (sys.executable, "-S", str(Path(played_checks.__file__)), json.dumps(plan))
+    kernel_checks._DEVICE = kernel_checks._CHECKS = command
+
+
 def start(start: Start, host):
     """What the server is given as its engine's factory."""
+    _play_checks(0)
     return describe(start_leader(start.cluster, Path(start.model_dir), start.engine, host, load, start.generation))
 
 
@@ -123,6 +160,7 @@ def _slow_at_first(seconds: float) -> Callable[..., Any]:
 
 
 def main(cluster, model_dir: str, engine, diverge_at: int | None = None, first_launch_s: float | None = None) -> None:
+    _play_checks(cluster["process_id"])
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if diverge_at is not None:
         LocalExecutor.fetch = _diverging(diverge_at)

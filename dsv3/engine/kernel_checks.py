@@ -1,0 +1,162 @@
+"""The quick checks of a device's kernels before an engine starts, and what takes the place of a kernel that fails.
+
+Each check is a process of its own, `python -m pallas_kernels.checks`, with a time limit: one that hangs, crashes or
+leaves a damaged context behind costs its own operation. They run one after the other, before this process takes the
+GPU's memory, on the first device that it would see.
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from dsv3.engine.device.pool import environment_with_share, holds_gpu
+from dsv3.engine.errors import KernelCheckError
+from dsv3.processes.limited import Ended, run_limited
+from pallas_kernels.backend import OPERATIONS, PARTS, Backend, set_fallbacks
+
+_log = logging.getLogger(__name__)
+_DEVICE = (sys.executable, "-m", "pallas_kernels.backend")
+_CHECKS = (sys.executable, "-m", "pallas_kernels.checks")
+_LIMIT_S = 240.0  # a check that is only slow, on a busy host, costs its kernel
+_POOL_SHARE = 0.1  # the shapes of quick checks are small, and other processes may share the device
+_UNTRIED = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """An operation whose kernel has failed: the backend that it takes instead, and what the check said."""
+
+    backend: str
+    says: str
+
+
+@functools.cache  # once it serves, this process holds the device's memory
+def check_kernels() -> dict[str, Replaced]:
+    """Returns the operations whose kernels fail here, by name; those of the first call in this process.
+
+    Raises KernelCheckError where the checks cannot run, or one fails for which nothing can take the place.
+    """
+    if holds_gpu():
+        raise KernelCheckError(
+            "check_kernels: jax has taken this device's memory already, and the checks are processes of their own; "
+            "make the engine before anything else uses jax, or leave check_kernels away"
+        )
+    backend = Backend(_listed(_DEVICE)[-1])
+    if backend is Backend.REFERENCE:
+        _log.warning("no kernel is checked: this device has none")
+        return {}
+    names = _listed((*_CHECKS, "--list", "--backend", backend.value))
+    _log.info("checking %d %s kernels", len(names), backend.value)
+    found = {name: _fault(name, backend) for name in names}
+    faults = _by_operation({name: says for name, says in found.items() if says})
+    if lost := sorted(faults.keys() - OPERATIONS):
+        raise KernelCheckError(
+            f"check_kernels: {lost[0]} fails its check, and nothing can take its place: {faults[lost[0]]}; without "
+            "check_kernels it would be used nevertheless"
+        )
+    with_triton = _listed((*_CHECKS, "--list", "--backend", "triton")) if backend is Backend.MOSAIC and faults else []
+    return {name: Replaced(_instead(name, name in with_triton).value, says) for name, says in faults.items()}
+
+
+def agree(found: Mapping[int, Mapping[str, Replaced]]) -> dict[str, Replaced]:
+    """Returns what all processes replace: what fails in any of them, by process id.
+
+    An operation takes its Triton form only where each process has found its own kernel wanting and that form right.
+    """
+    agreed: dict[str, Replaced] = {}
+    for name in sorted({name for each in found.values() for name in each}):
+        said = {process_id: each[name] for process_id, each in sorted(found.items()) if name in each}
+        backends = {each.backend for each in said.values()}
+        backend = backends.pop() if len(said) == len(found) and len(backends) == 1 else Backend.REFERENCE.value
+        says = "; ".join(f"process {process_id}: {each.says}" for process_id, each in said.items())
+        agreed[name] = Replaced(backend, says)
+    return agreed
+
+
+def fall_back(replaced: Mapping[str, Replaced]) -> None:
+    """Makes the operations take other backends in this process, which the log says; call it before any is traced."""
+    for name, each in replaced.items():
+        _log.warning(
+            "THE KERNEL OF %s FAILS ITS CHECK: %s. It runs on the %s backend instead, which is slower",
+            *(name, each.says, each.backend),
+        )
+    set_fallbacks({name: Backend(each.backend) for name, each in replaced.items()})
+
+
+def _by_operation(faults: Mapping[str, str]) -> dict[str, str]:
+    """Returns what is wrong by operation, where checks of `PARTS` say so, too."""
+    said: dict[str, list[str]] = {}
+    for name, says in faults.items():
+        for operation in PARTS.get(name, (name,)):
+            said.setdefault(operation, []).append(f"{name}: {says}" if name in PARTS else says)
+    return {operation: "; ".join(each) for operation, each in said.items()}
+
+
+def _instead(name: str, has_triton: bool) -> Backend:
+    """Returns the backend for an operation whose kernel has failed: Triton where that form is there and right."""
+    if not has_triton:
+        return Backend.REFERENCE
+    try:
+        says = _fault(name, Backend.TRITON)
+    except KernelCheckError as error:  # this device or installation has no Triton
+        says = str(error)
+    if says:
+        _log.warning("the Triton form of %s does not take its place: %s", name, says)
+    return Backend.REFERENCE if says else Backend.TRITON
+
+
+def _fault(name: str, backend: Backend) -> str:
+    """Returns what is wrong with an operation, empty if nothing is; KernelCheckError where nothing could be tried."""
+    ended = _run((*_CHECKS, name, "--quick", "--backend", backend.value))
+    if ended.status == _UNTRIED and not ended.timed_out:
+        raise KernelCheckError(f"check_kernels: the check of {name} cannot run ({_last_line(ended)})")
+    rows = _rows(ended.output)
+    failed = [row for row in rows if not row.get("passed")]
+    if failed:
+        says = f"{failed[0].get('case', '')}: {failed[0].get('says') or 'differs from the reference'}"
+        says += f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+    elif ended.status != 0 or ended.timed_out:
+        says = f"the check ends after {len(rows)} cases: {ended.cause}; {_last_line(ended)}"
+    else:
+        says = "" if rows else "the check has no case"
+    _log.info("%s on %s: %s, %.1f s", name, backend.value, "fails" if says else "passes", ended.seconds)
+    return says
+
+
+def _rows(output: str) -> list[dict[str, Any]]:
+    """Returns the rows that a check has printed; one that is not whole is a row that has not passed."""
+    rows = []
+    for line in output.splitlines():
+        if line.startswith("{"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                rows.append({"passed": False, "says": f"printed no row: {line[:80]!r}"})
+    return rows
+
+
+def _listed(command: tuple[str, ...]) -> list[str]:
+    """Returns the words that a command prints, a line each. Raises KernelCheckError where it does not end in order."""
+    ended = _run(command)
+    words = ended.output.split()
+    if ended.status != 0 or not words:
+        raise KernelCheckError(
+            f"check_kernels: the checks cannot run: {' '.join(command[1:])}: {ended.cause}; {_last_line(ended)}"
+        )
+    return words
+
+
+def _run(command: tuple[str, ...]) -> Ended:
+    try:
+        return run_limited(command, _LIMIT_S, environment_with_share(_POOL_SHARE))
+    except OSError as error:
+        raise KernelCheckError(f"check_kernels: the checks cannot run: {command[0]}: {error.strerror}") from error
+
+
+def _last_line(ended: Ended) -> str:
+    lines = ended.log.strip().splitlines()
+    return lines[-1][:300] if lines else "it says nothing"

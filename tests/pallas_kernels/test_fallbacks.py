@@ -1,0 +1,239 @@
+"""Operations that leave their device's backend: each alone, with its parts, and in all that it is a part of."""
+
+import functools
+import re
+import runpy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dsv3.model.layers.router import route
+from pallas_kernels import backend, dense, dsa, fp8, gpus, grouped, mla, rows
+from pallas_kernels.backend import OPERATIONS, Backend, fallbacks, set_fallbacks, with_fallback
+from pallas_kernels.float8 import E4M3
+
+BF16, F32, I32, U8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8
+T, H, R, P, K, N, E = 128, 16, 512, 64, 256, 128, 4
+
+
+def of(shape: tuple[int, ...], dtype=BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+Q, POOL, TABLE, COUNTS = of((T, H, R + P)), of((8, 64, R + P)), of((T, 4), I32), of((T,), I32)
+PART, SHARED, VALUES, CU = of((T, H, 128)), of((T, 64)), of((T, H, 128)), of((3,), I32)
+PAGED = {"scale": 1.0, "pages_per_layer": 8, "value_width": R}
+INDEX = of((T, 64, 128)), of((T, 64), F32), of((8, 64, 128)), TABLE, COUNTS
+FP8_ROWS, FP8_SCALES = of((T, K), E4M3), of((K // 128, T), F32)
+FP8_WEIGHT, FP8_BLOCKS = of((E, N, K), E4M3), of((E, 1, K // 128), F32)
+EVEN = SimpleNamespace(scoring_func="softmax", n_group=1, topk_method="greedy", num_experts_per_tok=2)
+EVEN.norm_topk_prob, EVEN.routed_scaling_factor = False, 1.0
+TILE = {"tile_m": 16}
+ROUTER = of((T, E), F32)
+
+# Each operation: the backend that has kernels for it, its call, and its operands.
+CASES: dict[str, tuple[Backend, Callable, tuple]] = {
+    "mla_decode": (
+        Backend.MOSAIC,
+        functools.partial(mla.mla_decode, **PAGED),
+        (of((T, 1, H, R + P)), POOL, TABLE, COUNTS),
+    ),
+    "mla_prefill": (
+        Backend.MOSAIC,
+        lambda q, k, v, cu, s, backend: mla.mla_prefill(q, k, v, cu, scale=1.0, shared_key=s, backend=backend),
+        (of((T, H, 192)), PART, VALUES, CU, SHARED),
+    ),
+    "mla_prefill_context": (
+        Backend.MOSAIC,
+        functools.partial(mla.mla_prefill_context, **PAGED),
+        (Q, POOL, of((2, 4), I32), of((2,), I32), CU),
+    ),
+    "mla_prefill_spans": (
+        Backend.MOSAIC,
+        lambda q, k, v, a, b, s, backend: mla.mla_prefill_spans(
+            q, k, v, a, b, scale=1.0, shared_key=s, backend=backend
+        ),
+        (of((T, H, 192)), PART, VALUES, COUNTS, COUNTS, SHARED),
+    ),
+    "mla_prefill_chosen": (
+        Backend.MOSAIC,
+        lambda q, k, v, bits, a, b, s, backend: mla.mla_prefill_chosen(
+            q, k, v, bits, a, b, scale=1.0, shared_key=s, backend=backend
+        ),
+        (of((T, H, 192)), PART, VALUES, of((T // 32, T), I32), COUNTS, COUNTS, SHARED),
+    ),
+    "write_pages": (
+        Backend.MOSAIC,
+        functools.partial(mla.write_pages, pages_per_layer=8, value_width=R),
+        (POOL, of((T, R + P)), COUNTS, COUNTS),
+    ),
+    "index_scores": (Backend.MOSAIC, functools.partial(dsa.index_scores, first_page=0), INDEX),
+    "choose": (Backend.TRITON, functools.partial(dsa.choose, first_page=0, best=64), INDEX),
+    "attend_chosen": (
+        Backend.TRITON,
+        functools.partial(dsa.attend_chosen, scale=1.0, first_page=0, value_width=R),
+        (Q, POOL, TABLE, of((T, 64), I32), COUNTS),
+    ),
+    "fp8_gemm": (
+        Backend.MOSAIC,
+        functools.partial(fp8.fp8_gemm, layer=1),
+        (FP8_ROWS, FP8_SCALES, FP8_WEIGHT, FP8_BLOCKS),
+    ),
+    "quantize_1x128": (Backend.MOSAIC, fp8.quantize_1x128, (of((T, K)),)),
+    "swiglu_quantize": (Backend.MOSAIC, fp8.swiglu_quantize, (of((T, 2 * K)),)),
+    "trained_gemm": (Backend.MOSAIC, fp8.trained_gemm, (of((T, K)), of((N, K)))),
+    "layer_gemm": (Backend.MOSAIC, functools.partial(dense.layer_gemm, layer=1), (of((T, K)), of((2, N, K)))),
+    "plain_gemm": (Backend.NATIVE, dense.plain_gemm, (of((8, K)), of((N, K)))),
+    "head_gemm": (Backend.MOSAIC, functools.partial(dense.head_gemm, layer=1), (of((T, H, K)), of((2, H, N, K)))),
+    "grouped_gemm_contiguous": (
+        Backend.MOSAIC,
+        functools.partial(grouped.grouped_gemm_contiguous, **TILE),
+        (of((T, K)), of((E, N, K)), of((T // 16,), I32)),
+    ),
+    "fp8_grouped_gemm_contiguous": (
+        Backend.MOSAIC,
+        functools.partial(grouped.fp8_grouped_gemm_contiguous, **TILE),
+        (FP8_ROWS, FP8_SCALES, FP8_WEIGHT, FP8_BLOCKS, of((T // 16,), I32)),
+    ),
+    "int4_grouped_gemm_contiguous": (
+        Backend.MOSAIC,
+        functools.partial(grouped.int4_grouped_gemm_contiguous, **TILE),
+        (of((T, K)), of((E, N, K // 8), I32), of((E, K // 32, N)), of((T // 16,), I32)),
+    ),
+    "trained_gemm_contiguous": (
+        Backend.MOSAIC,
+        grouped.trained_gemm_contiguous,
+        (of((T, K)), of((E, N, K)), of((T // 128,), I32)),
+    ),
+    "align_groups": (
+        Backend.NATIVE,
+        lambda ids, backend: grouped.align_groups(ids, E, 16, backend=backend),
+        (COUNTS,),
+    ),
+    "choose_experts": (Backend.NATIVE, lambda logits, backend: route(EVEN, logits, None, backend), (ROUTER,)),
+    "rms_norm": (Backend.NATIVE, functools.partial(rows.rms_norm, layer=0, eps=1e-6), (of((T, K)), of((1, K)))),
+    "swiglu": (Backend.NATIVE, rows.swiglu, (of((T, 2 * K)),)),
+    "rotate_heads": (Backend.NATIVE, rows.rotate_heads, (of((T, H, K)), of((T, 32), F32), of((T, 32), F32))),
+    "latent_rows": (
+        Backend.NATIVE,
+        lambda down, w, cos, sin, backend: rows.latent_rows(down, w, 0, cos, sin, 1e-6, backend=backend),
+        (of((T, R + P)), of((1, R)), of((T, 32), F32), of((T, 32), F32)),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_replaced() -> Iterator[None]:
+    yield
+    set_fallbacks({})
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Backend], None]:
+    """Gives this process's device another backend."""
+    return lambda kind: monkeypatch.setattr(backend, "_on_cpu", lambda: (kind, "a test says so"))
+
+
+def traced(name: str, asked: Backend | None = None) -> str:
+    """The program of an operation as text, without addresses of functions."""
+    _, call, operands = CASES[name]
+    with gpus.compiling_for(gpus.by_number(90)):
+        text = str(jax.make_jaxpr(functools.partial(call, backend=asked))(*operands))
+    return re.sub(r"0x[0-9a-f]+", "", text)
+
+
+def test_every_operation_has_a_case() -> None:
+    assert CASES.keys() == OPERATIONS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operation_in_the_table_is_the_reference_with_all_of_its_parts(name, on) -> None:
+    on(CASES[name][0])
+    own = traced(name)
+    set_fallbacks({name: Backend.REFERENCE})
+    assert traced(name) == traced(name, Backend.REFERENCE) != own
+    set_fallbacks(dict.fromkeys(OPERATIONS - {name}, Backend.REFERENCE) if name in ALONE else {})
+    assert traced(name) == own
+
+
+# Those that are made of no other operation, and so do not change with any.
+ALONE = CASES.keys() - {"choose", "attend_chosen", "plain_gemm", "trained_gemm", "trained_gemm_contiguous"}
+
+
+@pytest.mark.parametrize(
+    ("whole", "part"),
+    [
+        ("choose", "index_scores"),
+        ("attend_chosen", "mla_decode"),
+        ("plain_gemm", "layer_gemm"),
+        ("trained_gemm", "fp8_gemm"),
+        ("trained_gemm_contiguous", "quantize_1x128"),
+    ],
+)
+def test_a_part_is_replaced_in_what_is_made_of_it_and_nothing_else_is(whole, part, on) -> None:
+    on(CASES[whole][0])
+    own = traced(whole)
+    set_fallbacks({part: Backend.REFERENCE})
+    assert own != traced(whole)
+    if CASES[whole][0] is not Backend.NATIVE:
+        assert traced(whole) != traced(whole, Backend.REFERENCE)
+
+
+@pytest.mark.parametrize("name", ["mla_decode", "fp8_gemm", "index_scores", "grouped_gemm_contiguous", "write_pages"])
+def test_on_hopper_the_triton_form_may_take_the_place(name, on) -> None:
+    on(Backend.MOSAIC)
+    set_fallbacks({name: Backend.TRITON})
+    assert traced(name) == traced(name, Backend.TRITON) != traced(name, Backend.MOSAIC)
+
+
+def test_a_type_without_a_triton_kernel_takes_the_reference_there(on) -> None:
+    on(Backend.MOSAIC)
+    x, w = jnp.ones((2, 8), F32), jnp.ones((1, 8, 8), F32)
+    set_fallbacks({"layer_gemm": Backend.TRITON})
+    assert dense.layer_gemm(x, w, 0).tolist() == [[8.0] * 8] * 2
+
+
+def test_who_asks_for_a_backend_gets_it() -> None:
+    set_fallbacks({"mla_decode": Backend.REFERENCE})
+    assert with_fallback("mla_decode", Backend.MOSAIC) is Backend.MOSAIC
+    assert with_fallback("mla_decode", None) is Backend.REFERENCE
+    assert with_fallback("fp8_gemm", None) is None
+    assert fallbacks() == {"mla_decode": Backend.REFERENCE}
+
+
+def test_tiles_are_those_of_the_backend_that_makes_the_product(on) -> None:
+    on(Backend.MOSAIC)
+    tiles = {dtype: grouped.choose_tile_m(8, 8, dtype=dtype) for dtype in (E4M3, BF16, I32)}
+    set_fallbacks({"fp8_grouped_gemm_contiguous": Backend.REFERENCE})
+    assert grouped.choose_tile_m(8, 8, dtype=E4M3) == 4 != tiles[E4M3]
+    set_fallbacks({"fp8_grouped_gemm_contiguous": Backend.TRITON})
+    assert grouped.choose_tile_m(8, 8, dtype=E4M3) == 16
+    assert {dtype: grouped.choose_tile_m(8, 8, dtype=dtype) for dtype in (BF16, I32)} == {BF16: 8, I32: 8}
+
+
+def test_what_was_traced_before_is_traced_anew() -> None:
+    seen: list[Backend | None] = []
+
+    @jax.jit
+    def program(x):
+        seen.append(with_fallback("swiglu", None))
+        return x
+
+    for table in ({}, {"swiglu": Backend.REFERENCE}, {"swiglu": Backend.REFERENCE}, {}):
+        set_fallbacks(table)
+        program(1)
+    assert seen == [None, Backend.REFERENCE, None]
+
+
+def test_an_operation_that_nothing_looks_up_is_refused() -> None:
+    with pytest.raises(ValueError, match="fp9_gemm is not in OPERATIONS"):
+        set_fallbacks({"fp9_gemm": Backend.REFERENCE})
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules.*:RuntimeWarning")
+def test_a_command_says_what_the_device_has(capsys) -> None:
+    runpy.run_module("pallas_kernels.backend", run_name="__main__")
+    assert capsys.readouterr().out == f"{backend.resolve_backend().value}\n"

@@ -1,0 +1,170 @@
+"""The order of collectives: in changed texts it is found what would let devices meet them in different orders."""
+
+import re
+
+import pytest
+
+from sharding.wire.collectives import compiler_options, limits_of
+from tools.plan import hlo
+from tools.plan.launch_order import LaunchOrder, launch_order
+
+TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %p = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8,4]{1,0} get-tuple-element(%p), index=1
+  %all-to-all-start.1 = ((f32[8,4]{1,0}), f32[8,4]{1,0}) all-to-all-start(%x), replica_groups={{0,2},{1,3}}
+  %all-to-all-start.2 = ((f32[8,4]{1,0}), f32[8,4]{1,0}) all-to-all-start(%x), replica_groups={{0,1},{2,3}}
+  %all-to-all-done.2 = f32[8,4]{1,0} all-to-all-done(%all-to-all-start.2)
+  %copy-start = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[]) copy-start(%all-to-all-done.2)
+  %all-to-all-done.1 = f32[8,4]{1,0} all-to-all-done(%all-to-all-start.1)
+  %copy-done = f32[8,4]{1,0} copy-done(%copy-start)
+  ROOT %out = (s32[], f32[8,4]{1,0}) tuple(%i, %copy-done)
+}
+
+%cond (p.2: (s32[], f32[8,4])) -> pred[] {
+  ROOT %p.2 = (s32[], f32[8,4]{1,0}) parameter(0)
+}
+
+%gathered (q: f32[8,4]) -> f32[32,4] {
+  %q = f32[8,4]{1,0} parameter(0)
+  ROOT %all-gather.1 = f32[32,4]{1,0} all-gather(%q), replica_groups=[1,4]<=[4], dimensions={0}
+}
+
+ENTRY %main (a: (s32[], f32[8,4])) -> f32[32,4] {
+  %a = (s32[], f32[8,4]{1,0}) parameter(0)
+  %loop = (s32[], f32[8,4]{1,0}) while(%a), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %r = f32[8,4]{1,0} get-tuple-element(%loop), index=1
+  %shift = f32[8,4]{1,0} collective-permute(%r), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %gather = ((f32[8,4]{1,0}), f32[32,4]{1,0}) async-start(%shift), calls=%gathered
+  ROOT %done = f32[32,4]{1,0} async-done(%gather)
+}
+"""
+START = re.compile(r"^ .*all-to-all-start\(.*\n", re.MULTILINE)
+DONE = re.compile(r"^ .*all-to-all-done\(.*\n", re.MULTILINE)
+
+
+def without_a_start(text: str) -> str:
+    return START.sub("", text, count=1)
+
+
+def without_a_done(text: str) -> str:
+    return DONE.sub("", text, count=1)
+
+
+def with_a_done_first(text: str) -> str:
+    start, done = START.search(text), DONE.search(text)
+    assert start and done
+    return text.replace(done[0], "", 1).replace(start[0], done[0] + start[0], 1)
+
+
+def with_a_done_twice(text: str) -> str:
+    return DONE.sub(lambda found: found[0] + found[0].replace("done", "again", 1), text, count=1)
+
+
+def with_starts_exchanged(text: str) -> str:
+    """The first two, each in the place of the other."""
+    first, second = (found[0] for found in list(START.finditer(text))[:2])
+    return text.replace(first, "FIRST", 1).replace(second, first, 1).replace("FIRST", second, 1)
+
+
+def under_a_condition(text: str) -> str:
+    return text.replace(" while(", " conditional(")
+
+
+def in_a_loop_of_unknown_passes(text: str) -> str:
+    return text.replace("known_trip_count", "")
+
+
+def with_a_device_in_two_groups(text: str) -> str:
+    return re.sub(r"(replica_groups=\{\{0,[\d,]*\},\{)\d+", r"\g<1>0", text, count=1)
+
+
+def without_a_group(text: str) -> str:
+    return re.sub(r"(replica_groups=\{\{0,[\d,]*\}),\{[\d,]*\}", r"\1", text, count=1)
+
+
+BREAKING = [
+    (without_a_start, "all-to-all-done.* waits for nothing that is in flight"),
+    (without_a_done, "all-to-all-start.* is never waited for in"),
+    (with_a_done_first, "all-to-all-done.* reads all-to-all-start.*, which stands behind it"),
+    (with_a_done_twice, "all-to-all-again.* waits for nothing"),
+    (under_a_condition, "all-to-all-start.* runs under the condition"),
+    (in_a_loop_of_unknown_passes, "all-to-all-start.* runs in the loop .*, whose passes only the data tell"),
+    (with_a_device_in_two_groups, "all-to-all-start.*: device 0 is in several of its groups"),
+    (without_a_group, "all-to-all-start.*: device 1 is in none of its groups"),
+]
+"""What is done to the text of any program with transfers in halves and loops, and what is said of it."""
+
+
+def read(text: str, *limits: int) -> LaunchOrder:
+    return launch_order(hlo.parse(text), *limits)
+
+
+def check_that_all_is_found(text: str) -> None:
+    """Whatever of `BREAKING` is done to the text of a program is found; so are its first two starts, exchanged."""
+    for change, fault in BREAKING:
+        assert any(re.match(fault, found) for found in read(change(text), 4).faults), change.__name__
+    one, other = read(text, 4), read(with_starts_exchanged(text), 4)
+    assert one.faults == () and one.launches != other.launches
+
+
+def test_all_devices_meet_these_collectives_in_one_order() -> None:
+    """Two are in flight, in two communicators, of three pairs of which one is under way at a time."""
+    order = read(TEXT, 2, 12, 24)
+    assert order.faults == ()
+    assert [(launch.kind, launch.trips) for launch in order.launches] == [
+        ("all-to-all", (3,)),
+        ("all-to-all", (3,)),
+        ("collective-permute", ()),
+        ("all-gather", ()),
+    ]
+    assert (order.in_flight, order.communicators, order.channels) == (2, 2, 24)
+
+
+@pytest.mark.parametrize(("change", "fault"), BREAKING)
+def test_what_could_let_devices_wait_for_each_other_is_found(change, fault: str) -> None:
+    changed = change(TEXT)
+    assert changed != TEXT
+    assert any(re.match(fault, found) for found in read(changed, 2).faults)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("{1,2},", "{1,1},", "shift: device 1 receives twice"),
+        ("{1,2},", "{0,2},", "shift: device 0 sends twice"),
+        ("collective-permute(%r)", "send(%r)", "shift: send is not understood"),
+        (
+            "  ROOT %p.2",
+            "  %all-reduce = f32[] all-reduce(%p.2), replica_groups={}\n  ROOT %p.2",
+            "all-reduce in cond: nothing says",
+        ),
+        (
+            "  ROOT %all-gather.1",
+            "  %also = f32[] all-reduce(%q), replica_groups={}\n  ROOT %all-gather.1",
+            "gather launches several",
+        ),
+    ],
+)
+def test_what_else_is_found(old: str, new: str, fault: str) -> None:
+    assert TEXT.count(old) == 1
+    assert any(found.startswith(fault) for found in read(TEXT.replace(old, new), 2).faults)
+
+
+def test_two_starts_in_another_order_are_another_order() -> None:
+    """Alone such a text is as good; a process with the one and a process with the other would wait for each other."""
+    one, other = read(TEXT, 2), read(with_starts_exchanged(TEXT), 2)
+    assert one.faults == other.faults == ()
+    assert one.launches != other.launches and sorted(one.launches, key=str) == sorted(other.launches, key=str)
+
+
+def test_more_in_flight_than_there_is_room_for_is_found() -> None:
+    assert read(TEXT, 2, 24, 0).faults == (), "where kernels leave nothing, nothing fits beside them"
+    [fault] = read(TEXT, 2, 24, 24).faults
+    assert fault.startswith("2 communicators in flight at once take 24 channels each, more than the 24 multiprocessors")
+    one = limits_of(compiler_options("cuda", 24, overlaps=False))
+    assert read(TEXT, *one).faults == ("2 collectives are in flight at once, more than 1",)
+    same = TEXT.replace("{{0,1},{2,3}}", "{{0,2},{1,3}}")
+    assert (read(same).in_flight, read(same, 2, 24, 24).faults) == (2, ()), "in one communicator they take turns"

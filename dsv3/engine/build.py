@@ -80,7 +80,8 @@ def load_parts(
     prepare(backend)
     dtypes = resolve_dtypes(model_cfg, options, mine, stored_dtype(Path(model_dir)))
     mesh = rank_mesh(devices, jax.process_count(), shards)
-    hardware = Hardware(len(devices) // shards, jax.process_count(), mine.platform == "cpu")
+    processes = jax.process_count()
+    hardware = Hardware(len(devices) // shards, processes, mine.platform == "cpu", processes)
     tokenizer = Path(model_dir) / "tokenizer.json"
 
     def parts(shapes: bool, progress: bool, pages: int | None) -> Parts:

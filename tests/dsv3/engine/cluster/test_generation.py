@@ -71,7 +71,7 @@ def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> Non
         assert gathered.result(30) == dataclasses.replace(cluster, num_processes=3)
     begun = [next(follower.received()) for follower in followers]
     assert begun == [Begin(Generation(1, "a"), 3, 1), Begin(Generation(1, "a"), 3, 2)]
-    leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_nodes=3))
+    leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
     assert leader._ranks == {1: range(2, 4), 3: range(4, 6)}
     for follower in followers:
         follower.wire.close()

@@ -105,7 +105,7 @@ def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
     received = follower.received()
     assert next(received) == Begin()
     assert led.gathered() is None
-    led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_nodes=2))
+    led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_processes=2))
     assert isinstance(next(received), Build)
     follower.send(Ready())
     led.leader.ready()
@@ -126,7 +126,7 @@ def test_a_whole_life(lead) -> None:
     for pages, follower in zip((7, 5), followers, strict=True):
         follower.send(Loaded({"devices": "1"}, pages))
     assert led.leader.loaded({"devices": "1"}) == 5
-    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_nodes=3))
+    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
     assert [next(r) for r in received] == [Build(config), Build(config)]
     for follower in followers:
         follower.send(Compiled())

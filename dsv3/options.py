@@ -335,8 +335,9 @@ class EngineOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """One process's place in an instance of several; Slurm tells the first three where they are not given.
+    """One process's place in an instance of several; where they are not given, Slurm tells all but the key.
 
+    Processes of a node have consecutive numbers: process `node * processes_per_node + i` is the `i`-th of its node.
     Heartbeats come from a thread, so compiling or loading is not silence. Raises ValueError for values that cannot be.
     """
 
@@ -347,16 +348,22 @@ class ClusterOptions:
         group="hosts",
     )
     num_processes: int = option(
-        help="Serve with this many processes, one on each host. Found under Slurm.",
+        help="Serve with this many processes, --processes_per_node on each host. Found under Slurm.",
         low=1,
         high=_MAX_PROCESSES,
         group="hosts",
     )
     process_id: int = option(
-        help="Be this one of them, from 0; process 0 serves HTTP. Found under Slurm.",
+        help="Be this one of them, from 0, counted host by host; process 0 serves HTTP. Found under Slurm.",
         low=0,
         agree=False,
         programs=False,
+        group="hosts",
+    )
+    processes_per_node: int = option(
+        1,
+        "Let this many processes of a host share its GPUs, each with as many; they are one node. Found under Slurm.",
+        low=1,
         group="hosts",
     )
     cluster_key_file: str = option(
@@ -405,7 +412,27 @@ class ClusterOptions:
         check(self)
         if self.process_id >= self.num_processes:
             raise ValueError(f"process_id: {self.process_id} is not from 0 to {self.num_processes - 1}")
+        if self.num_processes % self.processes_per_node:
+            raise ValueError(
+                f"processes_per_node: {self.processes_per_node} does not divide num_processes {self.num_processes}; "
+                "every host must have equally many"
+            )
         split_address(self.coordinator, "coordinator")
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts of the instance."""
+        return self.num_processes // self.processes_per_node
+
+    @property
+    def local_id(self) -> int:
+        """Number of this process among those of its node, from 0."""
+        return self.process_id % self.processes_per_node
+
+    def node_of(self, process_id: int) -> range:
+        """Returns the processes of the node that a process is on."""
+        first = process_id - process_id % self.processes_per_node
+        return range(first, first + self.processes_per_node)
 
     @property
     def heartbeat_s(self) -> float:

@@ -151,6 +151,23 @@ def test_a_whole_life(lead) -> None:
     assert led.failures.empty()
 
 
+def test_processes_of_one_node_on_two_hosts_are_refused_by_name(lead) -> None:
+    """Several nodes may share a host."""
+    led = lead(6, processes_per_node=2)
+    for process_id, host in ((1, socket.gethostname()), (2, "b"), (4, "b"), (5, "b"), (3, "c")):
+        led.follower(process_id, host=host)
+    reason = led.failure()
+    assert "process 3 is on c and process 2 on b" in reason or "process 2 is on b and process 3 on c" in reason
+    assert "processes_per_node 2 they are one node" in reason and "start processes 2 to 3 on it" in reason
+    assert str(led.gathered()) == reason
+
+
+def test_a_process_of_the_leaders_node_on_another_host_is_refused(lead) -> None:
+    led = lead(2, processes_per_node=2)
+    led.follower(1, host="elsewhere")
+    assert f"process 1 is on elsewhere and process 0 on {socket.gethostname()}" in led.failure()
+
+
 def test_missing_processes_are_named(lead) -> None:
     led = lead(5, cluster_start_timeout=0.5)
     follower = led.follower(3)

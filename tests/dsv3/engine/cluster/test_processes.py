@@ -113,20 +113,23 @@ def check_pages_found_again(instance, key):
 def test_a_restart_finds_programs_and_pages_of_the_last_start(tmp_path):
     """The tokens are those of one process without drafts, and digests agree on every draft, right or wrong.
 
-    The second time both processes take stored executables, and the pages that each host's memory has kept. A program
-    that was tampered with is not used. A follower with other results ends the instance, and the pages.
+    The processes share a host, one node. The second time both take stored executables, and the pages that the host's
+    memory has kept for one of them. A program that was tampered with is not used. A follower with other results ends
+    the instance, and the pages.
     """
+    shared = {"processes_per_node": 2}
     pages = {"kv_offloading_size": 1e-3, "transfer_key_file": local.write_key(tmp_path)}
     pages |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-    with instances.running(tmp_path, 2, tmp_path, engine=pages, spells=True) as instance:
+    with instances.running(tmp_path, 2, tmp_path, engine=pages, spells=True, cluster=shared) as instance:
         num_programs = int(re.search(r"0 of (\d+) programs", instance.log(1))[1])
         check_tokens(instance)
         drain(instance)
-    path = min((tmp_path / "1").glob("instance-*/process-1/decode-*"))
+    path = min((tmp_path / "0").glob("instance-*/process-1/decode-*"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with instances.running(tmp_path, 2, tmp_path, engine=pages, spells=True, diverge_at=200) as instance:
+    more = {"spells": True, "cluster": shared, "diverge_at": 200}
+    with instances.running(tmp_path, 2, tmp_path, engine=pages, **more) as instance:
         assert f"{path.name} is not used: its MAC is wrong" in instance.log(1)
         assert f"{num_programs - 1} of {num_programs} programs from the last start" in instance.log(1)
         peers, addresses = check_pages_found_again(instance, Path(pages["transfer_key_file"]).read_bytes())

@@ -223,7 +223,8 @@ class EngineOptions:
     transfer_address: str | None = option(
         None,
         "Let other instances fetch pages at this HOST:PORT, a name of this host that they know. Needs "
-        "--kv_offloading_size and --transfer_key_file. Each process of an instance has its own.",
+        "--kv_offloading_size and --transfer_key_file. Each host of an instance has its own; its further "
+        "processes take the ports that follow.",
         agree=False,
         programs=False,
         group="fleet",
@@ -401,8 +402,8 @@ class ClusterOptions:
     )
     cluster_spare: bool = option(
         True,
-        "Keep a process on each host that has imported jax and waits for the next failure: a restart takes half the "
-        "processor time, and the host some 200 MB.",
+        "Keep a spare beside each process, which has imported jax and waits for the next failure: a restart takes half "
+        "the processor time, and the host some 200 MB per process.",
         agree=False,
         programs=False,
         group="hosts",

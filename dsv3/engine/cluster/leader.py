@@ -346,7 +346,8 @@ class Leader:
             now = time.monotonic()
             late, last = now - last > interval + self._silence_s / 2, now
             if self._returning is not None and (back := self._returning.due()):
-                self._fail(f"{_processes(back)} of {self._options.num_processes} has come back: all start anew")
+                verb = "has" if len(back) == 1 else "have"
+                self._fail(f"{_processes(back)} of {self._options.num_processes} {verb} come back: all start anew")
             elif late:
                 self._forgiven = now
                 self._book.forgive()

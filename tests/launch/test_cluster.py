@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 
 import httpx
 import pytest
@@ -114,6 +115,11 @@ def test_two_nodes_of_two_processes_give_transformers_tokens(start):
     body = {"model": "greedy", "prompt": prompts, "max_tokens": count, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120).json()
     assert [c["token_ids"] for c in answer["choices"]] == [tokens[:count] for tokens in golden["greedy"][:8]]
+    pages = [[i + 1, *range(3, 70)] for i in range(4)]  # one of a rank each
+    httpx.post(f"{url}/v1/completions", json=body | {"prompt": pages, "max_tokens": 1}, timeout=120).raise_for_status()
+    until = time.monotonic() + 60
+    while not metric(url, "dsv3:kv_tier_stored_bytes_total"):
+        assert time.monotonic() < until
     leader.send_signal(signal.SIGTERM)
     logs = [process.communicate(timeout=60)[0] for process in followers]
     assert leader.wait(60) == 0 and all(process.returncode == 0 for process in followers)

@@ -109,7 +109,7 @@ def main() -> None:
     followers = multiprocessing.get_context("spawn").Process(target=follow, args=(cluster,))
     followers.start()
     leader.gather()
-    limits = EngineConfig(64, 1, num_ranks=arguments.ranks, num_nodes=arguments.followers + 1)
+    limits = EngineConfig(64, 1, num_ranks=arguments.ranks, num_processes=arguments.followers + 1)
     leader.build(limits)
     rows = np.zeros((arguments.ranks, arguments.rows, 3), np.int32)
     times, processor = [], []

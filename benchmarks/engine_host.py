@@ -128,7 +128,7 @@ class UnitExecutor:
     """
 
     def __init__(self, cfg: EngineConfig) -> None:
-        self._parts = [cfg.ranks_of(process) for process in range(1, cfg.num_nodes)]
+        self._parts = [cfg.ranks_of(process) for process in range(1, cfg.num_processes)]
         shape = (cfg.num_ranks, max(cfg.decode_buckets))
         self._first = np.ones((*shape, 1), np.int32)
         right = np.random.default_rng(0).random((8, *shape, cfg.tokens_per_row - 1)) < 0.85
@@ -162,8 +162,9 @@ class Unit:
         self._running, self._churn = ranks * rows, churn
         config = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None
         cfg = EngineConfig(
-            max_model_len=4096, num_pages=rows * 24, max_num_seqs=rows, num_ranks=ranks, num_nodes=nodes,
-            max_num_queued_reqs=2 * self._running, speculative_config=config, tokens_per_row=1 + drafts,
+            max_model_len=4096, num_pages=rows * 24, max_num_seqs=rows, num_ranks=ranks, num_processes=nodes,
+            num_nodes=nodes, max_num_queued_reqs=2 * self._running, speculative_config=config,
+            tokens_per_row=1 + drafts,
         )  # fmt: skip
         mesh = AbstractMesh((nodes, ranks // nodes, 1), ("node", "gpu", "tensor"))
         functions = StepFunctions(_prefill, _decode, _logits)

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from absl import flags as absl_flags
+
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster.membership import slurm_membership
 from dsv3.processes.key_file import key_path, read_key
@@ -13,9 +15,16 @@ def cluster_options(environ: Mapping[str, str]) -> ClusterOptions | None:
 
     Raises UsageError for settings that are missing or wrong, and for a key file that cannot be used.
     """
-    given, told = cli.given(ClusterOptions), slurm_membership(environ)
-    place = {name: value if given[name] is None else given[name] for name, value in told.items()}
-    if place["num_processes"] == 1 or set(place.values()) == {None}:
+    given = cli.given(ClusterOptions)
+    try:
+        told = slurm_membership(environ)
+    except ValueError as error:
+        raise flags.UsageError(str(error)) from None
+    values = absl_flags.FLAGS
+    place = {name: value if values[name].using_default_value else given[name] for name, value in told.items()}
+    per_node = place.pop("processes_per_node")
+    per_node = 1 if per_node is None else per_node
+    if per_node == 1 and (place["num_processes"] == 1 or set(place.values()) == {None}):
         return None
     if None in place.values():
         raise flags.UsageError("several processes need --coordinator, --num_processes and --process_id")
@@ -28,4 +37,5 @@ def cluster_options(environ: Mapping[str, str]) -> ClusterOptions | None:
         read_key(given["cluster_key_file"])
     except ValueError as error:
         raise flags.UsageError(f"--{error}") from None
-    return cli.make(ClusterOptions, given | place | {"cluster_key_file": key_path(given["cluster_key_file"])})
+    place |= {"processes_per_node": per_node, "cluster_key_file": key_path(given["cluster_key_file"])}
+    return cli.make(ClusterOptions, given | place)

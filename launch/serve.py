@@ -8,7 +8,8 @@ Without options all weights lie on one device. DeepSeek-V3 has 671 GB of them an
   python -m launch.serve --model /models/DeepSeek-V3 --data_parallel_size 8 --enable_expert_parallel \
     --max_num_seqs 48 --max_num_batched_tokens 4096
 
-Over several hosts the same command runs once on each (docs/multi_host.md); process 0 serves HTTP, the others follow it:
+Over several hosts the same command runs once on each, or once per GPU with --processes_per_node (docs/multi_host.md);
+process 0 serves HTTP, the others follow it:
 
   python -m launch.serve --coordinator HOST0:8476 --num_processes 2 --process_id 0 --cluster_key_file FILE
   python -m launch.serve --coordinator HOST0:8476 --num_processes 2 --process_id 1 --cluster_key_file FILE

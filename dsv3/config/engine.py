@@ -41,8 +41,9 @@ def _carries(name: str, default: Any) -> Any:
 class EngineConfig:
     """Limits of one engine; all counts are per data-parallel rank but `max_num_queued_reqs`.
 
-    `num_nodes` is the number of hosts over which the ranks are spread, equally and in order. `identity` starts the keys
-    of the prefix cache. Raises ValueError for a value out of range.
+    The ranks are spread over `num_processes` processes, equally and in order, and just so over `num_nodes` nodes of the
+    mesh, each of which has the devices of one host. `identity` starts the keys of the prefix cache. Raises ValueError
+    for a value out of range.
     """
 
     # Room differs between processes: the leader takes the least and tells it.
@@ -52,7 +53,8 @@ class EngineConfig:
     max_num_batched_tokens: int = _carries("max_num_batched_tokens", 1024)
     max_num_queued_reqs: int = _carries("max_num_queued_reqs", 1024)
     num_ranks: int = option(1, "Serve with this many data-parallel ranks.", low=1)
-    num_nodes: int = option(1, "Spread the ranks over this many hosts.", low=1)
+    num_processes: int = option(1, "Spread the ranks over this many processes.", low=1)
+    num_nodes: int = option(1, "Spread the ranks over this many nodes of the mesh.", low=1)
     tensor_parallel_size: int = _carries("tensor_parallel_size", 1)
     tokens_per_row: int = option(
         1, "Give each row of a decode step up to this many tokens, all but the last from drafts.", low=1, high=8
@@ -116,7 +118,7 @@ class EngineConfig:
 
     def ranks_of(self, process_id: int) -> range:
         """Returns the ranks whose devices belong to a process of the instance."""
-        each = self.num_ranks // self.num_nodes
+        each = self.num_ranks // self.num_processes
         return range(process_id * each, (process_id + 1) * each)
 
     def transfer_address_of(self, process_id: int) -> str | None:

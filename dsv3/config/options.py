@@ -222,7 +222,8 @@ class EngineOptions:
     transfer_address: str | None = option(
         None,
         "Let other instances fetch pages at this HOST:PORT, a name of this host that they know. Needs "
-        "--kv_offloading_size and --transfer_key_file. Each process of an instance has its own.",
+        "--kv_offloading_size and --transfer_key_file. Each host of an instance has its own; its further "
+        "processes take the ports that follow.",
         agree=False,
         programs=False,
         group="fleet",
@@ -341,8 +342,9 @@ class EngineOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """One process's place in an instance of several; Slurm tells the first three where they are not given.
+    """One process's place in an instance of several; where they are not given, Slurm tells all but the key.
 
+    Processes of a node have consecutive numbers: process `node * processes_per_node + i` is the `i`-th of its node.
     Heartbeats come from a thread, so compiling or loading is not silence. Raises ValueError for values that cannot be.
     """
 
@@ -353,16 +355,22 @@ class ClusterOptions:
         group="hosts",
     )
     num_processes: int = option(
-        help="Serve with this many processes, one on each host. Found under Slurm.",
+        help="Serve with this many processes, --processes_per_node on each host. Found under Slurm.",
         low=1,
         high=_MAX_PROCESSES,
         group="hosts",
     )
     process_id: int = option(
-        help="Be this one of them, from 0; process 0 serves HTTP. Found under Slurm.",
+        help="Be this one of them, from 0, counted host by host; process 0 serves HTTP. Found under Slurm.",
         low=0,
         agree=False,
         programs=False,
+        group="hosts",
+    )
+    processes_per_node: int = option(
+        1,
+        "Let this many processes of a host share its GPUs, each with as many; they are one node. Found under Slurm.",
+        low=1,
         group="hosts",
     )
     cluster_key_file: str = option(
@@ -400,8 +408,8 @@ class ClusterOptions:
     )
     cluster_spare: bool = option(
         True,
-        "Keep a process on each host that has imported jax and waits for the next failure: a restart takes half the "
-        "processor time, and the host some 200 MB.",
+        "Keep a spare beside each process, which has imported jax and waits for the next failure: a restart takes half "
+        "the processor time, and the host some 200 MB per process.",
         agree=False,
         programs=False,
         group="hosts",
@@ -411,7 +419,27 @@ class ClusterOptions:
         check(self)
         if self.process_id >= self.num_processes:
             raise ValueError(f"process_id: {self.process_id} is not from 0 to {self.num_processes - 1}")
+        if self.num_processes % self.processes_per_node:
+            raise ValueError(
+                f"processes_per_node: {self.processes_per_node} does not divide num_processes {self.num_processes}; "
+                "every host must have equally many"
+            )
         split_address(self.coordinator, "coordinator")
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts of the instance."""
+        return self.num_processes // self.processes_per_node
+
+    @property
+    def local_id(self) -> int:
+        """Number of this process among those of its node, from 0."""
+        return self.process_id % self.processes_per_node
+
+    def node_of(self, process_id: int) -> range:
+        """Returns the processes of the node that a process is on."""
+        first = process_id - process_id % self.processes_per_node
+        return range(first, first + self.processes_per_node)
 
     @property
     def heartbeat_s(self) -> float:

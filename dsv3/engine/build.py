@@ -62,13 +62,18 @@ def build_engine(
 
 
 def load_parts(
-    model_dir: str | os.PathLike[str], options: EngineOptions, *, progress: bool = True, shapes: bool = False
+    model_dir: str | os.PathLike[str],
+    options: EngineOptions,
+    *,
+    num_nodes: int = 1,
+    progress: bool = True,
+    shapes: bool = False,
 ) -> Parts:
     """Loads the parts of an engine, as `build_engine` puts them together; raises as it does.
 
     Called in each process of an instance, it reads what this one's devices hold. Limits suit this process's devices.
-    Whether all fits is said from shapes, before a weight is read. With `shapes` none is read: its shape stands in its
-    place.
+    The processes lie on `num_nodes` hosts, equally many on each and in order: these are the nodes of the mesh. Whether
+    all fits is said from shapes, before a weight is read. With `shapes` none is read: its shape stands in its place.
     """
     cache = use_compilation_cache(options.compilation_cache_dir)
     set_pool_share(options.gpu_memory_utilization)
@@ -79,8 +84,8 @@ def load_parts(
     backend = resolve_backend(mine)
     prepare(backend)
     dtypes = resolve_dtypes(model_cfg, options, mine, stored_dtype(Path(model_dir)))
-    mesh = rank_mesh(devices, jax.process_count(), shards)
-    hardware = Hardware(len(devices) // shards, jax.process_count(), mine.platform == "cpu")
+    mesh = rank_mesh(devices, num_nodes, shards)
+    hardware = Hardware(len(devices) // shards, num_nodes, mine.platform == "cpu", jax.process_count())
     tokenizer = Path(model_dir) / "tokenizer.json"
 
     def parts(shapes: bool, progress: bool, pages: int | None) -> Parts:
@@ -164,6 +169,11 @@ def _devices(ranks: int | None, shards: int) -> list[jax.Device]:
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
         raise ValueError(f"processes must have equally many devices, but they have {dict(counts)}")
+    if counts[0] % shards:
+        raise ValueError(
+            f"tensor_parallel_size {shards} does not divide the {counts[0]} devices of a process: a rank's devices "
+            "must be in one process; lower it, or start fewer processes per host, with more devices each"
+        )
     if ranks not in (None, len(devices) // shards):
         raise ValueError(
             f"data_parallel_size is {ranks}, but the processes have {len(devices)} devices together; with "

@@ -15,11 +15,12 @@ TIER_STEP_BYTES = 2**28
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The devices of an engine: `num_ranks` ranks over `num_nodes` hosts."""
+    """The devices of an engine: `num_ranks` ranks over `num_nodes` nodes, in `num_processes` processes."""
 
     num_ranks: int = 1
     num_nodes: int = 1
     is_cpu: bool = True
+    num_processes: int = 1
 
 
 def longest_context(model: ModelConfig) -> int:
@@ -73,6 +74,7 @@ def engine_config(
         max_num_batched_tokens=batched,
         max_num_queued_reqs=options.max_num_queued_reqs,
         num_ranks=hardware.num_ranks,
+        num_processes=hardware.num_processes,
         num_nodes=hardware.num_nodes,
         tensor_parallel_size=options.tensor_parallel_size,
         reserved_multiprocessors=options.reserved_multiprocessors,

@@ -116,8 +116,8 @@ class Masks:
     def _fitting(self, held: list["_Held"], width: int, outputs: StepOutputs) -> list["_Held"]:
         """Returns the rows whose masks fit what a process may be sent for one job; ends the requests of the others."""
         cfg = self._scheduler.cfg
-        most, each = MAX_PROCESS_BYTES // (4 * width * self.words), cfg.num_ranks // cfg.num_nodes
-        if cfg.num_nodes == 1 or len(held) <= most:
+        most, each = MAX_PROCESS_BYTES // (4 * width * self.words), cfg.num_ranks // cfg.num_processes
+        if cfg.num_processes == 1 or len(held) <= most:
             return held
         counts, fitting = Counter[int](), []
         for row in held:
@@ -126,7 +126,8 @@ class Masks:
             if counts[process] <= most:
                 fitting.append(row)
             else:
-                self._fail(row.sequence, f"{most} others on its host are held to grammars, and no more can be", outputs)
+                error = f"{most} others in its process are held to grammars, and no more can be"
+                self._fail(row.sequence, error, outputs)
         return fitting
 
     def _has_one_end(self, slot: int) -> bool:

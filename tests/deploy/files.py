@@ -53,8 +53,11 @@ def manifests() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path.stem}: {document['kind']}", document
 
 
-def slurm(script: pathlib.Path, folder: pathlib.Path) -> Started:
-    """Runs a batch script with a `srun` that writes down its arguments, and reads these."""
+def slurm(script: pathlib.Path, folder: pathlib.Path, tasks_per_node: int | None = None) -> Started:
+    """Runs a batch script with a `srun` that writes down its arguments, and reads these.
+
+    `tasks_per_node` is what `sbatch --ntasks-per-node` says in the place of the script.
+    """
     (folder / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$FOLDER/arguments"\n')
     (folder / "srun").chmod(0o755)
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "FOLDER": str(folder), "MODEL": "/model dir"}
@@ -64,12 +67,13 @@ def slurm(script: pathlib.Path, folder: pathlib.Path) -> Started:
     assert arguments[start - 1] == "-m" and "--kill-on-bad-exit=1" in arguments[:start]
     server, engine, given = parsed(arguments[start + 1 :])
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", script.read_text(), re.MULTILINE))
-    nodes = int(directives["nodes"])
+    nodes, tasks = int(directives["nodes"]), tasks_per_node or int(directives["ntasks-per-node"])
     told = slurm_membership(
         {
             "SLURM_JOB_ID": "4711",
             "SLURM_STEP_NODELIST": f"gpu[001-{nodes:03}]",
-            "SLURM_STEP_NUM_TASKS": str(nodes * int(directives["ntasks-per-node"])),
+            "SLURM_STEP_NUM_TASKS": str(nodes * tasks),
+            "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})",
             "SLURM_PROCID": "0",
         }
     )

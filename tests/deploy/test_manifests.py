@@ -62,6 +62,14 @@ def test_numbers_are_those_of_the_deployment(started, name) -> None:
         assert process.cluster.is_leader == ("follower" not in name)
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_slurm_starts_a_process_per_gpu_where_it_is_told_to(script, tmp_path) -> None:
+    process = slurm(script, tmp_path, tasks_per_node=8)
+    assert process.cluster is not None and process.cluster.cluster_key_file
+    assert process.cluster.num_processes == process.nodes * process.gpus_per_node
+    assert (process.cluster.num_nodes, process.cluster.processes_per_node) == (process.nodes, 8)
+
+
 @pytest.mark.parametrize("name", ["decode_ep144", "prefill_ep32"])
 def test_the_expert_map_of_the_start_can_be_made(started, name) -> None:
     """Every expert has a device, and as many replicas come out as the script asks for; without them it cannot start."""

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 
 import httpx
 import pytest
@@ -95,6 +96,37 @@ def test_experts_over_two_processes_give_transformers_tokens(start):
     assert "the leader has ended in order" in follower.stdout.read()
 
 
+def test_two_nodes_of_two_processes_give_transformers_tokens(start):
+    """One device each; tokens go first to the other node, then to the other process of it.
+
+    All find their places in Slurm's environment. Pages go to the hosts' memory, of which each process has its own.
+    """
+    golden = json.loads((DIRECTORY / "greedy" / "greedy.json").read_text())
+    arguments = [*SMALL, "--expert_transport=hierarchical", "--kv_offloading_size=1e-3", "--nocluster_spare"]
+    coordinator = f"localhost:{local.free_port()}"
+    step = SLURM | {"SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    step |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    followers = [start(coordinator, i, *arguments, environment=step | {"SLURM_PROCID": str(i)}) for i in (1, 2, 3)]
+    leader = start(coordinator, 0, *arguments, environment=step | {"SLURM_PROCID": "0"})
+    log = ready_log(leader, followers[0])
+    assert "4 devices on 2 nodes, 1 of them here" in log and "4 processes are ready after" in log
+    url = re.search(r"ready at (http://\S+)", log)[1]
+    prompts, count = golden["prompts"][:8], 16
+    body = {"model": "greedy", "prompt": prompts, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120).json()
+    assert [c["token_ids"] for c in answer["choices"]] == [tokens[:count] for tokens in golden["greedy"][:8]]
+    pages = [[i + 1, *range(3, 70)] for i in range(4)]  # one of a rank each
+    httpx.post(f"{url}/v1/completions", json=body | {"prompt": pages, "max_tokens": 1}, timeout=120).raise_for_status()
+    until = time.monotonic() + 60
+    while not metric(url, "dsv3:kv_tier_stored_bytes_total"):
+        assert time.monotonic() < until
+    leader.send_signal(signal.SIGTERM)
+    logs = [process.communicate(timeout=60)[0] for process in followers]
+    assert leader.wait(60) == 0 and all(process.returncode == 0 for process in followers)
+    memories = [re.search(r"host memory in (\S+):", text)[1] for text in (log, *logs)]
+    assert len(set(memories)) == 4
+
+
 def test_a_leader_alone_ends_with_the_names_of_the_missing(start):
     process = start(f"localhost:{local.free_port()}", 0, *SMALL, *flags(0), "--cluster_start_timeout", "1")
     text = process.communicate(timeout=120)[0]
@@ -140,6 +172,9 @@ def test_a_driver_that_one_process_does_not_reach_ends_both_with_its_reason(star
         (["--coordinator", "a:1", "--num_processes", "2", "--process_id", "0"], "urandom"),
         (["--coordinator", "a", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
         (["--coordinator", "a:1", "--num_processes", "2", "--process_id", "2"], "process_id: 2"),
+        (["--processes_per_node", "2"], "--coordinator, --num_processes and --process_id"),
+        (["--coordinator=a:1", "--num_processes=3", "--process_id=0", "--processes_per_node=2"], "does not divide"),
+        (["--coordinator=a:1", "--num_processes=2", "--process_id=0", "--processes_per_node=0"], "at least 1"),
     ],
 )
 def test_wrong_command_lines(arguments, words, tmp_path):

@@ -1,4 +1,4 @@
-"""Has programs compiled for a gang with one process fewer, ahead of the day when it starts. Imports no jax.
+"""Has programs compiled for a gang with one node fewer, ahead of the day when it starts. Imports no jax.
 
 Each process of a gang that serves starts this one beside it: `python -m dsv3.engine.cluster.ahead`, with an `Order` on
 its standard input, whose end is its own end too. It plays the smaller gang on its own host: one process
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsv3.config.options import LEADER, ClusterOptions, EngineOptions
+from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.unused import vouches
 from dsv3.logs import configure_logging
 
@@ -52,14 +52,15 @@ class Order(msgspec.Struct, frozen=True):
 _order = msgspec.json.Decoder(Order)
 
 
-def places(process_id: int, size: int) -> tuple[int, ...]:
-    """Returns the places that a process may have in a gang of `size` after one other process has gone.
+def places(process_id: int, size: int, processes_per_node: int = 1) -> tuple[int, ...]:
+    """Returns the places that a process may have in a gang of `size` after another node has gone.
 
-    Those behind the one that has gone move up. The leader stays, and no other process takes its place.
+    Those behind the one that has gone move up. The leader's node stays, and no other takes its place.
     """
-    if process_id == LEADER:
-        return (LEADER,)
-    return tuple(place for place in (process_id, process_id - 1) if LEADER < place < size)
+    first = processes_per_node  # of the second node
+    if process_id < first:
+        return (process_id,)
+    return tuple(place for place in (process_id, process_id - first) if first <= place < size)
 
 
 def marker(directory: Path, key: bytes, what: str) -> str:

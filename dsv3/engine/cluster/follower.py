@@ -46,7 +46,7 @@ from dsv3.engine.cluster.messages import (
 )
 from dsv3.engine.cluster.rehearsal import order_of
 from dsv3.engine.cluster.smaller import fitted
-from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
+from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, own_options, start_jax
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.executor import InFlight, LocalExecutor
@@ -129,8 +129,8 @@ class _Follower:
         set_pool_share(options.gpu_memory_utilization)
         start_jax(cluster, generation)
         phases.end("jax")
-        asked, options = options, fitted(options, model_dir, self._cluster, cluster)
-        parts = load(model_dir, options)
+        asked, options = options, fitted(own_options(options, cluster), model_dir, self._cluster, cluster)
+        parts = load(model_dir, options, num_nodes=cluster.num_nodes)
         phases.end("weights")
         self._send(Loaded(loaded_fields(parts), parts.cfg.num_pages, parts.cfg.transfer_address or ""))
         parts = dataclasses.replace(parts, cfg=self._expect(Build).config)

@@ -13,7 +13,7 @@ from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.rehearsal import order_of
 from dsv3.engine.cluster.smaller import fitted
-from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, start_jax
+from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, own_options, start_jax
 from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import LocalExecutor
@@ -62,8 +62,8 @@ def start_leader(
     start_jax(cluster, generation)
     phases.end("jax")
     host.progress("loading the weights")
-    asked, options = options, fitted(options, model_dir, given, cluster)
-    parts = load(model_dir, options)
+    asked, options = options, fitted(own_options(options, cluster), model_dir, given, cluster)
+    parts = load(model_dir, options, num_nodes=cluster.num_nodes)
     num_pages = leader.loaded(loaded_fields(parts))
     phases.end("weights")
     addresses = leader.transfer_addresses(parts.cfg.transfer_address)

@@ -6,6 +6,7 @@ none of them. The first failure of any process ends the instance: `on_failure` i
 
 import dataclasses
 import logging
+import socket
 import sys
 import threading
 import time
@@ -103,8 +104,9 @@ class Leader:
         """Waits until every follower has come and has the leader's fingerprint, then lets them begin.
 
         Returns this process's place among those that begin: in a gang that takes the place of another one these are
-        all that have come when `cluster_return_timeout` is over. Otherwise raises ClusterError when the time is over,
-        with the missing processes, and always where fingerprints differ.
+        all whose whole node has come when `cluster_return_timeout` is over. Otherwise, or where one of this process's
+        own node is missing, raises ClusterError when the time is over, with the missing processes. Raises it always
+        where fingerprints differ, or processes of one node run on several hosts.
         """
         address = self._entrance.address
         self._entrance.open()
@@ -113,7 +115,7 @@ class Leader:
         returning_s = self._options.cluster_return_timeout if self._generation.number else None
         timeout_s = returning_s or self._options.cluster_start_timeout
         missing = self._wait_for(Hello, "to come", timeout_s)
-        if missing and returning_s is None:
+        if missing and (returning_s is None or missing & frozenset(self._options.node_of(LEADER))):
             raise self._fail(
                 f"{_processes(missing)} of {self._options.num_processes} did not come within {timeout_s:g} s "
                 f"(listening at {address})"
@@ -123,6 +125,7 @@ class Leader:
     def _begin_without(self, missing: frozenset[int]) -> ClusterOptions:
         """Lets the others begin, numbered anew where some are missing; these may come back."""
         number = None
+        missing = frozenset(other for process_id in missing for other in self._options.node_of(process_id))
         if not missing:
             self._entrance.close()
         else:
@@ -297,7 +300,8 @@ class Leader:
                     self._fail(f"process {process_id} has been in {message.last}: {self._generation} is over")
                 elif self._compare(process_id, self._fields, message.fields) is None:
                     _log.info("process %d is pid %d on %s", process_id, message.pid, message.host)
-                    self._note(process_id, message)
+                    if not self._strays(process_id, message.host):
+                        self._note(process_id, message)
             case Told():
                 self.news.put(message.kind, self._places[process_id], message.body)
             case Checked() | Loaded() | Compiled() | Ready():
@@ -318,6 +322,20 @@ class Leader:
         """Ends the instance where the fields differ; returns the error to raise, None where they agree."""
         found = differences(mine, theirs, process_id)
         return self._fail(f"process {process_id} is not configured as process {LEADER}: {found}") if found else None
+
+    def _strays(self, process_id: int, host: str) -> bool:
+        """Returns whether another process of its node runs on another host; ends the instance if so."""
+        said = {p: m.host for p, m in self._said[Hello].items() if isinstance(m, Hello)}
+        hosts = {LEADER: socket.gethostname()} | said
+        other = next((p for p in self._options.node_of(process_id) if hosts.get(p, host) != host), None)
+        if other is not None:
+            self._fail(
+                f"process {process_id} is on {host} and process {other} on {hosts[other]}, but with "
+                f"processes_per_node {self._options.processes_per_node} they are one node, which is one host: start "
+                f"processes {self._options.node_of(process_id).start} to {self._options.node_of(process_id)[-1]} on it "
+                "(under Slurm with --distribution=block)"
+            )
+        return other is not None
 
     def _diverged(self, process_id: int | None, number: int) -> None:
         if process_id is not None:
@@ -343,7 +361,8 @@ class Leader:
             now = time.monotonic()
             late, last = now - last > interval + self._silence_s / 2, now
             if self._returning is not None and (back := self._returning.due()):
-                self._fail(f"{_processes(back)} of {self._options.num_processes} has come back: all start anew")
+                verb = "has" if len(back) == 1 else "have"
+                self._fail(f"{_processes(back)} of {self._options.num_processes} {verb} come back: all start anew")
             elif late:
                 self._forgiven = now
                 self._book.forgive()

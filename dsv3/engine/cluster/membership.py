@@ -11,6 +11,7 @@ class Membership(TypedDict):
     coordinator: str | None
     num_processes: int | None
     process_id: int | None
+    processes_per_node: int | None
 
 
 def slurm_membership(environ: Mapping[str, str]) -> Membership:
@@ -19,7 +20,7 @@ def slurm_membership(environ: Mapping[str, str]) -> Membership:
     The leader is on the first host of the step. The port comes from the job's number, in the range that jax's own
     detection uses, so that jobs do not meet. https://slurm.schedmd.com/srun.html, "Output environment variables".
     """
-    nothing = Membership(coordinator=None, num_processes=None, process_id=None)
+    nothing = Membership(coordinator=None, num_processes=None, process_id=None, processes_per_node=None)
     try:
         job, nodes = int(environ["SLURM_JOB_ID"]), environ["SLURM_STEP_NODELIST"]
         tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
@@ -29,7 +30,22 @@ def slurm_membership(environ: Mapping[str, str]) -> Membership:
     if tasks < 2:
         return nothing
     coordinator = f"{first_host(nodes)}:{61440 + job % 4094}"
-    return Membership(coordinator=coordinator, num_processes=tasks, process_id=process_id)
+    per_node = _equal_count(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    return Membership(coordinator=coordinator, num_processes=tasks, process_id=process_id, processes_per_node=per_node)
+
+
+def _equal_count(counts: str) -> int:
+    """Returns the tasks of each node of a step, of a Slurm list such as "8(x18)": 8.
+
+    Raises ValueError where nodes have different counts.
+    """
+    match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", counts)
+    if match is None:
+        raise ValueError(
+            f"SLURM_STEP_TASKS_PER_NODE: {counts!r}: every node must have equally many tasks; start them with srun "
+            "--ntasks-per-node"
+        )
+    return int(match[1])
 
 
 def first_host(nodes: str) -> str:

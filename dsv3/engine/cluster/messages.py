@@ -19,7 +19,7 @@ _MAX_DIMENSIONS = 8
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a follower: the fields of its fingerprint, and where it runs, for the log.
+    """The first message of a follower: the fields of its fingerprint, and where it runs: a node's are on one `host`.
 
     `last` is the generation that its place was in before, as far as its supervisor knows.
     """

@@ -41,10 +41,10 @@ def order_of(
     None where no smaller gang would ever start, and on GPUs: the process that serves fills their memory, so that no
     other one has room there, and how many pages fit a smaller gang's is not known before.
     """
-    size = cluster.num_processes - 1
+    size = cluster.num_processes - cluster.processes_per_node
     if given.cluster_return_timeout is None or size < 1 or jax.default_backend() != "cpu":
         return None
-    as_one_of = places(cluster.process_id, size)
+    as_one_of = places(cluster.process_id, size, cluster.processes_per_node)
     fields = environment(model_dir) | machine_fields() | agreed(given) | agreed(options) | shaping(options)
     replaced = {operation: backend.value for operation, backend in fallbacks().items()}
     what = f"{size} {as_one_of} {sorted((fields | replaced).items())}"
@@ -61,7 +61,7 @@ def compile_programs(order: Order, target: ClusterOptions) -> ProgramStore | Not
     load: Load = getattr(importlib.import_module(module), name)
     model_dir = Path(order.model_dir)
     options = fitted(order.engine, model_dir, order.given, target)
-    parts = load(model_dir, options, shapes=True).shapes
+    parts = load(model_dir, options, num_nodes=target.num_nodes, shapes=True).shapes
     parts = dataclasses.replace(parts, cfg=with_pages(parts.cfg, parts.cfg.num_pages, options))
     store = kept_programs(target, model_dir, options, parts)
     _, programs = lay_out(parts, JOB_KINDS)

@@ -37,7 +37,7 @@ class Returning:
         self._options, self._fields, self._clock = options, fields, clock
         self._lock = threading.Lock()
         self._channels: dict[int, Channel] = {}
-        self._back: set[int] = set()
+        self._back: dict[int, str] = {}  # hosts, by process
         self._serving_since: float | None = None
 
     @property
@@ -68,6 +68,7 @@ class Returning:
     def due(self) -> frozenset[int]:
         """Returns the processes to form the gang anew with: none until it has served for the interval.
 
+        These are of nodes all of whose processes are there again, on one host.
         One that has been silent for as long as a process may be that starts is forgotten, so that it may come again.
         """
         self._drop_silent()
@@ -75,7 +76,11 @@ class Returning:
         if self._serving_since is None or self._clock() - self._serving_since < interval:
             return frozenset()
         with self._lock:
-            return frozenset(self._back)
+            return frozenset(filter(self._is_whole, self._back))
+
+    def _is_whole(self, process_id: int) -> bool:
+        hosts = [self._back.get(other) for other in self._options.node_of(process_id)]
+        return None not in hosts and len(set(hosts)) == 1
 
     def _take(self, process_id: int, body: bytes) -> None:
         """Has a process wait once it has said who it is; what else it says counts for nothing."""
@@ -90,7 +95,7 @@ class Returning:
             return
         channel.send(messages.encode(Wait()))
         with self._lock:
-            self._back.add(process_id)
+            self._back[process_id] = message.host
         _log.info("process %d has come back (pid %d on %s)", process_id, message.pid, message.host)
 
     def _drop_silent(self) -> None:
@@ -105,7 +110,7 @@ class Returning:
         with self._lock:
             if self._channels.get(process_id) is channel:
                 del self._channels[process_id]
-                self._back.discard(process_id)
+                self._back.pop(process_id, None)
 
 
 def refuse(wire: Wire, process_id: int) -> None:

@@ -1,4 +1,4 @@
-"""Options of an instance that goes on with fewer processes than it was started with."""
+"""Options of an instance that goes on with fewer nodes than it was started with."""
 
 import dataclasses
 import logging

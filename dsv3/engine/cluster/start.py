@@ -1,5 +1,7 @@
 """What leader and followers do alike on their way to an engine: jax over all processes, parts, limits."""
 
+import ctypes
+import dataclasses
 import logging
 import socket
 import time
@@ -21,10 +23,10 @@ from dsv3.processes.key_file import read_key
 class Load(Protocol):
     """Makes the parts of an engine; called in every process, with jax started over all of them.
 
-    With `shapes` no weight is loaded: its shape stands in its place.
+    The mesh has `num_nodes` nodes. With `shapes` no weight is loaded: its shape stands in its place.
     """
 
-    def __call__(self, model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Parts: ...
+    def __call__(self, model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: bool = False) -> Parts: ...
 
 
 _log = logging.getLogger("dsv3.cluster")
@@ -48,13 +50,28 @@ class Phases:
         return f"{self._last - self._started:.1f} s: {', '.join(self._done)}"
 
 
-def load_model(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Parts:
+def load_model(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: bool = False) -> Parts:
     """Loads the parts of a real engine."""
-    return load_parts(model_dir, options, progress=False, shapes=shapes)
+    return load_parts(model_dir, options, num_nodes=num_nodes, progress=False, shapes=shapes)
+
+
+def own_options(options: EngineOptions, cluster: ClusterOptions) -> EngineOptions:
+    """Returns the options of this process, where `options` are those of its host.
+
+    Further processes of a host let others fetch pages at the ports that follow the first one's. Raises ValueError where
+    there are too few.
+    """
+    if options.transfer_address is None or cluster.local_id == 0:
+        return options
+    host, _, port = options.transfer_address.rpartition(":")
+    return dataclasses.replace(options, transfer_address=f"{host}:{int(port) + cluster.local_id}")
 
 
 def start_jax(cluster: ClusterOptions, generation: Generation = FIRST) -> None:
     """Joins this process's devices with those of the others of its generation, all of which are there already.
+
+    Processes of one host take equal shares of its GPUs; raises ValueError where that is not possible. On a CPU each has
+    devices of its own.
 
     The coordinator listens at the given address alone, not at all of the host's. It and its clients show each other
     certificates of the generation: without them one call of a stranger, or of a process that is late to leave an
@@ -69,6 +86,7 @@ def start_jax(cluster: ClusterOptions, generation: Generation = FIRST) -> None:
         cluster.coordinator,
         cluster.num_processes,
         cluster.process_id,
+        _own_gpus(cluster),
         cluster_detection_method="deactivate",
         initialization_timeout=_CONNECT_S,
         coordinator_bind_address=_bind_address(cluster.coordinator),
@@ -78,7 +96,9 @@ def start_jax(cluster: ClusterOptions, generation: Generation = FIRST) -> None:
         mtls_peer_uri_prefix=IDENTITY,
         verify_secure_credentials=True,
     )
-    _log.info("%d devices, %d of them here", len(jax.devices()), jax.local_device_count())
+    _log.info(
+        "%d devices on %d nodes, %d of them here", jax.device_count(), cluster.num_nodes, jax.local_device_count()
+    )
 
 
 def kept_programs(
@@ -92,6 +112,30 @@ def kept_programs(
 def loaded_fields(parts: Parts) -> Fields:
     """Returns what must be the same once the weights are loaded; the room for the cache may differ."""
     return device_fields(parts) | agreed(parts.cfg)
+
+
+def _own_gpus(cluster: ClusterOptions) -> list[int] | None:
+    """Returns which of the GPUs that this process sees it takes; None for all."""
+    processes = cluster.processes_per_node
+    gpus = 0 if processes == 1 or jax.config.jax_platforms == "cpu" else _visible_gpus()
+    if gpus % processes:
+        raise ValueError(
+            f"processes_per_node: {processes} does not divide the {gpus} GPUs that this process sees; it must see all "
+            "of its host, to take its share of them (under Slurm ask for --gpus-per-node, not for --gpus-per-task, and "
+            "bind none)"
+        )
+    each = gpus // processes
+    return list(range(cluster.local_id * each, (cluster.local_id + 1) * each)) or None
+
+
+def _visible_gpus() -> int:
+    """Returns how many GPUs CUDA's driver shows this process, 0 without one; jax, once asked, would take them all."""
+    count = ctypes.c_int(0)
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    return count.value if cuda.cuInit(0) == 0 == cuda.cuDeviceGetCount(ctypes.byref(count)) else 0
 
 
 def _bind_address(coordinator: str) -> str:

@@ -69,7 +69,7 @@ class Layout:
     @property
     def num_local_ranks(self) -> int:
         """Ranks whose part of a command this process gets."""
-        return self.cfg.num_ranks // self.cfg.num_nodes if self.spans_processes else self.cfg.num_ranks
+        return self.cfg.num_ranks // self.cfg.num_processes if self.spans_processes else self.cfg.num_ranks
 
     @property
     def first_local_rank(self) -> int:

@@ -119,7 +119,7 @@ class PagesPlanner:
         if view.news is None:
             return self._tiers
         cfg, events = self._cfg, view.scheduler.events
-        for ranks in map(cfg.ranks_of, range(1, cfg.num_nodes)):
+        for ranks in map(cfg.ranks_of, range(1, cfg.num_processes)):
             self._far[ranks.start] = FarTiers(self._tiers, events, ranks)
         view.news.listen(NAME, lambda process_id, body: self._far[cfg.ranks_of(process_id).start].hear(body))
         return Hosts([self._tiers, *self._far.values()], len(self._own))

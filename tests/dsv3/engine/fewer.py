@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsv3.config.model import engine as config
+from dsv3.config import engine as config
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.scheduler.sequence import GREEDY
 

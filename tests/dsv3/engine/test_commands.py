@@ -17,7 +17,8 @@ from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.sample import Adjustment, SampleCommand
 from dsv3.scheduler.masks import MAX_PROCESS_BYTES
 
-CFG = EngineConfig(max_model_len=256, num_pages=4, max_num_seqs=4, max_num_batched_tokens=64, num_ranks=6, num_nodes=3)
+LIMITS = {"max_model_len": 256, "num_pages": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+CFG = EngineConfig(**LIMITS, num_ranks=6, num_processes=3)
 
 
 @st.composite
@@ -38,7 +39,7 @@ def prefills(draw: st.DrawFn) -> PrefillCommand:
 @given(prefills())
 def test_a_part_of_a_prefill_makes_the_arrays_of_its_ranks(command: PrefillCommand) -> None:
     whole = command.arrays(CFG.num_ranks, CFG)
-    for process in range(CFG.num_nodes):
+    for process in range(CFG.num_processes):
         ranks = CFG.ranks_of(process)
         for mine, every in zip(command.part(ranks).arrays(len(ranks), CFG), whole, strict=True):
             np.testing.assert_array_equal(mine, every[ranks.start : ranks.stop])

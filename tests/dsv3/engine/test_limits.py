@@ -30,8 +30,9 @@ def test_the_device_decides_what_nobody_set() -> None:
 
 
 def test_requests_are_as_long_as_the_pages_are_many() -> None:
-    cfg = with_five_pages(num_ranks=6, num_nodes=2)
+    cfg = with_five_pages(num_ranks=6, num_nodes=2, num_processes=3)
     assert (cfg.num_pages, cfg.max_model_len, cfg.num_ranks, cfg.num_nodes) == (5, 5 * 64, 6, 2)
+    assert [cfg.ranks_of(process) for process in range(3)] == [range(0, 2), range(2, 4), range(4, 6)]
 
 
 def test_a_length_that_was_asked_for_is_not_shortened() -> None:

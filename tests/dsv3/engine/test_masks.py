@@ -183,7 +183,7 @@ def test_drafts_are_walked_through_the_grammar(make_drafting) -> None:
 
 
 def test_masks_that_no_message_holds_end_their_requests_and_no_others(monkeypatch) -> None:
-    cfg = EngineConfig(**(LIMITS | {"num_nodes": 2}))
+    cfg = EngineConfig(**(LIMITS | {"num_processes": 2}))
     scheduler = Scheduler(cfg, toy.VOCAB)
     masks = Masks(scheduler, vocabulary())
     monkeypatch.setattr("dsv3.scheduler.masks.MAX_PROCESS_BYTES", 2 * 4 * masks.words + 1)
@@ -201,7 +201,7 @@ def test_masks_that_no_message_holds_end_their_requests_and_no_others(monkeypatc
     assert places.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]] and len(got) == 4
     [refused] = outputs.details
     assert (refused.request_id, refused.finish_reason) == (number("2"), "error")
-    assert "2 others on its host are held to grammars" in refused.error
+    assert "2 others in its process are held to grammars" in refused.error
     assert number("2") not in scheduler.sequences and len(scheduler.sequences) == 4
 
 

@@ -61,6 +61,6 @@ class TwoHosts(LocalExecutor):
 
 def over_two_hosts(parts: Parts) -> Engine:
     """The engine; `parts` lie on one host, so that programs compiled for these suit."""
-    parts = dataclasses.replace(parts, cfg=dataclasses.replace(parts.cfg, num_nodes=2))
+    parts = dataclasses.replace(parts, cfg=dataclasses.replace(parts.cfg, num_processes=2))
     news = News()
     return Engine(parts, TwoHosts(parts, news), news=news)

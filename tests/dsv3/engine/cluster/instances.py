@@ -103,15 +103,18 @@ def running(
         letters.write(model_dir)
     leader = local.options(directory, num_processes, cluster_silence_timeout=silence, **(cluster or {}))
     given = [dict(engine or {}) for _ in range(num_processes)]
-    for own in given if engine and "transfer_key_file" in engine else ():
-        own["transfer_address"] = f"127.0.0.1:{local.free_port()}"
+    per_node = leader.processes_per_node
+    for i in range(0, num_processes if engine and "transfer_key_file" in engine else 0, per_node):
+        address = f"127.0.0.1:{local.free_port()}"  # the next ports are those of further processes of the node
+        for own in given[i : i + per_node]:
+            own["transfer_address"] = address
     relay = Relay(leader.coordinator) if relayed else None
     reached = leader if relay is None else dataclasses.replace(leader, coordinator=relay.address)
     followers, logs = {}, {i: directory / f"follower{i}.log" for i in range(1, num_processes)}
 
     def start(i: int) -> None:
         """Starts follower `i`, for the first time or anew, with caches as on hosts without a common file system."""
-        own = EngineOptions(**given[i], compilation_cache_dir=str(cache / str(i)))
+        own = EngineOptions(**given[i], compilation_cache_dir=str(cache / str(i // per_node)))
         place = dataclasses.replace(reached, process_id=i)
         script = "toy_supervisor" if supervised else "toy_cluster"
         followers[i] = start_follower(place, model_dir, own, logs[i], script, **more)

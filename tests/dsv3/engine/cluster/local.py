@@ -55,9 +55,10 @@ class Follower:
         fields: dict[str, str] | None = None,
         connection: socket.socket | None = None,
         last: Generation | None = None,
+        host: str = "host",
     ):
         self.wire: Wire = connect(connection or dial(cluster), credentials(cluster), process_id)
-        self.send(messages.Hello(FIELDS if fields is None else fields, "host", 1, last))
+        self.send(messages.Hello(FIELDS if fields is None else fields, host, 1, last))
 
     def send(self, message: messages.ToLeader) -> None:
         self.wire.send(messages.encode(message))

@@ -71,11 +71,61 @@ def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> Non
         assert gathered.result(30) == dataclasses.replace(cluster, num_processes=3)
     begun = [next(follower.received()) for follower in followers]
     assert begun == [Begin(Generation(1, "a"), 3, 1), Begin(Generation(1, "a"), 3, 2)]
-    leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_nodes=3))
+    leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
     assert leader._ranks == {1: range(2, 4), 3: range(4, 6)}
     for follower in followers:
         follower.wire.close()
     leader.end()
+
+
+def test_a_node_goes_whole(tmp_path) -> None:
+    """Of three nodes of two processes one has lost a process: the other one hears that it may come again."""
+    cluster = local.options(tmp_path, 6, cluster_return_timeout=0.5, processes_per_node=2)
+    leader = Leader(cluster, local.FIELDS, print, print, Generation(1, "a"))
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(leader.gather)
+        here = socket.gethostname()
+        followers = [local.Follower(cluster, i, fields=local.FIELDS, host=here) for i in (1, 3, 4, 5)]
+        place = gathered.result(30)
+    assert (place.num_processes, place.num_nodes) == (4, 2)
+    begun = {i: next(follower.received()) for i, follower in zip((1, 3, 4, 5), followers, strict=True)}
+    assert begun.pop(3) == Wait()
+    assert begun == {i: Begin(Generation(1, "a"), 4, place) for i, place in ((1, 1), (4, 2), (5, 3))}
+    for follower in followers:
+        follower.wire.close()
+    leader.end()
+
+
+def test_the_leaders_node_goes_on_with_all_its_processes_or_not_at_all(tmp_path) -> None:
+    cluster = local.options(tmp_path, 4, cluster_return_timeout=0.5, processes_per_node=2)
+    leader = Leader(cluster, local.FIELDS, print, print, Generation(1, "a"))
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(leader.gather)
+        followers = [local.Follower(cluster, i, fields=local.FIELDS) for i in (2, 3)]
+        with pytest.raises(ClusterError, match=r"process 1 of 4 did not come within 0\.5 s"):
+            gathered.result(30)
+    for follower in followers:
+        follower.wire.close()
+    leader.end()
+
+
+def test_a_node_is_back_once_all_its_processes_are_on_one_host(tmp_path) -> None:
+    cluster = local.options(tmp_path, 6, cluster_grow_interval=1e-3, processes_per_node=2)
+    returning = Returning(cluster, local.FIELDS, frozenset(range(2, 6)))
+    returning.serve()
+    ends = []
+    for process_id, host in ((2, "a"), (4, "b"), (5, "c"), (3, "a")):
+        assert not returning.due()
+        ours, theirs = local.wires(*socket.socketpair())
+        returning.admit(process_id, ours)
+        theirs.send(messages.encode(Hello(local.FIELDS, host, 1)))
+        assert messages.decode_for_follower(theirs.receive() or b"") == Wait()
+        ends.append(theirs)
+    while not (due := returning.due()):
+        time.sleep(0.01)
+    assert due == {2, 3}
+    for theirs in ends:
+        theirs.close()
 
 
 def test_a_process_that_comes_back_waits_for_the_next_gang(tmp_path) -> None:
@@ -133,13 +183,13 @@ def test_the_first_gang_needs_all_processes(tmp_path) -> None:
 
 
 def test_each_process_compiles_ahead_for_the_places_that_it_may_have() -> None:
-    """Whoever goes, those behind move up; the leader alone never goes."""
-    for size in range(2, 10):
-        for gone in range(1, size):
-            left = [process_id for process_id in range(size) if process_id != gone]
+    """Whichever node goes, those behind move up; the leader's alone never goes."""
+    for nodes, each in [(nodes, each) for nodes in range(2, 10) for each in (1, 2, 3)]:
+        for gone in range(1, nodes):
+            left = [process_id for process_id in range(nodes * each) if process_id // each != gone]
             for place, process_id in enumerate(left):
-                assert place in ahead.places(process_id, size - 1)
-                assert len(ahead.places(process_id, size - 1)) <= 2
+                assert place in ahead.places(process_id, len(left), each)
+                assert len(ahead.places(process_id, len(left), each)) <= 2
 
 
 def test_compiling_ahead_is_begun_where_it_has_a_use_and_harms_nobody(tmp_path, monkeypatch, caplog) -> None:

@@ -107,7 +107,7 @@ def both(lead, **changes) -> tuple[Led, local.Follower, Iterator]:
     received = follower.received()
     assert next(received) == Begin()
     assert led.gathered() is None
-    led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_nodes=2))
+    led.leader.build(EngineConfig(max_model_len=64, num_pages=5, num_ranks=2, num_processes=2))
     assert isinstance(next(received), Build)
     follower.send(Ready())
     led.leader.ready()
@@ -144,7 +144,7 @@ def test_a_whole_life(lead) -> None:
     for pages, follower in zip((7, 5), followers, strict=True):
         follower.send(Loaded({"devices": "1"}, pages))
     assert led.leader.loaded({"devices": "1"}) == 5
-    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_nodes=3))
+    led.leader.build(config := EngineConfig(max_model_len=64, num_pages=5, num_ranks=6, num_processes=3))
     assert [next(r) for r in received] == [Build(config), Build(config)]
     for follower in followers:
         follower.send(Compiled())
@@ -167,6 +167,23 @@ def test_a_whole_life(lead) -> None:
         follower.wire.close()
     closing.join(30)
     assert led.failures.empty()
+
+
+def test_processes_of_one_node_on_two_hosts_are_refused_by_name(lead) -> None:
+    """Several nodes may share a host."""
+    led = lead(6, processes_per_node=2)
+    for process_id, host in ((1, socket.gethostname()), (2, "b"), (4, "b"), (5, "b"), (3, "c")):
+        led.follower(process_id, host=host)
+    reason = led.failure()
+    assert "process 3 is on c and process 2 on b" in reason or "process 2 is on b and process 3 on c" in reason
+    assert "processes_per_node 2 they are one node" in reason and "start processes 2 to 3 on it" in reason
+    assert str(led.gathered()) == reason
+
+
+def test_a_process_of_the_leaders_node_on_another_host_is_refused(lead) -> None:
+    led = lead(2, processes_per_node=2)
+    led.follower(1, host="elsewhere")
+    assert f"process 1 is on elsewhere and process 0 on {socket.gethostname()}" in led.failure()
 
 
 def test_missing_processes_are_named(lead) -> None:

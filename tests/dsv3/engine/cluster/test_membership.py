@@ -12,15 +12,16 @@ SLURM = {
     "SLURM_NTASKS": "4",
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_PROCID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
 }
 
 
-NOTHING = {"coordinator": None, "num_processes": None, "process_id": None}
+NOTHING = {"coordinator": None, "num_processes": None, "process_id": None, "processes_per_node": None}
 
 
-def member(coordinator: str, num_processes: int, process_id: int) -> ClusterOptions:
+def member(coordinator: str, num_processes: int, process_id: int, per_node: int = 1) -> ClusterOptions:
     place = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    return ClusterOptions(**place, cluster_key_file="key")
+    return ClusterOptions(**place, processes_per_node=per_node, cluster_key_file="key")
 
 
 @pytest.mark.parametrize(
@@ -36,8 +37,20 @@ def member(coordinator: str, num_processes: int, process_id: int) -> ClusterOpti
 )
 def test_slurm_tells_everything(nodes: str, first: str) -> None:
     told = slurm_membership(SLURM | {"SLURM_STEP_NODELIST": nodes})
-    assert told == {"coordinator": f"{first}:{61440 + 4711 % 4094}", "num_processes": 4, "process_id": 2}
+    address = f"{first}:{61440 + 4711 % 4094}"
+    assert told == {"coordinator": address, "num_processes": 4, "process_id": 2, "processes_per_node": 1}
     ClusterOptions(**told, cluster_key_file="key")
+
+
+@pytest.mark.parametrize(("counts", "each"), [("2", 2), ("4(x18)", 4), ("1", 1)])
+def test_slurm_tells_how_many_processes_share_a_host(counts: str, each: int) -> None:
+    assert slurm_membership(SLURM | {"SLURM_STEP_TASKS_PER_NODE": counts})["processes_per_node"] == each
+
+
+@pytest.mark.parametrize("counts", ["2(x3),1", "2,2(x3)", ""])
+def test_unequal_hosts_of_a_slurm_step_are_refused(counts: str) -> None:
+    with pytest.raises(ValueError, match=r"SLURM_STEP_TASKS_PER_NODE: .* equally many tasks.*--ntasks-per-node"):
+        slurm_membership(SLURM | {"SLURM_STEP_TASKS_PER_NODE": counts})
 
 
 @pytest.mark.parametrize("job", ["0", "4093", "4094", "99999999"])
@@ -72,6 +85,14 @@ def test_the_control_port_is_the_next_one() -> None:
 def test_counts_that_cannot_be(processes: int, process_id: int) -> None:
     with pytest.raises(ValueError, match=r"num_processes|process_id"):
         member("host:80", processes, process_id)
+
+
+def test_processes_of_a_node_have_consecutive_numbers() -> None:
+    places = [member("host:80", 6, i, 3) for i in range(6)]
+    assert [(each.num_nodes, each.local_id) for each in places] == [(2, i) for i in (0, 1, 2, 0, 1, 2)]
+    assert [places[0].node_of(i) for i in (1, 3, 5)] == [range(0, 3), range(3, 6), range(3, 6)]
+    with pytest.raises(ValueError, match="processes_per_node: 4 does not divide num_processes 6"):
+        member("host:80", 6, 0, 4)
 
 
 def test_keys(tmp_path) -> None:

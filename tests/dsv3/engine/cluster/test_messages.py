@@ -80,7 +80,7 @@ def test_a_job_of_an_unknown_kind_is_refused() -> None:
 
 
 def test_the_limits_and_small_messages_arrive() -> None:
-    config = EngineConfig(max_model_len=100, num_pages=7, num_ranks=4, num_nodes=2, identity="f")
+    config = EngineConfig(max_model_len=100, num_pages=7, num_ranks=4, num_processes=2, identity="f")
     assert config.forward_programs  # buckets are kept once computed, and do not travel
     assert messages.decode_for_follower(messages.encode(Build(config))) == Build(config)
     for message in (Stop(None), Stop("because")):

@@ -51,7 +51,7 @@ PAGES = ("kv_offloading_size", "kv_store", "transfer_address", "transfer_key_fil
 LIMITS = {"identity": "{}", "max_model_len": 2048, "num_pages": 40, "max_num_seqs": 1, "max_num_batched_tokens": 64}
 
 
-def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Parts:
+def load(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: bool = False) -> Parts:
     """The toy's parts over all devices; importing it makes an array, for which jax must have been started."""
     from tests.dsv3.engine import toy
 
@@ -60,14 +60,15 @@ def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Pa
     first_launches.needed = lambda platform: True
     Programs.__init__, jax.stages.Lowered.compile = _for_gpus, _compile_as_for_gpus
     devices = jax.devices()
-    limits = {"num_ranks": len(devices), "num_nodes": jax.process_count()} | LIMITS
+    limits = {"num_ranks": len(devices), "num_processes": jax.process_count(), "num_nodes": num_nodes} | LIMITS
     limits |= {name: getattr(options, name) for name in PAGES}
-    shared_memory.FOLDER = Path(options.compilation_cache_dir)  # each process's own, as on a host
+    shared_memory.FOLDER = Path(options.compilation_cache_dir)  # each node's own, as on a host
     tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
     ahead.give_way = lambda pid: None  # the same
     params = toy.PARAMS
     if options.eplb_state is not None:
-        model, (functions, params) = toy.toy_config(), _with_experts(devices, Path(options.compilation_cache_dir))
+        model, mesh = toy.toy_config(), rank_mesh(devices, num_nodes)
+        functions, params = _with_experts(mesh, Path(options.compilation_cache_dir))
         limits |= {"eplb_state": options.eplb_state, "eplb_interval": 4, "eplb_threshold": 1.0}
     elif options.speculative is None:
         model, functions = toy.toy_config(), toy.FUNCTIONS
@@ -80,13 +81,13 @@ def load(model_dir: Path, options: EngineOptions, *, shapes: bool = False) -> Pa
     return dataclasses.replace(parts, tokenizer=tokenizer) if tokenizer.exists() else parts
 
 
-def _with_experts(devices: list[jax.Device], caches: Path) -> tuple[StepFunctions, Any]:
+def _with_experts(mesh: jax.sharding.Mesh, caches: Path) -> tuple[StepFunctions, Any]:
     """The toy whose experts move, one layer per step, and its parameters."""
     from tests.dsv3.engine import toy_experts
 
     experts.MOVE_BYTES = 1
     experts.ExpertsWorker._move = toy_experts.ending(experts.ExpertsWorker._move, caches / toy_experts.ENDS)
-    return toy_experts.functions(rank_mesh(devices, jax.process_count())), toy_experts.PARAMS
+    return toy_experts.functions(mesh), toy_experts.PARAMS
 
 
 FEW = {"prefill": 64, "decode": 1, "sample": 1, "mtp prefill": 64, "mtp decode": 1}

@@ -2,7 +2,7 @@
 
 Each check is a process of its own, `python -m pallas_kernels.checks`, with a time limit: one that hangs, crashes or
 leaves a damaged context behind costs its own operation. They run one after the other, before this process takes the
-GPU's memory, on the first device that it would see.
+GPU's memory, on one of its devices.
 """
 
 import dataclasses
@@ -35,31 +35,33 @@ class Replaced:
 
 
 @functools.cache  # once it serves, this process holds the device's memory
-def check_kernels() -> dict[str, Replaced]:
+def check_kernels(gpu: int | None = None) -> dict[str, Replaced]:
     """Returns the operations whose kernels fail here, by name; those of the first call in this process.
 
-    Raises KernelCheckError where the checks cannot run, or one fails for which nothing can take the place.
+    They run on the GPU `gpu` of those that this process sees, None for the first. Raises KernelCheckError where the
+    checks cannot run, or one fails for which nothing can take the place.
     """
     if holds_gpu():
         raise KernelCheckError(
             "check_kernels: jax has taken this device's memory already, and the checks are processes of their own; "
             "make the engine before anything else uses jax, or leave check_kernels away"
         )
-    backend = Backend(_listed(_DEVICE)[-1])
+    backend = Backend(_listed(_DEVICE, gpu)[-1])
     if backend is Backend.REFERENCE:
         _log.warning("no kernel is checked: this device has none")
         return {}
-    names = _listed((*_CHECKS, "--list", "--backend", backend.value))
+    names = _listed((*_CHECKS, "--list", "--backend", backend.value), gpu)
     _log.info("checking %d %s kernels", len(names), backend.value)
-    found = {name: _fault(name, backend) for name in names}
+    found = {name: _fault(name, backend, gpu) for name in names}
     faults = _by_operation({name: says for name, says in found.items() if says})
     if lost := sorted(faults.keys() - OPERATIONS):
         raise KernelCheckError(
             f"check_kernels: {lost[0]} fails its check, and nothing can take its place: {faults[lost[0]]}; without "
             "check_kernels it would be used nevertheless"
         )
-    with_triton = _listed((*_CHECKS, "--list", "--backend", "triton")) if backend is Backend.MOSAIC and faults else []
-    return {name: Replaced(_instead(name, name in with_triton).value, says) for name, says in faults.items()}
+    has_triton = backend is Backend.MOSAIC and faults
+    triton = _listed((*_CHECKS, "--list", "--backend", "triton"), gpu) if has_triton else []
+    return {name: Replaced(_instead(name, name in triton, gpu).value, says) for name, says in faults.items()}
 
 
 def agree(found: Mapping[int, Mapping[str, Replaced]]) -> dict[str, Replaced]:
@@ -96,12 +98,12 @@ def _by_operation(faults: Mapping[str, str]) -> dict[str, str]:
     return {operation: "; ".join(each) for operation, each in said.items()}
 
 
-def _instead(name: str, has_triton: bool) -> Backend:
+def _instead(name: str, has_triton: bool, gpu: int | None) -> Backend:
     """Returns the backend for an operation whose kernel has failed: Triton where that form is there and right."""
     if not has_triton:
         return Backend.REFERENCE
     try:
-        says = _fault(name, Backend.TRITON)
+        says = _fault(name, Backend.TRITON, gpu)
     except KernelCheckError as error:  # this device or installation has no Triton
         says = str(error)
     if says:
@@ -109,9 +111,9 @@ def _instead(name: str, has_triton: bool) -> Backend:
     return Backend.REFERENCE if says else Backend.TRITON
 
 
-def _fault(name: str, backend: Backend) -> str:
+def _fault(name: str, backend: Backend, gpu: int | None) -> str:
     """Returns what is wrong with an operation, empty if nothing is; KernelCheckError where nothing could be tried."""
-    ended = _run((*_CHECKS, name, "--quick", "--backend", backend.value))
+    ended = _run((*_CHECKS, name, "--quick", "--backend", backend.value), gpu)
     if ended.status == _UNTRIED and not ended.timed_out:
         raise KernelCheckError(f"check_kernels: the check of {name} cannot run ({_last_line(ended)})")
     rows = _rows(ended.output)
@@ -139,9 +141,9 @@ def _rows(output: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _listed(command: tuple[str, ...]) -> list[str]:
+def _listed(command: tuple[str, ...], gpu: int | None) -> list[str]:
     """Returns the words that a command prints, a line each. Raises KernelCheckError where it does not end in order."""
-    ended = _run(command)
+    ended = _run(command, gpu)
     words = ended.output.split()
     if ended.status != 0 or not words:
         raise KernelCheckError(
@@ -150,9 +152,12 @@ def _listed(command: tuple[str, ...]) -> list[str]:
     return words
 
 
-def _run(command: tuple[str, ...]) -> Ended:
+def _run(command: tuple[str, ...], gpu: int | None) -> Ended:
+    environment = environment_with_share(_POOL_SHARE)
+    if gpu is not None:
+        environment["JAX_CUDA_VISIBLE_DEVICES"] = str(gpu)
     try:
-        return run_limited(command, _LIMIT_S, environment_with_share(_POOL_SHARE))
+        return run_limited(command, _LIMIT_S, environment)
     except OSError as error:
         raise KernelCheckError(f"check_kernels: the checks cannot run: {command[0]}: {error.strerror}") from error
 

@@ -1,10 +1,18 @@
-"""Runs a command as a child process with a time limit, for work that may crash or hang."""
+"""Runs a command as a child process with a time limit, for work that may crash or hang.
+
+Run as a script, this file is the child's first program: it sets an alarm, which ends a child whose parent was killed
+and cannot do it any more, and becomes the command.
+"""
 
 import contextlib
 import dataclasses
+import errno
+import math
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +20,7 @@ from typing import IO
 
 _KILLED_S = 10.0  # a process that waits in a driver cannot be killed; it is left behind
 _OUTPUT_BYTES = 1 << 20
+_ALARM_S = 30.0  # behind the time limit, which the parent keeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +60,18 @@ def run_limited(command: Sequence[str], seconds: float, environment: Mapping[str
     Raises:
       OSError: the program cannot be started.
     """
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    alarm = [sys.executable, "-I", "-S", __file__, str(math.ceil(seconds + _ALARM_S))]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
         begin = time.monotonic()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=log, env=environment, start_new_session=True
+            [*alarm, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
         )
         timed_out = False
         try:
@@ -85,3 +102,8 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+if __name__ == "__main__":
+    signal.alarm(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

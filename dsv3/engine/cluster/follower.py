@@ -46,7 +46,16 @@ from dsv3.engine.cluster.messages import (
 )
 from dsv3.engine.cluster.rehearsal import order_of
 from dsv3.engine.cluster.smaller import fitted
-from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, own_options, start_jax
+from dsv3.engine.cluster.start import (
+    Load,
+    Phases,
+    first_gpu,
+    kept_programs,
+    load_model,
+    loaded_fields,
+    own_options,
+    start_jax,
+)
 from dsv3.engine.cluster.wire import PATIENCE_S, Unanswered, Wire, WireError, connect
 from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.executor import InFlight, LocalExecutor
@@ -122,7 +131,7 @@ class _Follower:
         _log.info("process %d begins in %s of %s", self._cluster.process_id, generation, generation.front)
         phases.end("all have come")
         if options.check_kernels:
-            self._send(Checked(check_kernels()))
+            self._send(Checked(check_kernels(first_gpu(self._cluster))))
             fall_back(self._expect(Checked).replaced)
             phases.end("checks")
         cluster = place_in(self._cluster, begin)

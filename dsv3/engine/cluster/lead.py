@@ -13,7 +13,16 @@ from dsv3.engine.cluster.generation import FIRST, Generation
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.cluster.rehearsal import order_of
 from dsv3.engine.cluster.smaller import fitted
-from dsv3.engine.cluster.start import Load, Phases, kept_programs, load_model, loaded_fields, own_options, start_jax
+from dsv3.engine.cluster.start import (
+    Load,
+    Phases,
+    first_gpu,
+    kept_programs,
+    load_model,
+    loaded_fields,
+    own_options,
+    start_jax,
+)
 from dsv3.engine.device.pool import set_pool_share
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import LocalExecutor
@@ -56,7 +65,7 @@ def start_leader(
     phases.end("all have come")
     if options.check_kernels:
         host.progress("checking the kernels")
-        fall_back(leader.checked(check_kernels()))
+        fall_back(leader.checked(check_kernels(first_gpu(cluster))))
         phases.end("checks")
     set_pool_share(options.gpu_memory_utilization)
     start_jax(cluster, generation)

@@ -86,7 +86,7 @@ def start_jax(cluster: ClusterOptions, generation: Generation = FIRST) -> None:
         cluster.coordinator,
         cluster.num_processes,
         cluster.process_id,
-        _own_gpus(cluster),
+        own_gpus(cluster),
         cluster_detection_method="deactivate",
         initialization_timeout=_CONNECT_S,
         coordinator_bind_address=_bind_address(cluster.coordinator),
@@ -114,7 +114,7 @@ def loaded_fields(parts: Parts) -> Fields:
     return device_fields(parts) | agreed(parts.cfg)
 
 
-def _own_gpus(cluster: ClusterOptions) -> list[int] | None:
+def own_gpus(cluster: ClusterOptions) -> list[int] | None:
     """Returns which of the GPUs that this process sees it takes; None for all."""
     processes = cluster.processes_per_node
     gpus = 0 if processes == 1 or jax.config.jax_platforms == "cpu" else _visible_gpus()
@@ -126,6 +126,12 @@ def _own_gpus(cluster: ClusterOptions) -> list[int] | None:
         )
     each = gpus // processes
     return list(range(cluster.local_id * each, (cluster.local_id + 1) * each)) or None
+
+
+def first_gpu(cluster: ClusterOptions) -> int | None:
+    """Returns the first of `own_gpus`; None where all are its own."""
+    own = own_gpus(cluster)
+    return own[0] if own else None
 
 
 def _visible_gpus() -> int:

@@ -162,7 +162,8 @@ def test_checks_get_a_small_pool_whatever_the_server_has(play, monkeypatch) -> N
     real = kernel_checks.run_limited
     monkeypatch.setattr(kernel_checks, "run_limited", lambda c, s, e: (seen.append(dict(e)), real(c, s, e))[1])
     play()
-    check_kernels()
+    check_kernels(gpu=3)
+    assert {env["JAX_CUDA_VISIBLE_DEVICES"] for env in seen} == {"3"}
     assert {(env.get("XLA_CLIENT_MEM_FRACTION"), env.get("XLA_PYTHON_CLIENT_MEM_FRACTION")) for env in seen} == {
         ("0.1", None)
     }

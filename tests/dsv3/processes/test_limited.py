@@ -5,6 +5,9 @@ import signal
 import sys
 import time
 
+import pytest
+
+from dsv3.processes import limited
 from dsv3.processes.limited import Ended, run_limited
 
 
@@ -56,6 +59,18 @@ def test_only_the_end_of_much_output_is_kept():
 
     assert len(ended.output) == 1 << 20
     assert ended.output.endswith("the end\n")
+
+
+def test_a_child_whose_parent_was_killed_ends_at_its_alarm(monkeypatch):
+    monkeypatch.setattr(limited, "_ALARM_S", -58.0)  # so that it comes before the parent's limit
+    ended = _run("import time; time.sleep(600)")
+
+    assert (ended.status, ended.timed_out) == (-signal.SIGALRM, False)
+
+
+def test_a_program_that_is_not_there_is_an_error():
+    with pytest.raises(FileNotFoundError, match="/nowhere/program"):
+        run_limited(["/nowhere/program"], 5)
 
 
 def _is_gone(pid: int) -> bool:

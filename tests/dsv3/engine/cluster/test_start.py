@@ -52,7 +52,8 @@ def test_processes_of_a_node_share_its_gpus(shown, gpus, processes) -> None:
     """Each GPU belongs to one process of each node."""
     shown(gpus)
     for node in range(2):
-        taken = [start._own_gpus(place(node * processes + i, processes, 2 * processes)) for i in range(processes)]
+        assert start.first_gpu(place(node * processes, processes, 2 * processes)) in (0, None)
+        taken = [start.own_gpus(place(node * processes + i, processes, 2 * processes)) for i in range(processes)]
         assert [gpu for own in taken for gpu in own or []] == list(range(gpus))
         assert {len(own or []) for own in taken} == {gpus // processes}
 
@@ -62,20 +63,20 @@ def test_gpus_that_cannot_be_shared_are_refused(shown, gpus) -> None:
     """One is what a task of Slurm sees that was bound to its GPU."""
     shown(gpus)
     with pytest.raises(ValueError, match=rf"processes_per_node: 8 does not divide the {gpus} GPUs .*--gpus-per-node"):
-        start._own_gpus(place(3, 8))
+        start.own_gpus(place(3, 8))
 
 
 def test_a_process_alone_on_its_host_takes_all_that_jax_finds(shown, monkeypatch) -> None:
     """So does one whose driver does not start, for jax to say why, and one that serves from the CPU."""
     shown(3)
-    assert start._own_gpus(place(3, 1)) is None
+    assert start.own_gpus(place(3, 1)) is None
     shown(0, status=100)
-    assert start._own_gpus(place(3, 8)) is None
+    assert start.own_gpus(place(3, 8)) is None
     monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
-    assert start._own_gpus(place(3, 8)) is None
+    assert start.own_gpus(place(3, 8)) is None
     shown(3)
     monkeypatch.setattr(start.jax.config, "jax_platforms", "cpu")
-    assert start._own_gpus(place(3, 8)) is None
+    assert start.own_gpus(place(3, 8)) is None
 
 
 def test_further_processes_of_a_host_hand_out_pages_at_the_next_ports() -> None:

@@ -10,6 +10,7 @@ import jax
 
 from dsv3.engine.build import load_parts
 from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.device.driver import started_devices
 from dsv3.engine.fingerprint import Fields, agreed, shaping
 from dsv3.engine.parts import Parts
 from dsv3.engine.stored import NothingKept, ProgramStore, device_fields, program_store
@@ -78,7 +79,7 @@ def start_jax(cluster: ClusterOptions, generation: Generation = FIRST) -> None:
         mtls_peer_uri_prefix=IDENTITY,
         verify_secure_credentials=True,
     )
-    _log.info("%d devices, %d of them here", len(jax.devices()), jax.local_device_count())
+    _log.info("%d devices, %d of them here", len(started_devices()), jax.local_device_count())
 
 
 def kept_programs(

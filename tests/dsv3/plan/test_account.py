@@ -11,8 +11,9 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, NODE_8XH200, PREFILL_EP32
 from dsv3.cache.page import pages_for
 from dsv3.engine.device.pool import SLACK
+from dsv3.engine.device.programs import Key
 from dsv3.engine.limits import pages_of_one, staging_bytes
-from dsv3.engine.memory import DeviceMemory, MemoryAccount
+from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
 from dsv3.engine.sizing import account_of
 from dsv3.plan.deployment import Deployment
 from dsv3.plan.memory import memory_of
@@ -66,3 +67,12 @@ def test_the_plan_has_the_room_that_the_server_has(deployment: Deployment) -> No
     served = server_account(line)
     assert served.tokens == pytest.approx(planned.tokens_left, rel=0.02)
     assert served.tokens >= cache_tokens(deployment)
+
+
+def test_a_single_dense_layer_of_two_micro_batches_copies_no_pool() -> None:
+    """XLA takes a loop over one layer apart; then one micro-batch reads the pool that the other writes to."""
+    [line] = [line for line in command_lines.all_lines() if line.model == "Kimi-K2-Thinking"]
+    layout, programs = command_lines.served(command_lines.shallow(MODELS[line.model]), line.machine, line.options)
+    program = programs.get(Key("decode", 256))
+    assert "micro_batch_1" in program.as_text()
+    assert program.memory_analysis().temp_size_in_bytes < local_bytes(layout.pages) / 2

@@ -22,6 +22,7 @@ from absl import flags as absl_flags
 from rich.console import Console
 
 from dsv3.config.options import ClusterOptions
+from dsv3.engine.device.driver import started_devices
 from launch import cli, flags, training
 from launch.cluster import cluster_options
 from training import data as training_data
@@ -48,10 +49,14 @@ def main() -> int:
     """Trains, then writes the model if the last step was reached; returns the exit status."""
     config, output = training.config(STEPS.value), Path(OUTPUT.value or f"runs/{training.CONFIG.value}")
     mesh, cluster = training.mesh(), cluster_options(os.environ)
-    if cluster is not None:
-        from dsv3.engine.cluster.start import start_jax
+    try:
+        if cluster is not None:
+            from dsv3.engine.cluster.start import start_jax
 
-        start_jax(cluster)
+            start_jax(cluster)
+        started_devices()
+    except ValueError as error:
+        raise flags.UsageError(str(error)) from error
     first = jax.process_index() == 0
     console = Console(quiet=not first)
     try:

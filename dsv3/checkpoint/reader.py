@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import math
 import time
 import types
@@ -24,6 +25,7 @@ from dsv3.checkpoint.load_plan import Array, LoadPlan
 from dsv3.model.params import Fp8Weight, Int4Weight
 from pallas_kernels.float8 import E4M3
 
+_log = logging.getLogger(__name__)
 Advance = Callable[[int], None]
 
 TOGETHER_BYTES = 8 << 30
@@ -33,6 +35,7 @@ AHEAD_BYTES = 256 << 20
 
 A disk must not wait between small arrays: a layer has a score of them, and a norm is 14 KB.
 """
+_EVERY_S = 60.0
 _COPIES = 2  # rounds of shares in host memory: one is read while the one before is copied to its devices
 
 
@@ -101,16 +104,38 @@ def check_duplicates(files: Files, plan: LoadPlan, advance: Advance) -> None:
 
 @contextmanager
 def reporter(total: int, verb: str, *, shown: bool) -> Iterator[Advance]:
-    """Shows a progress bar over `total` bytes, then a line with bytes, seconds and throughput, on standard error."""
+    """Shows a progress bar over `total` bytes, then a line with bytes, seconds and throughput, on standard error.
+
+    Where there is no bar to see, the log has a line per minute; unless `shown`, the last line goes there, too.
+    """
     console = Console(stderr=True, quiet=not shown)
     columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    start = time.perf_counter()
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+    has_bar = shown and console.is_terminal
+    start = logged = time.perf_counter()
+    done = 0
+
+    def advance(n: int) -> None:
+        nonlocal done, logged
+        done += n
+        bar.advance(task, n)
+        now = time.perf_counter()
+        if not has_bar and now - logged >= _EVERY_S:
+            logged = now
+            _log.info("%s: %s of %s, %s/s", verb, decimal(done), decimal(total), _rate(done, now - start))
+
+    with Progress(*columns, console=console, transient=True, disable=not has_bar) as bar:
         task = bar.add_task(verb, total=total)
-        yield lambda n: bar.advance(task, n)
+        yield advance
     seconds = time.perf_counter() - start
-    rate = decimal(int(total / max(seconds, 1e-9)))
-    console.print(f"{verb}: {decimal(total)} in {seconds:.1f} s, {rate}/s", highlight=False)
+    text = f"{verb}: {decimal(total)} in {seconds:.1f} s, {_rate(total, seconds)}/s"
+    if shown:
+        console.print(text, highlight=False)
+    else:
+        _log.info("%s", text)
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return decimal(int(nbytes / max(seconds, 1e-9)))
 
 
 def sharding_of(array: Array, shardings: Any) -> Sharding | None:

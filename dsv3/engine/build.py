@@ -21,7 +21,7 @@ from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
 from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.description import describe
-from dsv3.engine.device.driver import refuse_cpu_beside_gpu
+from dsv3.engine.device.driver import started_devices
 from dsv3.engine.device.pool import device_memory, set_pool_share
 from dsv3.engine.dtypes import EngineDtypes, resolve_dtypes
 from dsv3.engine.engine import Engine
@@ -156,8 +156,7 @@ def _devices(ranks: int | None, shards: int) -> list[jax.Device]:
 
     Raises ValueError where there are too few or the wrong ones.
     """
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    refuse_cpu_beside_gpu(devices)
+    devices = sorted(started_devices(), key=lambda device: (device.process_index, device.id))
     if jax.process_count() == 1:
         needed = (ranks or 1) * shards
         if len(devices) < needed:

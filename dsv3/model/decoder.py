@@ -185,6 +185,10 @@ def run_decoder(
         dense = Stack(params.dense, 0)
         for n in reversed(range(len(streams))):
             streams[n], state, _ = run_layers(dense, contexts[n], streams[n], state)
+            if len(streams) > 1:
+                # XLA takes a loop over a single layer apart, and then copies the page pool for the one micro-batch that
+                # reads it, since the other writes to it. Here the other comes later.
+                streams[n], state = jax.lax.optimization_barrier((streams[n], state))
     x = tuple(streams)
     if params.moe is not None:
         x, state, tally = moe_layers(Stack(params.moe, cfg.num_dense_layers, placement), contexts, x, state)

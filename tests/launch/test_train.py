@@ -1,5 +1,8 @@
 """`python -m launch.train` refuses what it cannot run, in one line."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.launch import preloaded
@@ -21,3 +24,12 @@ def test_mistakes_end_with_status_2_and_one_line(arguments: list[str], message: 
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_machine_on_which_jax_does_not_start_trains_nothing(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "rocm")  # no plugin for these is ever installed here
+    command = [sys.executable, "-m", "launch.train", f"--output={tmp_path / 'run'}"]
+    result = subprocess.run(command, cwd=preloaded.ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2, result.stderr
+    assert "jax does not start with JAX_PLATFORMS=rocm (Unable to initialize backend 'rocm'" in result.stderr
+    assert "Traceback" not in result.stderr and not (tmp_path / "run").exists()

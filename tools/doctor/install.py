@@ -177,12 +177,11 @@ def _devices() -> str:
     import jax
 
     from dsv3.config.options import EngineOptions
-    from dsv3.engine.device.driver import refuse_cpu_beside_gpu
+    from dsv3.engine.device.driver import started_devices
     from dsv3.engine.device.pool import set_pool_share
 
     set_pool_share(EngineOptions().gpu_memory_utilization)
-    devices = jax.devices()
-    refuse_cpu_beside_gpu(devices)
+    devices = started_devices()
     kinds = Counter(f"{device.device_kind} ({device.platform})" for device in devices)
     asked = f", as JAX_PLATFORMS={jax.config.jax_platforms} asks" if jax.config.jax_platforms else ""
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + asked

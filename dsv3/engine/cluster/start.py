@@ -13,6 +13,7 @@ import jax
 from dsv3.config.options import ClusterOptions, EngineOptions, split_address
 from dsv3.engine.build import load_parts
 from dsv3.engine.cluster.generation import FIRST, Generation
+from dsv3.engine.device.driver import started_devices
 from dsv3.engine.fingerprint import Fields, agreed, shaping
 from dsv3.engine.parts import Parts
 from dsv3.engine.stored import NothingKept, ProgramStore, device_fields, program_store
@@ -97,7 +98,8 @@ def start_jax(cluster: ClusterOptions, generation: Generation = FIRST) -> None:
         verify_secure_credentials=True,
     )
     _log.info(
-        "%d devices on %d nodes, %d of them here", jax.device_count(), cluster.num_nodes, jax.local_device_count()
+        "%d devices on %d nodes, %d of them here",
+        *(len(started_devices()), cluster.num_nodes, jax.local_device_count()),
     )
 
 

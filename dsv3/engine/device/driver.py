@@ -1,4 +1,4 @@
-"""A machine with an NVIDIA GPU on which jax has the CPU alone, as it does where its plugin does not start."""
+"""Starts jax's devices, and says of a machine on which its plugin for GPUs does not start what to change."""
 
 import importlib.util
 import os
@@ -15,26 +15,39 @@ _VERSION = "proc/driver/nvidia/version"
 _DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/nvidiactl", "dev/dxg")
 # Extras, jax's plugin in each, and the oldest driver that CUDA of its version runs on.
 _EXTRAS = (("cuda13", "jax_cuda13_plugin", 580), ("cuda12", "jax_cuda12_plugin", 525))
+_ON_PURPOSE = "To run on the CPU on purpose, set JAX_PLATFORMS=cpu"
 
 
-def refuse_cpu_beside_gpu(devices: Sequence[jax.Device]) -> None:
-    """Raises ValueError where `devices` are the CPU's, the machine has a GPU, and JAX_PLATFORMS does not ask for that.
+def started_devices() -> list[jax.Device]:
+    """Returns jax's devices, started now if they are not yet.
 
-    A model would load into the host's memory and crawl, and only a line of the log would say why.
+    Raises ValueError where jax cannot start, and where it has the CPU alone on a machine with a GPU and JAX_PLATFORMS
+    does not ask for that. A model would load into the host's memory and crawl, and only a line of the log say why.
     """
-    if devices[0].platform != "cpu" or jax.config.jax_platforms:
-        return
-    version = driver_version()
-    files = any(any(_ROOT.glob(pattern)) for pattern in _DEVICE_FILES)
-    if version is None and not files:
-        return
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter, without a text, where no asked platform is left
+        said = "; ".join(filter(None, (str(error), plugin_troubles()))) or "it gives no reason"
+        asked = f" with JAX_PLATFORMS={jax.config.jax_platforms}" if jax.config.jax_platforms else ""
+        raise ValueError(f"jax does not start{asked} ({said}). {_machine()}. {_ON_PURPOSE}") from error
+    if devices[0].platform == "cpu" and not jax.config.jax_platforms and (driver_version() is not None or _has_files()):
+        said = plugin_troubles() or "jax gives no reason here"
+        raise ValueError(f"jax runs on the CPU ({said}). {_machine()}. {_ON_PURPOSE}")
+    return devices
+
+
+def _has_files() -> bool:
+    return any(any(_ROOT.glob(pattern)) for pattern in _DEVICE_FILES)
+
+
+def _machine() -> str:
+    """Returns what this machine has, and what to change."""
+    version, files = driver_version(), _has_files()
     installed = [extra for extra in _EXTRAS if importlib.util.find_spec(extra[1]) is not None]
-    said = plugin_troubles() or "jax gives no reason here"
+    if version is None and not files:
+        return "This machine has no NVIDIA driver: /proc/driver/nvidia/version and /dev/nvidia0 are missing"
     driver = f"NVIDIA driver {version}" if version else "an NVIDIA device"
-    raise ValueError(
-        f"this machine has {driver}, but jax runs on the CPU ({said}). {_advice(version or '', files, installed)}. "
-        "To serve from the CPU on purpose, set JAX_PLATFORMS=cpu"
-    )
+    return f"This machine has {driver}. {_advice(version or '', files, installed)}"
 
 
 def driver_version() -> str | None:

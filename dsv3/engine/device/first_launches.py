@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from dsv3.engine.device.devices import Devices
+from dsv3.engine.device.pool import beside_pool
 from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.memory import GB
 
 _log = logging.getLogger(__name__)
 _LAUNCHES = 2
@@ -36,7 +38,7 @@ def launch_all(devices: Devices, keys: Iterable[Key]) -> None:
     shapes = jax.tree.leaves((layout.params, layout.pages, layout.state))
     arrays = jax.tree.leaves((devices.params, devices.pages, devices.zeros(layout.state)))
     live = dict(zip(map(id, shapes), arrays, strict=True))
-    keys = list(keys)
+    keys, before = list(keys), beside_pool(layout.mesh.local_devices)
     for key in keys:
         try:
             _launch(devices, devices.programs.spec(key), live)
@@ -44,6 +46,10 @@ def launch_all(devices: Devices, keys: Iterable[Key]) -> None:
             raise RuntimeError(f"the program {key} fails when it is launched for the first time: {error}") from error
     devices.params, devices.pages = _found((layout.params, layout.pages), live)
     _log.info("launched %d programs %d times in %.1f s", len(keys), _LAUNCHES, time.monotonic() - started)
+    after = beside_pool(layout.mesh.local_devices)
+    if before is not None and after is not None:
+        text = "GPU memory beside jax's pool, of CUDA, NCCL and kernels: %.2f GB before these launches, %.2f GB after"
+        _log.info(text, before / GB, after / GB)
 
 
 def _launch(devices: Devices, spec: ProgramSpec, live: dict[int, Any]) -> None:

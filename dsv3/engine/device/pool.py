@@ -1,11 +1,13 @@
-"""The pool that jax takes from a GPU's memory: its share, set before jax starts, and the card's total, read after."""
+"""The pool that jax takes from a GPU's memory: its share, set before jax starts, the card's total, what lies beside."""
 
 import os
+from collections.abc import Sequence
 
 import jax
 from jax._src import xla_bridge  # jax has no public way to ask whether its backends have started
 
 from dsv3.engine.memory import DeviceMemory
+from dsv3.processes.limited import run_limited
 
 SLACK = 0.02
 """Share of a GPU's memory that the pool has beyond what an engine plans with, for fragmentation: 1.7 GB of an H100."""
@@ -13,6 +15,8 @@ _MOST = 0.97  # CUDA, NCCL's buffers and the kernels' code lie outside of the po
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DEFAULT = 0.75  # jax's own where neither is set
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+_QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+_QUERY_S = 10.0
 
 
 def set_pool_share(utilization: float) -> None:
@@ -46,3 +50,23 @@ def device_memory(device: jax.Device) -> DeviceMemory | None:
         )
     given = next((value for name in _FRACTIONS if (value := os.environ.get(name))), _DEFAULT)
     return DeviceMemory(int(stats["bytes_limit"] / float(given)), stats["bytes_limit"], stats.get("bytes_in_use", 0))
+
+
+def beside_pool(devices: Sequence[jax.Device]) -> int | None:
+    """Returns the bytes that are in use beside jax's pool on that of `devices` where they are most.
+
+    CUDA, kernels' code and NCCL's buffers lie there, which no statistics of jax count. None on a CPU, and where
+    nvidia-smi does not say in time.
+    """
+    if devices[0].platform == "cpu":
+        return None
+    numbers = [device.local_hardware_id for device in devices]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(max(numbers) + 1)]
+    try:
+        ended = run_limited([*_QUERY, "--id=" + ",".join(names[number].strip() for number in numbers)], _QUERY_S)
+        used = [int(line) * 2**20 for line in ended.output.split("\n") if line]
+        pools = [(stats := device.memory_stats()).get("pool_bytes", stats["bytes_limit"]) for device in devices]
+        return max(total - pool for total, pool in zip(used, pools, strict=True))
+    except (OSError, ValueError):  # there is no nvidia-smi, or it said something else
+        return None

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import logging
+import re
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.checkpoint import CheckpointError, fill, layout, load_params
+from dsv3.checkpoint import CheckpointError, fill, layout, load_params, reader
 from dsv3.model.params import Fp8Weight, declare
 from pallas_kernels.fp8 import quantize_128x128
 from tests.dsv3.checkpoint import hf
@@ -293,6 +294,23 @@ def test_progress_tells_bytes_and_throughput(tmp_path, capsys):
     assert "loading: " in (line := capsys.readouterr().err) and "/s" in line
     load(tmp_path, cfg)
     assert capsys.readouterr().err == ""
+
+
+def test_a_process_without_a_bar_logs_how_far_it_is(tmp_path, caplog, monkeypatch):
+    """A follower's is read in its log: a load of hours must not look like a hang."""
+    cfg = hf.config()
+    hf.write(tmp_path, hf.random_tensors(cfg))
+    caplog.set_level(logging.INFO, "dsv3.checkpoint.reader")
+    load(tmp_path, cfg)
+    [line] = caplog.messages
+    assert re.fullmatch(r"loading: \S+ .?B in \S+ s, .*B/s", line)
+    caplog.clear()
+    monkeypatch.setattr(reader, "_EVERY_S", 0.0)
+    load(tmp_path, cfg)
+    *parts, last = caplog.messages
+    assert len(parts) > 10 and last.startswith("loading: ")
+    total = re.match(r"loading: (.*B) in ", last)[1]
+    assert f"loading: {total} of {total}, " in parts[-1]
 
 
 def test_the_garbage_collector_is_left_as_it_was(tmp_path):

@@ -1,4 +1,4 @@
-"""A machine with a GPU on which jax has the CPU alone: refused, with jax's reason and what to change."""
+"""A machine on which jax does not start its GPU is refused, with jax's reason and what to change."""
 
 import logging
 
@@ -38,7 +38,7 @@ def machine(tmp_path, monkeypatch):
 
 def refused() -> str:
     with pytest.raises(ValueError) as caught:
-        driver.refuse_cpu_beside_gpu(jax.devices())
+        driver.started_devices()
     assert "set JAX_PLATFORMS=cpu" in str(caught.value)
     return str(caught.value)
 
@@ -73,7 +73,7 @@ def test_jaxs_own_reason_and_the_driver_are_said(machine, caplog) -> None:
 def test_the_advice_fits_driver_and_installation(machine, version, extra, advice) -> None:
     machine(version, "dev/nvidia3", extra=extra)
     with pytest.raises(ValueError, match=advice):
-        driver.refuse_cpu_beside_gpu(jax.devices())
+        driver.started_devices()
 
 
 def test_a_gpu_that_the_process_may_not_see(machine, monkeypatch) -> None:
@@ -86,12 +86,39 @@ def test_a_gpu_that_the_process_may_not_see(machine, monkeypatch) -> None:
 
 def test_the_bundled_model_is_refused_too_unless_the_cpu_is_asked_for(machine) -> None:
     machine(None, "dev/nvidia0", extra=None)
-    with pytest.raises(ValueError, match=r"an NVIDIA device, but jax runs on the CPU.*set JAX_PLATFORMS=cpu"):
+    with pytest.raises(ValueError, match=r"jax runs on the CPU .* an NVIDIA device.*set JAX_PLATFORMS=cpu"):
         build_engine(bundled_model(), progress=False)
     jax.config.update("jax_platforms", "cpu")
-    driver.refuse_cpu_beside_gpu(jax.devices())
+    driver.started_devices()
 
 
 def test_a_machine_without_a_gpu_serves_from_its_cpu(machine) -> None:
     machine(None, extra=None)
-    driver.refuse_cpu_beside_gpu(jax.devices())
+    driver.started_devices()
+
+
+@pytest.mark.parametrize(
+    ("raised", "version", "says"),
+    [
+        (
+            RuntimeError("Unable to initialize backend 'cuda': INTERNAL: no supported devices found"),
+            ANCIENT,
+            "jax does not start (Unable to initialize backend 'cuda': INTERNAL: no supported devices found). "
+            "This machine has NVIDIA driver 470.57.02. Update the driver: 580 or newer",
+        ),
+        (
+            AssertionError(),
+            None,
+            "jax does not start with JAX_PLATFORMS=cuda (it gives no reason). This machine has",
+        ),
+    ],
+)
+def test_a_start_in_which_jax_raises_says_driver_and_remedy_too(machine, monkeypatch, raised, version, says) -> None:
+    def raises() -> None:
+        raise raised
+
+    machine(version, *(["dev/nvidia0"] if version else []))
+    jax.config.update("jax_platforms", None if version else "cuda")
+    monkeypatch.setattr(jax, "devices", raises)
+    said = refused()
+    assert said.startswith(says) and "\n" not in said

@@ -103,6 +103,16 @@ def test_an_engine_that_has_launched_all_answers_as_ever(programs: Programs, lau
     assert engine.stats().recompilations == 0
 
 
+def test_what_the_launches_take_beside_the_pool_is_logged(programs: Programs, monkeypatch, caplog) -> None:
+    engine = Engine(conftest.parts())
+    engine.executor.devices.programs = programs
+    used = iter([int(9e8), int(3.1e9)])
+    monkeypatch.setattr(first_launches, "beside_pool", lambda devices: next(used))
+    with caplog.at_level("INFO", first_launches.__name__):
+        engine.warm_up()
+    assert "0.90 GB before these launches, 3.10 GB after" in caplog.text
+
+
 def test_a_program_that_does_not_run_ends_the_start_by_its_name(programs: Programs, monkeypatch) -> None:
     engine = Engine(conftest.parts())
     engine.executor.devices.programs = programs

@@ -136,6 +136,41 @@ def test_an_allocator_without_a_pool_is_refused(share) -> None:
         pool.device_memory(device("cuda", None))
 
 
+def gpus(*numbers: int, pool_bytes: int) -> list[Any]:
+    stats = {"bytes_limit": pool_bytes}
+    return [
+        SimpleNamespace(platform="cuda", local_hardware_id=number, memory_stats=lambda: stats) for number in numbers
+    ]
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"),
+    [(None, "--id=1,3"), ("4,5,6,7", "--id=5,7"), ("A, B,C,D", "--id=B,D")],
+)
+def test_what_lies_beside_the_pool_is_that_of_the_fullest_gpu(tmp_path, monkeypatch, visible, asked) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f'#!/bin/sh\nprintf "%s " "$@" > {tmp_path}/arguments\nprintf "1000\\n1300\\n"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert pool.beside_pool(gpus(1, 3, pool_bytes=900 * 2**20)) == 400 * 2**20
+    assert (tmp_path / "arguments").read_text().split()[-1] == asked
+
+
+@pytest.mark.parametrize("script", [None, "exit 9", "echo No devices were found", "echo 1000", "sleep 600"])
+def test_a_start_goes_on_where_nvidia_smi_says_nothing(tmp_path, monkeypatch, script) -> None:
+    if script is not None:
+        command = tmp_path / "nvidia-smi"
+        command.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(pool, "_QUERY_S", 0.3)
+    assert pool.beside_pool(gpus(0, 1, pool_bytes=2**30)) is None
+
+
 @pytest.fixture
 def bounded(monkeypatch, tmp_path: Path):
     """Makes the CPU say that it has so much memory, and an engine of it, whose cache has nothing of others."""

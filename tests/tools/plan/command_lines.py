@@ -18,8 +18,11 @@ import yaml
 
 from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
+from configs.deepseek_v31 import DEEPSEEK_V31
+from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import DECODE_EP144, H200, H800, NODE_8XH200, PREFILL_EP32
 from configs.glm_4_7_flash import GLM_4_7_FLASH
+from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from dsv3.config.declaration import options_of
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
@@ -36,27 +39,42 @@ from tools.plan.deployment import Deployment, Device
 
 ROOT = Path(__file__).parents[3]
 WORKING = Path(__file__).with_name("working.json")
-H100 = dataclasses.replace(H800, name="H100")
+# The least that such cards are known to report: 79.1 GiB of an H100, 139.72 GiB of an H200 (most report 139.8).
+H100 = dataclasses.replace(H800, name="H100", memory_bytes=84_900_000_000)
+LEAST_H200 = dataclasses.replace(H200, memory_bytes=150_020_000_000)
 PUBLISHED = (DECODE_EP144, PREFILL_EP32, NODE_8XH200)
+MODELS = {
+    "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V3.1": DEEPSEEK_V31,
+    "DeepSeek-V3.2": DEEPSEEK_V32,
+    "GLM-4.7-Flash": GLM_4_7_FLASH,
+    "Kimi-K2-Thinking": KIMI_K2_THINKING,
+}
+"""Models by the name of their directory; a line without such a name is for DeepSeek-V3."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a command line runs on, and the model that it serves."""
+    """What a command line runs on."""
 
-    model: ModelConfig
     device: Device
     nodes: int = 1
     gpus_per_node: int = 8
 
 
-ONE_H100, ONE_NODE = Machine(DEEPSEEK_V2_LITE, H100, 1, 1), Machine(DEEPSEEK_V3, H200)
-GLM = Machine(GLM_4_7_FLASH, H100, 1, 1)
-DECODE, PREFILL = Machine(DEEPSEEK_V3, H800, 18), Machine(DEEPSEEK_V3, H800, 4)
+ONE_H100, ONE_NODE, TWO_NODES = Machine(H100, 1, 1), Machine(LEAST_H200), Machine(H100, 2)
+DECODE, PREFILL = Machine(H100, 18), Machine(H100, 4)
 FILES = {
     "README.md": (ONE_H100, ONE_NODE),
     "docs/batch.md": (ONE_H100, ONE_NODE),
-    "docs/models.md": (GLM,),
+    "docs/disaggregation.md": (PREFILL, DECODE),
+    "docs/kernels_int4.md": (ONE_NODE,),
+    "docs/models.md": (ONE_H100,),
+    "docs/multi_host.md": (TWO_NODES, TWO_NODES, DECODE, TWO_NODES),
+    "docs/sparse_attention.md": (ONE_NODE,),
+    "docs/tools.md": (ONE_NODE,),
+    "launch/batch.py": (ONE_H100,),
     "launch/serve.py": (ONE_H100, ONE_NODE),
     "deploy/slurm/decode_ep144.sh": (DECODE,),
     "deploy/slurm/prefill_ep32.sh": (PREFILL,),
@@ -66,8 +84,9 @@ FILES = {
     "deploy/kubernetes/pair/pair.yaml": (ONE_NODE, ONE_NODE),
 }
 """The machine of each command line of a file that names a model's directory, in their order."""
-_SERVES = re.compile(r"-m launch\.(?:serve|batch) (?:[^\n\\]|\\\n)*--model [/\"](?:[^\n\\#]|\\\n)*")
-_OTHER_MODELS = re.compile(r"--model /models/(?!DeepSeek-V3 |DeepSeek-V2-Lite|GLM-4.7-Flash)")
+WITHOUT_MACHINE = {"docs/expert_parallel.md", "docs/training.md", "launch/train.py"}
+"""Files whose command lines are for any machine, or for a small model of one's own."""
+_SERVES = re.compile(r"-m launch\.(?:serve|batch) (?:[^\n\\]|\\\n)*--model(?: |=)[^\s](?:[^\n\\#]|\\\n)*")
 
 
 def command_lines(file: str) -> list[list[str]]:
@@ -76,8 +95,9 @@ def command_lines(file: str) -> list[list[str]]:
     if file.endswith(".yaml"):
         parts = [part for part in yaml.safe_load_all(text) if part]
         return [list(args) for part in parts for args in _containers(part) if any("--model" in a for a in args)]
-    found = [match for match in _SERVES.findall(text) if not _OTHER_MODELS.search(match)]
-    return [shlex.split(re.sub(r"\s{3,}[a-z].*", "", match.replace("\\\n", " "))) for match in found]
+    found = [match for match in _SERVES.findall(text) if "..." not in match]
+    lines = (re.sub(r"\s{3,}[a-z].*", "", match.replace("\\\n", " ")) for match in found)
+    return [shlex.split(line.removesuffix("'") if line.count("'") % 2 else line) for line in lines]
 
 
 def _containers(part: Any) -> list[list[str]]:
@@ -87,6 +107,20 @@ def _containers(part: Any) -> list[list[str]]:
         return []
     own = [part["args"]] if "args" in part else []
     return own + [args for each in part.values() for args in _containers(each)]
+
+
+def files_with_commands() -> set[str]:
+    """Returns the files of README, docs, launch and deploy/ that have command lines with a model's directory."""
+    places = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "launch").glob("*.py")]
+    places += [each for each in (ROOT / "deploy").rglob("*") if each.suffix in (".sh", ".yaml", ".md")]
+    names = [each.relative_to(ROOT).as_posix() for each in places]
+    return {name for name in names if command_lines(name)}
+
+
+def model_in(arguments: list[str]) -> str:
+    """Returns the name of the model that a command line serves."""
+    named = re.search(r"--model(?: |=)\S*?([^/\s]+)(?:\s|$)", " ".join(arguments))
+    return named[1] if named and named[1] in MODELS else "DeepSeek-V3"
 
 
 def options_in(arguments: list[str]) -> EngineOptions:
@@ -107,8 +141,9 @@ def options_in(arguments: list[str]) -> EngineOptions:
     return EngineOptions(**given)
 
 
-def served(machine: Machine, options: EngineOptions) -> tuple[Layout, Programs]:
+def served(model: ModelConfig, machine: Machine, options: EngineOptions) -> tuple[Layout, Programs]:
     """Returns what a server with these options has on its devices, from shapes, with the smallest pool."""
+    cache_dtype = "fp8" if options.kv_cache_dtype == "fp8" else "bfloat16"
     deployment = Deployment(
         "served",
         machine.device,
@@ -117,13 +152,13 @@ def served(machine: Machine, options: EngineOptions) -> tuple[Layout, Programs]:
         decode_requests=1,
         expert_parallel=options.enable_expert_parallel,
         redundant_experts=options.num_redundant_experts,
+        kv_cache_dtype=cache_dtype,
     )
-    planned = planning.lay_out(machine.model, deployment)
+    planned = planning.lay_out(model, deployment)
     hardware = Hardware(deployment.ranks, machine.nodes, is_cpu=False)
-    pages = pages_of_one(machine.model, options)
-    cfg = engine_config(
-        planned.model, options, hardware, EngineDtypes(jnp.dtype(jnp.bfloat16), "bfloat16"), pages=pages
-    )
+    pages = pages_of_one(model, options)
+    dtypes = EngineDtypes(jnp.dtype(jnp.bfloat16), cache_dtype)
+    cfg = engine_config(planned.model, options, hardware, dtypes, pages=pages)
     parts = Parts(planned.functions, planned.params, planned.model, cfg, planned.mesh, tokenizer=Path("tokenizer.json"))
     layout, programs = lay_out(parts, JOB_KINDS)
     programs.store = ReadPrograms()
@@ -135,21 +170,31 @@ def shallow(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, num_hidden_layers=model.first_k_dense_replace + 2)
 
 
-def all_lines() -> list[tuple[str, Machine, EngineOptions]]:
-    """Returns every command line: its file, its machine, its options."""
-    return [
-        (file, machine, options_in(line))
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A command line: its file, its model's name, its machine, its options."""
+
+    file: str
+    model: str
+    machine: Machine
+    options: EngineOptions
+
+    @property
+    def key(self) -> str:
+        """Under what `working.json` knows it: all that its programs' memory depends on."""
+        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_redundant_experts", "enable_eplb")
+        shape = f"{self.model}, {self.machine.nodes} x {self.machine.gpus_per_node}"
+        return f"{shape}: " + " ".join(f"{n}={getattr(self.options, n)}" for n in names)
+
+
+@functools.cache
+def all_lines() -> tuple[Line, ...]:
+    """Returns every command line."""
+    return tuple(
+        Line(file, model_in(line), machine, options_in(line))
         for file, machines in FILES.items()
         for machine, line in zip(machines, command_lines(file), strict=True)
-    ]
-
-
-def key_of(machine: Machine, options: EngineOptions) -> str:
-    """Returns under what `working.json` knows a command line: all that its programs' memory depends on."""
-    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_redundant_experts", "enable_eplb")
-    shape = f"{machine.nodes} x {machine.gpus_per_node}"
-    width, layers = machine.model.hidden_size, machine.model.num_hidden_layers
-    return f"{width} wide, {layers} layers, {shape}: " + " ".join(f"{n}={getattr(options, n)}" for n in names)
+    )
 
 
 def working_of_plan(deployment: Deployment) -> int:
@@ -158,9 +203,9 @@ def working_of_plan(deployment: Deployment) -> int:
     return measure(planned.engine, planned.programs)
 
 
-def working_of_server(machine: Machine, options: EngineOptions) -> int:
+def working_of_server(line: Line) -> int:
     """Returns the working memory that a server finds."""
-    layout, programs = served(dataclasses.replace(machine, model=shallow(machine.model)), options)
+    layout, programs = served(shallow(MODELS[line.model]), line.machine, line.options)
     return measure(layout.cfg, programs)
 
 
@@ -173,10 +218,10 @@ def written() -> dict[str, int]:
 def main() -> None:
     """Writes `working.json`."""
     known: dict[str, int] = {}
-    for _, machine, options in all_lines():
-        if (key := key_of(machine, options)) not in known:
-            known[key] = working_of_server(machine, options)
-            print(f"{known[key] / 1e9:.3f} GB  {key}", flush=True)
+    for line in all_lines():
+        if line.key not in known:
+            known[line.key] = working_of_server(line)
+            print(f"{known[line.key] / 1e9:.3f} GB  {line.key}", flush=True)
     for deployment in PUBLISHED:
         known[f"plan {deployment.name}"] = working_of_plan(deployment)
         print(f"{known[f'plan {deployment.name}'] / 1e9:.3f} GB  plan {deployment.name}", flush=True)

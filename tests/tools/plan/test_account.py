@@ -10,13 +10,13 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144, NODE_8XH200, PREFILL_EP32
 from dsv3.config.engine import pages_for
-from dsv3.config.options import EngineOptions
 from dsv3.engine.device.pool import SLACK
+from dsv3.engine.device.programs import Key
 from dsv3.engine.limits import pages_of_one, staging_bytes
-from dsv3.engine.memory import DeviceMemory, MemoryAccount
+from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
 from dsv3.engine.sizing import account_of
 from tests.tools.plan import command_lines
-from tests.tools.plan.command_lines import Machine
+from tests.tools.plan.command_lines import MODELS, Line
 from tools.plan.deployment import Deployment
 from tools.plan.memory import memory_of
 from tools.plan.programs import cache_tokens, lay_out
@@ -32,34 +32,47 @@ SCRIPTS = {
 
 
 @functools.cache
-def server_account(machine: Machine, options: EngineOptions, working: int) -> MemoryAccount:
-    """The account of a server with the options."""
-    layout, _ = command_lines.served(machine, options)
-    total, utilization = machine.device.memory_bytes, options.gpu_memory_utilization
+def server_account(line: Line) -> MemoryAccount:
+    """The account of the server that a command line starts."""
+    known = command_lines.written().get(line.key)
+    assert known is not None, f"{line.key}: make working.json again: python -m tests.tools.plan.command_lines"
+    layout, _ = command_lines.served(MODELS[line.model], line.machine, line.options)
+    total, utilization = line.machine.device.memory_bytes, line.options.gpu_memory_utilization
     memory = DeviceMemory(total, int(total * (utilization + SLACK)))
-    return account_of(layout, memory, utilization, working + staging_bytes(options))
+    return account_of(layout, memory, utilization, known + staging_bytes(line.options))
 
 
 @pytest.mark.parametrize("file", command_lines.FILES)
 def test_every_command_line_fits_its_gpus(file: str) -> None:
     """All requests of the mean length at once, and one of the greatest that was asked for."""
-    lines = [line for line in command_lines.all_lines() if line[0] == file]
+    lines = [line for line in command_lines.all_lines() if line.file == file]
     assert len(lines) == len(command_lines.FILES[file])
-    for _, machine, options in lines:
-        known = command_lines.written().get(command_lines.key_of(machine, options))
-        assert known is not None, "make working.json again: python -m tests.tools.plan.command_lines"
-        found = server_account(machine, options, known)
+    for line in lines:
+        found, options, model = server_account(line), line.options, MODELS[line.model]
         rows = options.max_num_seqs or 1
-        needed = rows * pages_for(MEAN, 64) if machine.model is DEEPSEEK_V3 else rows * pages_for(1024, 64)
+        needed = rows * pages_for(1024 if line.machine.gpus_per_node == 1 else MEAN, 64)
         assert found.pages >= needed, str(found)
-        assert not options.max_model_len or found.pages >= pages_of_one(machine.model, options)
+        assert not options.max_model_len or found.pages >= pages_of_one(model, options)
+
+
+def test_no_command_line_of_readme_docs_and_deploy_goes_unchecked() -> None:
+    assert command_lines.files_with_commands() == command_lines.FILES.keys() | command_lines.WITHOUT_MACHINE
 
 
 @pytest.mark.parametrize("deployment", SCRIPTS, ids=lambda deployment: deployment.name)
 def test_the_plan_has_the_room_that_the_server_has(deployment: Deployment) -> None:
     written = command_lines.written()
-    [(_, machine, options)] = [line for line in command_lines.all_lines() if line[0] == SCRIPTS[deployment]]
+    [line] = [line for line in command_lines.all_lines() if line.file == SCRIPTS[deployment]]
     planned = memory_of(lay_out(DEEPSEEK_V3, deployment), written[f"plan {deployment.name}"])
-    served = server_account(machine, options, written[command_lines.key_of(machine, options)])
+    served = server_account(line)
     assert served.tokens == pytest.approx(planned.tokens_left, rel=0.02)
     assert served.tokens >= cache_tokens(deployment)
+
+
+def test_a_single_dense_layer_of_two_micro_batches_copies_no_pool() -> None:
+    """XLA takes a loop over one layer apart; then one micro-batch reads the pool that the other writes to."""
+    [line] = [line for line in command_lines.all_lines() if line.model == "Kimi-K2-Thinking"]
+    layout, programs = command_lines.served(command_lines.shallow(MODELS[line.model]), line.machine, line.options)
+    program = programs.get(Key("decode", 256))
+    assert "micro_batch_1" in program.as_text()
+    assert program.memory_analysis().temp_size_in_bytes < local_bytes(layout.pages) / 2

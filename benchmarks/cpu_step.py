@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.checkpoint import load_params
+from dsv3.checkpoint.fill import aligned_empty
 from dsv3.checkpoint.quantize import quantized
 from dsv3.config.engine import pages_for
 from dsv3.config.hugging_face import load_config
@@ -96,8 +97,13 @@ def load(model: str, layers: int, dtype: str) -> tuple[Params, ModelConfig]:
 
 def initialized(cfg: ModelConfig, dtype: str) -> Params:
     """Returns random weights in huge pages, as those of a checkpoint are."""
-    params = jax.jit(lambda: initialize(cfg, jax.random.key(0), jnp.dtype(dtype)))()
-    return jax.tree.map(lambda w: jax.device_put(np.array(w)), params)
+
+    def moved(w: jax.Array) -> jax.Array:
+        host = aligned_empty(w.shape, w.dtype)
+        host[...] = w
+        return jax.device_put(host)
+
+    return jax.tree.map(moved, jax.jit(lambda: initialize(cfg, jax.random.key(0), jnp.dtype(dtype)))())
 
 
 def compiled(params: Params, cfg: ModelConfig, rows: int, context: int, backend: Backend) -> Step:

@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import Sharding
 
+from dsv3.checkpoint.fill import aligned_empty
 from dsv3.checkpoint.layout import leaves
 from dsv3.checkpoint.load_plan import LoadPlan
 from dsv3.config.model import ModelConfig
@@ -24,10 +26,31 @@ def plain_products(plan: LoadPlan, cfg: ModelConfig) -> Iterator[str]:
 def quantized(stack: jax.Array, *, ue8m0: bool = False, sharding: Sharding | Fp8Weight | None = None) -> Fp8Weight:
     """Rounds a stack `[L, ..., N, K]` to e4m3 with a float32 scale per 128 x 128 values, layer after layer.
 
-    Beside the stack its result must fit on its devices: half the bytes of bfloat16. `ue8m0` rounds scales up to powers
-    of two. `sharding` is that of the result; None leaves it to jax.
+    Beside the stack its result must fit on its devices: half the bytes of bfloat16, twice that for a moment on a CPU.
+    `ue8m0` rounds scales up to powers of two. `sharding` is that of the result; None leaves it to jax.
     """
-    return jax.block_until_ready(jax.jit(_rounding(ue8m0), out_shardings=sharding)(stack))
+    made = jax.block_until_ready(jax.jit(_rounding(ue8m0), out_shardings=sharding)(stack))
+    return jax.tree.map(_in_huge_pages, made)
+
+
+def _in_huge_pages(made: jax.Array) -> jax.Array:
+    """Returns the same array, where CPUs hold it in memory like that of weights from files (`aligned_empty`).
+
+    jax's own memory has pages of 4 KiB, with which a decode step of one row took 1.07 times as long.
+    """
+    devices: set[Any] = made.sharding.device_set
+    if any(device.platform != "cpu" for device in devices):
+        return made
+
+    def moved(part: jax.Array, device: jax.Device | None) -> jax.Array:
+        host = aligned_empty(part.shape, part.dtype)
+        host[...] = part
+        return jax.device_put(host, device)
+
+    if not made.committed:
+        return moved(made, None)
+    parts = [moved(shard.data, shard.device) for shard in made.addressable_shards]
+    return jax.make_array_from_single_device_arrays(made.shape, made.sharding, parts, dtype=made.dtype)
 
 
 def quantized_shapes(

@@ -60,9 +60,9 @@ void take(const Queries<T>& queries, int64_t first, const T* keys, const int64_t
   const T* q = queries.q + first * D;
   const Shape shape = {D, D, D, kPage};
   for (; i + kColumns <= count; i += kColumns) {
-    dots<M, kColumns>(q, keys + i * D, &scores[0][i], shape);
+    dots<false, M, kColumns>(q, keys + i * D, &scores[0][i], shape);
   }
-  for (; i < count; ++i) dots<M, 1>(q, keys + i * D, &scores[0][i], shape);
+  for (; i < count; ++i) dots<false, M, 1>(q, keys + i * D, &scores[0][i], shape);
   weigh<M>(scores, visible, queries.scale, queries.width, running);
   add_values<M>(scores, keys, count, queries.width, D, running.out);
 }

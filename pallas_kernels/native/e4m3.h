@@ -85,7 +85,9 @@ inline void scaled_multiply(const Decoder& decoder, const BFloat16* x, const E4M
       __m512i first[C], second[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
-        const Pairs pairs = decoder(load_bytes(w + c * shape.w_stride + k, shape.depth - k));
+        const E4M3* from = w + c * shape.w_stride + k;
+        fetch_ahead(from);
+        const Pairs pairs = decoder(load_bytes(from, shape.depth - k));
         first[c] = pairs.first;
         second[c] = pairs.second;
       }
@@ -108,8 +110,7 @@ inline void scaled_multiply(const Decoder& decoder, const BFloat16* x, const E4M
   }
 }
 
-// The products of C rows of w. They come from memory: see `streamed_dots` and `touch`. Rows of x behind the first four find
-// them in a cache, and `touch` still pays: without it the first token of 1,024 took 1.10 times as long.
+// The products of C rows of w, which come from memory: see `dots`. Rows of x behind the first four find them in a cache.
 template <int M, int C, typename O>
 inline void scaled_dots(const Decoder& decoder, const BFloat16* x, const E4M3* w, const float* factors, int64_t rows,
                         O* out, const Shape& shape) {
@@ -121,7 +122,6 @@ inline void scaled_dots(const Decoder& decoder, const BFloat16* x, const E4M3* w
       for (int m = 0; m < M; ++m) total[m][c] = one[m][0];
     }
   } else {
-    touch(w, C * shape.w_stride);
     scaled_multiply<M, C>(decoder, x, w, factors, rows, total, shape);
   }
   add_lanes(total, out, shape);

@@ -106,14 +106,13 @@ void columns(const X* x, const T* w, O* out, const Shape& shape, int64_t first, 
   } else {
     for (; n + kColumns <= last; n += kColumns) {
       const T* from = w + n * shape.w_stride;
-      if (M <= kStreamedRows && !cached) {
-        streamed_dots<M, kColumns>(x, from, out + n, shape);
+      if (cached) {
+        dots<false, M, kColumns>(x, from, out + n, shape);
       } else {
-        if (!cached) touch(from, kColumns * shape.w_stride * sizeof(T));
-        dots<M, kColumns>(x, from, out + n, shape);
+        dots<true, M, kColumns>(x, from, out + n, shape);
       }
     }
-    for (; n < last; ++n) dots<M, 1>(x, w + n * shape.w_stride, out + n, shape);
+    for (; n < last; ++n) dots<false, M, 1>(x, w + n * shape.w_stride, out + n, shape);
   }
 }
 
@@ -165,15 +164,19 @@ void scaled_part(const Product<E4M3, E4M3, O>& product, const Scales& scale, con
                  int64_t first, int64_t last) {
   static const Decoder decoder;
   const int64_t depth = paired_depth(K), blocks = (K + kBlock - 1) / kBlock, rows = product.rows;
-  std::vector<BFloat16> x(rows * depth);
+  struct alignas(kVectorBytes) Line {  // a load that meets two lines of the cache takes twice as long
+    BFloat16 values[kVectorBytes / sizeof(BFloat16)];
+  };
+  std::vector<Line> lines(rows * depth * sizeof(BFloat16) / sizeof(Line));
+  BFloat16* x = lines.data()->values;
   std::vector<float> factors(blocks * rows);
   for (int64_t m = 0; m < rows; ++m) {
-    decode_row(decoder, product.x + m * K, K, &x[m * depth]);
+    decode_row(decoder, product.x + m * K, K, x + m * depth);
     for (int64_t b = 0; b < blocks; ++b) factors[b * rows + m] = scale.x[b * scale.rows + m] * w_scale[b];
   }
   for (int64_t m = 0; m < rows; m += kRows) {
     const auto with = [&](auto count) {
-      scaled_columns<count()>(decoder, &x[m * depth], product.w, &factors[m], rows, product.out + m * N,
+      scaled_columns<count()>(decoder, x + m * depth, product.w, &factors[m], rows, product.out + m * N,
                               {K, depth, K, N}, first, last);
     };
     switch (std::min<int64_t>(kRows, rows - m)) {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv3.checkpoint import CheckpointError, fill, layout, load_params, reader
+from dsv3.checkpoint.source import ALIGNMENT
 from dsv3.model.params import Fp8Weight, declare
 from pallas_kernels.fp8 import quantize_128x128
 from tests.dsv3.checkpoint import hf
@@ -237,6 +238,7 @@ def test_plain_products_become_fp8_on_their_devices(tmp_path, stored):
         np.testing.assert_array_equal(np.asarray(after.data).view(np.uint8), np.asarray(data).view(np.uint8))
         np.testing.assert_array_equal(after.scale, scale)
         assert after.data.sharding == after.scale.sharding == before.sharding
+        assert not any(shard.data.unsafe_buffer_pointer() % ALIGNMENT for shard in after.data.addressable_shards)
 
     jax.tree.map(check, is_quantizable, kept, rounded)
 

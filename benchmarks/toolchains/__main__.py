@@ -1,0 +1,97 @@
+"""Which toolchains compile the kernels and steps, and what spills with each: a matrix that needs no GPU.
+
+    python -m benchmarks.toolchains DIR [--column NAME ...]
+
+Makes virtual environments below DIR and writes DIR/toolchains.md, once more after each part of a column. A column is a
+release of jax, its CUDA 12 or 13 plugin and a ptxas; the machine's own CUDA toolkit is hidden from it. What DIR has
+already is not run again: remove DIR/results/NAME.json to run a column anew. Exits with 1 if a case failed, 2 if a column
+could not be tried. A column takes 5 to 10 minutes of two cores.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.toolchains import columns, table
+from benchmarks.toolchains.columns import COLUMNS, ROOT, Column, ToolchainsError
+from dsv3.processes.limited import run_limited
+
+PARTS = (
+    "executables",
+    "mosaic",
+    *(f"steps-{gpu}" for gpu in ("H200", "A100", "L40S", "B200", "H100")),
+    *(f"triton-{gpu}" for gpu in ("A100", "L40S", "B200")),
+)
+_PART_SECONDS = 1800
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = _arguments(arguments)
+    chosen = [column for column in COLUMNS if not args.column or column.name in args.column]
+    results = args.folder / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    untried = 0
+    for column in chosen:
+        try:
+            run_column(column, args.folder, args.part or PARTS)
+        except ToolchainsError as error:
+            print(f"{column.name}: {error}", file=sys.stderr)
+            untried += 1
+    found = read_results(args.folder)
+    failed = [row for result in found.values() for part in result["parts"].values() for row in table.failures(part)]
+    return 2 if untried else 1 if failed else 0
+
+
+def run_column(column: Column, folder: Path, parts: tuple[str, ...] = PARTS) -> None:
+    """Runs those parts of a column that `folder` has no result of, and writes each result and the table."""
+    file = folder / "results" / f"{column.name}.json"
+    result = json.loads(file.read_text()) if file.exists() else {}
+    left = [part for part in parts if part not in result.get("parts", {})]
+    if not left:
+        return
+    toolchain = columns.prepare(column, folder)
+    result |= {"versions": columns.versions(toolchain)}
+    for part in left:
+        ended = run_limited(columns.command(toolchain, part), _PART_SECONDS, columns.environment(toolchain, folder))
+        rows = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
+        crashed = "" if ended.status in (0, 1) and not ended.timed_out else f"{ended.cause}: {ended.log[-600:]}"
+        found = {"rows": rows, "crashed": crashed, "seconds": round(ended.seconds), "commit": _commit()}
+        result.setdefault("parts", {})[part] = found
+        file.write_text(json.dumps(result, indent=1))
+        (folder / "toolchains.md").write_text(table.page(read_results(folder)))
+        print(f"{column.name}, {part}: {len(rows)} cases in {ended.seconds:.0f} s", flush=True)
+        for failure in table.failures(found):
+            print(f"  {failure}", flush=True)
+
+
+def read_results(folder: Path) -> dict[str, dict]:
+    """Returns what `folder` has of each column, in their order."""
+    files = {column.name: folder / "results" / f"{column.name}.json" for column in COLUMNS}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def _commit() -> str:
+    """Returns the commit that is run, with a plus where files differ from it."""
+    done = [
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    ]
+    return done[0].stdout.strip() + "+" * bool(done[1].stdout)
+
+
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="for environments and results, outside of the tree")
+    parser.add_argument("--column", action="append", choices=[column.name for column in COLUMNS], help="all by default")
+    parser.add_argument("--part", action="append", choices=PARTS, help="all by default")
+    args = parser.parse_args(arguments)
+    args.folder = args.folder.resolve()
+    if args.folder.is_relative_to(ROOT):
+        parser.error(f"{args.folder} is inside of the repository; choose a folder elsewhere")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,12 +4,13 @@
 
 Makes virtual environments below DIR and writes DIR/toolchains.md, once more after each part of a column. A column is a
 release of jax, its CUDA 12 or 13 plugin and a ptxas; the machine's own CUDA toolkit is hidden from it. What DIR has
-already is not run again: remove DIR/results/NAME.json to run a column anew. Exits with 1 if a case failed, 2 if a column
-could not be tried. A column takes 5 to 10 minutes of two cores.
+already is not run again: remove DIR/results/NAME.json to run a column anew. Exits with 1 if a case failed, 2 if a
+column could not be tried. A column takes 5 to 10 minutes of two cores.
 """
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,9 +55,9 @@ def run_column(column: Column, folder: Path, parts: tuple[str, ...] = PARTS) -> 
     toolchain = columns.prepare(column, folder)
     result |= {"versions": columns.versions(toolchain)}
     for part in left:
-        ended = run_limited(columns.command(toolchain, part), _PART_SECONDS, columns.environment(toolchain, folder))
+        ended = run_limited(columns.command(toolchain, part), _PART_SECONDS, columns.environment(folder))
         rows = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
-        crashed = "" if ended.status in (0, 1) and not ended.timed_out else f"{ended.cause}: {ended.log[-600:]}"
+        crashed = "" if ended.status in (0, 1) and not ended.timed_out else f"{ended.cause}: {_reason(ended.log)}"
         found = {"rows": rows, "crashed": crashed, "seconds": round(ended.seconds), "commit": _commit()}
         result.setdefault("parts", {})[part] = found
         file.write_text(json.dumps(result, indent=1))
@@ -70,6 +71,12 @@ def read_results(folder: Path) -> dict[str, dict]:
     """Returns what `folder` has of each column, in their order."""
     files = {column.name: folder / "results" / f"{column.name}.json" for column in COLUMNS}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def _reason(log: str) -> str:
+    """Returns the line with which C++ ended the process, or the end of the log."""
+    fatal = [line for line in log.splitlines() if re.match(r"F\d{4} ", line)]
+    return (fatal or [" ".join(log.split())])[0][-600:]
 
 
 def _commit() -> str:

@@ -41,7 +41,6 @@ from dsv3.plan.programs import abstract_params
 from pallas_kernels import aot, dsa, gpus, toolchain
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.dense import layer_gemm
-from pallas_kernels.grouped import align_groups
 from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_chosen, write_pages
 from pallas_kernels.triton.resources import kernel_resources as triton_resources
 
@@ -127,7 +126,7 @@ def _mosaic_programs() -> Iterator[Program]:
     """Yields attention, products, rows and sparse attention: each kernel, with each of its plans that spilled once."""
     for name, fn, arguments in mla.programs():
         if not name.endswith("2 waves"):  # another schedule for the same kernel
-            yield name.replace(" | ", ", "), fn, arguments
+            yield name.removesuffix(", 1 waves").replace(" | ", ", "), fn, arguments
     prefill_of = functools.partial(mla_prefill, scale=0.1, backend=Backend.MOSAIC)
     for heads, keys, values in ((20, 256, 256), (32, 128, 128)):
         yield f"prefill, heads of {keys}", prefill_of, (*(array(4096, heads, w) for w in (keys, keys, values)), ints(9))
@@ -139,11 +138,6 @@ def _mosaic_programs() -> Iterator[Program]:
     layer = functools.partial(layer_gemm, backend=Backend.MOSAIC)
     for rows in (16, 4096):
         yield f"plain, {rows} x 2112 x 7168", layer, (array(rows, 7168), array(4, 2112, 7168), ints())
-    yield (
-        "alignment of 4,096 rows",
-        functools.partial(align_groups, num_groups=32, tile_m=128, backend=Backend.MOSAIC),
-        (ints(4096),),
-    )
     for name, dtype in (("FP8", None), ("bfloat16", jnp.bfloat16)):
         yield f"sparse attention, {name}", *_sparse(dtype)
 
@@ -226,7 +220,7 @@ def steps(name: str) -> Cases:
 def _step(family: str, phase: str, name: str) -> Iterator[Row]:
     compiled = compiled_step(MODELS[family], phase, aot.TARGETS[name])
     text = compiled.as_text()
-    calls = len(re.findall(r'custom_call_target="(?:mosaic_gpu_v2|triton_kernel_call)"', text))
+    calls = len(re.findall(r'custom_call_target="(?:mosaic_gpu|triton_kernel_call)\w*"', text))
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     yield Row(f"{family}, {phase}, {name}", calls > 0, "" if calls else "it holds no kernel", {
         "kernels": calls, "temporaries": temporaries,
@@ -262,8 +256,10 @@ def _number(target: aot.GpuTarget) -> int:
 
 def executables() -> Cases:
     """Yields what a compiled program with kernels is as a file, and what that is linked with when it is loaded."""
-    for backend, gpu in ((Backend.MOSAIC, "H200"), (Backend.TRITON, "A100")):
-        yield f"a program with {backend.value} kernels as bytes", functools.partial(_serialised, backend, gpu)
+    named = ("mla_decode", "mla_combine", "mla_write"), ("combine", "write")
+    for backend, gpu, kernels in zip((Backend.MOSAIC, Backend.TRITON), ("H200", "A100"), named, strict=True):
+        case = f"a program with {backend.value} kernels as bytes"
+        yield case, functools.partial(_serialised, case, backend, gpu, kernels)
     yield "symbols of the host's part of Mosaic kernels", _linked
 
 
@@ -279,9 +275,9 @@ def decode_program(backend: Backend) -> tuple[Callable[..., Any], tuple[Any, ...
     return run, (*arrays, ints(8), ints(8), ints(8, 32), ints(8))
 
 
-def _serialised(backend: Backend, name: str) -> Iterator[Row]:
+def _serialised(case: str, backend: Backend, gpu: str, kernels: tuple[str, ...]) -> Iterator[Row]:
     """Yields the size of an executable; it must hold the kernels, as this ptxas assembled them."""
-    target = aot.TARGETS[name]
+    target = aot.TARGETS[gpu]
     fn, arguments = decode_program(backend)
     with gpus.compiling_for(gpus.by_number(_number(target))):
         mesh = aot.gpu_mesh({"device": 1}, target=target)
@@ -290,10 +286,8 @@ def _serialised(backend: Backend, name: str) -> Iterator[Row]:
     assembled = {found.decode() for found in re.findall(rb"tools, release (\d+\.\d+)", executable)}
     own = ptxas_release()
     wrong = [] if assembled == {own} else [f"assembled by ptxas {sorted(assembled)}, and {own} is first on PATH"]
-    wrong += [f"no {kernel} in it" for kernel in ("mla_decode", "write") if kernel.encode() not in executable]
-    yield Row(
-        f"a program with {backend.value} kernels as bytes", not wrong, "; ".join(wrong), {"bytes": len(executable)}
-    )
+    wrong += [f"no {kernel} in it" for kernel in kernels if kernel.encode() not in executable]
+    yield Row(case, not wrong, "; ".join(wrong), {"bytes": len(executable)})
 
 
 def ptxas_release() -> str:

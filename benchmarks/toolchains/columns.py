@@ -46,7 +46,7 @@ COLUMNS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Toolchain:
-    """A column made ready: the Python of its environment, and the folder whose packages come first."""
+    """A column made ready: the Python of its environment, and the folder that NVIDIA's packages were unpacked in."""
 
     python: Path
     packages: Path
@@ -64,13 +64,15 @@ def jax_bounds() -> dict[str, str]:
 def prepare(column: Column, folder: Path) -> Toolchain:
     """Makes the environment of a column and unpacks its ptxas, where `folder` has them not yet. Raises ToolchainsError.
 
-    The environment has no ptxas of its own, and none of CUDA's libraries: nothing runs.
+    Columns of one jax and one extra share the environment, which is lent the ptxas of the last one prepared: a link
+    stands where pip would have put it. None of CUDA's libraries are installed, since nothing runs.
     """
     environment = folder / "environments" / f"{column.jax}-cuda{column.cuda}"
     python = environment / "bin" / "python"
     if not (environment / "ready").exists():
         _run([sys.executable, "-m", "venv", "--clear", str(environment)])
         constraints = folder / "constraints.txt"
+        constraints.parent.mkdir(parents=True, exist_ok=True)
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         constraints.write_text("\n".join(line for line in lines if not _VARIED.match(line)))
         bound = jax_bounds()[column.jax]
@@ -85,6 +87,9 @@ def prepare(column: Column, folder: Path) -> Toolchain:
         exact = [f"{name}=={column.ptxas}.*" for name in names]
         _run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *exact])
         (packages / "ready").touch()
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "nvidia").unlink(missing_ok=True)
+    (site / "nvidia").symlink_to(packages / "nvidia")
     return Toolchain(python, packages)
 
 
@@ -106,13 +111,13 @@ def command(toolchain: Toolchain, part: str) -> list[str]:
     return [*hidden, *own]
 
 
-def environment(toolchain: Toolchain, folder: Path) -> dict[str, str]:
-    """Returns the environment of a part: the column's ptxas in Python's path, no other one along PATH."""
+def environment(folder: Path) -> dict[str, str]:
+    """Returns the variables of a part, in which no ptxas is along PATH."""
     kept = {name: value for name, value in os.environ.items() if name not in _SET_BY_US}
     path = [entry for entry in kept.get("PATH", os.defpath).split(os.pathsep) if not shutil.which("ptxas", path=entry)]
     return kept | {
         "PATH": os.pathsep.join(path),
-        "PYTHONPATH": f"{toolchain.packages}{os.pathsep}{ROOT}",
+        "PYTHONPATH": str(ROOT),
         "PYTHONNOUSERSITE": "1",
         "JAX_PLATFORMS": "cpu",
         "TRITON_CACHE_DIR": str(folder / "triton"),

@@ -9,6 +9,7 @@ column could not be tried. A column takes 5 to 10 minutes of two cores.
 """
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -34,37 +35,35 @@ def main(arguments: list[str] | None = None) -> int:
     results = args.folder / "results"
     results.mkdir(parents=True, exist_ok=True)
     untried = 0
-    for column in chosen:
+    for part, column in itertools.product(args.part or PARTS, chosen):
         try:
-            run_column(column, args.folder, args.part or PARTS)
+            run_part(column, part, args.folder)
         except ToolchainsError as error:
-            print(f"{column.name}: {error}", file=sys.stderr)
+            print(f"{column.name}, {part}: {error}", file=sys.stderr)
             untried += 1
     found = read_results(args.folder)
     failed = [row for result in found.values() for part in result["parts"].values() for row in table.failures(part)]
     return 2 if untried else 1 if failed else 0
 
 
-def run_column(column: Column, folder: Path, parts: tuple[str, ...] = PARTS) -> None:
-    """Runs those parts of a column that `folder` has no result of, and writes each result and the table."""
+def run_part(column: Column, part: str, folder: Path) -> None:
+    """Runs a part of a column, if `folder` has no result of it, and writes the result and the table."""
     file = folder / "results" / f"{column.name}.json"
-    result = json.loads(file.read_text()) if file.exists() else {}
-    left = [part for part in parts if part not in result.get("parts", {})]
-    if not left:
+    result = json.loads(file.read_text()) if file.exists() else {"parts": {}}
+    if part in result["parts"]:
         return
     toolchain = columns.prepare(column, folder)
-    result |= {"versions": columns.versions(toolchain)}
-    for part in left:
-        ended = run_limited(columns.command(toolchain, part), _PART_SECONDS, columns.environment(folder))
-        rows = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
-        crashed = "" if ended.status in (0, 1) and not ended.timed_out else f"{ended.cause}: {_reason(ended.log)}"
-        found = {"rows": rows, "crashed": crashed, "seconds": round(ended.seconds), "commit": _commit()}
-        result.setdefault("parts", {})[part] = found
-        file.write_text(json.dumps(result, indent=1))
-        (folder / "toolchains.md").write_text(table.page(read_results(folder)))
-        print(f"{column.name}, {part}: {len(rows)} cases in {ended.seconds:.0f} s", flush=True)
-        for failure in table.failures(found):
-            print(f"  {failure}", flush=True)
+    ended = run_limited(columns.command(toolchain, part), _PART_SECONDS, columns.environment(folder))
+    rows = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
+    crashed = "" if ended.status in (0, 1) and not ended.timed_out else f"{ended.cause}: {_reason(ended.log)}"
+    found = {"rows": rows, "crashed": crashed, "seconds": round(ended.seconds), "commit": _commit()}
+    result["parts"][part] = found
+    result["versions"] = columns.versions(toolchain)
+    file.write_text(json.dumps(result, indent=1))
+    (folder / "toolchains.md").write_text(table.page(read_results(folder)))
+    print(f"{column.name}, {part}: {len(rows)} cases in {ended.seconds:.0f} s", flush=True)
+    for failure in table.failures(found):
+        print(f"  {failure}", flush=True)
 
 
 def read_results(folder: Path) -> dict[str, dict]:

@@ -105,7 +105,9 @@ class GemmKernel(abc.ABC):
 
     @property
     def tile_k(self) -> int:
-        return _STAGE_BYTES_K // self.dtype.itemsize
+        """K of a stage: what the widest swizzle has, or less where TMA could not cut a long K into whole tiles."""
+        widest = _STAGE_BYTES_K // self.dtype.itemsize
+        return widest if self.scaled or self.shape_k <= widest else math.gcd(self.shape_k, widest)
 
     @property
     def weight_k(self) -> int:

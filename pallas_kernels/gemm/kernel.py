@@ -379,6 +379,15 @@ class GemmKernel(abc.ABC):
     def out_buffer(self):
         """Returns the shared memory that the sums leave through."""
 
+    def out_transforms(self, columns: int) -> tuple:
+        """Returns tiling and swizzle of `columns` of the sums: TMA cuts rows of the result into whole tiles.
+
+        Where there is no such tile, the interpreter alone takes the widest.
+        """
+        dtype, n = jnp.dtype(self.out_type.dtype), self.out_type.shape[-1]
+        whole = math.gcd(columns, n)
+        return swizzle_transforms(dtype, columns if n <= columns or whole * dtype.itemsize < 32 else whole)
+
     @abc.abstractmethod
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
         """Writes the sums of a tile to global memory."""

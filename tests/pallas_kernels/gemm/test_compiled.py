@@ -136,6 +136,22 @@ def test_heads(m, heads, transposed):
     assert_in_registers(lambda x, w, layer: head_gemm(x, w, layer, **how), *args)
 
 
+@pytest.mark.parametrize("m", [1, 1024])
+def test_widths_that_are_no_multiple_of_64(m):
+    """Those of the bundled model: 96 of a latent and of an expert, 160 of a row of its pages."""
+    layer, experts = spec(I32), spec(I32, 8)
+    assert_in_registers(
+        lambda x, w, i: layer_gemm(x, w, i, backend=MOSAIC), spec(BF16, m, 96), spec(BF16, 5, 160, 96), layer
+    )
+    carried = spec(BF16, m, 4, 64), spec(BF16, 5, 4, 32, 128), layer
+    assert_in_registers(lambda x, w, i: head_gemm(x, w, i, transposed=True, carried=32, backend=MOSAIC), *carried)
+    tile_m = 8 if m == 1 else 128
+    assert_in_registers(
+        lambda x, w, t: grouped_gemm_contiguous(x, w, t, tile_m=tile_m, group_offset=0, backend=MOSAIC),
+        spec(BF16, 8 * tile_m, 96), spec(BF16, 24, 192, 96), experts,
+    )  # fmt: skip
+
+
 def test_quantization():
     assert_in_registers(lambda x: quantize_1x128(x, backend=MOSAIC), spec(BF16, 4096, 7168))
     assert_in_registers(lambda x: swiglu_quantize(x, ue8m0=True, backend=MOSAIC), spec(BF16, 4096, 4096))

@@ -107,7 +107,7 @@ class GemmKernel(abc.ABC):
     def tile_k(self) -> int:
         """K of a stage: what the widest swizzle has, or less where TMA could not cut a long K into whole tiles."""
         widest = _STAGE_BYTES_K // self.dtype.itemsize
-        return widest if self.scaled or self.shape_k <= widest else math.gcd(self.shape_k, widest)
+        return widest if self.scaled else _whole_tile(widest, self.shape_k, self.dtype)
 
     @property
     def weight_k(self) -> int:
@@ -380,17 +380,22 @@ class GemmKernel(abc.ABC):
         """Returns the shared memory that the sums leave through."""
 
     def out_transforms(self, columns: int) -> tuple:
-        """Returns tiling and swizzle of `columns` of the sums: TMA cuts rows of the result into whole tiles.
-
-        Where there is no such tile, the interpreter alone takes the widest.
-        """
-        dtype, n = jnp.dtype(self.out_type.dtype), self.out_type.shape[-1]
-        whole = math.gcd(columns, n)
-        return swizzle_transforms(dtype, columns if n <= columns or whole * dtype.itemsize < 32 else whole)
+        """Returns tiling and swizzle of `columns` of the sums, such that TMA can cut the result into whole tiles."""
+        dtype = jnp.dtype(self.out_type.dtype)
+        return swizzle_transforms(dtype, _whole_tile(columns, self.out_type.shape[-1], dtype))
 
     @abc.abstractmethod
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
         """Writes the sums of a tile to global memory."""
+
+
+def _whole_tile(widest: int, n: int, dtype: jnp.dtype) -> int:
+    """Returns the longest part of `widest` that cuts `n` values into whole tiles, or `widest` where it holds them all.
+
+    TMA takes no other. Where even 32 bytes, the narrowest swizzle, leave a rest, `widest`: for the interpreter alone.
+    """
+    part = math.gcd(widest, n)
+    return widest if n <= widest or part * dtype.itemsize < 32 else part
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

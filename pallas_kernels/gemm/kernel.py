@@ -106,8 +106,7 @@ class GemmKernel(abc.ABC):
     @property
     def tile_k(self) -> int:
         """K of a stage: what the widest swizzle has, or less where TMA could not cut a long K into whole tiles."""
-        widest = _STAGE_BYTES_K // self.dtype.itemsize
-        return widest if self.scaled else _whole_tile(widest, self.shape_k, self.dtype)
+        return _whole_tile(_STAGE_BYTES_K // self.dtype.itemsize, self.shape_k, self.dtype)
 
     @property
     def weight_k(self) -> int:
@@ -220,9 +219,14 @@ class GemmKernel(abc.ABC):
         """Returns the weights of a stage in global memory."""
         return refs.w.at[tile.w_group, pl.ds(self.column(tile), self.tile_n), k]
 
+    def scale_block(self, step):
+        """Returns the block of 128 of K that a step's scales are of, where the kernel is `scaled`."""
+        steps = BLOCK // self.tile_k
+        return step if steps == 1 else lax.div(step, jnp.int32(steps))
+
     def scale_blocks(self, refs: Refs, tile: Tile, step, stage) -> tuple:
         """Returns the scales of a stage in global memory, and where they go."""
-        scale = refs.x_scale.at[tile.x_group, step, pl.ds(tile.row, self.tile_m)]
+        scale = refs.x_scale.at[tile.x_group, self.scale_block(step), pl.ds(tile.row, self.tile_m)]
         return scale, refs.x_scale_s.at[stage, pl.ds(0, self.tile_m)]
 
     def walk(self, refs: Refs, body) -> jax.Array:
@@ -309,7 +313,7 @@ class GemmKernel(abc.ABC):
         in_first = [lax.div(column + j * self.piece, jnp.int32(BLOCK)) == first for j in range(pieces)]
 
         def scales_of(i):
-            k = jnp.minimum(tile.k_begin + i, self.k_steps - 1)
+            k = self.scale_block(jnp.minimum(tile.k_begin + i, self.k_steps - 1))
             return tuple(refs.w_scale[tile.w_group, block, k] for block in blocks)
 
         def step(i, carry):

@@ -55,7 +55,7 @@ class TallKernel(WideKernel):
         block = jnp.minimum(lax.div(self.column(tile), jnp.int32(BLOCK)), refs.w_scale.shape[1] - 1)
 
         def scale_of(i):
-            return refs.w_scale[tile.w_group, block, jnp.minimum(tile.k_begin + i, self.k_steps - 1)]
+            return refs.w_scale[tile.w_group, block, self.scale_block(jnp.minimum(tile.k_begin + i, self.k_steps - 1))]
 
         def step(i, carry):
             (upper, lower), w_scale, stage = carry

@@ -57,7 +57,10 @@ def assert_no_spills(resources):
         assert kernel.spill_bytes == 0, kernel
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168), (64, 2048, 10944), (4096, 2048, 10944)],
+)
 def test_dense(m, n, k):
     assert_in_registers(lambda *args: fp8_gemm(*args, backend=MOSAIC), *scaled_x(m, k), *scaled_w(n, k))
 

@@ -57,6 +57,8 @@ MODELS = {
 """One of each family whose steps hold other kernels: V3.2 has sparse attention and FP8 pages, Kimi INT4 experts."""
 TRITON_GPUS = ("A100", "L40S", "B200")
 _SYMBOLS = "MOSAIC_GPU_RUNTIME_LIB_PATH"
+_DECODE = re.compile(r"decode (\d+) \| (\d+) \| \d+ \| \w+(.*), 1 waves")
+"""A case of `mla.programs`, whose lengths matter to no kernel."""
 _TOOL_SECONDS = 120
 _SAID = 300
 
@@ -126,7 +128,7 @@ def _mosaic_programs() -> Iterator[Program]:
     """Yields attention, products, rows and sparse attention: each kernel, with each of its plans that spilled once."""
     for name, fn, arguments in mla.programs():
         if not name.endswith("2 waves"):  # another schedule for the same kernel
-            yield name.removesuffix(", 1 waves").replace(" | ", ", "), fn, arguments
+            yield re.sub(_DECODE, r"decode, \1 heads, \2 queries\3", name), fn, arguments
     prefill_of = functools.partial(mla_prefill, scale=0.1, backend=Backend.MOSAIC)
     for heads, keys, values in ((20, 256, 256), (32, 128, 128)):
         yield f"prefill, heads of {keys}", prefill_of, (*(array(4096, heads, w) for w in (keys, keys, values)), ints(9))

@@ -49,7 +49,11 @@ class Toolchain:
     """A column made ready: the Python of its environment, and the folder that NVIDIA's packages were unpacked in."""
 
     python: Path
-    packages: Path
+    packages: Path | None
+
+
+HERE = Toolchain(Path(sys.executable), None)
+"""The environment that this process runs in, with the CUDA toolkits that the machine has."""
 
 
 def jax_bounds() -> dict[str, str]:
@@ -94,14 +98,14 @@ def prepare(column: Column, folder: Path) -> Toolchain:
 
 
 def command(toolchain: Toolchain, part: str) -> list[str]:
-    """Returns the command of a part in which the machine's own CUDA toolkits are empty folders.
+    """Returns the command of a part in which the machine's own CUDA toolkits are empty folders, but for `HERE`.
 
     Raises ToolchainsError where they cannot be hidden: a private mount namespace needs root, or namespaces of users.
     """
     own = [str(toolchain.python), "-m", "benchmarks.toolchains.cases", part]
     own = ["nice", "-n", "10", *own]
     found = sorted({str(path.resolve()) for path in Path("/").glob(_TOOLKITS[1:]) if path.is_dir()})
-    if not found:
+    if toolchain is HERE or not found:
         return own
     private = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     hidden = [*private, "sh", "-c", _HIDE, "sh", str(len(found)), *found]
@@ -130,7 +134,7 @@ def versions(toolchain: Toolchain) -> dict[str, str]:
         "import json, importlib.metadata as m; "
         "print(json.dumps({d.metadata['Name'].lower(): d.version for d in m.distributions()}))"
     )
-    path = {**os.environ, "PYTHONPATH": str(toolchain.packages)}
+    path = {**os.environ, "PYTHONPATH": str(toolchain.packages or "")}
     found: Mapping[str, str] = json.loads(_run([str(toolchain.python), "-c", code], path))
     return {name: version for name, version in sorted(found.items()) if _VARIED.match(name)}
 

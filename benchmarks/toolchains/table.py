@@ -48,12 +48,12 @@ def _spills(results: dict[str, dict[str, Any]]) -> Iterator[str]:
                     known.add((column, row["case"]))
                     if row["figures"]["spilled"]:
                         spilled.setdefault(row["case"], {})[column] = row["figures"]["spilled"]
-    yield "| bytes spilled per thread | " + " | ".join(results) + " |"
+    yield "| bytes that a thread spills, stored and loaded | " + " | ".join(results) + " |"
     yield "|---" * (len(results) + 1) + "|"
     for case in sorted(spilled):
         cells = [str(spilled[case].get(column, 0)) if (column, case) in known else _NO for column in results]
         yield f"| {case} | " + " | ".join(cells) + " |"
-    counts = [str(len([1 for each, _ in known if each == column])) for column in results]
+    counts = [str(len([1 for each, _ in known if each == column]) or _NO) for column in results]
     yield "| kernels compiled | " + " | ".join(counts) + " |"
 
 

@@ -29,6 +29,8 @@ TMA_ALIGNMENT = 128
 """Shared-memory addresses of TMA copies are multiples of this; neither Mosaic nor its interpreter checks it."""
 _STAGE_BYTES_K = 128
 """Bytes of K in a stage: the widest swizzle, and one scale block of FP8."""
+_SWIZZLES = (128, 64, 32)
+"""Bytes of a row of a tile, the widest first."""
 _MAX_STAGES = 12
 MISC_BYTES = 4096
 """Shared memory left for barriers and alignment."""
@@ -393,13 +395,13 @@ class GemmKernel(abc.ABC):
         """Writes the sums of a tile to global memory."""
 
 
-def _whole_tile(widest: int, n: int, dtype: jnp.dtype) -> int:
-    """Returns the longest part of `widest` that cuts `n` values into whole tiles, or `widest` where it holds them all.
+def _whole_tile(columns: int, n: int, dtype: jnp.dtype) -> int:
+    """Returns the widest swizzled tile that `columns` are made of and that cuts `n` values without a rest.
 
-    TMA takes no other. Where even 32 bytes, the narrowest swizzle, leave a rest, `widest`: for the interpreter alone.
+    TMA takes no other, but one that holds them all. Where there is none, the widest: for the interpreter alone.
     """
-    part = math.gcd(widest, n)
-    return widest if n <= widest or part * dtype.itemsize < 32 else part
+    tiles = [tile for swizzle in _SWIZZLES if columns % (tile := swizzle // dtype.itemsize) == 0]
+    return next((tile for tile in tiles if n <= tile or n % tile == 0), tiles[0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -19,15 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.toolchains import columns, table
-from benchmarks.toolchains.columns import COLUMNS, ROOT, Toolchain, ToolchainsError
+from benchmarks.toolchains.columns import COLUMNS, PARTS, ROOT, Toolchain, ToolchainsError
 from dsv3.processes.limited import run_limited
 
-PARTS = (
-    "executables",
-    "mosaic",
-    *(f"steps-{gpu}" for gpu in ("H200", "A100", "L40S", "B200", "H100")),
-    *(f"triton-{gpu}" for gpu in ("A100", "L40S", "B200")),
-)
 _PART_SECONDS = 1800
 
 

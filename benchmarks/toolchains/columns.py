@@ -12,6 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PARTS = (
+    "executables",
+    "mosaic",
+    *(f"steps-{gpu}" for gpu in ("H200", "A100", "L40S", "B200", "H100")),
+    *(f"triton-{gpu}" for gpu in ("A100", "L40S", "B200")),
+)
+"""What is run of a column, one process each: `cases.PARTS`."""
 _TOOLKITS = "/usr/local/cuda*"
 _SET_BY_US = ("LD_LIBRARY_PATH", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "CUDA_HOME", "CUDA_ROOT")
 _VARIED = re.compile(r"^(jax|jaxlib|nvidia|triton)\b")

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.toolchains.columns import PARTS
+
 _NO = "not run"
 
 
@@ -33,8 +35,9 @@ def _passed(parts: dict[str, Any], prefixes: tuple[str, ...]) -> str:
     rows = [row for part in found for row in part["rows"]]
     if not rows:
         return _NO
-    text = f"{sum(row['passed'] for row in rows)} of {len(rows)}"
-    return text + ", not all ended" * any(part["crashed"] for part in found)
+    text = f"{sum(row['passed'] for row in rows)} of {len(rows)}" + ", not all ended" * any(p["crashed"] for p in found)
+    left = ", ".join(name for name in PARTS if name.startswith(prefixes) and name not in parts)
+    return text + (f"; {_NO}: {left}" if left else "")
 
 
 def _spills(results: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -51,7 +51,7 @@ def test_the_page_leaves_out_what_has_not_run() -> None:
     }
     page = table.page(results)
     assert "| a | 8 | not run |" in page and "| b |" not in page
-    assert "| one | 0.12.0.1 | 3.9.0 | c | 1 of 1 | not run | not run |" in page
+    assert "| one | 0.12.0.1 | 3.9.0 | c | 1 of 1; not run: triton-A100, " in page and "| not run | not run |" in page
     assert "Nothing failed." in page
 
 

@@ -1,11 +1,12 @@
 # make serve   serve the bundled model (PORT=8000)        make setup   only make .venv
 # make test    what CI runs: lint, types, tests           make check   lint and types alone
+# make toolchains DIR=/elsewhere     kernels and steps compiled with each supported jax and ptxas (.ci/toolchains)
 PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup serve test check clean
+.PHONY: setup serve test check toolchains clean
 
 setup: $(VENV)/.runtime
 
@@ -19,6 +20,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+toolchains: $(VENV)/.dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.toolchains $(DIR)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

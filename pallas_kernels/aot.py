@@ -30,10 +30,13 @@ from jax.experimental import topologies
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import gpus
+
 _MOSAIC_CALL = "mosaic_gpu_v2"
 # Read by jaxlib's C++ at each kernel compilation; there is no argument for them. MOSAIC_GPU_DUMP_TO writes report and
 # PTX to files, and 200 MB of compiler passes beside them.
 _REPORT_VARIABLES = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_PTX")
+_HOST_VARIABLES = ("MOSAIC_GPU_DUMP_HOST_LLVM",)
 _fresh = itertools.count()
 _UNTUNED = {"xla_gpu_autotune_level": 0}
 
@@ -58,15 +61,20 @@ class GpuTarget:
     cudnn_version: tuple[int, int]
 
     def text_proto(self) -> str:
-        """Writes the text form of XLA's GpuTargetConfigProto. Per-multiprocessor limits are those of sm_90."""
+        """Writes the text form of XLA's GpuTargetConfigProto."""
         major, minor = self.compute_capability
+        accelerated = major >= 9
+        block = gpus.by_number(10 * major + minor).shared_memory
+        threads = 2048 if minor == 0 and major < 12 else 1536
         cuda, cudnn = (".".join(map(str, (*version, 0))) for version in (self.cuda_version, self.cudnn_version))
         return f"""
 gpu_device_info {{
   name: "{self.name}"
   device_vendor: "NVIDIA Corporation"
-  platform_version: "Compute Capability {major}.{minor}a"
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
+  platform_version: "Compute Capability {major}.{minor}{"a" * accelerated}"
+  cuda_compute_capability {{
+    major: {major} minor: {minor} feature_extension: {"ACCELERATED_FEATURES" if accelerated else "NONE"}
+  }}
   core_count: {self.multiprocessors}
   clock_rate_ghz: {self.clock_ghz}
   device_memory_size: {self.memory}
@@ -78,7 +86,7 @@ gpu_device_info {{
   device_interconnect_info {{ active_links: {self.nvlinks} }}
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {threads}
   thread_dim_limit_x: 1024
   thread_dim_limit_y: 1024
   thread_dim_limit_z: 64
@@ -88,9 +96,9 @@ gpu_device_info {{
   fpus_per_core: 128
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  shared_memory_per_core: {228 << 10}
+  shared_memory_per_core: {block + 1024}
   shared_memory_per_block: {48 << 10}
-  shared_memory_per_block_optin: {227 << 10}
+  shared_memory_per_block_optin: {block}
   driver_version: "{cuda}"
   runtime_version: "{cuda}"
   compile_time_toolkit_version: "{cuda}"
@@ -115,6 +123,46 @@ H200 = GpuTarget(
     cuda_version=(13, 0),
     cudnn_version=(9, 10),
 )
+
+TARGETS = {
+    "H100": dataclasses.replace(
+        H200, name="NVIDIA H100 80GB HBM3", memory=80 << 30, memory_bytes_per_second=3_350_000_000_000
+    ),
+    "H200": H200,
+    "A100": dataclasses.replace(
+        H200,
+        name="NVIDIA A100-SXM4-80GB",
+        compute_capability=(8, 0),
+        multiprocessors=108,
+        memory=80 << 30,
+        memory_bytes_per_second=2_039_000_000_000,
+        l2_cache=40 << 20,
+        clock_ghz=1.41,
+        nvlinks=12,
+    ),
+    "L40S": dataclasses.replace(
+        H200,
+        name="NVIDIA L40S",
+        compute_capability=(8, 9),
+        multiprocessors=142,
+        memory=48 << 30,
+        memory_bytes_per_second=864_000_000_000,
+        l2_cache=96 << 20,
+        clock_ghz=2.52,
+        nvlinks=0,
+    ),
+    "B200": dataclasses.replace(
+        H200,
+        name="NVIDIA B200",
+        compute_capability=(10, 0),
+        multiprocessors=148,
+        memory=180 << 30,
+        memory_bytes_per_second=8_000_000_000_000,
+        l2_cache=126 << 20,
+        clock_ghz=1.965,
+    ),
+}
+"""GPUs that programs are compiled for without one, by the name people give them: data sheets."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,19 +264,48 @@ def compile_with_resources(
     Arguments and errors as in `compile_for`, but that an `fn` already jitted does not donate: use `donate_argnums`.
     """
 
+    compiled, output = _compile_and_report(_REPORT_VARIABLES, fn, args, kwargs, mesh, donate_argnums)
+    return compiled, reported(output)
+
+
+def host_symbols(fn: Callable, *args, mesh: Mesh | None = None, **kwargs) -> set[str]:
+    """Returns the functions that the host's part of the program's Mosaic kernels is linked with.
+
+    It is linked when the program is compiled, and again when an executable is loaded from a file. Arguments and errors
+    as in `compile_for`.
+    """
+    _, output = _compile_and_report(_HOST_VARIABLES, fn, args, kwargs, mesh)
+    called = set(re.findall(r"\bcall\b[^@\n]*@([\w.]+)\(", output))
+    return {name for name in re.findall(r"^declare\b[^@\n]*@([\w.]+)\(", output, flags=re.MULTILINE) if name in called}
+
+
+def _compile_and_report(
+    variables: tuple[str, ...],
+    fn: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    mesh: Mesh | None,
+    donate_argnums: tuple[int, ...] = (),
+) -> tuple[jax.stages.Compiled, str]:
+    """Compiles all kernels of a program anew; returns what jaxlib prints while environment `variables` are set, too."""
+
     def fresh(*args, **kwargs):  # jax keeps the lowered module and the executable of a function it has seen
         return fn(*args, **kwargs)
 
     with explained():
         lowered = lower_for(fresh, *args, mesh=mesh, donate_argnums=donate_argnums, **kwargs)
         _forget_compiled_kernels(lowered)
-        with _captured_stdout() as output, _reporting():
+        with _captured_stdout() as output, _set(variables):
             compiled = lowered.compile()
-    text = output.getvalue()
-    reports = re.findall(r"Compiling entry function.*?Used \d+ registers", text, flags=re.DOTALL)
-    modules = _ptx_modules(text)
+    return compiled, output.getvalue()
+
+
+def reported(output: str) -> tuple[KernelResources, ...]:
+    """Returns what `ptxas -v` says in `output` of the kernels it assembled, sorted by name."""
+    reports = re.findall(r"Compiling entry function.*?Used \d+ registers", output, flags=re.DOTALL)
+    modules = _ptx_modules(output)
     kernels = (_parse_report(report, modules) for report in reports)
-    return compiled, tuple(sorted(kernels, key=lambda kernel: kernel.name))
+    return tuple(sorted(kernels, key=lambda kernel: kernel.name))
 
 
 def _ptx_modules(output: str) -> dict[str, str]:
@@ -313,10 +390,10 @@ def _change_kernels(lowered: jax.stages.Lowered, change: Callable[[dict[str, Any
 
 
 @contextlib.contextmanager
-def _reporting() -> Iterator[None]:
-    """Makes jaxlib print each kernel it compiles, and what ptxas says of it, for as long as the block runs."""
-    before = {name: os.environ.get(name) for name in _REPORT_VARIABLES}
-    os.environ.update(dict.fromkeys(_REPORT_VARIABLES, "1"))
+def _set(variables: tuple[str, ...]) -> Iterator[None]:
+    """Sets environment variables to 1 for as long as the block runs."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(dict.fromkeys(variables, "1"))
     try:
         yield
     finally:

@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs
 from pallas_kernels.gemm.schedule import Tile
 from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import swizzle_transforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +68,7 @@ class HeadKernel(GemmKernel):
 
     def out_buffer(self):
         dtype, (rows, columns) = self.out_type.dtype, self.product_shape
-        return plgpu.SMEM((2, rows, columns), dtype, transforms=swizzle_transforms(dtype, columns))
+        return plgpu.SMEM((2, rows, columns), dtype, transforms=self.out_transforms(columns))
 
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
         (total,), out_s, (rows, columns) = sums, refs.o_s.at[warpgroup], self.product_shape

@@ -29,6 +29,8 @@ TMA_ALIGNMENT = 128
 """Shared-memory addresses of TMA copies are multiples of this; neither Mosaic nor its interpreter checks it."""
 _STAGE_BYTES_K = 128
 """Bytes of K in a stage: the widest swizzle, and one scale block of FP8."""
+_SWIZZLES = (128, 64, 32)
+"""Bytes of a row of a tile, the widest first."""
 _MAX_STAGES = 12
 MISC_BYTES = 4096
 """Shared memory left for barriers and alignment."""
@@ -105,7 +107,8 @@ class GemmKernel(abc.ABC):
 
     @property
     def tile_k(self) -> int:
-        return _STAGE_BYTES_K // self.dtype.itemsize
+        """K of a stage: what the widest swizzle has, or less where TMA could not cut a long K into whole tiles."""
+        return _whole_tile(_STAGE_BYTES_K // self.dtype.itemsize, self.shape_k, self.dtype)
 
     @property
     def weight_k(self) -> int:
@@ -218,9 +221,14 @@ class GemmKernel(abc.ABC):
         """Returns the weights of a stage in global memory."""
         return refs.w.at[tile.w_group, pl.ds(self.column(tile), self.tile_n), k]
 
+    def scale_block(self, step):
+        """Returns the block of 128 of K that a step's scales are of, where the kernel is `scaled`."""
+        steps = BLOCK // self.tile_k
+        return step if steps == 1 else lax.div(step, jnp.int32(steps))
+
     def scale_blocks(self, refs: Refs, tile: Tile, step, stage) -> tuple:
         """Returns the scales of a stage in global memory, and where they go."""
-        scale = refs.x_scale.at[tile.x_group, step, pl.ds(tile.row, self.tile_m)]
+        scale = refs.x_scale.at[tile.x_group, self.scale_block(step), pl.ds(tile.row, self.tile_m)]
         return scale, refs.x_scale_s.at[stage, pl.ds(0, self.tile_m)]
 
     def walk(self, refs: Refs, body) -> jax.Array:
@@ -307,7 +315,7 @@ class GemmKernel(abc.ABC):
         in_first = [lax.div(column + j * self.piece, jnp.int32(BLOCK)) == first for j in range(pieces)]
 
         def scales_of(i):
-            k = jnp.minimum(tile.k_begin + i, self.k_steps - 1)
+            k = self.scale_block(jnp.minimum(tile.k_begin + i, self.k_steps - 1))
             return tuple(refs.w_scale[tile.w_group, block, k] for block in blocks)
 
         def step(i, carry):
@@ -377,9 +385,23 @@ class GemmKernel(abc.ABC):
     def out_buffer(self):
         """Returns the shared memory that the sums leave through."""
 
+    def out_transforms(self, columns: int) -> tuple:
+        """Returns tiling and swizzle of `columns` of the sums, such that TMA can cut the result into whole tiles."""
+        dtype = jnp.dtype(self.out_type.dtype)
+        return swizzle_transforms(dtype, _whole_tile(columns, self.out_type.shape[-1], dtype))
+
     @abc.abstractmethod
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
         """Writes the sums of a tile to global memory."""
+
+
+def _whole_tile(columns: int, n: int, dtype: jnp.dtype) -> int:
+    """Returns the widest swizzled tile that `columns` are made of and that cuts `n` values without a rest.
+
+    TMA takes no other, but one that holds them all. Where there is none, the widest: for the interpreter alone.
+    """
+    tiles = [tile for swizzle in _SWIZZLES if columns % (tile := swizzle // dtype.itemsize) == 0]
+    return next((tile for tile in tiles if n <= tile or n % tile == 0), tiles[0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -39,7 +39,7 @@ class NarrowKernel(GemmKernel):
 
     def out_buffer(self):
         dtype = self.out_type.dtype
-        return plgpu.SMEM((2, self.tile_m, WG_ROWS), dtype, transforms=swizzle_transforms(dtype, WG_ROWS))
+        return plgpu.SMEM((2, self.tile_m, WG_ROWS), dtype, transforms=self.out_transforms(WG_ROWS))
 
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
         (total,) = sums

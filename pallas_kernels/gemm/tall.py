@@ -17,7 +17,6 @@ from pallas_kernels.gemm.kernel import WG_ROWS, Refs
 from pallas_kernels.gemm.schedule import Tile
 from pallas_kernels.gemm.wide import WideKernel
 from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import swizzle_transforms
 
 _HALF = 2 * WG_ROWS
 """Rows that both warpgroups multiply at a time: sums and accumulators of more would not fit their registers."""
@@ -41,7 +40,7 @@ class TallKernel(WideKernel):
         return super().scratch() | {"second": plgpu.Barrier(num_arrivals=1, num_barriers=self.depth)}
 
     def out_buffer(self):
-        dtype, transforms = self.out_type.dtype, swizzle_transforms(self.out_type.dtype, self.tile_n)
+        dtype, transforms = self.out_type.dtype, self.out_transforms(self.tile_n)
         return plgpu.SMEM((self.rows // WG_ROWS, WG_ROWS, self.tile_n), dtype, transforms=transforms)
 
     def load_x(self, refs: Refs, tile: Tile, k, stage, shared) -> None:
@@ -56,7 +55,7 @@ class TallKernel(WideKernel):
         block = jnp.minimum(lax.div(self.column(tile), jnp.int32(BLOCK)), refs.w_scale.shape[1] - 1)
 
         def scale_of(i):
-            return refs.w_scale[tile.w_group, block, jnp.minimum(tile.k_begin + i, self.k_steps - 1)]
+            return refs.w_scale[tile.w_group, block, self.scale_block(jnp.minimum(tile.k_begin + i, self.k_steps - 1))]
 
         def step(i, carry):
             (upper, lower), w_scale, stage = carry

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.gemm.kernel import WG_ROWS, GemmKernel, Refs
 from pallas_kernels.gemm.schedule import Tile
 from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import row_layout, swizzle_transforms
+from pallas_kernels.mosaic import row_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class WideKernel(GemmKernel):
 
     def out_buffer(self):
         dtype = self.out_type.dtype
-        return plgpu.SMEM((2, WG_ROWS, self.tile_n), dtype, transforms=swizzle_transforms(dtype, self.tile_n))
+        return plgpu.SMEM((2, WG_ROWS, self.tile_n), dtype, transforms=self.out_transforms(self.tile_n))
 
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
         out_s, width = refs.o_s.at[warpgroup], self.tile_n // len(sums)

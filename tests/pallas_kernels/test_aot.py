@@ -1,5 +1,7 @@
 """Compiling for an H200 that is not there."""
 
+import ctypes
+import os
 import re
 
 import jax
@@ -11,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import aot
+from pallas_kernels import aot, gpus
 
 pytestmark = pytest.mark.aot
 
@@ -49,6 +51,25 @@ def test_resources_are_reported_again_for_a_kernel_already_compiled():
         assert kernel.name == "double"
         assert 0 < kernel.registers <= 255
         assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+@pytest.mark.parametrize("name", aot.TARGETS)
+def test_a_described_gpu_is_of_its_kind(name):
+    """XLA compiles for it, with the instructions and the shared memory of its capability."""
+    target = aot.TARGETS[name]
+    mesh = aot.gpu_mesh({"device": 1}, target=target)
+    kind = gpus.kind_of(mesh.devices.flat[0])
+    assert kind is not None and kind.capability == target.compute_capability
+    assert f"shared_memory_per_block_optin: {kind.shared_memory}\n" in target.text_proto()
+    compiled = aot.compile_for(jnp.tanh, jax.ShapeDtypeStruct((128,), jnp.float32), mesh=mesh)
+    assert compiled.memory_analysis().output_size_in_bytes == 512
+
+
+def test_the_plugin_exports_what_the_host_of_a_kernel_is_linked_with():
+    symbols = aot.host_symbols(doubled, jax.ShapeDtypeStruct((128, 128), jnp.float32))
+    assert symbols and not any(name.startswith("llvm.") for name in symbols)
+    library = ctypes.CDLL(os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"])
+    assert all(hasattr(library, name) for name in symbols), symbols
 
 
 def test_kernels_left_out_keep_their_calls():

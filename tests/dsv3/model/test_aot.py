@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.toolchains.cases import compiled_step
+from configs.bundled import MODEL
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.model import PAGE_SIZE, DecodeBatch, Fp8Weight, Params, PrefillBatch, declare, decode, prefill
 from pallas_kernels import bodies
-from pallas_kernels.aot import compile_to_read, lower_for
+from pallas_kernels.aot import H200, compile_to_read, lower_for
 from pallas_kernels.backend import Backend
 
 PAGES_PER_LAYER = 64
@@ -55,3 +57,10 @@ def test_served_steps_compile_for_an_h200(step, batch, temporaries: int) -> None
     # Weights of one layer that a fusion would write out: [2112, 7168], [1, 24576, 1536], [4096, 7168] and so on.
     copied = re.findall(r"= f8e4m3fn\[(?:1,)?(?:256,)?(?:2112|24576|7168|36864|4096),\d+\][^=]*fusion\(", text)
     assert not copied
+
+
+@pytest.mark.aot
+def test_the_bundled_model_compiles_for_an_h200() -> None:
+    """Its kernels' bodies, too: no width of it is a multiple of 128, and no other test compiles it for a GPU."""
+    compiled = compiled_step(MODEL, "decode", H200)
+    assert "mosaic_gpu" in compiled.as_text()

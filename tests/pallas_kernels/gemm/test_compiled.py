@@ -57,7 +57,10 @@ def assert_no_spills(resources):
         assert kernel.spill_bytes == 0, kernel
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168), (64, 2048, 10944), (4096, 2048, 10944)],
+)
 def test_dense(m, n, k):
     assert_in_registers(lambda *args: fp8_gemm(*args, backend=MOSAIC), *scaled_x(m, k), *scaled_w(n, k))
 
@@ -134,6 +137,22 @@ def test_heads(m, heads, transposed):
     args = spec(BF16, m, heads, 192 if transposed else 512), spec(BF16, 4, heads, 128, 512), spec(I32)
     how = dict(transposed=transposed, carried=64 if transposed else 0, backend=MOSAIC)
     assert_in_registers(lambda x, w, layer: head_gemm(x, w, layer, **how), *args)
+
+
+@pytest.mark.parametrize("m", [1, 1024])
+def test_widths_that_are_no_multiple_of_64(m):
+    """Those of the bundled model: 96 of a latent and of an expert, 160 of a row of its pages."""
+    layer, experts = spec(I32), spec(I32, 8)
+    assert_in_registers(
+        lambda x, w, i: layer_gemm(x, w, i, backend=MOSAIC), spec(BF16, m, 96), spec(BF16, 5, 160, 96), layer
+    )
+    carried = spec(BF16, m, 4, 64), spec(BF16, 5, 4, 32, 128), layer
+    assert_in_registers(lambda x, w, i: head_gemm(x, w, i, transposed=True, carried=32, backend=MOSAIC), *carried)
+    tile_m = 8 if m == 1 else 128
+    assert_in_registers(
+        lambda x, w, t: grouped_gemm_contiguous(x, w, t, tile_m=tile_m, group_offset=0, backend=MOSAIC),
+        spec(BF16, 8 * tile_m, 96), spec(BF16, 24, 192, 96), experts,
+    )  # fmt: skip
 
 
 def test_quantization():

@@ -28,6 +28,9 @@ DENSE = {
     "tall, a block outside": (300, 264, 400, TilePlan(True, 256, 128, cluster=2, stages=2)),
     "narrow 8": (5, 264, 400, TilePlan(False, 8, 128, stages=3)),
     "narrow 32, two row tiles": (40, 136, 256, TilePlan(False, 32, 128, stages=2)),
+    "narrow, half a block of K in a stage": (11, 264, 320, TilePlan(False, 16, 128, splits=2, stages=3)),
+    "wide, half a block of K in a stage": (130, 136, 192, TilePlan(True, 128, 128, stages=3)),
+    "tall, half a block of K in a stage": (300, 264, 192, TilePlan(True, 256, 128, cluster=2, stages=2)),
     "narrow 16 split": (11, 264, 912, TilePlan(False, 16, 128, splits=3, stages=3)),
 }
 

@@ -1,0 +1,331 @@
+"""What a toolchain must be able to do, one part per process: kernels, steps, executables. Needs no GPU.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.toolchains.cases PART
+
+Prints one JSON object per line: {"case", "passed", "says", "figures"}. A spill is a figure; only an error is a failure.
+Exits with 0 if all passed, 1 if some failed, 2 if nothing can be compiled here.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import serialize_executable
+
+from benchmarks.gpu import fp8_cases, mla, triton_kernels
+from benchmarks.gpu.fp8_cases import Case
+from configs.bundled import MODEL
+from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
+from configs.deepseek_v3 import DEEPSEEK_V3
+from configs.deepseek_v32 import DEEPSEEK_V32
+from configs.deployments import DEVICES
+from configs.glm_4_7_flash import GLM_4_7_FLASH
+from configs.kimi_k2_thinking import KIMI_K2_THINKING
+from dsv3.config.model import ModelConfig
+from dsv3.kv_cache.layout import FP8, pool
+from dsv3.model import DecodeBatch, PrefillBatch, decode, prefill
+from pallas_kernels import aot, dsa, gpus, toolchain
+from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.dense import layer_gemm
+from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_chosen, write_pages
+from pallas_kernels.triton.resources import kernel_resources as triton_resources
+from tools.plan.deployment import Deployment
+from tools.plan.programs import abstract_params
+
+type Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
+"""A name, a function, and the shapes of its arguments."""
+MODELS = {
+    "bundled": MODEL,
+    "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
+    "GLM-4.7-Flash": GLM_4_7_FLASH,
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V3.2": DEEPSEEK_V32,
+    "Kimi-K2-Thinking": KIMI_K2_THINKING,
+}
+"""One of each family whose steps hold other kernels: V3.2 has sparse attention and FP8 pages, Kimi INT4 experts."""
+TRITON_GPUS = ("A100", "L40S", "B200")
+_SYMBOLS = "MOSAIC_GPU_RUNTIME_LIB_PATH"
+_DECODE = re.compile(r"decode (\d+) \| (\d+) \| \d+ \| \w+(.*), 1 waves")
+"""A case of `mla.programs`, whose lengths matter to no kernel."""
+_TOOL_SECONDS = 120
+_SAID = 300
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """Returns a shape with its type."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+ints = functools.partial(array, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The outcome of a case."""
+
+    case: str
+    passed: bool = True
+    says: str = ""
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    part = parser.parse_args(arguments).part
+    toolchain.prefer_own_ptxas()
+    passed = True
+    for name, rows in PARTS[part]():
+        for row in _tried(name, rows):
+            passed &= row.passed
+            print(json.dumps(dataclasses.asdict(row)), flush=True)
+    return 0 if passed else 1
+
+
+def _tried(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """Yields the rows of a case, or one that says why there are none."""
+    try:
+        yield from rows()
+    except aot.AotUnavailableError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        yield Row(name, False, text if len(text) <= 2 * _SAID else f"{text[:_SAID]} ... {text[-_SAID:]}")
+
+
+type Cases = Iterator[tuple[str, Callable[[], Iterator[Row]]]]
+
+
+def mosaic_kernels() -> Cases:
+    """Yields the Mosaic kernels at production shapes, compiled for an H200."""
+    for name, fn, arguments in _mosaic_programs():
+        yield name, functools.partial(_resources, name, fn, arguments)
+
+
+def _resources(name: str, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Row]:
+    for kernel in aot.kernel_resources(fn, *arguments):
+        yield _row(f"{name}: {kernel.name}", kernel)
+
+
+def _row(case: str, kernel: aot.KernelResources) -> Row:
+    return Row(case, figures={"registers": kernel.registers, "spilled": kernel.spill_bytes})
+
+
+def _mosaic_programs() -> Iterator[Program]:
+    """Yields attention, products, rows and sparse attention: each kernel, with each of its plans that spilled once."""
+    for name, fn, arguments in mla.programs():
+        if not name.endswith("2 waves"):  # another schedule for the same kernel
+            yield re.sub(_DECODE, r"decode, \1 heads, \2 queries\3", name), fn, arguments
+    prefill_of = functools.partial(mla_prefill, scale=0.1, backend=Backend.MOSAIC)
+    for heads, keys, values in ((20, 256, 256), (32, 128, 128)):
+        yield f"prefill, heads of {keys}", prefill_of, (*(array(4096, heads, w) for w in (keys, keys, values)), ints(9))
+    yield "prefill to chosen keys", *_chosen()
+    for case in _products():
+        shapes = jax.eval_shape(case.operands, jax.random.key(0))
+        kind = case.key[0] if isinstance(case.key[0], str) else ""
+        yield f"{case.table}, {case.label} {kind}".rstrip(), case.call, (shapes, ints())
+    layer = functools.partial(layer_gemm, backend=Backend.MOSAIC)
+    for rows in (16, 4096):
+        yield f"plain, {rows} x 2112 x 7168", layer, (array(rows, 7168), array(4, 2112, 7168), ints())
+    for name, dtype in (("FP8", None), ("bfloat16", jnp.bfloat16)):
+        yield f"sparse attention, {name}", *_sparse(dtype)
+
+
+def _products() -> Iterator[Case]:
+    backend, e4m3, bf16 = Backend.MOSAIC, jnp.float8_e4m3fn, jnp.bfloat16
+    for m, n, k in ((1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168), (4096, 4096, 7168)):
+        yield fp8_cases.dense_case(m, n, k, backend)
+    for groups, rows, dtype in ((32, 20, e4m3), (6, 1024, e4m3), (32, 20, bf16), (6, 1024, bf16), (32, 20, jnp.int32)):
+        yield fp8_cases.decode_case(groups, rows, 4096, 7168, dtype, backend)
+    for dtype in (e4m3, bf16):
+        yield fp8_cases.contiguous_case(8, 4096, 4096, 7168, dtype, backend)
+    for gated in (False, True):
+        yield fp8_cases.quantize_case(4096, 2048 if gated else 7168, gated, backend)
+    for m, transposed in ((16, True), (1024, False)):
+        yield fp8_cases.head_case(m, 128, 128, 512, transposed, backend)
+    for m in (64, 4096):
+        yield fp8_cases.router_case(m, 256, 7168, backend)
+
+
+def _chosen() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    T, K, H = 4096, 12288, 128
+
+    def attend(q, k, v, shared, bits, starts, ends):
+        how = {"scale": 0.1, "shared_key": shared, "backend": Backend.MOSAIC}
+        return mla_prefill_chosen(q, k, v, bits, starts, ends, **how)
+
+    arrays = (array(T, H, 192), array(K, H, 128), array(K, H, 128), array(K, 64))
+    return attend, (*arrays, ints(K // 32, T), ints(T), ints(T))
+
+
+def _sparse(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns scores, choice and attention of 64 queries of DeepSeek-V3.2; None is FP8."""
+    T, table, best = 64, 2560, 2048
+    width, kind = dsa.key_row(128, dtype)
+
+    def attend(q, weights, keys, table, visible, latents, queries):
+        where = {"first_page": 0, "backend": Backend.MOSAIC}
+        picked = dsa.choose(q, weights, keys, table, visible, best=best, **where)
+        counts = jnp.minimum(visible, best)
+        return dsa.attend_chosen(queries, latents, table, picked, counts, scale=0.1, value_width=512, **where)
+
+    latents = (
+        array(8 * table, 64, fp8_row_bytes(512, 64), dtype=jnp.uint8) if dtype is None else array(8 * table, 64, 576)
+    )
+    index = array(T, 64, 128), array(T, 64, dtype=jnp.float32), array(8 * table, 64, width, dtype=kind)
+    return attend, (*index, ints(T, table), ints(T), latents, array(T, 128, 576))
+
+
+def triton_kernels_of(name: str) -> Cases:
+    """Yields the Triton kernels at DeepSeek-V3's shapes, compiled by Triton and assembled by the toolchain's ptxas."""
+    gpu = gpus.by_number(_number(aot.TARGETS[name]))
+    for case, (fn, arguments) in triton_kernels.cases().items():
+        yield case, functools.partial(_assembled, f"{case}, {name}", fn, arguments, gpu)
+
+
+def _assembled(name: str, fn: Callable[..., Any], arguments: tuple[Any, ...], gpu: gpus.GpuKind) -> Iterator[Row]:
+    for kernel in triton_resources(fn, *arguments, gpu=gpu):
+        architecture = re.search(r"^\.target (\w+)", kernel.ptx, flags=re.MULTILINE)
+        assert architecture is not None, kernel.ptx[:300]
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "kernel.ptx"
+            source.write_text(kernel.ptx)
+            command = ["ptxas", "-v", "-arch", architecture[1], str(source), "-o", f"{folder}/kernel.cubin"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS)
+        if done.returncode:
+            raise RuntimeError(f"ptxas ended with {done.returncode}: {done.stdout + done.stderr}")
+        (found,) = aot.reported(done.stdout + done.stderr)
+        yield _row(name, found)
+
+
+def steps(name: str) -> Cases:
+    """Yields a decode step of each family, compiled whole for a GPU, kernels included, and a prefill step of one."""
+    for family in MODELS:
+        yield f"{family}, decode, {name}", functools.partial(_step, family, "decode", name)
+    family = "DeepSeek-V2-Lite"
+    yield f"{family}, prefill, {name}", functools.partial(_step, family, "prefill", name)
+
+
+def _step(family: str, phase: str, name: str) -> Iterator[Row]:
+    compiled = compiled_step(MODELS[family], phase, aot.TARGETS[name])
+    text = compiled.as_text()
+    calls = len(re.findall(r'custom_call_target="(?:mosaic_gpu|triton_kernel_call)\w*"', text))
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    yield Row(f"{family}, {phase}, {name}", calls > 0, "" if calls else "it holds no kernel", {
+        "kernels": calls, "temporaries": temporaries,
+    })  # fmt: skip
+
+
+def compiled_step(model: ModelConfig, phase: str, target: aot.GpuTarget) -> jax.stages.Compiled:
+    """Compiles a step of one GPU: 1,024 tokens of prompts, or 64 requests, from pages of the type that pays."""
+    cfg = dataclasses.replace(model, num_nextn_predict_layers=0)
+    alone = Deployment("alone", DEVICES["H200"], 1, gpus_per_node=1, decode_requests=64, expert_parallel=False)
+    choice = {"chooses": cfg.indexer is not None}
+    if phase == "prefill":
+        batch: Any = PrefillBatch(ints(1024), ints(1024), ints(9), ints(8), ints(8, 64), **choice)
+    else:
+        batch = DecodeBatch(ints(64, 1), ints(64), ints(64, 64), **choice)
+    mesh = aot.gpu_mesh({"device": 1}, target=target)
+    backend = resolve_backend(mesh.devices.flat[0])
+    run = {"prefill": prefill, "decode": decode}[phase]
+
+    def step(params, batch, pages):
+        out = run(params, cfg, batch, pages, backend=backend)
+        return out.hidden, out.pages
+
+    pages = pool(cfg, FP8 if cfg.indexer else "bfloat16", 4096)
+    with gpus.compiling_for(gpus.by_number(_number(target))):
+        return aot.compile_for(step, abstract_params(cfg, alone), batch, pages, mesh=mesh, donate_argnums=(2,))
+
+
+def _number(target: aot.GpuTarget) -> int:
+    major, minor = target.compute_capability
+    return 10 * major + minor
+
+
+def executables() -> Cases:
+    """Yields what a compiled program with kernels is as a file, and what that is linked with when it is loaded."""
+    named = ("mla_decode", "mla_combine", "mla_write"), ("combine", "write")
+    for backend, gpu, kernels in zip((Backend.MOSAIC, Backend.TRITON), ("H200", "A100"), named, strict=True):
+        case = f"a program with {backend.value} kernels as bytes"
+        yield case, functools.partial(_serialised, case, backend, gpu, kernels)
+    yield "symbols of the host's part of Mosaic kernels", _linked
+
+
+def decode_program(backend: Backend) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a program of two operations: new rows written to pages, and decode attention to them."""
+
+    def run(q, pages, rows, ids, offsets, table, lengths):
+        place = {"pages_per_layer": 64, "backend": backend}
+        pages = write_pages(pages, rows, ids, offsets, layer=0, **place)
+        return mla_decode(q, pages, table, lengths, scale=0.1, **place), pages
+
+    arrays = array(8, 1, 16, 576), array(128, 64, 576), array(8, 576)
+    return run, (*arrays, ints(8), ints(8), ints(8, 32), ints(8))
+
+
+def _serialised(case: str, backend: Backend, gpu: str, kernels: tuple[str, ...]) -> Iterator[Row]:
+    """Yields the size of an executable; it must hold the kernels, and no word of another ptxas (12 leaves none)."""
+    target = aot.TARGETS[gpu]
+    fn, arguments = decode_program(backend)
+    with gpus.compiling_for(gpus.by_number(_number(target))):
+        mesh = aot.gpu_mesh({"device": 1}, target=target)
+        compiled = aot.compile_for(fn, *arguments, mesh=mesh, donate_argnums=(1,))
+    executable = serialize_executable.serialize(compiled)[0]
+    assembled = {found.decode() for found in re.findall(rb"tools, release (\d+\.\d+)", executable)}
+    own = ptxas_release()
+    wrong = [] if assembled <= {own} else [f"assembled by ptxas {sorted(assembled)}, and {own} is first on PATH"]
+    if not any(kernel.encode() in executable for kernel in kernels):  # it is compressed: not every name is found
+        wrong.append(f"none of {', '.join(kernels)} in it")
+    yield Row(case, not wrong, "; ".join(wrong), {"bytes": len(executable)})
+
+
+def ptxas_release() -> str:
+    """Returns the release of the ptxas that kernels are assembled by: "13.0"."""
+    said = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, timeout=_TOOL_SECONDS).stdout
+    found = re.search(r"release (\d+\.\d+)", said)
+    assert found is not None, said
+    return found[1]
+
+
+def _linked() -> Iterator[Row]:
+    """Looks each symbol up in the library that jax names to its plugin, as that does."""
+    fn, arguments = decode_program(Backend.MOSAIC)
+    needed = aot.host_symbols(fn, *arguments)
+    library = ctypes.CDLL(os.environ[_SYMBOLS])
+    missing = sorted(name for name in needed if not hasattr(library, name))
+    wrong = f"{os.environ[_SYMBOLS]} has no {', '.join(missing)}" if missing else "" if needed else "none is needed"
+    yield Row("symbols of the host's part of Mosaic kernels", not wrong, wrong, {"symbols": len(needed)})
+
+
+def toy() -> Cases:
+    """Yields one kernel, for a test of the machinery."""
+    fn, arguments = decode_program(Backend.MOSAIC)
+    yield "decode", functools.partial(_resources, "decode", fn, arguments)
+
+
+PARTS: dict[str, Callable[[], Cases]] = {
+    "executables": executables,
+    "mosaic": mosaic_kernels,
+    **{f"steps-{name}": functools.partial(steps, name) for name in aot.TARGETS},
+    **{f"triton-{name}": functools.partial(triton_kernels_of, name) for name in TRITON_GPUS},
+    "toy": toy,
+}
+"""What a process can be asked for, the quickest first."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

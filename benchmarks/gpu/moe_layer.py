@@ -8,34 +8,29 @@ buffers of the all-to-all transport, 27 rows from each rank; with even routing e
 timed is what the rank computes: the routed experts on what arrived, the shared expert on its own tokens. Nothing is
 sent.
 
-Writes DIR/moe_layer.md and DIR/moe_layer.json. A figure is the best of three loops of calls, each with another layer of
-a stack that the L2 cache cannot hold, next to what the same run measured for a copy and for cuBLAS FP8 products.
+Writes DIR/moe_layer.md and DIR/moe_layer.json, anew after each child process (`children.py`). A time
+is the best of three loops of calls, each with another layer of a stack that the L2 cache cannot hold, next to what the
+same run measured for a copy and for cuBLAS FP8 products.
 """
 
-import argparse
-import datetime
 import functools
-import json
-import shlex
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import fp8_gemm
-from benchmarks.gpu.fp8_cases import Case
+from benchmarks.gpu import children
+from benchmarks.gpu.fp8_gemm import measure_case
 from dsv3.model.layers import experts
 from dsv3.model.layers.experts import ExpertLayer
 from dsv3.model.layers.linear import Numerics, mlp
 from dsv3.model.layers.router import Routing
 from dsv3.model.params import Fp8Weight, MlpParams, MoeParams
-from pallas_kernels import aot
-from pallas_kernels.backend import Backend, is_hopper
+from pallas_kernels.backend import Backend
+from pallas_kernels.checks import Case, Tolerance
 from pallas_kernels.fp8 import quantize_1x128, quantize_128x128
 from sharding.experts.capacity import expected_capacity
 
@@ -46,35 +41,18 @@ LAYERS = 4
 ROWS = RANKS * expected_capacity(TOKENS, RANKS, TOP_K, RANKS * RANKS, LOCAL)
 PAIRS = RANKS * TOKENS * TOP_K // (RANKS * LOCAL) * LOCAL
 """(token, expert) pairs that even routing brings to a rank."""
+_LAYER = Tolerance(1e-3, 2**-4, 2**-2, "few values between the products are rounded to another e4m3 neighbor")
 
 
 def main() -> int:
-    args = _arguments()
-    if args.compile:
-        return compile_all()
-    device = jax.devices()[0]
-    if not is_hopper(device):
-        print(
-            f"This benchmark needs a Hopper GPU (sm_90); the device here is {device.device_kind!r}. Nothing was run.\n"
-            "Without a GPU, --compile checks registers, spills and memory.",
-            file=sys.stderr,
-        )
-        return 2
-    roofs = fp8_gemm.Run(device, deadline=time.monotonic() + 180, out=args.out)
-    roofs.roofs()
-    rows = [check_and_measure(case, roofs) for case in all_cases(Backend.MOSAIC)]
-    write(args.out, device, roofs, rows)
-    return 0 if all(row["right"] for row in rows) else 1
+    title = (__doc__ or "").split("\n")[0]
+    cases = {("EP144 decode", case.name): case for case in all_cases()}
+    return children.main(
+        "benchmarks.gpu.moe_layer", title, list(cases), lambda k, r: measure_case(cases[k], r), programs
+    )
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/moe_layer"), help="folder for the tables")
-    parser.add_argument("--compile", action="store_true", help="compile for an H200 and gate its kernels' resources")
-    return parser.parse_args()
-
-
-def all_cases(backend: Backend) -> Iterator[Case]:
+def all_cases() -> Iterator[Case]:
     """Routed experts, shared expert, and the layer."""
     product = 2 * HIDDEN * WIDTH * 3  # flop of a row through gate, up and down
     weights = 3 * HIDDEN * WIDTH
@@ -86,20 +64,17 @@ def all_cases(backend: Backend) -> Iterator[Case]:
         ("shared", ("shared",), shared),
         ("layer", ("routed", "shared"), both),
     ):
-        yield _case(name, parts, flops, size, backend)
+        yield _case(name, parts, flops, size)
 
 
-def _case(name: str, parts: tuple[str, ...], flops: float, size: float, backend: Backend) -> Case:
-    def call(operands: dict, i: Any, backend: Backend = backend) -> tuple[jax.Array, ...]:
-        return tuple(_COMPUTE[part](operands, i % LAYERS, Numerics(backend, expert_pairs=PAIRS)) for part in parts)
+def _case(name: str, parts: tuple[str, ...], flops: float, size: float) -> Case:
+    def call(operands: dict, i: Any, backend: Backend) -> dict[str, jax.Array]:
+        return {part: _COMPUTE[part](operands, i % LAYERS, Numerics(backend, expert_pairs=PAIRS)) for part in parts}
 
-    def valid_rows(operands: dict, i: Any) -> tuple[jax.Array, jax.Array]:
-        return tuple(
-            jnp.concatenate(call(operands, i, backend)).astype(jnp.float32) for backend in (backend, Backend.REFERENCE)
-        )  # type: ignore[return-value]  # two of them
-
-    label = f"{name}: {', '.join(_LABELS[part] for part in parts)}"
-    return Case("EP144 decode", label, (name,), operands, call, valid_rows, flops, size, 1e-3)
+    return Case(
+        f"{name}: {', '.join(_LABELS[part] for part in parts)}", operands, call, dict.fromkeys(parts, _LAYER),
+        counted=lambda operands, result: result, exact=lambda operands: operands, flops=flops, bytes=size,
+    )  # fmt: skip
 
 
 def _routed(operands: dict, layer: Any, numerics: Numerics) -> jax.Array:
@@ -163,63 +138,12 @@ def _weights(key: jax.Array, stack: int, n: int, k: int) -> Fp8Weight:
     return Fp8Weight(*jax.lax.map(one, jax.random.split(key, stack)))
 
 
-def check_and_measure(case: Case, roofs: fp8_gemm.Run) -> dict:
-    """Correctness first, against the reference backend; a wrong case is not timed."""
-    arrays = jax.jit(case.operands)(jax.random.key(0))
-    diff = fp8_gemm.difference(case, arrays)
-    row: dict = {"label": case.label, "calc_diff": diff, "right": diff < case.tolerance}
-    if row["right"]:
-        roof = max(case.flops / roofs.fp8_rate, case.bytes / roofs.copy_rate)
-        seconds = fp8_gemm.time_case(case, arrays, roof)
-        row |= {
-            "microseconds": seconds * 1e6,
-            "tflops": case.flops / seconds / 1e12,
-            "terabytes_per_second": case.bytes / seconds / 1e12,
-            "share_of_roof": roof / seconds,
-        }
-    print(table_line(row), flush=True)
-    return row
-
-
-TABLE_HEAD = ("| what | us | TFLOP/s | TB/s | of the roof | calc_diff |", "|---|---|---|---|---|---|")
-
-
-def table_line(row: dict) -> str:
-    if not row["right"]:
-        return f"| {row['label']} | WRONG | | | | {row['calc_diff']:.1e} |"
-    return (
-        f"| {row['label']} | {row['microseconds']:.1f} | {row['tflops']:.0f} | {row['terabytes_per_second']:.2f} | "
-        f"{row['share_of_roof']:.0%} | {row['calc_diff']:.1e} |"
-    )
-
-
-def write(out: Path, device: jax.Device, roofs: fp8_gemm.Run, rows: list[dict]) -> None:
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    header = (
-        f"{now}; {device.device_kind}; jax {jax.__version__}; {device.client.platform_version!r}\n"
-        f"command: python -m benchmarks.gpu.moe_layer {shlex.join(sys.argv[1:])}\n\n"
-        f"Measured in this run: copy {roofs.copy_rate / 1e12:.2f} TB/s; cuBLAS through XLA, 8192^3: FP8 "
-        f"{roofs.fp8_rate / 1e12:.0f} TFLOP/s. The roof is the longer of flop and bytes at these rates."
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "moe_layer.md").write_text("\n".join([header, "", *TABLE_HEAD, *map(table_line, rows)]) + "\n")
-    (out / "moe_layer.json").write_text(json.dumps({"header": header, "rows": rows}, indent=1))
-
-
-def compile_all() -> int:
-    """Compiles every case for an H200 and prints its kernels' registers and spills, and its memory; 1 if one spills."""
-    spilled = 0
+def programs() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """Yields the program of every case."""
     shapes = jax.eval_shape(operands, jax.random.key(0))
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    for case in all_cases(Backend.MOSAIC):
-        compiled, kernels = aot.compile_with_resources(case.call, shapes, number)
-        for kernel in kernels:
-            spilled += kernel.spill_bytes > 0
-            print(f"{case.label}: {kernel.name}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled")
-        memory = compiled.memory_analysis()
-        print(f"{case.label}: {memory.temp_size_in_bytes / 1e6:.0f} MB of temporaries", flush=True)
-    print(f"{spilled} kernels spill")
-    return 1 if spilled else 0
+    for case in all_cases():
+        yield case.name, functools.partial(case.call, backend=Backend.MOSAIC), (shapes, number)
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ def write_case(tokens: int, pages: int, *, fp8: bool = False) -> Case:
     rng = np.random.default_rng(0)
     ids, offsets = divmod(rng.permutation(pages * PAGE)[:tokens].astype(np.int32), PAGE)
     ids[3::7], offsets[4::11] = -1, PAGE
-    lost = jnp.asarray((ids < 0) | (offsets >= PAGE))[:, None]
+    lost = ((ids < 0) | (offsets >= PAGE))[:, None]
 
     def operands(key: jax.Array) -> tuple[jax.Array, ...]:
         pool = random_pages(key, 3 * pages, LATENT, fp8=fp8)

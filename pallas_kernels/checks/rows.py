@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import rows
 from pallas_kernels.backend import Backend
@@ -47,13 +48,13 @@ def quantize_case(m: int, channels: int, *, gated: bool, ue8m0: bool = False, us
     Rows from `used` on are NaN.
     """
     width = 2 * channels if gated else channels
-    how: dict[str, Any] = {"ue8m0": ue8m0} | ({"used_rows": jnp.int32(used)} if used is not None else {})
-    quantize = functools.partial(swiglu_quantize if gated else quantize_1x128, **how)
-    counts = jnp.arange(m) < (m if used is None else used)
+    quantize = functools.partial(swiglu_quantize if gated else quantize_1x128, ue8m0=ue8m0)
+    counts = np.arange(m) < (m if used is None else used)
 
     def call(operands: jax.Array, i: Any, backend: Backend) -> tuple[jax.Array, jax.Array]:
         x, _ = jax.lax.optimization_barrier((operands, i))  # or a loop of calls would compute it once
-        return quantize(x, backend=backend)
+        some = {} if used is None else {"used_rows": jnp.int32(used)}
+        return quantize(x, backend=backend, **some)
 
     def counted(operands: jax.Array, result: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
         del operands

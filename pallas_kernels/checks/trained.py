@@ -30,11 +30,11 @@ def trained_gemm_contiguous_cases(backend: Backend, quick: bool) -> Iterator[Cas
         (((1, 0, 2), 128, 144),) if quick else (((8, 0, 24, 1), 4096, 7168), ((8, 0, 24, 1), 7168, 2048))
     ):
         tile_group = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
-        groups = jnp.asarray(np.append(tile_group, -1))
+        groups = np.append(tile_group, np.int32(-1))
 
-        def product(x: jax.Array, w: jax.Array, backend: Backend, groups: jax.Array = groups) -> jax.Array:
-            made = trained_gemm_contiguous(x, w, groups, backend=backend)
-            held = jnp.repeat(groups >= 0, 128)[:, None]
+        def product(x: jax.Array, w: jax.Array, backend: Backend, groups: np.ndarray = groups) -> jax.Array:
+            made = trained_gemm_contiguous(x, w, jnp.asarray(groups), backend=backend)
+            held = np.repeat(groups >= 0, 128)[:, None]
             return jnp.where(held, made, 0)
 
         name = f"{len(tiles)} groups, {len(tile_group) * 128} rows, {n} x {k}"

@@ -6,7 +6,7 @@ values. DeepSeek-V3: 128 heads. Epilogues, launches and last waves are left out,
 
 from collections.abc import Iterator
 
-from benchmarks.gpu.mla_cases import LATENT
+from pallas_kernels.checks.attention import LATENT
 
 HEADS, NEW, CACHED = 128, (128, 512, 2048, 4096), (8192, 32_768, 131_072)
 DECODE, SPANS = "decode, 128 heads", "prefill to spans of keys, 192 and 128"

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu import fp8_cases, mla_cases
 from benchmarks.gpu.sass.model import Link, Load, Protocol, Role, assumed
 from pallas_kernels.backend import Backend
+from pallas_kernels.checks import Case, products
+from pallas_kernels.checks import experts as expert_cases
+from pallas_kernels.checks.attention import LATENT, WIDTH, Decode
+from pallas_kernels.checks.prefill import Prefill
 from pallas_kernels.gemm.dispatch import kernel_of_plan
 from pallas_kernels.gemm.narrow import NarrowKernel, SplitKernel
 from pallas_kernels.gemm.plan import TilePlan, plan_contiguous, plan_dense
@@ -30,7 +33,7 @@ MEMORY = "900, 19.9"
 PRODUCT_PASS = "128 of K"
 """What a pass through a product's loop does."""
 _ROPE_ASKED = "rotated keys are asked for"
-_PAGE_ROW = 2 * mla_cases.WIDTH
+_PAGE_ROW = 2 * WIDTH
 _FP8_ROW = 656
 
 
@@ -95,11 +98,11 @@ def kernels() -> Iterator[Kernel]:
 
 def decode(heads: int, *, fp8: bool = False) -> Kernel:
     """Decode attention of 128 requests with 8,192 tokens."""
-    case = mla_cases.Decode(heads, 1, 8192, fp8=fp8)
+    case = Decode(heads, 1, 8192, fp8=fp8)
 
     def program():
         def attend(q, pages, table, lengths):
-            return case.call(Backend.MOSAIC)(q, pages, table, lengths, case.schedule(lengths))
+            return case.call(Backend.MOSAIC)(q, pages, table, lengths, schedule=case.schedule(lengths))
 
         return attend, case.shapes()
 
@@ -119,7 +122,7 @@ def decode(heads: int, *, fp8: bool = False) -> Kernel:
 
 def _pages(blocks: int) -> Protocol:
     """Returns the protocol where `blocks` fetch a page together."""
-    quarter, rope = PAGE_SIZE * mla_cases.LATENT // 2, PAGE_SIZE * (_PAGE_ROW - 2 * mla_cases.LATENT)
+    quarter, rope = PAGE_SIZE * LATENT // 2, PAGE_SIZE * (_PAGE_ROW - 2 * LATENT)
     by_others = 1 - 1 / blocks
 
     def full(stage: str, *parts: int) -> tuple[str, ...]:
@@ -158,7 +161,7 @@ def _fp8_pages() -> Protocol:
 
 def prefill() -> Kernel:
     """Expanded attention of 8,192 tokens with 128 heads."""
-    case, keys = mla_cases.Prefill(8192, 1), 128
+    case, keys = Prefill.even(8192, 1), 128
     waits, arrives = ("key_full", "turn", "value_full", "turn"), ("turn", "key_free", "turn", "value_free")
     first, second = Role(waits, arrives), Role(waits, arrives, before=("turn",))
     loads = (Load("key_full", "key_free", keys * 2 * 192), Load("value_full", "value_free", keys * 2 * 128))
@@ -210,26 +213,26 @@ def prefill_chosen() -> Kernel:
 
 def dense(m: int, n: int, k: int, other: str | None = None, plan: TilePlan | None = None) -> Kernel:
     """One product of FP8 values, under its default plan or another."""
-    case = fp8_cases.dense_case(m, n, k, Backend.MOSAIC, plan)
+    case = products.dense_case(m, n, k, plan)
     return _product(f"dense {m}", "dense", case, plan or plan_dense(m, n, k, 1, num_sms=traced().taken), (n, k), other)
 
 
 def contiguous(groups: int, rows: int, n: int, k: int, other: str | None = None, *, one_group: bool = True) -> Kernel:
     """Experts in prefill: the tiles of a cluster whose two row tiles have one group, or two."""
-    case = fp8_cases.contiguous_case(groups, rows, n, k, E4M3, Backend.MOSAIC)
+    case = expert_cases.contiguous_case(groups, rows, n, k, E4M3)
     kernel = _grouped(f"contiguous {groups} of {rows}", case, 128, (n, k), other, one_group=one_group)
     return kernel if one_group else dataclasses.replace(kernel, name=f"{kernel.name}, two groups")
 
 
 def experts(groups: int, rows: int, n: int, k: int, other: str | None = None) -> Kernel:
     """Experts in decode."""
-    case = fp8_cases.decode_case(groups, rows, n, k, E4M3, Backend.MOSAIC)
+    case = expert_cases.decode_case(expert_cases.about(rows, groups), rows, n, k, E4M3, Backend.MOSAIC)
     tile_m = choose_tile_m(groups * rows, groups, backend=Backend.MOSAIC)
     return _grouped(f"contiguous {groups} of {rows}", case, tile_m, (n, k), other)
 
 
 def _grouped(
-    name: str, case: fp8_cases.Case, tile_m: int, shape: tuple[int, int], other: str | None, *, one_group: bool = True
+    name: str, case: Case, tile_m: int, shape: tuple[int, int], other: str | None, *, one_group: bool = True
 ) -> Kernel:
     aligned = jax.eval_shape(case.operands, jax.random.key(0))["x"][0].shape[0]
     plan = plan_contiguous(aligned, tile_m, *shape, 1, traced().taken)
@@ -238,9 +241,7 @@ def _grouped(
     return _product(name, "contiguouspairs", case, dataclasses.replace(plan, shares_weights=one_group), shape, other)
 
 
-def _product(
-    name: str, schedule: str, case: fp8_cases.Case, plan: TilePlan, shape: tuple[int, int], other: str | None
-) -> Kernel:
+def _product(name: str, schedule: str, case: Case, plan: TilePlan, shape: tuple[int, int], other: str | None) -> Kernel:
     tile = f"{plan.tile_m}x{plan.tile_n}"
     splits = f", K in {plan.splits}" if plan.splits > 1 else ""
     shared = "weights" if plan.shares_weights else "activations"
@@ -273,6 +274,6 @@ def ring(plan: TilePlan, n: int, k: int) -> Protocol:
     return Protocol((consumer, consumer), tuple(loads), kernel.depth, {"empty": 2})
 
 
-def _case_program(case: fp8_cases.Case) -> tuple[Callable, tuple]:
+def _case_program(case: Case) -> tuple[Callable, tuple]:
     operands = jax.eval_shape(case.operands, jax.random.key(0))
-    return case.call, (operands, jax.ShapeDtypeStruct((), jnp.int32))
+    return functools.partial(case.call, backend=Backend.MOSAIC), (operands, jax.ShapeDtypeStruct((), jnp.int32))

@@ -5,7 +5,7 @@ Both ends decode into declared types, so a malformed frame is an error and nothi
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import msgspec
@@ -30,7 +30,7 @@ def encode(message: msgspec.Struct) -> bytearray:
     length = len(frame) - HEAD_BYTES
     if length > MAX_FRAME_BYTES:
         raise FrameError(f"a message of {length} bytes, at most {MAX_FRAME_BYTES} fit a frame")
-    frame[:HEAD_BYTES] = length.to_bytes(HEAD_BYTES, "little")
+    frame[:HEAD_BYTES] = head(length)
     return frame
 
 
@@ -57,12 +57,43 @@ def stream_of(connection: socket.socket) -> BinaryIO:
     return connection.makefile("rb", buffering=2**16)  # type: ignore[return-value]
 
 
+def head(length: int) -> bytes:
+    """Returns what comes before a body of so many bytes."""
+    return length.to_bytes(HEAD_BYTES, "little")
+
+
 def body_length(head: bytes | memoryview, limit: int = MAX_FRAME_BYTES) -> int:
     """Returns the length of the body behind a head. Raises FrameError for one above `limit`."""
     length = int.from_bytes(head, "little")
     if length > limit:
         raise FrameError(f"a frame of {length} bytes, at most {limit} are taken")
     return length
+
+
+class Splitter:
+    """Cuts what comes from a stream into the bodies of frames."""
+
+    def __init__(self) -> None:
+        self._received, self._needed = bytearray(), 0
+
+    def add(self, data: bytes) -> Iterator[memoryview]:
+        """Yields the bodies that are whole with `data`, and keeps the rest. Raises FrameError for what is no frame."""
+        if self._received:
+            self._received += data
+            if len(self._received) < self._needed:
+                return
+            data, self._received = bytes(self._received), bytearray()
+        received, start = memoryview(data), 0
+        self._needed = HEAD_BYTES
+        while len(received) - start >= HEAD_BYTES:
+            body = start + HEAD_BYTES
+            after = body + body_length(received[start:body])
+            if after > len(received):
+                self._needed = after - start
+                break
+            yield received[body:after]
+            start = after
+        self._received += received[start:]
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -73,8 +104,7 @@ class FrameProtocol(asyncio.Protocol):
 
     def __init__(self, on_frame: Callable[[memoryview], None], on_end: Callable[[Exception | None], None]):
         self._on_frame, self._on_end = on_frame, on_end
-        self._received = bytearray()
-        self._needed = 0
+        self._splitter = Splitter()
         self._ended = False
         self._transport: asyncio.BaseTransport | None = None
 
@@ -84,32 +114,14 @@ class FrameProtocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._ended:
             return
-        if self._received:
-            self._received += data
-            if len(self._received) < self._needed:
-                return
-            data, self._received = bytes(self._received), bytearray()
         try:
-            self._take(memoryview(data))
+            for body in self._splitter.add(data):
+                self._on_frame(body)
         except Exception as error:
             self._end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(None)
-
-    def _take(self, received: memoryview) -> None:
-        """Hands on each whole frame and keeps the rest, with the number of bytes that make it worth another look."""
-        start, end = 0, len(received)
-        self._needed = HEAD_BYTES
-        while end - start >= HEAD_BYTES:
-            body = start + HEAD_BYTES
-            after = body + body_length(received[start:body])
-            if after > end:
-                self._needed = after - start
-                break
-            self._on_frame(received[body:after])
-            start = after
-        self._received += received[start:]
 
     def _end(self, error: Exception | None) -> None:
         if not self._ended:

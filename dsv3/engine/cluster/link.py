@@ -1,14 +1,15 @@
-"""Declares what a follower and its supervisor tell each other, as lines of JSON over a Unix socket. Imports no jax."""
+"""Declares what a follower and its supervisor tell each other, as frames over a Unix socket. Imports no jax."""
 
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
 from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.generation import Generation
+from dsv3.processes import frames
 
 LOAD = "dsv3.engine.cluster.start:load_model"
 
@@ -52,8 +53,8 @@ News = Begun | Serving | Waits | Alone
 Tell = Callable[[News], None]
 FromFollower = Pulse | News
 
-_to_follower = msgspec.json.Decoder(Follow)
-_from_follower: msgspec.json.Decoder[FromFollower] = msgspec.json.Decoder(FromFollower)
+_to_follower = msgspec.msgpack.Decoder(Follow)
+_from_follower: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)
 _READ_BYTES = 2**16
 
 
@@ -63,36 +64,31 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._lock = threading.Lock()
-        self._received = b""
+        self._splitter = frames.Splitter()
 
     def send(self, message: Follow | FromFollower) -> None:
         """Sends a message; one to a process that has gone is dropped."""
         with self._lock, contextlib.suppress(OSError):
-            self.connection.sendall(msgspec.json.encode(message) + b"\n")
+            self.connection.sendall(frames.encode(message))
 
     def order(self) -> Follow | None:
         """Waits for the supervisor's order; None when it has gone."""
-        line = next(self._lines(), None)
-        return None if line is None else _to_follower.decode(line)
+        while received := self._receive():
+            for body in self._splitter.add(received):
+                return _to_follower.decode(body)
+        return None
 
     def news(self) -> list[FromFollower] | None:
         """Returns what has come since, waiting for something to come; None when the follower has gone."""
         received = self._receive()
         if not received:
             return None
-        *lines, self._received = (self._received + received).split(b"\n")
-        return [_from_follower.decode(line) for line in lines]
+        return [_from_follower.decode(body) for body in self._splitter.add(received)]
 
     def wait_for_end(self) -> None:
         """Waits until the other process has gone."""
         while self._receive():
             pass
-
-    def _lines(self) -> Iterator[bytes]:
-        """Yields whole lines until the other process has gone."""
-        while received := self._receive():
-            *lines, self._received = (self._received + received).split(b"\n")
-            yield from lines
 
     def _receive(self) -> bytes:
         try:

@@ -1,9 +1,8 @@
 """Sends frames between two processes that share a secret, over TLS 1.3 in which each shows a certificate made from it.
 
-TLS encrypts, and sees to it that nothing is forged, changed, replayed, dropped in between or sent back. A frame is its
-length (4 bytes, little endian) and at most 1 MiB; a longer message is several frames, and all but the last have the
-highest bit of the length set. The first message of a follower is its process id, and the leader's answer is empty, or
-says why it refuses the process.
+TLS encrypts, and sees to it that nothing is forged, changed, replayed, dropped in between or sent back. Frames are
+those of `dsv3.processes.frames`, of which TLS gets at most 1 MiB at once. The first message of a follower is its
+process id, and the leader's answer is empty, or says why it refuses the process.
 """
 
 import contextlib
@@ -14,6 +13,7 @@ import struct
 import threading
 import time
 
+from dsv3.processes import frames
 from dsv3.processes.certificates import Credentials, tls_context
 
 # A follower gets only its ranks' part of a command: 17 kB for 16 chunks of 4,096 tokens over 18 hosts
@@ -28,9 +28,8 @@ HANDSHAKE_S = 5.0
 PATIENCE_S = 15.0
 """Seconds that a follower waits for the leader's answer: longer, so that the leader has decided before."""
 
-_LENGTH, _PROCESS_ID = struct.Struct("<I"), struct.Struct("<I")
-_FRAME_BYTES = 2**20  # what TLS encrypts at once, and so what a connection's buffers hold
-_MORE = 2**31
+_PROCESS_ID = struct.Struct("<I")
+_PART_BYTES = 2**20  # what TLS encrypts at once, and so what a connection's buffers hold
 _MAX_REFUSAL_BYTES = 1000
 _READ_BYTES, _RECORD_BYTES = 2**18, 2**14
 
@@ -83,14 +82,13 @@ class Wire:
         if len(body) > MAX_MESSAGE_BYTES:
             raise WireError(f"a message of {len(body)} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
         rest = memoryview(body)
-        while len(rest) > _FRAME_BYTES:
-            self._send_frame(rest[:_FRAME_BYTES], _MORE)
-            rest = rest[_FRAME_BYTES:]
-        self._send_frame(rest, 0)
+        self._send_part(frames.head(len(body)) + rest[:_PART_BYTES])
+        for start in range(_PART_BYTES, len(body), _PART_BYTES):
+            self._send_part(rest[start : start + _PART_BYTES])
 
-    def _send_frame(self, part: memoryview, more: int) -> None:
+    def _send_part(self, part: bytes | memoryview) -> None:
         with self._lock:
-            self._tls.write(_LENGTH.pack(len(part) | more) + part)
+            self._tls.write(part)
         self._flush()
 
     def receive(self, deadline: float | None = None, limit: int = MAX_MESSAGE_BYTES) -> bytes | None:
@@ -98,18 +96,11 @@ class Wire:
 
         Raises WireError for one that is longer than `limit` or that the other process has not made.
         """
-        body = bytearray()
         try:
-            while True:
-                [head] = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
-                length = head & ~_MORE
-                if length > _FRAME_BYTES or (head & _MORE and not length):
-                    raise WireError(f"a frame of {length} bytes, from 1 to {_FRAME_BYTES} are taken")
-                if len(body) + length > limit:
-                    raise WireError(f"a message of {len(body) + length} bytes or more, at most {limit} are taken")
-                body += self._read(length, deadline)
-                if not head & _MORE:
-                    return bytes(body)
+            length = frames.body_length(self._read(frames.HEAD_BYTES, deadline), limit)
+            return self._read(length, deadline)
+        except frames.FrameError as error:
+            raise WireError(str(error)) from None
         except ssl.SSLError as error:
             raise WireError(f"what came is no frame of the other process ({error.reason or error})") from None
         except (EOFError, OSError):

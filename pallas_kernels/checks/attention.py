@@ -73,7 +73,7 @@ class Decode:
         return int((-(-self.lengths // PAGE)).sum())
 
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """q, pages, table and lengths."""
+        """Returns those of q, pages, table and lengths."""
         row = mla.fp8_row_bytes(self.latent, WIDTH - LATENT) if self.fp8 else self.width
         pool = (self.layers * self.pages, PAGE, row)
         return (
@@ -92,7 +92,12 @@ class Decode:
 
     def call(self, backend: Backend) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Returns (q, pages, table, lengths, schedule, layer) -> out, lse. A step's schedule serves all its layers."""
-        how = {"pages_per_layer": self.pages, "value_width": self.latent, "scale": SCALE, "backend": backend}
+        how: dict[str, Any] = {
+            "pages_per_layer": self.pages,
+            "value_width": self.latent,
+            "scale": SCALE,
+            "backend": backend,
+        }
         return lambda *four, schedule=None, layer=0: mla.mla_decode(*four, schedule=schedule, layer=layer, **how)
 
     def schedule(self, lengths: jax.Array, waves: int = 1, request_overhead: int = REQUEST_OVERHEAD) -> DecodeSchedule:

@@ -125,7 +125,8 @@ def _compared(case: Case, backend: Backend) -> Row:
     first = jax.block_until_ready(run(operands, NUMBER))
     second = jax.block_until_ready(run(operands, NUMBER))
     wanted = jax.jit(lambda operands, i: expected(case, operands, i))(operands, NUMBER)
-    figures, faults = {}, []
+    figures: dict[str, float] = {}
+    faults: list[str] = []
     for name, tolerance in case.tolerance.items():
         found = {key: float(value) for key, value in _measured(first[name], wanted[name], tolerance).items()}
         figures |= {f"{name}.{key}": value for key, value in found.items()}
@@ -170,7 +171,8 @@ def _differences(got: jax.Array, wanted: jax.Array, relative: float, absolute: f
 
 @jax.jit
 def _differing(first: Any, second: Any) -> jax.Array:
-    return sum((jnp.sum(a != b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)), 0)
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return sum((jnp.sum(a != b) for a, b in pairs), jnp.int32(0))
 
 
 def _one_line(error: BaseException) -> str:

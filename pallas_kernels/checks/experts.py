@@ -142,8 +142,9 @@ def contiguous_case(
     def call(operands: dict[str, Any], i: Any, backend: Backend) -> jax.Array:
         place = {"tile_m": tile_m, "group_offset": i % layers * groups, "backend": backend}
         if plan is not None and backend is Backend.MOSAIC:
-            x, w = (v if fp8 else (*v, None) for v in (operands["x"], operands["w"]))
-            return dispatch.contiguous(*x, *w, tile_group, place["group_offset"], tile_m, jnp.bfloat16, plan=plan)
+            (x, x_scale), (w, w_scale) = (v if fp8 else (*v, None) for v in (operands["x"], operands["w"]))
+            where = jnp.asarray(tile_group), place["group_offset"], tile_m
+            return dispatch.contiguous(x, x_scale, w, w_scale, *where, jnp.bfloat16, plan=plan)
         return _PRODUCTS[jnp.dtype(dtype)](*operands["x"], *operands["w"], jnp.asarray(tile_group), **place)
 
     return Case(

@@ -115,7 +115,7 @@ class Prefill:
         return sum(self.lengths)
 
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """q, k, v and cu_lengths of `mla_prefill`."""
+        """Returns those of q, k, v and cu_lengths of `mla_prefill`."""
         widths = _OWN + _SHARED, _OWN + _SHARED, _VALUES
         rows = [jax.ShapeDtypeStruct((self.tokens, self.heads, width), jnp.bfloat16) for width in widths]
         return (*rows, jax.ShapeDtypeStruct((len(self.lengths) + 1,), jnp.int32))
@@ -150,7 +150,7 @@ class Prefill:
         )
 
     def context_shapes(self, *, fp8: bool = False) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """q, pages, page_table, context_lengths and cu_lengths of `mla_prefill_context`."""
+        """Returns those of q, pages, page_table, context_lengths and cu_lengths of `mla_prefill_context`."""
         return jax.eval_shape(functools.partial(self.context_arrays, fp8=fp8), jax.random.key(0))
 
     def context_arrays(self, key: jax.Array, *, fp8: bool = False) -> tuple[jax.Array, ...]:
@@ -235,7 +235,7 @@ class Prefill:
             # Every n-th key from a random one on: no key twice, none beyond the span.
             step = jnp.maximum(seen // best, 1)
             keys = places * step + jax.random.randint(key, (self.tokens, 1), 0, 1 << 20) % step
-            bits = mla.chosen_bits(starts[:, None] + keys, keys < seen, sum(self.strides) + _TILE)
+            bits = mla.chosen_bits(jnp.asarray(starts)[:, None] + keys, keys < seen, sum(self.strides) + _TILE)
             return (*self._keyed(key), bits, jnp.asarray(starts), jnp.asarray(ends))
 
         def call(operands: tuple, i: Any, backend: Backend) -> dict[str, jax.Array]:

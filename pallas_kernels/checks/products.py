@@ -91,7 +91,8 @@ def dense_case(m: int, n: int, k: int, plan: TilePlan | None = None, *, quick: b
 
     def call(operands: dict[str, Any], i: Any, backend: Backend) -> jax.Array:
         if plan is not None and backend is Backend.MOSAIC:
-            return dispatch.dense(*operands["a"], *operands["b"], i % layers, jnp.bfloat16, plan=plan)
+            (a, a_scale), (b, b_scale) = operands["a"], operands["b"]
+            return dispatch.dense(a, a_scale, b, b_scale, i % layers, jnp.bfloat16, plan=plan)
         return fp8_gemm(*operands["a"], *operands["b"], layer=i % layers, backend=backend)
 
     size = m * k + n * k + 2 * m * n

@@ -1,5 +1,6 @@
 """The products of training, whose gradients are products of e4m3 values too."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,5 +66,5 @@ def _case(
     return Case(
         name, operands, call, dict.fromkeys(("y", "dx", "dw"), _TRAINED),
         counted=lambda operands, result: result, exact=lambda operands: operands, key=("float8_e4m3fn",),
-        flops=6 * np.prod(x_shape) * w_shape[-2], bytes=4 * np.prod(x_shape) + 4 * np.prod(w_shape),
+        flops=6 * math.prod(x_shape) * w_shape[-2], bytes=4 * math.prod(x_shape) + 4 * math.prod(w_shape),
     )  # fmt: skip

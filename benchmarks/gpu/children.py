@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.processes.limited import Ended, run_limited
+from dsv3.processes.limited import ChildResult, run_limited
 from pallas_kernels import aot
 from pallas_kernels.backend import is_hopper, prepare, resolve_backend
 from pallas_kernels.checks.case import ContextLostError, Row
@@ -125,12 +125,12 @@ def _measure_here(keys: list, roofs: Roofs, seconds: float, measure: Callable[[K
     return 0
 
 
-def _child(command: Sequence[str], keys: Sequence[Key], roofs: Roofs, seconds: float, left: float) -> Ended:
+def _child(command: Sequence[str], keys: Sequence[Key], roofs: Roofs, seconds: float, left: float) -> ChildResult:
     words = ["--rows", json.dumps(keys), "--roofs", json.dumps(dict(roofs))]
     return run_limited([*command, *words], min(_START_S + seconds * len(keys), max(left, _START_S)))
 
 
-def _printed(ended: Ended) -> dict[str, Row]:
+def _printed(ended: ChildResult) -> dict[str, Row]:
     """Returns the rows that a child has printed, by their names; a line that is no whole row is none."""
     rows = {}
     for line in ended.output.splitlines():

@@ -15,7 +15,7 @@ from typing import Any
 
 from dsv3.engine.device.pool import environment_with_share, holds_gpu
 from dsv3.engine.errors import KernelCheckError
-from dsv3.processes.limited import Ended, run_limited
+from dsv3.processes.limited import ChildResult, run_limited
 from pallas_kernels.backend import OPERATIONS, PARTS, Backend, set_fallbacks
 
 _log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _listed(command: tuple[str, ...], gpu: int | None) -> list[str]:
     return words
 
 
-def _run(command: tuple[str, ...], gpu: int | None) -> Ended:
+def _run(command: tuple[str, ...], gpu: int | None) -> ChildResult:
     environment = environment_with_share(_POOL_SHARE)
     if gpu is not None:
         environment["JAX_CUDA_VISIBLE_DEVICES"] = str(gpu)
@@ -162,6 +162,6 @@ def _run(command: tuple[str, ...], gpu: int | None) -> Ended:
         raise KernelCheckError(f"check_kernels: the checks cannot run: {command[0]}: {error.strerror}") from error
 
 
-def _last_line(ended: Ended) -> str:
+def _last_line(ended: ChildResult) -> str:
     lines = ended.log.strip().splitlines()
     return lines[-1][:300] if lines else "it says nothing"

@@ -24,7 +24,7 @@ _ALARM_S = 30.0  # behind the time limit, which the parent keeps
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class ChildResult:
     """How a child process ended."""
 
     status: int | None
@@ -46,7 +46,7 @@ class Ended:
         return f"exit status {self.status}" if self.status >= 0 else f"ended by {_signal_name(-self.status)}"
 
 
-def run_limited(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Ended:
+def run_limited(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> ChildResult:
     """Runs `command` to its end, or kills it and all processes of its session after `seconds`.
 
     Output goes to files, so a grandchild that keeps a descriptor open delays nothing. The child sees no terminal and
@@ -81,7 +81,7 @@ def run_limited(command: Sequence[str], seconds: float, environment: Mapping[str
         finally:
             taken = time.monotonic() - begin
             _kill_session(process)  # on ^C, too; and what the child has left running
-        return Ended(process.returncode, timed_out, taken, _tail(output), _tail(log))
+        return ChildResult(process.returncode, timed_out, taken, _tail(output), _tail(log))
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:

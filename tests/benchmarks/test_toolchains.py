@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.toolchains import __main__ as matrix
 from benchmarks.toolchains import columns, table
-from dsv3.processes.limited import Ended
+from dsv3.processes.limited import ChildResult
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "toolchains.md").read_text()
@@ -31,7 +31,7 @@ def test_a_kernel_in_the_environment_that_is_there(tmp_path: Path) -> None:
 def test_a_crash_costs_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = "noise\nF1124 16:01:28 load_ir_module.cc:29] no libdevice\n*** Check failure stack trace: ***"
     row = {"case": "decode: mla_decode", "passed": True, "says": "", "figures": {"registers": 168, "spilled": 72}}
-    ended = Ended(-6, False, 1.0, "not a row\n" + json.dumps(row) + "\n", log)
+    ended = ChildResult(-6, False, 1.0, "not a row\n" + json.dumps(row) + "\n", log)
     monkeypatch.setattr(matrix, "run_limited", lambda *_: ended)
     assert matrix.main([str(tmp_path), "--here"]) == 1
     (line,) = table.failures(json.loads((tmp_path / "results" / "here.json").read_text())["parts"]["toy"])

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from dsv3.processes.limited import Ended, run_limited
+from dsv3.processes.limited import ChildResult, run_limited
 from tools.doctor.checks import Check
 from tools.doctor.report import Report, Result, exit_status
 from tools.doctor.rows import Row, read_rows
@@ -67,14 +67,14 @@ def _each(check: Check, start: Callable[[Check], None]) -> Iterator[Check | Resu
         yield from (dataclasses.replace(check, name=name, command=(*check.command, name), each=False) for name in names)
 
 
-def _run(check: Check) -> Ended:
+def _run(check: Check) -> ChildResult:
     try:
         return run_limited(check.command, check.seconds, {**os.environ, **_ENVIRONMENT})
     except OSError as error:
-        return Ended(127, False, 0.0, "", f"the check cannot be started: {error}")
+        return ChildResult(127, False, 0.0, "", f"the check cannot be started: {error}")
 
 
-def _result(check: Check, ended: Ended) -> Result:
+def _result(check: Check, ended: ChildResult) -> Result:
     rows, garbage = read_rows(ended.output)
     wrong = _wrong(ended, rows, garbage)
     if wrong:
@@ -83,7 +83,7 @@ def _result(check: Check, ended: Ended) -> Result:
     return Result(check, tuple(rows), not_tried, ended.seconds, ended.log)
 
 
-def _wrong(ended: Ended, rows: Sequence[Row], garbage: str) -> str:
+def _wrong(ended: ChildResult, rows: Sequence[Row], garbage: str) -> str:
     """Says how a check's process failed, or contradicts its rows; "" where it did neither."""
     failed, last = any(not row.passed for row in rows), _last_line(ended.log)
     if ended.timed_out or ended.status not in (0, 1, 2):

@@ -56,7 +56,7 @@ def launch_order(module: hlo.Module, most: int = 1, channels: int = 0, reserved:
     Each communicator takes `channels` multiprocessors, of the `reserved` ones that the program's kernels leave; 0 says
     that nothing bounds the one, or that kernels leave none.
     """
-    reader = _Reader(module)
+    reader = _Flow(module)
     reader.read(module[module.entry], "", ())
     reader.find_unreached()
     taken, faults = channels * reader.communicators, list(dict.fromkeys(reader.faults))
@@ -68,7 +68,7 @@ def launch_order(module: hlo.Module, most: int = 1, channels: int = 0, reserved:
     return LaunchOrder(tuple(reader.launches), reader.in_flight, reader.communicators, taken, tuple(faults))
 
 
-class _Reader:
+class _Flow:
     """Walks through what a program runs, in its order."""
 
     def __init__(self, module: hlo.Module) -> None:

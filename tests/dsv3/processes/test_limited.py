@@ -8,10 +8,10 @@ import time
 import pytest
 
 from dsv3.processes import limited
-from dsv3.processes.limited import Ended, run_limited
+from dsv3.processes.limited import ChildResult, run_limited
 
 
-def _run(code: str, seconds: float = 60.0) -> Ended:
+def _run(code: str, seconds: float = 60.0) -> ChildResult:
     return run_limited([sys.executable, "-c", code], seconds)
 
 

@@ -41,7 +41,7 @@ _MOST_RAGGED = (300, 0, 1, 17, 0, 128, 129, 64)
 def fp8_grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields experts of decode and of prefill, DeepSeek-V3's and those of DeepGEMM's tests, and uneven ones."""
     if quick:
-        yield decode_case(_RAGGED, 16, 136, 256, E4M3, backend, quick=True)
+        yield decode_case(_RAGGED, 16, 192, 256, E4M3, backend, quick=True)
         yield contiguous_case(2, 256, 256, 128, E4M3, quick=True)
         if backend is Backend.MOSAIC:
             yield multicast_case(3, 256, 512, 512, E4M3, quick=True)
@@ -68,7 +68,7 @@ def other_fp8_cases(backend: Backend) -> Iterator[Case]:
 def grouped_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields experts with bfloat16 weights."""
     if quick:
-        yield decode_case(_RAGGED, 16, 72, 136, jnp.bfloat16, backend, quick=True)
+        yield decode_case(_RAGGED, 16, 192, 320, jnp.bfloat16, backend, quick=True)
         yield contiguous_case(2, 256, 256, 128, jnp.bfloat16, quick=True)
         if backend is Backend.MOSAIC:
             yield multicast_case(3, 256, 512, 512, jnp.bfloat16, quick=True)

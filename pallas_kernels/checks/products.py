@@ -24,8 +24,8 @@ _COMPARED_TOKENS = (64, 128)
 def fp8_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields DeepSeek-V3's products, and rows and columns that fill no tile; on Hopper small ones by multicast, too."""
     if quick:
-        yield dense_case(3, 136, 256, quick=True)
-        yield dense_case(130, 256, 144, quick=True)
+        yield dense_case(3, 192, 256, quick=True)
+        yield dense_case(130, 320, 96, quick=True)
         if backend is Backend.MOSAIC:
             yield from multicast_cases(300, 512, 512, quick=True)
         return
@@ -52,7 +52,7 @@ def layer_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     del backend
     if quick:
         yield router_case(3, 16, 128, quick=True)
-        yield plain_case(33, 72, 264, quick=True)
+        yield plain_case(33, 192, 320, quick=True)
         return
     for m in shapes.ROUTER_TOKENS:
         yield router_case(m, *shapes.ROUTER_NK)
@@ -73,7 +73,7 @@ def head_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     if quick:
         yield head_case(3, 2, 16, 64, transposed=False, quick=True)
         yield head_case(33, 2, 16, 64, transposed=True, quick=True)
-        yield head_case(33, 2, 16, 64, transposed=True, carried=8, quick=True)
+        yield head_case(33, 2, 64, 64, transposed=True, carried=64, quick=True)
         return
     for m in shapes.HEAD_TOKENS:
         for transposed in (True, False):

@@ -23,8 +23,8 @@ def quantize_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields rows of the hidden width; small ones have a last block of fewer than 128 channels."""
     del backend
     if quick:
-        yield quantize_case(3, 144, gated=False)
-        yield quantize_case(33, 256, gated=False, ue8m0=True)
+        yield quantize_case(3, 64, gated=False)
+        yield quantize_case(33, 384, gated=False, ue8m0=True)
         return
     for m in (1, 128, 1000, 4096):
         yield quantize_case(m, 7168, gated=False)
@@ -36,7 +36,7 @@ def swiglu_quantize_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     del backend
     if quick:
         yield quantize_case(4, 128, gated=True)
-        yield quantize_case(33, 144, gated=True, used=20)
+        yield quantize_case(33, 64, gated=True, used=20)
         return
     for m, used in ((1, None), (128, None), (1000, 333), (4096, None)):
         yield quantize_case(m, 2048, gated=True, used=used)

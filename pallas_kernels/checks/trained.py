@@ -20,7 +20,7 @@ _TRAINED = Tolerance(1e-3, 2**-5, 2**-3, "few of a sum's values are rounded to a
 def trained_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
     """Yields a linear layer, with its gradients."""
     del backend
-    for m, n, k in ((48, 144, 256), (130, 128, 128)) if quick else ((4096, 2112, 7168), (1000, 7168, 2048)):
+    for m, n, k in ((48, 256, 384), (130, 128, 128)) if quick else ((4096, 2112, 7168), (1000, 7168, 2048)):
         yield _case(f"{m} x {n} x {k}", (m, k), (n, k), lambda x, w, backend: trained_gemm(x, w, backend=backend))
 
 
@@ -28,7 +28,7 @@ def trained_gemm_contiguous_cases(backend: Backend, quick: bool) -> Iterator[Cas
     """Yields experts, one of which has no row, with their gradients; tiles without a group are not looked at."""
     del backend
     for tiles, n, k in (
-        (((1, 0, 2), 128, 144),) if quick else (((8, 0, 24, 1), 4096, 7168), ((8, 0, 24, 1), 7168, 2048))
+        (((1, 0, 2), 128, 256),) if quick else (((8, 0, 24, 1), 4096, 7168), ((8, 0, 24, 1), 7168, 2048))
     ):
         tile_group = np.repeat(np.arange(len(tiles), dtype=np.int32), tiles)
         groups = np.append(tile_group, np.int32(-1))

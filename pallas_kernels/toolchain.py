@@ -32,19 +32,24 @@ def prefer_own_ptxas() -> None:
         os.environ["PATH"] = f"{own}{os.pathsep}{path}"
 
 
-def check_ptxas() -> None:
-    """Logs which ptxas will assemble kernels. Raises ValueError for one that is too old, or does not run."""
+def check_ptxas() -> str:
+    """Logs and returns which ptxas will assemble kernels, "" where there is none.
+
+    Raises ValueError for one that is too old, or does not run.
+    """
     path = shutil.which("ptxas") or shutil.which("ptxas", path=str(_TOOLKIT))
     if path is None:
         _log.warning("no ptxas is in a wheel, on PATH or in %s, so kernels may not compile; %s", _TOOLKIT, _INSTALL)
-        return
+        return ""
     version = _version(path)
     if version < _OLDEST:
         raise ValueError(
             f"{path} is ptxas {_dotted(version)}, but the GPU kernels need {_dotted(_OLDEST)} or newer; {_INSTALL}, or "
             "put a newer CUDA toolkit first on PATH"
         )
-    _log.info("kernels are assembled by ptxas %s, %s", _dotted(version), path)
+    found = f"ptxas {_dotted(version)}, {path}"
+    _log.info("kernels are assembled by %s", found)
+    return found
 
 
 def _own_directory() -> Path | None:

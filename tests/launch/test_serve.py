@@ -1,5 +1,6 @@
 """`python -m launch.serve` as a user types it: the bundled model, the real engine, a real socket."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 from tests.launch.preloaded import run
+from tools.doctor import serve as doctor
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "launch.serve"]
@@ -271,6 +273,15 @@ def test_an_engine_started_again_finds_its_pages(url):
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
         assert metric(url, "dsv3:kv_tier_hits_total", f'tier="{tier}"') == before + 64
         httpx.post(f"{url}/flush_cache").raise_for_status()
+
+
+def test_the_doctor_times_its_start_and_loads_it(server, url, monkeypatch):
+    """Its lines end the phases that the doctor's check `serve` waits for, in their order."""
+    lines = iter(server[1])
+    assert [next(line for line in lines if line.startswith(begins)) for begins in doctor._PHASES.values()]
+    monkeypatch.setattr(doctor, "_LOAD_S", 0.5)
+    row = doctor._load_row(asyncio.run(doctor._load(url)))
+    assert row.passed and row.figures["requests"] and row.figures["ttft_ms p50"]
 
 
 def test_sigterm_ends_it_with_status_0(server, url, client):

@@ -67,7 +67,7 @@ def test_an_old_ptxas_is_refused_by_name(wheels, tmp_path, where, release) -> No
 def test_a_newer_one_of_the_host_serves(wheels, tmp_path, release, caplog) -> None:
     path = ptxas(tmp_path / "host", release)
     with caplog.at_level(logging.INFO):
-        toolchain.check_ptxas()
+        assert toolchain.check_ptxas() == f"ptxas {release}, {path}"
     assert f"ptxas {release}, {path}" in caplog.text
 
 
@@ -82,7 +82,7 @@ def test_one_that_does_not_run_is_refused(wheels, tmp_path) -> None:
 
 
 def test_without_any_the_log_says_what_to_install(wheels, caplog) -> None:
-    toolchain.check_ptxas()
+    assert toolchain.check_ptxas() == ""
     assert "no ptxas is in a wheel" in caplog.text and "cuda13 or cuda12" in caplog.text
 
 

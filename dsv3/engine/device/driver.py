@@ -24,7 +24,7 @@ def refuse_cpu_beside_gpu(devices: Sequence[jax.Device]) -> None:
     """
     if devices[0].platform != "cpu" or jax.config.jax_platforms:
         return
-    version = _driver()
+    version = driver_version()
     files = any(any(_ROOT.glob(pattern)) for pattern in _DEVICE_FILES)
     if version is None and not files:
         return
@@ -37,7 +37,7 @@ def refuse_cpu_beside_gpu(devices: Sequence[jax.Device]) -> None:
     )
 
 
-def _driver() -> str | None:
+def driver_version() -> str | None:
     """Returns the version of the kernel's NVIDIA driver, None without one."""
     try:
         text = (_ROOT / _VERSION).read_text(errors="replace")

@@ -1,0 +1,107 @@
+"""The table of checks: what the doctor runs, in this order."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from tools.doctor.install import count_gpus
+
+_STACKS_S = 5.0  # before its time limit a check that hangs writes where
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A command that prints rows (`tools.doctor.rows`), and how the report shows them.
+
+    Its exit status is 0 where all rows passed, 1 where some failed, 2 where nothing could be tried here, with one line
+    on standard error that says why. Anything else is a crash, which costs this check alone.
+    """
+
+    section: str
+    name: str
+    command: tuple[str, ...]
+    remedy: str
+    """The sentence of what to try when it fails."""
+    seconds: float = 60.0
+    """The time limit."""
+    each: bool = False
+    """Whether it stands for several: the command with `--list` prints their names, one per line, and each of them is
+    a check of its own, whose command has that name as an argument more."""
+    counted: bool = False
+    """Whether the report counts the rows that passed in place of showing them."""
+
+
+def table(model: Path, quick: bool) -> list[Check]:
+    """Returns the checks of `model`, a directory; with `quick` those that take seconds."""
+    on_cpu = not count_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu"
+    small = ("--quick",) if quick or on_cpu else ()
+    checks = [
+        _check(
+            "install",
+            "machine",
+            "tools.doctor.install machine",
+            "Mend what the row names; the driver comes first, then the extra cuda13 or cuda12 of this package.",
+            180,
+        ),
+        _check(
+            "install",
+            "jax",
+            "tools.doctor.install jax",
+            "Install this package with the extra that suits the driver (cuda13 from r580 on, cuda12 from r525 on) in a "
+            "new environment, and end other processes on the GPU.",
+            180,
+        ),
+        _check(
+            "fits",
+            "model",
+            "tools.doctor.fits",
+            "Change the options that the row names, or take a smaller model; launch.plan computes other deployments.",
+            300,
+            str(model),
+        ),
+        _check(
+            "kernels",
+            "operations",
+            "pallas_kernels.checks",
+            "Start the server with --check_kernels, which serves the operation by its reference, and send this report.",
+            60 if small else 180,
+            *small,
+            each=True,
+            counted=True,
+        ),
+    ]
+    if not quick:
+        start = _start_seconds(model)
+        checks.append(
+            _check(
+                "serve",
+                "server",
+                "tools.doctor.serve",
+                "Read this check's log from its end; the first error in it is the cause.",
+                start + 400,  # its own waits are shorter: it ends the server itself
+                str(model),
+                str(start),
+            )
+        )
+    return checks
+
+
+def _check(
+    section: str,
+    name: str,
+    module: str,
+    remedy: str,
+    seconds: float,
+    *arguments: str,
+    each: bool = False,
+    counted: bool = False,
+) -> Check:
+    """Returns a check whose command runs a module, named with its first arguments, that says where it hangs."""
+    command = sys.executable, "-m", "tools.doctor.child", str(seconds - _STACKS_S), *module.split(), *arguments
+    return Check(section, name, command, remedy, seconds, each, counted)
+
+
+def _start_seconds(model: Path) -> float:
+    """Returns the time for a start that compiles everything and reads the weights from a slow disk."""
+    return 900 + sum(file.stat().st_size for file in model.glob("*.safetensors")) / 200e6

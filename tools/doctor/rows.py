@@ -1,0 +1,56 @@
+"""What a check prints: one JSON object per line for each case, and nothing else on standard output."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from dsv3.files import parse_json
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The outcome of one case: `says` is empty or one sentence."""
+
+    case: str
+    passed: bool
+    says: str = ""
+    figures: dict[str, float] = {}
+
+
+def run_cases(cases: Mapping[str, Callable[[], Row | str]]) -> int:
+    """Prints a row for each case as soon as it is known, and returns the exit status of a check.
+
+    A case returns its row, or what to say where it passed. One that raises has failed, and costs no other.
+    """
+    failed = False
+    for name, case in cases.items():
+        try:
+            found = case()
+            row = Row(name, True, found) if isinstance(found, str) else found
+        except Exception as error:  # whatever a case finds broken is what the report is for
+            row = Row(name, False, f"{type(error).__name__}: {error}")
+            print(f"{name}: {row.says}", file=sys.stderr)
+        print(json.dumps(msgspec.to_builtins(row)), flush=True)  # msgspec writes null for NaN
+        failed |= not row.passed
+    return int(failed)
+
+
+def read_rows(output: str) -> tuple[list[Row], str]:
+    """Returns the rows of a check's standard output, and the first line that is none, "" where all are."""
+    rows, garbage = [], ""
+    for line in output.splitlines():
+        try:
+            rows.append(msgspec.convert(parse_json(line.encode()), Row))
+        except ValueError:  # msgspec's error is one
+            garbage = garbage or line or "an empty line"
+    return rows, garbage
+
+
+def show_figures(figures: Mapping[str, float]) -> str:
+    """Returns figures in a few words: whole numbers as they are, others with four digits."""
+    return ", ".join(
+        f"{name} {value:,.0f}" if math.isfinite(value) and value == int(value) else f"{name} {value:.4g}"
+        for name, value in figures.items()
+    )

@@ -1,0 +1,179 @@
+"""Dense products: FP8 ones, those with one layer of a bfloat16 stack, and those per head."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backend import Backend
+from pallas_kernels.checks import arrays
+from pallas_kernels.checks.case import BFLOAT16, FLOAT32, FP8_SUMS, Case, Tolerance
+from pallas_kernels.dense import head_gemm, layer_gemm, plain_gemm
+from pallas_kernels.fp8 import fp8_gemm
+from pallas_kernels.gemm import dispatch, shapes
+from pallas_kernels.gemm.plan import TALL_TILE_M, TALL_TILE_N, WIDE_TILE_M, TilePlan
+
+_COMPARED_TOKENS = (64, 128)
+"""Decode batches at which a product with one layer of a stack stands next to XLA's."""
+
+
+def fp8_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields DeepSeek-V3's products, and rows and columns that fill no tile; on Hopper small ones by multicast, too."""
+    if quick:
+        yield dense_case(3, 136, 256, quick=True)
+        yield dense_case(130, 256, 144, quick=True)
+        if backend is Backend.MOSAIC:
+            yield from multicast_cases(300, 512, 512, quick=True)
+        return
+    for m in (4096, 64, 128, 1):
+        for n, k in shapes.DENSE_NK:
+            yield dense_case(m, n, k)
+    for m in (33, 129, 1000):
+        yield dense_case(m, 2112, 7168)
+
+
+def multicast_cases(m: int, n: int, k: int, *, quick: bool = False) -> Iterator[Case]:
+    """Yields a product under plans of Hopper's kernels whose clusters of two blocks fetch something for each other."""
+    for shared, plan in (
+        ("activations", TilePlan(True, WIDE_TILE_M, 128, cluster=2)),
+        ("weights", TilePlan(True, WIDE_TILE_M, 128, cluster=2, shares_weights=True)),
+        ("tall, activations", TilePlan(True, TALL_TILE_M, TALL_TILE_N, cluster=2)),
+    ):
+        made = dense_case(m, n, k, plan, quick=quick)
+        yield dataclasses.replace(made, name=f"{made.name}, {shared} by multicast")
+
+
+def layer_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields the router's product, whose result is float32, and a product of bfloat16."""
+    del backend
+    if quick:
+        yield router_case(3, 16, 128, quick=True)
+        yield plain_case(33, 72, 264, quick=True)
+        return
+    for m in shapes.ROUTER_TOKENS:
+        yield router_case(m, *shapes.ROUTER_NK)
+    for m in (1, 64, 1000):
+        yield plain_case(m, 2112, 7168)
+
+
+def plain_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields products with a weight that is in no stack."""
+    del backend
+    for m, n, k in ((3, 16, 128), (33, 72, 264)) if quick else ((64, 129280, 7168), (1000, 2112, 7168)):
+        yield unstacked_case(m, n, k)
+
+
+def head_gemm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields k_up and v_up of DeepSeek-V3."""
+    del backend
+    if quick:
+        yield head_case(3, 2, 16, 64, transposed=False, quick=True)
+        yield head_case(33, 2, 16, 64, transposed=True, quick=True)
+        yield head_case(33, 2, 16, 64, transposed=True, carried=8, quick=True)
+        return
+    for m in shapes.HEAD_TOKENS:
+        for transposed in (True, False):
+            yield head_case(m, shapes.HEADS, shapes.HEAD_WIDTH, shapes.LATENT, transposed=transposed)
+        yield head_case(m, shapes.HEADS, shapes.HEAD_WIDTH, shapes.LATENT, transposed=True, carried=64)
+
+
+def dense_case(m: int, n: int, k: int, plan: TilePlan | None = None, *, quick: bool = False) -> Case:
+    """Returns the product of `fp8_gemm`, under a plan of Hopper's kernels where there is one."""
+    layers = arrays.stack(n * k, quick)
+
+    def operands(key: jax.Array) -> dict[str, Any]:
+        a_key, b_key = jax.random.split(key)
+        return {"a": arrays.activation(a_key, m, k), "b": arrays.fp8_weights(b_key, layers, n, k)}
+
+    def call(operands: dict[str, Any], i: Any, backend: Backend) -> jax.Array:
+        if plan is not None and backend is Backend.MOSAIC:
+            return dispatch.dense(*operands["a"], *operands["b"], i % layers, jnp.bfloat16, plan=plan)
+        return fp8_gemm(*operands["a"], *operands["b"], layer=i % layers, backend=backend)
+
+    size = m * k + n * k + 2 * m * n
+    return Case(
+        f"{m} x {n} x {k}", operands, call, {"out": FP8_SUMS},
+        poisoned=lambda operands, i: operands | {"b": arrays.only(operands["b"], i)},
+        flops=2 * m * n * k, bytes=size, key=(m, n, k),
+    )  # fmt: skip
+
+
+def head_case(
+    m: int, heads: int, width: int, latent: int, *, transposed: bool, carried: int = 0, quick: bool = False
+) -> Case:
+    """Returns the product of queries of `width` channels a head to latents (`transposed`), or of latents to values.
+
+    With `carried` columns of queries stand behind it as they are; XLA has no such product to compare.
+    """
+    n, k = (latent, width) if transposed else (width, latent)
+    behind = f", {carried} carried" if carried else ""
+    made = _layer_case(
+        f"{'k_up' if transposed else 'v_up'}, {heads} heads, {m} x {n} x {k}{behind}",
+        "mhk,hkn->mhn" if transposed else "mhk,hnk->mhn",
+        ((m, heads, k + carried), (heads, width, latent), jax.ShapeDtypeStruct((m, heads, n + carried), jnp.bfloat16)),
+        functools.partial(head_gemm, transposed=transposed, carried=carried),
+        BFLOAT16,
+        quick,
+    )
+    return dataclasses.replace(made, sliced=None, flops=2 * m * heads * n * k) if carried else made
+
+
+def router_case(m: int, n: int, k: int, *, quick: bool = False) -> Case:
+    """Returns the product whose result is float32; one that is rounded to bfloat16 differs by 1e-6."""
+    out = jax.ShapeDtypeStruct((m, n), jnp.float32)
+    product = functools.partial(layer_gemm, out_dtype=jnp.float32)
+    return _layer_case(f"{m} x {n} x {k}", "mk,nk->mn", ((m, k), (n, k), out), product, FLOAT32, quick)
+
+
+def plain_case(m: int, n: int, k: int, *, quick: bool = False) -> Case:
+    """Returns the product of a linear layer in bfloat16."""
+    out = jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
+    name = f"{m} x {n} x {k}, bfloat16"
+    return _layer_case(name, "mk,nk->mn", ((m, k), (n, k), out), layer_gemm, BFLOAT16, quick)
+
+
+def unstacked_case(m: int, n: int, k: int) -> Case:
+    """Returns the product of `plain_gemm`, with a float32 result."""
+
+    def operands(key: jax.Array) -> dict[str, jax.Array]:
+        x_key, w_key = jax.random.split(key)
+        return {"x": arrays.normal(x_key, m, k), "w": arrays.normal(w_key, n, k)}
+
+    def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> jax.Array:
+        x, _ = jax.lax.optimization_barrier((operands["x"], i))
+        return plain_gemm(x, operands["w"], out_dtype=jnp.float32, backend=backend)
+
+    size = 2 * (m * k + n * k) + 4 * m * n
+    return Case(f"{m} x {n} x {k}", operands, call, {"out": FLOAT32}, flops=2 * m * n * k, bytes=size,
+                key=("bfloat16",))  # fmt: skip
+
+
+def _layer_case(
+    name: str, equation: str, shapes_: tuple, product: Callable[..., jax.Array], tolerance: Tolerance, quick: bool
+) -> Case:
+    """Returns `product(x, stack, layer)`, which is `equation`; shapes of x and of a layer, shape and dtype of out."""
+    x_shape, w_shape, out = shapes_
+    layers = arrays.stack(2 * math.prod(w_shape), quick)
+
+    def operands(key: jax.Array) -> dict[str, jax.Array]:
+        x_key, w_key = jax.random.split(key)
+        return {"x": arrays.normal(x_key, *x_shape), "w": arrays.normal(w_key, layers, *w_shape)}
+
+    def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> jax.Array:
+        return product(operands["x"], operands["w"], i % layers, backend=backend)
+
+    def sliced(operands: dict[str, jax.Array], i: Any) -> jax.Array:
+        w = jax.lax.dynamic_index_in_dim(operands["w"], i % layers, keepdims=False)
+        return jnp.einsum(equation, operands["x"], w, preferred_element_type=out.dtype)
+
+    size = 2 * (math.prod(x_shape) + math.prod(w_shape)) + out.size * out.dtype.itemsize
+    return Case(
+        name, operands, call, {"out": tolerance},
+        poisoned=lambda operands, i: operands | {"w": arrays.only(operands["w"], i)},
+        flops=2 * out.size * x_shape[-1], bytes=size, key=("bfloat16", name),
+        sliced=sliced if x_shape[0] in _COMPARED_TOKENS else None,
+    )  # fmt: skip

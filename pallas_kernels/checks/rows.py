@@ -1,0 +1,144 @@
+"""Quantization of rows, and what is done to rows between their products."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import rows
+from pallas_kernels.backend import Backend
+from pallas_kernels.checks import arrays
+from pallas_kernels.checks.case import BFLOAT16, Case, Tolerance
+from pallas_kernels.fp8 import quantize_1x128, swiglu_quantize
+
+VALUES = Tolerance(1e-4, 2**-3, 2**-9, "a value about halfway may be rounded to either neighbor in e4m3")
+SCALES = Tolerance(1e-10, 2**-18, 0, "a division or an exponential may be approximate")
+_EPSILON = 1e-6
+
+
+def quantize_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields rows of the hidden width; small ones have a last block of fewer than 128 channels."""
+    del backend
+    if quick:
+        yield quantize_case(3, 144, gated=False)
+        yield quantize_case(33, 256, gated=False, ue8m0=True)
+        return
+    for m in (1, 128, 1000, 4096):
+        yield quantize_case(m, 7168, gated=False)
+    yield quantize_case(128, 7168, gated=False, ue8m0=True)
+
+
+def swiglu_quantize_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields rows between an expert's products, some of which do not matter."""
+    del backend
+    if quick:
+        yield quantize_case(4, 128, gated=True)
+        yield quantize_case(33, 144, gated=True, used=20)
+        return
+    for m, used in ((1, None), (128, None), (1000, 333), (4096, None)):
+        yield quantize_case(m, 2048, gated=True, used=used)
+
+
+def quantize_case(m: int, channels: int, *, gated: bool, ue8m0: bool = False, used: int | None = None) -> Case:
+    """Returns the quantization of one buffer: where it fits the L2 cache (at 4096 rows) the rate is the cache's.
+
+    Rows from `used` on are NaN.
+    """
+    width = 2 * channels if gated else channels
+    how: dict[str, Any] = {"ue8m0": ue8m0} | ({"used_rows": jnp.int32(used)} if used is not None else {})
+    quantize = functools.partial(swiglu_quantize if gated else quantize_1x128, **how)
+    counts = jnp.arange(m) < (m if used is None else used)
+
+    def call(operands: jax.Array, i: Any, backend: Backend) -> tuple[jax.Array, jax.Array]:
+        x, _ = jax.lax.optimization_barrier((operands, i))  # or a loop of calls would compute it once
+        return quantize(x, backend=backend)
+
+    def counted(operands: jax.Array, result: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+        del operands
+        values = jnp.where(counts[:, None], arrays.dequantized_rows(*result), 0)
+        return {"values": values, "scale": jnp.where(counts, result[1], 0)}
+
+    kind = f"{'SwiGLU and ' if gated else ''}1x128{' in powers of two' if ue8m0 else ''}"
+    return Case(
+        f"{kind}, {m} x {channels}{'' if used is None else f', {used} rows used'}",
+        lambda key: jnp.where(counts[:, None], arrays.normal(key, m, width), jnp.nan),
+        call,
+        {"values": VALUES, "scale": SCALES},
+        counted=counted,
+        bytes=2 * m * width + m * channels + 4 * m * channels // 128,
+        key=(gated, m, channels),
+    )
+
+
+def rms_norm_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields the norm of the hidden state, and of the first part of wider rows."""
+    del backend
+    for m, width, behind in ((3, 96, 0), (17, 64, 32)) if quick else ((64, 7168, 0), (4096, 7168, 0), (1000, 512, 64)):
+        yield _row_case(
+            f"{m} x {width}{f' of {width + behind}' if behind else ''}",
+            lambda x, w, i, backend: rows.rms_norm(x, w, i, _EPSILON, backend=backend),
+            (m, width + behind),
+            width,
+        )
+
+
+def swiglu_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields SwiGLU of bfloat16 rows."""
+    del backend
+    for m, width in ((3, 24), (17, 64)) if quick else ((64, 2048), (4096, 2048)):
+        name = f"{m} x {width}"
+        yield _row_case(name, lambda x, w, i, backend: rows.swiglu(x, backend=backend), (m, 2 * width), 8)
+
+
+def rotate_heads_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields the rotation of the last part of heads."""
+    del backend
+    for m, heads, width, turned in (
+        ((3, 2, 12, 4), (17, 3, 24, 8)) if quick else ((64, 128, 192, 64), (4096, 16, 192, 64))
+    ):
+        yield _row_case(
+            f"{m} x {heads} heads of {width}, {turned} rotated",
+            lambda x, w, i, backend, n=turned: rows.rotate_heads(x, *_angles(len(x), n), backend=backend),
+            (m, heads, width),
+            8,
+        )
+
+
+def latent_rows_cases(backend: Backend, quick: bool) -> Iterator[Case]:
+    """Yields rows of the cache from the end of wider rows."""
+    del backend
+    for m, latent, turned, before in (
+        ((3, 32, 8, 0), (17, 64, 16, 24)) if quick else ((64, 512, 64, 1536), (4096, 512, 64, 0))
+    ):
+        yield _row_case(
+            f"{m} x ({latent} + {turned})",
+            lambda x, w, i, backend, n=turned: rows.latent_rows(
+                x, w, i, *_angles(len(x), n), _EPSILON, backend=backend
+            ),
+            (m, before + latent + turned),
+            latent,
+        )
+
+
+def _row_case(name: str, function: Callable[..., jax.Array], shape: tuple[int, ...], width: int) -> Case:
+    """Returns the case of function(x, norm weights `[3, width]`, layer, backend)."""
+
+    def operands(key: jax.Array) -> dict[str, jax.Array]:
+        x_key, w_key = jax.random.split(key)
+        return {"x": arrays.normal(x_key, *shape), "w": arrays.normal(w_key, 3, width)}
+
+    def call(operands: dict[str, jax.Array], i: Any, backend: Backend) -> jax.Array:
+        return function(operands["x"], operands["w"], i % 3, backend)
+
+    return Case(
+        name, operands, call, {"out": BFLOAT16},
+        poisoned=lambda operands, i: operands | {"w": arrays.only(operands["w"], i)},
+    )  # fmt: skip
+
+
+def _angles(m: int, turned: int) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines of `m` positions, as the rotation of keys has them."""
+    angles = jnp.arange(m)[:, None] * 10000.0 ** (-jnp.arange(0, turned, 2) / turned)
+    return jnp.cos(angles), jnp.sin(angles)

@@ -73,7 +73,34 @@ def table(model: Path, quick: bool) -> list[Check]:
     ]
     if not quick:
         start = _start_seconds(model)
-        checks.append(
+        checks += [
+            _check(
+                "step",
+                "models",
+                "tools.doctor.step",
+                "Where a kernel fails above, that is the cause; where none does, send this report, and do not trust "
+                "answers of this family meanwhile.",
+                300,
+                *small,
+                each=True,
+            ),
+            _check(
+                "step",
+                "stored",
+                "tools.doctor.stored",
+                "Servers work, but each start compiles anew; send this report with its log.",
+                600,
+            ),
+            _check(
+                "collectives",
+                "kinds",
+                "tools.doctor.collectives",
+                "Serve on one GPU, or without overlap (--noexpert_overlap) where only in_flight failed; "
+                "with NCCL_DEBUG=INFO the log has what NCCL says.",
+                180,
+                *small,
+                each=True,
+            ),
             _check(
                 "serve",
                 "server",
@@ -82,8 +109,8 @@ def table(model: Path, quick: bool) -> list[Check]:
                 start + 400,  # its own waits are shorter: it ends the server itself
                 str(model),
                 str(start),
-            )
-        )
+            ),
+        ]
     return checks
 
 

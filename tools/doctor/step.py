@@ -1,0 +1,310 @@
+"""Compares whole steps of a model with this device's kernels with the reference on the same device.
+
+    python -m tools.doctor.step --list                      the models
+    python -m tools.doctor.step MODEL [--quick]             one of them; on a CPU always in its quick form
+
+Prompts are prefilled, in two parts, and then continued by the tokens of the reference, so that both see the same tokens
+at each step. What is compared are hidden states behind the last norm: greedy tokens may differ where two logits are
+nearly equal, so they are shown, and decide nothing.
+
+How far may a correct kernel be from the reference? As far as the reference in the model's type is from itself in
+float32, within a factor. A row has as difference `|x - y|^2 / (|x|^2 + |y|^2)`, which is 1 where nothing is right.
+Rounding also makes a router, or an indexer, choose otherwise between two that are nearly equal, which changes a few
+rows much. So there are two limits: three of four rows are held to rounding, and all rows together to that and to what
+a few other choices make.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from dsv3.cache.layout import pool
+from dsv3.cache.page import PAGE_SIZE, pages_for
+from dsv3.config import ModelConfig
+from dsv3.engine.build import bundled_model, load_parts
+from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
+from dsv3.logs import configure_logging
+from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.params import Fp8Weight, Int4Weight
+from dsv3.options import EngineOptions
+from dsv3.text.tokenizer import Tokenizer
+from pallas_kernels.backend import Backend, prepare, resolve_backend
+from tools.doctor.families import FAMILIES, random_params, two_layers
+from tools.doctor.rows import Row, run_cases
+
+BUNDLED = "bundled"
+_TEXTS = ("def add(a, b):\n    return", "import os\n\n\nclass Path:\n    def", "x")
+_GREEDY = 64
+_FACTOR = 8.0
+"""Of squares: a kernel may be nearly three times as far from float32 as the reference is."""
+_FLOOR = {"float32": 1e-9, "bfloat16": 1e-6, "float16": 1e-7}
+"""A difference that is always allowed, by the type: some of its roundings."""
+_FP8_FLOOR = 2e-3
+"""The same for FP8 weights, whose kernels may or may not round activations to their 3 bits of fraction."""
+_OTHER_CHOICES = 0.5
+"""What other choices of experts may add to the sum over all rows: a row with one other expert of its 4 to 8 has some
+0.1, one that is wrong has 1."""
+
+
+class Model(NamedTuple):
+    """A model with its parameters; `compute` is the type of activations and of pages."""
+
+    cfg: ModelConfig
+    params: Any
+    compute: str
+
+
+class Work(NamedTuple):
+    """Prompts, and what follows: `first[b]` and then `second[b]` are prefilled, in steps of `rows` rows.
+
+    With `fresh` the first part has a program of its own, for prompts without context, as a server has for long steps.
+    `following` are the tokens `[B, steps]` of the decode steps; None: those with the greatest logits. The last request
+    of a batch has ended: it is padding in decode steps.
+    """
+
+    first: list[np.ndarray]
+    second: list[np.ndarray]
+    rows: int
+    steps: int
+    following: np.ndarray | None
+    fresh: bool
+
+
+class Ran(NamedTuple):
+    """Hidden states by step kind, rows `[n, D]` float32, and the decode steps' logits `[steps, B, W]` and tokens."""
+
+    hidden: dict[str, np.ndarray]
+    logits: np.ndarray
+    following: np.ndarray
+
+
+def run(model: Model, backend: Backend, work: Work) -> Ran:
+    """Runs the prompts and the decode steps, with programs like those that a server compiles."""
+    cfg, (prefill, decode, score), count = model.cfg, _programs(backend, model.compute), len(work.first)
+    longest = max(len(a) + len(b) for a, b in zip(work.first, work.second, strict=True)) + work.steps
+    width = pages_for(longest)
+    # Page 0 belongs to nobody, and a request's pages do not follow each other.
+    table = 1 + np.arange(count * width, dtype=np.int32).reshape(width, count).T
+    pages = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool(cfg, model.compute, 1 + count * width))
+    chooses = None if cfg.indexer is None else True
+    zeros = np.zeros(count, np.int32)
+
+    parts = [(work.first, zeros, not work.fresh), (work.second, lengths_of(work.first), True)]
+    hidden, last = {}, np.zeros((count, cfg.hidden_size), np.float32)
+    for name, (chunks, contexts, has_context) in zip(("prefill", "prefill with context"), parts, strict=True):
+        out = prefill(model.params, cfg, _ragged(chunks, contexts, work.rows, table, has_context, chooses), pages)
+        pages, lengths = out.pages, lengths_of(chunks)
+        found = np.asarray(out.hidden, np.float32)[: lengths.sum()]
+        hidden[name] = found
+        ends = np.cumsum(lengths) - 1
+        last[lengths > 0] = found[ends[lengths > 0]]
+    scores = np.asarray(score(model.params, cfg, last.astype(model.compute)))
+
+    lengths = lengths_of(work.first) + lengths_of(work.second)
+    active = np.arange(count) < count - 1
+    tokens, states, logits = [], [], []
+    for step in range(work.steps):
+        chosen = np.argmax(scores, -1).astype(np.int32) if work.following is None else work.following[:, step]
+        tokens.append(chosen)
+        logits.append(scores)
+        lengths = lengths + 1
+        batch = DecodeBatch(chosen[:, None], np.where(active, lengths, 0).astype(np.int32), table, chooses)
+        state, scores, pages = decode(model.params, cfg, batch, pages)
+        state, scores = np.asarray(state[:, 0], np.float32), np.asarray(scores[:, 0])
+        states.append(state[active])
+    hidden["decode"] = np.concatenate(states)
+    return Ran(hidden, np.stack(logits), np.stack(tokens, 1))
+
+
+@functools.cache
+def _programs(backend: Backend, compute: str) -> tuple[Any, Any, Any]:
+    """Returns the programs of prefill, of decode with its logits, and of logits alone."""
+    functions = in_full_precision(model_functions(backend, dtype=jnp.dtype(compute)))
+    prefill = jax.jit(functions.prefill, static_argnums=1, donate_argnums=3)
+    decode = jax.jit(functools.partial(_decode, functions), static_argnums=1, donate_argnums=3)
+    return prefill, decode, jax.jit(functions.logits, static_argnums=1)
+
+
+def _decode(functions: StepFunctions, params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: Any) -> Any:
+    out = functions.decode(params, cfg, batch, pages)
+    return out.hidden, functions.logits(params, cfg, out.hidden), out.pages
+
+
+def lengths_of(chunks: list[np.ndarray]) -> np.ndarray:
+    """Returns the number of tokens of each."""
+    return np.array([len(chunk) for chunk in chunks], np.int32)
+
+
+def _ragged(
+    chunks: list[np.ndarray],
+    contexts: np.ndarray,
+    rows: int,
+    table: np.ndarray,
+    has_context: bool,
+    chooses: bool | None,
+) -> PrefillBatch:
+    tokens, positions = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    ends = np.cumsum(lengths_of(chunks))
+    tokens[: ends[-1]] = np.concatenate(chunks)
+    positions[: ends[-1]] = np.concatenate(
+        [start + np.arange(len(chunk)) for start, chunk in zip(contexts, chunks, strict=True)]
+    )
+    cu_lengths = np.concatenate([[0], ends]).astype(np.int32)
+    return PrefillBatch(tokens, positions, cu_lengths, contexts, table, has_context, chooses)
+
+
+def differences(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Returns `|x - y|^2 / (|x|^2 + |y|^2)` of each row; not a number where a row has one that is none."""
+    x, y = found.astype(np.float64), wanted.astype(np.float64)
+    return np.sum((x - y) ** 2, -1) / np.maximum(np.sum(x * x, -1) + np.sum(y * y, -1), 1e-30)
+
+
+def judge(case: str, found: np.ndarray, reference: np.ndarray, exact: np.ndarray, floor: float) -> Row:
+    """Returns the row of one kind of steps: rows of hidden states by kernels, by the reference, and in float32."""
+    ours, own = differences(found, exact), differences(reference, exact)
+    measured = {"three of four rows": np.quantile(ours, 0.75), "all rows": np.sum(ours)}
+    allowed = {
+        "three of four rows": _FACTOR * np.quantile(own, 0.75) + floor,
+        "all rows": _FACTOR * np.sum(own) + floor * len(own) + _OTHER_CHOICES,
+    }
+    figures = {"rows": float(len(ours))}
+    for name, value in measured.items():
+        figures |= {name: float(value), f"{name}, allowed": float(allowed[name])}
+    worst = int(np.argmax(np.where(np.isfinite(ours), ours, np.inf)))
+    figures["worst row"] = float(ours[worst])
+    wrong = [name for name, value in measured.items() if not value <= allowed[name]]  # also where it is not a number
+    says = "; ".join(f"{name} differ by {measured[name]:.2e}, {allowed[name]:.2e} is allowed" for name in wrong)
+    if wrong:
+        says += f"; the worst is row {worst} of {len(ours)}"
+    return Row(case, not wrong, says, figures)
+
+
+def tokens_row(found: np.ndarray, reference: np.ndarray) -> Row:
+    """Returns how many greedy tokens agree, of logits `[steps, B, W]`; it passes where the logits are numbers.
+
+    A difference says how far apart the reference has the two tokens: nearly equal logits may change places.
+    """
+    ours, theirs = np.argmax(found, -1), np.argmax(reference, -1)
+    differ = np.argwhere(ours != theirs)
+    figures = {"tokens": float(ours.size), "agree": float(ours.size - len(differ))}
+    if not np.all(np.isfinite(found)):
+        return Row("greedy tokens", False, "logits are not finite", figures)
+    if not len(differ):
+        return Row("greedy tokens", True, "", figures)
+    step, b = differ[0]
+    one, other = ours[step, b], theirs[step, b]
+    gap, spread = reference[step, b, other] - reference[step, b, one], np.std(reference[step, b])
+    by = found[step, b, one] - found[step, b, other]
+    says = (
+        f"first different at token {step} of request {b}: {one} in place of {other}, whose logit is greater by "
+        f"{gap:.2g} in the reference and less by {by:.2g} here, where logits have a deviation of {spread:.2g}"
+    )
+    return Row("greedy tokens", True, says, figures | {"gap": float(gap)})
+
+
+class Comparison:
+    """Runs a model three times when the first case asks: with kernels (twice), with the reference, and in float32."""
+
+    def __init__(self, make: Callable[[], tuple[Model, Work]], backend: Backend) -> None:
+        self._make, self._backend = make, backend
+
+    @functools.cached_property
+    def _runs(self) -> tuple[Ran, Ran, Ran, Ran, float]:
+        model, work = self._make()
+        reference = run(model, Backend.REFERENCE, work)
+        work = work._replace(following=reference.following)
+        exact = reference
+        if model.compute != "float32":
+            exact = run(in_float32(model), Backend.REFERENCE, work)
+        first, second = run(model, self._backend, work), run(model, self._backend, work)
+        return first, second, reference, exact, _FP8_FLOOR if model.cfg.fp8 else _FLOOR[model.compute]
+
+    def _kind(self, kind: str) -> Row:
+        first, second, reference, exact, floor = self._runs
+        parts = (first.hidden[kind], reference.hidden[kind], exact.hidden[kind])
+        row = judge(kind, *parts, floor)
+        if row.passed and not np.array_equal(first.hidden[kind], second.hidden[kind]):
+            differ = int(np.sum(np.any(first.hidden[kind] != second.hidden[kind], -1)))
+            return msgspec.structs.replace(row, passed=False, says=f"two runs differ in {differ} rows")
+        return row
+
+    def _tokens(self) -> Row:
+        first, _, reference, _, _ = self._runs
+        return tokens_row(first.logits[:, :-1], reference.logits[:, :-1])
+
+    @property
+    def cases(self) -> dict[str, Callable[[], Row | str]]:
+        """What `run_cases` takes."""
+        kinds = ("prefill", "prefill with context", "decode")
+        return {**{kind: functools.partial(self._kind, kind) for kind in kinds}, "greedy tokens": self._tokens}
+
+
+def in_float32(model: Model) -> Model:
+    """Returns a model that computes in float32 with the same weights; those in FP8 or INT4 stay so."""
+
+    def widened(leaf: Any) -> Any:
+        return leaf.astype(jnp.float32) if isinstance(leaf, jax.Array) else leaf
+
+    quantized = (Fp8Weight, Int4Weight)
+    params = jax.tree.map(widened, model.params, is_leaf=lambda x: isinstance(x, quantized))
+    return Model(model.cfg, params, "float32")
+
+
+def bundled(quick: bool) -> tuple[Model, Work]:
+    """Returns the model that ships with the package, as a server loads it, and prompts to be continued."""
+    directory = bundled_model()
+    parts = load_parts(directory, EngineOptions(max_num_seqs=len(_TEXTS)), progress=False)
+    tokenizer = Tokenizer.from_directory(directory)
+    prompts = [np.array(tokenizer.encode(text), np.int32) for text in (*_TEXTS, _TEXTS[0])]
+    first, second = [p[: len(p) // 2 + 1] for p in prompts], [p[len(p) // 2 + 1 :] for p in prompts]
+    model = Model(parts.model_cfg, parts.params, jnp.dtype(parts.functions.dtype).name)
+    return model, Work(first, second, PAGE_SIZE, _GREEDY, None, not quick)
+
+
+def family(name: str, quick: bool) -> tuple[Model, Work]:
+    """Returns two layers of a family, and prompts that end within pages and tiles, one of a single token."""
+    cfg = two_layers(FAMILIES[name], narrow=quick)
+    rows, steps = (128, 4) if quick else (1024, 16)
+    rng = np.random.default_rng(0)
+
+    def draw(*lengths: int) -> list[np.ndarray]:
+        return [rng.integers(0, cfg.vocab_size, n, np.int32) for n in lengths]
+
+    longest = 5 * rows // 8 + 3
+    first, second = draw(longest, 1, rows // 8, 7), draw(rows // 2 + 1, 13, 1, 0)
+    following = rng.integers(0, cfg.vocab_size, (len(first), steps), np.int32)
+    compute = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    model = Model(cfg, random_params(cfg), "bfloat16")
+    work = Work(first, second, rows, steps, following, not quick and cfg.indexer is None)
+    return (in_float32(model) if compute == "float32" else model), work
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Lists the models, or checks one; returns the exit status of a check."""
+    parser = argparse.ArgumentParser(prog="python -m tools.doctor.step")
+    parser.add_argument("model", nargs="?", choices=(BUNDLED, *FAMILIES), metavar="MODEL", help="a name of --list")
+    parser.add_argument("--list", action="store_true", help="print the models' names")
+    parser.add_argument("--quick", action="store_true", help="narrow layers and short prompts")
+    args = parser.parse_args(argv)
+    if args.list == bool(args.model):
+        parser.error("say either a MODEL or --list")
+    if args.list:
+        print(BUNDLED, *FAMILIES, sep="\n")
+        return 0
+    configure_logging()
+    quick = args.quick or jax.default_backend() == "cpu"
+    backend = resolve_backend()
+    prepare(backend)
+    make = bundled if args.model == BUNDLED else functools.partial(family, args.model)
+    return run_cases(Comparison(functools.partial(make, quick), backend).cases)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,7 +16,7 @@ from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from configs.mistral_small_4 import MISTRAL_SMALL_4
 from dsv3.checkpoint.int4 import abstract, is_int4
 from dsv3.checkpoint.quantize import quantized
-from dsv3.config import ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.model.params import Int4Weight, Params, ParamSpec, declare, initialize
 
 FAMILIES: Mapping[str, ModelConfig] = {

@@ -25,15 +25,15 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from dsv3.cache.layout import pool
-from dsv3.cache.page import PAGE_SIZE, pages_for
-from dsv3.config import ModelConfig
+from dsv3.config.engine import pages_for
+from dsv3.config.model import PAGE_SIZE, ModelConfig
+from dsv3.config.options import EngineOptions
 from dsv3.engine.build import bundled_model, load_parts
 from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
+from dsv3.kv_cache.layout import pool
 from dsv3.logs import configure_logging
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.params import Fp8Weight, Int4Weight
-from dsv3.options import EngineOptions
 from dsv3.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend, prepare, resolve_backend
 from tools.doctor.families import FAMILIES, random_params, two_layers
@@ -89,7 +89,7 @@ def run(model: Model, backend: Backend, work: Work) -> Ran:
     """Runs the prompts and the decode steps, with programs like those that a server compiles."""
     cfg, (prefill, decode, score), count = model.cfg, _programs(backend, model.compute), len(work.first)
     longest = max(len(a) + len(b) for a, b in zip(work.first, work.second, strict=True)) + work.steps
-    width = pages_for(longest)
+    width = pages_for(longest, PAGE_SIZE)
     # Page 0 belongs to nobody, and a request's pages do not follow each other.
     table = 1 + np.arange(count * width, dtype=np.int32).reshape(width, count).T
     pages = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool(cfg, model.compute, 1 + count * width))

@@ -43,12 +43,12 @@ class Watched:
 
 def answer(folder: Path) -> Seen:
     """Starts an engine whose programs are stored in `folder`, and answers; returns what came, and what was traced."""
+    from dsv3.config.options import EngineOptions
     from dsv3.engine.build import bundled_model, load_parts
     from dsv3.engine.engine import Engine
     from dsv3.engine.stored import NothingKept, own_store
-    from dsv3.options import EngineOptions
-    from dsv3.request import EngineRequest
     from dsv3.sampling_params import SamplingParams
+    from dsv3.scheduler.request import EngineRequest
 
     options = EngineOptions(
         compilation_cache_dir=str(folder), max_num_seqs=1, max_num_batched_tokens=64, max_model_len=256

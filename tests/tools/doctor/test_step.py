@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from configs.tiny import MODEL as TINY
-from dsv3.cache.layout import pool
 from dsv3.engine.build import bundled_model
+from dsv3.kv_cache.layout import pool
 from dsv3.model.batch import DecodeBatch
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend

@@ -28,7 +28,7 @@ def quantized(stack: jax.Array, *, ue8m0: bool = False, sharding: Sharding | Fp8
     Beside the stack its result must fit on its devices: half the bytes of bfloat16, twice that for a moment on a CPU.
     `ue8m0` rounds scales up to powers of two. `sharding` is that of the result; None leaves it to jax.
     """
-    made = jax.block_until_ready(jax.jit(_rounding(ue8m0), out_shardings=sharding)(stack))
+    made = jax.block_until_ready(jax.jit(rounding(ue8m0), out_shardings=sharding)(stack))
     return jax.tree.map(_in_huge_pages, made)
 
 
@@ -55,7 +55,7 @@ def quantized_shapes(
     stack: jax.ShapeDtypeStruct, *, ue8m0: bool = False, sharding: Sharding | Fp8Weight | None = None
 ) -> Fp8Weight:
     """Returns the shapes, dtypes and shardings of what `quantized` makes of such a stack."""
-    shapes = jax.eval_shape(_rounding(ue8m0), stack)
+    shapes = jax.eval_shape(rounding(ue8m0), stack)
     apart = sharding if isinstance(sharding, Fp8Weight) else Fp8Weight(sharding, sharding)
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -65,7 +65,7 @@ def quantized_shapes(
     )
 
 
-def _rounding(ue8m0: bool) -> Callable[[jax.Array], Fp8Weight]:
-    """Returns what rounds a stack, one layer at a time."""
+def rounding(ue8m0: bool) -> Callable[[jax.Array], Fp8Weight]:
+    """Returns what rounds a stack, one layer at a time; it can be traced."""
     round_layer = functools.partial(quantize_128x128, ue8m0=ue8m0)
     return lambda layers: Fp8Weight(*lax.map(round_layer, layers))

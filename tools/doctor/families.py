@@ -15,7 +15,7 @@ from configs.glm_5 import GLM_5
 from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from configs.mistral_small_4 import MISTRAL_SMALL_4
 from dsv3.checkpoint.int4 import abstract, is_int4
-from dsv3.checkpoint.quantize import quantized
+from dsv3.checkpoint.quantize import rounding
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Int4Weight, Params, ParamSpec, declare, initialize
 
@@ -72,7 +72,7 @@ def random_params(cfg: ModelConfig) -> Params:
         if is_int4(cfg, spec):
             return _int4(spec, std)
         if cfg.fp8 is not None and spec.quantizable:
-            return quantized(leaf, ue8m0=cfg.fp8.scale_fmt == "ue8m0")
+            return rounding(cfg.fp8.scale_fmt == "ue8m0")(leaf)
         return leaf
 
     return jax.tree.map(stored, declare(cfg), drawn)

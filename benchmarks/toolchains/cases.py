@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
-from benchmarks.gpu import fp8_cases, mla, triton_kernels
-from benchmarks.gpu.fp8_cases import Case
+from benchmarks.gpu import mla, triton_kernels
 from configs.bundled import MODEL
 from configs.deepseek_v2_lite import DEEPSEEK_V2_LITE
 from configs.deepseek_v3 import DEEPSEEK_V3
@@ -38,6 +37,8 @@ from dsv3.kv_cache.layout import FP8, pool
 from dsv3.model import DecodeBatch, PrefillBatch, decode, prefill
 from pallas_kernels import aot, dsa, gpus, toolchain
 from pallas_kernels.backend import Backend, resolve_backend
+from pallas_kernels.checks import Case, experts, products
+from pallas_kernels.checks.rows import quantize_case
 from pallas_kernels.dense import layer_gemm
 from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_chosen, write_pages
 from pallas_kernels.triton.resources import kernel_resources as triton_resources
@@ -133,10 +134,9 @@ def _mosaic_programs() -> Iterator[Program]:
     for heads, keys, values in ((20, 256, 256), (32, 128, 128)):
         yield f"prefill, heads of {keys}", prefill_of, (*(array(4096, heads, w) for w in (keys, keys, values)), ints(9))
     yield "prefill to chosen keys", *_chosen()
-    for case in _products():
-        shapes = jax.eval_shape(case.operands, jax.random.key(0))
-        kind = case.key[0] if isinstance(case.key[0], str) else ""
-        yield f"{case.table}, {case.label} {kind}".rstrip(), case.call, (shapes, ints())
+    for table, case in _products():
+        call = functools.partial(case.call, backend=Backend.MOSAIC)
+        yield f"{table}, {case.name}", call, (jax.eval_shape(case.operands, jax.random.key(0)), ints())
     layer = functools.partial(layer_gemm, backend=Backend.MOSAIC)
     for rows in (16, 4096):
         yield f"plain, {rows} x 2112 x 7168", layer, (array(rows, 7168), array(4, 2112, 7168), ints())
@@ -144,20 +144,20 @@ def _mosaic_programs() -> Iterator[Program]:
         yield f"sparse attention, {name}", *_sparse(dtype)
 
 
-def _products() -> Iterator[Case]:
+def _products() -> Iterator[tuple[str, Case]]:
     backend, e4m3, bf16 = Backend.MOSAIC, jnp.float8_e4m3fn, jnp.bfloat16
     for m, n, k in ((1, 576, 7168), (64, 24576, 1536), (128, 7168, 16384), (4096, 2112, 7168), (4096, 4096, 7168)):
-        yield fp8_cases.dense_case(m, n, k, backend)
-    for groups, rows, dtype in ((32, 20, e4m3), (6, 1024, e4m3), (32, 20, bf16), (6, 1024, bf16), (32, 20, jnp.int32)):
-        yield fp8_cases.decode_case(groups, rows, 4096, 7168, dtype, backend)
+        yield "FP8 dense", products.dense_case(m, n, k)
+    for groups, each, dtype in ((32, 20, e4m3), (6, 1024, e4m3), (32, 20, bf16), (6, 1024, bf16), (32, 20, jnp.int32)):
+        yield "experts, decode", experts.decode_case((each,) * groups, each, 4096, 7168, dtype, backend)
     for dtype in (e4m3, bf16):
-        yield fp8_cases.contiguous_case(8, 4096, 4096, 7168, dtype, backend)
+        yield "experts, prefill", experts.contiguous_case(8, 4096, 4096, 7168, dtype)
     for gated in (False, True):
-        yield fp8_cases.quantize_case(4096, 2048 if gated else 7168, gated, backend)
+        yield "quantize", quantize_case(4096, 2048 if gated else 7168, gated=gated)
     for m, transposed in ((16, True), (1024, False)):
-        yield fp8_cases.head_case(m, 128, 128, 512, transposed, backend)
+        yield "heads", products.head_case(m, 128, 128, 512, transposed=transposed)
     for m in (64, 4096):
-        yield fp8_cases.router_case(m, 256, 7168, backend)
+        yield "router", products.router_case(m, 256, 7168)
 
 
 def _chosen() -> tuple[Callable[..., Any], tuple[Any, ...]]:

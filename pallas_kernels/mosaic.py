@@ -29,6 +29,9 @@ def pad_to_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, extra), (0, 0))) if extra else x
 
 
+_SWIZZLES = (128, 64, 32)
+
+
 def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> "tuple[plgpu.Transform, ...]":
     """Returns the tiling and swizzle that TMA and wgmma agree on for a shared-memory array.
 
@@ -45,6 +48,15 @@ def swizzle_transforms(dtype: jax.typing.DTypeLike, minor: int) -> "tuple[plgpu.
         raise ValueError(f"no swizzle fits {minor} elements of {jnp.dtype(dtype).name}; rows must be 32 bytes or more")
     tiling = plgpu.TilingTransform((TILE_ROWS, swizzle // itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+
+
+def whole_tile(columns: int, n: int, dtype: jnp.dtype) -> int:
+    """Returns the widest swizzled tile that `columns` are made of and that cuts `n` values without a rest.
+
+    TMA takes no other, but one that holds them all. Where there is none, the widest: for the interpreter alone.
+    """
+    tiles = [tile for swizzle in _SWIZZLES if columns % (tile := swizzle // dtype.itemsize) == 0]
+    return next((tile for tile in tiles if n <= tile or n % tile == 0), tiles[0])
 
 
 def row_layout() -> Any:

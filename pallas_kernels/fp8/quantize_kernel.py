@@ -5,6 +5,7 @@ product besides: 109 bytes where 42 would do (read off the program compiled for 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,20 @@ from jax.experimental import pallas as pl
 from pallas_kernels import bodies
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import pad_to_tiles, swizzle_transforms
+from pallas_kernels.mosaic import pad_to_tiles, swizzle_transforms, whole_tile
 
 _ROWS = 64
 
 
 def supports(x: jax.Array, halves: int) -> bool:
-    """Returns whether TMA can address input and result: rows in multiples of 16 values, of bfloat16 or float32."""
-    return x.dtype in (jnp.bfloat16, jnp.float32) and x.shape[-1] % (16 * halves) == 0 and x.size > 0
+    """Returns whether TMA can address input and result: rows of bfloat16 or float32 in multiples of 16 values.
+
+    Results longer than a tile must be whole swizzled rows of 32 values.
+    """
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or x.shape[-1] % (16 * halves) or not x.size:
+        return False
+    channels = x.shape[-1] // halves
+    return channels <= BLOCK or channels % 32 == 0
 
 
 @functools.partial(jax.jit, static_argnames=("gated", "scale_of", "finish"))  # equal calls share a lowering
@@ -84,14 +91,19 @@ def quantize_rows(
         num_threads=1,
         thread_name="wg",
         scratch_types={
-            "x_s": plgpu.SMEM((halves, _ROWS, BLOCK), x.dtype, transforms=swizzle_transforms(x.dtype, BLOCK)),
-            "q_s": plgpu.SMEM((_ROWS, BLOCK), E4M3, transforms=swizzle_transforms(E4M3, BLOCK)),
+            "x_s": plgpu.SMEM((halves, _ROWS, BLOCK), x.dtype, transforms=_transforms(x.dtype, channels)),
+            "q_s": plgpu.SMEM((_ROWS, BLOCK), E4M3, transforms=_transforms(E4M3, channels)),
             "scale_s": plgpu.SMEM((_ROWS,), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=halves),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(x.reshape(groups, rows, halves, channels), used_rows)
     return q[:, :wanted_rows], scale[..., :wanted_rows]
+
+
+def _transforms(dtype: jax.typing.DTypeLike, channels: int) -> Any:
+    """Returns tiling and swizzle of a block, such that TMA can cut rows of so many channels into whole tiles."""
+    return swizzle_transforms(dtype, whole_tile(BLOCK, channels, jnp.dtype(dtype)))
 
 
 def _load(ref) -> jax.Array:

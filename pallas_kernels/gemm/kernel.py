@@ -21,7 +21,7 @@ from pallas_kernels import bodies
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.gemm.schedule import Schedule, Tile
 from pallas_kernels.lazily import plgpu
-from pallas_kernels.mosaic import SMEM_BYTES, swizzle_transforms
+from pallas_kernels.mosaic import SMEM_BYTES, swizzle_transforms, whole_tile
 
 WG_ROWS = 64
 """Rows of a warpgroup's matrix product."""
@@ -29,7 +29,6 @@ TMA_ALIGNMENT = 128
 """Shared-memory addresses of TMA copies are multiples of this; neither Mosaic nor its interpreter checks it."""
 _STAGE_BYTES_K = 128
 """Bytes of K in a stage: the widest swizzle, and one scale block of FP8."""
-_SWIZZLES = (128, 64, 32)
 """Bytes of a row of a tile, the widest first."""
 _MAX_STAGES = 12
 MISC_BYTES = 4096
@@ -108,7 +107,7 @@ class GemmKernel(abc.ABC):
     @property
     def tile_k(self) -> int:
         """K of a stage: what the widest swizzle has, or less where TMA could not cut a long K into whole tiles."""
-        return _whole_tile(_STAGE_BYTES_K // self.dtype.itemsize, self.shape_k, self.dtype)
+        return whole_tile(_STAGE_BYTES_K // self.dtype.itemsize, self.shape_k, self.dtype)
 
     @property
     def weight_k(self) -> int:
@@ -388,20 +387,11 @@ class GemmKernel(abc.ABC):
     def out_transforms(self, columns: int) -> tuple:
         """Returns tiling and swizzle of `columns` of the sums, such that TMA can cut the result into whole tiles."""
         dtype = jnp.dtype(self.out_type.dtype)
-        return swizzle_transforms(dtype, _whole_tile(columns, self.out_type.shape[-1], dtype))
+        return swizzle_transforms(dtype, whole_tile(columns, self.out_type.shape[-1], dtype))
 
     @abc.abstractmethod
     def store(self, refs: Refs, warpgroup, tile: Tile, sums: list[jax.Array]) -> None:
         """Writes the sums of a tile to global memory."""
-
-
-def _whole_tile(columns: int, n: int, dtype: jnp.dtype) -> int:
-    """Returns the widest swizzled tile that `columns` are made of and that cuts `n` values without a rest.
-
-    TMA takes no other, but one that holds them all. Where there is none, the widest: for the interpreter alone.
-    """
-    tiles = [tile for swizzle in _SWIZZLES if columns % (tile := swizzle // dtype.itemsize) == 0]
-    return next((tile for tile in tiles if n <= tile or n % tile == 0), tiles[0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

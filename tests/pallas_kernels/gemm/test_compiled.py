@@ -160,6 +160,13 @@ def test_quantization():
     assert_in_registers(lambda x: swiglu_quantize(x, ue8m0=True, backend=MOSAIC), spec(BF16, 4096, 4096))
 
 
+@pytest.mark.parametrize("width", [96, 2112, 10944])
+def test_rows_are_quantized_that_are_no_multiple_of_a_block(width):
+    """TMA cuts a row into whole tiles only; 10,944 are the channels of DeepSeek-V2-Lite's dense layer."""
+    assert_in_registers(lambda x: quantize_1x128(x, backend=MOSAIC), spec(BF16, 64, width))
+    assert_in_registers(lambda x: swiglu_quantize(x, backend=MOSAIC), spec(BF16, 64, 2 * width))
+
+
 LAYERS, EXPERTS, D, INNER = 5, 4, 2048, 512
 
 

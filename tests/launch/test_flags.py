@@ -74,7 +74,8 @@ def test_mistakes_say_what_to_change(values, arguments, message):
     assert message in str(error.value)
 
 
-def test_help_says_choices_once(values):
+def test_help_says_choices_once(values, monkeypatch):
+    monkeypatch.setattr(flags, "group_of", {})  # as in a process without a server's flags
     text = flags.help_text("x", "IN", "Doc.", [values["fp8"]])
     assert "  --fp8=keep|dequantize\n        What to do with FP8. (default keep)\n" in text
 

@@ -31,7 +31,7 @@ UNREACHED_DRIVER = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 """What a process's environment has where there is a driver and jax runs on the CPU; with a GPU here jax gets none."""
-NO_GPU = r"this machine has NVIDIA driver 580.82.07, but jax runs on the CPU \(.*set JAX_PLATFORMS=cpu"
+NO_GPU = r"jax runs on the CPU \(.*\)\. This machine has NVIDIA driver 580.82.07\. .*set JAX_PLATFORMS=cpu"
 PROMPT = "def read(self, size):\n    "
 
 

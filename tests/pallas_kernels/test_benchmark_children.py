@@ -30,7 +30,8 @@ sys.exit(children.main("a file", "fake", [], measure, lambda: iter(())))
 """
 
 
-def test_what_a_row_does_costs_that_row_alone(tmp_path: Path) -> None:
+def test_what_a_row_does_costs_that_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
     keys = [("table", name) for name in ("good", "raises", "kills", "after", "lies", "loses", "hangs", "last")]

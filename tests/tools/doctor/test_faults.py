@@ -189,6 +189,7 @@ def test_the_command_ends_its_check_and_writes_its_report_where_nobody_reads_wha
     """Nor does a text that the terminal cannot show stop it."""
     says = 'print(\'{"case": "\\\\u20ac", "passed": true}\')'
     code = (
+        f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n"  # nohup ignores it
         "import launch.doctor as doctor\n"
         "from tests.tools.doctor.test_faults import GOOD, check\n"
         f"ends = 'import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(600)'\n"

@@ -260,7 +260,7 @@ async def told(pool: GrammarPool, what: Wanted) -> str:
 
 
 def workers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "dsv3.server.grammars.worker" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process().children() if "dsv3.server.grammars.worker" in serving.command_of(p)]
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(model_dir):

@@ -10,6 +10,7 @@ from dsv3.server.templates.messages import Render
 from dsv3.server.templates.pool import TemplatePool, TemplateTooSlow
 from dsv3.server.workers import WorkersBusy
 from dsv3.text.chat_template import TemplateError
+from tests.dsv3.server import serving
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 SLOW = "{% for a in range(100) %}{% for b in range(9999) %}{% endfor %}{% endfor %}slow"  # 40 ms on a quiet machine
@@ -43,7 +44,7 @@ def workers():
     return {
         child.pid
         for child in psutil.Process().children()
-        if "dsv3.server.templates.worker" in " ".join(child.cmdline())
+        if "dsv3.server.templates.worker" in serving.command_of(child)
     }
 
 

@@ -170,7 +170,8 @@ def test_a_doctor_that_is_interrupted_or_killed_leaves_what_it_has(tmp_path, num
     """Its second check interrupts or kills it; the report then has the first, and says that it is not whole."""
     kills = f"import os, time; os.kill(os.getppid(), {number}); time.sleep({number == 2} and 60)"
     code = (
-        "import pathlib, sys\n"
+        "import pathlib, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         "from tests.tools.doctor.test_faults import GOOD, check, run\n"
         f"checks = check('first', GOOD), check('second', {kills!r}), check('third', GOOD)\n"
         "sys.exit(run(pathlib.Path(sys.argv[1]), *checks)[0])"

@@ -37,7 +37,7 @@ from dsv3.kv_cache.layout import FP8, pool
 from dsv3.model import DecodeBatch, PrefillBatch, decode, prefill
 from pallas_kernels import aot, dsa, gpus, toolchain
 from pallas_kernels.backend import Backend, resolve_backend
-from pallas_kernels.checks import Case, experts, products
+from pallas_kernels.checks import Case, Row, experts, products
 from pallas_kernels.checks.rows import quantize_case
 from pallas_kernels.dense import layer_gemm
 from pallas_kernels.mla import fp8_row_bytes, mla_decode, mla_prefill, mla_prefill_chosen, write_pages
@@ -72,16 +72,6 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 ints = functools.partial(array, dtype=jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The outcome of a case."""
-
-    case: str
-    passed: bool = True
-    says: str = ""
-    figures: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
@@ -91,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, rows in PARTS[part]():
         for row in _tried(name, rows):
             passed &= row.passed
-            print(json.dumps(dataclasses.asdict(row)), flush=True)
+            print(json.dumps(row.as_json()), flush=True)
     return 0 if passed else 1
 
 
@@ -122,7 +112,7 @@ def _resources(name: str, fn: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
 
 def _row(case: str, kernel: aot.KernelResources) -> Row:
-    return Row(case, figures={"registers": kernel.registers, "spilled": kernel.spill_bytes})
+    return Row(case, True, figures={"registers": kernel.registers, "spilled": kernel.spill_bytes})
 
 
 def _mosaic_programs() -> Iterator[Program]:

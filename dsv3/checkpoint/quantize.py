@@ -35,7 +35,7 @@ def quantized(stack: jax.Array, *, ue8m0: bool = False, sharding: Sharding | Fp8
 def _in_huge_pages(made: jax.Array) -> jax.Array:
     """Returns the same array, where CPUs hold it in memory like that of weights from files (`aligned_empty`).
 
-    jax's own memory has pages of 4 KiB, with which a decode step of one row took 1.07 times as long.
+    jax's own memory has pages of 4 KiB, with which a decode step of one row waits longer for its weights.
     """
     if any(shard.device.platform != "cpu" for shard in made.addressable_shards):
         return made

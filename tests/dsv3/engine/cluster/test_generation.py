@@ -79,7 +79,7 @@ def test_a_gang_goes_on_without_processes_that_do_not_come_back(tmp_path) -> Non
 
 
 def test_a_node_goes_whole(tmp_path) -> None:
-    """Of three nodes of two processes one has lost a process: the other one hears that it may come again."""
+    """One of three nodes of two processes has lost a process: the other one hears that it may come again."""
     cluster = local.options(tmp_path, 6, cluster_return_timeout=0.5, processes_per_node=2)
     leader = Leader(cluster, local.FIELDS, print, print, Generation(1, "a"))
     with ThreadPoolExecutor(1) as pool:

@@ -161,6 +161,8 @@ class Supervisor:
                 self._forget(child)
                 return child.end()
             looked = now
+        with contextlib.suppress(BlockingIOError):  # signals that came with its end are not for the next process
+            self._pass_on(child, signals)
         return child.wait(_LOOK_S)
 
     def _read(self, child: Child) -> None:

@@ -1,13 +1,12 @@
 """Speed of loading a checkpoint as a fraction of the disk's raw read speed; every case runs in a fresh process.
 
-    python -m benchmarks.checkpoint --size-gb=2 --rounds=3 --directory=/path/on/the/disk [--only="hf bf16,stacked"]
+    python -m benchmarks.checkpoint --size-gb=2 --rounds=3 --directory=/path/on/the/disk [--only="hf bf16"]
 
-Makes a bfloat16 checkpoint of DeepSeek-V3's shape and about the given size, its FP8 twin, and the pre-stacked forms of
-both. Each round then reads
+Makes a bfloat16 checkpoint of DeepSeek-V3's shape and about the given size, and its FP8 twin. Each round then reads
 
 - "raw": the files alone, by threads with 4 MiB reads, through the page cache, with O_DIRECT, and into as much new
   memory as the files take;
-- "hf" and "stacked": the parameters, by `load_params`, from the Hugging Face form and the pre-stacked form;
+- "hf": the parameters, by `load_params`;
 - "spread": the same with experts as replicas on eight forced CPU devices, 8 replicas more than experts. "then spread"
   loads the model first and copies experts in memory. "an eighth" is one of eight processes, with one device's share.
 
@@ -56,17 +55,13 @@ CASES = {
     "raw to new memory": "bf16",
     "safetensors package": "bf16",
     "hf bf16": "bf16",
-    "stacked bf16": "bf16-stacked",
     "raw fp8": "fp8",
     "raw fp8 O_DIRECT": "fp8",
     "hf fp8 keep": "fp8",
     "hf fp8 dequantize": "fp8",
-    "stacked fp8 keep": "fp8-stacked",
     "hf fp8, then spread": "fp8",
     "hf fp8 spread": "fp8",
-    "stacked fp8 spread": "fp8-stacked",
     "hf fp8 an eighth": "fp8",
-    "stacked fp8 an eighth": "fp8-stacked",
 }
 DEVICES = 8
 
@@ -93,11 +88,11 @@ def _is_wanted(case: str) -> bool:
 
 
 def make(root: Path, size_gb: float) -> None:
-    """Writes the four checkpoint directories; their values repeat a block of random numbers."""
+    """Writes the two checkpoint directories; their values repeat a block of random numbers."""
     import jax
     import ml_dtypes
 
-    from dsv3.checkpoint import convert_to_stacked, save_hf
+    from dsv3.checkpoint import save_hf
     from dsv3.checkpoint.layout import scale_shape
     from dsv3.config.model import Fp8Config, ModelConfig
     from dsv3.model.params import Fp8Weight, declare
@@ -122,7 +117,6 @@ def make(root: Path, size_gb: float) -> None:
         params = jax.tree.map(lambda spec, q=name == "fp8": draw(spec, q), declare(cfg))
         save_hf(root / name, cfg, params, shard_bytes=10**9)
         del params
-        convert_to_stacked(root / name, root / f"{name}-stacked", cfg)
 
 
 def drop_cache(directory: Path) -> str:
@@ -138,7 +132,7 @@ def drop_cache(directory: Path) -> str:
 
 
 def files(directory: Path) -> list[Path]:
-    """Weight files of a directory in either form."""
+    """Weight files of a directory."""
     return sorted(directory.rglob("*.safetensors"))
 
 

@@ -1,21 +1,18 @@
-"""Time that a load takes apart from reading weights: DeepSeek-V3's headers, its plan, and the checksum of a block.
+"""Time that a load takes apart from reading weights: DeepSeek-V3's headers and its plan.
 
     python -m benchmarks.checkpoint_host --rounds=5
 
 The checkpoint has DeepSeek-V3's 92,000 tensors in 163 files with real headers and holes instead of weights, so it takes
 a few MB of disk. Each round reads all headers, plans the whole load with the garbage collector paused (as `load_params`
 does) and running, and plans the experts of 288 replicas and of the 16 that 8 of 144 devices hold. It names the weights
-by their content, as processes do that must have the same. Then it compares `checksum` with zlib's CRC-32 alone on 4 MiB
-that lie in cache. All figures are medians over the rounds.
+by their content, as processes do that must have the same. All figures are medians over the rounds.
 """
 
-import functools
 import gc
 import json
 import statistics
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,14 +22,11 @@ import numpy as np
 from absl import flags as absl_flags
 
 from configs.deepseek_v3 import DEEPSEEK_V3 as MODEL
-from dsv3.checkpoint.arrange import with_replicas
-from dsv3.checkpoint.checksum import checksum
-from dsv3.checkpoint.directory import INDEX, read_directory
-from dsv3.checkpoint.fill import BLOCK_BYTES
 from dsv3.checkpoint.hugging_face import F32, plan_hf
 from dsv3.checkpoint.identity import weights_identity
 from dsv3.checkpoint.layout import leaves
-from dsv3.checkpoint.safetensors_file import header_bytes
+from dsv3.checkpoint.load_plan import with_replicas
+from dsv3.checkpoint.safetensors_file import INDEX, header_bytes, read_directory
 from dsv3.checkpoint.writer import out_tensors
 from launch import flags
 from pallas_kernels.float8 import E4M3
@@ -40,7 +34,6 @@ from pallas_kernels.float8 import E4M3
 ROUNDS = absl_flags.DEFINE_integer("rounds", 5, "How often each is measured.", 1)
 
 FILES = 163
-REPEATS = 20
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SPECS = leaves(MODEL)
 
@@ -84,12 +77,6 @@ def seconds(work: Callable[[], Any], *, collect: bool = False) -> tuple[float, A
     return elapsed, result
 
 
-def repeat(digest: Callable[[np.ndarray], int], block: np.ndarray) -> None:
-    """Computes a digest `REPEATS` times."""
-    for _ in range(REPEATS):
-        digest(block)
-
-
 def one_round(directory: Path) -> dict[str, float]:
     """Seconds of each part."""
     phy2log = np.arange(288) % MODEL.n_routed_experts * np.ones((MODEL.num_moe_layers, 1), int)
@@ -108,10 +95,6 @@ def one_round(directory: Path) -> dict[str, float]:
     before = time.process_time()
     result["weights named by their content"], _ = seconds(lambda: weights_identity(directory))
     result["the same, processor time"] = time.process_time() - before
-    block = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, np.uint8)
-    for what, digest in (("checksum", checksum), ("CRC-32", zlib.crc32)):
-        elapsed, _ = seconds(functools.partial(repeat, digest, block))
-        result[f"{what} of 4 MiB"] = elapsed / REPEATS
     return result
 
 
@@ -123,8 +106,6 @@ def main() -> int:
     print(f"{count:,} tensors in {FILES} files; median of {ROUNDS.value} rounds")
     for what in rounds[0]:
         print(f"{what:40}{statistics.median(r[what] for r in rounds) * 1e3:10,.2f} ms")
-    ratio = statistics.median(r["CRC-32 of 4 MiB"] / r["checksum of 4 MiB"] for r in rounds)
-    print(f"CRC-32 takes {ratio:.1f} times as long as the checksum")
     return 0
 
 

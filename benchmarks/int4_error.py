@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.checkpoint.int4 import Int4Mode, converted
+from dsv3.checkpoint.quantize import Int4Mode, converted
 from dsv3.model.layers.experts import ExpertLayer, moe
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.router import Routing

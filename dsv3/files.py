@@ -73,3 +73,12 @@ def is_exposed(mode: int, *, is_own: bool) -> bool:
     """
     allowed = stat.S_IRWXU if is_own else stat.S_IRWXU | stat.S_IRGRP
     return bool(stat.S_IMODE(mode) & 0o777 & ~allowed)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Returns when a file's bytes, or a directory's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Reads and writes checkpoints: Hugging Face directories and the pre-stacked form, from and to the parameter tree.
+"""Reads and writes checkpoints: Hugging Face directories, from and to the parameter tree.
 
 What it exports is imported on first use, so that processes without jax can name weights (`dsv3.checkpoint.identity`).
 """
@@ -7,17 +7,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsv3.checkpoint.convert import convert_to_hf, convert_to_stacked
-    from dsv3.checkpoint.errors import CheckpointError
     from dsv3.checkpoint.load import load_params
-    from dsv3.checkpoint.writer import save_hf
+    from dsv3.checkpoint.safetensors_file import CheckpointError
+    from dsv3.checkpoint.writer import convert_checkpoint, save_hf
 
-__all__ = ["CheckpointError", "convert_to_hf", "convert_to_stacked", "load_params", "save_hf"]
+__all__ = ["CheckpointError", "convert_checkpoint", "load_params", "save_hf"]
 
 _MODULES = {
-    "CheckpointError": "errors",
-    "convert_to_hf": "convert",
-    "convert_to_stacked": "convert",
+    "CheckpointError": "safetensors_file",
+    "convert_checkpoint": "writer",
     "load_params": "load",
     "save_hf": "writer",
 }

@@ -14,12 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dsv3.checkpoint.boxes import Box, blocks, extents, full_box, intersection, moved
-from dsv3.checkpoint.checksum import checksum
-from dsv3.checkpoint.errors import CheckpointError
-from dsv3.checkpoint.layout import Piece, whole_piece
+from dsv3.checkpoint.layout import Box, Piece, blocks, extents, full_box, intersection, moved, whole_piece
 from dsv3.checkpoint.load_plan import Array
-from dsv3.checkpoint.safetensors_file import Tensor
+from dsv3.checkpoint.safetensors_file import CheckpointError, Tensor
 from dsv3.checkpoint.source import ALIGNMENT, Buffers, Source
 from pallas_kernels.float8 import BLOCK, E4M3
 from pallas_kernels.int4 import VALUES_PER_WORD, interleave
@@ -35,7 +32,6 @@ class Read:
 
     array: Array
     piece: Piece
-    number: int
     block: Box
     parts: tuple[tuple[Box, np.ndarray], ...]
 
@@ -87,15 +83,15 @@ def reads(array: Array, wanted: Iterable[tuple[Box, np.ndarray]]) -> Iterator[Re
             for number, block, part in _blocks_of(array, piece, put):
                 _, _, parts = found.setdefault((piece.name, number), (piece, block, []))
                 parts.append((moved(part, tuple(-s.start for s in block)), out[moved(part, to_out)]))
-    for (_, number), (piece, block, parts) in found.items():
-        yield Read(array, piece, number, block, tuple(parts))
+    for piece, block, parts in found.values():
+        yield Read(array, piece, block, tuple(parts))
 
 
 def _blocks_of(array: Array, piece: Piece, put: Box) -> Iterator[tuple[int, Box, Box]]:
     """Yields the blocks of a piece's tensor that fill `put` of the array: number, box, and the part of it."""
     tensor = array.tensors[piece.name]
     inside = moved(put, tuple(t - p for t, p in zip(_starts(piece.take), _starts(piece.put), strict=True)))
-    for number, block in blocks(piece.view, tensor.dtype.itemsize, inside, tensor.block_bytes or BLOCK_BYTES):
+    for number, block in blocks(piece.view, tensor.dtype.itemsize, inside, BLOCK_BYTES):
         part = intersection(block, inside)
         assert part is not None
         yield number, block, part
@@ -188,7 +184,7 @@ class Files:
 
         Tells `advance` how many of `Array.bytes_to_read` each read brought.
 
-        Raises `CheckpointError` if a file ends early, a checksum is wrong, or a scale is not finite and above zero.
+        Raises `CheckpointError` if a file ends early or a scale is not finite and above zero.
         """
         self.start(array, wanted, advance).wait()
 
@@ -232,8 +228,6 @@ class Files:
             raw.view(tensor.dtype)[:] = raw.view(tensor.dtype)[0]
         else:
             self._read(tensor, read.first * tensor.dtype.itemsize, raw)
-        if tensor.checksums is not None and checksum(raw) != tensor.checksums[read.number]:
-            raise CheckpointError(f"{tensor.path}: tensor {tensor.name}: block {read.number} has a wrong checksum")
         if not direct:
             values = self._values(read, raw, scales).reshape(shape)
             for inner, out in read.parts:

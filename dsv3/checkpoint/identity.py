@@ -17,7 +17,6 @@ _SAMPLE_BYTES = 2**12
 _READ_BYTES = 2**24
 _THREADS = 16  # 671 GB have 160,000 samples, and one thread would wait for the disk at each of them
 _AT_ONCE = 32  # samples that are read in one go; handed to threads one by one they took four times the processor time
-_MANIFEST = Path("stacked", "manifest.json")
 
 
 _Range = tuple[int, int]
@@ -26,8 +25,7 @@ _Range = tuple[int, int]
 
 def known_identity(directory: Path) -> str:
     """Returns `weights_identity`, found once per process as long as the kernel says that the files are the same."""
-    paths = [path for name in ("*.safetensors", str(_MANIFEST)) for path in sorted(directory.glob(name))]
-    found = [path.stat() for path in paths]
+    found = [path.stat() for path in sorted(directory.glob("*.safetensors"))]
     kept = tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found)
     return _identity_of(directory, kept)
 
@@ -41,13 +39,10 @@ def weights_identity(directory: Path) -> str:
     """Returns the sha256, in hex, of the weight files of a directory.
 
     Up to 256 MiB all bytes count. A larger directory counts with 4 KiB of each 4 MiB and with each file's beginning,
-    which lists its tensors: other training changes about every byte, but an edit of single rows can go unseen. The
-    pre-stacked form is named by its manifest, which has checksums of everything. Raises OSError for unreadable files.
+    which lists its tensors: other training changes about every byte, but an edit of single rows can go unseen. Raises
+    OSError for unreadable files.
     """
     total = hashlib.sha256()
-    if (directory / _MANIFEST).is_file():
-        total.update((directory / _MANIFEST).read_bytes())
-        return total.hexdigest()
     paths = sorted(directory.glob("*.safetensors"))
     sizes = [path.stat().st_size for path in paths]
     is_small = sum(sizes) <= _WHOLE_BYTES

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,12 +19,39 @@ from typing import Any, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from dsv3.checkpoint.errors import CheckpointError
+from dsv3 import files
 from dsv3.files import IS_POINTER, is_pointer, open_regular, parse_json
+
+# Buffers that older exporters stored. They follow from the configuration, so they are never read.
+HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MISTRAL_INDEX = "consolidated.safetensors.index.json"
+_MISTRAL_SINGLE = "consolidated.safetensors"
+
+
+SHOWN = 4
+
+
+class CheckpointError(ValueError):
+    """A checkpoint directory does not hold the configured model; the message names the file and the tensor."""
+
+
+def raise_findings(where: str | os.PathLike[str], findings: Mapping[str, Sequence[str]]) -> None:
+    """Raises one `CheckpointError` that counts the findings of each kind and shows the first few, if there are any."""
+    lines = [f"  {kind} ({len(items)}): {_shorten(items)}" for kind, items in findings.items() if items]
+    if lines:
+        raise CheckpointError("\n".join([f"{os.fspath(where)} does not hold the configured model:", *lines]))
+
+
+def _shorten(items: Sequence[str]) -> str:
+    shown = "; ".join(items[:SHOWN])
+    return shown if len(items) <= SHOWN else f"{shown}; and {len(items) - SHOWN} more"
+
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 MAX_DIMENSIONS = 8
-DATA_ALIGNMENT = 4096  # bytes; where the data of our own files begin
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -50,7 +78,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Tensor:
     """A tensor in a file: C-contiguous, little-endian, `offset` bytes from the file's start.
 
-    `checksums` has one entry per block of at most `block_bytes` (`fill.blocks`). Only the pre-stacked form has both.
     The file holds one value of a `repeated` tensor, which all of `shape` have.
     """
 
@@ -59,8 +86,6 @@ class Tensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
-    checksums: tuple[int, ...] | None = None
-    block_bytes: int | None = None
     repeated: bool = False
 
     @property
@@ -94,12 +119,10 @@ def read_header(path: Path) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
-def header_bytes(
-    tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str], align: int = 8
-) -> bytes:
+def header_bytes(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
     """Returns the start of a safetensors file that holds `tensors` (name, dtype, shape) in this order.
 
-    The result is padded to a multiple of `align` bytes, so the data begin there.
+    The result is padded to a multiple of 8 bytes, so the data begin there.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -107,7 +130,7 @@ def header_bytes(
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % align)
+    text += b" " * (-(8 + len(text)) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -168,3 +191,70 @@ def _check_extents(path: Path, tensors: Sequence[Tensor], data_start: int, size:
             )
     if end != size:
         raise CheckpointError(f"{path}: {size - end} bytes follow the last tensor")
+
+
+def read_directory(directory: Path) -> dict[str, Tensor]:
+    """Reads the tensors by name, from the index and its shards, or from the single file if there is no index.
+
+    Mistral's names of these files count where there are no others.
+
+    Raises `CheckpointError` if there is neither, if a shard is absent or damaged, if index and shards disagree, or if
+    the index names a file outside the directory.
+    """
+    for index, single in ((INDEX, SINGLE), (_MISTRAL_INDEX, _MISTRAL_SINGLE)):
+        if (directory / index).is_file():
+            return _read_shards(directory, _weight_map(directory / index))
+        if (directory / single).is_file():
+            return read_header(directory / single)
+    raise CheckpointError(
+        f"{directory}: has neither {INDEX} nor {SINGLE}; only safetensors checkpoints are read (pickled ones never are)"
+    )
+
+
+def plain_file_name(name: Any) -> TypeGuard[str]:
+    """Returns whether `name` is a file name without a path."""
+    return isinstance(name, str) and bool(name) and not set(name) & set("/\\\0") and name not in (".", "..")
+
+
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file; raises `CheckpointError` if it cannot be read."""
+    try:
+        return files.read_json(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    content = read_json(path)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: has no weight_map from tensor names to files")
+    for name, file in weight_map.items():
+        if not plain_file_name(file) or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{path}: tensor {name}: {file!r} is not the plain name of a safetensors file")
+    return weight_map
+
+
+def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
+    shards = sorted(set(weight_map.values()))
+    raise_findings(
+        directory, {"shards named in the index but absent": [f for f in shards if not (directory / f).exists()]}
+    )
+    headers = {file: read_header(directory / file) for file in shards}
+    stray = [
+        f"{name} in {file}"
+        for file, header in headers.items()
+        for name in header
+        if weight_map.get(name) != file and not HARMLESS.fullmatch(name)
+    ]
+    lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in headers[file]]
+    raise_findings(
+        directory,
+        {
+            "tensors that the index places in a shard that lacks them": lost,
+            "tensors in a shard where the index does not place them": stray,
+        },
+    )
+    return {name: headers[file][name] for name, file in weight_map.items()}

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -14,16 +15,15 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from dsv3.checkpoint import layout
-from dsv3.checkpoint.boxes import full_box
-from dsv3.checkpoint.directory import INDEX, SINGLE
-from dsv3.checkpoint.errors import CheckpointError
-from dsv3.checkpoint.layout import Piece
-from dsv3.checkpoint.publish import atomic_directory
-from dsv3.checkpoint.reader import Advance, reporter
-from dsv3.checkpoint.safetensors_file import header_bytes
+from dsv3.checkpoint import layout, quantize
+from dsv3.checkpoint.fill import Files, aligned_empty
+from dsv3.checkpoint.layout import Piece, extents, full_box
+from dsv3.checkpoint.load import Advance, check_duplicates, plan_directory, reporter
+from dsv3.checkpoint.load_plan import Fp8Mode, LoadPlan
+from dsv3.checkpoint.safetensors_file import INDEX, SINGLE, CheckpointError, header_bytes
 from dsv3.config.hugging_face import to_hf
 from dsv3.config.model import ModelConfig
+from dsv3.files import sync
 from dsv3.model.params import Fp8Weight, Int4Weight, Params
 from pallas_kernels.float8 import E4M3
 
@@ -248,3 +248,101 @@ def _exactly(values: np.ndarray, tensor: OutTensor) -> np.ndarray:
     if not np.array_equal(cast.astype(values.dtype), values):
         raise ValueError(f"{tensor.name}: its values are not all representable in {tensor.dtype}")
     return cast
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Yields a directory to write into. It becomes `target` when the block ends, and vanishes if the block raises.
+
+    All of it is on the disk before it is renamed. Raises `FileExistsError` at once unless `target` is absent or an
+    empty directory, which a rename may replace.
+    """
+    partial = target.absolute().parent / f".{target.absolute().name}.partial"
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is not empty; remove it or choose another directory")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for directory, _, names in os.walk(partial):
+        for name in names:
+            sync(Path(directory) / name)
+        sync(Path(directory))
+    os.rename(partial, target)
+    sync(target.absolute().parent)
+
+
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "tiktoken.model",
+    "tekken.json",
+    "tokenization_kimi.py",
+    "tokenization_moonshot.py",
+    "generation_config.json",
+)
+
+
+def convert_checkpoint(
+    source: Path,
+    target: Path,
+    cfg: ModelConfig,
+    *,
+    dtype: Any = None,
+    fp8: Fp8Mode = "keep",
+    shard_bytes: int = 5 * 10**9,
+    progress: bool = False,
+    threads: int = 8,
+) -> None:
+    """Writes a checkpoint directory anew, as `writer.save_hf` does; `dtype` None keeps the embedding's.
+
+    `target` appears whole; after a kill the next run starts afresh.
+
+    Raises `CheckpointError` if the source is not what `cfg` describes, `FileExistsError` if `target` holds anything,
+    ValueError for an `fp8` that files do not have.
+    """
+    if fp8 == "quantize":
+        raise ValueError("fp8 'quantize' is for serving, which rounds on its devices; files can keep or dequantize")
+    plan = plan_directory(source, cfg, dtype, fp8)
+    refuse_int4(path for path, leaf in plan.leaves.items() if leaf[0].dtype == quantize.WORD)
+    with Files(threads) as files:
+        files.open(plan.files)
+        check_duplicates(files, plan, _ignore)
+        write_hf(
+            target,
+            cfg,
+            PlannedStacks(plan, files),
+            shard_bytes=shard_bytes,
+            scale_dtype=F32,
+            companions=[source / name for name in COMPANIONS if (source / name).is_file()],
+            progress=progress,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStacks:
+    """Stacks of a checkpoint directory, read when they are asked for (`writer.Stacks`)."""
+
+    plan: LoadPlan
+    files: Files
+
+    def dtypes(self, path: str) -> tuple[np.dtype, ...]:
+        """Returns the dtypes of a leaf's arrays."""
+        return tuple(array.dtype for array in self.plan.leaves[path])
+
+    def rows(self, path: str, part: int, rows: slice) -> np.ndarray:
+        """Returns the indices `rows` of the first axis of one array."""
+        array = self.plan.leaves[path][part]
+        box = (slice(*rows.indices(array.shape[0])[:2]), *full_box(array.shape[1:]))
+        out = aligned_empty(extents(box), array.dtype)
+        self.files.fill(array, [(box, out)], _ignore)
+        return out
+
+
+def _ignore(_: int) -> None:
+    pass

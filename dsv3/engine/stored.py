@@ -30,13 +30,12 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from dsv3.checkpoint.publish import sync
 from dsv3.config.options import EngineOptions
 from dsv3.engine.compilation import CacheHits, default_cache_directory
 from dsv3.engine.fingerprint import Fields, environment, shaping
 from dsv3.engine.parts import Parts
 from dsv3.engine.unused import forget_unused
-from dsv3.files import read_secret
+from dsv3.files import read_secret, sync
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, fallbacks, resolve_backend
 

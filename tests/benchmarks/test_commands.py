@@ -66,7 +66,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("wire", "", {"_NUM_HEADS": 10, "_NUM_TURNS": 1}),
 ]
 IN_A_PROCESS = {  # absl's flags are one set per process, and what these change stays with theirs
-    "checkpoint": "--size_gb=0.02 --rounds=1 --only=stacked --directory={tmp}",
+    "checkpoint": "--size_gb=0.02 --rounds=1 --only=hf --directory={tmp}",
     "checkpoint_host": "--rounds=1",
     "combine_error": "",
     "disaggregation": "--prefill 1 --decode 1 --requests 2 --clients 0",

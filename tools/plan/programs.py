@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.checkpoint import int4
+from dsv3.checkpoint import quantize
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import PAGE_SIZE, ModelConfig
@@ -234,8 +234,8 @@ def abstract_params(model: ModelConfig, deployment: Deployment) -> Any:
 
     def leaf(spec: ParamSpec) -> Any:
         shape = tuple(n + redundant * (axis == "experts") for n, axis in zip(spec.shape, spec.axes, strict=True))
-        if int4.is_int4(model, spec):
-            return int4.abstract(shape)
+        if quantize.is_int4(model, spec):
+            return quantize.abstract_int4(shape)
         if spec.quantizable and model.fp8 is not None:
             scale = jax.ShapeDtypeStruct(scale_shape(shape), jnp.float32)
             return Fp8Weight(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scale)

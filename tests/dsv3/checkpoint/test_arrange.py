@@ -1,7 +1,6 @@
 """Experts read straight as replicas, rows as shards: the values of a plain load, gathered; damage is still found."""
 
 import dataclasses
-import shutil
 
 import jax
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.checkpoint import CheckpointError, convert_to_stacked, fill, layout, load_params
+from dsv3.checkpoint import CheckpointError, fill, layout, load_params
 from dsv3.model.params import declare
 from dsv3.model.tensor_parallel import arrange
 from sharding.mesh import partition, rank_mesh
@@ -24,10 +23,9 @@ SERVED = dataclasses.replace(STORED, num_nextn_predict_layers=0)
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """The same FP8 model, with an MTP module, in both forms."""
+    """An FP8 model with an MTP module."""
     root = tmp_path_factory.mktemp("replicas")
     hf.write(root / "hf", hf.random_tensors(STORED), shards=3)
-    convert_to_stacked(root / "hf", root / "stacked", STORED)
     return root
 
 
@@ -52,18 +50,17 @@ def gathered(cfg, params, phy2log) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("form", ["hf", "stacked"])
 @pytest.mark.parametrize("fp8", ["keep", "dequantize"])
 @pytest.mark.parametrize(("devices", "replicas"), [(2, 6), (4, 8), (8, 16)])
-def test_replicas_hold_the_experts_of_a_plain_load(directories, form, fp8, devices, replicas):
+def test_replicas_hold_the_experts_of_a_plain_load(directories, fp8, devices, replicas):
     phy2log = random_map(replicas)
     mesh = Mesh(np.array(jax.devices()[:devices][::-1]), ("d",))
     shardings = jax.tree.map(
         lambda spec: NamedSharding(mesh, PartitionSpec(*("d" if a == "experts" else None for a in spec.axes))),
         declare(SERVED),
     )
-    spread = load(directories / form, fp8=fp8, shardings=shardings, phy2log=phy2log)
-    assert_same_bits(by_path(SERVED, spread), gathered(SERVED, load(directories / form, fp8=fp8), phy2log))
+    spread = load(directories / "hf", fp8=fp8, shardings=shardings, phy2log=phy2log)
+    assert_same_bits(by_path(SERVED, spread), gathered(SERVED, load(directories / "hf", fp8=fp8), phy2log))
     experts = jax.tree.leaves(spread.moe.moe.gate_up)
     assert all(array.sharding == shardings.moe.moe.gate_up for array in experts)
     assert {s.data.shape[:2] for array in experts for s in array.addressable_shards} == {(LAYERS, replicas // devices)}
@@ -78,10 +75,8 @@ def test_any_map_and_block_size(tmp_path_factory, phy2log, block):
     hf.write(root / "hf", hf.random_tensors(cfg))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "BLOCK_BYTES", block)
-        convert_to_stacked(root / "hf", root / "stacked", cfg)
         want = gathered(cfg, load(root / "hf", cfg), phy2log)
-        for form in ("hf", "stacked"):
-            assert_same_bits(by_path(cfg, load(root / form, cfg, phy2log=phy2log)), want)
+        assert_same_bits(by_path(cfg, load(root / "hf", cfg, phy2log=phy2log)), want)
 
 
 def test_mtp_modules_keep_their_logical_experts(directories):
@@ -96,18 +91,16 @@ SPLITTABLE = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["hf", "stacked"])
 @pytest.mark.parametrize("fp8", ["keep", "dequantize"])
 @pytest.mark.parametrize("q_lora_rank", [None, 128])
-def test_rows_stand_as_tensor_parallelism_arranges_them(tmp_path, form, fp8, q_lora_rank):
+def test_rows_stand_as_tensor_parallelism_arranges_them(tmp_path, fp8, q_lora_rank):
     cfg = hf.fp8_config(**SPLITTABLE, q_lora_rank=q_lora_rank)
     hf.write(tmp_path / "hf", hf.random_tensors(cfg))
-    convert_to_stacked(tmp_path / "hf", tmp_path / "stacked", cfg)
     mesh = rank_mesh(jax.devices(), num_nodes=2, tensor_parallel_size=2)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, partition(spec.axes)), declare(cfg))
     phy2log = np.tile(np.arange(8) % 2, (LAYERS, 1))
     plain = load(tmp_path / "hf", cfg, fp8=fp8)
-    got = load(tmp_path / form, cfg, fp8=fp8, shardings=shardings, phy2log=phy2log, tensor_parallel_size=2)
+    got = load(tmp_path / "hf", cfg, fp8=fp8, shardings=shardings, phy2log=phy2log, tensor_parallel_size=2)
     assert_same_bits(by_path(cfg, got), gathered(cfg, arrange(plain, cfg, 2), phy2log))
 
 
@@ -116,17 +109,7 @@ def test_devices_that_cannot_split_the_model_are_refused(directories):
         load(directories / "hf", tensor_parallel_size=2)
 
 
-def test_damage_is_found_and_named(directories, tmp_path):
-    stacked = shutil.copytree(directories / "stacked", tmp_path / "stacked")
-    path = stacked / "stacked" / "moe.moe.down.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1  # the last byte of the last scale
-    path.write_bytes(content)
-    with pytest.raises(
-        CheckpointError, match=r"moe\.moe\.down\.safetensors: tensor moe\.moe\.down\.scale: block 0 has"
-    ):
-        load(stacked, phy2log=random_map(8))
-
+def test_damage_is_found_and_named(tmp_path):
     tensors = hf.random_tensors(STORED)
     name = "model.layers.3.mlp.experts.5.up_proj.weight_scale_inv"
     tensors[name][0, 0] = -1

@@ -78,11 +78,3 @@ def test_an_identity_is_found_once_until_a_file_changes(directory: Path, monkeyp
     other.write_bytes(np.random.default_rng(1).bytes(100_000))
     other.replace(directory / "a.safetensors")
     assert known_identity(directory) == found[1] != found[0]
-
-
-def test_the_manifest_names_a_pre_stacked_directory(directory: Path):
-    (directory / "stacked").mkdir()
-    (directory / "stacked" / "manifest.json").write_text("{}")
-    before = weights_identity(directory)
-    (directory / "stacked" / "manifest.json").write_text("{ }")
-    assert weights_identity(directory) != before

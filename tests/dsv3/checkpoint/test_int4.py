@@ -1,4 +1,4 @@
-"""INT4 experts from files to devices: kept, dequantized and as FP8; both forms; replicas; damage is found."""
+"""INT4 experts from files to devices: kept, dequantized and as FP8; replicas; damage is found."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.checkpoint import CheckpointError, convert_to_hf, convert_to_stacked, load_params, save_hf
+from dsv3.checkpoint import CheckpointError, convert_checkpoint, load_params, save_hf
 from dsv3.config.hugging_face import load_config, to_hf
 from dsv3.model.params import Fp8Weight, Int4Weight, Params
 from pallas_kernels.fp8 import dequantize_128x128
@@ -25,11 +25,10 @@ EXPERT = "model.layers.2.mlp.experts.1.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory) -> Path:
-    """The packed checkpoint in both forms, and the dequantized one."""
+    """The packed checkpoint, and the dequantized one."""
     root = tmp_path_factory.mktemp("int4")
     hf.write(root / "hf", SMALL, shards=3)
     (root / "hf" / "config.json").write_text(json.dumps(to_hf(CFG)))
-    convert_to_stacked(root / "hf", root / "stacked", CFG, dtype="float32")
     hf.write(root / "plain", PLAIN)
     return root
 
@@ -47,10 +46,9 @@ def experts(params: Params) -> list:
     return [params.moe.moe.gate_up, params.moe.moe.down]
 
 
-@pytest.mark.parametrize("form", ["hf", "stacked"])
-def test_kept_words_stand_for_the_dequantized_model(directories: Path, form: str) -> None:
-    assert load_config(directories / form) == CFG
-    loaded, wanted = load(directories / form), plain(directories / "plain")
+def test_kept_words_stand_for_the_dequantized_model(directories: Path) -> None:
+    assert load_config(directories / "hf") == CFG
+    loaded, wanted = load(directories / "hf"), plain(directories / "plain")
     for weight, real in zip(experts(loaded), experts(wanted), strict=True):
         assert isinstance(weight, Int4Weight) and (weight.data.dtype, weight.scale.dtype) == (jnp.int32, jnp.bfloat16)
         assert weight.data.nbytes + weight.scale.nbytes == real.size * 4.5 / 8
@@ -76,9 +74,8 @@ def test_requantized_to_fp8(directories: Path) -> None:
         assert error.max() > 0
 
 
-@pytest.mark.parametrize("form", ["hf", "stacked"])
 @pytest.mark.parametrize("mode", ["keep", "fp8"])
-def test_replicas_of_packed_experts(directories: Path, form: str, mode: str) -> None:
+def test_replicas_of_packed_experts(directories: Path, mode: str) -> None:
     """Each device holds its replicas alone, in every mode."""
     phy2log = np.array([[3, 0, 1, 2, 1, 1, 0, 3], [0, 1, 2, 3, 3, 2, 1, 0]])
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
@@ -87,8 +84,8 @@ def test_replicas_of_packed_experts(directories: Path, form: str, mode: str) -> 
     spread = NamedSharding(mesh, PartitionSpec(None, "d"))
     moe = dataclasses.replace(specs.moe.moe, gate_up=spread, down=spread)
     specs = dataclasses.replace(specs, moe=dataclasses.replace(specs.moe, moe=moe))
-    found = load(directories / form, int4=mode, shardings=specs, phy2log=phy2log)
-    whole = load(directories / form, int4=mode)
+    found = load(directories / "hf", int4=mode, shardings=specs, phy2log=phy2log)
+    whole = load(directories / "hf", int4=mode)
     layer = np.arange(2)[:, None]
     for got, wanted in zip(jax.tree.leaves(experts(found)), jax.tree.leaves(experts(whole)), strict=True):
         assert {shard.data.shape[1] for shard in got.addressable_shards} == {2}
@@ -145,9 +142,9 @@ def test_a_scale_may_be_zero(tmp_path: Path) -> None:
 
 
 def test_what_is_written(directories: Path, tmp_path: Path) -> None:
-    """INT4 in the pre-stacked form alone; a dequantized model as any other."""
+    """INT4 is not written; a dequantized model as any other."""
     with pytest.raises(CheckpointError, match=r"moe\.moe\.gate_up is INT4, which is not written"):
-        convert_to_hf(directories / "stacked", tmp_path / "no", CFG)
+        convert_checkpoint(directories / "hf", tmp_path / "no", CFG)
     with pytest.raises(CheckpointError, match=r"moe\.moe\.gate_up is INT4, which is not written"):
         save_hf(tmp_path / "no", CFG, load(directories / "hf"))
     assert not (tmp_path / "no").exists()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv3.checkpoint import CheckpointError, fill, layout, load_params, reader
+from dsv3.checkpoint import CheckpointError, fill, layout, load_params
 from dsv3.checkpoint.source import ALIGNMENT
 from dsv3.model.params import Fp8Weight, declare
 from pallas_kernels.fp8 import quantize_128x128
@@ -302,12 +302,12 @@ def test_a_process_without_a_bar_logs_how_far_it_is(tmp_path, caplog, monkeypatc
     """A follower's is read in its log: a load of hours must not look like a hang."""
     cfg = hf.config()
     hf.write(tmp_path, hf.random_tensors(cfg))
-    caplog.set_level(logging.INFO, "dsv3.checkpoint.reader")
+    caplog.set_level(logging.INFO, "dsv3.checkpoint.load")
     load(tmp_path, cfg)
     [line] = caplog.messages
     assert re.fullmatch(r"loading: \S+ .?B in \S+ s, .*B/s", line)
     caplog.clear()
-    monkeypatch.setattr(reader, "_EVERY_S", 0.0)
+    monkeypatch.setattr("dsv3.checkpoint.load._EVERY_S", 0.0)
     load(tmp_path, cfg)
     *parts, last = caplog.messages
     assert len(parts) > 10 and last.startswith("loading: ")

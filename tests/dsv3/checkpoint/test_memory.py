@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from dsv3.checkpoint import convert_to_stacked
 from dsv3.checkpoint.fill import BLOCK_BYTES
 from dsv3.checkpoint.load import plan_directory
 from dsv3.config.hugging_face import load_config, to_hf
@@ -64,23 +63,21 @@ for name, *how in cases:
 LOADS = [
     ("bf16", "bfloat16", "keep"),
     ("bf16", "float32", "keep"),
-    ("stacked", "bfloat16", "keep"),
     ("fp8", "bfloat16", "keep"),
     ("fp8", "bfloat16", "dequantize"),
 ]
-SERVED = [("bf16", "spread"), ("stacked", "spread"), ("fp8", "spread"), ("bf16", "replicated")]
+SERVED = [("bf16", "spread"), ("fp8", "spread"), ("bf16", "replicated")]
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """Two models of 120 MB, most of it experts: one of bfloat16, also pre-stacked, and one of twice as many in FP8."""
+    """Two models of 120 MB, most of it experts: one of bfloat16, and one of twice as many in FP8."""
     root = tmp_path_factory.mktemp("memory")
     sizes = {"hidden_size": 512, "n_routed_experts": 32, "vocab_size": 2000}
     configs = hf.config(**sizes, moe_intermediate_size=384), hf.fp8_config(**sizes, moe_intermediate_size=768)
     for name, cfg in zip(("bf16", "fp8"), configs, strict=True):
         hf.write(root / name, hf.random_tensors(cfg), shards=4)
         (root / name / "config.json").write_text(json.dumps(to_hf(cfg)))
-    convert_to_stacked(root / "bf16", root / "stacked", load_config(root / "bf16"))
     return root
 
 

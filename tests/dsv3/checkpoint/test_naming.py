@@ -11,9 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from dsv3.checkpoint import CheckpointError, load_params
-from dsv3.checkpoint.directory import read_directory
-from dsv3.checkpoint.naming import in_deepseek_form
-from dsv3.checkpoint.safetensors_file import Tensor
+from dsv3.checkpoint.hugging_face import in_deepseek_form
+from dsv3.checkpoint.safetensors_file import Tensor, read_directory
 from dsv3.model.params import Fp8Weight
 from tests.dsv3.checkpoint import hf
 

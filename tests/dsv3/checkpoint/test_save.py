@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from dsv3.checkpoint import CheckpointError, load_params, save_hf, writer
-from dsv3.checkpoint.directory import read_directory
-from dsv3.checkpoint.publish import replace_file
+from dsv3.checkpoint.safetensors_file import read_directory
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import Fp8Config
 from tests.dsv3.checkpoint import hf
@@ -185,14 +184,6 @@ def events(tmp_path, monkeypatch):
     for name in ("rename", "replace"):
         monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
     return seen
-
-
-def test_a_file_is_durable_before_it_takes_anothers_place(tmp_path, events):
-    """The journal of a conversion is written so: a lost one would cost hours of work."""
-    (tmp_path / "journal").write_bytes(b"old")
-    replace_file(tmp_path / "journal", b"new")
-    assert (tmp_path / "journal").read_bytes() == b"new"
-    assert events == ["journal.new", "replace", tmp_path.name]
 
 
 def test_files_are_durable_before_the_directory_appears(tmp_path, events):

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsv3.checkpoint import reader, source
-from dsv3.checkpoint.boxes import extents
+from dsv3.checkpoint import load, source
 from dsv3.checkpoint.fill import Files, Filling, aligned_empty, read_together
-from dsv3.checkpoint.layout import whole_piece
+from dsv3.checkpoint.layout import extents, whole_piece
 from dsv3.checkpoint.load_plan import Array, LoadPlan
 from dsv3.checkpoint.safetensors_file import Tensor
 from dsv3.checkpoint.source import ALIGNMENT, Buffers, Source
@@ -159,8 +158,8 @@ def test_arrays_are_read_ahead_of_the_one_that_is_waited_for(
 
     real = Files.start
     monkeypatch.setattr(Files, "start", start)
-    monkeypatch.setattr(reader, "AHEAD_BYTES", ahead)
-    values = reader.read_leaves(LoadPlan(path.parent, leaves), {}, progress=False)
+    monkeypatch.setattr(load, "AHEAD_BYTES", ahead)
+    values = load.read_leaves(LoadPlan(path.parent, leaves), {}, progress=False)
     assert max(seen) == most
     for i, value in enumerate(values):
         np.testing.assert_array_equal(value, CONTENT[16 * i : 16 * (i + 1)])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.checkpoint import convert_to_stacked, fill, load_params
+from dsv3.checkpoint import load_params
 from dsv3.config.hugging_face import to_hf
 from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
@@ -128,14 +128,11 @@ def two_processes(*directories: Path) -> list[list[dict]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_each_of_two_processes_reads_what_its_devices_hold(tmp_path, monkeypatch):
+def test_each_of_two_processes_reads_what_its_devices_hold(tmp_path):
     """Six experts as eight replicas on eight devices: a process reads four replicas, and once what all devices hold."""
     cfg = dataclasses.replace(CFG, moe_intermediate_size=512, hidden_size=512)
     write(tmp_path / "hf", cfg)
-    with monkeypatch.context() as patch:
-        patch.setattr(fill, "BLOCK_BYTES", 1 << 15)  # so that none holds two experts' data
-        convert_to_stacked(tmp_path / "hf", tmp_path / "stacked", cfg)
-    results = two_processes(tmp_path / "hf", tmp_path / "stacked")
+    results = two_processes(tmp_path / "hf")
 
     mesh = rank_mesh(jax.devices(), num_nodes=2)
     specs = expert_parallel_functions(cfg, mesh, 2).param_specs
@@ -150,5 +147,4 @@ def test_each_of_two_processes_reads_what_its_devices_hold(tmp_path, monkeypatch
     for first, second in zip(*results, strict=True):
         assert [a + b for a, b in zip(first["shards"], second["shards"], strict=True)] == crcs
         for process in (first, second):
-            # A block of a stacked directory that holds words of two devices is read for each.
-            assert experts / 2 <= process["read"] < experts / 2 + rest + 300_000 + 4 * (1 << 15)
+            assert experts / 2 <= process["read"] < experts / 2 + rest + 300_000

@@ -28,7 +28,7 @@ from dsv3.batch.options import BatchOptions
 from dsv3.batch.progress import ProgressDisplay
 from dsv3.batch.run import BatchProgress, run
 from dsv3.batch.servers import ServersCompleter, servers_completer
-from dsv3.batch.staging import Staged, stage
+from dsv3.batch.tables import Staged, stage
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions, ServiceOptions
 from dsv3.server.batches.completer import ServerCompleter, check_fields, server_completer

@@ -8,6 +8,7 @@ one layer of one weight at a time.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from absl import flags as absl_flags
 
@@ -38,10 +39,9 @@ def main() -> int:
         raise flags.UsageError("--model and --output are needed")
     source, target = Path(MODEL.value), Path(OUTPUT.value)
     dtype = None if DTYPE.value == "auto" else DTYPE.value
-    shard_bytes = int(SHARD_GB.value * 1e9)
+    options: dict[str, Any] = {"dtype": dtype, "fp8": FP8.value, "shard_bytes": int(SHARD_GB.value * 1e9)}
     try:
-        cfg = load_config(source)
-        convert_checkpoint(source, target, cfg, dtype=dtype, fp8=FP8.value, shard_bytes=shard_bytes, progress=True)
+        convert_checkpoint(source, target, load_config(source), **options, progress=True)
     except (CheckpointError, ConfigError, OSError) as error:
         print(f"launch.convert: {error}", file=sys.stderr)
         return 1

@@ -11,8 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from dsv3.batch.journal import BatchError, Journal
-from dsv3.batch.lines import BadLine, LineParser, RequestLine, answer_line, bad_line, numbered_lines
+from dsv3.batch.journal import (
+    BadLine,
+    BatchError,
+    Journal,
+    LineParser,
+    RequestLine,
+    answer_line,
+    bad_line,
+    numbered_lines,
+)
 
 WINDOW_LINES, WINDOW_BYTES = 4096, 64 * 2**20
 _COMPARED_BYTES = 2**16

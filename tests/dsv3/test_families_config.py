@@ -15,8 +15,8 @@ from configs.kimi_k25 import KIMI_K25
 from configs.mistral_large_3 import MISTRAL_LARGE_3
 from configs.mistral_small_4 import MISTRAL_SMALL_4
 from dsv3.config.hugging_face import ConfigError, from_hf, has_config, load_config, stored_dtype, to_hf
+from dsv3.config.hugging_face.deepseek import FAMILIES, WRAPPERS
 from dsv3.config.hugging_face.directory import as_config
-from dsv3.config.hugging_face.families import FAMILIES, WRAPPERS
 from dsv3.config.hugging_face.names import is_of_other_media, text_name
 from dsv3.config.model import QueryScaling
 from tests.dsv3.model.golden import DIRECTORY

@@ -12,7 +12,7 @@ import pytest
 from dsv3.checkpoint.load import plan_directory
 from dsv3.checkpoint.safetensors_file import DTYPES
 from dsv3.config.hugging_face import from_hf, load_config
-from dsv3.config.hugging_face.families import FAMILIES, WRAPPERS
+from dsv3.config.hugging_face.deepseek import FAMILIES, WRAPPERS
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 SAVED = {path.stem: json.loads(path.read_text()) for path in sorted((GOLDEN / "saved").glob("*.json"))}

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import dsv3
-from dsv3.batch.journal import Journal, model_identity, summarize_input
-from dsv3.batch.lines import RequestLine, answer_line
+from dsv3.batch.journal import Journal, RequestLine, answer_line, model_identity, summarize_input
 
 BUNDLED = Path(dsv3.__file__).parent / "bundled"
 # Few and small programs, those that test_serve compiles too: this is about lines, not about speed.

@@ -4,9 +4,8 @@ What a file says is either understood, known to carry no meaning for inference, 
 names the field: a setting that is silently ignored is a model that silently computes something else.
 """
 
-from dsv3.config.hugging_face.directory import config_digest, has_config, load_config, stored_dtype
-from dsv3.config.hugging_face.families import FAMILIES, from_hf
+from dsv3.config.hugging_face.deepseek import FAMILIES, from_hf
+from dsv3.config.hugging_face.directory import config_digest, has_config, load_config, stored_dtype, to_hf
 from dsv3.config.hugging_face.fields import ConfigError
-from dsv3.config.hugging_face.writing import to_hf
 
 __all__ = ["FAMILIES", "ConfigError", "config_digest", "from_hf", "has_config", "load_config", "stored_dtype", "to_hf"]

@@ -1,15 +1,17 @@
 """DeepSeek's spelling of a model's sizes, which most of the family share, with what each `model_type` varies."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dsv3.config.hugging_face.fields import MEANINGLESS, Fields
-from dsv3.config.hugging_face.indexer import read_indexer
+from dsv3.config.hugging_face.fields import MEANINGLESS, Fields, Wrapper, end_tokens, text_config
 from dsv3.config.hugging_face.quantization import read_quantization
-from dsv3.config.hugging_face.rotary import Rotary, read_rotary
+from dsv3.config.hugging_face.rotary import Rotary, read_mistral_rotary, read_rotary
 from dsv3.config.model import IndexerConfig, ModelConfig
 from pallas_kernels.int4 import RUN
+
+_log = logging.getLogger(__name__)
 
 Routers = tuple[tuple[str, str], ...]
 V2_ROUTERS: Routers = (("softmax", "greedy"), ("softmax", "group_limited_greedy"))
@@ -156,3 +158,124 @@ def _check_consistent(fields: Fields, cfg: ModelConfig) -> None:
     for name, ids in (("bos_token_id", (cfg.bos_token_id or 0,)), ("eos_token_id", cfg.eos_token_ids)):
         if any(i >= cfg.vocab_size for i in ids):
             raise fields.fail(name, f"below vocab_size, {cfg.vocab_size}")
+
+
+_FULL, _SHARED = "full", "shared"
+_LETTERS = {"F": _FULL, "S": _SHARED}
+_ATTENTION = ("deepseek_sparse_attention", "indexed_attention")  # DeepSeek's word, and transformers' alias since 5.23
+
+
+def read_indexer(fields: Fields, *, interleaved: bool) -> IndexerConfig:
+    """Reads the indexer of a model; `interleaved` is how it rotates where the file does not say.
+
+    Raises:
+      ConfigError: a field is missing or not supported, or the indexer does not fit the model around it.
+    """
+    layers = fields.integer("num_hidden_layers")
+    types = fields.get("layer_types", [])
+    if types and not (isinstance(types, list) and len(types) == layers and all(each in _ATTENTION for each in types)):
+        raise fields.fail("layer_types", f"{layers} times {' or '.join(map(repr, _ATTENTION))}")
+    fields.boolean("index_share_for_mtp_iteration", False)  # of drafts alone: each of ours makes a choice of its own
+    indexer = IndexerConfig(
+        num_heads=fields.integer("index_n_heads"),
+        head_dim=fields.integer("index_head_dim"),
+        topk=fields.integer("index_topk"),
+        interleaved=fields.boolean("indexer_rope_interleave", interleaved),
+        shared_layers=tuple(i for i, kind in enumerate(_kinds(fields, layers)) if kind == _SHARED),
+    )
+    if not fields.has("q_lora_rank"):
+        raise fields.fail("q_lora_rank", "given: the indexer's queries come from the query latent")
+    rotated = fields.integer("qk_rope_head_dim")
+    if indexer.head_dim < rotated:
+        raise fields.fail("index_head_dim", f"at least qk_rope_head_dim, {rotated}")
+    return indexer
+
+
+def indexer_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns the fields that `read_indexer` reads; none for a model without an indexer."""
+    indexer = cfg.indexer
+    if indexer is None:
+        return {}
+    fields: dict[str, Any] = {
+        "index_n_heads": indexer.num_heads,
+        "index_head_dim": indexer.head_dim,
+        "index_topk": indexer.topk,
+        "indexer_rope_interleave": indexer.interleaved,
+    }
+    if indexer.shared_layers:
+        shared = set(indexer.shared_layers)
+        fields["indexer_types"] = [_SHARED if i in shared else _FULL for i in range(cfg.num_hidden_layers)]
+    return fields
+
+
+def _kinds(fields: Fields, layers: int) -> list[str]:
+    """Returns which layers have an indexer; of three ways to say it, a list counts before a pattern and a period."""
+    types, pattern = fields.get("indexer_types"), fields.get("index_topk_pattern")
+    period, offset = fields.integer("index_topk_freq", 1), fields.integer("index_skip_topk_offset", 2, least=0)
+    name = "indexer_types" if types is not None else "index_topk_pattern"
+    kinds = types if types is not None else pattern
+    if isinstance(kinds, str):
+        kinds = [_LETTERS.get(letter, letter) for letter in kinds]
+    if kinds is None:
+        name = "index_skip_topk_offset"
+        kinds = [_SHARED if max(i - offset + 1, 0) % period else _FULL for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (_FULL, _SHARED) for kind in kinds):
+        raise fields.fail(name, f"{layers} layers, each {_FULL!r} or {_SHARED!r}")
+    if kinds[0] != _FULL:
+        raise fields.fail(name, "such that the first layer has an indexer")
+    return kinds
+
+
+_MISTRAL = Family(
+    members="",
+    routers=(("softmax", "greedy"),),
+    one_group=True,
+    rotary=read_mistral_rotary,
+    per_tensor_fp8=True,
+    fixed={"sliding_window": None},
+)
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family("DeepSeek-V2, V2-Lite", V2_ROUTERS, renormalizes=False, may_renormalize=False),
+    "deepseek_v3": Family("DeepSeek-V3, R1, V3.1, Moonlight"),
+    "deepseek_v32": Family("DeepSeek-V3.2", indexer_interleaved=False),
+    "glm_moe_dsa": Family("GLM-5, 5.1, 5.2", indexer_interleaved=True, fixed={"partial_rotary_factor": 1.0}),
+    "kimi_k2": Family("Kimi-K2"),
+    "glm4_moe_lite": Family("GLM-4.7-Flash", fixed={"partial_rotary_factor": 1.0}),
+    "axk1": Family("A.X-K1", post_moe_norm=True),
+    "mistral4": dataclasses.replace(_MISTRAL, members="Mistral Small 4"),
+    "mistral_large_3": dataclasses.replace(_MISTRAL, members="Mistral Large 3"),
+}
+"""Families whose file describes the language model alone."""
+
+WRAPPERS: dict[str, Wrapper] = {
+    "kimi_k25": Wrapper("Kimi-K2.5, K2.6 (text)", ("deepseek_v3", "kimi_k2")),
+    "mistral3": Wrapper("Mistral Small 4 (text)", ("mistral4",)),
+}
+"""Families whose file has the language model's under `text_config`."""
+
+OF_MISTRAL = ("mistral3", "mistral4")
+"""Families whose directories may have Mistral's own file beside config.json."""
+
+
+def from_hf(config: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
+    """Returns the `ModelConfig` of a parsed config.json of one of `FAMILIES` or `WRAPPERS`.
+
+    Rotary settings may be spelled as `rope_theta` and `rope_scaling`, or as transformers 5's `rope_parameters`.
+    `file` is the name of the file in messages.
+
+    Raises:
+      ConfigError: a field is missing, unknown, of the wrong type, or has a value that is not supported; the text
+        names the field, its value and what is supported.
+    """
+    fields = Fields(config, file=file)
+    family = fields.get("model_type")
+    if family not in (*FAMILIES, *WRAPPERS):
+        known = (f"{name!r} ({each.members})" for name, each in (FAMILIES | WRAPPERS).items())
+        raise fields.fail("model_type", " or ".join(known))
+    if family in FAMILIES:
+        return dataclasses.replace(read(fields, FAMILIES[family]), family=family)
+    text = text_config(config, fields, WRAPPERS[family])
+    cfg = read(text, FAMILIES[text.get("model_type")])
+    _log.info("%s: only the language model is served; images and other media are not", family)
+    return dataclasses.replace(cfg, family=family, eos_token_ids=end_tokens(fields, cfg))

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsv3.batch.lines import BadLine, LineParser, RequestLine, answered_number, bad_line, failure_of, numbered_lines
+from dsv3.batch.journal import BadLine, LineParser, RequestLine, answered_number, bad_line, failure_of, numbered_lines
 from dsv3.server.batches.records import LineError
 from dsv3.server.batches.store import MAX_LINES, private
 

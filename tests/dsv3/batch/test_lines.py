@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv3.batch import lines
-from dsv3.batch.lines import BadLine, LineParser, RequestLine, answered_number, numbered_lines
+from dsv3.batch import journal
+from dsv3.batch.journal import BadLine, LineParser, RequestLine, answered_number, numbered_lines
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 
@@ -52,11 +52,11 @@ def test_what_is_no_request(line, code, custom_id):
     found = LineParser().parse(7, line) if line is None else parse(line)
     assert isinstance(found, BadLine)
     assert (found.number, found.code, found.custom_id) == (7, code, custom_id)
-    written = json.loads(lines.bad_line(found))
+    written = json.loads(journal.bad_line(found))
     assert written["id"] == "batch_req_7" and written["response"] is None
     assert written["error"]["code"] == code and written["error"]["line"] == 7
     # An error never repeats the input at length.
-    assert len(lines.bad_line(found)) < 3000
+    assert len(journal.bad_line(found)) < 3000
 
 
 def test_the_first_use_of_a_custom_id_has_it():
@@ -113,7 +113,7 @@ def test_a_huge_line_is_never_held_whole():
 
 def test_answers_are_found_again_by_their_line():
     request = RequestLine(12, "ü\n", "/v1/completions", b"{}")
-    line = lines.answer_line(request, 200, "cmpl-1", {"choices": []})
+    line = journal.answer_line(request, 200, "cmpl-1", {"choices": []})
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     assert answered_number(line) == 12
     assert json.loads(line) == {

@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from dsv3.batch.journal import BatchError
-from dsv3.batch.lines import BadLine, LineParser
+from dsv3.batch.journal import BadLine, BatchError, LineParser
 from tests.dsv3.batch.fake_completer import FakeCompleter, run_batch
 
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from dsv3.batch import formats, tables
 from dsv3.batch.formats import Format, format_of, reading, writing
-from dsv3.batch.journal import BatchError, Journal, summarize_input
-from dsv3.batch.lines import BadLine, RequestLine
+from dsv3.batch.journal import BadLine, BatchError, Journal, RequestLine, summarize_input
 from dsv3.batch.options import BatchOptions
 from dsv3.batch.run import Reply, run, sorted_in_windows
-from dsv3.batch.staging import stage
+from dsv3.batch.tables import stage
 
 arrow = pytest.importorskip("pyarrow", reason="needs the extra `batch`")
 parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra `batch`")

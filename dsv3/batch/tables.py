@@ -1,7 +1,7 @@
 """What a batch is made of: lines to answer and a journal, from lines or from tables (Parquet, CSV, lines of JSON).
 
-A row becomes a request, and its answer columns of the table. `dsv3.map` does this in a notebook, and Ray Data and DuckDB
-do it with the recipes of examples/; this is one command that goes on after a kill and needs no cluster. Rows are read
+A row becomes a request, and its answer columns of the table. `dsv3.map` does this in a notebook; Ray Data and DuckDB do
+it with the recipes of examples/; this is one command that goes on after a kill and needs no cluster. Rows are read
 twice, once to be asked and once to be written with their answers, and never held all together.
 """
 

@@ -6,6 +6,7 @@ Field names follow the Hugging Face `config.json` of the family, so that a reade
 
 import dataclasses
 import math
+import sys
 from typing import Literal
 
 PAGE_SIZE = 64
@@ -150,6 +151,11 @@ class ModelConfig:
         if self.indexer is None:
             return ()
         return tuple(layer for layer in range(self.num_cache_layers) if layer not in self.indexer.shared_layers)
+
+    @property
+    def index_topk(self) -> int:
+        """Tokens that a query attends to at most: as many as an indexer chooses, in dense attention any number."""
+        return sys.maxsize if self.indexer is None else self.indexer.topk
 
     @property
     def softmax_scale(self) -> float:

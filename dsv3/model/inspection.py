@@ -155,7 +155,7 @@ def _checked(
         raise ValueError(f"layers: the model has no {wrong}; it has 0 to {count - 1}")
     each = T * (cfg.hidden_size + cfg.latent_dim) * itemsize
     each += 4 * T * (cfg.n_routed_experts + 2 * cfg.num_experts_per_tok)
-    each += (4 * cfg.num_attention_heads * attention + (cfg.indexer is not None)) * T * T
+    each += (4 * cfg.num_attention_heads * attention + bool(cfg.index_layers)) * T * T
     needed = len(kept) * each + 4 * T * cfg.vocab_size + 2 * T * cfg.hidden_size * itemsize
     if needed > MAX_BYTES:
         hint = "attention=False" if attention else "a shorter prompt"
@@ -237,7 +237,7 @@ def _shown_attend(cfg: ModelConfig, last: jax.Array | None, backend: Backend | N
         weights, v, pairs = attention_weights(cfg, 1, tokens, params, layer, cache_layer, last, Numerics(backend))
         out = jnp.einsum("bhqk,bkhv->bqhv", weights.astype(v.dtype), v)[0]
         shown = {"latents": tokens.latent, "attention": weights[0]}
-        return out, shown | ({"attends": pairs[0]} if cfg.indexer is not None else {})
+        return out, shown | ({} if tokens.index is None else {"attends": pairs[0]})
 
     return attend
 

@@ -10,12 +10,12 @@ from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import IndexedPages, latents_of
 from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
 from dsv3.model.decoder import LayerContext, embed, final_norm, run_decoder
-from dsv3.model.layers.attention import Attend, decode_attend, decode_positions, prefill_attend
-from dsv3.model.layers.context import expanded_attend
+from dsv3.model.forms import decode_attend, prefill_attend
+from dsv3.model.layers.attention import decode_positions
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, Tally
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
-from dsv3.model.layers.sparse import begin, pages_of, sparse_decode_attend, sparse_prefill_attend
+from dsv3.model.layers.sparse import begin, pages_of
 from dsv3.model.mtp import predict
 from dsv3.model.params import Params
 from dsv3.model.schedules import PLAIN, Schedule
@@ -175,7 +175,7 @@ def _prefill_context(
     return LayerContext(
         cfg=cfg,
         rotation=rotation(cfg, batch.positions),
-        attend=_prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, number),
+        attend=prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, number),
         valid=rows < batch.cu_lengths[-1],
         numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
@@ -196,29 +196,11 @@ def _decode_context(
     return LayerContext(
         cfg=cfg,
         rotation=rotation(cfg, positions),
-        attend=_decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, heads, number),
+        attend=decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, heads, number),
         valid=positions >= 0,
         numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
     )
-
-
-def _prefill_attend(
-    cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None, number: int
-) -> Attend:
-    if cfg.indexer is not None:
-        return sparse_prefill_attend(cfg, batch, pages_per_layer, backend, number)
-    if batch.expands:
-        return expanded_attend(cfg, batch, pages_per_layer, backend)
-    return prefill_attend(cfg, batch, pages_per_layer, backend)
-
-
-def _decode_attend(
-    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int, number: int
-) -> Attend:
-    if cfg.indexer is not None:
-        return sparse_decode_attend(cfg, batch, pages_per_layer, backend, heads, number)
-    return decode_attend(cfg, batch, pages_per_layer, backend, heads)
 
 
 def _pages_per_layer(cfg: ModelConfig, pages: Any) -> int:

@@ -63,6 +63,11 @@ def index_layers(cfg: ModelConfig) -> IndexLayers:
     return IndexLayers(has, in_stack.astype(np.int32), in_pool.astype(np.int32))
 
 
+def shares_choice(cfg: ModelConfig) -> bool:
+    """Returns whether layers without an indexer attend to what one before them has chosen."""
+    return 0 < len(cfg.index_layers) < cfg.num_cache_layers
+
+
 def indexer_of(cfg: ModelConfig) -> IndexerConfig:
     """Returns the indexer of a model that has one."""
     assert cfg.indexer is not None
@@ -90,13 +95,15 @@ def index_tokens(
     cfg: ModelConfig,
     rotation: Rotation,
     numerics: Numerics,
-) -> IndexTokens:
-    """Returns what the indexer makes of `x` `[T, D]` and the normed query latents `[T, Q]`.
+) -> IndexTokens | None:
+    """Returns what the indexer makes of `x` `[T, D]` and the normed query latents `[T, Q]`; None in dense attention.
 
     In a layer without an indexer it is what nobody reads: zeros, or on a GPU what the weights of the layer before make.
     Those are 9.4 MB of GLM-5.2, about 2 us to read, and a GPU that left them out would wait for its host.
     """
-    indexer, has = indexer_of(cfg), index_layers(cfg).has
+    if cfg.indexer is None:
+        return None
+    indexer, has = cfg.indexer, index_layers(cfg).has
 
     def made() -> IndexTokens:
         assert params is not None  # a stack that has indexers

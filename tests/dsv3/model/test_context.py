@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.kv_cache.layout import FP8, pool
-from dsv3.model import PAGE_SIZE
-from dsv3.model.layers import context
+from dsv3.model import PAGE_SIZE, AttentionForm
+from dsv3.model.layers import expanded
 from tests.dsv3.model.test_steps import POOL, TABLE, Cache, T
 
 TABLES = [[7, 2, 9, 4], [1, 8, 3, 0], [11, 5, 10, 6]]
@@ -22,12 +22,13 @@ class Expanding(Cache):
     """Attends in prefill in expanded form."""
 
     def _step(self, which, batch, live):
-        return super()._step(which, batch if which else dataclasses.replace(batch, expands=ROOM), live)
+        how = {} if which else {"form": AttentionForm.EXPANDED, "room": ROOM}
+        return super()._step(which, dataclasses.replace(batch, **how), live)
 
 
 @pytest.fixture(autouse=True)
 def half_of_the_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "heads_at_once", lambda heads, _: heads // 2)
+    monkeypatch.setattr(expanded, "heads_at_once", lambda heads, _: heads // 2)
 
 
 def answers(
@@ -57,8 +58,8 @@ def assert_alike(one: list[np.ndarray], other: list[np.ndarray]) -> None:
 @given(chunks)
 def test_both_forms_answer_alike(asked: list[list[int]]) -> None:
     """Some requests have no new tokens, some no cached ones; unwritten rows of pages are NaN."""
-    (absorbed, one), (expanded, other) = (answers(kind, asked) for kind in (Cache, Expanding))
-    assert_alike(absorbed, expanded)
+    (absorbed, one), (found, other) = (answers(kind, asked) for kind in (Cache, Expanding))
+    assert_alike(absorbed, found)
     np.testing.assert_allclose(one.pages, other.pages, rtol=1e-4, atol=1e-5)
 
 
@@ -73,5 +74,5 @@ def test_new_tokens_see_each_other_unrounded() -> None:
 def test_heads_are_divided_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     mib = 2**20
-    assert [context.heads_at_once(128, n * mib) for n in (1, 8, 64, 300, 1024)] == [128, 128, 16, 2, 1]
-    assert context.heads_at_once(20, 200 * mib) == 5
+    assert [expanded.heads_at_once(128, n * mib) for n in (1, 8, 64, 300, 1024)] == [128, 128, 16, 2, 1]
+    assert expanded.heads_at_once(20, 200 * mib) == 5

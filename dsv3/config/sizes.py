@@ -49,5 +49,10 @@ def absorbed_operations(model: ModelConfig) -> int:
 
 
 def expanded_operations(model: ModelConfig) -> int:
-    """Returns those of attention to keys and values of every head, which take `Sizes.key_value` products per token."""
+    """Returns those of attention to keys and values of every head."""
     return 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
+
+
+def expansion_operations(model: ModelConfig) -> int:
+    """Returns those of making the keys and values of a token in a layer."""
+    return 2 * model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank

@@ -32,6 +32,8 @@ class AttentionForm(enum.IntEnum):
     TOPK_EXPANDED = 4
     TOPK = 5
 
+    __hash__ = int.__hash__  # a step looks the table up several times, and Enum's own hash is a Python function
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

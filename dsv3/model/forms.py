@@ -26,7 +26,7 @@ import jax
 from dsv3.config import device_rates
 from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD, Peaks
 from dsv3.config.model import ModelConfig
-from dsv3.config.sizes import absorbed_operations, expanded_operations, sizes_of
+from dsv3.config.sizes import absorbed_operations, expanded_operations, expansion_operations
 from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
 from dsv3.model.layers.attention import (
@@ -210,7 +210,7 @@ def _dense_seconds(model: ModelConfig, peaks: Peaks, split: int) -> tuple[float,
     return (
         absorbed_operations(model) / split / latents,
         expanded_operations(model) / split / keys,
-        2 * sizes_of(model).key_value / split / products,
+        expansion_operations(model) / split / products,
     )
 
 

@@ -11,7 +11,7 @@ import math
 
 from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD
 from dsv3.config.model import ModelConfig
-from dsv3.config.sizes import absorbed_operations, expanded_operations, sizes_of
+from dsv3.config.sizes import absorbed_operations, expanded_operations, expansion_operations
 from dsv3.kv_cache.layout import key_bytes, row_bytes
 from dsv3.model.forms import must_choose
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
@@ -91,7 +91,7 @@ def sparse_floor(model: ModelConfig, context: float, cache_dtype: str) -> tuple[
 
 def expansion_seconds(model: ModelConfig, rates: Rates) -> float:
     """Returns the seconds of a token's products with k_up and v_up of all heads; they are bfloat16 in every model."""
-    return PREFILL_OVERHEAD * 2 * sizes_of(model).key_value / (rates.prefill_flops / (2 if model.fp8 else 1))
+    return PREFILL_OVERHEAD * expansion_operations(model) / (rates.prefill_flops / (2 if model.fp8 else 1))
 
 
 def sparse_core(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: float) -> SparseCore:

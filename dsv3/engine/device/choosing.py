@@ -8,7 +8,7 @@ knows how long requests are, takes one.
 from dsv3.config.engine import ForwardProgram
 from dsv3.engine.device.layout import Layout
 from dsv3.model.batch import AttentionForm
-from dsv3.model.forms import FORMS, KEY_BLOCK, applies, suits
+from dsv3.model.forms import FORMS, KEY_BLOCK, suits
 
 ANY_LENGTH = 2**31 - 1
 """Stands for a step of which nobody says how many tokens its queries see: any number."""
@@ -16,13 +16,13 @@ ANY_LENGTH = 2**31 - 1
 
 def decode_forms(layout: Layout) -> list[AttentionForm]:
     """Returns the forms of the programs of decode, and of all of an MTP module."""
-    return [form for form in _applying(layout) if FORMS[form].decodes]
+    return [form for form in layout.forms if FORMS[form].decodes]
 
 
 def decode_form(layout: Layout, longest: int) -> AttentionForm:
     """Returns that of `decode_forms` for a step whose queries see `longest` tokens at most."""
-    model, longest = layout.model_cfg, min(longest, _longest(layout))
-    return next(form for form in decode_forms(layout) if suits(form, model, longest, True))
+    model, longest = layout.model_cfg, min(longest, layout.longest)
+    return next(form for form in layout.forms if FORMS[form].decodes and suits(form, model, longest, True))
 
 
 def prefill_forms(layout: Layout, size: int) -> list[AttentionForm]:
@@ -30,7 +30,7 @@ def prefill_forms(layout: Layout, size: int) -> list[AttentionForm]:
 
     A CPU has one program, since each takes seconds to compile.
     """
-    return [form for form in _applying(layout) if FORMS[form].room is None or room(layout, size, form)]
+    return [form for form in layout.forms if FORMS[form].room is None or room(layout, size, form)]
 
 
 def prefill_form(
@@ -41,10 +41,10 @@ def prefill_form(
     Its queries see `longest` tokens at most, and the requests of a rank have `keys` together, in whole pages. There are
     `pairs` of a new token and one before its chunk.
     """
-    model, longest = layout.model_cfg, min(longest, _longest(layout))
+    model, longest = layout.model_cfg, min(longest, layout.longest)
     return next(
         form
-        for form in _applying(layout)
+        for form in layout.forms
         if suits(form, model, longest, has_context)
         and (FORMS[form].room is None or _takes_room(layout, size, form, keys, pairs))
     )
@@ -56,7 +56,7 @@ def room(layout: Layout, size: int, form: AttentionForm) -> int:
     if row.room is None:
         return 0
     found = row.room(layout.model_cfg, layout.peaks, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
-    most = cfg.prefill_rows(size) * _longest(layout)  # of a batch, in whole blocks of keys
+    most = cfg.prefill_rows(size) * layout.longest  # of a batch, in whole blocks of keys
     return min(found, -(-most // KEY_BLOCK) * KEY_BLOCK)
 
 
@@ -67,16 +67,6 @@ def _takes_room(layout: Layout, size: int, form: AttentionForm, keys: int, pairs
         return False
     given = size, pairs, keys, most, layout.cfg.tensor_parallel_size, _micro_batches(layout, size)
     return pays is None or pays(layout.model_cfg, layout.peaks, *given)
-
-
-def _applying(layout: Layout) -> list[AttentionForm]:
-    longest = _longest(layout)
-    return [form for form in AttentionForm if applies(form, layout.model_cfg, layout.platform, longest)]
-
-
-def _longest(layout: Layout) -> int:
-    """Returns the tokens of a request at most, in whole pages."""
-    return layout.cfg.pages_per_seq * layout.cfg.page_size
 
 
 def _micro_batches(layout: Layout, size: int) -> int:

@@ -17,6 +17,7 @@ from dsv3.config.device_rates import PEAKS, peaks_of
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
 from dsv3.engine.device import choosing
+from dsv3.engine.device.layout import Layout
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.job import StepCommand
@@ -31,16 +32,21 @@ LONGEST = 90
 ANY, NEW, EXPANDED, ABSORBED, TOPK_EXPANDED, TOPK = AttentionForm
 
 
-def layout(model: ModelConfig = DEEPSEEK_V32, platform: str = "cuda", length: int = 4096, overlaps: Any = None) -> Any:
+class OnPaper(Layout):
     """What of a layout says which programs there are."""
+
+    platform, peaks = "cuda", PEAKS["H200"]
+
+    def __init__(self, model: ModelConfig, cfg: EngineConfig, overlaps: Any) -> None:
+        self.model_cfg, self.cfg = model, cfg
+        self.functions = types.SimpleNamespace(overlaps=overlaps)  # type: ignore[assignment]
+
+
+def layout(model: ModelConfig = DEEPSEEK_V32, platform: str = "cuda", length: int = 4096, overlaps: Any = None) -> Any:
     cfg = EngineConfig(max_model_len=length, num_pages=5000, max_num_batched_tokens=4096, cache_dtype="bfloat16")
-    return types.SimpleNamespace(
-        model_cfg=model,
-        cfg=cfg,
-        platform=platform,
-        peaks=PEAKS["H200"],
-        functions=types.SimpleNamespace(overlaps=overlaps),
-    )
+    found = OnPaper(model, cfg, overlaps)
+    found.platform = platform
+    return found
 
 
 def test_a_gpu_has_two_programs_where_requests_may_be_longer_than_the_choice() -> None:

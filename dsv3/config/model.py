@@ -7,7 +7,7 @@ Field names follow the Hugging Face `config.json` of the family, so that a reade
 import dataclasses
 import math
 import sys
-from typing import Literal
+from typing import Literal, NamedTuple
 
 PAGE_SIZE = 64
 """Tokens in a page of latents: FlashMLA's page, which the kernels are made for."""
@@ -61,6 +61,17 @@ class IndexerConfig:
     topk: int
     interleaved: bool = False
     shared_layers: tuple[int, ...] = ()
+
+
+class LayerGroup(NamedTuple):
+    """Consecutive decoder layers that are alike: `depth` of them, from layer `first` on, which is a cache layer too.
+
+    `name` is that of their parameters, and occurs once: layers of "dense" have an MLP, those of "moe" routed experts.
+    """
+
+    name: Literal["dense", "moe"]
+    first: int
+    depth: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +150,12 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         """Layers with routed experts, the MTP modules not counted."""
         return self.num_hidden_layers - self.num_dense_layers
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The decoder's layers in their order, without the MTP modules."""
+        dense, moe = self.num_dense_layers, self.num_moe_layers
+        return tuple(group for group in (LayerGroup("dense", 0, dense), LayerGroup("moe", dense, moe)) if group.depth)
 
     @property
     def num_cache_layers(self) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import IndexedPages, latents_of
 from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
-from dsv3.model.decoder import LayerContext, embed, final_norm, run_decoder
+from dsv3.model.decoder import LayerContext, Residual, embed, final_norm, run_decoder
 from dsv3.model.forms import decode_attend, prefill_attend
 from dsv3.model.layers.attention import decode_positions
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, Tally
@@ -79,10 +79,10 @@ def prefill(
     """
     batches = split_prefill(batch)[::-1] if schedule.micro_batches == 2 else (batch,)
     contexts = tuple(_prefill_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
-    x = tuple(embed(params, part.tokens) for part in batches)
-    state = begin(cfg, pages, tuple(map(len, x)))
+    x = tuple(Residual.start(embed(params, part.tokens)) for part in batches)
+    state = begin(cfg, pages, tuple(part.tokens.size for part in batches))
     x, state, tally = run_decoder(params, contexts, x, state, schedule.prefill, placement)
-    return StepOutput.from_tally(final_norm(params, cfg, jnp.concatenate(x[::-1]), backend), pages_of(state), tally)
+    return StepOutput.from_tally(final_norm(params, cfg, _together(x[::-1]), backend), pages_of(state), tally)
 
 
 def decode(
@@ -105,10 +105,10 @@ def decode(
     """
     batches = split_decode(batch) if schedule.micro_batches == 2 else (batch,)
     contexts = tuple(_decode_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
-    x = tuple(embed(params, part.tokens.reshape(-1)) for part in batches)
-    state = begin(cfg, pages, tuple(map(len, x)))
+    x = tuple(Residual.start(embed(params, part.tokens.reshape(-1))) for part in batches)
+    state = begin(cfg, pages, tuple(part.tokens.size for part in batches))
     x, state, tally = run_decoder(params, contexts, x, state, schedule.decode, placement)
-    hidden = final_norm(params, cfg, jnp.concatenate(x), backend)
+    hidden = final_norm(params, cfg, _together(x), backend)
     return StepOutput.from_tally(hidden.reshape(*batch.tokens.shape, -1), pages_of(state), tally)
 
 
@@ -201,6 +201,11 @@ def _decode_context(
         numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
     )
+
+
+def _together(x: tuple[Residual, ...]) -> Residual:
+    """Returns the residual of the rows of all micro-batches."""
+    return jax.tree.map(lambda *each: jnp.concatenate(each), *x)
 
 
 def _pages_per_layer(cfg: ModelConfig, pages: Any) -> int:

@@ -57,7 +57,7 @@ class IndexLayers(NamedTuple):
 def index_layers(cfg: ModelConfig) -> IndexLayers:
     """Returns the table of a model with sparse attention."""
     has = np.isin(np.arange(cfg.num_cache_layers), cfg.index_layers)
-    starts = (0, cfg.num_dense_layers, cfg.num_hidden_layers, cfg.num_cache_layers)
+    starts = (*(group.first for group in cfg.layer_groups), cfg.num_hidden_layers, cfg.num_cache_layers)
     stacks = [np.cumsum(has[first:stop]) - 1 for first, stop in itertools.pairwise(starts)]
     in_stack, in_pool = np.maximum(np.concatenate(stacks), 0), np.cumsum(has) - 1
     return IndexLayers(has, in_stack.astype(np.int32), in_pool.astype(np.int32))

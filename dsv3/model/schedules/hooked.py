@@ -9,7 +9,7 @@ Takes any transport; with `RAGGED` nothing is hidden.
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.decoder import LayerContext, Stack
+from dsv3.model.decoder import LayerContext, Residual, Stack
 from dsv3.model.layers.expert_parallel import with_overflows
 from dsv3.model.layers.experts import Tally
 from dsv3.model.schedules.stages import MicroBatch
@@ -17,8 +17,8 @@ from sharding.wire.collectives import in_program_order
 
 
 def run(
-    stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[jax.Array, ...], pages: jax.Array
-) -> tuple[tuple[jax.Array, ...], jax.Array, Tally]:
+    stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[Residual, ...], pages: jax.Array
+) -> tuple[tuple[Residual, ...], jax.Array, Tally]:
     """Runs `decoder.MoeLayers` of one batch over `ExpertParallel` experts."""
     (context,), (stream,) = contexts, x
     batch = MicroBatch(stack, context)

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import jax
-
-from dsv3.model.decoder import LayerContext, Stack, run_layers
+from dsv3.model.decoder import LayerContext, Residual, Stack, run_layers
 from dsv3.model.layers.experts import Tally
 
 
 def run(
-    stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[jax.Array, ...], state: Any
-) -> tuple[tuple[jax.Array, ...], Any, Tally]:
+    stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[Residual, ...], state: Any
+) -> tuple[tuple[Residual, ...], Any, Tally]:
     """Runs `decoder.MoeLayers` of one batch."""
     (context,), (stream,) = contexts, x
     stream, state, tally = run_layers(stack, context, stream, state)

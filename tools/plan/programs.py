@@ -17,8 +17,7 @@ from dsv3.checkpoint.layout import scale_shape
 from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import PAGE_SIZE, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.assemble.expert_map import first_expert_map
-from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions
+from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions, first_expert_map
 from dsv3.engine.device import choosing
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.pool import SLACK

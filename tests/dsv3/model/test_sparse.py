@@ -12,7 +12,7 @@ from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import FP8, IndexedPages, pool, token_bytes
 from dsv3.model import PAGE_SIZE, AttentionForm, DecodeBatch, PrefillBatch, decode, logits, prefill
 from dsv3.model.params import AttentionParams, Params, abstract
-from dsv3.model.steps import predict_prefill
+from dsv3.model.steps import predict
 from pallas_kernels import dsa
 from pallas_kernels.dsa import attend
 from tests.dsv3.model import needle, test_steps
@@ -211,7 +211,7 @@ def test_an_mtp_module_chooses_by_its_own_indexer_and_rows_go_in_groups(monkeypa
         assert dsa.rows_at_once(pages.latents, table, cfg.indexer.topk) == 7
         out = prefill(params, cfg, batch, pages)
         following = dataclasses.replace(batch, tokens=jnp.asarray(padded[1:]))
-        module = predict_prefill(params, cfg, following, out.pages, out.hidden)
+        module = predict(params, cfg, following, out.pages, out.hidden)
         return logits(params, cfg, module.hidden[:length])
 
     close(np.asarray(jax.jit(both)(params, pages)), wanted)

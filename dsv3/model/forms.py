@@ -98,7 +98,14 @@ def suits(form: AttentionForm, model: ModelConfig, longest: int, has_context: bo
 def prefill_attend(
     cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None, number: int = 0
 ) -> Attend:
-    """Attends in prefill; `number` is that of the micro-batch. The state is that of `sparse.begin`."""
+    """Attends in prefill; `number` is that of the micro-batch. The state is that of `sparse.begin`.
+
+    Raises ValueError for a batch in an expanded form that has no room, or in another one that has some.
+    """
+    if (FORMS[batch.form].room is None) == (batch.room > 0):
+        raise ValueError(
+            f"a batch in form {batch.form.name} with room for {batch.room} tokens: expanded forms need some"
+        )
     form = _taken(cfg, batch)
     row = FORMS[form]
     core = row.core(cfg, batch, pages_per_layer, backend)

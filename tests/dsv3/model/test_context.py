@@ -1,7 +1,9 @@
 """Prefill after cached tokens in expanded form: the same answers as absorbed, however prompts are cut and batched."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.kv_cache.layout import FP8, pool
-from dsv3.model import PAGE_SIZE, AttentionForm
+from dsv3.model import PAGE_SIZE, AttentionForm, PrefillBatch, prefill
 from dsv3.model.layers import expanded
+from tests.dsv3.model.golden import model
 from tests.dsv3.model.test_steps import POOL, TABLE, Cache, T
 
 TABLES = [[7, 2, 9, 4], [1, 8, 3, 0], [11, 5, 10, 6]]
@@ -69,6 +72,15 @@ def test_new_tokens_see_each_other_unrounded() -> None:
     whole, rounded = (answers(Expanding, asked, dtype)[0] for dtype in (None, FP8))
     assert_alike([*whole[:2], whole[4]], [*rounded[:2], rounded[4]])  # those without cached tokens
     assert 1e-4 < np.abs(whole[2] - rounded[2]).max() / np.abs(whole[2]).max() < 0.2
+
+
+@pytest.mark.parametrize(("form", "room"), [(AttentionForm.EXPANDED, 0), (AttentionForm.ABSORBED, ROOM)])
+def test_an_expanded_form_needs_room_and_no_other_has_some(form: AttentionForm, room: int) -> None:
+    params, cfg = model("deepseek_v3")
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    batch = PrefillBatch(ints((T,)), ints((T,)), ints((2,)), ints((1,)), ints((1, TABLE)), form, room)
+    with pytest.raises(ValueError, match=f"form {form.name} with room for {room} tokens"):
+        jax.eval_shape(lambda p, b, g: prefill(p, cfg, b, g), params, batch, pool(cfg, "float32", POOL))
 
 
 def test_heads_are_divided_evenly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,16 +160,16 @@ def _context(
     number: int = 0,
 ) -> LayerContext:
     """Returns what the layers of a step, or of micro-batch `number` of it, have in common."""
-    pages_per_layer, shards = _pages_per_layer(cfg, pages), routed.shards.size
+    per_layer, shards = _pages_per_layer(cfg, pages), routed.shards.size
     if isinstance(batch, DecodeBatch):
         positions = decode_positions(batch).reshape(-1)
         turn, heads = rotation(cfg, positions), cfg.num_attention_heads // shards
-        attend = decode_attend(cfg, batch, pages_per_layer, backend, heads, number)
+        attend = decode_attend(cfg, batch, per_layer, backend, heads, number)
         valid = positions >= 0
     else:
         rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
         turn = rotation(cfg, batch.positions)
-        attend = prefill_attend(cfg, batch, pages_per_layer, backend, number)
+        attend = prefill_attend(cfg, batch, per_layer, backend, number)
         valid = rows < batch.cu_lengths[-1]
     return LayerContext(
         cfg=cfg,

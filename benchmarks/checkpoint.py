@@ -185,8 +185,7 @@ def read_experts(directory: Path, case: str) -> Any:
 
     from dsv3.checkpoint import load_params
     from dsv3.config.hugging_face import load_config
-    from dsv3.engine.assemble.expert_map import first_expert_map
-    from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
+    from dsv3.engine.assemble.functions import expert_parallel_functions, first_expert_map, spread_experts
     from dsv3.engine.assemble.weights import Reading, load_spread
     from sharding.mesh import rank_mesh, shardings
 

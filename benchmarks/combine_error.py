@@ -20,7 +20,7 @@ from dsv3.config.hugging_face import load_config
 from dsv3.engine.assemble.functions import expert_parallel_functions, spread_experts
 from dsv3.engine.build import bundled_model
 from dsv3.kv_cache.layout import pool
-from dsv3.model.batch import PrefillBatch
+from dsv3.model.batch import AttentionForm, PrefillBatch
 from dsv3.text.tokenizer import Tokenizer
 from sharding.experts import exchange
 from sharding.mesh import RANK_SPEC, rank_mesh
@@ -97,7 +97,7 @@ def _log_probabilities(combine: str) -> np.ndarray:
         np.tile(np.array([0, TOKENS], np.int32), (RANKS, 1)),
         np.zeros((RANKS, 1), np.int32),
         np.tile(np.arange(pages_each, dtype=np.int32), (RANKS, 1, 1)),
-        has_context=False,
+        form=AttentionForm.NEW,
     )
 
     def body(spread, batch):

@@ -24,7 +24,7 @@ from benchmarks.cpu_step import RANDOM, Step, compiled, in_turns, initialized, l
 from dsv3.config.engine import pages_for
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import pool
-from dsv3.model import PrefillBatch, logits, prefill
+from dsv3.model import AttentionForm, PrefillBatch, logits, prefill
 from dsv3.model.params import Params
 from pallas_kernels.backend import resolve_backend
 
@@ -67,7 +67,7 @@ def prompt_step(params: Params, cfg: ModelConfig, tokens: int) -> Step:
         jnp.asarray([0, tokens], jnp.int32),
         jnp.zeros(1, jnp.int32),
         jnp.arange(pages_each, dtype=jnp.int32)[None],
-        has_context=False,
+        form=AttentionForm.NEW,
     )
     empty = pool(cfg, jnp.dtype(params.embed.dtype).name, pages_each)
 

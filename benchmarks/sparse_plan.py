@@ -4,14 +4,14 @@
 
 DeepSeek-V3.2 on an H200, output projection included, in microseconds: 48 requests that decode, and a chunk of 2,048
 tokens, the mean over the chunks of a prompt. Prefill takes the masked form up to its room, and the sparse one beyond
-(`dsv3/engine/crossover.py`). Arithmetic of `tools.plan.roofline`; nothing is compiled or measured.
+(`dsv3/model/forms.py`). Arithmetic of `tools.plan.roofline`; nothing is compiled or measured.
 """
 
 from configs.deepseek_v31 import DEEPSEEK_V31
 from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import H200
 from dsv3.config.device_rates import PEAKS
-from dsv3.engine.crossover import masked_room
+from dsv3.model.forms import masked_room
 from tools.plan.rates import MicroBatch, rates_of
 from tools.plan.roofline import decode_stages, prefill_stages
 
@@ -42,8 +42,8 @@ def prompts(tokens: int, cache_dtype: str) -> tuple[float, float, float]:
 
 
 def _chunk(model, rates, cache_dtype: str, start: int, room: int) -> float:
-    expands = room if start + CHUNK <= room else 0
-    batch = MicroBatch(CHUNK, start + CHUNK / 2, 32, cache_dtype=cache_dtype, fewest=start, expands=expands)
+    fits = room if start + CHUNK <= room else 0
+    batch = MicroBatch(CHUNK, start + CHUNK / 2, 32, cache_dtype=cache_dtype, fewest=start, room=fits)
     return prefill_stages(model, rates, batch)["attention"]
 
 

@@ -34,7 +34,7 @@ from configs.glm_4_7_flash import GLM_4_7_FLASH
 from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import FP8, pool
-from dsv3.model import DecodeBatch, PrefillBatch, decode, prefill
+from dsv3.model import AttentionForm, DecodeBatch, PrefillBatch, decode, prefill
 from pallas_kernels import aot, dsa, gpus, toolchain
 from pallas_kernels.backend import Backend, resolve_backend
 from pallas_kernels.checks import Case, Row, experts, products
@@ -223,7 +223,7 @@ def compiled_step(model: ModelConfig, phase: str, target: aot.GpuTarget) -> jax.
     """Compiles a step of one GPU: 1,024 tokens of prompts, or 64 requests, from pages of the type that pays."""
     cfg = dataclasses.replace(model, num_nextn_predict_layers=0)
     alone = Deployment("alone", DEVICES["H200"], 1, gpus_per_node=1, decode_requests=64, expert_parallel=False)
-    choice = {"chooses": cfg.indexer is not None}
+    choice = {"form": AttentionForm.TOPK if cfg.index_layers else AttentionForm.ABSORBED}
     if phase == "prefill":
         batch: Any = PrefillBatch(ints(1024), ints(1024), ints(9), ints(8), ints(8, 64), **choice)
     else:
@@ -236,7 +236,7 @@ def compiled_step(model: ModelConfig, phase: str, target: aot.GpuTarget) -> jax.
         out = run(params, cfg, batch, pages, backend=backend)
         return out.hidden, out.pages
 
-    pages = pool(cfg, FP8 if cfg.indexer else "bfloat16", 4096)
+    pages = pool(cfg, FP8 if cfg.index_layers else "bfloat16", 4096)
     with gpus.compiling_for(gpus.by_number(_number(target))):
         return aot.compile_for(step, abstract_params(cfg, alone), batch, pages, mesh=mesh, donate_argnums=(2,))
 

@@ -194,11 +194,8 @@ def layer_of(name: str) -> int | None:
 def _prefixes(cfg: ModelConfig, stack: str, *, with_indexer: bool = False) -> list[str]:
     """Returns what the tensors of a stack's layers begin with, or of those `with_indexer`."""
     among = cfg.index_layers if with_indexer else range(cfg.num_cache_layers)
-    first, count = {
-        "dense": (0, cfg.num_dense_layers),
-        "moe": (cfg.num_dense_layers, cfg.num_moe_layers),
-        "mtp": (cfg.num_hidden_layers, cfg.num_nextn_predict_layers),
-    }[stack]
+    groups = {name: (first, depth) for name, first, depth in cfg.layer_groups}
+    first, count = (groups | {"mtp": (cfg.num_hidden_layers, cfg.num_nextn_predict_layers)})[stack]
     return [f"model.layers.{layer}." for layer in range(first, first + count) if layer in among]
 
 

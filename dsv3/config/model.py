@@ -6,7 +6,8 @@ Field names follow the Hugging Face `config.json` of the family, so that a reade
 
 import dataclasses
 import math
-from typing import Literal
+import sys
+from typing import Literal, NamedTuple
 
 PAGE_SIZE = 64
 """Tokens in a page of latents: FlashMLA's page, which the kernels are made for."""
@@ -60,6 +61,17 @@ class IndexerConfig:
     topk: int
     interleaved: bool = False
     shared_layers: tuple[int, ...] = ()
+
+
+class LayerGroup(NamedTuple):
+    """Consecutive decoder layers that are alike: `depth` of them, from layer `first` on, which is a cache layer too.
+
+    `name` is that of their parameters, and occurs once: layers of "dense" have an MLP, those of "moe" routed experts.
+    """
+
+    name: Literal["dense", "moe"]
+    first: int
+    depth: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +152,12 @@ class ModelConfig:
         return self.num_hidden_layers - self.num_dense_layers
 
     @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The decoder's layers in their order, without the MTP modules."""
+        dense, moe = self.num_dense_layers, self.num_moe_layers
+        return tuple(group for group in (LayerGroup("dense", 0, dense), LayerGroup("moe", dense, moe)) if group.depth)
+
+    @property
     def num_cache_layers(self) -> int:
         """Layers that own pages in the latent cache: the decoder's and the MTP modules', in this order."""
         return self.num_hidden_layers + self.num_nextn_predict_layers
@@ -150,6 +168,11 @@ class ModelConfig:
         if self.indexer is None:
             return ()
         return tuple(layer for layer in range(self.num_cache_layers) if layer not in self.indexer.shared_layers)
+
+    @property
+    def index_topk(self) -> int:
+        """Tokens that a query attends to at most: as many as an indexer chooses, in dense attention any number."""
+        return sys.maxsize if self.indexer is None else self.indexer.topk
 
     @property
     def softmax_scale(self) -> float:

@@ -1,4 +1,4 @@
-"""How many weights the parts of a model's layers have; imports no jax."""
+"""How many weights the parts of a model's layers have, and what attention computes per pair of tokens; no jax."""
 
 import dataclasses
 
@@ -41,3 +41,18 @@ def sizes_of(model: ModelConfig) -> Sizes:
         head=D * model.vocab_size,
         indexer=indexer.num_heads * (indexer.head_dim * (Q or 0) + D) + indexer.head_dim * D if indexer else 0,
     )
+
+
+def absorbed_operations(model: ModelConfig) -> int:
+    """Returns the operations of absorbed attention in a layer, for one query token and one token that it sees."""
+    return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
+
+
+def expanded_operations(model: ModelConfig) -> int:
+    """Returns those of attention to keys and values of every head."""
+    return 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
+
+
+def expansion_operations(model: ModelConfig) -> int:
+    """Returns those of making the keys and values of a token in a layer."""
+    return 2 * model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank

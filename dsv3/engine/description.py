@@ -7,6 +7,7 @@ from dsv3.config.model import ModelConfig
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.size import count_parameters, short
 from dsv3.kv_cache.layout import latents_of, pool, token_bytes
+from dsv3.model.layers.indexer import indexer_of
 from pallas_kernels import dsa, mla
 from pallas_kernels.backend import Backend, fallbacks
 
@@ -27,14 +28,15 @@ def describe(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend, int4: str
 
 def _choice(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
     """Returns how the tokens of sparse attention are chosen; nothing of dense attention."""
-    if cfg.indexer is None:
+    if not cfg.index_layers:
         return ""
-    text = f"; each token attends to {cfg.indexer.topk:,} at most"
+    text = f"; each token attends to {cfg.index_topk:,} at most"
     if backend is Backend.REFERENCE:
         return text
     if not dsa.has_kernels(backend):
         return f"{text}, chosen by jax.numpy"
-    q = jax.ShapeDtypeStruct((1, cfg.indexer.num_heads, cfg.indexer.head_dim), jnp.dtype(dtypes.compute))
+    indexer = indexer_of(cfg)
+    q = jax.ShapeDtypeStruct((1, indexer.num_heads, indexer.head_dim), jnp.dtype(dtypes.compute))
     obstacle = dsa.scores_unsupported(q, pool(cfg, dtypes.cache, 1).keys, backend)
     return text + (f", scored by jax.numpy, because {obstacle}" if obstacle else "")
 

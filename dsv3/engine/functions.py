@@ -134,8 +134,8 @@ def model_functions(
     def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
         return decoder.logits(params, cfg, hidden, backend)
 
-    modules = (functools.partial(each, backend=backend) for each in (steps.predict_prefill, steps.predict_decode))
-    draft = DraftFunctions(dtype, *modules) if drafts else None
+    predict = functools.partial(steps.predict, backend=backend)
+    draft = DraftFunctions(dtype, predict, predict) if drafts else None
     return StepFunctions(prefill, decode, logits, draft=draft, dtype=dtype)
 
 

@@ -1,7 +1,7 @@
 """What is computed for a token: parameters, the two served steps, and the forward pass of training."""
 
 from dsv3.config.model import PAGE_SIZE
-from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
 from dsv3.model.decoder import logits
 from dsv3.model.forward import ForwardOutput, forward
 from dsv3.model.params import Fp8Weight, Int4Weight, Params, abstract, declare, initialize
@@ -9,6 +9,7 @@ from dsv3.model.steps import StepOutput, decode, prefill
 
 __all__ = [
     "PAGE_SIZE",
+    "AttentionForm",
     "DecodeBatch",
     "ForwardOutput",
     "Fp8Weight",

@@ -3,18 +3,36 @@
 The engine carries them with a leading rank axis. The step body sees one rank (no such axis). Shapes are buckets: rows
 beyond the live ones are padding, marked by a length of 0.
 
-Both batches say with `chooses` what the host knows of sparse attention: whether a query may see more tokens than an
-indexer chooses. False: none does, so attention is dense. None: the step looks while it runs, for which a GPU's host
-would wait in every layer. Dense models do not read it. `expands` of prefill is the host's word too. Above 0 a step
-attends to cached tokens in expanded form: dense (`layers/context.py`), or masked where it chooses (`layers/masked.py`).
-All tokens of its requests, those of each in whole pages, are no more than that.
+Both batches say in which form the step attends, on which its program relies. The host knows how long requests are, and
+takes the form from the table in `dsv3.model.forms`.
 """
 
 import dataclasses
+import enum
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+class AttentionForm(enum.IntEnum):
+    """How a step attends, in the order in which the host asks what suits a step (`dsv3.model.forms`).
+
+    ANY suits every batch: the device sees while it runs whether there are cached tokens, and whether queries choose. A
+    GPU's host would wait for that in every layer. NEW: no request has cached tokens. ABSORBED and EXPANDED: queries
+    attend to all tokens, to cached latents themselves or to keys and values that are made of them (`materialize_kv`).
+    TOPK and TOPK_EXPANDED: each query attends to those that an indexer chooses (`use_topk`), to copies of their latents
+    or masked to keys and values of all. A model of dense attention takes them as ABSORBED.
+    """
+
+    ANY = 0
+    NEW = 1
+    EXPANDED = 2
+    ABSORBED = 3
+    TOPK_EXPANDED = 4
+    TOPK = 5
+
+    __hash__ = int.__hash__  # a step looks the table up several times, and Enum's own hash is a Python function
 
 
 @jax.tree_util.register_dataclass
@@ -23,8 +41,8 @@ class PrefillBatch:
     """A flat ragged batch: chunks of up to B requests one after the other in T rows.
 
     Chunk b occupies rows `cu_lengths[b]` to `cu_lengths[b + 1]`; rows from `cu_lengths[B]` on are padding. Its request
-    already has `context_lengths[b]` tokens in its pages; the chunk's own tokens follow them. Without `has_context` all
-    of these are 0, which the compiled step relies on.
+    already has `context_lengths[b]` tokens in its pages; the chunk's own tokens follow them. In an expanded form all
+    tokens of the requests together, those of each in whole pages, are no more than `room`.
     """
 
     tokens: Any  # [T] int32
@@ -32,9 +50,8 @@ class PrefillBatch:
     cu_lengths: Any  # [B + 1] int32
     context_lengths: Any  # [B] int32
     page_table: Any  # [B, Mp] int32, entries beyond a request's pages are never read
-    has_context: bool = dataclasses.field(default=True, metadata={"static": True})
-    chooses: bool | None = dataclasses.field(default=None, metadata={"static": True})
-    expands: int = dataclasses.field(default=0, metadata={"static": True})
+    form: AttentionForm = dataclasses.field(default=AttentionForm.ANY, metadata={"static": True})
+    room: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +66,7 @@ class DecodeBatch:
     tokens: Any  # [B, S] int32
     lengths: Any  # [B] int32
     page_table: Any  # [B, Mp] int32
-    chooses: bool | None = dataclasses.field(default=None, metadata={"static": True})
+    form: AttentionForm = dataclasses.field(default=AttentionForm.ANY, metadata={"static": True})
 
 
 def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:
@@ -66,7 +83,7 @@ def split_prefill(batch: PrefillBatch) -> tuple[PrefillBatch, PrefillBatch]:
         positions=batch.positions[middle:],
         cu_lengths=jnp.maximum(batch.cu_lengths, middle) - middle,
         context_lengths=batch.context_lengths + jnp.diff(first),
-        has_context=True,
+        form=AttentionForm.ABSORBED if batch.form is AttentionForm.NEW else batch.form,
     )
     return earlier, later
 

@@ -21,6 +21,35 @@ from pallas_kernels.rows import rms_norm
 from sharding.experts.placement import Placement
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """What T tokens carry from layer to layer: one stream, to which every block adds what it computes.
+
+    What a block reads and how its result is written back is decided here alone; schedules, steps and training pass
+    the object on.
+    """
+
+    stream: jax.Array  # [T, D]
+
+    @classmethod
+    def start(cls, embedded: jax.Array) -> "Residual":
+        """Returns what the first layer gets, from the embeddings `[T, D]`."""
+        return cls(embedded)
+
+    def read(self) -> jax.Array:
+        """Returns what a block works on, `[T, D]`, before its norm."""
+        return self.stream
+
+    def write(self, *parts: jax.Array) -> "Residual":
+        """Returns the residual after a block, whose result is the sum of `parts` `[T, D]`."""
+        return Residual(sum(parts, self.stream))
+
+    def end(self) -> jax.Array:
+        """Returns what the norm behind the last layer takes, `[T, D]`."""
+        return self.stream
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
     """What the layers of one step, or of one micro-batch of it, have in common.
@@ -65,19 +94,19 @@ class Stack:
 
 
 MoeLayers = Callable[
-    [Stack, tuple[LayerContext, ...], tuple[jax.Array, ...], Any], tuple[tuple[jax.Array, ...], Any, Tally]
+    [Stack, tuple[LayerContext, ...], tuple[Residual, ...], Any], tuple[tuple[Residual, ...], Any, Tally]
 ]
 """Runs a stack of MoE layers on the micro-batches of a step, in the order that a schedule prescribes.
 
-Takes the stack and, per micro-batch, its context and its residual stream `[T, D]`, then the attention state. Returns
-the streams, the state, and the tally of all micro-batches together by layer.
+Takes the stack and, per micro-batch, its context and its residual, then the attention state. Returns the residuals, the
+state, and the tally of all micro-batches together by layer.
 """
 
 
-def run_layers(stack: Stack, context: LayerContext, x: jax.Array, state: Any) -> tuple[jax.Array, Any, Tally | None]:
-    """Runs a stack of layers on `x` `[T, D]`; also returns the attention state and the experts' tally by layer."""
+def run_layers(stack: Stack, context: LayerContext, x: Residual, state: Any) -> tuple[Residual, Any, Tally | None]:
+    """Runs a stack of layers; also returns the attention state and the experts' tally by layer."""
 
-    def body(carry: tuple[jax.Array, Any], layer: jax.Array) -> tuple[tuple[jax.Array, Any], Tally | None]:
+    def body(carry: tuple[Residual, Any], layer: jax.Array) -> tuple[tuple[Residual, Any], Tally | None]:
         x, state, tally = run_layer(stack, layer, context, *carry)
         return (x, state), tally
 
@@ -86,15 +115,15 @@ def run_layers(stack: Stack, context: LayerContext, x: jax.Array, state: Any) ->
 
 
 def run_layer(
-    stack: Stack, layer: Index, context: LayerContext, x: jax.Array, state: Any
-) -> tuple[jax.Array, Any, Tally | None]:
+    stack: Stack, layer: Index, context: LayerContext, x: Residual, state: Any
+) -> tuple[Residual, Any, Tally | None]:
     """Runs one decoder layer: attention, then a dense MLP or experts, each after a norm and around a residual."""
     x, state = attention_block(stack, layer, context, x, state)
-    normed = norm(x, stack.layers.post_norm, layer, context)
+    normed = post_normed(stack, layer, context, x)
     if stack.layers.mlp is not None:
         with jax.named_scope("mlp"):
             partial = mlp(normed, stack.layers.mlp, layer, context.numerics)
-            return x + context.routed.shards.sum(partial), state, None
+            return x.write(context.routed.shards.sum(partial)), state, None
     with jax.named_scope("moe"):
         routing = choose_experts(stack, layer, context, normed)
         y, tally = context.routed(normed, routing, stack.experts(layer, context.numerics))
@@ -107,19 +136,22 @@ def norm(x: jax.Array, weight: jax.Array, layer: Index, context: LayerContext) -
     return rms_norm(x, weight, layer, context.cfg.rms_norm_eps, backend=context.numerics.backend)
 
 
-def attention_block(
-    stack: Stack, layer: Index, context: LayerContext, x: jax.Array, state: Any
-) -> tuple[jax.Array, Any]:
-    """Runs attention and its residual on `x` `[T, D]`; returns that and the attention state."""
+def post_normed(stack: Stack, layer: Index, context: LayerContext, x: Residual) -> jax.Array:
+    """Returns what the MLP or the experts of a layer work on, `[T, D]`."""
+    return norm(x.read(), stack.layers.post_norm, layer, context)
+
+
+def attention_block(stack: Stack, layer: Index, context: LayerContext, x: Residual, state: Any) -> tuple[Residual, Any]:
+    """Runs attention; returns the residual after it and the attention state."""
     heads, state = core(stack, layer, context, queries(stack, layer, context, x), state)
     return output(stack, layer, context, x, heads), state
 
 
-def queries(stack: Stack, layer: Index, context: LayerContext, x: jax.Array) -> Projected:
-    """Computes the part of attention before its core: norm and projections of `x` `[T, D]`."""
+def queries(stack: Stack, layer: Index, context: LayerContext, x: Residual) -> Projected:
+    """Computes the part of attention before its core: norm and projections."""
     layers, cfg = stack.layers, context.cfg
     with jax.named_scope("attention"):
-        normed = norm(x, layers.input_norm, layer, context)
+        normed = norm(x.read(), layers.input_norm, layer, context)
         cache_layer = stack.first_cache_layer + layer
         return project(normed, layers.attention, layer, cache_layer, cfg, context.rotation, context.numerics)
 
@@ -131,10 +163,10 @@ def core(stack: Stack, layer: Index, context: LayerContext, tokens: Projected, s
 
 
 @jax.named_scope("attention")
-def output(stack: Stack, layer: Index, context: LayerContext, x: jax.Array, heads: jax.Array) -> jax.Array:
-    """Returns `x` `[T, D]` after the output projection of `heads` `[T, H, V]` and the residual."""
+def output(stack: Stack, layer: Index, context: LayerContext, x: Residual, heads: jax.Array) -> Residual:
+    """Returns the residual after the output projection of `heads` `[T, H, V]`."""
     out = linear(heads.reshape(heads.shape[0], -1), stack.layers.attention.o, layer, context.numerics)
-    return x + context.routed.shards.sum(out)
+    return x.write(context.routed.shards.sum(out))
 
 
 @jax.named_scope("router")
@@ -155,49 +187,57 @@ def shared_expert(stack: Stack, layer: Index, context: LayerContext, normed: jax
 
 
 def add_experts(
-    stack: Stack, layer: Index, context: LayerContext, x: jax.Array, y: jax.Array, shared: jax.Array | None
-) -> jax.Array:
-    """Returns the residual stream `x` plus the routed experts' sums `y` and the shared expert's part, `[T, D]` each.
+    stack: Stack, layer: Index, context: LayerContext, x: Residual, y: jax.Array, shared: jax.Array | None
+) -> Residual:
+    """Returns the residual after the routed experts' sums `y` and the shared expert's part, `[T, D]` each.
 
     A norm behind the experts takes both parts together.
     """
     weight = stack.layers.post_moe_norm
     if weight is None:
-        return x + y if shared is None else x + y + shared
-    return x + norm(y if shared is None else y + shared, weight, layer, context)
+        return x.write(y) if shared is None else x.write(y, shared)
+    return x.write(norm(y if shared is None else y + shared, weight, layer, context))
 
 
 def run_decoder(
     params: Params,
     contexts: tuple[LayerContext, ...],
-    x: tuple[jax.Array, ...],
+    x: tuple[Residual, ...],
     state: Any,
     moe_layers: MoeLayers,
     placement: Placement | None = None,
-) -> tuple[tuple[jax.Array, ...], Any, Tally | None]:
+) -> tuple[tuple[Residual, ...], Any, Tally | None]:
     """Runs all layers of the main model on the micro-batches of a step; their final norm is left to the caller.
 
-    Returns the residual streams `[T, D]`, the state, and the experts' tally by MoE layer. Dense layers run one
-    micro-batch after the other, the last one first: in prefill it holds the earlier tokens.
+    Returns the residuals, the state, and the experts' tally by MoE layer. Dense layers run one micro-batch after the
+    other, the last one first: in prefill it holds the earlier tokens.
     """
-    cfg, streams, tally = contexts[0].cfg, list(x), None
-    if params.dense is not None:
-        dense = Stack(params.dense, 0)
-        for n in reversed(range(len(streams))):
-            streams[n], state, _ = run_layers(dense, contexts[n], streams[n], state)
-            if len(streams) > 1:
-                # XLA takes a loop over a single layer apart, and then copies the page pool for the one micro-batch that
-                # reads it, since the other writes to it. Here the other comes later.
-                streams[n], state = jax.lax.optimization_barrier((streams[n], state))
-    x = tuple(streams)
-    if params.moe is not None:
-        x, state, tally = moe_layers(Stack(params.moe, cfg.num_dense_layers, placement), contexts, x, state)
+    tally = None
+    for group in contexts[0].cfg.layer_groups:
+        layers = getattr(params, group.name)
+        if layers.moe is None:
+            x, state = _run_dense(Stack(layers, group.first), contexts, x, state)
+        else:
+            x, state, tally = moe_layers(Stack(layers, group.first, placement), contexts, x, state)
     return x, state, tally
 
 
-def final_norm(params: Params, cfg: ModelConfig, x: jax.Array, backend: Backend | None) -> jax.Array:
+def _run_dense(
+    stack: Stack, contexts: tuple[LayerContext, ...], x: tuple[Residual, ...], state: Any
+) -> tuple[tuple[Residual, ...], Any]:
+    found = list(x)
+    for n in reversed(range(len(found))):
+        found[n], state, _ = run_layers(stack, contexts[n], found[n], state)
+        if len(found) > 1:
+            # XLA takes a loop over a single layer apart, and then copies the page pool for the one micro-batch that
+            # reads it, since the other writes to it. Here the other comes later.
+            found[n], state = jax.lax.optimization_barrier((found[n], state))
+    return tuple(found), state
+
+
+def final_norm(params: Params, cfg: ModelConfig, x: Residual, backend: Backend | None) -> jax.Array:
     """Returns the hidden states `[T, D]` after the main model's final norm."""
-    return rms_norm(x, params.norm[None], 0, cfg.rms_norm_eps, backend=backend)
+    return rms_norm(x.end(), params.norm[None], 0, cfg.rms_norm_eps, backend=backend)
 
 
 @jax.named_scope("embed")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
 from dsv3.model import mtp
-from dsv3.model.decoder import LayerContext, embed, final_norm, logits, run_decoder
+from dsv3.model.decoder import LayerContext, Residual, embed, final_norm, logits, run_decoder
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
@@ -51,8 +51,8 @@ def forward(
     """
     B, S = tokens.shape
     context = whole_sequences(cfg, B, S, backend, routed, fp8_products)
-    streams = (embed(params, tokens.reshape(-1)),)
-    (x,), _, tally = run_decoder(params, (context,), streams, no_choice(cfg, B, S), PLAIN.prefill)
+    start = (Residual.start(embed(params, tokens.reshape(-1))),)
+    (x,), _, tally = run_decoder(params, (context,), start, no_choice(cfg, B, S), PLAIN.prefill)
     counts = None if tally is None else tally.counts
     how: dict[str, Any] = {"backend": backend, "routed": routed, "fp8_products": fp8_products}
     return predict(params, cfg, tokens, x, counts, with_mtp=with_mtp, **how)
@@ -62,7 +62,7 @@ def predict(
     params: Params,
     cfg: ModelConfig,
     tokens: jax.Array,
-    x: jax.Array,
+    x: Residual,
     counts: jax.Array | None,
     *,
     with_mtp: bool,
@@ -72,7 +72,7 @@ def predict(
 ) -> ForwardOutput:
     """Runs what follows the last layer: the final norm, the logits, and the MTP modules.
 
-    `x` `[B * S, D]` is the residual stream of `tokens`, `counts` `[layers, E]` the (token, expert) pairs so far.
+    `x` is the residual of the B * S `tokens`, `counts` `[layers, E]` the (token, expert) pairs so far.
     `routed` computes the MTP modules' routed experts, `fp8_products` is theirs.
     """
     hidden = final_norm(params, cfg, x, backend).reshape(*tokens.shape, -1)

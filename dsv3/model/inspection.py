@@ -17,6 +17,7 @@ import numpy as np
 from dsv3.config.model import ModelConfig
 from dsv3.model.decoder import (
     LayerContext,
+    Residual,
     Stack,
     add_experts,
     attention_block,
@@ -24,7 +25,7 @@ from dsv3.model.decoder import (
     embed,
     final_norm,
     logits,
-    norm,
+    post_normed,
     run_layer,
     shared_expert,
 )
@@ -155,7 +156,7 @@ def _checked(
         raise ValueError(f"layers: the model has no {wrong}; it has 0 to {count - 1}")
     each = T * (cfg.hidden_size + cfg.latent_dim) * itemsize
     each += 4 * T * (cfg.n_routed_experts + 2 * cfg.num_experts_per_tok)
-    each += (4 * cfg.num_attention_heads * attention + (cfg.indexer is not None)) * T * T
+    each += (4 * cfg.num_attention_heads * attention + bool(cfg.index_layers)) * T * T
     needed = len(kept) * each + 4 * T * cfg.vocab_size + 2 * T * cfg.hidden_size * itemsize
     if needed > MAX_BYTES:
         hint = "attention=False" if attention else "a shorter prompt"
@@ -171,7 +172,7 @@ def _embed(params: Params, tokens: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("cfg", "backend"))
 def _finish(params: Params, x: jax.Array, cfg: ModelConfig, backend: Backend | None) -> tuple[jax.Array, jax.Array]:
-    hidden = final_norm(params, cfg, x, backend)
+    hidden = final_norm(params, cfg, Residual(x), backend)
     return hidden, logits(params, cfg, hidden, backend)
 
 
@@ -184,41 +185,40 @@ def _run(
     backend: Backend | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs one layer on `x` `[T, D]`, with the values of its padding rows, which nobody reads."""
-    is_dense = layer < cfg.num_dense_layers
-    layers = params.dense if is_dense else params.moe
-    index = layer if is_dense else layer - cfg.num_dense_layers
-    return _layer(layers, x, np.int32(index), last, cfg, backend)
+    group = next(group for group in cfg.layer_groups if layer < group.first + group.depth)
+    return _layer(getattr(params, group.name), x, np.int32(layer - group.first), last, cfg, group.first, backend)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "backend"))
+@functools.partial(jax.jit, static_argnames=("cfg", "first", "backend"))
 def _layer(
     layers: Any,
     x: jax.Array,
     index: jax.Array,
     last: jax.Array | None,
     cfg: ModelConfig,
+    first: int,
     backend: Backend | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs layer `index` of a stack, and returns its values by the names of `LayerValues`.
+    """Runs layer `index` of a stack whose first one is `first`, and returns its values by the names of `LayerValues`.
 
     Attention weights are made in any case, so that a kind of layer has one program, whatever is kept. `last`
     `[1, T, T]` is what the layer before attends to, where layers share that.
     """
-    first = 0 if layers.moe is None else cfg.num_dense_layers
     stack, plain = Stack(layers, first), whole_sequences(cfg, 1, x.shape[0], backend)
     context = dataclasses.replace(plain, attend=_shown_attend(cfg, last, backend))
     if layers.moe is None:
-        x, values, _ = run_layer(stack, index, context, x, {})
-        return x, values
-    return _moe_layer(stack, index, context, x)
+        out, values, _ = run_layer(stack, index, context, Residual(x), {})
+    else:
+        out, values = _moe_layer(stack, index, context, Residual(x))
+    return out.stream, values
 
 
 def _moe_layer(
-    stack: Stack, index: jax.Array, context: LayerContext, x: jax.Array
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+    stack: Stack, index: jax.Array, context: LayerContext, x: Residual
+) -> tuple[Residual, dict[str, jax.Array]]:
     """Runs a layer as `decoder.run_layer` does, and shows its router."""
     x, values = attention_block(stack, index, context, x, {})
-    normed = norm(x, stack.layers.post_norm, index, context)
+    normed = post_normed(stack, index, context, x)
     routing = choose_experts(stack, index, context, normed)
     y, _ = context.routed(normed, routing, stack.experts(index, context.numerics))
     shown = {
@@ -237,7 +237,7 @@ def _shown_attend(cfg: ModelConfig, last: jax.Array | None, backend: Backend | N
         weights, v, pairs = attention_weights(cfg, 1, tokens, params, layer, cache_layer, last, Numerics(backend))
         out = jnp.einsum("bhqk,bkhv->bqhv", weights.astype(v.dtype), v)[0]
         shown = {"latents": tokens.latent, "attention": weights[0]}
-        return out, shown | ({"attends": pairs[0]} if cfg.indexer is not None else {})
+        return out, shown | ({} if tokens.index is None else {"attends": pairs[0]})
 
     return attend
 

@@ -1,4 +1,8 @@
-"""The model as a Flax NNX module: for notebooks and training. The server never sees it, only the plain tree."""
+"""The model as a Flax NNX module, for notebooks and training loops that are written with Flax.
+
+Server and trainer work on the plain tree and do not import it. It is the only use of Flax, a fixed package of this
+project.
+"""
 
 import dataclasses
 from typing import Any

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.decoder import LayerContext, Stack, embed, norm, run_layer
+from dsv3.model.decoder import LayerContext, Residual, Stack, embed, norm, run_layer
 from dsv3.model.layers.experts import Tally
 from dsv3.model.layers.linear import layer_slice
 from dsv3.model.params import Params
@@ -49,5 +49,6 @@ def predict(
     )
     with jax.named_scope("eh_proj"):
         x = dense.plain_gemm(both, layer_slice(mtp.proj, depth), backend=context.numerics.backend)
-    x, state, tally = run_layer(Stack(mtp.layers, cfg.num_hidden_layers, placement), depth, context, x, state)
-    return norm(x, mtp.norm, depth, context), state, tally
+    stack = Stack(mtp.layers, cfg.num_hidden_layers, placement)
+    out, state, tally = run_layer(stack, depth, context, Residual.start(x), state)
+    return norm(out.end(), mtp.norm, depth, context), state, tally

@@ -172,10 +172,11 @@ class Params:
 def declare(cfg: ModelConfig) -> Params:
     """Returns the parameter tree of `cfg` with a `ParamSpec` at every leaf."""
     D, W, M = cfg.hidden_size, cfg.vocab_size, cfg.num_nextn_predict_layers
+    groups = {group.name: _layers(cfg, group.first, group.depth, moe=group.name == "moe") for group in cfg.layer_groups}
     return Params(
         embed=ParamSpec((W, D), (None, "channels")),
-        dense=_layers(cfg, 0, cfg.num_dense_layers, moe=False) if cfg.num_dense_layers else None,
-        moe=_layers(cfg, cfg.num_dense_layers, cfg.num_moe_layers, moe=True) if cfg.num_moe_layers else None,
+        dense=groups.get("dense"),
+        moe=groups.get("moe"),
         norm=ParamSpec((D,), (None,), "ones"),
         head=None if cfg.tie_word_embeddings else ParamSpec((W, D), ("vocab", None)),
         mtp=_mtp(cfg, M) if M else None,

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import IndexedPages, latents_of
+from dsv3.model import mtp
 from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
-from dsv3.model.decoder import LayerContext, embed, final_norm, run_decoder
-from dsv3.model.layers.attention import Attend, decode_attend, decode_positions, prefill_attend
-from dsv3.model.layers.context import expanded_attend
+from dsv3.model.decoder import LayerContext, MoeLayers, Residual, embed, final_norm, run_decoder
+from dsv3.model.forms import decode_attend, prefill_attend
+from dsv3.model.layers.attention import decode_positions
 from dsv3.model.layers.experts import LOCAL_EXPERTS, RoutedExperts, Tally
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
-from dsv3.model.layers.sparse import begin, pages_of, sparse_decode_attend, sparse_prefill_attend
-from dsv3.model.mtp import predict
+from dsv3.model.layers.sparse import begin, pages_of
 from dsv3.model.params import Params
 from dsv3.model.schedules import PLAIN, Schedule
 from pallas_kernels.backend import Backend
@@ -78,11 +78,8 @@ def prefill(
       `StepOutput` with hidden `[T, D]`.
     """
     batches = split_prefill(batch)[::-1] if schedule.micro_batches == 2 else (batch,)
-    contexts = tuple(_prefill_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
-    x = tuple(embed(params, part.tokens) for part in batches)
-    state = begin(cfg, pages, tuple(map(len, x)))
-    x, state, tally = run_decoder(params, contexts, x, state, schedule.prefill, placement)
-    return StepOutput.from_tally(final_norm(params, cfg, jnp.concatenate(x[::-1]), backend), pages_of(state), tally)
+    x, pages, tally = _run(params, cfg, batches, pages, backend, routed, placement, schedule.prefill)
+    return StepOutput.from_tally(final_norm(params, cfg, _together(x[::-1]), backend), pages, tally)
 
 
 def decode(
@@ -104,18 +101,15 @@ def decode(
       `StepOutput` with hidden `[B, S, D]`. Rows of length 0 write nothing; their hidden states mean nothing.
     """
     batches = split_decode(batch) if schedule.micro_batches == 2 else (batch,)
-    contexts = tuple(_decode_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
-    x = tuple(embed(params, part.tokens.reshape(-1)) for part in batches)
-    state = begin(cfg, pages, tuple(map(len, x)))
-    x, state, tally = run_decoder(params, contexts, x, state, schedule.decode, placement)
-    hidden = final_norm(params, cfg, jnp.concatenate(x), backend)
-    return StepOutput.from_tally(hidden.reshape(*batch.tokens.shape, -1), pages_of(state), tally)
+    x, pages, tally = _run(params, cfg, batches, pages, backend, routed, placement, schedule.decode)
+    hidden = final_norm(params, cfg, _together(x), backend)
+    return StepOutput.from_tally(hidden.reshape(*batch.tokens.shape, -1), pages, tally)
 
 
-def predict_prefill(
+def predict(
     params: Params,
     cfg: ModelConfig,
-    batch: PrefillBatch,
+    batch: PrefillBatch | DecodeBatch,
     pages: jax.Array,
     hidden: jax.Array,
     *,
@@ -123,102 +117,73 @@ def predict_prefill(
     routed: RoutedExperts = LOCAL_EXPERTS,
     placement: Placement | None = None,
 ) -> StepOutput:
-    """Runs the first MTP module over the chunks of a prefill batch; arguments as in `prefill` but for two.
+    """Runs the first MTP module over the rows of a step; arguments as in `prefill` but for three.
 
     Args:
-      batch: its tokens are the next ones: row t has the token that follows the one of row t.
-      hidden: `[T, D]`, of `prefill`.
+      batch: its tokens are the next ones: each row has the token that follows the one of that row in the step.
+      hidden: `[T, D]` of `prefill` or `[B, S, D]` of `decode`, or of this function.
       placement: where the replicas of the module's own experts stand.
 
     Returns:
-      `StepOutput` with hidden `[T, D]`, whose logits predict the token after the next.
+      `StepOutput` with hidden of the same shape, whose logits predict the token after the next.
     """
-    context = _prefill_context(cfg, batch, pages, backend, routed)
-    out, pages, tally = predict(params, context, 0, hidden, batch.tokens, pages, placement)
-    return StepOutput.from_tally(out, pages, jax.tree.map(lambda x: x[None], tally))
-
-
-def predict_decode(
-    params: Params,
-    cfg: ModelConfig,
-    batch: DecodeBatch,
-    pages: jax.Array,
-    hidden: jax.Array,
-    *,
-    backend: Backend | None = None,
-    routed: RoutedExperts = LOCAL_EXPERTS,
-    placement: Placement | None = None,
-) -> StepOutput:
-    """Runs the first MTP module on S tokens of each request of a decode batch; arguments as in `predict_prefill`.
-
-    `hidden` is `[B, S, D]`, of `decode` or of this function.
-
-    Returns:
-      `StepOutput` with hidden `[B, S, D]`, whose logits predict the token after the next.
-    """
-    context = _decode_context(cfg, batch, pages, backend, routed)
+    context = _context(cfg, batch, pages, backend, routed)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    out, pages, tally = predict(params, context, 0, flat, batch.tokens.reshape(-1), pages, placement)
+    out, pages, tally = mtp.predict(params, context, 0, flat, batch.tokens.reshape(-1), pages, placement)
     return StepOutput.from_tally(out.reshape(hidden.shape), pages, jax.tree.map(lambda x: x[None], tally))
 
 
-def _prefill_context(
+def _run(
+    params: Params,
     cfg: ModelConfig,
-    batch: PrefillBatch,
+    batches: tuple[PrefillBatch | DecodeBatch, ...],
+    pages: Any,
+    backend: Backend | None,
+    routed: RoutedExperts,
+    placement: Placement | None,
+    moe_layers: MoeLayers,
+) -> tuple[tuple[Residual, ...], Any, Tally | None]:
+    """Runs all layers on the micro-batches of a step; returns their residuals, the pages and the experts' tally."""
+    contexts = tuple(_context(cfg, part, pages, backend, routed, n) for n, part in enumerate(batches))
+    x = tuple(Residual.start(embed(params, part.tokens.reshape(-1))) for part in batches)
+    state = begin(cfg, pages, tuple(part.tokens.size for part in batches))
+    x, state, tally = run_decoder(params, contexts, x, state, moe_layers, placement)
+    return x, pages_of(state), tally
+
+
+def _context(
+    cfg: ModelConfig,
+    batch: PrefillBatch | DecodeBatch,
     pages: Any,
     backend: Backend | None,
     routed: RoutedExperts,
     number: int = 0,
 ) -> LayerContext:
-    """Returns what the layers of a prefill step, or of micro-batch `number` of it, have in common."""
-    rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    """Returns what the layers of a step, or of micro-batch `number` of it, have in common."""
+    per_layer, shards = _pages_per_layer(cfg, pages), routed.shards.size
+    if isinstance(batch, DecodeBatch):
+        positions = decode_positions(batch).reshape(-1)
+        turn, heads = rotation(cfg, positions), cfg.num_attention_heads // shards
+        attend = decode_attend(cfg, batch, per_layer, backend, heads, number)
+        valid = positions >= 0
+    else:
+        rows = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+        turn = rotation(cfg, batch.positions)
+        attend = prefill_attend(cfg, batch, per_layer, backend, number)
+        valid = rows < batch.cu_lengths[-1]
     return LayerContext(
         cfg=cfg,
-        rotation=rotation(cfg, batch.positions),
-        attend=_prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, number),
-        valid=rows < batch.cu_lengths[-1],
-        numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
+        rotation=turn,
+        attend=attend,
+        valid=valid,
+        numerics=Numerics.from_config(cfg, backend, batch.tokens.size // shards),
         routed=routed,
     )
 
 
-def _decode_context(
-    cfg: ModelConfig,
-    batch: DecodeBatch,
-    pages: Any,
-    backend: Backend | None,
-    routed: RoutedExperts,
-    number: int = 0,
-) -> LayerContext:
-    """Returns what the layers of a decode step, or of micro-batch `number` of it, have in common."""
-    positions = decode_positions(batch).reshape(-1)
-    heads = cfg.num_attention_heads // routed.shards.size
-    return LayerContext(
-        cfg=cfg,
-        rotation=rotation(cfg, positions),
-        attend=_decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, heads, number),
-        valid=positions >= 0,
-        numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
-        routed=routed,
-    )
-
-
-def _prefill_attend(
-    cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None, number: int
-) -> Attend:
-    if cfg.indexer is not None:
-        return sparse_prefill_attend(cfg, batch, pages_per_layer, backend, number)
-    if batch.expands:
-        return expanded_attend(cfg, batch, pages_per_layer, backend)
-    return prefill_attend(cfg, batch, pages_per_layer, backend)
-
-
-def _decode_attend(
-    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int, number: int
-) -> Attend:
-    if cfg.indexer is not None:
-        return sparse_decode_attend(cfg, batch, pages_per_layer, backend, heads, number)
-    return decode_attend(cfg, batch, pages_per_layer, backend, heads)
+def _together(x: tuple[Residual, ...]) -> Residual:
+    """Returns the residual of the rows of all micro-batches."""
+    return jax.tree.map(lambda *each: jnp.concatenate(each), *x)
 
 
 def _pages_per_layer(cfg: ModelConfig, pages: Any) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 
 from dsv3.config.device_rates import PEAKS, PREFILL_CORE_FLOPS, PREFILL_FLOPS
 from dsv3.config.model import ModelConfig
-from dsv3.config.sizes import sizes_of
+from dsv3.config.sizes import expanded_operations, sizes_of
 
 KEYS_PER_TOKEN = 3266.0
 """Those of DeepSeek-V3, where the model is not known."""
@@ -39,8 +39,8 @@ def keys_per_token(model: ModelConfig) -> float:
     sizes = sizes_of(model)
     attention, shared = sizes.attention * model.num_hidden_layers, sizes.shared * model.num_moe_layers
     products = attention + shared + sizes.dense * model.num_dense_layers
-    key = model.num_hidden_layers * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
-    return max(1.0, products / key * _CORE_SPEED)
+    key = model.num_hidden_layers * expanded_operations(model)
+    return max(1.0, 2 * products / key * _CORE_SPEED)
 
 
 def prefill_cost[Count: (float, np.ndarray)](start: Count, stop: Count, keys: float = KEYS_PER_TOKEN) -> Count:

@@ -32,7 +32,7 @@ from dsv3.engine.build import bundled_model, load_parts
 from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
 from dsv3.kv_cache.layout import pool
 from dsv3.logs import configure_logging
-from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
 from dsv3.model.params import Fp8Weight, Int4Weight
 from dsv3.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend, prepare, resolve_backend
@@ -93,13 +93,14 @@ def run(model: Model, backend: Backend, work: Work) -> Ran:
     # Page 0 belongs to nobody, and a request's pages do not follow each other.
     table = 1 + np.arange(count * width, dtype=np.int32).reshape(width, count).T
     pages = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool(cfg, model.compute, 1 + count * width))
-    chooses = None if cfg.indexer is None else True
+    form = AttentionForm.TOPK if cfg.index_layers else AttentionForm.ANY
     zeros = np.zeros(count, np.int32)
 
-    parts = [(work.first, zeros, not work.fresh), (work.second, lengths_of(work.first), True)]
+    first = AttentionForm.NEW if work.fresh else form
+    parts = [(work.first, zeros, first), (work.second, lengths_of(work.first), form)]
     hidden, last = {}, np.zeros((count, cfg.hidden_size), np.float32)
-    for name, (chunks, contexts, has_context) in zip(("prefill", "prefill with context"), parts, strict=True):
-        out = prefill(model.params, cfg, _ragged(chunks, contexts, work.rows, table, has_context, chooses), pages)
+    for name, (chunks, contexts, taken) in zip(("prefill", "prefill with context"), parts, strict=True):
+        out = prefill(model.params, cfg, _ragged(chunks, contexts, work.rows, table, taken), pages)
         pages, lengths = out.pages, lengths_of(chunks)
         found = np.asarray(out.hidden, np.float32)[: lengths.sum()]
         hidden[name] = found
@@ -115,7 +116,7 @@ def run(model: Model, backend: Backend, work: Work) -> Ran:
         tokens.append(chosen)
         logits.append(scores)
         lengths = lengths + 1
-        batch = DecodeBatch(chosen[:, None], np.where(active, lengths, 0).astype(np.int32), table, chooses)
+        batch = DecodeBatch(chosen[:, None], np.where(active, lengths, 0).astype(np.int32), table, form)
         state, scores, pages = decode(model.params, cfg, batch, pages)
         state, scores = np.asarray(state[:, 0], np.float32), np.asarray(scores[:, 0])
         states.append(state[active])
@@ -147,8 +148,7 @@ def _ragged(
     contexts: np.ndarray,
     rows: int,
     table: np.ndarray,
-    has_context: bool,
-    chooses: bool | None,
+    form: AttentionForm,
 ) -> PrefillBatch:
     tokens, positions = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     ends = np.cumsum(lengths_of(chunks))
@@ -157,7 +157,7 @@ def _ragged(
         [start + np.arange(len(chunk)) for start, chunk in zip(contexts, chunks, strict=True)]
     )
     cu_lengths = np.concatenate([[0], ends]).astype(np.int32)
-    return PrefillBatch(tokens, positions, cu_lengths, contexts, table, has_context, chooses)
+    return PrefillBatch(tokens, positions, cu_lengths, contexts, table, form)
 
 
 def differences(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -282,7 +282,7 @@ def family(name: str, quick: bool) -> tuple[Model, Work]:
     following = rng.integers(0, cfg.vocab_size, (len(first), steps), np.int32)
     compute = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     model = Model(cfg, random_params(cfg), "bfloat16")
-    work = Work(first, second, rows, steps, following, not quick and cfg.indexer is None)
+    work = Work(first, second, rows, steps, following, not quick and not cfg.index_layers)
     return (in_float32(model) if compute == "float32" else model), work
 
 

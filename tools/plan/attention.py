@@ -11,7 +11,9 @@ import math
 
 from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD
 from dsv3.config.model import ModelConfig
+from dsv3.config.sizes import absorbed_operations, expanded_operations, expansion_operations
 from dsv3.kv_cache.layout import key_bytes, row_bytes
+from dsv3.model.forms import must_choose
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
 from tools.plan.rates import MicroBatch, Rates
 
@@ -47,11 +49,6 @@ class SparseCore:
         return self.expansion > 0
 
 
-def core_operations(model: ModelConfig) -> int:
-    """Returns the operations of absorbed attention for one query token and one cached token."""
-    return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
-
-
 def index_operations(model: ModelConfig) -> int:
     """Returns the operations of an index score of one query token and one cached token."""
     return 2 * model.indexer.num_heads * model.indexer.head_dim if model.indexer else 0
@@ -60,11 +57,6 @@ def index_operations(model: ModelConfig) -> int:
 def index_share(model: ModelConfig) -> float:
     """Returns the share of the decoder's layers that have an indexer."""
     return sum(layer < model.num_hidden_layers for layer in model.index_layers) / model.num_hidden_layers
-
-
-def must_choose(model: ModelConfig, most: float) -> bool:
-    """Returns whether a step whose queries see `most` tokens at most takes the sparse path."""
-    return model.indexer is not None and most > model.indexer.topk
 
 
 def index_weights(model: ModelConfig, chooses: bool) -> int:
@@ -80,9 +72,7 @@ def attended(model: ModelConfig, keys: float, fewest: float | None = None) -> fl
 
     Where `fewest` is given the first query sees that many, and the others evenly more.
     """
-    if model.indexer is None:
-        return keys
-    topk, fewest = model.indexer.topk, keys if fewest is None else fewest
+    topk, fewest = model.index_topk, keys if fewest is None else fewest
     most = 2 * keys - fewest
     if most <= topk or fewest >= topk:
         return min(keys, topk)
@@ -96,18 +86,12 @@ def sparse_floor(model: ModelConfig, context: float, cache_dtype: str) -> tuple[
     """
     seen, share = attended(model, context), index_share(model) if must_choose(model, context) else 0
     nbytes = seen * row_bytes(model, cache_dtype) + share * context * key_bytes(model, cache_dtype)
-    return nbytes, seen * core_operations(model) + share * context * index_operations(model)
-
-
-def expanded_operations(model: ModelConfig) -> int:
-    """Returns the operations of attention in expanded form for one query token and one token that it sees."""
-    return 2 * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
+    return nbytes, seen * absorbed_operations(model) + share * context * index_operations(model)
 
 
 def expansion_seconds(model: ModelConfig, rates: Rates) -> float:
     """Returns the seconds of a token's products with k_up and v_up of all heads; they are bfloat16 in every model."""
-    elements = model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim) * model.kv_lora_rank
-    return PREFILL_OVERHEAD * 2 * elements / (rates.prefill_flops / (2 if model.fp8 else 1))
+    return PREFILL_OVERHEAD * expansion_operations(model) / (rates.prefill_flops / (2 if model.fp8 else 1))
 
 
 def sparse_core(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: float) -> SparseCore:
@@ -125,11 +109,10 @@ def sparse_core(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: f
         "scores": share * max(pairs * index_operations(model) / score_flops, pairs * (key + _SCORE_BYTES) / rates.hbm),
         "choice": share * chosen,
     }
-    if batch.expands:
+    if batch.room:
         return SparseCore(**choosing, **_masked(model, rates, batch, kernel_s))
-    core = b * seen * core_operations(model) / batch.split / rates.decode_core_flops
-    topk = model.indexer.topk if model.indexer else 0
-    groups = math.ceil(b * chosen_width(topk) * row / BYTES_AT_ONCE)
+    core = b * seen * absorbed_operations(model) / batch.split / rates.decode_core_flops
+    groups = math.ceil(b * chosen_width(model.index_topk) * row / BYTES_AT_ONCE)
     return SparseCore(
         **choosing,
         copies=2 * b * seen * row / rates.hbm,
@@ -140,7 +123,7 @@ def sparse_core(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: f
 
 def _masked(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: float) -> dict[str, float]:
     """Returns the seconds of masked attention: all room is expanded, and all tokens that are seen are multiplied."""
-    b, room = batch.tokens, batch.expands
+    b, room = batch.tokens, batch.room
     core = b * batch.keys * expanded_operations(model) / batch.split / rates.prefill_core_flops
     groups = math.ceil(b * _SCORE_BYTES * room / BYTES_AT_ONCE)
     bits = b * attended(model, batch.keys, batch.fewest) * _BIT_BYTES + room // 32 * b * 4
@@ -171,7 +154,7 @@ def dense_forms(model: ModelConfig, rates: Rates, batch: MicroBatch) -> tuple[fl
     cached, prompts = _cached(batch)
     pairs, token = batch.tokens * cached, expansion_seconds(model, rates) / batch.split
     pair = expanded_operations(model) / batch.split / rates.prefill_core_flops
-    absorbed = pairs * core_operations(model) / batch.split / rates.decode_core_flops
+    absorbed = pairs * absorbed_operations(model) / batch.split / rates.decode_core_flops
     own = PREFILL_OVERHEAD * (batch.tokens * batch.keys - pairs) * pair
     return (
         own + absorbed + batch.tokens * token,

@@ -228,7 +228,7 @@ def batch_of(planned: LaidOut, phase: Phase, run: Run, micro_batches: int) -> Mi
         cache_dtype=deployment.kv_cache_dtype,
         width=run.width,
         fewest=hits * context if is_prefill else None,
-        expands=run.expands,
+        room=run.room,
     )
 
 

@@ -17,9 +17,8 @@ from dsv3.checkpoint.layout import scale_shape
 from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import PAGE_SIZE, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine.assemble.expert_map import first_expert_map
-from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions
-from dsv3.engine.device.choosing import chooses
+from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions, first_expert_map
+from dsv3.engine.device import choosing
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.device.programs import Key, Programs
@@ -28,10 +27,10 @@ from dsv3.engine.device.working import ReadPrograms
 from dsv3.engine.executor import lay_out as lay_out_engine
 from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs.draft_module import chain_key
-from dsv3.engine.jobs.prefill import Variant, variant_for
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import longest_context
 from dsv3.engine.parts import Parts
+from dsv3.model.batch import AttentionForm
 from dsv3.model.params import Fp8Weight, Params, ParamSpec, declare
 from dsv3.model.tensor_parallel import arrange
 from pallas_kernels import aot
@@ -51,7 +50,7 @@ Part = Literal["model", "module", "chain"]
 class Run:
     """A program of a step, which runs `times` times in it: `tokens` of one rank, `width` of each request.
 
-    A prefill that expands cached tokens has room for so many as `expands` says.
+    A prefill that expands cached tokens has `room` for so many.
     """
 
     part: Part
@@ -59,7 +58,7 @@ class Run:
     tokens: int
     width: int = 1
     times: int = 1
-    expands: int = 0
+    room: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,30 +145,30 @@ def runs(planned: LaidOut, phase: Phase) -> tuple[Run, ...]:
     With sparse attention they are those for requests of the deployment's mean length.
     """
     deployment, cfg, longest = planned.deployment, planned.engine, planned.deployment.context_length
-    choice = chooses(planned.layout, longest)
+    form = of_module = choosing.decode_form(planned.layout, longest)
     if phase == "prefill":
         size, width = deployment.prefill_tokens, 1
         rows, drafts = cfg.prefill_rows(size), cfg.tokens_per_row - 1
-        taken = _prefill_variant(planned)
-        variant, expands = taken.number, taken.expands
+        form = _prefill_form(planned)
     else:
         rows, drafts = deployment.decode_requests, deployment.drafts
-        size, width, variant, expands = rows, 1 + drafts, int(choice is True), 0
-    found = [Run("model", Key(phase, size, variant, width), size * width, width, expands=expands)]
+        size, width = rows, 1 + drafts
+    room = choosing.room(planned.layout, size, form)
+    found = [Run("model", Key(phase, size, form, width), size * width, width, room=room)]
     if drafts:
-        found.append(Run("module", Key(f"mtp {phase}", size, int(choice is True), width), size * width, width))
+        found.append(Run("module", Key(f"mtp {phase}", size, of_module, width), size * width, width))
     if drafts > 1:
-        found.append(Run("chain", chain_key(rows, 1, choice), rows, times=drafts - 1))
+        found.append(Run("chain", chain_key(rows, 1, of_module), rows, times=drafts - 1))
     return tuple(found)
 
 
-def _prefill_variant(planned: LaidOut) -> Variant:
-    """Returns which program a prefill step takes that begins with whole prompts of the deployment's mean length."""
+def _prefill_form(planned: LaidOut) -> AttentionForm:
+    """Returns the form of a prefill step that begins with whole prompts of the deployment's mean length."""
     deployment = planned.deployment
     size, hits, length = deployment.prefill_tokens, deployment.prefix_hit_rate, deployment.context_length
     prompts = max(1, round(size / max(1.0, length * (1 - hits))))
     keys, pairs = prompts * pages_for(length, PAGE_SIZE) * PAGE_SIZE, round(size * hits * length)
-    return variant_for(planned.layout, size, hits > 0, length, keys, pairs)
+    return choosing.prefill_form(planned.layout, size, hits > 0, length, keys, pairs)
 
 
 def compile_step(planned: LaidOut, phase: Phase) -> tuple[Compiled, ...]:

@@ -73,7 +73,7 @@ class MicroBatch:
     `width` tokens of each request read its cache together. `split` devices share the heads of these tokens, the widths
     of their MLPs, and their routed experts' rows. The first token of a prompt sees the `fewest` keys, and the next ones
     evenly more; None: all tokens see as many, and none is cached. Where queries choose in prefill, masked attention has
-    room for `expands` tokens; 0: chosen rows are copied.
+    `room` for so many tokens; 0: chosen rows are copied.
     """
 
     tokens: int
@@ -83,7 +83,7 @@ class MicroBatch:
     cache_dtype: str = "bfloat16"
     width: int = 1
     fewest: float | None = None
-    expands: int = 0
+    room: int = 0
 
     @property
     def most(self) -> float:

@@ -13,16 +13,15 @@ import dataclasses
 
 from dsv3.config.device_rates import LAUNCH_S, PREFILL_OVERHEAD
 from dsv3.config.model import ModelConfig
-from dsv3.config.sizes import sizes_of
+from dsv3.config.sizes import absorbed_operations, sizes_of
 from dsv3.kv_cache.layout import row_bytes
+from dsv3.model.forms import must_choose
 from tools.plan.attention import (
     SparseCore,
-    core_operations,
     dense_core,
     expansion_seconds,
     index_share,
     index_weights,
-    must_choose,
     sparse_core,
     sparse_floor,
 )
@@ -126,7 +125,7 @@ def decode_stages(model: ModelConfig, rates: Rates, batch: MicroBatch) -> dict[s
 
     # The devices of a rank share heads, but not those of the indexer.
     sparse = sparse_parts(model, rates, batch)
-    products = b * batch.keys * core_operations(model) / n / rates.decode_core_flops
+    products = b * batch.keys * absorbed_operations(model) / n / rates.decode_core_flops
     cache = b / batch.width * batch.keys * row_bytes(model, batch.cache_dtype) / rates.hbm
     core = max(products, cache) if sparse is None else sparse.seconds
     chosen_by = index_weights(model, sparse is not None)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.model import ModelConfig
-from dsv3.model.decoder import Stack, run_layer
+from dsv3.model.decoder import Residual, Stack, run_layer
 from dsv3.model.forward import predict, whole_sequences
 from dsv3.model.layers.experts import RoutedExperts
 from dsv3.model.params import LayerParams, Params, declare
@@ -166,17 +166,17 @@ def compute(
         rows = x.shape[0] // length
         experts = balanced(routed, config, rows)
         context = whole_sequences(cfg, rows, length, training_backend(), experts, config.fp8_products)
-        tallies = []
+        tallies, residual = [], Residual(x)
         for layer in weights.layers:
-            x, _, tally = run_layer(Stack(layer, 0), 0, context, x, None)
+            residual, _, tally = run_layer(Stack(layer, 0), 0, context, residual, None)
             tallies += [] if tally is None else [tally.counts]
         counts = jnp.stack(tallies) if tallies else None
         if not stage.last:
-            return x, {"expert_counts": counts}
+            return residual.stream, {"expert_counts": counts}
         tokens, target_counts = data
         with_mtp = cfg.num_nextn_predict_layers > 0
         how: dict[str, Any] = {"backend": training_backend(), "routed": experts, "fp8_products": config.fp8_products}
-        output = predict(weights.ends, cfg, tokens, x, counts, with_mtp=with_mtp, **how)
+        output = predict(weights.ends, cfg, tokens, residual, counts, with_mtp=with_mtp, **how)
         return objective(output, tokens, config.mtp_weight, target_counts)
 
     return run

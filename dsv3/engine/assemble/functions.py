@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.engine.assemble.communication import Communication
-from dsv3.engine.assemble.expert_map import first_expert_map
 from dsv3.engine.functions import DraftFunctions, SpreadExperts, StepFunctions
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
@@ -26,10 +25,33 @@ from dsv3.model.steps import StepOutput
 from dsv3.model.tensor_parallel import Shards, arrange
 from dsv3.model.vocabulary import SharedEmbedding, Vocabulary
 from pallas_kernels.backend import Backend
-from sharding.experts.eplb import ExpertMap
+from sharding.experts.eplb import ExpertMap, rebalance_experts
+from sharding.experts.kind import Kind
 from sharding.experts.placement import Placement, placement_of
-from sharding.experts.traffic import Traffic
+from sharding.experts.traffic import LayerRows, Traffic
+from sharding.experts.transport import build
 from sharding.mesh import Machine, partitions, rank_size
+
+
+def first_expert_map(cfg: ModelConfig, mesh: Mesh, num_redundant_experts: int) -> ExpertMap:
+    """Maps `n_routed_experts + num_redundant_experts` replicas for an even load, for lack of a measured one.
+
+    Its layers are the decoder's MoE layers, then the MTP modules. The replicas of an expert are on different devices,
+    so that they help before a load has been measured.
+
+    Raises ValueError where the devices do not divide the replicas, or the model has no routed experts.
+    """
+    if not cfg.num_moe_layers:
+        raise ValueError("expert parallelism needs a model with routed experts; use data_parallel_size alone")
+    machine, replicas = Machine.from_mesh(mesh), cfg.n_routed_experts + num_redundant_experts
+    rows = LayerRows.from_widths(1, cfg.num_experts_per_tok, cfg.hidden_size, fp8_dispatch=False)
+    build(Kind.RING, machine, replicas, rows)  # refuses what does not divide
+    # EPLB packs equal loads in order, which puts both replicas of an expert on one device. Loads that fall a little
+    # make it fill devices in the opposite order the second time.
+    falling = np.linspace(1.001, 1, cfg.n_routed_experts)
+    layers = cfg.num_moe_layers + cfg.num_nextn_predict_layers
+    load = np.broadcast_to(falling, (layers, cfg.n_routed_experts))
+    return rebalance_experts(load, replicas, cfg.n_group, machine.nodes, machine.devices)
 
 
 @jax.tree_util.register_dataclass
@@ -131,17 +153,15 @@ def expert_parallel_functions(
     def logits(spread: SpreadParams, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
         return decoder.logits(spread.params, cfg, hidden, backend)
 
-    def predict_prefill(
-        spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, hidden: jax.Array
-    ) -> StepOutput:
-        chosen = predicting(spread, batch.tokens.shape[0])
-        return agreed(steps.predict_prefill(own(spread), cfg, batch, pages, hidden, **chosen), chosen["routed"])
-
-    def predict_decode(
-        spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, hidden: jax.Array
+    def predict(
+        spread: SpreadParams,
+        cfg: ModelConfig,
+        batch: PrefillBatch | DecodeBatch,
+        pages: jax.Array,
+        hidden: jax.Array,
     ) -> StepOutput:
         chosen = predicting(spread, batch.tokens.size)
-        return agreed(steps.predict_decode(own(spread), cfg, batch, pages, hidden, **chosen), chosen["routed"])
+        return agreed(steps.predict(own(spread), cfg, batch, pages, hidden, **chosen), chosen["routed"])
 
     def traffic(program: ForwardProgram) -> Traffic:
         if program.of_module:
@@ -149,7 +169,7 @@ def expert_parallel_functions(
         return communication.traffic(program.tokens, program.kind == "prefill")
 
     placed = SpreadParams(partitions(declare(cfg), vocabulary.table), Placement(PartitionSpec(), PartitionSpec()))
-    draft = DraftFunctions(dtype, predict_prefill, predict_decode) if cfg.num_nextn_predict_layers else None
+    draft = DraftFunctions(dtype, predict, predict) if cfg.num_nextn_predict_layers else None
     experts = _experts(cfg, replicas, communication.machine)
     which = communication.overlaps, vocabulary
     return StepFunctions(prefill, decode, logits, placed, experts, traffic, draft, dtype, True, *which)

@@ -10,8 +10,7 @@ from jax.sharding import Mesh, Sharding
 
 from dsv3.checkpoint import load_params
 from dsv3.config.model import ModelConfig
-from dsv3.engine.assemble.expert_map import first_expert_map
-from dsv3.engine.assemble.functions import SpreadParams, first_placement
+from dsv3.engine.assemble.functions import SpreadParams, first_expert_map, first_placement
 from dsv3.model.params import Params
 from sharding.mesh import rank_size, shardings
 

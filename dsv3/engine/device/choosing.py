@@ -1,69 +1,74 @@
 """Which forward programs an engine has by the form of their attention, and which one a step takes.
 
-Dense prefill after cached tokens is there in two forms, absorbed and expanded, and the host takes the cheaper one
-(`crossover.py`). In sparse attention a query that sees more tokens than an indexer chooses must choose. A GPU's host
-would wait in every layer to hear whether any query does. So each program is compiled twice, and the host, which knows
-how long requests are, takes one. Prefill that chooses is there in both forms, masked and sparse, and again the host
-takes one.
+The table of forms is `dsv3.model.forms`. A GPU's host would wait in every layer to hear whether a step has cached
+tokens, or whether any query chooses. So a program is compiled for each form that may suit a step, and the host, which
+knows how long requests are, takes one.
 """
 
-from dsv3.config.engine import EngineConfig, ForwardProgram
-from dsv3.engine import crossover
+from dsv3.config.engine import ForwardProgram
 from dsv3.engine.device.layout import Layout
+from dsv3.model.batch import AttentionForm
+from dsv3.model.forms import FORMS, KEY_BLOCK, suits
 
 ANY_LENGTH = 2**31 - 1
 """Stands for a step of which nobody says how many tokens its queries see: any number."""
 
-LOOKING = ("cpu",)
-"""Platforms whose steps look while they run. It costs them nothing, and a second program takes seconds to compile."""
+
+def decode_forms(layout: Layout) -> list[AttentionForm]:
+    """Returns the forms of the programs of decode, and of all of an MTP module."""
+    return [form for form in layout.forms if FORMS[form].decodes]
 
 
-def choices(layout: Layout) -> tuple[bool | None, ...]:
-    """Returns what `chooses` of a batch is in the engine's programs (see `dsv3.model.batch`)."""
-    indexer = layout.model_cfg.indexer
-    if indexer is None or layout.platform in LOOKING:
-        return (None,)
-    return (False, True) if layout.cfg.pages_per_seq * layout.cfg.page_size > indexer.topk else (False,)
+def decode_form(layout: Layout, longest: int) -> AttentionForm:
+    """Returns that of `decode_forms` for a step whose queries see `longest` tokens at most."""
+    model, longest = layout.model_cfg, min(longest, layout.longest)
+    return next(form for form in layout.forms if FORMS[form].decodes and suits(form, model, longest, True))
 
 
-def chooses(layout: Layout, longest: int) -> bool | None:
-    """Returns that of `choices` for a step whose queries see `longest` tokens at most."""
-    found, indexer = choices(layout), layout.model_cfg.indexer
-    return found[0] if len(found) == 1 or indexer is None else longest > indexer.topk
+def prefill_forms(layout: Layout, size: int) -> list[AttentionForm]:
+    """Returns the forms of the programs of prefill's bucket `size`: a form that needs room is there where it has some.
+
+    A CPU has one program, since each takes seconds to compile.
+    """
+    return [form for form in layout.forms if FORMS[form].room is None or room(layout, size, form)]
 
 
-def masked_room(layout: Layout, size: int) -> int:
-    """Returns `expands` of the batches of the masked prefill program of bucket `size`; 0 where there is none."""
-    if layout.platform in LOOKING:
-        return 0
-    cfg, tokens = layout.cfg, size // _micro_batches(layout, size)
-    room = crossover.masked_room(layout.model_cfg, layout.peaks, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
-    return min(room, _most(cfg, size))
+def prefill_form(
+    layout: Layout, size: int, has_context: bool, longest: int, keys: int, pairs: int = 0
+) -> AttentionForm:
+    """Returns that of `prefill_forms` for a step of bucket `size` that `has_context`, or not.
 
-
-def context_room(layout: Layout, size: int) -> int:
-    """Returns `expands` of the batches of the dense, expanded program of bucket `size`; 0 where there is none."""
-    if layout.platform in LOOKING:
-        return 0
-    cfg, tokens = layout.cfg, size // _micro_batches(layout, size)
-    return min(
-        crossover.context_room(layout.model_cfg, layout.peaks, tokens, cfg.tensor_parallel_size), _most(cfg, size)
+    Its queries see `longest` tokens at most, and the requests of a rank have `keys` together, in whole pages. There are
+    `pairs` of a new token and one before its chunk.
+    """
+    model, longest = layout.model_cfg, min(longest, layout.longest)
+    return next(
+        form
+        for form in layout.forms
+        if suits(form, model, longest, has_context)
+        and (FORMS[form].room is None or _takes_room(layout, size, form, keys, pairs))
     )
 
 
-def context_pays(layout: Layout, size: int, pairs: int, keys: int) -> bool:
-    """Returns whether a step of bucket `size` takes the expanded program; see `crossover.context_pays`."""
-    room, split = context_room(layout, size), layout.cfg.tensor_parallel_size
-    given = size, pairs, keys, room, split, _micro_batches(layout, size)
-    return 0 < keys <= room and crossover.context_pays(layout.model_cfg, layout.peaks, *given)
+def room(layout: Layout, size: int, form: AttentionForm) -> int:
+    """Returns the `room` of the batches of bucket `size` in a form; 0 where it needs none, or has none."""
+    row, cfg, tokens = FORMS[form], layout.cfg, size // _micro_batches(layout, size)
+    if row.room is None:
+        return 0
+    found = row.room(layout.model_cfg, layout.peaks, cfg.cache_dtype, tokens, cfg.tensor_parallel_size)
+    most = cfg.prefill_rows(size) * layout.longest  # of a batch, in whole blocks of keys
+    return min(found, -(-most // KEY_BLOCK) * KEY_BLOCK)
+
+
+def _takes_room(layout: Layout, size: int, form: AttentionForm, keys: int, pairs: int) -> bool:
+    """Returns whether a step whose requests have `keys` tokens fits in the room of a form, and gains by it."""
+    most, pays = room(layout, size, form), FORMS[form].pays
+    if not 0 < keys <= most:
+        return False
+    given = size, pairs, keys, most, layout.cfg.tensor_parallel_size, _micro_batches(layout, size)
+    return pays is None or pays(layout.model_cfg, layout.peaks, *given)
 
 
 def _micro_batches(layout: Layout, size: int) -> int:
     overlaps = layout.functions.overlaps
     return 2 if overlaps is not None and overlaps(ForwardProgram("prefill", size, size)) else 1
-
-
-def _most(cfg: EngineConfig, size: int) -> int:
-    """Returns the tokens of the longest requests that a batch may have, in whole blocks of keys."""
-    most = cfg.prefill_rows(size) * cfg.pages_per_seq * cfg.page_size
-    return -(-most // crossover.KEY_BLOCK) * crossover.KEY_BLOCK

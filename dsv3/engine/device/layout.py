@@ -1,6 +1,7 @@
 """Shapes and places of everything on the devices, and programs over them; holds no array, so it needs no device."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from dsv3.engine.device.reserve import reserve
 from dsv3.engine.functions import StepResult
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.layout import pool
+from dsv3.model.batch import AttentionForm
+from dsv3.model.forms import applies
 from pallas_kernels import gpus
 from pallas_kernels.multiprocessors import taking
 from sharding.mesh import RANK_SPEC, rank_sharding
@@ -65,6 +68,16 @@ class Layout:
     def peaks(self) -> Peaks:
         """What the devices do per second at most."""
         return peaks_of(self.mesh.devices.flat[0].device_kind)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens that a request has at most, in whole pages."""
+        return self.cfg.pages_per_seq * self.cfg.page_size
+
+    @functools.cached_property
+    def forms(self) -> tuple[AttentionForm, ...]:
+        """The forms of attention that may suit a step, in their order."""
+        return tuple(form for form in AttentionForm if applies(form, self.model_cfg, self.platform, self.longest))
 
     @property
     def num_local_ranks(self) -> int:

@@ -27,8 +27,8 @@ _COMPILE_THREADS = 8  # tracing holds the interpreter lock, so more would only w
 class Key(NamedTuple):
     """Names a program.
 
-    `size` is the bucket: tokens of a prefill, rows of the others. `variant` is the sampler's, or says on what the host
-    has told a forward program it may rely; `width` are the tokens per row.
+    `size` is the bucket: tokens of a prefill, rows of the others. `variant` is the sampler's, or the `AttentionForm` of
+    a forward program; `width` are the tokens per row.
     """
 
     kind: str

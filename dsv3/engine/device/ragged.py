@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.engine.device.state import NUM_FIELDS
-from dsv3.model.batch import PrefillBatch
+from dsv3.model.batch import AttentionForm, PrefillBatch
 from pallas_kernels.search import search
 
 HEADER = 4 + NUM_FIELDS
@@ -13,7 +13,7 @@ it in the prompt (-1: none, the chunk samples), and sampling parameters."""
 
 
 def ragged_batch(
-    tokens: jax.Array, rows: jax.Array, has_context: bool = True, chooses: bool | None = None, expands: int = 0
+    tokens: jax.Array, rows: jax.Array, form: AttentionForm = AttentionForm.ANY, room: int = 0
 ) -> PrefillBatch:
     """Returns the model's batch of the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`."""
     count, context = rows[:, 1], rows[:, 2]
@@ -22,7 +22,7 @@ def ragged_batch(
     chunk = search(ends, jnp.arange(tokens.shape[0]), side="right")
     chunk = jnp.minimum(chunk, rows.shape[0] - 1)
     positions = jnp.maximum(context[chunk] + jnp.arange(tokens.shape[0]) - cu_lengths[chunk], 0)
-    return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:], has_context, chooses, expands)
+    return PrefillBatch(tokens, positions, cu_lengths, context, rows[:, HEADER:], form, room)
 
 
 def last_rows(batch: PrefillBatch) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.programs import Key, Programs
+from dsv3.model.batch import AttentionForm
 from pallas_kernels import aot, bodies
 
 _SAMPLING, _MOVE = ("sample", "held sample", "logprobs", "prompt_logprobs"), "move_experts"
@@ -50,8 +51,7 @@ def largest(cfg: EngineConfig, keys: Iterable[Key]) -> list[Key]:
         size = max((key.size, key.width) for key in mine)
         mine = [key for key in mine if (key.size, key.width) == size]
         if kind == "prefill":
-            odd = max(key.variant % 2 for key in mine)  # a CPU has one variant alone
-            mine = [key for key in mine if key.variant % 2 == odd]
+            mine = [key for key in mine if key.variant != AttentionForm.NEW]
         found += mine[-1:] if kind in _SAMPLING else mine
     return found
 

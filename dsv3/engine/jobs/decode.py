@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.engine import bucket
-from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses
+from dsv3.engine.device.choosing import ANY_LENGTH, decode_form, decode_forms
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -18,7 +18,7 @@ from dsv3.engine.device.state import DecodeState
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import Needs, plan_sample
 from dsv3.engine.parts import Parts
-from dsv3.model.batch import DecodeBatch
+from dsv3.model.batch import AttentionForm, DecodeBatch
 from dsv3.scheduler.balance import DecodeBalance
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.room import Room
@@ -175,18 +175,13 @@ def _power_of_two(least: int) -> int:
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket, two with sparse attention on a GPU."""
     cfg = layout.cfg
-    for size, choice in itertools.product(cfg.decode_buckets, choices(layout)):
+    for size, form in itertools.product(cfg.decode_buckets, decode_forms(layout)):
         width = cfg.width(size)
         number = cfg.program_number(NAME, size)
-        body = functools.partial(decode_body, layout, width=width, choice=choice, program=number)
+        body = functools.partial(decode_body, layout, width=width, form=form, program=number)
         arguments = (layout.params, layout.pages, layout.state, layout.array(size, 3))
-        key, padding = program_key(size, width, choice), {3: np.array([layout.no_slot, -1, 0])}
+        key, padding = Key(NAME, size, form, width), {3: np.array([layout.no_slot, -1, 0])}
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
-
-
-def program_key(size: int, width: int, choice: bool | None) -> Key:
-    """Returns the name of a program: its bucket, tokens per row, and whether its queries choose."""
-    return Key(NAME, size, int(choice is True), width)
 
 
 class DecodeWorker:
@@ -201,8 +196,8 @@ class DecodeWorker:
         Returns the slots where they may say that the step is to be computed again.
         """
         devices = self._devices
-        choice = chooses(devices.layout, command.longest)
-        program = devices.programs.get(program_key(command.rows.shape[1], command.width, choice))
+        form = decode_form(devices.layout, command.longest)
+        program = devices.programs.get(Key(NAME, command.rows.shape[1], form, command.width))
         devices.pages, devices.state, scores, hidden, slots = program(
             devices.params, devices.pages, devices.state, devices.put(command.rows)
         )
@@ -222,15 +217,15 @@ def decode_body(
     rows: jax.Array,
     *,
     width: int,
-    choice: bool | None,
+    form: AttentionForm,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array | None, jax.Array]:
     """Runs the last token and the drafts of the slots in `rows` `[B, 3]` (see `DecodeCommand`), for one rank.
 
     Returns pages, state, scores `[Xn, B, S, W / Xn]`, hidden states `[B, S, D]` where something drafts from them, and
     the slots `[B]` that shall sample: none where a buffer between devices was too small. The state does not change
-    then, but for its page table, and what was written into pages is written again. `choice` is what the batch says of
-    sparse attention, `program` the number under which it counts.
+    then, but for its page table, and what was written into pages is written again. `form` is the batch's, `program` the
+    number under which it counts.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, new_page, index = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -238,7 +233,7 @@ def decode_body(
     held = jnp.minimum(slots, num_slots - 1)
     lengths = jnp.where(slots < num_slots, state.lengths[held] + (width - 1), 0)
     page_table = state.page_table.at[jnp.where(new_page >= 0, slots, num_slots), index].set(new_page, mode="drop")
-    batch = DecodeBatch(state.tokens[held, :width], lengths, page_table[held], choice)
+    batch = DecodeBatch(state.tokens[held, :width], lengths, page_table[held], form)
     out = functions.decode(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden)
     counters = layout.count(state.counters, out, program)

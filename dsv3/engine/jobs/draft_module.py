@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from dsv3.engine.device import ragged
 from dsv3.engine.device.best import best_words
-from dsv3.engine.device.choosing import choices, chooses
+from dsv3.engine.device.choosing import decode_form, decode_forms
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -31,7 +31,7 @@ from dsv3.engine.device.state import DecodeState, with_drafts
 from dsv3.engine.functions import DraftFunctions, StepResult
 from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.draft_command import DraftCommand
-from dsv3.model.batch import DecodeBatch
+from dsv3.model.batch import AttentionForm, DecodeBatch
 from dsv3.scheduler.codes import NOTHING
 
 PREFILL, DECODE, CHAIN = f"mtp {prefill.NAME}", f"mtp {decode.NAME}", "mtp chain"
@@ -44,37 +44,33 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
     Each is there twice with sparse attention on a GPU.
     """
     cfg, width, dtype = layout.cfg, layout.model_cfg.hidden_size, _module(layout).dtype
-    either = choices(layout)
+    forms = decode_forms(layout)
     chained: dict[int, int] = {}  # drafts by rows
     for size in cfg.prefill_buckets:
         rows = cfg.prefill_rows(size)
         chunks = layout.array(size), layout.array(rows, ragged.HEADER + cfg.pages_per_seq)
         given = layout.array(size, width, dtype=dtype), *chunks, layout.array(rows), layout.array(rows, 1)
-        for choice in either:
-            key, prefills = _key(PREFILL, size, choice), functools.partial(prefill_body, choice=choice)
+        for form in forms:
+            key, prefills = Key(PREFILL, size, form), functools.partial(prefill_body, form=form)
             yield _program(layout, key, prefills, given, {5: layout.no_chunk, 6: layout.no_slot})
         chained[rows] = cfg.tokens_per_row - 1
     for size in cfg.decode_buckets:
         S = cfg.width(size)
         rows_given = layout.array(size, S, width, dtype=dtype), layout.array(size), layout.array(size, S)
-        for choice in either:
-            key, body = _key(DECODE, size, choice, S), functools.partial(decode_body, choice=choice)
+        for form in forms:
+            key, body = Key(DECODE, size, form, S), functools.partial(decode_body, form=form)
             yield _program(layout, key, body, rows_given, {4: layout.no_slot})
         chained[size] = max(chained.get(size, 0), S - 1)
     for size, drafts in chained.items():
-        for i, choice in itertools.product(range(1, drafts), either):
-            key, chained_body = chain_key(size, i, choice), functools.partial(chain_body, number=i, choice=choice)
+        for i, form in itertools.product(range(1, drafts), forms):
+            key, chained_body = chain_key(size, i, form), functools.partial(chain_body, number=i, form=form)
             hidden = layout.array(size, width, dtype=dtype)
             yield _program(layout, key, chained_body, (hidden, layout.array(size)), {4: layout.no_slot})
 
 
-def _key(kind: str, size: int, choice: bool | None, width: int = 1) -> Key:
-    return Key(kind, size, int(choice is True), width)
-
-
-def chain_key(size: int, number: int, choice: bool | None) -> Key:
-    """Returns the name of the program that makes the next draft from draft `number` of `size` rows."""
-    return Key(CHAIN, size, -number if choice else number)
+def chain_key(size: int, number: int, form: AttentionForm) -> Key:
+    """Returns the name of the program that makes the next draft from draft `number`, the last token of `size` rows."""
+    return Key(CHAIN, size, form, 1 + number)
 
 
 def _program(
@@ -97,14 +93,14 @@ class Drafter:
         A program of its own makes each further draft: in one with the first, XLA copies the page pool between them.
         """
         devices, layout = self._devices, self._devices.layout
-        choice = chooses(layout, command.longest)
-        program = devices.programs.get(_key(f"mtp {command.source}", command.size, choice, command.width))
+        form = decode_form(layout, command.longest)
+        program = devices.programs.get(Key(f"mtp {command.source}", command.size, form, command.width))
         given = (forward.hidden, *forward.batch, forward.slots, forward.tokens)
         devices.pages, devices.state, hidden = program(devices.params, devices.pages, devices.state, *given)
         drafts = command.width - 1 if command.source == decode.NAME else layout.cfg.tokens_per_row - 1
         for i in range(1, drafts):
-            choice = chooses(layout, command.longest + i)
-            chain = devices.programs.get(chain_key(forward.slots.shape[1], i, choice))
+            form = decode_form(layout, command.longest + i)
+            chain = devices.programs.get(chain_key(forward.slots.shape[1], i, form))
             arguments = (devices.params, devices.pages, devices.state, hidden, forward.slots)
             devices.pages, devices.state, hidden = chain(*arguments)
 
@@ -120,16 +116,16 @@ def prefill_body(
     slots: jax.Array,
     sampled: jax.Array,
     *,
-    choice: bool | None,
+    form: AttentionForm,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
     """Runs the module over chunks of prompts, for one rank; the requests in `slots` `[B]` get a first draft.
 
     `hidden` `[T, D]`, `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first tokens.
-    Returns pages, state, and the module's hidden states `[B, D]` at the last tokens. `choice` is what the batch says of
-    sparse attention, `program` the number under which it counts.
+    Returns pages, state, and the module's hidden states `[B, D]` at the last tokens. `form` is the batch's, `program`
+    the number under which it counts.
     """
-    batch = ragged.ragged_batch(tokens, rows, chooses=choice)
+    batch = ragged.ragged_batch(tokens, rows, form)
     shifted = dataclasses.replace(batch, tokens=ragged.next_tokens(batch, rows, sampled[:, 0]))
     out = _module(layout).prefill(params, layout.model_cfg, shifted, pages, hidden)
     last = out.hidden[ragged.last_rows(batch)]
@@ -146,7 +142,7 @@ def decode_body(
     slots: jax.Array,
     sampled: jax.Array,
     *,
-    choice: bool | None,
+    form: AttentionForm,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
     """Runs the module over a decode batch, for one rank; the requests in `slots` `[B]` get a first draft if S > 1.
@@ -159,7 +155,7 @@ def decode_body(
     held = jnp.minimum(slots, num_slots - 1)
     accepted = jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
     lengths = jnp.where(slots < num_slots, state.lengths[held] - accepted - 1 + S, 0)
-    batch = DecodeBatch(jnp.maximum(sampled, 0), lengths, state.page_table[held], choice)
+    batch = DecodeBatch(jnp.maximum(sampled, 0), lengths, state.page_table[held], form)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden)
     last = out.hidden[jnp.arange(slots.shape[0]), jnp.maximum(accepted - 1, 0)]
     state = _counted(layout, state, out, program)
@@ -177,7 +173,7 @@ def chain_body(
     slots: jax.Array,
     *,
     number: int,
-    choice: bool | None,
+    form: AttentionForm,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array]:
     """Makes the next draft from draft `number` of `slots` `[B]` and the module's `hidden` `[B, D]` there, for one rank.
@@ -188,7 +184,7 @@ def chain_body(
     num_slots = state.lengths.shape[0]
     held = jnp.minimum(slots, num_slots - 1)
     lengths = jnp.where(slots < num_slots, state.lengths[held] - 1 + number, 0)
-    batch = DecodeBatch(state.tokens[held, number][:, None], lengths, state.page_table[held], choice)
+    batch = DecodeBatch(state.tokens[held, number][:, None], lengths, state.page_table[held], form)
     out = _module(layout).decode(params, layout.model_cfg, batch, pages, hidden[:, None])
     following = out.hidden[:, 0]
     state = _counted(layout, state, out, program)

@@ -3,14 +3,13 @@
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.engine.device.choosing import ANY_LENGTH, choices, chooses, context_pays, context_room, masked_room
+from dsv3.engine.device.choosing import ANY_LENGTH, prefill_form, prefill_forms, room
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
@@ -19,6 +18,7 @@ from dsv3.engine.device.state import DecodeState, control_rows
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import Needs, plan_sample
+from dsv3.model.batch import AttentionForm
 from dsv3.scheduler.balance import PrefillBalance
 from dsv3.scheduler.cost import prefill_cost
 from dsv3.scheduler.gathering import Gathering
@@ -249,68 +249,17 @@ def _page_row(sequence: Sequence) -> np.ndarray:
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields the programs of each bucket: one per variant."""
+    """Yields the programs of each bucket: one per form."""
     cfg = layout.cfg
-    each = ((size, variant) for size in cfg.prefill_buckets for variant in _variants(layout, size))
-    for size, variant in each:
+    each = ((size, form) for size in cfg.prefill_buckets for form in prefill_forms(layout, size))
+    for size, form in each:
         batch = layout.array(size), layout.array(cfg.prefill_rows(size), HEADER + cfg.pages_per_seq)
         number = cfg.program_number(NAME, size)
-        body = functools.partial(prefill_body, layout, variant=variant, program=number)
+        most = room(layout, size, form)
+        body = functools.partial(prefill_body, layout, form=form, room=most, program=number)
         arguments = (layout.params, layout.pages, layout.state, *batch)
-        key, padding = Key(NAME, size, variant.number), {4: layout.no_chunk}
+        key, padding = Key(NAME, size, form), {4: layout.no_chunk}
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
-
-
-class Variant(NamedTuple):
-    """What a program relies on, because the host knows it.
-
-    `has_context` says whether chunks may have cached tokens before them, `chooses` and `expands` are those of their
-    batch.
-    """
-
-    has_context: bool
-    chooses: bool | None
-    expands: int = 0
-
-    @property
-    def number(self) -> int:
-        """The variant of its key."""
-        return int(self.has_context) + 2 * int(self.chooses is True) + 4 * int(self.expands > 0)
-
-
-def _variants(layout: Layout, size: int) -> list[Variant]:
-    """Returns the variants of a bucket that are compiled.
-
-    A CPU has only that for any context, which looks while it runs: that costs it nothing there, and a compilation does.
-    Queries that choose attend to cached tokens and new ones alike, so they have no variant without context. They have
-    one that masks, where there is room for it, before the one that takes any number of tokens. Dense models have one
-    that expands cached tokens, where that may pay, before the one that takes them absorbed.
-    """
-    looks, room, context = layout.platform == "cpu", masked_room(layout, size), context_room(layout, size)
-    found = [
-        Variant(has_context, choice)
-        for choice in choices(layout)
-        for has_context in (False, True)
-        if has_context or not (looks or choice)
-    ]
-    if context:
-        return [Variant(True, None, context), *found]
-    return [Variant(True, True, room), *found] if room and True in choices(layout) else found
-
-
-def variant_for(layout: Layout, size: int, has_context: bool, longest: int, keys: int, pairs: int = 0) -> Variant:
-    """Returns the variant for a step of bucket `size` that `has_context`, or not.
-
-    Its queries see `longest` tokens at most, and the requests of a rank have `keys` together. There are `pairs` of a
-    new token and one before its chunk.
-    """
-    choice = chooses(layout, longest)
-    expands = has_context and context_pays(layout, size, pairs, keys) if choice is None else True
-    return next(
-        v
-        for v in _variants(layout, size)
-        if v.chooses == choice and v.has_context >= has_context and (not v.expands or (expands and keys <= v.expands))
-    )
 
 
 class PrefillWorker:
@@ -324,8 +273,8 @@ class PrefillWorker:
         devices = self._devices
         tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
         about = command.has_context, command.longest, command.keys, command.pairs
-        variant = variant_for(devices.layout, command.bucket, *about)
-        program = devices.programs.get(Key(NAME, command.bucket, variant.number))
+        form = prefill_form(devices.layout, command.bucket, *about)
+        program = devices.programs.get(Key(NAME, command.bucket, form))
         batch = devices.put(tokens), devices.put(rows)
         devices.pages, devices.state, scores, hidden, slots = program(
             devices.params, devices.pages, devices.state, *batch
@@ -349,7 +298,8 @@ def prefill_body(
     tokens: jax.Array,
     rows: jax.Array,
     *,
-    variant: Variant,
+    form: AttentionForm,
+    room: int,
     program: int,
 ) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array, jax.Array]:
     """Runs the chunks `rows` `[B, HEADER + Mp]` over `tokens` `[T]`, for one rank; enters them into the state.
@@ -357,11 +307,11 @@ def prefill_body(
     Returns pages, state, scores `[Xn, B, 1, W / Xn]` after each chunk's last token, hidden states, and the slots `[B]`
     that shall sample: none where a buffer between devices was too small. The hidden states are those of all tokens
     `[T, D]` where something drafts from them, and else those of the first, of which log-probabilities may be told. The
-    host knows the `variant`, so no device asks. `program` is the number under which it counts.
+    host knows `form` and `room` of the batch, so no device asks. `program` is the number under which it counts.
     """
     functions, cfg = layout.functions, layout.model_cfg
     slots, count, context, follows = (rows[:, i] for i in range(4))
-    batch = ragged_batch(tokens, rows, *variant)
+    batch = ragged_batch(tokens, rows, form, room)
     out = functions.prefill(params, cfg, batch, pages)
     scores = functions.scores(params, cfg, out.hidden[last_rows(batch)][:, None])
     state = DecodeState(

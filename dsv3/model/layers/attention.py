@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1) in training, prefill and decode.
 
 Training expands the latents of all tokens to keys and values of every head. Prefill expands the latents of new tokens,
-attends to the cached ones in absorbed form, and merges the two; or it expands all of them (`context.py`). Decode is
+attends to the cached ones in absorbed form, and merges the two; or it expands all of them (`expanded.py`). Decode is
 absorbed: the key up-projection is folded into the query, so that the cached latents are keys and values of all heads at
 once.
 """
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
-from dsv3.model.batch import DecodeBatch, PrefillBatch
+from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
 from dsv3.model.layers.indexer import IndexTokens, index_tokens
 from dsv3.model.layers.linear import Index, Numerics, linear
 from dsv3.model.layers.rope import Rotation, scale_queries
@@ -90,8 +90,7 @@ def project(
         q = down[:, : down.shape[1] - cfg.latent_dim]
     else:
         latent = rms_norm(down, params.q_norm, layer, cfg.latent_norm_eps, backend=backend)
-        if cfg.indexer is not None:
-            index = index_tokens(x, latent, params.indexer, cache_layer, cfg, rotation, numerics)
+        index = index_tokens(x, latent, params.indexer, cache_layer, cfg, rotation, numerics)
         q = linear(latent, params.q_b, layer, numerics)
     q = scale_queries(q.reshape(-1, params.k_up.shape[1], cfg.qk_head_dim), rotation)  # the heads of this device
     return Projected(rotate_heads(q, *angles, backend=backend), row, index)
@@ -151,30 +150,8 @@ def write_latents(
     return mla.write_pages(pages, tokens.latent, places.page_ids, places.offsets, **where)
 
 
-def prefill_attend(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Attend:
-    """Attends in prefill: new tokens to each other expanded, to the cached ones absorbed.
-
-    The state is the page pool. Where many new tokens follow a long context, `context.expanded_attend` takes less.
-    """
-    core = prefill_core(cfg, batch, pages_per_layer, backend)
-    return writing(cfg, prefill_places(batch, cfg.page_size), pages_per_layer, backend, core)
-
-
-def decode_attend(
-    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
-) -> Attend:
-    """Attends in decode: S new tokens per request, absorbed, to all cached ones and themselves.
-
-    The state is the page pool.
-
-    `heads` is the number of heads on this device.
-    """
-    core = decode_core(cfg, batch, pages_per_layer, backend, heads)
-    return writing(cfg, decode_places(batch, cfg.page_size), pages_per_layer, backend, core)
-
-
 def writing(cfg: ModelConfig, places: Places, pages_per_layer: int, backend: Backend | None, core: Core) -> Attend:
-    """Returns attention that writes the new tokens' latents first."""
+    """Returns attention that writes the new tokens' latents first. The state is the page pool."""
 
     def attend(tokens, params, layer, cache_layer, pages):
         pages = write_latents(cfg, pages, tokens, places, cache_layer, pages_per_layer, backend)
@@ -184,7 +161,7 @@ def writing(cfg: ModelConfig, places: Places, pages_per_layer: int, backend: Bac
 
 
 def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None) -> Core:
-    """Returns the core of `prefill_attend`."""
+    """Attends in prefill: new tokens to each other expanded, to the cached ones absorbed."""
 
     def attend(tokens, params, layer, cache_layer, pages):
         where = _addressing(cfg, cache_layer, pages_per_layer, backend)
@@ -204,7 +181,7 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
             )
             return mla.merge_attention(out, lse, values_of(latent_out, params, layer, backend), context_lse)[0]
 
-        if not batch.has_context:
+        if batch.form is AttentionForm.NEW:
             return out
         if asks_host(resolve_backend(requested=backend)):
             return with_context()
@@ -216,7 +193,10 @@ def prefill_core(cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, ba
 def decode_core(
     cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int
 ) -> Core:
-    """Returns the core of `decode_attend`."""
+    """Attends in decode: S new tokens per request, absorbed, to all cached ones and themselves.
+
+    `heads` is the number of heads on this device.
+    """
     B, S = batch.tokens.shape
     schedule = None
     if resolve_backend(requested=with_fallback("mla_decode", backend)) is Backend.MOSAIC:

@@ -57,10 +57,15 @@ class IndexLayers(NamedTuple):
 def index_layers(cfg: ModelConfig) -> IndexLayers:
     """Returns the table of a model with sparse attention."""
     has = np.isin(np.arange(cfg.num_cache_layers), cfg.index_layers)
-    starts = (0, cfg.num_dense_layers, cfg.num_hidden_layers, cfg.num_cache_layers)
+    starts = (*(group.first for group in cfg.layer_groups), cfg.num_hidden_layers, cfg.num_cache_layers)
     stacks = [np.cumsum(has[first:stop]) - 1 for first, stop in itertools.pairwise(starts)]
     in_stack, in_pool = np.maximum(np.concatenate(stacks), 0), np.cumsum(has) - 1
     return IndexLayers(has, in_stack.astype(np.int32), in_pool.astype(np.int32))
+
+
+def shares_choice(cfg: ModelConfig) -> bool:
+    """Returns whether layers without an indexer attend to what one before them has chosen."""
+    return 0 < len(cfg.index_layers) < cfg.num_cache_layers
 
 
 def indexer_of(cfg: ModelConfig) -> IndexerConfig:
@@ -90,13 +95,15 @@ def index_tokens(
     cfg: ModelConfig,
     rotation: Rotation,
     numerics: Numerics,
-) -> IndexTokens:
-    """Returns what the indexer makes of `x` `[T, D]` and the normed query latents `[T, Q]`.
+) -> IndexTokens | None:
+    """Returns what the indexer makes of `x` `[T, D]` and the normed query latents `[T, Q]`; None in dense attention.
 
     In a layer without an indexer it is what nobody reads: zeros, or on a GPU what the weights of the layer before make.
     Those are 9.4 MB of GLM-5.2, about 2 us to read, and a GPU that left them out would wait for its host.
     """
-    indexer, has = indexer_of(cfg), index_layers(cfg).has
+    if cfg.indexer is None:
+        return None
+    indexer, has = cfg.indexer, index_layers(cfg).has
 
     def made() -> IndexTokens:
         assert params is not None  # a stack that has indexers

@@ -3,10 +3,10 @@
 Where no query of a step sees more tokens than are chosen, all would be, and the step runs dense attention: the bits are
 those of DeepSeek-V3. Otherwise both modes do the same for each query row: scores of all cached tokens, the best of
 them, and absorbed attention to copies of their rows. Rows go in groups that bound the memory of scores and copies.
-Prefill of short requests masks attention to all tokens in place of copying (`masked.py`); the choice is the same.
+Prefill of short requests masks attention to all tokens in place of copying (`expanded.py`); the choice is the same.
 
-A GPU's program has no condition on device data, for which its host would wait in every layer. The batch says whether
-a query must choose. Where a layer has nothing to do, its rows see no tokens, and the kernels end at once.
+A GPU's program has no condition on device data, for which its host would wait in every layer. The batch's form says
+whether a query must choose. Where a layer has nothing to do, its rows see no tokens, and the kernels end at once.
 """
 
 import dataclasses
@@ -24,21 +24,30 @@ from dsv3.model.layers.attention import (
     Attend,
     Core,
     Places,
+    Projected,
     absorb,
-    decode_core,
     decode_places,
     decode_positions,
-    prefill_core,
     prefill_places,
     values_of,
     write_latents,
 )
-from dsv3.model.layers.indexer import IndexTokens, either, index_layers, indexer_of, lookup
+from dsv3.model.layers.indexer import IndexTokens, either, index_layers, indexer_of, lookup, shares_choice
 from dsv3.model.layers.linear import Index
-from dsv3.model.layers.masked import ChosenForm, masked_form
+from dsv3.model.params import AttentionParams
 from pallas_kernels import dsa
 from pallas_kernels.backend import Backend, asks_host, resolve_backend
 from pallas_kernels.search import search
+
+ChosenCore = Callable[[Projected, AttentionParams, Index, Index, jax.Array, jax.Array], jax.Array]
+"""Attends to chosen tokens: from tokens, parameters, layer, cache layer, pages and choice `[T, Kt]` to `[T, H, V]`."""
+
+
+class ChosenForm(NamedTuple):
+    """A way to attend to chosen tokens."""
+
+    attend: ChosenCore
+    copies: int  # rows of latents that it copies for a query
 
 
 @jax.tree_util.register_dataclass
@@ -78,33 +87,11 @@ def decode_rows(batch: DecodeBatch, page_size: int) -> Rows:
     return Rows(decode_places(batch, page_size), requests, visible, batch.page_table)
 
 
-def sparse_prefill_attend(
-    cfg: ModelConfig, batch: PrefillBatch, pages_per_layer: int, backend: Backend | None, number: int = 0
-) -> Attend:
-    """Attends in prefill; `number` is that of the micro-batch. The state is the page pool, or `SharedChoice`."""
-    dense, rows = prefill_core(cfg, batch, pages_per_layer, backend), prefill_rows(batch, cfg.page_size)
-    if not batch.expands:
-        sparse = _copying_form(cfg, rows, pages_per_layer, backend)
-        return _attend(cfg, rows, batch.chooses, pages_per_layer, backend, dense, sparse, number)
-    masked = masked_form(cfg, batch, rows.requests, rows.visible, pages_per_layer, backend)
-    rows = rows._replace(page_table=rows.page_table[:, : batch.expands // cfg.page_size])  # no request is longer
-    return _attend(cfg, rows, batch.chooses, pages_per_layer, backend, dense, masked, number)
-
-
-def sparse_decode_attend(
-    cfg: ModelConfig, batch: DecodeBatch, pages_per_layer: int, backend: Backend | None, heads: int, number: int = 0
-) -> Attend:
-    """Attends in decode, as `sparse_prefill_attend` does in prefill; `heads` is the number of heads on this device."""
-    dense, rows = decode_core(cfg, batch, pages_per_layer, backend, heads), decode_rows(batch, cfg.page_size)
-    sparse = _copying_form(cfg, rows, pages_per_layer, backend)
-    return _attend(cfg, rows, batch.chooses, pages_per_layer, backend, dense, sparse, number)
-
-
 def begin(cfg: ModelConfig, pages: Any, rows: tuple[int, ...]) -> Any:
     """Returns the attention state of a step whose micro-batches have `rows` rows each, from its pages."""
-    if cfg.indexer is None or not cfg.indexer.shared_layers:
+    if not shares_choice(cfg):
         return pages
-    return SharedChoice(pages, tuple(jnp.zeros((n, cfg.indexer.topk), jnp.int32) for n in rows))
+    return SharedChoice(pages, tuple(jnp.zeros((n, cfg.index_topk), jnp.int32) for n in rows))
 
 
 def pages_of(state: Any) -> Any:
@@ -112,20 +99,20 @@ def pages_of(state: Any) -> Any:
     return state.pages if isinstance(state, SharedChoice) else state
 
 
-def _attend(
+def sparse_attend(
     cfg: ModelConfig,
     rows: Rows,
-    chooses: bool | None,
+    must_choose: bool | jax.Array,
     pages_per_layer: int,
     backend: Backend | None,
     dense: Core,
     sparse: ChosenForm,
-    number: int,
+    number: int = 0,
 ) -> Attend:
-    best = indexer_of(cfg).topk
-    if rows.page_table.shape[1] * cfg.page_size <= best:
-        chooses = False
-    must_choose = (rows.visible > best).any() if chooses is None else chooses
+    """Attends to all tokens or, where a query `must_choose`, to chosen ones, once latents and index keys are written.
+
+    `number` is that of the micro-batch. The state is the page pool, or `SharedChoice`.
+    """
 
     def attend(tokens, params, layer, cache_layer, state):
         pages = _written(cfg, tokens, rows.places, cache_layer, pages_of(state), pages_per_layer, backend)
@@ -215,7 +202,7 @@ def _chooser(
     return lambda: jnp.where(has, choose(jnp.where(has, rows.visible, 0)), last)
 
 
-def _copying_form(cfg: ModelConfig, rows: Rows, pages_per_layer: int, backend: Backend | None) -> ChosenForm:
+def copying_form(cfg: ModelConfig, rows: Rows, pages_per_layer: int, backend: Backend | None) -> ChosenForm:
     """Attends in absorbed form to copies of the chosen tokens' latents."""
 
     def attend(tokens, params, layer, cache_layer, latents, chosen):

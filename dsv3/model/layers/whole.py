@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
 from dsv3.model.layers.attention import Attend, Projected, expand
+from dsv3.model.layers.indexer import shares_choice
 from dsv3.model.layers.linear import Index, Numerics
 from dsv3.model.layers.sparse import visible_pairs
 from dsv3.model.params import AttentionParams
@@ -31,8 +32,7 @@ def causal_attend(cfg: ModelConfig, batch: int, numerics: Numerics) -> Attend:
 
 def no_choice(cfg: ModelConfig, batch: int, length: int) -> jax.Array | None:
     """Returns the state before the first layer: which tokens see which, where layers share that, else None."""
-    shares = cfg.indexer is not None and cfg.indexer.shared_layers
-    return jnp.zeros((batch, length, length), jnp.bool) if shares else None
+    return jnp.zeros((batch, length, length), jnp.bool) if shares_choice(cfg) else None
 
 
 def attention_weights(

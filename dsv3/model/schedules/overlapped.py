@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsv3.model.decoder import LayerContext, Stack
+from dsv3.model.decoder import LayerContext, Residual, Stack
 from dsv3.model.layers.experts import Tally
 from dsv3.model.schedules.stages import MicroBatch, Routed
 from sharding.experts.exchange import Computed
@@ -39,8 +39,8 @@ from sharding.wire.collectives import in_program_order
 MIN_DECODE_TOKENS = 128
 MIN_PREFILL_TOKENS = 1024
 
-Streams = tuple[jax.Array, ...]
-"""Residual streams of the two micro-batches, [T, D] each."""
+Streams = tuple[Residual, ...]
+"""Residuals of the two micro-batches."""
 
 
 def worth_overlapping(tokens: int, devices: int, is_prefill: bool) -> bool:
@@ -154,12 +154,12 @@ def _micro_batches(stack: Stack, contexts: tuple[LayerContext, ...]) -> tuple[Mi
     return zero, one
 
 
-def _nothing(batch: MicroBatch, x: jax.Array) -> tuple[Routed, Computed]:
+def _nothing(batch: MicroBatch, x: Residual) -> tuple[Routed, Computed]:
     """Returns a micro-batch that has chosen no experts: combining it adds zero, and so does its shared expert."""
     context = dataclasses.replace(batch.context, valid=jnp.zeros_like(batch.context.valid))
-    routed = dataclasses.replace(batch, context=context).route(0, jnp.zeros_like(x))
+    routed = dataclasses.replace(batch, context=context).route(0, jax.tree.map(jnp.zeros_like, x))
     hop = batch.hops[0]
-    sums = jnp.zeros((hop.peers * hop.capacity, x.shape[1]), x.dtype)
+    sums = jnp.zeros((hop.peers * hop.capacity, routed.normed.shape[1]), routed.normed.dtype)
     behind = len(batch.hops) - 1 + (batch.parallel.transport.pairs is not None)
     return routed, Computed(sums, (jnp.zeros((), jnp.int32),) * behind)
 

@@ -16,7 +16,7 @@ from typing import Concatenate, NamedTuple
 import jax
 
 from dsv3.model import decoder
-from dsv3.model.decoder import LayerContext, Stack
+from dsv3.model.decoder import LayerContext, Residual, Stack
 from dsv3.model.layers import experts
 from dsv3.model.layers.attention import Projected
 from dsv3.model.layers.expert_parallel import ExpertParallel, count
@@ -102,13 +102,13 @@ class MicroBatch:
         return self.stack.experts(layer, self.context.numerics)
 
     @unit
-    def choose(self, layer: Index, x: jax.Array) -> tuple[jax.Array, Routing]:
-        """Runs norm and router: returns `x` normed [T, D], and the experts of its rows."""
-        normed = decoder.norm(x, self.stack.layers.post_norm, layer, self.context)
+    def choose(self, layer: Index, x: Residual) -> tuple[jax.Array, Routing]:
+        """Runs norm and router: returns what the experts work on, [T, D], and which ones of each row."""
+        normed = decoder.post_normed(self.stack, layer, self.context, x)
         return normed, decoder.choose_experts(self.stack, layer, self.context, normed)
 
     @unit
-    def route(self, layer: Index, x: jax.Array) -> Routed:
+    def route(self, layer: Index, x: Residual) -> Routed:
         """Runs norm and router, and queues the rows to send."""
         normed, routing = self.choose(layer, x)
         rows = self.parallel.address(normed, routing, self.experts(layer))
@@ -164,8 +164,8 @@ class MicroBatch:
 
     @named
     def finish_combine(
-        self, layer: Index, x: jax.Array, routed: Routed, combining: Combining, shared: jax.Array | None
-    ) -> tuple[jax.Array, Tally]:
+        self, layer: Index, x: Residual, routed: Routed, combining: Combining, shared: jax.Array | None
+    ) -> tuple[Residual, Tally]:
         """Returns `x` after the MoE layer: what comes back, and the shared expert."""
         y = receive_back(combining.transfer, routed.queued, self.hops[0])
         overflows = (routed.queued.overflows, *combining.overflows)
@@ -175,13 +175,13 @@ class MicroBatch:
     def _finish_combine(
         self,
         layer: Index,
-        x: jax.Array,
+        x: Residual,
         y: jax.Array,
         ids: jax.Array,
         overflows: tuple[jax.Array, ...],
         shared: jax.Array | None,
-    ) -> tuple[jax.Array, Tally]:
-        y = self.parallel.shards.join(y, x.shape[0])
+    ) -> tuple[Residual, Tally]:
+        y = self.parallel.shards.join(y, ids.shape[0])
         tally = Tally(count(ids, self.stack.moe.router.shape[1]), total(overflows))
         return decoder.add_experts(self.stack, layer, self.context, x, y, shared), tally
 
@@ -207,17 +207,17 @@ class MicroBatch:
         return decoder.shared_expert(self.stack, layer, self.context, normed)
 
     @unit
-    def add(self, layer: Index, x: jax.Array, y: jax.Array, shared: jax.Array | None) -> jax.Array:
-        """Returns the residual stream after the experts [T, D]."""
+    def add(self, layer: Index, x: Residual, y: jax.Array, shared: jax.Array | None) -> Residual:
+        """Returns the residual after the experts."""
         return decoder.add_experts(self.stack, layer, self.context, x, y, shared)
 
     @unit
-    def attention(self, layer: Index, x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Runs the whole attention block: returns the residual stream and the pages."""
+    def attention(self, layer: Index, x: Residual, pages: jax.Array) -> tuple[Residual, jax.Array]:
+        """Runs the whole attention block: returns the residual and the pages."""
         return decoder.attention_block(self.stack, layer, self.context, x, pages)
 
     @unit
-    def project(self, layer: Index, x: jax.Array) -> Projected:
+    def project(self, layer: Index, x: Residual) -> Projected:
         """Runs the part of attention before its core."""
         return decoder.queries(self.stack, layer, self.context, x)
 
@@ -227,7 +227,7 @@ class MicroBatch:
         return decoder.core(self.stack, layer, self.context, tokens, pages)
 
     @unit
-    def output(self, layer: Index, x: jax.Array, heads: jax.Array) -> tuple[jax.Array, Routed]:
+    def output(self, layer: Index, x: Residual, heads: jax.Array) -> tuple[Residual, Routed]:
         """Runs the part of attention after its core, and the router."""
         x = decoder.output(self.stack, layer, self.context, x, heads)
         return x, self.route(layer, x)

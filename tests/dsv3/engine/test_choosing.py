@@ -16,82 +16,102 @@ from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.config.device_rates import PEAKS, peaks_of
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import ModelConfig
-from dsv3.engine import crossover
 from dsv3.engine.device import choosing
+from dsv3.engine.device.layout import Layout
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.job import StepCommand
 from dsv3.engine.jobs import decode, draft_module, prefill
 from dsv3.engine.parts import Parts
+from dsv3.model import AttentionForm, forms
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS
 from tests.dsv3.engine.driving import request, run
 
-TOPK = 90
+LONGEST = 90
+ANY, NEW, EXPANDED, ABSORBED, TOPK_EXPANDED, TOPK = AttentionForm
+
+
+class OnPaper(Layout):
+    """What of a layout says which programs there are."""
+
+    platform, peaks = "cuda", PEAKS["H200"]
+
+    def __init__(self, model: ModelConfig, cfg: EngineConfig, overlaps: Any) -> None:
+        self.model_cfg, self.cfg = model, cfg
+        self.functions = types.SimpleNamespace(overlaps=overlaps)  # type: ignore[assignment]
 
 
 def layout(model: ModelConfig = DEEPSEEK_V32, platform: str = "cuda", length: int = 4096, overlaps: Any = None) -> Any:
-    """What of a layout says which programs there are."""
     cfg = EngineConfig(max_model_len=length, num_pages=5000, max_num_batched_tokens=4096, cache_dtype="bfloat16")
-    return types.SimpleNamespace(
-        model_cfg=model,
-        cfg=cfg,
-        platform=platform,
-        peaks=PEAKS["H200"],
-        functions=types.SimpleNamespace(overlaps=overlaps),
-    )
+    found = OnPaper(model, cfg, overlaps)
+    found.platform = platform
+    return found
 
 
 def test_a_gpu_has_two_programs_where_requests_may_be_longer_than_the_choice() -> None:
-    assert choosing.choices(layout()) == (False, True)
-    assert choosing.choices(layout(length=2048)) == (False,)
-    assert choosing.choices(layout(length=2049)) == (False, True)
-    assert choosing.choices(layout(platform="cpu")) == choosing.choices(layout(DEEPSEEK_V3)) == (None,)
+    assert choosing.decode_forms(layout()) == [ABSORBED, TOPK]
+    assert choosing.decode_forms(layout(length=2048)) == [ABSORBED]
+    assert choosing.decode_forms(layout(length=2049)) == [ABSORBED, TOPK]
+    assert choosing.decode_forms(layout(DEEPSEEK_V3)) == [ABSORBED]
+    assert choosing.decode_forms(layout(platform="cpu")) == [ANY]
 
 
 def test_the_longest_query_says_which() -> None:
-    assert [choosing.chooses(layout(), n) for n in (1, 2048, 2049, choosing.ANY_LENGTH)] == [False, False, True, True]
-    assert choosing.chooses(layout(length=2048), choosing.ANY_LENGTH) is False
-    assert choosing.chooses(layout(platform="cpu"), 9999) is None
+    found = [choosing.decode_form(layout(), n) for n in (1, 2048, 2049, choosing.ANY_LENGTH)]
+    assert found == [ABSORBED, ABSORBED, TOPK, TOPK]
+    assert choosing.decode_form(layout(length=2048), choosing.ANY_LENGTH) is ABSORBED
+    assert choosing.decode_form(layout(DEEPSEEK_V3), choosing.ANY_LENGTH) is ABSORBED
+    assert choosing.decode_form(layout(platform="cpu"), 9999) is ANY
 
 
 @pytest.mark.parametrize(
     ("has_context", "longest", "keys", "wanted"),
     [
-        (False, 2048, 4096, (False, False, 0)),
-        (True, 2048, 99_968, (True, False, 0)),
-        (False, 2049, 2112, (True, True, 12_160)),
-        (True, 12_160, 12_160, (True, True, 12_160)),
-        (True, 4000, 12_224, (True, True, 0)),
-        (False, 2049, choosing.ANY_LENGTH, (True, True, 0)),
+        (False, 2048, 4096, NEW),
+        (True, 2048, 99_968, ABSORBED),
+        (False, 2049, 2112, TOPK_EXPANDED),
+        (True, 12_160, 12_160, TOPK_EXPANDED),
+        (True, 4000, 12_224, TOPK),
+        (False, 2049, choosing.ANY_LENGTH, TOPK),
     ],
 )
-def test_prompts_have_four_programs(has_context: bool, longest: int, keys: int, wanted: tuple[bool, bool, int]) -> None:
+def test_prompts_have_four_programs(has_context: bool, longest: int, keys: int, wanted: AttentionForm) -> None:
     """Queries that choose take new tokens and cached ones alike, so context makes no difference to them."""
-    about = 4096, has_context, longest, keys
-    found = prefill.variant_for(layout(length=32_768), *about)
-    assert found == wanted
-    assert found.number == wanted[0] + 2 * wanted[1] + 4 * (wanted[2] > 0)
-    looking = prefill.variant_for(layout(platform="cpu"), *about)
-    assert looking == (True, None, 0) and looking.number == 1
-    assert prefill.variant_for(layout(DEEPSEEK_V3), *about) == (has_context, None, 0)
+    about, long = (4096, has_context, longest, keys), layout(length=32_768)
+    assert choosing.prefill_forms(long, 4096) == [NEW, ABSORBED, TOPK_EXPANDED, TOPK]
+    assert choosing.prefill_form(long, *about) is wanted
+    assert choosing.prefill_form(layout(platform="cpu"), *about) is ANY
+    assert choosing.prefill_forms(layout(platform="cpu"), 4096) == [ANY]
+    assert choosing.prefill_form(layout(DEEPSEEK_V3), *about) is (ABSORBED if has_context else NEW)
 
 
 def test_the_room_is_that_of_what_may_come_and_of_a_micro_batch() -> None:
     """Few tokens do not pay for the keys of all."""
     long = functools.partial(layout, length=32_768)
-    assert [choosing.masked_room(long(), size) for size in (64, 1024, 4096)] == [0, 8320, 12_160]
-    assert choosing.masked_room(long(overlaps=lambda _: True), 4096) == choosing.masked_room(long(), 2048) == 10_240
-    assert choosing.masked_room(long(platform="cpu"), 4096) == choosing.masked_room(long(DEEPSEEK_V3), 4096) == 0
+    assert [choosing.room(long(), size, TOPK_EXPANDED) for size in (64, 1024, 4096)] == [0, 8320, 12_160]
+    assert choosing.prefill_forms(long(), 64) == [NEW, ABSORBED, TOPK]
+    halves = choosing.room(long(overlaps=lambda _: True), 4096, TOPK_EXPANDED)
+    assert halves == choosing.room(long(), 2048, TOPK_EXPANDED) == 10_240
+    assert choosing.room(long(DEEPSEEK_V3), 4096, TOPK_EXPANDED) == choosing.room(long(), 4096, TOPK) == 0
 
 
 def test_the_expanded_program_has_room_for_a_wave_of_queries() -> None:
     """16 heads of 1,024 queries are 128 blocks; a request's longest text bounds the room, too."""
     long = functools.partial(layout, DEEPSEEK_V3, length=163_840)
-    assert [choosing.context_room(long(), size) for size in (64, 256, 1024, 4096)] == [0, 0, 131_072, 262_144]
-    assert choosing.context_room(long(overlaps=lambda _: True), 1024) == 65_536  # of a micro-batch
-    assert choosing.context_room(layout(DEEPSEEK_V3, length=2048), 4096) == 16 * 2048
-    assert choosing.context_room(long(platform="cpu"), 4096) == choosing.context_room(layout(), 4096) == 0
+    assert [choosing.room(long(), size, EXPANDED) for size in (64, 256, 1024, 4096)] == [0, 0, 131_072, 262_144]
+    assert choosing.prefill_forms(long(), 256) == [NEW, ABSORBED]
+    assert choosing.prefill_forms(long(), 1024) == [NEW, EXPANDED, ABSORBED]
+    assert choosing.room(long(overlaps=lambda _: True), 1024, EXPANDED) == 65_536  # of a micro-batch
+    assert choosing.room(layout(DEEPSEEK_V3, length=2048), 4096, EXPANDED) == 16 * 2048
+    assert choosing.room(layout(), 4096, EXPANDED) == 0
+
+
+def test_the_table_has_each_form_once_and_a_form_without_topk_needs_no_indexer() -> None:
+    assert list(forms.FORMS) == list(AttentionForm)
+    for form, row in forms.FORMS.items():
+        assert forms.applies(form, DEEPSEEK_V3, "cuda", 10**6) == (form is not ANY and not row.use_topk)
+        assert forms.applies(form, DEEPSEEK_V32, "cpu", 10**6) == (form is ANY)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +136,9 @@ def test_a_step_expands_cached_tokens_where_that_takes_less_time(new, cached, ex
         command = prefill._command([chunks, []], 4096, layout().cfg).part(range(2))
     assert command.pairs == sum(n * start for n, start in zip(new, cached, strict=True))
     about = layout(DEEPSEEK_V3, length=300_000), 4096, True, command.longest, command.keys, command.pairs
-    found = prefill.variant_for(*about)
-    assert found == ((True, None, 262_144) if expands else (True, None, 0)) and found.number == 1 + 4 * expands
-    assert prefill.variant_for(about[0], 4096, False, *about[3:]) == (False, None, 0)
+    assert choosing.prefill_form(*about) is (EXPANDED if expands else ABSORBED)
+    assert choosing.room(about[0], 4096, EXPANDED) == 262_144
+    assert choosing.prefill_form(about[0], 4096, False, *about[3:]) is NEW
 
 
 @settings(deadline=None)
@@ -134,9 +154,9 @@ def test_a_step_masks_only_where_all_its_tokens_have_room(stops: list[list[int]]
         sequence.tells_prompt = False
         command = prefill._command(chunks, 4096, layout().cfg)
     needed = max(sum(-(-stop // 64) * 64 for stop in mine) for mine in stops)
-    found = prefill.variant_for(layout(length=32_768), 4096, True, command.longest, command.keys)
+    found = choosing.prefill_form(layout(length=32_768), 4096, True, command.longest, command.keys)
     assert command.keys == needed
-    assert (found.expands > 0) == (command.longest > 2048 and needed <= 12_160)
+    assert (found is TOPK_EXPANDED) == (command.longest > 2048 and needed <= 12_160)
 
 
 def noting(engine: Engine) -> list[tuple[str, int, int]]:
@@ -173,14 +193,14 @@ def test_without_drafts_the_host_knows_exactly(engine: Engine) -> None:
 
 
 def strict(functions: StepFunctions) -> StepFunctions:
-    """The toy, whose answers are NaN where a batch says that no query must choose and one sees more than `TOPK`."""
+    """The toy, whose answers are NaN where a batch says that no query must choose and one sees more than `LONGEST`."""
 
     def checked(step: Any) -> Any:
         def run_step(params: Any, cfg: ModelConfig, batch: Any, pages: Any, *hidden: Any) -> Any:
             out = step(params, cfg, batch, pages, *hidden)
             seen = batch.lengths if hasattr(batch, "lengths") else jnp.diff(batch.cu_lengths) + batch.context_lengths
-            assert batch.chooses is not None
-            wrong = jnp.logical_and(not batch.chooses, (seen > TOPK).any())
+            assert batch.form in (ABSORBED, TOPK)
+            wrong = jnp.logical_and(batch.form is ABSORBED, (seen > LONGEST).any())
             return out._replace(hidden=jnp.where(wrong, jnp.nan, out.hidden))
 
         return run_step
@@ -194,13 +214,19 @@ def strict(functions: StepFunctions) -> StepFunctions:
 
 
 def test_with_drafts_the_host_counts_those_that_may_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of two drafts is right at two of three places; texts grow over `TOPK` in decode, then in prefill.
+    """A module of two drafts is right at two of three places; texts grow over `LONGEST` in decode, then in prefill.
 
     The drafts of a NaN are wrong, and a text of NaN fails. Each program is there for both cases, and both are used.
     """
-    for module in (decode, draft_module, prefill):
-        monkeypatch.setattr(module, "choices", lambda _: (False, True))
-        monkeypatch.setattr(module, "chooses", lambda _, longest: longest > TOPK)
+
+    def taken(longest: int) -> AttentionForm:
+        return TOPK if longest > LONGEST else ABSORBED
+
+    for module, phase in ((decode, "decode"), (draft_module, "decode"), (prefill, "prefill")):
+        monkeypatch.setattr(module, f"{phase}_forms", lambda *_: [ABSORBED, TOPK])
+    for module in (decode, draft_module):
+        monkeypatch.setattr(module, "decode_form", lambda _, longest: taken(longest))
+    monkeypatch.setattr(prefill, "prefill_form", lambda _, size, has_context, longest, *more: taken(longest))
     given = {"method": "mtp", "num_speculative_tokens": 2}
     limits = LIMITS | {"num_ranks": 1, "max_num_seqs": 1, "speculative_config": given, "tokens_per_row": 3}
     model = toy.toy_config(num_nextn_predict_layers=1)
@@ -213,8 +239,8 @@ def test_with_drafts_the_host_counts_those_that_may_be_right(monkeypatch: pytest
     assert all(devices <= host <= devices + 6 for _, devices, host in seen), "two steps of three tokens are in flight"
     used = engine.executor.devices.programs._compiled
     kinds = [(key.kind, key.variant) for key in used if key.kind in ("decode", "prefill") or key.kind.startswith("mtp")]
-    both = {(kind, n) for kind in ("decode", "mtp decode", "mtp prefill") for n in (0, 1)}
-    assert both | {("mtp chain", n) for n in (1, -1)} <= set(kinds)
+    both = {(kind, form) for kind in ("decode", "mtp decode", "mtp prefill") for form in (ABSORBED, TOPK)}
+    assert both | {("mtp chain", form) for form in (ABSORBED, TOPK)} <= set(kinds)
     assert engine.stats().pages_in_use == 0 and engine.failure is None
 
 
@@ -223,5 +249,5 @@ def test_the_forms_cross_where_the_device_says() -> None:
     kinds = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H20", "an unknown GPU")
     peaks = [peaks_of(kind) for kind in kinds]
     assert peaks == [PEAKS["H200"], PEAKS["H100"], PEAKS["H20"], PEAKS["H200"]]
-    rooms = [crossover.masked_room(DEEPSEEK_V32, each, "bfloat16", 4096) for each in peaks]
+    rooms = [forms.masked_room(DEEPSEEK_V32, each, "bfloat16", 4096) for each in peaks]
     assert rooms[2] < rooms[0] == rooms[3] < rooms[1]

@@ -1,11 +1,13 @@
 """The engine with a program that expands cached tokens, as on a GPU: transformers' texts, chunk by chunk."""
 
+import dataclasses
+
 import pytest
 
 from dsv3.config.options import EngineOptions
-from dsv3.engine import crossover
 from dsv3.engine.build import build_engine
-from dsv3.engine.device import choosing
+from dsv3.model import forms
+from dsv3.model.batch import AttentionForm
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.fewer import greedy_samplers, one_bucket
 from tests.dsv3.model.golden import DIRECTORY, data
@@ -13,9 +15,10 @@ from tests.dsv3.model.golden import DIRECTORY, data
 
 def test_chunks_take_the_program_that_the_host_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 tokens: without cached ones and after few absorbed, after more expanded, up to the room."""
-    monkeypatch.setattr(choosing, "LOOKING", ())
-    monkeypatch.setattr(crossover, "context_room", lambda *_: 256)
-    monkeypatch.setattr(crossover, "context_pays", lambda model, peaks, tokens, pairs, *_: pairs > 100)
+    monkeypatch.setattr(forms, "LOOKING", ())
+    costs = {"room": lambda *_: 256, "pays": lambda model, peaks, tokens, pairs, *_: pairs > 100}
+    row = dataclasses.replace(forms.FORMS[AttentionForm.EXPANDED], **costs)
+    monkeypatch.setitem(forms.FORMS, AttentionForm.EXPANDED, row)
     limits = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 16}
     with one_bucket(), greedy_samplers():
         engine = build_engine(DIRECTORY / "glm4_moe_lite", EngineOptions(**limits), progress=False)
@@ -31,5 +34,9 @@ def test_chunks_take_the_program_that_the_host_chooses(monkeypatch: pytest.Monke
     assert max(map(len, prompts)) > 32
     found = run(engine, *(request(str(i), p, max_tokens=6, ignore_eos=True) for i, p in enumerate(prompts)))
     assert [found[str(i)].tokens for i in range(6)] == golden["greedy"][2:8, :6].tolist()
-    assert {variant for kind, variant in taken if kind == "prefill"} == {1, 5}
+    assert {variant for kind, variant in taken if kind == "prefill"} == {
+        AttentionForm.NEW,
+        AttentionForm.ABSORBED,
+        AttentionForm.EXPANDED,
+    }
     assert (engine.stats().pages_in_use, engine.stats().recompilations) == (0, 0)

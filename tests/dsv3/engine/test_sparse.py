@@ -10,16 +10,15 @@ import pytest
 from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.checkpoint import save_hf
 from dsv3.config.options import EngineOptions
-from dsv3.engine import crossover
 from dsv3.engine.build import build_engine
 from dsv3.engine.description import describe
-from dsv3.engine.device import choosing
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs import decode, draft_module, prefill
 from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.kv_cache.layout import IndexedPages
 from dsv3.kv_cache.tiers import tiers
+from dsv3.model import AttentionForm, forms
 from pallas_kernels.backend import Backend
 from tests.dsv3.engine.driving import request, run
 from tests.dsv3.engine.fewer import one_bucket
@@ -55,9 +54,9 @@ def test_drafts_give_transformers_tokens(tmp_path: Path, monkeypatch: pytest.Mon
 
     All steps choose: the programs that do not are those of other tests.
     """
-    for module in (decode, draft_module, prefill):
-        monkeypatch.setattr(module, "choices", lambda _: (True,))
-        monkeypatch.setattr(module, "chooses", lambda *_: True)
+    for module, phase in ((decode, "decode"), (draft_module, "decode"), (prefill, "prefill")):
+        monkeypatch.setattr(module, f"{phase}_forms", lambda *_: [AttentionForm.TOPK])
+        monkeypatch.setattr(module, f"{phase}_form", lambda *_: AttentionForm.TOPK)
     params, cfg = with_module("deepseek_v32")
     save_hf(tmp_path / "drafting", cfg, params)
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
@@ -84,8 +83,9 @@ def reading(built: list[Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
     Texts begin below the 16 tokens that are chosen, and grow beyond. Prompts that choose are masked up to 128 tokens.
     It keeps pages in the host's memory, and waits for them.
     """
-    monkeypatch.setattr(choosing, "LOOKING", ())
-    monkeypatch.setattr(crossover, "masked_room", lambda *_: 128)
+    monkeypatch.setattr(forms, "LOOKING", ())
+    row = dataclasses.replace(forms.FORMS[AttentionForm.TOPK_EXPANDED], room=lambda *_: 128)
+    monkeypatch.setitem(forms.FORMS, AttentionForm.TOPK_EXPANDED, row)
     for name in ("LOOK_UP_S", "LOAD_S"):
         monkeypatch.setattr(tiers, name, 60.0)
     monkeypatch.setattr(tiers, "loading_pays", lambda *_: True)
@@ -99,14 +99,14 @@ def test_drafts_from_the_text_give_transformers_tokens(reading: Engine) -> None:
     assert texts(reading, prompts("glm_moe_dsa")[:12]) == data("glm_moe_dsa")["greedy"][:12].tolist()
     drafts, used = reading.stats().jobs["draft"], reading.executor.devices.programs.keys()
     assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
-    assert {key.variant for key in used if key.kind == "decode"} == {0, 1}
+    assert {key.variant for key in used if key.kind == "decode"} == {AttentionForm.ABSORBED, AttentionForm.TOPK}
 
 
 def test_a_prompt_from_the_cache_and_from_the_host_goes_on_alike(reading: Engine) -> None:
     """Index keys come with the latents: lost or stale ones would choose other tokens among the 192."""
     first = texts(reading, [LONG])
     used = reading.executor.devices.programs.keys()
-    assert {key.variant for key in used if key.kind == "prefill"} >= {3, 7}
+    assert {key.variant for key in used if key.kind == "prefill"} >= {AttentionForm.TOPK, AttentionForm.TOPK_EXPANDED}
     before = reading.stats()
     assert texts(reading, [LONG]) == first
     assert reading.stats().prefix_hits - before.prefix_hits == 192

@@ -1,7 +1,9 @@
 """Prefill after cached tokens in expanded form: the same answers as absorbed, however prompts are cut and batched."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.kv_cache.layout import FP8, pool
-from dsv3.model import PAGE_SIZE
-from dsv3.model.layers import context
+from dsv3.model import PAGE_SIZE, AttentionForm, PrefillBatch, prefill
+from dsv3.model.layers import expanded
+from tests.dsv3.model.golden import model
 from tests.dsv3.model.test_steps import POOL, TABLE, Cache, T
 
 TABLES = [[7, 2, 9, 4], [1, 8, 3, 0], [11, 5, 10, 6]]
@@ -22,12 +25,13 @@ class Expanding(Cache):
     """Attends in prefill in expanded form."""
 
     def _step(self, which, batch, live):
-        return super()._step(which, batch if which else dataclasses.replace(batch, expands=ROOM), live)
+        how = {} if which else {"form": AttentionForm.EXPANDED, "room": ROOM}
+        return super()._step(which, dataclasses.replace(batch, **how), live)
 
 
 @pytest.fixture(autouse=True)
 def half_of_the_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "heads_at_once", lambda heads, _: heads // 2)
+    monkeypatch.setattr(expanded, "heads_at_once", lambda heads, _: heads // 2)
 
 
 def answers(
@@ -57,8 +61,8 @@ def assert_alike(one: list[np.ndarray], other: list[np.ndarray]) -> None:
 @given(chunks)
 def test_both_forms_answer_alike(asked: list[list[int]]) -> None:
     """Some requests have no new tokens, some no cached ones; unwritten rows of pages are NaN."""
-    (absorbed, one), (expanded, other) = (answers(kind, asked) for kind in (Cache, Expanding))
-    assert_alike(absorbed, expanded)
+    (absorbed, one), (found, other) = (answers(kind, asked) for kind in (Cache, Expanding))
+    assert_alike(absorbed, found)
     np.testing.assert_allclose(one.pages, other.pages, rtol=1e-4, atol=1e-5)
 
 
@@ -70,8 +74,17 @@ def test_new_tokens_see_each_other_unrounded() -> None:
     assert 1e-4 < np.abs(whole[2] - rounded[2]).max() / np.abs(whole[2]).max() < 0.2
 
 
+@pytest.mark.parametrize(("form", "room"), [(AttentionForm.EXPANDED, 0), (AttentionForm.ABSORBED, ROOM)])
+def test_an_expanded_form_needs_room_and_no_other_has_some(form: AttentionForm, room: int) -> None:
+    params, cfg = model("deepseek_v3")
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    batch = PrefillBatch(ints((T,)), ints((T,)), ints((2,)), ints((1,)), ints((1, TABLE)), form, room)
+    with pytest.raises(ValueError, match=f"form {form.name} with room for {room} tokens"):
+        jax.eval_shape(lambda p, b, g: prefill(p, cfg, b, g), params, batch, pool(cfg, "float32", POOL))
+
+
 def test_heads_are_divided_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     mib = 2**20
-    assert [context.heads_at_once(128, n * mib) for n in (1, 8, 64, 300, 1024)] == [128, 128, 16, 2, 1]
-    assert context.heads_at_once(20, 200 * mib) == 5
+    assert [expanded.heads_at_once(128, n * mib) for n in (1, 8, 64, 300, 1024)] == [128, 128, 16, 2, 1]
+    assert expanded.heads_at_once(20, 200 * mib) == 5

@@ -9,8 +9,8 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.kv_cache.layout import pool
-from dsv3.model import PrefillBatch, prefill
-from dsv3.model.layers import context
+from dsv3.model import AttentionForm, PrefillBatch, prefill
+from dsv3.model.layers import expanded
 from dsv3.model.params import abstract
 from pallas_kernels import bodies
 from pallas_kernels.aot import compile_to_read, lower_for
@@ -29,7 +29,8 @@ T, ROOM, POOL = 1024, 131_072, 2048
 def test_a_step_over_131072_tokens_makes_keys_and_values_of_a_few_heads() -> None:
     """16 of 64 heads: those of all would take 4.3 GB. A product and attention run once per group, in a counted loop."""
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    batch = PrefillBatch(ints((T,)), ints((T,)), ints((3,)), ints((2,)), ints((2, POOL)), expands=ROOM)
+    form = {"form": AttentionForm.EXPANDED, "room": ROOM}
+    batch = PrefillBatch(ints((T,)), ints((T,)), ints((3,)), ints((2,)), ints((2, POOL)), **form)
 
     def step(params, batch, pages):
         out = prefill(params, CFG, batch, pages, backend=Backend.MOSAIC)
@@ -44,4 +45,4 @@ def test_a_step_over_131072_tokens_makes_keys_and_values_of_a_few_heads() -> Non
     assert hlo.parse(text).host_waits == ()
     latents = ROOM * CFG.latent_dim * 2
     own = T * CFG.num_attention_heads * 2 * (2 * CFG.qk_head_dim + 2 * CFG.v_head_dim)
-    assert compiled.memory_analysis().temp_size_in_bytes < context.BYTES_AT_ONCE + 2 * latents + 2 * own
+    assert compiled.memory_analysis().temp_size_in_bytes < expanded.BYTES_AT_ONCE + 2 * latents + 2 * own

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dsv3.config.engine import pages_for
 from dsv3.config.model import PAGE_SIZE
 from dsv3.kv_cache.layout import IndexedPages, pool
-from dsv3.model import PrefillBatch, prefill
-from dsv3.model.layers.masked import pack
+from dsv3.model import AttentionForm, PrefillBatch, prefill
+from dsv3.model.layers.expanded import pack
 from dsv3.model.params import Params, abstract
 from tests.dsv3.model import needle
 
@@ -53,7 +53,8 @@ def steps(
             tokens[ends[row] : ends[row + 1]] = texts[row, start : start + count]
         keys = sum(PAGE_SIZE * pages_for(int(n), PAGE_SIZE) for n in (done + counts)[counts > 0])
         masked = 0 < keys <= room
-        batch = PrefillBatch(tokens, positions, ends, done.copy(), TABLES, chooses=True, expands=ROOM * masked)
+        form = AttentionForm.TOPK_EXPANDED if masked else AttentionForm.TOPK
+        batch = PrefillBatch(tokens, positions, ends, done.copy(), TABLES, form, ROOM * masked)
         hidden, pages = step(params(), batch, pages)
         done += counts
         forms.add(masked)

@@ -12,7 +12,7 @@ from dsv3.model.decoder import LayerContext
 from dsv3.model.layers.linear import Numerics
 from dsv3.model.layers.rope import rotation
 from dsv3.model.layers.whole import causal_attend
-from dsv3.model.steps import predict_decode, predict_prefill
+from dsv3.model.steps import predict
 from tests.dsv3.model.golden import data, model, relative_error, run
 
 MEMBER = "deepseek_v3"
@@ -74,8 +74,8 @@ class Served:
         cfg = self._cfg
         self._pages = jnp.full((cfg.num_cache_layers * POOL, PAGE_SIZE, cfg.latent_dim), jnp.nan)
         self._table = jnp.asarray([PAGES], jnp.int32)
-        self._prefill = jax.jit(lambda p, batch, pages, hidden: predict_prefill(p, cfg, batch, pages, hidden))
-        self._decode = jax.jit(lambda p, batch, pages, hidden: predict_decode(p, cfg, batch, pages, hidden))
+        self._prefill = jax.jit(lambda p, batch, pages, hidden: predict(p, cfg, batch, pages, hidden))
+        self._decode = jax.jit(lambda p, batch, pages, hidden: predict(p, cfg, batch, pages, hidden))
         self.prompt = np.zeros((0, cfg.hidden_size), np.float32)
 
     def prefill(self, start: int, hidden: np.ndarray, following: np.ndarray) -> np.ndarray:

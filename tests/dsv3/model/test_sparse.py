@@ -10,9 +10,9 @@ import pytest
 
 from dsv3.config.model import ModelConfig
 from dsv3.kv_cache.layout import FP8, IndexedPages, pool, token_bytes
-from dsv3.model import PAGE_SIZE, DecodeBatch, PrefillBatch, decode, logits, prefill
+from dsv3.model import PAGE_SIZE, AttentionForm, DecodeBatch, PrefillBatch, decode, logits, prefill
 from dsv3.model.params import AttentionParams, Params, abstract
-from dsv3.model.steps import predict_prefill
+from dsv3.model.steps import predict
 from pallas_kernels import dsa
 from pallas_kernels.dsa import attend
 from tests.dsv3.model import needle, test_steps
@@ -24,18 +24,18 @@ FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 
 
 class SparseCache(Cache):
-    """Drives the steps of a model with sparse attention, whose pool has index keys too; `chooses` is the batches'."""
+    """Drives the steps of a model with sparse attention, whose pool has index keys too; `form` is the batches'."""
 
-    def __init__(self, family: str, tables: list[list[int]], cache_dtype: str = "float32", chooses: bool | None = None):
+    def __init__(self, family: str, tables: list[list[int]], cache_dtype: str = "float32", form=AttentionForm.ANY):
         super().__init__(family, tables)
-        self.chooses = chooses
+        self.form = form
         shapes = pool(self.cfg, cache_dtype, POOL)
         self.pages = jax.tree.map(
             lambda s: jnp.full(s.shape, 0xFF if s.dtype == jnp.uint8 else jnp.nan, s.dtype), shapes
         )
 
     def _step(self, which: int, batch, live: int) -> np.ndarray:
-        return super()._step(which, dataclasses.replace(batch, chooses=self.chooses), live)
+        return super()._step(which, dataclasses.replace(batch, form=self.form), live)
 
 
 def expected(family: str) -> tuple[np.ndarray, np.ndarray]:
@@ -45,11 +45,11 @@ def expected(family: str) -> tuple[np.ndarray, np.ndarray]:
     return tokens[row], np.asarray(run(*model(family), tokens).logits[row])
 
 
-@pytest.mark.parametrize(("family", "chooses"), [("deepseek_v32", True), ("glm_moe_dsa", None)])
-def test_chunks_and_decode_equal_the_full_pass(family: str, chooses: bool | None) -> None:
+@pytest.mark.parametrize(("family", "form"), [("deepseek_v32", AttentionForm.TOPK), ("glm_moe_dsa", AttentionForm.ANY)])
+def test_chunks_and_decode_equal_the_full_pass(family: str, form: AttentionForm) -> None:
     """Steps are told that queries choose, those of short texts too, or look while they run."""
     tokens, wanted = expected(family)
-    cache = SparseCache(family, [[3, 9], [5, 1]], chooses=chooses)
+    cache = SparseCache(family, [[3, 9], [5, 1]], form=form)
     both = cache.prefill([(0, tokens[:20]), (1, tokens[:10])])
     close(both[0], wanted[:20])
     close(both[1], wanted[:10])
@@ -123,7 +123,7 @@ def test_a_table_of_pages_that_holds_no_more_than_is_chosen_needs_no_choice() ->
 
     chunk = PrefillBatch(ints((29,)), ints((29,)), ints((2,)), ints((1,)), ints((1, 2)))
     for step, given in ((prefill, chunk), (decode, DecodeBatch(ints((1, 1)), ints((1,)), ints((1, 2))))):
-        none, all_ = (dataclasses.replace(given, chooses=chooses) for chooses in (False, True))
+        none, all_ = (dataclasses.replace(given, form=AttentionForm[name]) for name in ("ABSORBED", "TOPK"))
         alike = {traced(step, enough, given), traced(step, enough, all_), traced(step, few, none)}
         assert len(alike) == 1 and traced(step, few, given) not in alike
 
@@ -132,7 +132,7 @@ def test_fp8_pages_follow_the_training_form() -> None:
     """Rounded scores choose a few other tokens; wrong ones, or keys that are read otherwise, would choose most."""
     golden = data("deepseek_v32")
     tokens, wanted, dense = (golden[name][0] for name in ("input_ids", "logits", "dense"))
-    cache = SparseCache("deepseek_v32", [[3, 1]], FP8, chooses=True)
+    cache = SparseCache("deepseek_v32", [[3, 1]], FP8, AttentionForm.TOPK)
     assert cache.pages.keys.dtype == cache.pages.latents.dtype == jnp.uint8
     got = [cache.prefill([(0, tokens[:30])])[0], cache.prefill([(0, tokens[30:44])])[0]]
     got = np.concatenate([*got, *(cache.decode({0: tokens[i : i + 1]})[0] for i in range(44, len(tokens)))])
@@ -170,13 +170,13 @@ def answer(cfg: ModelConfig, params: Params) -> int:
     table = jnp.arange(-(-needle.LENGTH // PAGE_SIZE), dtype=jnp.int32)[None]
     pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), pool(cfg, "float32", table.shape[1]))
     params, programs = jax.tree.map(jnp.asarray, params), test_steps.programs(cfg)
-    chooses = True  # in every step; without the dense path a program takes less to compile
+    form = AttentionForm.TOPK  # in every step; without the dense path a program takes less to compile
     for start in range(0, needle.LENGTH - 1, rows):
         positions = jnp.arange(start, start + rows, dtype=jnp.int32)
         ends, context = jnp.array([0, rows], jnp.int32), jnp.array([start], jnp.int32)
-        chunk = PrefillBatch(jnp.asarray(tokens[start : start + rows]), positions, ends, context, table, True, chooses)
+        chunk = PrefillBatch(jnp.asarray(tokens[start : start + rows]), positions, ends, context, table, form)
         pages = programs[0](params, chunk, pages).pages
-    last = DecodeBatch(jnp.asarray(tokens[None, -1:]), jnp.array([needle.LENGTH], jnp.int32), table, chooses)
+    last = DecodeBatch(jnp.asarray(tokens[None, -1:]), jnp.array([needle.LENGTH], jnp.int32), table, form)
     return int(programs[2](params, programs[1](params, last, pages).hidden)[0, 0].argmax())
 
 
@@ -207,11 +207,11 @@ def test_an_mtp_module_chooses_by_its_own_indexer_and_rows_go_in_groups(monkeypa
     padded = np.pad(tokens[: length + 1], (0, 20))
 
     def both(params: Params, pages: IndexedPages) -> jax.Array:
-        batch = PrefillBatch(jnp.asarray(padded[:-1]), positions, ends, context, table, chooses=True)
+        batch = PrefillBatch(jnp.asarray(padded[:-1]), positions, ends, context, table, AttentionForm.TOPK)
         assert dsa.rows_at_once(pages.latents, table, cfg.indexer.topk) == 7
         out = prefill(params, cfg, batch, pages)
         following = dataclasses.replace(batch, tokens=jnp.asarray(padded[1:]))
-        module = predict_prefill(params, cfg, following, out.pages, out.hidden)
+        module = predict(params, cfg, following, out.pages, out.hidden)
         return logits(params, cfg, module.hidden[:length])
 
     close(np.asarray(jax.jit(both)(params, pages)), wanted)

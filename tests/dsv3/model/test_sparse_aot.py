@@ -11,7 +11,7 @@ import pytest
 from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.config.model import IndexerConfig
 from dsv3.kv_cache.layout import FP8, IndexedPages, pool
-from dsv3.model import DecodeBatch, PrefillBatch, decode, prefill
+from dsv3.model import AttentionForm, DecodeBatch, PrefillBatch, decode, prefill
 from dsv3.model.params import abstract
 from pallas_kernels import bodies
 from pallas_kernels.aot import compile_to_read, lower_for
@@ -30,9 +30,9 @@ CFG = dataclasses.replace(
 POOL, TABLE = 8, 4
 
 ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-PREFILL = PrefillBatch(ints((64,)), ints((64,)), ints((3,)), ints((2,)), ints((2, TABLE)), chooses=True)
-MASKED = dataclasses.replace(PREFILL, expands=128)
-DECODE = DecodeBatch(ints((4, 1)), ints((4,)), ints((4, TABLE)), chooses=True)
+PREFILL = PrefillBatch(ints((64,)), ints((64,)), ints((3,)), ints((2,)), ints((2, TABLE)), AttentionForm.TOPK)
+MASKED = dataclasses.replace(PREFILL, form=AttentionForm.TOPK_EXPANDED, room=128)
+DECODE = DecodeBatch(ints((4, 1)), ints((4,)), ints((4, TABLE)), AttentionForm.TOPK)
 
 
 def step(which, params, batch, pages):
@@ -61,11 +61,11 @@ def test_no_step_that_chooses_waits_for_the_host(which, batch, kernel, monkeypat
 def test_a_step_that_need_not_choose_is_dense() -> None:
     """It scores nothing and asks nothing; a step that looks while it runs, as on a CPU, asks in each layer."""
 
-    def traced(chooses: bool | None) -> Any:
-        arguments = abstract(CFG, jnp.bfloat16), dataclasses.replace(DECODE, chooses=chooses), pool(CFG, FP8, POOL)
+    def traced(form: AttentionForm) -> Any:
+        arguments = abstract(CFG, jnp.bfloat16), dataclasses.replace(DECODE, form=form), pool(CFG, FP8, POOL)
         return jax.make_jaxpr(functools.partial(step, decode))(*arguments).jaxpr
 
-    dense, looking = traced(False), traced(None)
+    dense, looking = traced(AttentionForm.ABSORBED), traced(AttentionForm.ANY)
     assert "dsa_scores" not in str(dense) and conditions(dense) == 0
     assert "dsa_scores" in str(looking) and conditions(looking) == 2
 

@@ -1,5 +1,6 @@
 """The served steps: however a sequence is cut, batched and padded, they equal the training form."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
-from dsv3.config.model import ModelConfig
-from dsv3.model import PAGE_SIZE, DecodeBatch, PrefillBatch, abstract, decode, logits, prefill
+from dsv3.config.model import LayerGroup, ModelConfig
+from dsv3.model import PAGE_SIZE, DecodeBatch, PrefillBatch, abstract, declare, decode, logits, prefill
+from dsv3.model.decoder import Residual, Stack, embed, final_norm, run_layers
+from dsv3.model.forward import whole_sequences
 from tests.dsv3.model.golden import data, model, run
 
 POOL, TABLE = 12, 4  # pages per layer, pages of a request at most
@@ -171,3 +174,28 @@ def test_the_steps_of_61_layers_take_few_arguments() -> None:
         assert traced.out_info.hidden.shape[-1] == 7168
         assert traced.out_info.pages.shape == pages.shape
         assert traced.out_info.expert_counts.shape == (58, 256)
+
+
+class ExpertsFirst(ModelConfig):
+    """A model whose last layers are the dense ones."""
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        return LayerGroup("moe", 0, self.num_moe_layers), LayerGroup("dense", self.num_moe_layers, 1)
+
+
+def test_groups_of_layers_run_in_the_order_that_the_model_says() -> None:
+    params, cfg = model("deepseek_v3")
+    turned = ExpertsFirst(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)})
+    tokens, plain = expected("deepseek_v3", 0)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda spec: spec.shape, declare(turned))
+    context, x = whole_sequences(turned, 1, len(tokens), None), Residual.start(embed(params, tokens))
+    for layers, first in ((params.moe, 0), (params.dense, turned.num_moe_layers)):
+        x, _, _ = run_layers(Stack(layers, first), context, x, None)
+    wanted = np.asarray(logits(params, turned, final_norm(params, turned, x, None)))
+    assert np.abs(wanted - plain).max() > 0.1 * np.abs(plain).max()
+    close(np.asarray(run(params, turned, tokens[None]).logits[0]), wanted)
+    cache = Cache("deepseek_v3", [[3, 9]])
+    cache.cfg = turned
+    close(cache.prefill([(0, tokens[:50])])[0], wanted[:50])
+    close(cache.decode({0: tokens[50:51]})[0], wanted[50:51])

@@ -15,6 +15,7 @@ from dsv3.engine.device.programs import Key
 from dsv3.engine.limits import pages_of_one, staging_bytes
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
 from dsv3.engine.sizing import account_of
+from dsv3.model import AttentionForm
 from tests.tools.plan import command_lines
 from tests.tools.plan.command_lines import MODELS, Line
 from tools.plan.deployment import Deployment
@@ -73,6 +74,6 @@ def test_a_single_dense_layer_of_two_micro_batches_copies_no_pool() -> None:
     """XLA takes a loop over one layer apart; then one micro-batch reads the pool that the other writes to."""
     [line] = [line for line in command_lines.all_lines() if line.model == "Kimi-K2-Thinking"]
     layout, programs = command_lines.served(command_lines.shallow(MODELS[line.model]), line.machine, line.options)
-    program = programs.get(Key("decode", 256))
+    program = programs.get(Key("decode", 256, AttentionForm.ABSORBED))
     assert "micro_batch_1" in program.as_text()
     assert program.memory_analysis().temp_size_in_bytes < local_bytes(layout.pages) / 2

@@ -19,6 +19,7 @@ from configs.deployments import DECODE_EP144
 from dsv3.engine.device.programs import Key
 from dsv3.engine.device.working import largest
 from dsv3.engine.memory import local_bytes
+from dsv3.model import AttentionForm
 from pallas_kernels.multiprocessors import Multiprocessors, traced
 from sharding.experts.kind import Kind
 from sharding.experts.traffic import LayerRows
@@ -80,7 +81,7 @@ def test_a_pool_that_fills_the_memory_changes_no_program(laid_out, compiled, pla
 
     The program with the largest temporaries expands cached tokens; the largest results are the scores of decode.
     """
-    key = Key("prefill", 512, 5)
+    key = Key("prefill", 512, AttentionForm.EXPANDED)
     assert {key, compiled.run.key} <= set(largest(laid_out.engine, laid_out.programs.keys()))
     cfg = dataclasses.replace(laid_out.engine, num_pages=plan.memory.account.pages)
     served = dataclasses.replace(laid_out, engine=cfg).programs

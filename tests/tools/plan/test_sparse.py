@@ -8,7 +8,7 @@ from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import H200
 from dsv3.config.device_rates import PEAKS
-from dsv3.engine.crossover import masked_room
+from dsv3.model.forms import masked_room
 from tools.plan import roofline
 from tools.plan.attention import attended, index_weights
 from tools.plan.rates import MicroBatch, rates_of
@@ -90,7 +90,7 @@ def test_prompts_take_their_rows_in_groups_and_each_choice_a_multiprocessor() ->
 
 def test_masked_prompts_expand_all_tokens_once_and_attend_to_all_that_they_see() -> None:
     """The last 4,096 tokens of 10,000, with room for 10,240, by hand."""
-    copied, masked = (sparse_parts(MODEL, RATES, batch(4096, 7952, 5904, expands=room)) for room in (0, 10_240))
+    copied, masked = (sparse_parts(MODEL, RATES, batch(4096, 7952, 5904, room=room)) for room in (0, 10_240))
     assert copied is not None and masked is not None and masked.masked and not copied.masked
     assert (masked.scores, masked.choice, masked.copies) == (copied.scores, copied.choice, 0)
     token = 1.25 * 2 * 128 * 256 * 512 / (RATES.prefill_flops / 2)  # k_up and v_up are bfloat16
@@ -100,7 +100,7 @@ def test_masked_prompts_expand_all_tokens_once_and_attend_to_all_that_they_see()
     )
     assert masked.mask == pytest.approx((4096 * 2048 * 68 + 4096 * 10_240 / 8) / 4.8e12)
     assert masked.launches == pytest.approx(10 * 3e-6), "all scores, 168 MB, are there at once"
-    with_room, without = (batch(4096, 7952, 5904, expands=room) for room in (10_240, 0))
+    with_room, without = (batch(4096, 7952, 5904, room=room) for room in (10_240, 0))
     around = prefill_stages(MODEL, RATES, without)["attention"] - copied.seconds
     assert prefill_stages(MODEL, RATES, with_room)["attention"] == pytest.approx(masked.seconds + around - 4096 * token)
 
@@ -111,7 +111,7 @@ def test_at_the_room_both_forms_take_as_long(tokens: int, cache_dtype: str) -> N
     """The crossover has rates of its own, without launches: the plan's agree with it within a twentieth."""
     rates, room = rates_of(H200, MODEL, 108 / 132), masked_room(MODEL, PEAKS["H200"], cache_dtype, tokens)
     prompt = MicroBatch(tokens, room - tokens / 2, 32, cache_dtype=cache_dtype, fewest=room - tokens)
-    forms = [dataclasses.replace(prompt, expands=expands) for expands in (0, room)]
+    forms = [dataclasses.replace(prompt, room=each) for each in (0, room)]
     copied, masked = (prefill_stages(MODEL, rates, form)["attention"] for form in forms)
     assert copied / masked == pytest.approx(1, abs=0.05)
 

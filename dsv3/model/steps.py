@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.layout import IndexedPages, latents_of
+from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
 from dsv3.model.decoder import LayerContext, embed, final_norm, run_decoder
 from dsv3.model.layers.attention import Attend, decode_attend, decode_positions, prefill_attend
@@ -40,7 +40,7 @@ class StepOutput:
     overflows: Any
 
     @classmethod
-    def from_tally(cls, hidden: jax.Array, pages: jax.Array, tally: Tally | None) -> "StepOutput":
+    def from_tally(cls, hidden: jax.Array, pages: Pool, tally: Tally | None) -> "StepOutput":
         """Returns the output of a step whose experts gave `tally` by layer."""
         if tally is None:
             return cls(hidden, pages, None, None)
@@ -52,7 +52,7 @@ def prefill(
     params: Params,
     cfg: ModelConfig,
     batch: PrefillBatch,
-    pages: jax.Array,
+    pages: Pool,
     *,
     backend: Backend | None = None,
     routed: RoutedExperts = LOCAL_EXPERTS,
@@ -65,9 +65,9 @@ def prefill(
       params: the model, those of this device where `routed.shards` split it; activations have the dtype of
         `params.embed`.
       batch: see `PrefillBatch`. Padding rows write nothing; their hidden states mean nothing.
-      pages: `[num_cache_layers * pages_per_layer, 64, R + P]` of the dtype of the activations, or FP8 rows (uint8,
-        see `pallas_kernels.mla`); `IndexedPages` in a model with sparse attention. Donate it: the result's `pages` is
-        the same memory.
+      pages: an array per cache group (`dsv3.kv_cache.layout.pool`). Latents are `[num_cache_layers * pages_per_layer,
+        64, R + P]` of the dtype of the activations, or FP8 rows (uint8, see `pallas_kernels.mla`). Donate it: the
+        result's `pages` is the same memory.
       backend: implementation of the kernels, or None for the one that suits the device.
       routed: the routed experts, on this device unless an `ExpertParallel` carries rows to where they live.
       placement: where the replicas of the main model's experts stand, for `ExpertParallel`.
@@ -89,7 +89,7 @@ def decode(
     params: Params,
     cfg: ModelConfig,
     batch: DecodeBatch,
-    pages: jax.Array,
+    pages: Pool,
     *,
     backend: Backend | None = None,
     routed: RoutedExperts = LOCAL_EXPERTS,
@@ -116,7 +116,7 @@ def predict_prefill(
     params: Params,
     cfg: ModelConfig,
     batch: PrefillBatch,
-    pages: jax.Array,
+    pages: Pool,
     hidden: jax.Array,
     *,
     backend: Backend | None = None,
@@ -142,7 +142,7 @@ def predict_decode(
     params: Params,
     cfg: ModelConfig,
     batch: DecodeBatch,
-    pages: jax.Array,
+    pages: Pool,
     hidden: jax.Array,
     *,
     backend: Backend | None = None,
@@ -165,7 +165,7 @@ def predict_decode(
 def _prefill_context(
     cfg: ModelConfig,
     batch: PrefillBatch,
-    pages: Any,
+    pages: Pool,
     backend: Backend | None,
     routed: RoutedExperts,
     number: int = 0,
@@ -175,7 +175,7 @@ def _prefill_context(
     return LayerContext(
         cfg=cfg,
         rotation=rotation(cfg, batch.positions),
-        attend=_prefill_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, number),
+        attend=_prefill_attend(cfg, batch, pages_per_layer(cfg, pages), backend, number),
         valid=rows < batch.cu_lengths[-1],
         numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
@@ -185,7 +185,7 @@ def _prefill_context(
 def _decode_context(
     cfg: ModelConfig,
     batch: DecodeBatch,
-    pages: Any,
+    pages: Pool,
     backend: Backend | None,
     routed: RoutedExperts,
     number: int = 0,
@@ -196,7 +196,7 @@ def _decode_context(
     return LayerContext(
         cfg=cfg,
         rotation=rotation(cfg, positions),
-        attend=_decode_attend(cfg, batch, _pages_per_layer(cfg, pages), backend, heads, number),
+        attend=_decode_attend(cfg, batch, pages_per_layer(cfg, pages), backend, heads, number),
         valid=positions >= 0,
         numerics=Numerics.from_config(cfg, backend, batch.tokens.size // routed.shards.size),
         routed=routed,
@@ -219,12 +219,3 @@ def _decode_attend(
     if cfg.indexer is not None:
         return sparse_decode_attend(cfg, batch, pages_per_layer, backend, heads, number)
     return decode_attend(cfg, batch, pages_per_layer, backend, heads)
-
-
-def _pages_per_layer(cfg: ModelConfig, pages: Any) -> int:
-    if (cfg.indexer is not None) != isinstance(pages, IndexedPages):
-        raise ValueError("pages must be IndexedPages in a model with sparse attention, and in no other")
-    latents = latents_of(pages)
-    if latents.shape[0] % cfg.num_cache_layers:
-        raise ValueError(f"the {latents.shape[0]} pages of the pool must divide by {cfg.num_cache_layers} cache layers")
-    return latents.shape[0] // cfg.num_cache_layers

@@ -25,11 +25,10 @@ from dsv3.engine.job import EngineView, JobKind, Planned
 from dsv3.engine.jobs.page_aside import PagesAside
 from dsv3.engine.jobs.page_command import Copy, PagesCommand, value_rows
 from dsv3.engine.jobs.page_tiers import Opened, open_tiers, page_buckets
-from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.keys import Key as PageKey
-from dsv3.kv_cache.layout import page_bytes
+from dsv3.kv_cache.layout import page_bytes, put_in, take_out, value_shape
 from dsv3.kv_cache.tiers.far import FarTiers
 from dsv3.kv_cache.tiers.hosts import Hosts
 from dsv3.kv_cache.tiers.tiers import Batch, FarBatch, Fetch, HostTiers
@@ -229,7 +228,8 @@ class PagesPlanner:
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket and direction."""
     cfg, one = layout.cfg, value_shape(layout.model_cfg, layout.cfg.cache_dtype)
-    out, into = (functools.partial(body, num_pages=cfg.num_pages) for body in (take_out, put_in))
+    groups = layout.model_cfg.cache_groups(cfg.cache_dtype)
+    out, into = (functools.partial(body, groups) for body in (take_out, put_in))
     for count in page_buckets(page_bytes(layout.model_cfg, cfg.cache_dtype)):
         pages, values = layout.array(count), layout.array(count, *one.shape, dtype=one.dtype)
         yield layout.per_rank(Key(OUT, count), out, (layout.pages, pages), padding={1: -1})

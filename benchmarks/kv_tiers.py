@@ -225,7 +225,7 @@ def _bench(folder: Path, count: int) -> Iterator[Bench]:
     directory.put(keys, values)
     objects.put(keys, values)
     with ThreadPoolExecutor(THREADS) as pool:
-        tiers = Tiers((1, BATCH), arena, directory)
+        tiers = Tiers((1, BATCH), arena, directory, page_size=64)
         yield Bench(folder, keys, values, _memory(count), directory, arena, objects, tiers, pool)
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dsv3.config.model import PAGE_SIZE
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.tiers.arena import Arena
 from dsv3.kv_cache.tiers.counts import Rate, TierCounts, loading_pays
@@ -290,7 +289,8 @@ class Tiers(HostTiers):
         peers: FetchesPages | None = None,
         workers: Callable[[int, str], Executor] = ThreadPoolExecutor,
         now: Callable[[], float] = time.monotonic,
-        page_size: int = PAGE_SIZE,
+        *,
+        page_size: int,
     ) -> None:
         super().__init__(arena.value_bytes, buckets, page_size, now, Rate(now))
         self._arena, self._store, self._peers = arena, store, peers

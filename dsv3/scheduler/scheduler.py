@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.kv_cache.events.record import Cleared, Record, Spelled, Watch
+from dsv3.kv_cache.events import Cleared, Record, Spelled, Watch
 from dsv3.kv_cache.keys import Key, extend_keys, keys_behind, root_key
 from dsv3.kv_cache.page_cache import PageCache
 from dsv3.kv_cache.tiers.hosts import Hosts
@@ -29,7 +29,7 @@ from dsv3.scheduler.sequence import Sequence, State
 from dsv3.scheduler.slots import SlotTable
 
 if TYPE_CHECKING:
-    from dsv3.kv_cache.transfer.meetings import Meetings
+    from dsv3.kv_cache.transfer.server import Meetings
 
 
 class Scheduler:

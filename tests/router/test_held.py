@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.config.publishing import KvEventsConfig
-from dsv3.kv_cache.events.publisher import Publisher
-from dsv3.kv_cache.events.record import Cleared, Record, Removed, Spelled, Stored
-from dsv3.kv_cache.events.wire import Encoder
+from dsv3.kv_cache.event_publisher import Publisher
+from dsv3.kv_cache.events import Cleared, Encoder, Record, Removed, Spelled, Stored
 from dsv3.kv_cache.keys import extend_keys, root_key
 from router.held import Held, UnreadableEvents, read_batch, spelled_keys
 from router.instance import Booking, Instance

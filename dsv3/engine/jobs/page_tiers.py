@@ -6,17 +6,15 @@ from typing import NamedTuple
 from dsv3.config.identity import LAYOUT_VERSION
 from dsv3.config.options import split_address
 from dsv3.engine.parts import Parts
-from dsv3.kv_cache.events.record import Record, Watch, Where
+from dsv3.kv_cache.events import Record, Watch, Where
 from dsv3.kv_cache.layout import page_bytes
-from dsv3.kv_cache.tiers.arena import Arena, arena_bytes, cells_within
-from dsv3.kv_cache.tiers.shared_memory import SharedMemory
+from dsv3.kv_cache.tiers.arena import Arena, SharedMemory, arena_bytes, cells_within
 from dsv3.kv_cache.tiers.store import open_store
 from dsv3.kv_cache.tiers.tiers import Tiers
 from dsv3.kv_cache.transfer.client import Peers
-from dsv3.kv_cache.transfer.meetings import Meetings
 from dsv3.kv_cache.transfer.nixl import open_nixl
 from dsv3.kv_cache.transfer.protocol import VERSION, Hello
-from dsv3.kv_cache.transfer.server import PageServer
+from dsv3.kv_cache.transfer.server import Meetings, PageServer
 from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger(__name__)

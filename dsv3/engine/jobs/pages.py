@@ -29,8 +29,7 @@ from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.keys import Key as PageKey
 from dsv3.kv_cache.layout import page_bytes, put_in, take_out, value_shape
-from dsv3.kv_cache.tiers.far import FarTiers
-from dsv3.kv_cache.tiers.hosts import Hosts
+from dsv3.kv_cache.tiers.hosts import FarTiers, Hosts
 from dsv3.kv_cache.tiers.tiers import Batch, FarBatch, Fetch, HostTiers
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Sequence

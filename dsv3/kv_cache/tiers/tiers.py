@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.tiers.arena import Arena
+from dsv3.kv_cache.tiers.arena import Arena, Staging
 from dsv3.kv_cache.tiers.counts import Rate, TierCounts, loading_pays
-from dsv3.kv_cache.tiers.staging import Staging
 from dsv3.kv_cache.tiers.store import PageStore
 
 LOOK_UP_S = 0.5

@@ -14,24 +14,29 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 
-from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.tiers.counts import TierCounts
-from dsv3.kv_cache.tiers.value import HEADER_BYTES
+from dsv3.kv_cache.keys import HEADER_BYTES, Key
+from dsv3.kv_cache.tiers.counts import Carried, TierCounts
 from dsv3.kv_cache.transfer import protocol
-from dsv3.kv_cache.transfer.carriers import Carried
-from dsv3.kv_cache.transfer.meetings import Stage
 from dsv3.kv_cache.transfer.nixl import Reader
-from dsv3.kv_cache.transfer.protocol import Answer, Ask, Hello, Locate, Located, PeerError, Told, Want
-from dsv3.kv_cache.transfer.several import Land, fetch_from_any
+from dsv3.kv_cache.transfer.protocol import Answer, Ask, Hello, Land, Locate, Located, PeerError, Stage, Told, Want
 from dsv3.processes.certificates import credentials_of, tls_context
 
 COMES_S = 5.0
 """So long a meeting may be unknown: the router may hand the request to the decode instance first."""
+
 BEGINS_S = 30.0
 """So long a request may wait in the prefill instance before it is computed here."""
 
 _PAUSE_S = 0.02
+_ROUND_S = 0.05  # between two rounds of questions, while none of the processes has the next page
+_CONNECT_S = 3.0
+_MOST_IDLE = 16  # connections kept for the next fetch
+_AVOID_S = 10.0  # a peer that has failed
+_MOST_AVOIDED = 256
 _log = logging.getLogger(__name__)
+
+FetchOne = Callable[[str, Sequence[Key], float, Land], int]
+"""Fetches from one address; `dsv3.kv_cache.transfer.client.Peers.fetch` says how."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,12 +118,6 @@ class Finder:
             waits = [wait for wait in self._waits.pop(address, []) if not wait.found.done()]
         for wait in waits:
             wait.found.set_exception(PeerError(f"{address}: {error}"))
-
-
-_CONNECT_S = 3.0
-_MOST_IDLE = 16  # connections kept for the next fetch
-_AVOID_S = 10.0  # a peer that has failed
-_MOST_AVOIDED = 256
 
 
 class Peers:
@@ -311,3 +310,41 @@ class Peers:
             self._avoided.move_to_end(address)
             if len(self._avoided) > _MOST_AVOIDED:
                 self._avoided.popitem(last=False)
+
+
+def fetch_from_any(
+    fetch: FetchOne, addresses: Sequence[str], keys: Sequence[Key], patience_s: float, land: Land
+) -> int:
+    """Fetches pages of an instance of several processes, each of which gives those of its own ranks.
+
+    They come in the order of `keys` from whichever of `addresses` has them; returns how many have come. Asks one after
+    the other for the next page alone. Who gives it has most likely computed those behind it too, and is asked for all.
+    Waits `patience_s` for each page that nobody has yet. Raises OSError where pages are missing and an address has
+    failed; what came before has been landed.
+    """
+    came, last, left = 0, time.monotonic(), list(addresses)
+    failure: OSError | None = None
+
+    def note(key: Key, value: np.ndarray) -> None:
+        nonlocal came, last
+        land(key, value)
+        came, last = came + 1, time.monotonic()
+
+    while left and came < len(keys):
+        before = came
+        for address in list(left):
+            try:
+                if fetch(address, keys[came : came + 1], 0.0, note):
+                    fetch(address, keys[came:], patience_s, note)
+                    left.sort(key=address.__ne__)  # it is asked first from now on
+                    break
+            except OSError as error:
+                left.remove(address)
+                failure = error
+        if came == before:
+            if time.monotonic() - last > patience_s:
+                break
+            time.sleep(_ROUND_S)
+    if failure is not None and came < len(keys):
+        raise failure
+    return came

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.keys import ALIGNMENT, HEADER_BYTES, Key, aligned, read_header
 from dsv3.kv_cache.tiers.arena import Arena, Place
-from dsv3.kv_cache.tiers.value import ALIGNMENT, HEADER_BYTES, aligned, read_header
+from dsv3.kv_cache.tiers.counts import Carried
 from dsv3.kv_cache.transfer import protocol
-from dsv3.kv_cache.transfer.carriers import Carried
-from dsv3.kv_cache.transfer.several import Land
+from dsv3.kv_cache.transfer.protocol import Land
 
 _BUFFERS = 8  # fetches at a time; one on top of them goes by sockets
 _BUFFER_BYTES = 2**24  # three pages of DeepSeek-V3

@@ -18,14 +18,23 @@ in Hello, hears in Answer how, and asks where pages lie in place of wanting them
 
 import json
 import ssl
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
+import numpy as np
 
+from dsv3.kv_cache.keys import Header, Key, read_header
 from dsv3.kv_cache.tiers.arena import Place
-from dsv3.kv_cache.tiers.value import Header, read_header
-from dsv3.kv_cache.transfer.meetings import Stage
 from dsv3.processes import frames
 
+Stage = Literal["unknown", "queued", "begun", "gone"]
+"""No request has come; it waits; its pages are there or come step by step; it has left without having begun."""
+
+Land = Callable[[Key, np.ndarray], object]
+"""Takes a page that has come and verified; its array is written again after the call."""
+
+MAX_MEETING = 2**63 - 1
 VERSION = 2
 HAVE, NO_MORE = b"\x01", b"\x00"
 MAX_KEYS = 4096

@@ -2,6 +2,10 @@
 
 Nothing is reserved for anyone. A page lies in the host's memory like every other and leaves it by age; whoever comes
 too late computes it.
+
+A *meeting* is a request that a router hands to two instances at once, under a number (SGLang's `bootstrap_room`). The
+prefill instance notes here how far its request is, and the decode instance asks (`client.py`). Pages are named by their
+content and not by meetings, so a number that is wrong costs time and no answer.
 """
 
 import contextlib
@@ -9,22 +13,69 @@ import logging
 import socket
 import ssl
 import threading
+from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 
+from dsv3.kv_cache.keys import header_of
 from dsv3.kv_cache.tiers.arena import Arena, Place
-from dsv3.kv_cache.tiers.value import header_of
 from dsv3.kv_cache.transfer import protocol
-from dsv3.kv_cache.transfer.meetings import Meetings
 from dsv3.kv_cache.transfer.nixl import Shared
-from dsv3.kv_cache.transfer.protocol import Answer, Ask, Hello, Locate, Located, PeerError, Question, Told, Want
+from dsv3.kv_cache.transfer.protocol import Answer, Ask, Hello, Locate, Located, PeerError, Question, Stage, Told, Want
 from dsv3.processes.certificates import credentials_of, tls_context
 from dsv3.processes.strangers import Strangers, listen
 
 _MOST_PEERS = 256
 _MAX_WARNINGS = 20
 _PAUSE_S = 0.1  # after an error of accept, such as no free descriptor
+_MOST_MEETINGS = 2**16
 _log = logging.getLogger(__name__)
+
+
+class Meetings:
+    """The meetings of an instance whose processes give pages at `addresses`; any thread may ask.
+
+    The oldest are forgotten where there are too many. Requests without a meeting have None, which changes nothing.
+    """
+
+    def __init__(self, addresses: Sequence[str] = ()) -> None:
+        self.addresses = list(addresses)
+        self._lock = threading.Lock()
+        self._stages: OrderedDict[int, Stage] = OrderedDict()
+
+    def open(self, meeting: int | None) -> None:
+        """Notes that a request waits; a meeting that has begun stays so, as several prompts may share it."""
+        if meeting is None:
+            return
+        with self._lock:
+            if self._stages.get(meeting) != "begun":
+                self._note(meeting, "queued")
+
+    def begin(self, meeting: int | None) -> None:
+        """Notes that a request has a slot."""
+        if meeting is None:
+            return
+        with self._lock:
+            self._note(meeting, "begun")
+
+    def leave(self, meeting: int | None) -> None:
+        """Notes that a request has ended, wherever it was."""
+        if meeting is None:
+            return
+        with self._lock:
+            if self._stages.get(meeting) == "queued":
+                self._note(meeting, "gone")
+
+    def stages(self, meetings: Sequence[int]) -> list[Stage]:
+        """Returns how far each of `meetings` is."""
+        with self._lock:
+            return [self._stages.get(meeting, "unknown") for meeting in meetings]
+
+    def _note(self, meeting: int, stage: Stage) -> None:
+        self._stages[meeting] = stage
+        if len(self._stages) > _MOST_MEETINGS:
+            self._stages.popitem(last=False)
 
 
 class PageServer:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from dsv3.kv_cache.keys import header_of
 from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
-from dsv3.kv_cache.tiers.value import header_of
 from dsv3.kv_cache.transfer import protocol
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.protocol import Hello, PeerError

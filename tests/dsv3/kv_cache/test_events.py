@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from dsv3.config.publishing import KvEventsConfig, endpoint_of
-from dsv3.kv_cache.events.record import Record, Removed, Spelled, Stored
-from dsv3.kv_cache.events.wire import Encoder, hash_of
+from dsv3.kv_cache.events import Encoder, Record, Removed, Spelled, Stored, hash_of
 
 
 def key(i: int) -> bytes:

@@ -16,8 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from dsv3.config.publishing import KvEventsConfig, endpoint_of
-from dsv3.kv_cache.events.record import Record
-from dsv3.kv_cache.events.wire import Encoder
+from dsv3.kv_cache.events import Encoder, Record
 
 END = (-1).to_bytes(8, "big", signed=True)
 """The number behind the last batch of a replay."""

@@ -59,7 +59,7 @@ class Cleared(NamedTuple):
 Note = Spelled | Stored | Removed | Cleared
 
 
-class Batch:
+class QueuedBatch:
     """What was noted between two calls of `close`, and how many batches behind it were lost."""
 
     __slots__ = ("lost", "notes", "time")
@@ -75,14 +75,14 @@ class EventStats:
     dropped: int
 
 
-class Record:
+class EventQueue:
     """Batches that wait to be sent, `most` of them; the next ones are lost, and counted in `dropped`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = threading.Lock()
         self._open: list[Note] = []
-        self._closed: deque[Batch] = deque()
+        self._closed: deque[QueuedBatch] = deque()
         self.dropped = 0
 
     def note(self, note: Note) -> None:
@@ -95,23 +95,23 @@ class Record:
         with self._lock:
             if not self._open:
                 return
-            batch, self._open = Batch(self._open), []
+            batch, self._open = QueuedBatch(self._open), []
             if len(self._closed) < self._most:
                 self._closed.append(batch)
             else:
                 self._closed[-1].lost += 1
                 self.dropped += 1
 
-    def take(self) -> Batch | None:
+    def take(self) -> QueuedBatch | None:
         """Returns the oldest batch that has ended."""
         with self._lock:
             return self._closed.popleft() if self._closed else None
 
 
-class Watch(NamedTuple):
+class EventSource(NamedTuple):
     """Tells a record what happens in one place: a rank's prefix index, or a tier, which serves several ranks."""
 
-    record: Record
+    record: EventQueue
     medium: Medium
     rank: Where = None
 
@@ -167,7 +167,7 @@ def hash_of(key: Key) -> int:
     return int.from_bytes(key[:8], "big")
 
 
-class Encoder:
+class EventEncoder:
     """Turns batches into messages. It remembers what lately stored pages spell, for tiers know keys only."""
 
     def __init__(self, num_ranks: int, page_size: int) -> None:
@@ -175,7 +175,7 @@ class Encoder:
         self._spelled: OrderedDict[Key, Spelled] = OrderedDict()
         self._pack = msgspec.msgpack.Encoder()
 
-    def messages(self, batch: Batch) -> list[tuple[int, bytes]]:
+    def messages(self, batch: QueuedBatch) -> list[tuple[int, bytes]]:
         """Returns the payload for each rank that the batch says something about."""
         events: dict[int, list[Event]] = {}
         for note in batch.notes:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dsv3.kv_cache.events import Watch
+from dsv3.kv_cache.events import EventSource
 from dsv3.kv_cache.keys import Key
 
 
@@ -66,7 +66,7 @@ class PrefixIndex:
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._parked: OrderedDict[int, None] = OrderedDict()
-        self.watch: Watch | None = None  # hears of pages that cannot be found any more
+        self.watch: EventSource | None = None  # hears of pages that cannot be found any more
         self._holders: Holders | None = None
         self._rank = 0
 

@@ -30,7 +30,7 @@ from dsv3.engine.parts import Parts
 from dsv3.kv_cache.keys import Key as PageKey
 from dsv3.kv_cache.layout import page_bytes, put_in, take_out, value_shape
 from dsv3.kv_cache.tiers.hosts import FarTiers, Hosts
-from dsv3.kv_cache.tiers.tiers import Batch, FarBatch, Fetch, HostTiers
+from dsv3.kv_cache.tiers.tiers import FarBatch, Fetch, HostTiers, PageBatch
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Sequence
 from sharding.processes import local_part
@@ -52,7 +52,7 @@ class Incoming(NamedTuple):
 
     rank: int
     pages: list[int]
-    batch: Batch | FarBatch
+    batch: PageBatch | FarBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +212,7 @@ class PagesPlanner:
         batches = {rank: each.batch for rank, each in group.items()}
         return Copy(
             self._table({rank: each.pages for rank, each in group.items()}, size),
-            values={rank: batch.values for rank, batch in batches.items() if isinstance(batch, Batch)},
+            values={rank: batch.values for rank, batch in batches.items() if isinstance(batch, PageBatch)},
             loads={rank: batch.number for rank, batch in batches.items() if isinstance(batch, FarBatch)},
         )
 

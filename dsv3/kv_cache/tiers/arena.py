@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dsv3.kv_cache.events import Watch
+from dsv3.kv_cache.events import EventSource
 from dsv3.kv_cache.keys import HEADER_BYTES, Key, aligned, header_of, read_header
 
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
@@ -50,7 +50,7 @@ class Arena:
     What the memory holds already stays, as far as its headers are whole. `watch` hears what comes and goes.
     """
 
-    def __init__(self, memory: np.ndarray, value_bytes: int, num_cells: int, watch: Watch | None = None) -> None:
+    def __init__(self, memory: np.ndarray, value_bytes: int, num_cells: int, watch: EventSource | None = None) -> None:
         self._watch = watch
         start = aligned(num_cells * HEADER_BYTES)
         self.memory = memory

@@ -15,15 +15,15 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from dsv3.kv_cache.events import Medium, Note, Record, Removed, Stored, Watch
+from dsv3.kv_cache.events import EventQueue, EventSource, Medium, Note, Removed, Stored
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.tiers.counts import TierCounts, total
-from dsv3.kv_cache.tiers.tiers import Batch, FarBatch, HostTiers, LookUp, Tiers
+from dsv3.kv_cache.tiers.tiers import FarBatch, HostTiers, LookUp, PageBatch, Tiers
 
 # One message tells so many things, and each so many keys: at most 36 MB, of the 64 MiB that fit a frame. A memory that
 # is found again at the start tells all of its keys.
@@ -31,53 +31,26 @@ _MOST_AT_ONCE, _MOST_KEYS = 256, 4096
 _log = logging.getLogger(__name__)
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
-    """Loads a batch of `bucket` rows, and keeps it under the number until a command or `Drop` names it."""
+class Order(msgspec.Struct, frozen=True):
+    """What the process that schedules has the tiers of another one do.
 
-    number: int
-    keys: list[Key]
-    bucket: int
+    - load: a batch of `bucket` rows, kept under the number until a command or a drop names it;
+    - count: how many pages the store holds, from the first on;
+    - bring: pages of the instance at `address` to the host's memory;
+    - drop: a batch that nobody wants any more;
+    - rest: leave the store alone for a while;
+    - forget: pages that cannot be trusted, behind those that earlier steps have given;
+    - clear: the host's memory, behind what earlier steps have given.
+    """
 
-
-class Count(msgspec.Struct, frozen=True, tag=True):
-    """Asks the store how many pages it holds, from the first on."""
-
-    number: int
-    keys: list[Key]
-
-
-class Bring(msgspec.Struct, frozen=True, tag=True):
-    """Brings pages of another instance to the host's memory."""
-
-    number: int
-    keys: list[Key]
-    address: str
+    work: Literal["load", "count", "bring", "drop", "rest", "forget", "clear"]
+    number: int = -1
+    keys: list[Key] = []
+    bucket: int = 0
+    address: str = ""
 
 
-class Drop(msgspec.Struct, frozen=True, tag=True):
-    """Drops a batch that nobody wants any more."""
-
-    number: int
-
-
-class Rest(msgspec.Struct, frozen=True, tag=True):
-    """Leaves the store alone for a while."""
-
-
-class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Drops pages that cannot be trusted, behind those that earlier steps have given."""
-
-    keys: list[Key]
-
-
-class Clear(msgspec.Struct, frozen=True, tag=True):
-    """Empties the host's memory, behind what earlier steps have given."""
-
-
-Order = Load | Count | Bring | Drop | Rest | Forget | Clear
-
-
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class OrderResult(msgspec.Struct, frozen=True, tag=True):
     """What has come of the order with a number: so many pages, from the first on."""
 
     number: int
@@ -92,15 +65,15 @@ class Change(msgspec.Struct, frozen=True, tag=True):
     keys: list[Key]
 
 
-class Told(msgspec.Struct, frozen=True):
+class TierReport(msgspec.Struct, frozen=True):
     """What has happened since the last message, in order; the totals of each tier, and its bytes per second."""
 
-    happened: list[Answer | Change]
+    happened: list[OrderResult | Change]
     counts: dict[str, TierCounts]
     rates: dict[str, float]
 
 
-_decoder = msgspec.msgpack.Decoder(Told)
+_decoder = msgspec.msgpack.Decoder(TierReport)
 
 
 class Hosts:
@@ -145,7 +118,7 @@ class Hosts:
         return any(tiers.has_orders for tiers in self._tiers)
 
 
-class _Load(Future[FarBatch]):
+class _OrderedLoad(Future[FarBatch]):
     """A batch that has been ordered under a number."""
 
     def __init__(self, number: int) -> None:
@@ -161,7 +134,7 @@ class FarTiers(HostTiers):
 
     _orders_wait = True
 
-    def __init__(self, like: Tiers, events: Record | None, ranks: range) -> None:
+    def __init__(self, like: Tiers, events: EventQueue | None, ranks: range) -> None:
         super().__init__(like.value_bytes, like.buckets, like.page_size, like.now, like.compute_rate)
         self._like, self._events, self._ranks = like, events, ranks
         self._keys: set[Key] = set()
@@ -197,41 +170,41 @@ class FarTiers(HostTiers):
     def forget(self, keys: Sequence[Key]) -> None:
         """Drops pages whose content cannot be trusted."""
         self._keys.difference_update(keys)
-        self._orders.append(Forget(list(keys)))
+        self._orders.append(Order("forget", keys=list(keys)))
 
     def clear(self) -> None:
         """Empties the host's memory; a store, which others may share, stays as it is."""
         self._keys.clear()
-        self._orders.append(Clear())
+        self._orders.append(Order("clear"))
 
     def rest(self) -> None:
         """Leaves the store alone for a while: it has kept somebody waiting too long."""
         super().rest()
-        self._orders.append(Rest())
+        self._orders.append(Order("rest"))
 
     def begin_load(self, keys: Sequence[Key], bucket: int) -> Future[FarBatch]:
         """Orders a batch."""
-        load = _Load(next(self._numbers))
+        load = _OrderedLoad(next(self._numbers))
         self._finish[load.number] = lambda count: load.set_result(FarBatch(load.number, bucket, count))
-        self._orders.append(Load(load.number, list(keys), bucket))
+        self._orders.append(Order("load", load.number, list(keys), bucket))
         return load
 
-    def drop(self, load: "Future[Batch] | Future[FarBatch]") -> None:
+    def drop(self, load: "Future[PageBatch] | Future[FarBatch]") -> None:
         """Gives up a batch that nobody wants any more."""
-        assert isinstance(load, _Load)
+        assert isinstance(load, _OrderedLoad)
         self._finish.pop(load.number, None)
-        self._orders.append(Drop(load.number))
+        self._orders.append(Order("drop", load.number))
 
     def begin_count(self, keys: Sequence[Key]) -> Future[int]:
         """Orders to ask the store how many pages it holds, from the first on."""
         number, answer = self._question()
-        self._orders.append(Count(number, list(keys)))
+        self._orders.append(Order("count", number, list(keys)))
         return answer
 
     def begin_bring(self, address: str, keys: Sequence[Key]) -> Future[int]:
         """Orders to bring another instance's pages to the host's memory; gives how many, from the first on."""
         number, answer = self._question()
-        self._orders.append(Bring(number, list(keys), address))
+        self._orders.append(Order("bring", number, list(keys), address=address))
         return answer
 
     def _question(self) -> tuple[int, Future[int]]:
@@ -245,7 +218,7 @@ class FarTiers(HostTiers):
         return {name: dataclasses.replace(told, queries=own[name].queries) for name, told in self._counts.items()}
 
     def hear(self, body: bytes) -> None:
-        """Takes in what the other process tells. Raises msgspec.MsgspecError for what is no `Told`."""
+        """Takes in what the other process tells. Raises msgspec.MsgspecError for what is no `TierReport`."""
         told = _decoder.decode(body)
         self._counts = told.counts
         for name, rate in told.rates.items():
@@ -261,16 +234,16 @@ class FarTiers(HostTiers):
         if change.medium == "CPU":
             (self._keys.update if change.is_stored else self._keys.difference_update)(change.keys)
         if self._events is not None:
-            watch = Watch(self._events, change.medium, self._ranks)
+            watch = EventSource(self._events, change.medium, self._ranks)
             (watch.stored if change.is_stored else watch.removed)(change.keys)
 
 
-class Happened(Record):
+class Happened(EventQueue):
     """What has happened to the tiers, until a thread tells it; nothing is lost, as a mirror is kept of it."""
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.waiting: queue.SimpleQueue[Answer | Change] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[OrderResult | Change] = queue.SimpleQueue()
 
     def note(self, note: Note) -> None:
         """Has a change told."""
@@ -278,7 +251,7 @@ class Happened(Record):
             for keys in itertools.batched(note.keys, _MOST_KEYS):
                 self.waiting.put(Change(note.medium, isinstance(note, Stored), list(keys)))
 
-    def take_all(self) -> list[Answer | Change]:
+    def take_all(self) -> list[OrderResult | Change]:
         """Waits for something, and returns what there is."""
         taken = [self.waiting.get()]
         while len(taken) < _MOST_AT_ONCE and not self.waiting.empty():
@@ -294,24 +267,24 @@ class OrderedTiers:
 
     def __init__(self, tiers: Tiers, happened: Happened, tell: Callable[[bytes], None]) -> None:
         self.tiers, self._happened, self._send = tiers, happened, tell
-        self._loads: dict[int, Future[Batch]] = {}
+        self._loads: dict[int, Future[PageBatch]] = {}
         threading.Thread(target=self._tell, name="kv-tell", daemon=True).start()
 
     def begin(self, orders: Iterable[Order]) -> None:
         """Begins what is ordered before a step's launch; waits for nothing."""
         for order in orders:
-            match order:
-                case Load():
+            match order.work:
+                case "load":
                     self._loads[order.number] = load = self.tiers.begin_load(order.keys, order.bucket)
                     self._answer(order.number, load, lambda batch: batch.num_pages)
-                case Count():
+                case "count":
                     self._answer(order.number, self.tiers.begin_count(order.keys), int)
-                case Bring():
+                case "bring":
                     self._answer(order.number, self.tiers.begin_bring(order.address, order.keys), int)
-                case Drop():
+                case "drop":
                     if (dropped := self._loads.pop(order.number, None)) is not None:
                         dropped.cancel()
-                case Rest():
+                case "rest":
                     self.tiers.rest()
 
     def taken(self, number: int) -> np.ndarray:
@@ -321,10 +294,10 @@ class OrderedTiers:
     def end(self, orders: Iterable[Order]) -> None:
         """Does what is ordered behind a step's results."""
         for order in orders:
-            match order:
-                case Forget():
+            match order.work:
+                case "forget":
                     self.tiers.forget(order.keys)
-                case Clear():
+                case "clear":
                     self.tiers.clear()
 
     def _answer(self, number: int, work: "Future[Any]", count: Callable[[Any], int]) -> None:
@@ -338,7 +311,7 @@ class OrderedTiers:
             came = 0 if error is not None else count(future.result())
             if not came:
                 self._loads.pop(number, None)  # nobody will ask for it
-            self._happened.waiting.put(Answer(number, came))
+            self._happened.waiting.put(OrderResult(number, came))
 
         work.add_done_callback(done)
 
@@ -346,4 +319,4 @@ class OrderedTiers:
         encoder = msgspec.msgpack.Encoder()
         while True:
             happened = self._happened.take_all()
-            self._send(encoder.encode(Told(happened, self.tiers.counts(), self.tiers.rates)))
+            self._send(encoder.encode(TierReport(happened, self.tiers.counts(), self.tiers.rates)))

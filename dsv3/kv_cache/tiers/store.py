@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dsv3.config.store_address import check_address, directory_of, location_of
-from dsv3.kv_cache.events import Watch
+from dsv3.kv_cache.events import EventSource
 from dsv3.kv_cache.keys import ALIGNMENT, HEADER_BYTES, Key, aligned, header_of, read_header
 
 
@@ -57,7 +57,9 @@ class PageStore(Protocol):
         """Drops values."""
 
 
-def open_store(address: str, namespace: str, value_bytes: int, limit: int, watch: Watch | None = None) -> PageStore:
+def open_store(
+    address: str, namespace: str, value_bytes: int, limit: int, watch: EventSource | None = None
+) -> PageStore:
     """Opens a directory (an absolute path, or file://) or an object store (s3://, gs://).
 
     An S3 address may end with `?endpoint=URL&region=NAME`, for a server that is not Amazon's.
@@ -90,7 +92,7 @@ class Directory:
     read.
     """
 
-    def __init__(self, root: Path, value_bytes: int, limit: int, watch: Watch | None = None) -> None:
+    def __init__(self, root: Path, value_bytes: int, limit: int, watch: EventSource | None = None) -> None:
         self._root, self._value_bytes, self._limit, self._watch = root, value_bytes, limit, watch
         self._file_bytes = ALIGNMENT + aligned(value_bytes)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-files")
@@ -274,7 +276,7 @@ class Objects:
     answer a batch within 30 s.
     """
 
-    def __init__(self, address: str | dict[str, str], value_bytes: int, watch: Watch | None = None) -> None:
+    def __init__(self, address: str | dict[str, str], value_bytes: int, watch: EventSource | None = None) -> None:
         import tensorstore as ts  # only here: it is large, and few engines have a bucket
 
         self._value_bytes, self._watch = value_bytes, watch

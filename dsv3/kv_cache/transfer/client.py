@@ -17,8 +17,19 @@ import numpy as np
 from dsv3.kv_cache.keys import HEADER_BYTES, Key
 from dsv3.kv_cache.tiers.counts import Carried, TierCounts
 from dsv3.kv_cache.transfer import protocol
-from dsv3.kv_cache.transfer.nixl import Reader
-from dsv3.kv_cache.transfer.protocol import Answer, Ask, Hello, Land, Locate, Located, PeerError, Stage, Told, Want
+from dsv3.kv_cache.transfer.nixl import MemoryReader
+from dsv3.kv_cache.transfer.protocol import (
+    Ask,
+    HelloAnswer,
+    Land,
+    Locate,
+    Located,
+    MeetingStages,
+    PeerError,
+    PeerHello,
+    Stage,
+    Want,
+)
 from dsv3.processes.certificates import credentials_of, tls_context
 
 COMES_S = 5.0
@@ -40,7 +51,7 @@ FetchOne = Callable[[str, Sequence[Key], float, Land], int]
 
 
 @dataclasses.dataclass(eq=False)
-class _Wait:
+class _PendingMeeting:
     meeting: int
     found: Future[str]
     since: float = dataclasses.field(default_factory=time.monotonic)
@@ -64,14 +75,14 @@ class Finder:
     def __init__(self, connect: Callable[[str], ssl.SSLSocket]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
-        self._waits: dict[str, list[_Wait]] = {}  # by address; each of these has a thread
+        self._waits: dict[str, list[_PendingMeeting]] = {}  # by address; each of these has a thread
 
     def find(self, address: str, meeting: int) -> Future[str]:
         """Gives the addresses of the instance once it computes the meeting's request, with commas between.
 
         Gives PeerError where it does not in time, or the address does not answer.
         """
-        wait = _Wait(meeting, Future())
+        wait = _PendingMeeting(meeting, Future())
         with self._lock:
             waits = self._waits.get(address)
             if waits is not None:
@@ -91,21 +102,21 @@ class Finder:
                 connection.settimeout(protocol.STALL_S)
                 while waits := self._pending(address):
                     protocol.send(connection, Ask([wait.meeting for wait in waits]))
-                    self._settle(address, waits, protocol.receive(connection, Told))
+                    self._settle(address, waits, protocol.receive(connection, MeetingStages))
                     time.sleep(_PAUSE_S)
         except Exception as error:  # whatever it is, nobody waits for a thread that has ended
             if not isinstance(error, OSError):
                 _log.exception("an instance cannot be asked")
             self._give_up(address, error)
 
-    def _pending(self, address: str) -> list[_Wait]:
+    def _pending(self, address: str) -> list[_PendingMeeting]:
         with self._lock:
             waits = self._waits[address]
             if not waits:
                 del self._waits[address]
             return waits[: protocol.MAX_MEETINGS]
 
-    def _settle(self, address: str, waits: list[_Wait], told: Told | None) -> None:
+    def _settle(self, address: str, waits: list[_PendingMeeting], told: MeetingStages | None) -> None:
         if told is None or len(told.stages) != len(waits):
             raise PeerError("it hung up" if told is None else "it answers for other meetings")
         ended = {wait for wait, stage in zip(waits, told.stages, strict=True) if wait.settle(stage, told.addresses)}
@@ -123,7 +134,7 @@ class Finder:
 class Peers:
     """Other instances that know `secret` and are like `hello`, read by `reader` where both can. Any thread may call."""
 
-    def __init__(self, secret: bytes, hello: Hello, reader: Reader | None = None) -> None:
+    def __init__(self, secret: bytes, hello: PeerHello, reader: MemoryReader | None = None) -> None:
         self._context, self._hello = tls_context(credentials_of(secret), False), hello
         self._reader, self._carried = reader, Carried() if reader is None else reader.carried
         self._lock = threading.Lock()
@@ -270,7 +281,7 @@ class Peers:
             tls = self._context.wrap_socket(connection)
             reads = self._reader is not None and self._reader.wants(address)
             protocol.send(tls, msgspec.structs.replace(self._hello, reads=reads))
-            answer = protocol.receive(tls, Answer)
+            answer = protocol.receive(tls, HelloAnswer)
         except BaseException:
             connection.close()
             raise

@@ -21,8 +21,18 @@ import numpy as np
 from dsv3.kv_cache.keys import header_of
 from dsv3.kv_cache.tiers.arena import Arena, Place
 from dsv3.kv_cache.transfer import protocol
-from dsv3.kv_cache.transfer.nixl import Shared
-from dsv3.kv_cache.transfer.protocol import Answer, Ask, Hello, Locate, Located, PeerError, Question, Stage, Told, Want
+from dsv3.kv_cache.transfer.protocol import (
+    Ask,
+    HelloAnswer,
+    Locate,
+    Located,
+    MeetingStages,
+    PeerError,
+    PeerHello,
+    Question,
+    Stage,
+    Want,
+)
 from dsv3.processes.certificates import credentials_of, tls_context
 from dsv3.processes.strangers import Strangers, listen
 
@@ -90,12 +100,12 @@ class PageServer:
         host: str,
         port: int,
         secret: bytes,
-        hello: Hello,
+        hello: PeerHello,
         arena: Arena,
         meetings: Meetings | None = None,
-        shared: Shared | None = None,
+        agent: bytes = b"",
     ) -> None:
-        self._shared = shared
+        self._agent = agent
         self.meetings = Meetings() if meetings is None else meetings
         self._context, self._hello, self._arena = tls_context(credentials_of(secret), True), hello, arena
         self._strangers, self._peers = Strangers(), threading.BoundedSemaphore(_MOST_PEERS)
@@ -134,7 +144,7 @@ class PageServer:
         try:
             connection.settimeout(protocol.HANDSHAKE_S)
             with self._context.wrap_socket(connection, server_side=True) as tls:
-                other = protocol.receive(tls, Hello)
+                other = protocol.receive(tls, PeerHello)
                 self._strangers.remove(guard)
                 if other is not None:
                     self._admit(tls, other)
@@ -145,13 +155,13 @@ class PageServer:
             for each in (guard, connection):
                 each.close()
 
-    def _admit(self, tls: ssl.SSLSocket, other: Hello) -> None:
+    def _admit(self, tls: ssl.SSLSocket, other: PeerHello) -> None:
         """Serves an instance that is like this one, as long as it asks."""
         refusal = protocol.difference(self._hello, other)
         if not refusal and not self._peers.acquire(blocking=False):
             refusal = f"{_MOST_PEERS} others are being served"
-        agent = self._shared.metadata if self._shared is not None and other.reads and not refusal else b""
-        protocol.send(tls, Answer(refusal, agent))
+        agent = self._agent if other.reads and not refusal else b""
+        protocol.send(tls, HelloAnswer(refusal, agent))
         if refusal:
             raise PeerError(f"refused an instance: {refusal}")
         try:
@@ -160,7 +170,7 @@ class PageServer:
                 tls.settimeout(protocol.STALL_S)
                 if isinstance(question, Ask):
                     stages = self.meetings.stages(question.meetings[: protocol.MAX_MEETINGS])
-                    protocol.send(tls, Told(stages, self.meetings.addresses))
+                    protocol.send(tls, MeetingStages(stages, self.meetings.addresses))
                 elif isinstance(question, Locate):
                     protocol.send(tls, Located(self._places(question)))
                 else:
@@ -176,7 +186,7 @@ class PageServer:
             return None
 
     def _places(self, asked: Locate) -> list[Place]:
-        keys = asked.keys[: protocol.MAX_KEYS] if self._shared is not None else []
+        keys = asked.keys[: protocol.MAX_KEYS] if self._agent else []
         if not keys or not self._arena.wait_for(keys[0], min(asked.patience_s, protocol.MAX_PATIENCE_S)):
             return []
         places = []

@@ -12,11 +12,11 @@ from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
 from dsv3.kv_cache.transfer import client, protocol
 from dsv3.kv_cache.transfer import server as serving
 from dsv3.kv_cache.transfer.client import Peers
-from dsv3.kv_cache.transfer.protocol import Hello, PeerError
+from dsv3.kv_cache.transfer.protocol import PeerError, PeerHello
 from dsv3.kv_cache.transfer.server import Meetings, PageServer
 
 SIZE = 64
-HELLO = Hello(protocol.VERSION, '{"weights":"w"}', SIZE)
+HELLO = PeerHello(protocol.VERSION, '{"weights":"w"}', SIZE)
 SECRET = b"s" * 32
 
 

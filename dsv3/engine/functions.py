@@ -81,8 +81,8 @@ class DraftFunctions:
     """
 
     dtype: Any
-    prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array, jax.Array], StepResult]
-    decode: Callable[[Any, ModelConfig, DecodeBatch, jax.Array, jax.Array], StepResult]
+    prefill: Callable[[Any, ModelConfig, PrefillBatch, Any, jax.Array], StepResult]
+    decode: Callable[[Any, ModelConfig, DecodeBatch, Any, jax.Array], StepResult]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +101,8 @@ class StepFunctions:
     does.
     """
 
-    prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array], StepResult]
-    decode: Callable[[Any, ModelConfig, DecodeBatch, jax.Array], StepResult]
+    prefill: Callable[[Any, ModelConfig, PrefillBatch, Any], StepResult]
+    decode: Callable[[Any, ModelConfig, DecodeBatch, Any], StepResult]
     logits: Callable[[Any, ModelConfig, jax.Array], jax.Array]
     param_specs: Any = dataclasses.field(default_factory=PartitionSpec)
     experts: SpreadExperts | None = None

@@ -18,6 +18,7 @@ from dsv3.config.model import ModelConfig
 from dsv3.engine.assemble.communication import Communication
 from dsv3.engine.assemble.expert_map import first_expert_map
 from dsv3.engine.functions import DraftFunctions, SpreadExperts, StepFunctions
+from dsv3.kv_cache.layout import Pool
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
@@ -120,11 +121,11 @@ def expert_parallel_functions(
             return out
         return dataclasses.replace(out, overflows=jax.lax.pmax(out.overflows, communication.machine.axes))
 
-    def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> StepOutput:
+    def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> StepOutput:
         chosen = how(spread, batch.tokens.shape[0], True)
         return agreed(steps.prefill(own(spread), cfg, batch, pages, **chosen), chosen["routed"])
 
-    def decode(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> StepOutput:
+    def decode(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepOutput:
         chosen = how(spread, batch.tokens.size, False)
         return agreed(steps.decode(own(spread), cfg, batch, pages, **chosen), chosen["routed"])
 
@@ -132,13 +133,13 @@ def expert_parallel_functions(
         return decoder.logits(spread.params, cfg, hidden, backend)
 
     def predict_prefill(
-        spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, hidden: jax.Array
+        spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: Pool, hidden: jax.Array
     ) -> StepOutput:
         chosen = predicting(spread, batch.tokens.shape[0])
         return agreed(steps.predict_prefill(own(spread), cfg, batch, pages, hidden, **chosen), chosen["routed"])
 
     def predict_decode(
-        spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, hidden: jax.Array
+        spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: Pool, hidden: jax.Array
     ) -> StepOutput:
         chosen = predicting(spread, batch.tokens.size)
         return agreed(steps.predict_decode(own(spread), cfg, batch, pages, hidden, **chosen), chosen["routed"])

@@ -172,7 +172,8 @@ def _written(
     table = index_layers(cfg)
     ids = places.page_ids if table.has.all() else jnp.where(lookup(table.has, cache_layer), places.page_ids, -1)
     layer = lookup(table.in_pool, cache_layer)
-    keys, where = pages[INDEX_KEYS], {"layer": layer, "pages_per_layer": pages_per_layer}
+    keys = pages[INDEX_KEYS]
+    where: dict[str, Any] = {"layer": layer, "pages_per_layer": pages_per_layer}
     return {
         **pages,
         LATENTS: write_latents(cfg, pages[LATENTS], tokens, places, cache_layer, pages_per_layer, backend),

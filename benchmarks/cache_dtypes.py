@@ -24,9 +24,9 @@ from dsv3.checkpoint import load_params
 from dsv3.checkpoint.load_plan import Fp8Mode
 from dsv3.config.engine import pages_for
 from dsv3.config.hugging_face import load_config
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import FP8, ModelConfig
 from dsv3.engine.build import bundled_model
-from dsv3.kv_cache.layout import FP8, pool, row_bytes
+from dsv3.kv_cache.layout import Pool, pool, row_bytes
 from dsv3.model import DecodeBatch, decode, logits
 from dsv3.model.params import Params
 from dsv3.text.tokenizer import Tokenizer
@@ -77,14 +77,15 @@ def _read(params: Params, tokens: jax.Array, *, cfg: ModelConfig, cache_dtype: s
     table = jnp.arange(B * pages_for(S, 64), dtype=jnp.int32).reshape(B, -1)
     empty = pool(cfg, cache_dtype, table.size)
 
-    def step(pages: jax.Array, position: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def step(pages: Pool, position: jax.Array) -> tuple[Pool, tuple[jax.Array, jax.Array]]:
         now, following = (lax.dynamic_slice_in_dim(tokens, position + i, 1, axis=1) for i in (0, 1))
         out = decode(params, cfg, DecodeBatch(now, jnp.full(B, position + 1, jnp.int32), table), pages)
         scores = logits(params, cfg, out.hidden[:, 0])
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(scores), following, axis=1)[:, 0]
         return out.pages, (logprobs, scores.argmax(axis=1))
 
-    _, (logprobs, best) = lax.scan(step, jnp.zeros(empty.shape, empty.dtype), jnp.arange(S - 1, dtype=jnp.int32))
+    pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), empty)
+    _, (logprobs, best) = lax.scan(step, pages, jnp.arange(S - 1, dtype=jnp.int32))
     return logprobs.T, best.T
 
 

@@ -102,7 +102,7 @@ def _log_probabilities(combine: str) -> np.ndarray:
 
     def body(spread, batch):
         own = jax.tree.map(lambda a: a[0], batch)
-        out = functions.prefill(spread, cfg, own, jnp.zeros(rows.shape, rows.dtype))
+        out = functions.prefill(spread, cfg, own, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), rows))
         logits = functions.vocabulary.whole(functions.scores(spread, cfg, out.hidden))
         return jax.nn.log_softmax(logits)[None]
 

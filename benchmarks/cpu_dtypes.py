@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.cpu_step import RANDOM, Step, compiled, in_turns, initialized, load
 from dsv3.config.engine import pages_for
 from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.layout import pool
+from dsv3.kv_cache.layout import Pool, pool
 from dsv3.model import AttentionForm, PrefillBatch, logits, prefill
 from dsv3.model.params import Params
 from pallas_kernels.backend import resolve_backend
@@ -71,11 +71,11 @@ def prompt_step(params: Params, cfg: ModelConfig, tokens: int) -> Step:
     )
     empty = pool(cfg, jnp.dtype(params.embed.dtype).name, pages_each)
 
-    def body(params: Params, batch: PrefillBatch, pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def body(params: Params, batch: PrefillBatch, pages: Pool) -> tuple[jax.Array, Pool, jax.Array]:
         out = prefill(params, cfg, batch, pages, backend=backend)
         return logits(params, cfg, out.hidden[-1:], backend), out.pages, out.expert_counts
 
-    pages = jnp.zeros(empty.shape, empty.dtype)
+    pages = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), empty)
     began = time.process_time()
     program = jax.jit(body, donate_argnums=2).lower(params, batch, pages).compile()
     taken = time.process_time() - began

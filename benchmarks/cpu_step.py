@@ -38,7 +38,7 @@ from dsv3.config.engine import pages_for
 from dsv3.config.hugging_face import load_config
 from dsv3.config.model import ModelConfig
 from dsv3.engine.build import bundled_model
-from dsv3.kv_cache.layout import pool
+from dsv3.kv_cache.layout import Pool, pool
 from dsv3.model import DecodeBatch, decode, logits
 from dsv3.model.params import Params, declare, initialize
 from pallas_kernels.backend import Backend, resolve_backend
@@ -117,11 +117,11 @@ def compiled(params: Params, cfg: ModelConfig, rows: int, context: int, backend:
     )
     empty = pool(cfg, jnp.dtype(params.embed.dtype).name, rows * pages_each)
 
-    def body(params: Params, batch: DecodeBatch, pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def body(params: Params, batch: DecodeBatch, pages: Pool) -> tuple[jax.Array, Pool, jax.Array]:
         out = decode(params, cfg, batch, pages, backend=backend)
         return logits(params, cfg, out.hidden, backend), out.pages, out.expert_counts
 
-    pages = jnp.asarray(rng.standard_normal(empty.shape, np.float32), empty.dtype)
+    pages = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s.shape, np.float32), s.dtype), empty)
     began = time.process_time()
     program = jax.jit(body, donate_argnums=2).lower(params, batch, pages).compile()
     taken = time.process_time() - began

@@ -57,9 +57,9 @@ def _key(i: int) -> bytes:
 
 
 def _hello() -> Any:
-    from dsv3.kv_cache.transfer.protocol import VERSION, Hello
+    from dsv3.kv_cache.transfer.protocol import VERSION, PeerHello
 
-    return Hello(VERSION, "{}", PAGE_BYTES)
+    return PeerHello(VERSION, "{}", PAGE_BYTES)
 
 
 class Other:

@@ -37,13 +37,11 @@ from dsv3.engine.build import build_engine, bundled_model
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import model_functions
 from dsv3.engine.parts import Parts
-from dsv3.kv_cache.tiers import shared_memory
-from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
-from dsv3.kv_cache.tiers.directory import Directory
-from dsv3.kv_cache.tiers.objects import Objects
-from dsv3.kv_cache.tiers.shared_memory import SharedMemory
+from dsv3.kv_cache.keys import ALIGNMENT, aligned, read_header
+from dsv3.kv_cache.tiers import arena as host_memory
+from dsv3.kv_cache.tiers.arena import Arena, SharedMemory, arena_bytes
+from dsv3.kv_cache.tiers.store import Directory, Objects
 from dsv3.kv_cache.tiers.tiers import Tiers
-from dsv3.kv_cache.tiers.value import ALIGNMENT, aligned, read_header
 from dsv3.model.params import initialize
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.request import EngineRequest
@@ -81,8 +79,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     arguments = parser.parse_args()
     temporary = tempfile.TemporaryDirectory
-    with temporary(dir=arguments.directory) as disk, temporary(dir=shared_memory.FOLDER) as memory:
-        shared_memory.FOLDER = Path(memory)  # apart from other engines' arenas
+    with temporary(dir=arguments.directory) as disk, temporary(dir=host_memory.FOLDER) as memory:
+        host_memory.FOLDER = Path(memory)  # apart from other engines' arenas
         if arguments.what == "ttft":
             _ttft(Path(disk), arguments.rounds)
         else:
@@ -225,7 +223,7 @@ def _bench(folder: Path, count: int) -> Iterator[Bench]:
     directory.put(keys, values)
     objects.put(keys, values)
     with ThreadPoolExecutor(THREADS) as pool:
-        tiers = Tiers((1, BATCH), arena, directory)
+        tiers = Tiers((1, BATCH), arena, directory, page_size=64)
         yield Bench(folder, keys, values, _memory(count), directory, arena, objects, tiers, pool)
 
 

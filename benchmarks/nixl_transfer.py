@@ -24,10 +24,10 @@ from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
 from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.kv_cache.transfer.client import Peers
 from dsv3.kv_cache.transfer.nixl import open_nixl
-from dsv3.kv_cache.transfer.protocol import VERSION, Hello
+from dsv3.kv_cache.transfer.protocol import VERSION, PeerHello
 from dsv3.kv_cache.transfer.server import PageServer
 
-HELLO = Hello(VERSION, "{}", PAGE_BYTES)
+HELLO = PeerHello(VERSION, "{}", PAGE_BYTES)
 CARRIERS = ("sockets", "nixl")
 _IDLE_S = 5.0
 
@@ -42,8 +42,8 @@ def serve(carrier: str, pages: int) -> None:
     arena = Arena(np.zeros(arena_bytes(pages, PAGE_BYTES), np.uint8), PAGE_BYTES, pages)
     for i in range(pages):
         arena.put(key(i), np.full(PAGE_BYTES, i % 256, np.uint8))
-    nixl = open_nixl(carrier, arena, serves=True)
-    server = PageServer("127.0.0.1", 0, SECRET, HELLO, arena, shared=nixl.shared if nixl else None)
+    agent, _reader = open_nixl(carrier, arena, serves=True)
+    server = PageServer("127.0.0.1", 0, SECRET, HELLO, arena, agent=agent)
     print("{}:{}".format(*server.address), flush=True)
     for _ in sys.stdin:
         print(time.process_time(), flush=True)
@@ -58,8 +58,8 @@ class Other:
         assert self.process.stdout is not None
         self.address = next(line.strip() for line in self.process.stdout if re.fullmatch(r"[\d.]+:\d+\n", line))
         room = Arena(np.zeros(arena_bytes(1, PAGE_BYTES), np.uint8), PAGE_BYTES, 1)
-        nixl = open_nixl(carrier, room, serves=False)
-        self.peers = Peers(SECRET, HELLO, nixl.reader if nixl else None)
+        _, reader = open_nixl(carrier, room, serves=False)
+        self.peers = Peers(SECRET, HELLO, reader)
 
     def seconds(self) -> float:
         """Returns the processor seconds that the process has taken."""

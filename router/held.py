@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from dsv3.kv_cache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from dsv3.kv_cache.holders import Holders
+from dsv3.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from dsv3.kv_cache.page_cache import Holders
 from router.prompt import PAGE_TOKENS
 
 MAX_SPELLED = 2**19

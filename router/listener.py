@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from dsv3.config.publishing import endpoint_of
-from dsv3.kv_cache.events.wire import EventBatch
+from dsv3.kv_cache.events import EventBatch
 from router.held import Held, UnreadableEvents, read_batch
 
 _END = -1  # the number behind a replay

@@ -32,8 +32,8 @@ from configs.deepseek_v32 import DEEPSEEK_V32
 from configs.deployments import DEVICES
 from configs.glm_4_7_flash import GLM_4_7_FLASH
 from configs.kimi_k2_thinking import KIMI_K2_THINKING
-from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.layout import FP8, pool
+from dsv3.config.model import FP8, ModelConfig
+from dsv3.kv_cache.layout import pool
 from dsv3.model import AttentionForm, DecodeBatch, PrefillBatch, decode, prefill
 from pallas_kernels import aot, dsa, gpus, toolchain
 from pallas_kernels.backend import Backend, resolve_backend

@@ -12,6 +12,36 @@ from typing import Literal, NamedTuple
 PAGE_SIZE = 64
 """Tokens in a page of latents: FlashMLA's page, which the kernels are made for."""
 
+FP8 = "fp8"
+"""The cache dtype whose rows are e4m3 values with their scales; the others are names of float types."""
+
+LATENTS, INDEX_KEYS = "latents", "index_keys"
+"""Names of the cache groups of MLA and of its indexer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGroup:
+    """Layers that keep the same thing of a token, paged over the whole context.
+
+    Each of the cache layers `layers` has one row, `width` values of `dtype`, per `tokens_per_entry` tokens.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    width: int
+    dtype: str
+    tokens_per_entry: int = 1
+
+
+def cache_row(cache_dtype: str, values: int, rotated: int = 0) -> tuple[int, str]:
+    """Returns width and dtype of a cached row of `values`, and of `rotated` ones that FP8 keeps in bfloat16.
+
+    FP8 rows are bytes, with a float32 scale per 128 values, as `pallas_kernels.mla.layout` has them.
+    """
+    if cache_dtype == FP8:
+        return values + 4 * -(-values // 128) + 2 * rotated, "uint8"
+    return values + rotated, cache_dtype
+
 
 @dataclasses.dataclass(frozen=True)
 class YarnConfig:
@@ -168,6 +198,18 @@ class ModelConfig:
         if self.indexer is None:
             return ()
         return tuple(layer for layer in range(self.num_cache_layers) if layer not in self.indexer.shared_layers)
+
+    def cache_groups(self, cache_dtype: str) -> tuple[CacheGroup, ...]:
+        """Returns what the cache keeps of tokens. Names and layers are the same for every `cache_dtype`.
+
+        Everything about the cache follows from them and from `page_size` (`dsv3.kv_cache.layout`). Their order is that
+        of the bytes in a page's value, which tiers keep and instances send.
+        """
+        row = cache_row(cache_dtype, self.kv_lora_rank, self.qk_rope_head_dim)
+        latents = CacheGroup(LATENTS, tuple(range(self.num_cache_layers)), *row)
+        if self.indexer is None:
+            return (latents,)
+        return latents, CacheGroup(INDEX_KEYS, self.index_layers, *cache_row(cache_dtype, self.indexer.head_dim))
 
     @property
     def index_topk(self) -> int:

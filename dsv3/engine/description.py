@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import INDEX_KEYS, LATENTS, ModelConfig
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.size import count_parameters, short
-from dsv3.kv_cache.layout import latents_of, pool, token_bytes
+from dsv3.kv_cache.layout import pool, token_bytes
 from dsv3.model.layers.indexer import indexer_of
 from pallas_kernels import dsa, mla
 from pallas_kernels.backend import Backend, fallbacks
@@ -37,7 +37,7 @@ def _choice(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> str:
         return f"{text}, chosen by jax.numpy"
     indexer = indexer_of(cfg)
     q = jax.ShapeDtypeStruct((1, indexer.num_heads, indexer.head_dim), jnp.dtype(dtypes.compute))
-    obstacle = dsa.scores_unsupported(q, pool(cfg, dtypes.cache, 1).keys, backend)
+    obstacle = dsa.scores_unsupported(q, pool(cfg, dtypes.cache, 1)[INDEX_KEYS], backend)
     return text + (f", scored by jax.numpy, because {obstacle}" if obstacle else "")
 
 
@@ -66,7 +66,7 @@ def _obstacles(cfg: ModelConfig, dtypes: EngineDtypes, backend: Backend) -> tupl
     def heads(width: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((cfg.page_size, cfg.num_attention_heads, width), jnp.dtype(dtypes.compute))
 
-    pages = latents_of(pool(cfg, dtypes.cache, 1))
+    pages = pool(cfg, dtypes.cache, 1)[LATENTS]
     return (
         mla.decode_unsupported(heads(cfg.latent_dim), pages, cfg.kv_lora_rank, backend),
         mla.prefill_unsupported(heads(cfg.qk_head_dim), heads(cfg.v_head_dim), backend),

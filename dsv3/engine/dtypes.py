@@ -6,10 +6,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import FP8, ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine import cpu_dtypes
-from dsv3.kv_cache.layout import FP8
 from pallas_kernels import mla
 from pallas_kernels.backend import Backend, is_hopper, resolve_backend
 from pallas_kernels.float8 import BLOCK

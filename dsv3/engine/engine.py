@@ -26,7 +26,7 @@ from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.look import JobNote, Look, ShowsExperts, StepLog
 from dsv3.engine.parts import Parts
 from dsv3.engine.step_metrics import StepNotes
-from dsv3.kv_cache.events.record import EventStats
+from dsv3.kv_cache.events import EventStats
 from dsv3.scheduler.cost import keys_per_token
 from dsv3.scheduler.grammars import Grammars
 from dsv3.scheduler.masks import Masks
@@ -39,7 +39,7 @@ from dsv3.text.matcher import GrammarError, Vocabulary, VocabularyError
 from pallas_kernels.backend import fallbacks
 
 if TYPE_CHECKING:
-    from dsv3.kv_cache.events.publisher import Publisher
+    from dsv3.kv_cache.event_publisher import Publisher
 
 _log = logging.getLogger(__name__)
 
@@ -403,7 +403,7 @@ def _publisher(cfg: EngineConfig) -> "Publisher | None":
     """Returns what tells routers which pages can be found, None where nobody has asked for it."""
     if cfg.kv_events is None or not cfg.kv_events.is_on:
         return None
-    from dsv3.kv_cache.events.publisher import Publisher
+    from dsv3.kv_cache.event_publisher import Publisher
 
     return Publisher(cfg.kv_events, cfg.num_ranks, cfg.page_size)
 

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
+from dsv3.kv_cache.layout import Pool
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.vocabulary import WHOLE, Vocabulary
@@ -80,8 +81,8 @@ class DraftFunctions:
     """
 
     dtype: Any
-    prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array, jax.Array], StepResult]
-    decode: Callable[[Any, ModelConfig, DecodeBatch, jax.Array, jax.Array], StepResult]
+    prefill: Callable[[Any, ModelConfig, PrefillBatch, Any, jax.Array], StepResult]
+    decode: Callable[[Any, ModelConfig, DecodeBatch, Any, jax.Array], StepResult]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +101,8 @@ class StepFunctions:
     does.
     """
 
-    prefill: Callable[[Any, ModelConfig, PrefillBatch, jax.Array], StepResult]
-    decode: Callable[[Any, ModelConfig, DecodeBatch, jax.Array], StepResult]
+    prefill: Callable[[Any, ModelConfig, PrefillBatch, Any], StepResult]
+    decode: Callable[[Any, ModelConfig, DecodeBatch, Any], StepResult]
     logits: Callable[[Any, ModelConfig, jax.Array], jax.Array]
     param_specs: Any = dataclasses.field(default_factory=PartitionSpec)
     experts: SpreadExperts | None = None
@@ -125,10 +126,10 @@ def model_functions(
     `dtype` is the type of its hidden states. Where it `drafts`, it has its MTP module too.
     """
 
-    def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> StepResult:
+    def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> StepResult:
         return steps.prefill(params, cfg, batch, pages, backend=backend)
 
-    def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> StepResult:
+    def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepResult:
         return steps.decode(params, cfg, batch, pages, backend=backend)
 
     def logits(params: Any, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:

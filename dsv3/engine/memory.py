@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from dsv3.config.model import PAGE_SIZE
 from dsv3.config.options import EngineOptions
 from dsv3.engine.fingerprint import Fields
 
@@ -47,8 +46,8 @@ class MemoryAccount:
     state: int
     working: int
     page: int
+    page_size: int
     in_use: int = 0
-    page_size: int = PAGE_SIZE
 
     @property
     def pages(self) -> int:
@@ -83,7 +82,7 @@ def account(
     state: int,
     working: int,
     page: int,
-    page_size: int = PAGE_SIZE,
+    page_size: int,
 ) -> MemoryAccount:
     """Returns the account of a device of which `utilization` may be used, at most jax's pool.
 
@@ -91,7 +90,7 @@ def account(
     """
     pool = min(int(memory.total * utilization), memory.pool)
     in_use = -(-memory.in_use // _HELD_BEFORE) * _HELD_BEFORE
-    return MemoryAccount(memory.total, pool, weights, state, working, page, in_use, page_size)
+    return MemoryAccount(memory.total, pool, weights, state, working, page, page_size, in_use)
 
 
 def check_fits(found: MemoryAccount, options: EngineOptions, *, devices: int, spreads: bool) -> None:

@@ -1,57 +1,55 @@
-"""How much memory the latent cache takes: bytes of a row and of a page, the pages of a budget, the arrays of a pool.
+"""The cache's memory as the model's cache groups say: arrays of a pool, bytes of pages, and a page's value on its way.
 
-`cache_dtype` names how a row is stored: float32, bfloat16, float16, or fp8, which are the bytes of
-`pallas_kernels.mla.layout` (e4m3 latents with their scales and bfloat16 rotated keys). A model with sparse attention
-has index keys beside the latents, in the same type: 132 bytes per token in fp8. Both are one page: whoever takes, moves
-or keeps a page has both.
+`ModelConfig.cache_groups` declares for a cache dtype (float32, bfloat16, float16, or fp8) what layers keep of tokens. A
+pool is a dict of one array per group, by its name: a layer takes what it knows by name, whatever else the model keeps.
+Page `p` covers the same `page_size` tokens in all of them. Whoever takes, moves or keeps a page has all groups.
 """
 
-import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from dsv3.config.model import IndexerConfig, ModelConfig
-from pallas_kernels import dsa, mla
+from dsv3.config.model import LATENTS, CacheGroup, ModelConfig
 
-FP8 = "fp8"
+Pool = dict[str, Any]
+"""Arrays by the group's name: page `p` of the group's layer number `l` is row `l * num_pages + p`."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class IndexedPages:
-    """A pool of pages with index keys: page `p` of layer `l` is row `l * num_pages + p` of both arrays.
+def entries_per_page(cfg: ModelConfig, group: CacheGroup) -> int:
+    """Returns how many rows a page has in one layer of a group. Raises ValueError where one would not be whole."""
+    entries, rest = divmod(cfg.page_size, group.tokens_per_entry)
+    if rest or not entries:
+        raise ValueError(
+            f"page_size {cfg.page_size}: an entry of the cache group '{group.name}' covers {group.tokens_per_entry} "
+            "tokens; the model's page size must be a multiple of that of every group"
+        )
+    return entries
 
-    The layers of `keys` are those with an indexer (`ModelConfig.index_layers`).
+
+def row_bytes(cfg: ModelConfig, cache_dtype: str, name: str = LATENTS) -> int:
+    """Returns the bytes of an entry of a group in one layer; 0 where the model has no such group.
+
+    Latents of DeepSeek-V3 take 1,152 in bfloat16 and 656 in fp8, index keys of DeepSeek-V3.2 256 and 132.
     """
-
-    latents: Any  # [num_cache_layers * num_pages, 64, R + P], or FP8 rows
-    keys: Any  # [len(index_layers) * num_pages, 64, Y], or FP8 rows
-
-
-def row_bytes(cfg: ModelConfig, cache_dtype: str) -> int:
-    """Returns the bytes of one token's latents in one layer: for DeepSeek-V3 1,152 in bfloat16 and 656 in fp8."""
-    width, dtype = _row(cfg, cache_dtype)
-    return width * dtype.itemsize
-
-
-def key_bytes(cfg: ModelConfig, cache_dtype: str) -> int:
-    """Returns the bytes of one token's index key in one layer: for DeepSeek-V3.2 256 in bfloat16 and 132 in fp8."""
-    if cfg.indexer is None:
-        return 0
-    width, dtype = _key_row(cfg.indexer, cache_dtype)
-    return width * dtype.itemsize
+    return sum(_row_bytes(group) for group in cfg.cache_groups(cache_dtype) if group.name == name)
 
 
 def token_bytes(cfg: ModelConfig, cache_dtype: str) -> int:
-    """Returns the bytes of one token over all cache layers: 70,272 for DeepSeek-V3 in bfloat16 (61 layers, no MTP)."""
-    return cfg.num_cache_layers * row_bytes(cfg, cache_dtype) + len(cfg.index_layers) * key_bytes(cfg, cache_dtype)
+    """Returns the bytes of one token over all cache layers: 70,272 for DeepSeek-V3 in bfloat16 (61 layers, no MTP).
+
+    It is a page's share, rounded up where entries cover several tokens.
+    """
+    return -(-page_bytes(cfg, cache_dtype) // cfg.page_size)
 
 
 def page_bytes(cfg: ModelConfig, cache_dtype: str) -> int:
     """Returns the bytes of one page over all cache layers."""
-    return cfg.page_size * token_bytes(cfg, cache_dtype)
+    groups = cfg.cache_groups(cache_dtype)
+    return sum(len(group.layers) * entries_per_page(cfg, group) * _row_bytes(group) for group in groups)
 
 
 def pages_within(cfg: ModelConfig, cache_dtype: str, budget: int) -> int:
@@ -59,31 +57,82 @@ def pages_within(cfg: ModelConfig, cache_dtype: str, budget: int) -> int:
     return max(0, budget) // page_bytes(cfg, cache_dtype)
 
 
-def pool(cfg: ModelConfig, cache_dtype: str, num_pages: int) -> Any:
-    """Returns shape and dtype of one rank's pool: page `p` of layer `l` is row `l * num_pages + p`.
+def pool(cfg: ModelConfig, cache_dtype: str, num_pages: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes `[layers * num_pages, entries_per_page, width]` and dtypes of one rank's pool (`Pool`)."""
+    return {
+        group.name: jax.ShapeDtypeStruct(
+            (len(group.layers) * num_pages, entries_per_page(cfg, group), group.width), jnp.dtype(group.dtype)
+        )
+        for group in cfg.cache_groups(cache_dtype)
+    }
 
-    It is a `jax.ShapeDtypeStruct`, or `IndexedPages` of two.
+
+def pages_per_layer(cfg: ModelConfig, pool: Mapping[str, Any]) -> int:
+    """Returns how many pages a pool has. Raises ValueError for what is no pool of the model."""
+    groups = cfg.cache_groups("float32")  # names and layers are the same for every type
+    names = sorted(group.name for group in groups)
+    if not isinstance(pool, Mapping) or sorted(pool) != names:
+        raise ValueError(f"pages must be a dict of an array per cache group of the model: {', '.join(names)}")
+    counts = set()
+    for group in groups:
+        rows = len(pool[group.name])
+        if rows % len(group.layers):
+            raise ValueError(f"the {rows} pages of the pool must divide by {len(group.layers)} cache layers")
+        counts.add(rows // len(group.layers))
+    if len(counts) > 1:
+        raise ValueError(f"all cache groups must have as many pages, got {sorted(counts)}")
+    return counts.pop()
+
+
+def value_shape(cfg: ModelConfig, cache_dtype: str) -> jax.ShapeDtypeStruct:
+    """Returns shape and type of a page's value: its rows of all layers, as they leave a pool and come back.
+
+    A model of one group has them as they are, `[L, entries_per_page, width]`. One of several has bytes: those of the
+    first group in all layers, then those of the next.
     """
-
-    def rows(layers: int, row: tuple[int, jnp.dtype]) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((layers * num_pages, cfg.page_size, row[0]), row[1])
-
-    latents = rows(cfg.num_cache_layers, _row(cfg, cache_dtype))
-    if cfg.indexer is None:
-        return latents
-    return IndexedPages(latents, rows(len(cfg.index_layers), _key_row(cfg.indexer, cache_dtype)))
+    arrays = list(pool(cfg, cache_dtype, 1).values())
+    return arrays[0] if len(arrays) == 1 else jax.ShapeDtypeStruct((page_bytes(cfg, cache_dtype),), jnp.uint8)
 
 
-def latents_of(pool: Any) -> Any:
-    """Returns the part of a pool, or of its shapes, that holds latents."""
-    return pool.latents if isinstance(pool, IndexedPages) else pool
+def take_out(groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array) -> jax.Array:
+    """Returns the values `[n, ...]` of `pages` `[n]` of a rank's pool; zeros for -1."""
+    parts = [pool[g.name].at[_rows(g, pool, pages)].get(mode="fill", fill_value=0) for g in groups]
+    return parts[0] if len(parts) == 1 else jnp.concatenate([_bytes(part) for part in parts], axis=1)
 
 
-def _row(cfg: ModelConfig, cache_dtype: str) -> tuple[int, jnp.dtype]:
-    if cache_dtype == FP8:
-        return mla.fp8_row_bytes(cfg.kv_lora_rank, cfg.qk_rope_head_dim), mla.FP8_PAGES_DTYPE
-    return cfg.latent_dim, jnp.dtype(cache_dtype)
+def put_in(groups: tuple[CacheGroup, ...], pool: Pool, pages: jax.Array, values: jax.Array) -> tuple[Pool, jax.Array]:
+    """Returns the pool with `values` `[n, ...]` in `pages` `[n]`, -1 for nowhere, and something to wait for."""
+    parts, written = [values] if len(groups) == 1 else _split(groups, pool, values), {}
+    for group, part in zip(groups, parts, strict=True):
+        array = pool[group.name]
+        rows = _rows(group, pool, pages).reshape(-1)
+        written[group.name] = array.at[rows].set(part.reshape(-1, *array.shape[1:]), mode="drop")
+    return written, _rows(groups[0], pool, pages)[:, 0]
 
 
-def _key_row(indexer: IndexerConfig, cache_dtype: str) -> tuple[int, jnp.dtype]:
-    return dsa.key_row(indexer.head_dim, None if cache_dtype == FP8 else jnp.dtype(cache_dtype))
+def _row_bytes(group: CacheGroup) -> int:
+    return group.width * jnp.dtype(group.dtype).itemsize
+
+
+def _rows(group: CacheGroup, pool: Pool, pages: jax.Array) -> jax.Array:
+    """Returns the rows `[n, L]` of the pages `[n]` in all layers of a group; beyond its array for -1."""
+    total = pool[group.name].shape[0]
+    layers = jnp.arange(len(group.layers)) * (total // len(group.layers))
+    return jnp.where(pages[:, None] < 0, total, pages[:, None] + layers)
+
+
+def _bytes(part: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(part, jnp.uint8).reshape(len(part), -1)
+
+
+def _split(groups: tuple[CacheGroup, ...], pool: Pool, values: jax.Array) -> list[jax.Array]:
+    """Returns the part `[n, L, entries_per_page, width]` of each group from bytes `[n, all]`."""
+    parts, first = [], 0
+    for group in groups:
+        array = pool[group.name]
+        shape, size = (len(group.layers), *array.shape[1:]), array.dtype.itemsize
+        last = first + math.prod(shape) * size
+        raw = values[:, first:last].reshape(-1, *shape, *(() if size == 1 else (size,)))
+        parts.append(lax.bitcast_convert_type(raw, array.dtype))
+        first = last
+    return parts

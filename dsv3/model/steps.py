@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.layout import IndexedPages, latents_of
+from dsv3.kv_cache.layout import Pool, pages_per_layer
 from dsv3.model import mtp
 from dsv3.model.batch import DecodeBatch, PrefillBatch, split_decode, split_prefill
 from dsv3.model.decoder import LayerContext, MoeLayers, Residual, embed, final_norm, run_decoder
@@ -40,7 +40,7 @@ class StepOutput:
     overflows: Any
 
     @classmethod
-    def from_tally(cls, hidden: jax.Array, pages: jax.Array, tally: Tally | None) -> "StepOutput":
+    def from_tally(cls, hidden: jax.Array, pages: Pool, tally: Tally | None) -> "StepOutput":
         """Returns the output of a step whose experts gave `tally` by layer."""
         if tally is None:
             return cls(hidden, pages, None, None)
@@ -52,7 +52,7 @@ def prefill(
     params: Params,
     cfg: ModelConfig,
     batch: PrefillBatch,
-    pages: jax.Array,
+    pages: Pool,
     *,
     backend: Backend | None = None,
     routed: RoutedExperts = LOCAL_EXPERTS,
@@ -65,9 +65,9 @@ def prefill(
       params: the model, those of this device where `routed.shards` split it; activations have the dtype of
         `params.embed`.
       batch: see `PrefillBatch`. Padding rows write nothing; their hidden states mean nothing.
-      pages: `[num_cache_layers * pages_per_layer, 64, R + P]` of the dtype of the activations, or FP8 rows (uint8,
-        see `pallas_kernels.mla`); `IndexedPages` in a model with sparse attention. Donate it: the result's `pages` is
-        the same memory.
+      pages: an array per cache group (`dsv3.kv_cache.layout.pool`). Latents are `[num_cache_layers * pages_per_layer,
+        64, R + P]` of the dtype of the activations, or FP8 rows (uint8, see `pallas_kernels.mla`). Donate it: the
+        result's `pages` is the same memory.
       backend: implementation of the kernels, or None for the one that suits the device.
       routed: the routed experts, on this device unless an `ExpertParallel` carries rows to where they live.
       placement: where the replicas of the main model's experts stand, for `ExpertParallel`.
@@ -86,7 +86,7 @@ def decode(
     params: Params,
     cfg: ModelConfig,
     batch: DecodeBatch,
-    pages: jax.Array,
+    pages: Pool,
     *,
     backend: Backend | None = None,
     routed: RoutedExperts = LOCAL_EXPERTS,
@@ -110,7 +110,7 @@ def predict(
     params: Params,
     cfg: ModelConfig,
     batch: PrefillBatch | DecodeBatch,
-    pages: jax.Array,
+    pages: Pool,
     hidden: jax.Array,
     *,
     backend: Backend | None = None,
@@ -137,7 +137,7 @@ def _run(
     params: Params,
     cfg: ModelConfig,
     batches: tuple[PrefillBatch | DecodeBatch, ...],
-    pages: Any,
+    pages: Pool,
     backend: Backend | None,
     routed: RoutedExperts,
     placement: Placement | None,
@@ -154,13 +154,13 @@ def _run(
 def _context(
     cfg: ModelConfig,
     batch: PrefillBatch | DecodeBatch,
-    pages: Any,
+    pages: Pool,
     backend: Backend | None,
     routed: RoutedExperts,
     number: int = 0,
 ) -> LayerContext:
     """Returns what the layers of a step, or of micro-batch `number` of it, have in common."""
-    per_layer, shards = _pages_per_layer(cfg, pages), routed.shards.size
+    per_layer, shards = pages_per_layer(cfg, pages), routed.shards.size
     if isinstance(batch, DecodeBatch):
         positions = decode_positions(batch).reshape(-1)
         turn, heads = rotation(cfg, positions), cfg.num_attention_heads // shards
@@ -184,12 +184,3 @@ def _context(
 def _together(x: tuple[Residual, ...]) -> Residual:
     """Returns the residual of the rows of all micro-batches."""
     return jax.tree.map(lambda *each: jnp.concatenate(each), *x)
-
-
-def _pages_per_layer(cfg: ModelConfig, pages: Any) -> int:
-    if (cfg.indexer is not None) != isinstance(pages, IndexedPages):
-        raise ValueError("pages must be IndexedPages in a model with sparse attention, and in no other")
-    latents = latents_of(pages)
-    if latents.shape[0] % cfg.num_cache_layers:
-        raise ValueError(f"the {latents.shape[0]} pages of the pool must divide by {cfg.num_cache_layers} cache layers")
-    return latents.shape[0] // cfg.num_cache_layers

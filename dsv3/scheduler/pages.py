@@ -4,9 +4,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from dsv3.config.engine import EngineConfig
-from dsv3.kv_cache.holders import Holders
 from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.page_cache import PageCache
+from dsv3.kv_cache.page_cache import Holders, PageCache
 from dsv3.scheduler.sequence import Sequence as Request
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.kv_cache.events.record import Cleared, Record, Spelled, Watch
+from dsv3.kv_cache.events import Cleared, EventQueue, EventSource, Spelled
 from dsv3.kv_cache.keys import Key, extend_keys, keys_behind, root_key
 from dsv3.kv_cache.page_cache import PageCache
 from dsv3.kv_cache.tiers.hosts import Hosts
@@ -29,7 +29,7 @@ from dsv3.scheduler.sequence import Sequence, State
 from dsv3.scheduler.slots import SlotTable
 
 if TYPE_CHECKING:
-    from dsv3.kv_cache.transfer.meetings import Meetings
+    from dsv3.kv_cache.transfer.server import Meetings
 
 
 class Scheduler:
@@ -48,7 +48,7 @@ class Scheduler:
         self.loading: list[Sequence] = []
         self.outgoing: deque[tuple[int, Key, int]] = deque()  # rank, key and page of what the tiers lack
         self.distrusted: set[Key] = set()  # of pages that may be on their way to a tier
-        self.events: Record | None = None  # hears which pages can be found, where somebody wants to know
+        self.events: EventQueue | None = None  # hears which pages can be found, where somebody wants to know
         self._common_root = root_key(cfg.fingerprint, "")  # of requests without a salt
         self.num_preemptions = 0
         self.prompt_tokens = 0  # computed, not found in the cache
@@ -219,11 +219,11 @@ class Scheduler:
             del pending[key]
         self.queue.wake(rank, filled)
 
-    def tell_events_to(self, record: Record) -> None:
+    def tell_events_to(self, record: EventQueue) -> None:
         """Has `record` hear which pages can be found from now on."""
         self.events = record
         for rank, cache in enumerate(self.caches):
-            cache.index.watch = Watch(record, "GPU", rank)
+            cache.index.watch = EventSource(record, "GPU", rank)
 
     def spell(self, sequence: Sequence, first: int, stop: int) -> None:
         """Tells which tokens stand on a request's pages `first` to `stop`, which a tier may soon tell of."""

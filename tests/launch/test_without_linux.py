@@ -18,7 +18,7 @@ import os, subprocess, sys
 assert not hasattr(os, "O_DIRECT") and not os.path.exists("/proc/self/maps"), "nothing is hidden"
 
 from dsv3 import LLM, SamplingParams
-from dsv3.kv_cache.tiers.shared_memory import SharedMemory
+from dsv3.kv_cache.tiers.arena import SharedMemory
 from dsv3.engine.cluster.ahead import give_way
 from dsv3.processes.certificates import credentials_of, tls_context
 

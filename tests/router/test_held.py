@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv3.config.publishing import KvEventsConfig
-from dsv3.kv_cache.events.publisher import Publisher
-from dsv3.kv_cache.events.record import Cleared, Record, Removed, Spelled, Stored
-from dsv3.kv_cache.events.wire import Encoder
+from dsv3.kv_cache.event_publisher import Publisher
+from dsv3.kv_cache.events import Cleared, EventEncoder, EventQueue, Removed, Spelled, Stored
 from dsv3.kv_cache.keys import extend_keys, root_key
 from router.held import Held, UnreadableEvents, read_batch, spelled_keys
 from router.instance import Booking, Instance
@@ -43,8 +42,8 @@ def stored(rank: int, tenant: int, pages: list[int]) -> Stored:
     return Stored(rank, "GPU", keys, Spelled(keys, None, tokens_of(pages), root_key("model", str(tenant))))
 
 
-def tell(held: Held, encoder: Encoder, *notes) -> None:
-    record = Record(9)
+def tell(held: Held, encoder: EventEncoder, *notes) -> None:
+    record = EventQueue(9)
     for note in notes:
         record.note(note)
     record.close()
@@ -54,7 +53,7 @@ def tell(held: Held, encoder: Encoder, *notes) -> None:
 
 @given(STEPS, PROMPTS)
 def test_a_prompt_finds_what_a_rank_holds(steps, prompt):
-    held, encoder, there = Held(RANKS), Encoder(RANKS, 64), set()
+    held, encoder, there = Held(RANKS), EventEncoder(RANKS, 64), set()
     for what, rank, (tenant, pages) in steps:
         keys = keys_of(tenant, pages)
         if what == "store":
@@ -83,7 +82,7 @@ def test_what_is_no_event_is_refused(payload):
 def test_a_rank_that_is_forgotten_finds_nothing():
     held = Held(RANKS)
     for rank in range(RANKS):
-        tell(held, Encoder(RANKS, 64), stored(rank, 0, [1, rank]))
+        tell(held, EventEncoder(RANKS, 64), stored(rank, 0, [1, rank]))
     names = spelled_keys(tokens_of([1, 1]))
     assert held.overlap(names) == 2
     held.forget(1)
@@ -105,7 +104,7 @@ def test_what_an_instance_tells_outweighs_what_was_sent_there():
     assert instance.overlap(text) == 2 and instance.overlap(salted) == 0
     booking.answer(1)
     assert instance.overlap(text) == 0
-    tell(instance.listener.held, Encoder(1, 64), stored(0, 0, [1, 2]), stored(0, 0, [3]))
+    tell(instance.listener.held, EventEncoder(1, 64), stored(0, 0, [1, 2]), stored(0, 0, [3]))
     other = Prompt((b"c",), 64, spelled_keys(tokens_of([3])), is_salted=True)
     assert instance.overlap(text) == 2 and instance.overlap(other) == 0  # another tenant's, for all one knows
 

@@ -79,7 +79,7 @@ def random_params(cfg: ModelConfig) -> Params:
 
 def _int4(spec: ParamSpec, std: float) -> Int4Weight:
     words_key, scale_key = jax.random.split(jax.random.key(spec.shape[-1], impl="rbg"))
-    shapes = abstract(spec.shape)
+    shapes = abstract_int4(spec.shape)
     words = jax.random.bits(words_key, shapes.data.shape, jnp.uint32).astype(shapes.data.dtype)
     scale = jax.random.uniform(scale_key, shapes.scale.shape, jnp.float32, 0.5, 1.5) * (std / _INT4_DEVIATION)
     return Int4Weight(words, scale.astype(shapes.scale.dtype))

@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-from dsv3.config.model import PAGE_SIZE
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import load_parts
 from dsv3.engine.memory import GB, local_bytes
@@ -17,7 +16,7 @@ def memory(directory: Path) -> Row:
     parts = load_parts(directory, EngineOptions(), progress=False, shapes=True)
     print(parts.description, file=sys.stderr)
     cfg = parts.cfg
-    figures = {"tokens": float(cfg.num_pages * PAGE_SIZE), "tokens per request": float(cfg.max_model_len)}
+    figures = {"tokens": float(cfg.num_pages * cfg.page_size), "tokens per request": float(cfg.max_model_len)}
     if parts.memory is None:
         weights, free = local_bytes(parts.shapes.params), free_bytes()
         figures |= {"weights GB": weights / GB, "free GB": free / GB}

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from dsv3.config.engine import pages_for
-from dsv3.config.model import PAGE_SIZE, ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import bundled_model, load_parts
 from dsv3.engine.functions import StepFunctions, in_full_precision, model_functions
@@ -89,7 +89,7 @@ def run(model: Model, backend: Backend, work: Work) -> Ran:
     """Runs the prompts and the decode steps, with programs like those that a server compiles."""
     cfg, (prefill, decode, score), count = model.cfg, _programs(backend, model.compute), len(work.first)
     longest = max(len(a) + len(b) for a, b in zip(work.first, work.second, strict=True)) + work.steps
-    width = pages_for(longest, PAGE_SIZE)
+    width = pages_for(longest, cfg.page_size)
     # Page 0 belongs to nobody, and a request's pages do not follow each other.
     table = 1 + np.arange(count * width, dtype=np.int32).reshape(width, count).T
     pages = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool(cfg, model.compute, 1 + count * width))
@@ -265,7 +265,7 @@ def bundled(quick: bool) -> tuple[Model, Work]:
     prompts = [np.array(tokenizer.encode(text), np.int32) for text in (*_TEXTS, _TEXTS[0])]
     first, second = [p[: len(p) // 2 + 1] for p in prompts], [p[len(p) // 2 + 1 :] for p in prompts]
     model = Model(parts.model_cfg, parts.params, jnp.dtype(parts.functions.dtype).name)
-    return model, Work(first, second, PAGE_SIZE, _GREEDY, None, not quick)
+    return model, Work(first, second, model.cfg.page_size, _GREEDY, None, not quick)
 
 
 def family(name: str, quick: bool) -> tuple[Model, Work]:

@@ -10,9 +10,9 @@ import dataclasses
 import math
 
 from dsv3.config.device_rates import MASKING, PREFILL_OVERHEAD
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import INDEX_KEYS, ModelConfig
 from dsv3.config.sizes import absorbed_operations, expanded_operations, expansion_operations
-from dsv3.kv_cache.layout import key_bytes, row_bytes
+from dsv3.kv_cache.layout import row_bytes
 from dsv3.model.forms import must_choose
 from pallas_kernels.dsa import BYTES_AT_ONCE, chosen_width
 from tools.plan.rates import MicroBatch, Rates
@@ -85,7 +85,7 @@ def sparse_floor(model: ModelConfig, context: float, cache_dtype: str) -> tuple[
     Dense attention's where the model has no indexer, or the query need not choose.
     """
     seen, share = attended(model, context), index_share(model) if must_choose(model, context) else 0
-    nbytes = seen * row_bytes(model, cache_dtype) + share * context * key_bytes(model, cache_dtype)
+    nbytes = seen * row_bytes(model, cache_dtype) + share * context * row_bytes(model, cache_dtype, INDEX_KEYS)
     return nbytes, seen * absorbed_operations(model) + share * context * index_operations(model)
 
 
@@ -101,7 +101,7 @@ def sparse_core(model: ModelConfig, rates: Rates, batch: MicroBatch, kernel_s: f
     and copies its chosen rows. Rows are chosen by one multiprocessor each.
     """
     b, share, seen = batch.tokens, index_share(model), attended(model, batch.keys, batch.fewest)
-    row, key = row_bytes(model, batch.cache_dtype), key_bytes(model, batch.cache_dtype)
+    row, key = row_bytes(model, batch.cache_dtype), row_bytes(model, batch.cache_dtype, INDEX_KEYS)
     score_flops = rates.fp8_core_flops if batch.cache_dtype == "fp8" else rates.decode_core_flops
     pairs = b * batch.keys
     chosen = math.ceil(b / rates.multiprocessors) * batch.keys / rates.selection

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from dsv3.checkpoint.layout import leaf_path
-from dsv3.config.model import PAGE_SIZE
 from dsv3.engine.device.pool import SLACK
 from dsv3.engine.memory import DeviceMemory, MemoryAccount, local_bytes
 from dsv3.engine.sizing import account_of
@@ -41,8 +40,8 @@ class Memory:
 
     @property
     def token(self) -> int:
-        """Bytes of a token of cache."""
-        return self.account.page // PAGE_SIZE
+        """Bytes of a token of cache: its share of a page, rounded up."""
+        return -(-self.account.page // self.account.page_size)
 
     @property
     def cache(self) -> int:
@@ -70,7 +69,9 @@ def memory_of(planned: LaidOut, working: int | None = None) -> Memory:
     deployment, total = planned.deployment, planned.deployment.device.memory_bytes
     memory = DeviceMemory(total, int(total * (deployment.memory_utilization + SLACK)))
     found = account_of(planned.layout, memory, deployment.memory_utilization, working or 0)
-    return Memory(found, weight_groups(planned.params), cache_tokens(deployment), working is not None)
+    return Memory(
+        found, weight_groups(planned.params), cache_tokens(deployment, planned.model.page_size), working is not None
+    )
 
 
 def weight_groups(params: Any) -> dict[str, int]:

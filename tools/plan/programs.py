@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsv3.checkpoint import quantize
 from dsv3.checkpoint.layout import scale_shape
 from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
-from dsv3.config.model import PAGE_SIZE, ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions, first_expert_map
 from dsv3.engine.device import choosing
@@ -167,7 +167,8 @@ def _prefill_form(planned: LaidOut) -> AttentionForm:
     deployment = planned.deployment
     size, hits, length = deployment.prefill_tokens, deployment.prefix_hit_rate, deployment.context_length
     prompts = max(1, round(size / max(1.0, length * (1 - hits))))
-    keys, pairs = prompts * pages_for(length, PAGE_SIZE) * PAGE_SIZE, round(size * hits * length)
+    page_size = planned.model.page_size
+    keys, pairs = prompts * pages_for(length, page_size) * page_size, round(size * hits * length)
     return choosing.prefill_form(planned.layout, size, hits > 0, length, keys, pairs)
 
 
@@ -196,7 +197,7 @@ def compile_run(planned: LaidOut, phase: Phase, run: Run) -> Compiled:
 
 def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
     """Returns the engine's limits: a pool for the tokens of `cache_tokens`, and as long a request as fits it."""
-    num_pages = pages_for(cache_tokens(deployment), model.page_size)
+    num_pages = pages_for(cache_tokens(deployment, model.page_size), model.page_size)
     wanted = deployment.max_model_len or longest_context(model)
     per_row = 1 + deployment.speculative.most_drafts if deployment.speculative else 1
     return EngineConfig(
@@ -216,12 +217,12 @@ def engine_config(model: ModelConfig, deployment: Deployment) -> EngineConfig:
     )
 
 
-def cache_tokens(deployment: Deployment) -> int:
-    """Returns the tokens that a rank's cache must hold, in whole pages per request.
+def cache_tokens(deployment: Deployment, page_size: int) -> int:
+    """Returns the tokens that a rank's cache must hold, in whole pages of `page_size` per request.
 
     Decode needs all requests at their mean length, prefill the prompts of one step and the part of them found cached.
     """
-    request = pages_for(deployment.context_length, PAGE_SIZE) * PAGE_SIZE
+    request = pages_for(deployment.context_length, page_size) * page_size
     fresh = max(1.0, deployment.context_length * (1 - deployment.prefix_hit_rate))
     prompts = -(-deployment.prefill_tokens // int(fresh))
     return max(deployment.decode_requests, prompts) * request

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-from dsv3.config.model import PAGE_SIZE
 from tools.plan.deployment import Deployment
 from tools.plan.memory import EXPERTS, MODULE_EXPERTS, Memory
 
@@ -57,8 +56,8 @@ def _smaller_batch(memory: Memory, deployment: Deployment) -> str | None:
     request = memory.cache_tokens // max(1, deployment.decode_requests)
     if not deployment.decode_requests or memory.tokens_left < request:
         return None
-    requests = memory.tokens_left // request
-    context = memory.tokens_left // deployment.decode_requests // PAGE_SIZE * PAGE_SIZE
+    requests, page_size = memory.tokens_left // request, memory.account.page_size
+    context = memory.tokens_left // deployment.decode_requests // page_size * page_size
     return f"lower decode_requests to {requests} or context_length to {context}"
 
 

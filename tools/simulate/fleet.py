@@ -147,7 +147,7 @@ class Fleet:
             self.record.end(number, self.clock.now, "too long")
             ended("too long")
             return
-        keys = tuple(keys_of(ask.content))
+        keys = tuple(keys_of(ask.content, self.setting.answering.times.page_size))
         known = keys[:MAX_PAGES]
         prompt = Prompt(known, tokens, known if self.setting.routing == "events" else None)
         asked = Asked(number, ask.content, tokens, min(tokens + ask.answer, self._longest))

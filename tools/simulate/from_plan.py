@@ -6,7 +6,7 @@ One program of each kind is compiled, its largest, and played with smaller batch
 import hashlib
 from collections.abc import Callable
 
-from dsv3.config.model import PAGE_SIZE, ModelConfig
+from dsv3.config.model import ModelConfig
 from dsv3.config.options import Role
 from dsv3.engine.device.working import measure
 from dsv3.scheduler.cost import keys_per_token
@@ -32,7 +32,7 @@ def times_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str
     """
     if deployment.drafts:
         raise DeploymentError(f"{deployment.name}: speculative_config: the simulator knows no drafts; leave it out")
-    whole = deployment if deployment.prefill_tokens else with_ends(deployment)
+    whole = deployment if deployment.prefill_tokens else with_ends(deployment, model.page_size)
     planned = lay_out(model, whole)
     memory = memory_of(planned)
     steps: dict[Phase, Compiled] = {}
@@ -54,11 +54,14 @@ def times_of(model: ModelConfig, deployment: Deployment, progress: Callable[[str
         nodes=deployment.nodes,
         gpus_per_node=deployment.gpus_per_node,
         num_ranks=deployment.ranks,
-        num_pages=memory.tokens_left // PAGE_SIZE,
-        page_bytes=memory.token * PAGE_SIZE,
+        num_pages=memory.account.pages,
+        page_bytes=memory.account.page,
+        page_size=model.page_size,
         max_num_seqs=cfg.max_num_seqs,
         max_num_batched_tokens=cfg.max_num_batched_tokens,
-        max_model_len=min(deployment.max_model_len or model.max_position_embeddings, memory.tokens_left - PAGE_SIZE),
+        max_model_len=min(
+            deployment.max_model_len or model.max_position_embeddings, memory.tokens_left - model.page_size
+        ),
         keys=keys_per_token(model),
         link=deployment.device.cross_link,
         host=HOST_S,

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.config.model import PAGE_SIZE
 from dsv3.engine.job import EngineView, JobKind, Planned
 from dsv3.engine.jobs import decode, prefill, sample
 from dsv3.engine.jobs.decode import DecodeCommand
@@ -145,7 +144,7 @@ class Instance:
     def use(self) -> tuple[float, float]:
         """The shares in use of the pages, those included that who waits needs, and of the slots."""
         state, cfg = self.state(), self.cfg
-        pages = (state.pages + state.queued_tokens / PAGE_SIZE) / (cfg.num_pages * cfg.num_ranks)
+        pages = (state.pages + state.queued_tokens / cfg.page_size) / (cfg.num_pages * cfg.num_ranks)
         return pages, state.requests / (cfg.max_num_seqs * cfg.num_ranks)
 
     def _await(self) -> None:

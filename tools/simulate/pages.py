@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from dsv3.config.model import PAGE_SIZE
 from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.page_command import PagesCommand
 from dsv3.engine.jobs.page_tiers import Opened, page_buckets
@@ -164,7 +163,12 @@ class Pages:
         size = times.page_bytes
         arena = PaperArena(work, cells_within(int(host_bytes), size), size)
         self.tiers = _Tiers(
-            page_buckets(size), arena, store, workers=lambda count, _: Workers(work, count, wake), now=work.now
+            page_buckets(size),
+            arena,
+            store,
+            workers=lambda count, _: Workers(work, count, wake),
+            now=work.now,
+            page_size=times.page_size,
         )
         self._planner = PagesPlanner(view, Opened(self.tiers, None, None))
         self._page = np.broadcast_to(np.zeros(1, np.uint8), (1, page_buckets(size)[-1], size))
@@ -221,7 +225,9 @@ class Handed:
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Lets those begin that have got their slot."""
         for sequence in list(self._scheduler.loading):
-            self._scheduler.note_loaded(sequence, sequence.load_stop - sequence.prefilled // PAGE_SIZE)
+            self._scheduler.note_loaded(
+                sequence, sequence.load_stop - sequence.prefilled // self._scheduler.cfg.page_size
+            )
             self._scheduler.begin_prefill(sequence)
         return []
 

@@ -5,7 +5,6 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dsv3.config.model import PAGE_SIZE
 from dsv3.kv_cache.keys import KEY_BYTES, Key, root_key
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import PreparedRequest
@@ -26,45 +25,45 @@ class Asked(NamedTuple):
     max_length: int
 
 
-def keys_of(content: Sequence[Run]) -> list[Key]:
-    """Returns the prefix keys of a prompt's full pages: equal ones for pages whose tokens, and all before, are equal.
+def keys_of(content: Sequence[Run], page_size: int) -> list[Key]:
+    """Returns the prefix keys of a prompt's full pages: equal ones where a page's tokens, and all before, are equal.
 
     They are not made of the tokens, as a front's are: that took 40 us per prompt. One hash per run covers what lies
     before, and the page's place follows.
     """
-    chain, known = _begun(content[0])
+    chain, known = _begun(content[0], page_size)
     keys, start = list(known), content[0].tokens
     for run in content[1:]:
-        chain = _spell(chain, run, start, keys)
+        chain = _spell(chain, run, start, keys, page_size)
         start += run.tokens
     return keys
 
 
 @functools.lru_cache(maxsize=2**12)
-def _begun(run: Run) -> tuple[bytes, tuple[Key, ...]]:
+def _begun(run: Run, page_size: int) -> tuple[bytes, tuple[Key, ...]]:
     """Returns what stands for a first run, and the keys of the pages that it fills.
 
     Many prompts begin alike. All that remember keys share the objects, which saves two thirds of the memory and a hash
     per look.
     """
     keys: list[Key] = []
-    return _spell(_ROOT, run, 0, keys), tuple(keys)
+    return _spell(_ROOT, run, 0, keys, page_size), tuple(keys)
 
 
-def _spell(before: bytes, run: Run, start: int, keys: list[Key]) -> bytes:
+def _spell(before: bytes, run: Run, start: int, keys: list[Key], page_size: int) -> bytes:
     """Appends the keys of the pages that end in a run; returns what stands for it and all `before` it."""
     first, rest = _numbers(run)
     begun = before + start.to_bytes(8, "little") + first
-    if (start + 1) % PAGE_SIZE == 0:  # this page has only the first token, which other runs may have, too
-        keys += _numbered(hashlib.sha256(begun).digest(), len(keys), start + 1)
+    if (start + 1) % page_size == 0:  # this page has only the first token, which other runs may have, too
+        keys += _numbered(hashlib.sha256(begun).digest(), len(keys), (start + 1) // page_size)
     chain = hashlib.sha256(begun + rest).digest()
-    keys += _numbered(chain, len(keys), start + run.tokens)
+    keys += _numbered(chain, len(keys), (start + run.tokens) // page_size)
     return chain
 
 
-def _numbered(chain: bytes, first: int, end: int) -> list[Key]:
-    """Returns the keys of pages, from number `first` on, that are full with the token `end`."""
-    stop, head = end // PAGE_SIZE, chain[: KEY_BYTES - _PLACE_BYTES]
+def _numbered(chain: bytes, first: int, stop: int) -> list[Key]:
+    """Returns the keys of the pages from number `first` on, up to `stop`."""
+    head = chain[: KEY_BYTES - _PLACE_BYTES]
     return [head + place for place in _places(1 << stop.bit_length())[first:stop]]
 
 

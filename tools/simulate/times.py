@@ -28,8 +28,8 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     `prefill` and `decode` have for each bucket (tokens or rows of one rank, padding included) the seconds of a step at
     `KEYS` keys per token of the rank that attends to the most. `host` seconds are part of each. A rank has room for
-    `num_pages` pages of `page_bytes` bytes and sends `link` bytes per second to another node. `keys` cost as much as a
-    token (`dsv3.scheduler.cost.keys_per_token`). `digest` says what it was made of.
+    `num_pages` pages of `page_bytes` bytes and `page_size` tokens, and sends `link` bytes per second to another node.
+    `keys` cost as much as a token (`dsv3.scheduler.cost.keys_per_token`). `digest` says what it was made of.
     """
 
     name: str
@@ -40,6 +40,7 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     num_pages: int
     page_bytes: int
+    page_size: int = PAGE_SIZE
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -72,6 +73,7 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
             num_ranks=self.num_ranks,
             num_nodes=self.nodes,
             enable_prefix_caching=shares,
+            page_size=self.page_size,
             kv_offloading_size=offload_gib,
             role=self.role,
         )
@@ -79,11 +81,11 @@ class InstanceTimes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def token_bytes(self) -> float:
         """Bytes of a token in the cache of all layers."""
-        return self.page_bytes / PAGE_SIZE
+        return self.page_bytes / self.page_size
 
     def hand_over_seconds(self, tokens: int) -> float:
         """Returns how long the pages of a prompt take over one rank's link."""
-        return pages_for(tokens, PAGE_SIZE) * self.page_bytes / self.link
+        return pages_for(tokens, self.page_size) * self.page_bytes / self.link
 
 
 def read_times(path: Path) -> dict[str, InstanceTimes]:
@@ -104,7 +106,17 @@ def write_times(path: Path, by_name: Mapping[str, InstanceTimes]) -> None:
 
 def _check(times: InstanceTimes, where: str) -> None:
     """Raises TimesError for limits and times that cannot be."""
-    for name in ("nodes", "gpus_per_node", "num_ranks", "num_pages", "page_bytes", "max_num_seqs", "link", "keys"):
+    for name in (
+        "nodes",
+        "gpus_per_node",
+        "num_ranks",
+        "num_pages",
+        "page_bytes",
+        "page_size",
+        "max_num_seqs",
+        "link",
+        "keys",
+    ):
         if not getattr(times, name) > 0:
             raise TimesError(f"{where}: {name} {getattr(times, name)} must be above 0")
     try:

@@ -17,6 +17,7 @@ from dsv3.config.engine import ForwardProgram
 from dsv3.config.model import ModelConfig
 from dsv3.engine.assemble.communication import Communication
 from dsv3.engine.functions import DraftFunctions, SpreadExperts, StepFunctions
+from dsv3.kv_cache.layout import Pool
 from dsv3.model import decoder, steps
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
@@ -142,11 +143,11 @@ def expert_parallel_functions(
             return out
         return dataclasses.replace(out, overflows=jax.lax.pmax(out.overflows, communication.machine.axes))
 
-    def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> StepOutput:
+    def prefill(spread: SpreadParams, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> StepOutput:
         chosen = how(spread, batch.tokens.shape[0], True)
         return agreed(steps.prefill(own(spread), cfg, batch, pages, **chosen), chosen["routed"])
 
-    def decode(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> StepOutput:
+    def decode(spread: SpreadParams, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> StepOutput:
         chosen = how(spread, batch.tokens.size, False)
         return agreed(steps.decode(own(spread), cfg, batch, pages, **chosen), chosen["routed"])
 
@@ -157,7 +158,7 @@ def expert_parallel_functions(
         spread: SpreadParams,
         cfg: ModelConfig,
         batch: PrefillBatch | DecodeBatch,
-        pages: jax.Array,
+        pages: Pool,
         hidden: jax.Array,
     ) -> StepOutput:
         chosen = predicting(spread, batch.tokens.size)

@@ -8,8 +8,7 @@ from dsv3.engine.aside import Tell
 from dsv3.engine.jobs.page_command import Copy, PagesCommand, value_rows
 from dsv3.engine.jobs.page_tiers import Opened, open_tiers
 from dsv3.engine.parts import Parts
-from dsv3.kv_cache.tiers.ordered import Happened, OrderedTiers
-from dsv3.kv_cache.tiers.orders import Order
+from dsv3.kv_cache.tiers.hosts import Happened, Order, OrderedTiers
 
 
 class PagesAside:

@@ -8,7 +8,7 @@ import numpy as np
 
 from dsv3.engine.job import Command
 from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.tiers.orders import Order
+from dsv3.kv_cache.tiers.hosts import Order
 
 
 class Copy(Command, frozen=True):

@@ -6,17 +6,15 @@ from typing import NamedTuple
 from dsv3.config.identity import LAYOUT_VERSION
 from dsv3.config.options import split_address
 from dsv3.engine.parts import Parts
-from dsv3.kv_cache.events.record import Record, Watch, Where
+from dsv3.kv_cache.events import EventQueue, EventSource, Where
 from dsv3.kv_cache.layout import page_bytes
-from dsv3.kv_cache.tiers.arena import Arena, arena_bytes, cells_within
-from dsv3.kv_cache.tiers.shared_memory import SharedMemory
+from dsv3.kv_cache.tiers.arena import Arena, SharedMemory, arena_bytes, cells_within
 from dsv3.kv_cache.tiers.store import open_store
 from dsv3.kv_cache.tiers.tiers import Tiers
 from dsv3.kv_cache.transfer.client import Peers
-from dsv3.kv_cache.transfer.meetings import Meetings
 from dsv3.kv_cache.transfer.nixl import open_nixl
-from dsv3.kv_cache.transfer.protocol import VERSION, Hello
-from dsv3.kv_cache.transfer.server import PageServer
+from dsv3.kv_cache.transfer.protocol import VERSION, PeerHello
+from dsv3.kv_cache.transfer.server import Meetings, PageServer
 from dsv3.processes.key_file import read_key
 
 _log = logging.getLogger(__name__)
@@ -38,7 +36,7 @@ class Opened(NamedTuple):
     server: PageServer | None
 
 
-def open_tiers(parts: Parts, events: Record | None = None, process_id: int = 0, ranks: Where = None) -> Opened:
+def open_tiers(parts: Parts, events: EventQueue | None = None, process_id: int = 0, ranks: Where = None) -> Opened:
     """Opens the tiers that the limits ask for in a process of the instance, and the port for other instances.
 
     `events` hears what the tiers store and remove for `ranks`. Raises MemoryError, OSError or ValueError where one
@@ -52,7 +50,9 @@ def open_tiers(parts: Parts, events: Record | None = None, process_id: int = 0, 
         )
     name = f"{LAYOUT_VERSION}-{cfg.fingerprint[:16]}"
     memory = SharedMemory(name, arena_bytes(cells, size))
-    on_host, on_store = (None if events is None else Watch(events, medium, ranks) for medium in ("CPU", "STORAGE"))
+    on_host, on_store = (
+        None if events is None else EventSource(events, medium, ranks) for medium in ("CPU", "STORAGE")
+    )
     arena = Arena(memory.array, size, cells, on_host)
     gib, found = cfg.kv_offloading_size, len(arena)
     _log.info("host memory in %s: %g GiB, room for %d pages, %d found again", memory.path, gib, cells, found)
@@ -60,12 +60,12 @@ def open_tiers(parts: Parts, events: Record | None = None, process_id: int = 0, 
     store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
     if cfg.transfer_key_file is None:
         return Opened(Tiers(page_buckets(size), arena, store, page_size=cfg.page_size), memory, None)
-    secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), Hello(VERSION, cfg.identity, size)
+    secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), PeerHello(VERSION, cfg.identity, size)
     server, address = None, cfg.transfer_address_of(process_id)
-    nixl = open_nixl(cfg.transfer_carrier, arena, serves=address is not None)
+    agent, reader = open_nixl(cfg.transfer_carrier, arena, serves=address is not None)
     if address is not None:
         meetings = Meetings(cfg.transfer_addresses or [address])
-        where, shared = split_address(address, "transfer_address"), nixl.shared if nixl else None
-        server = PageServer(*where, secret, hello, arena, meetings, shared)
-    peers = Peers(secret, hello, nixl.reader if nixl else None)
+        where = split_address(address, "transfer_address")
+        server = PageServer(*where, secret, hello, arena, meetings, agent)
+    peers = Peers(secret, hello, reader)
     return Opened(Tiers(page_buckets(size), arena, store, peers, page_size=cfg.page_size), memory, server)

@@ -25,14 +25,12 @@ from dsv3.engine.job import EngineView, JobKind, Planned
 from dsv3.engine.jobs.page_aside import PagesAside
 from dsv3.engine.jobs.page_command import Copy, PagesCommand, value_rows
 from dsv3.engine.jobs.page_tiers import Opened, open_tiers, page_buckets
-from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
 from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.keys import Key as PageKey
-from dsv3.kv_cache.layout import page_bytes
-from dsv3.kv_cache.tiers.far import FarTiers
-from dsv3.kv_cache.tiers.hosts import Hosts
-from dsv3.kv_cache.tiers.tiers import Batch, FarBatch, Fetch, HostTiers
+from dsv3.kv_cache.layout import page_bytes, put_in, take_out, value_shape
+from dsv3.kv_cache.tiers.hosts import FarTiers, Hosts
+from dsv3.kv_cache.tiers.tiers import FarBatch, Fetch, HostTiers, PageBatch
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Sequence
 from sharding.processes import local_part
@@ -54,7 +52,7 @@ class Incoming(NamedTuple):
 
     rank: int
     pages: list[int]
-    batch: Batch | FarBatch
+    batch: PageBatch | FarBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +212,7 @@ class PagesPlanner:
         batches = {rank: each.batch for rank, each in group.items()}
         return Copy(
             self._table({rank: each.pages for rank, each in group.items()}, size),
-            values={rank: batch.values for rank, batch in batches.items() if isinstance(batch, Batch)},
+            values={rank: batch.values for rank, batch in batches.items() if isinstance(batch, PageBatch)},
             loads={rank: batch.number for rank, batch in batches.items() if isinstance(batch, FarBatch)},
         )
 
@@ -229,7 +227,8 @@ class PagesPlanner:
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields one program per bucket and direction."""
     cfg, one = layout.cfg, value_shape(layout.model_cfg, layout.cfg.cache_dtype)
-    out, into = (functools.partial(body, num_pages=cfg.num_pages) for body in (take_out, put_in))
+    groups = layout.model_cfg.cache_groups(cfg.cache_dtype)
+    out, into = (functools.partial(body, groups) for body in (take_out, put_in))
     for count in page_buckets(page_bytes(layout.model_cfg, cfg.cache_dtype)):
         pages, values = layout.array(count), layout.array(count, *one.shape, dtype=one.dtype)
         yield layout.per_rank(Key(OUT, count), out, (layout.pages, pages), padding={1: -1})

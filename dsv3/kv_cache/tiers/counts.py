@@ -2,8 +2,10 @@
 
 import bisect
 import dataclasses
+import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -11,11 +13,15 @@ LOAD_BOUNDS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 5.0)
 """Upper bounds in seconds of the histogram of loads; the last bucket has none."""
 
 Carrier = Literal["sockets", "nixl"]
+
 CARRIERS: tuple[Carrier, ...] = ("sockets", "nixl")
 """What pages come by from other instances; the order of counts per carrier."""
 
 _WEIGHT = 0.2  # of a new measurement in a rate
 _LATELY_S = 60.0
+_TELL_S = 60.0
+_MOST_WAYS = 256  # an address and a carrier
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -96,3 +102,61 @@ def loading_pays(tokens: int, size: int, load: float | None, compute: float | No
     if load is None or compute is None:
         return True
     return size / load < tokens / compute
+
+
+@dataclasses.dataclass
+class _Way:
+    told: float = float("-inf")
+    size: int = 0
+    seconds: float = 0.0
+
+
+class Carried:
+    """Totals per carrier since the start. Any thread may note; `now` says the time in seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._lock = now, threading.Lock()
+        self._counts = TierCounts()
+        self._ways: OrderedDict[tuple[str, Carrier], _Way] = OrderedDict()
+
+    def note(self, address: str, carrier: Carrier, size: int, seconds: float) -> None:
+        """Adds `size` bytes of verified pages from `address`, waits for pages to be computed left out.
+
+        Logs the carrier and its rate the first time, and then once per minute.
+        """
+        if not size:
+            return
+        i = CARRIERS.index(carrier)
+        with self._lock:
+            self._counts.carried_bytes[i] += size
+            self._counts.carried_seconds[i] += seconds
+            way = self._way(address, carrier)
+            way.size, way.seconds = way.size + size, way.seconds + seconds
+            if self._now() - way.told < _TELL_S:
+                return
+            rate = way.size / max(way.seconds, 1e-9)
+            self._ways[address, carrier] = _Way(self._now())
+        _log.info("pages of %s come by %s: %.0f MB/s", address, carrier, rate / 1e6)
+
+    def fail(self, carrier: Carrier) -> None:
+        """Adds a transfer that did not bring what it should have."""
+        with self._lock:
+            self._counts.carrier_failures[CARRIERS.index(carrier)] += 1
+
+    def counted(self, counts: TierCounts) -> TierCounts:
+        """Returns `counts` with the totals per carrier."""
+        mine = self._counts
+        with self._lock:
+            return dataclasses.replace(
+                counts,
+                carried_bytes=list(mine.carried_bytes),
+                carried_seconds=list(mine.carried_seconds),
+                carrier_failures=list(mine.carrier_failures),
+            )
+
+    def _way(self, address: str, carrier: Carrier) -> _Way:
+        way = self._ways.setdefault((address, carrier), _Way())
+        self._ways.move_to_end((address, carrier))
+        if len(self._ways) > _MOST_WAYS:
+            self._ways.popitem(last=False)
+        return way

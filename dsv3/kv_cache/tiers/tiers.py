@@ -12,16 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsv3.config.model import PAGE_SIZE
 from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.tiers.arena import Arena
+from dsv3.kv_cache.tiers.arena import Arena, Staging
 from dsv3.kv_cache.tiers.counts import Rate, TierCounts, loading_pays
-from dsv3.kv_cache.tiers.staging import Staging
 from dsv3.kv_cache.tiers.store import PageStore
+from dsv3.kv_cache.transfer.client import Peers
 
 LOOK_UP_S = 0.5
 """A store that has not said by then what it holds is taken to hold nothing."""
@@ -43,7 +42,7 @@ _REST_S = 60.0  # a store that has kept somebody waiting too long is left alone 
 _log = logging.getLogger(__name__)
 
 
-class Batch(NamedTuple):
+class PageBatch(NamedTuple):
     """Values on their way to a device: the first `num_pages` rows of `values`, uint8 `[bucket, value_bytes]`."""
 
     values: np.ndarray
@@ -61,21 +60,6 @@ class FarBatch(NamedTuple):
     number: int
     bucket: int
     num_pages: int
-
-
-class FetchesPages(Protocol):
-    """Other instances; `dsv3.kv_cache.transfer.client.Peers` is one way to them."""
-
-    def find(self, address: str, meeting: int) -> Future[str]:
-        """Gives the address to fetch from once `meeting` is computed there; OSError where it is not in time."""
-
-    def fetch(
-        self, address: str, keys: Sequence[Key], patience_s: float, land: Callable[[Key, np.ndarray], object]
-    ) -> int:
-        """Hands pages to `land` in the order of `keys`; returns how many, raises OSError where they do not come."""
-
-    def counted(self, counts: TierCounts) -> TierCounts:
-        """Returns `counts` with what each carrier has brought."""
 
 
 @dataclasses.dataclass
@@ -154,7 +138,7 @@ class HostTiers(abc.ABC):
         """Returns what each tier has counted; any thread may ask."""
 
     @abc.abstractmethod
-    def drop(self, load: "Future[Batch] | Future[FarBatch]") -> None:
+    def drop(self, load: "Future[PageBatch] | Future[FarBatch]") -> None:
         """Gives up a batch that nobody wants any more."""
 
     @property
@@ -168,7 +152,7 @@ class HostTiers(abc.ABC):
         """Whether other instances can be asked."""
 
     @abc.abstractmethod
-    def begin_load(self, keys: Sequence[Key], bucket: int) -> "Future[Batch] | Future[FarBatch]":
+    def begin_load(self, keys: Sequence[Key], bucket: int) -> "Future[PageBatch] | Future[FarBatch]":
         """Has a thread load a batch, as far as there is one."""
 
     @abc.abstractmethod
@@ -259,7 +243,7 @@ class HostTiers(abc.ABC):
         """Begins to load a run of pages that are `within_reach`."""
         return Fetch(self, keys, self.buckets)
 
-    def submit_load(self, keys: Sequence[Key], bucket: int) -> "Future[Batch] | Future[FarBatch] | None":
+    def submit_load(self, keys: Sequence[Key], bucket: int) -> "Future[PageBatch] | Future[FarBatch] | None":
         """Begins to load a batch; None where too many are under way."""
         if self.batches_under_way >= _MOST_BATCHES:
             return None
@@ -287,10 +271,11 @@ class Tiers(HostTiers):
         buckets: Sequence[int],
         arena: Arena,
         store: PageStore | None = None,
-        peers: FetchesPages | None = None,
+        peers: Peers | None = None,
         workers: Callable[[int, str], Executor] = ThreadPoolExecutor,
         now: Callable[[], float] = time.monotonic,
-        page_size: int = PAGE_SIZE,
+        *,
+        page_size: int,
     ) -> None:
         super().__init__(arena.value_bytes, buckets, page_size, now, Rate(now))
         self._arena, self._store, self._peers = arena, store, peers
@@ -363,7 +348,7 @@ class Tiers(HostTiers):
             )
         return counts
 
-    def begin_load(self, keys: Sequence[Key], bucket: int) -> Future[Batch]:
+    def begin_load(self, keys: Sequence[Key], bucket: int) -> Future[PageBatch]:
         """Has a thread load a batch, as far as there is one."""
         asks_store = self.has_store and self.leading(keys) < len(keys)
         return self._submit_work(
@@ -392,7 +377,7 @@ class Tiers(HostTiers):
             work = self._fetchers.submit(self._missed, error, keys)
         work.add_done_callback(lambda done: _hand_on(done, brought))
 
-    def drop(self, load: "Future[Batch] | Future[FarBatch]") -> None:
+    def drop(self, load: "Future[PageBatch] | Future[FarBatch]") -> None:
         """Gives up a batch that nobody wants any more."""
         load.cancel()
 
@@ -402,7 +387,7 @@ class Tiers(HostTiers):
         future.add_done_callback(lambda _: self.wake())
         return future
 
-    def _load(self, keys: Sequence[Key], bucket: int, asks_store: bool) -> Batch:
+    def _load(self, keys: Sequence[Key], bucket: int, asks_store: bool) -> PageBatch:
         values = self._staging.rows(bucket, self.value_bytes)
         count = 0
         while count < len(keys):
@@ -410,7 +395,7 @@ class Tiers(HostTiers):
             if not got:
                 break
             count += got
-        return Batch(values, count)
+        return PageBatch(values, count)
 
     def _load_run(self, keys: Sequence[Key], out: np.ndarray, asks_store: bool) -> int:
         """Loads what one tier has of the next pages; returns how many."""
@@ -533,7 +518,7 @@ class Fetch:
     def __init__(self, tiers: HostTiers, keys: Sequence[Key], buckets: Sequence[int]) -> None:
         self._tiers, self._keys, self._buckets = tiers, keys, buckets
         self._asked = 0  # keys
-        self._coming: deque[tuple[Future[Batch] | Future[FarBatch], int]] = deque()  # with the number of keys
+        self._coming: deque[tuple[Future[PageBatch] | Future[FarBatch], int]] = deque()  # with the number of keys
         self._progress = tiers.now()
         self.advance()
 
@@ -553,7 +538,7 @@ class Fetch:
             self._coming.append((batch, len(keys)))
             self._asked += len(keys)
 
-    def take(self) -> Batch | FarBatch | None:
+    def take(self) -> PageBatch | FarBatch | None:
         """Returns the next batch once it is there. After one that is not whole nothing more comes."""
         if not self._coming:
             self._progress = self._tiers.now()

@@ -14,28 +14,44 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 
-from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.tiers.counts import TierCounts
-from dsv3.kv_cache.tiers.value import HEADER_BYTES
+from dsv3.kv_cache.keys import HEADER_BYTES, Key
+from dsv3.kv_cache.tiers.counts import Carried, TierCounts
 from dsv3.kv_cache.transfer import protocol
-from dsv3.kv_cache.transfer.carriers import Carried
-from dsv3.kv_cache.transfer.meetings import Stage
-from dsv3.kv_cache.transfer.nixl import Reader
-from dsv3.kv_cache.transfer.protocol import Answer, Ask, Hello, Locate, Located, PeerError, Told, Want
-from dsv3.kv_cache.transfer.several import Land, fetch_from_any
+from dsv3.kv_cache.transfer.nixl import MemoryReader
+from dsv3.kv_cache.transfer.protocol import (
+    Ask,
+    HelloAnswer,
+    Land,
+    Locate,
+    Located,
+    MeetingStages,
+    PeerError,
+    PeerHello,
+    Stage,
+    Want,
+)
 from dsv3.processes.certificates import credentials_of, tls_context
 
 COMES_S = 5.0
 """So long a meeting may be unknown: the router may hand the request to the decode instance first."""
+
 BEGINS_S = 30.0
 """So long a request may wait in the prefill instance before it is computed here."""
 
 _PAUSE_S = 0.02
+_ROUND_S = 0.05  # between two rounds of questions, while none of the processes has the next page
+_CONNECT_S = 3.0
+_MOST_IDLE = 16  # connections kept for the next fetch
+_AVOID_S = 10.0  # a peer that has failed
+_MOST_AVOIDED = 256
 _log = logging.getLogger(__name__)
+
+FetchOne = Callable[[str, Sequence[Key], float, Land], int]
+"""Fetches from one address; `dsv3.kv_cache.transfer.client.Peers.fetch` says how."""
 
 
 @dataclasses.dataclass(eq=False)
-class _Wait:
+class _PendingMeeting:
     meeting: int
     found: Future[str]
     since: float = dataclasses.field(default_factory=time.monotonic)
@@ -59,14 +75,14 @@ class Finder:
     def __init__(self, connect: Callable[[str], ssl.SSLSocket]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
-        self._waits: dict[str, list[_Wait]] = {}  # by address; each of these has a thread
+        self._waits: dict[str, list[_PendingMeeting]] = {}  # by address; each of these has a thread
 
     def find(self, address: str, meeting: int) -> Future[str]:
         """Gives the addresses of the instance once it computes the meeting's request, with commas between.
 
         Gives PeerError where it does not in time, or the address does not answer.
         """
-        wait = _Wait(meeting, Future())
+        wait = _PendingMeeting(meeting, Future())
         with self._lock:
             waits = self._waits.get(address)
             if waits is not None:
@@ -86,21 +102,21 @@ class Finder:
                 connection.settimeout(protocol.STALL_S)
                 while waits := self._pending(address):
                     protocol.send(connection, Ask([wait.meeting for wait in waits]))
-                    self._settle(address, waits, protocol.receive(connection, Told))
+                    self._settle(address, waits, protocol.receive(connection, MeetingStages))
                     time.sleep(_PAUSE_S)
         except Exception as error:  # whatever it is, nobody waits for a thread that has ended
             if not isinstance(error, OSError):
                 _log.exception("an instance cannot be asked")
             self._give_up(address, error)
 
-    def _pending(self, address: str) -> list[_Wait]:
+    def _pending(self, address: str) -> list[_PendingMeeting]:
         with self._lock:
             waits = self._waits[address]
             if not waits:
                 del self._waits[address]
             return waits[: protocol.MAX_MEETINGS]
 
-    def _settle(self, address: str, waits: list[_Wait], told: Told | None) -> None:
+    def _settle(self, address: str, waits: list[_PendingMeeting], told: MeetingStages | None) -> None:
         if told is None or len(told.stages) != len(waits):
             raise PeerError("it hung up" if told is None else "it answers for other meetings")
         ended = {wait for wait, stage in zip(waits, told.stages, strict=True) if wait.settle(stage, told.addresses)}
@@ -115,16 +131,10 @@ class Finder:
             wait.found.set_exception(PeerError(f"{address}: {error}"))
 
 
-_CONNECT_S = 3.0
-_MOST_IDLE = 16  # connections kept for the next fetch
-_AVOID_S = 10.0  # a peer that has failed
-_MOST_AVOIDED = 256
-
-
 class Peers:
     """Other instances that know `secret` and are like `hello`, read by `reader` where both can. Any thread may call."""
 
-    def __init__(self, secret: bytes, hello: Hello, reader: Reader | None = None) -> None:
+    def __init__(self, secret: bytes, hello: PeerHello, reader: MemoryReader | None = None) -> None:
         self._context, self._hello = tls_context(credentials_of(secret), False), hello
         self._reader, self._carried = reader, Carried() if reader is None else reader.carried
         self._lock = threading.Lock()
@@ -271,7 +281,7 @@ class Peers:
             tls = self._context.wrap_socket(connection)
             reads = self._reader is not None and self._reader.wants(address)
             protocol.send(tls, msgspec.structs.replace(self._hello, reads=reads))
-            answer = protocol.receive(tls, Answer)
+            answer = protocol.receive(tls, HelloAnswer)
         except BaseException:
             connection.close()
             raise
@@ -311,3 +321,41 @@ class Peers:
             self._avoided.move_to_end(address)
             if len(self._avoided) > _MOST_AVOIDED:
                 self._avoided.popitem(last=False)
+
+
+def fetch_from_any(
+    fetch: FetchOne, addresses: Sequence[str], keys: Sequence[Key], patience_s: float, land: Land
+) -> int:
+    """Fetches pages of an instance of several processes, each of which gives those of its own ranks.
+
+    They come in the order of `keys` from whichever of `addresses` has them; returns how many have come. Asks one after
+    the other for the next page alone. Who gives it has most likely computed those behind it too, and is asked for all.
+    Waits `patience_s` for each page that nobody has yet. Raises OSError where pages are missing and an address has
+    failed; what came before has been landed.
+    """
+    came, last, left = 0, time.monotonic(), list(addresses)
+    failure: OSError | None = None
+
+    def note(key: Key, value: np.ndarray) -> None:
+        nonlocal came, last
+        land(key, value)
+        came, last = came + 1, time.monotonic()
+
+    while left and came < len(keys):
+        before = came
+        for address in list(left):
+            try:
+                if fetch(address, keys[came : came + 1], 0.0, note):
+                    fetch(address, keys[came:], patience_s, note)
+                    left.sort(key=address.__ne__)  # it is asked first from now on
+                    break
+            except OSError as error:
+                left.remove(address)
+                failure = error
+        if came == before:
+            if time.monotonic() - last > patience_s:
+                break
+            time.sleep(_ROUND_S)
+    if failure is not None and came < len(keys):
+        raise failure
+    return came

@@ -14,16 +14,15 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from dsv3.kv_cache.keys import Key
+from dsv3.kv_cache.keys import ALIGNMENT, HEADER_BYTES, Key, aligned, read_header
 from dsv3.kv_cache.tiers.arena import Arena, Place
-from dsv3.kv_cache.tiers.value import ALIGNMENT, HEADER_BYTES, aligned, read_header
+from dsv3.kv_cache.tiers.counts import Carried
 from dsv3.kv_cache.transfer import protocol
-from dsv3.kv_cache.transfer.carriers import Carried
-from dsv3.kv_cache.transfer.several import Land
+from dsv3.kv_cache.transfer.protocol import Land
 
 _BUFFERS = 8  # fetches at a time; one on top of them goes by sockets
 _BUFFER_BYTES = 2**24  # three pages of DeepSeek-V3
@@ -85,13 +84,10 @@ def open_agent(progresses: bool) -> Agent:
     return nixl.nixl_agent(f"dsv3-{uuid.uuid4().hex}", config)
 
 
-class Shared:
-    """A process's host memory, which other instances may read; registered once."""
-
-    def __init__(self, agent: Agent, arena: Arena) -> None:
-        agent.register_memory([(arena.memory.ctypes.data, arena.memory.nbytes, 0, "")], "DRAM")
-        self.metadata = agent.get_agent_metadata()
-        """What tells another agent how to reach this one."""
+def share(agent: Agent, arena: Arena) -> bytes:
+    """Lets other instances read a process's host memory; returns what tells another agent how to reach this one."""
+    agent.register_memory([(arena.memory.ctypes.data, arena.memory.nbytes, 0, "")], "DRAM")
+    return agent.get_agent_metadata()
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,7 +100,7 @@ class _Remote:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
+class _HeldBuffer:
     """A buffer that is not used before `until`, nor while the transfer is under way."""
 
     remote: _Remote
@@ -113,7 +109,7 @@ class _Held:
     until: float
 
 
-class Reader:
+class MemoryReader:
     """Reads pages of `value_bytes` bytes out of other instances' memory into its own, which is registered once.
 
     Any thread may call. What NIXL raises ends here: who gets fewer pages than there are asks for the rest by sockets.
@@ -126,7 +122,7 @@ class Reader:
         memory = np.frombuffer(mmap.mmap(-1, _BUFFERS * rows * width), np.uint8)
         agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
         self._free = list(memory.reshape(_BUFFERS, rows, width))
-        self._held: list[_Held] = []
+        self._held: list[_HeldBuffer] = []
         self._lock, self._meeting = threading.Lock(), threading.RLock()  # the second for agents that come and go
         self._remotes: OrderedDict[str, _Remote] = OrderedDict()  # by address
         self._left: set[_Remote] = set()  # forgotten when nobody reads from them any more
@@ -251,7 +247,7 @@ class Reader:
     def _hold(self, remote: _Remote, buffer: np.ndarray, handle: Any) -> None:
         """Keeps a buffer from others that a transfer without success may still write."""
         with self._lock:
-            self._held.append(_Held(remote, buffer, handle, time.monotonic() + _HOLD_S))
+            self._held.append(_HeldBuffer(remote, buffer, handle, time.monotonic() + _HOLD_S))
 
     def _take_back(self) -> None:
         """Frees buffers that have been held long enough, and that no transfer writes."""
@@ -310,26 +306,19 @@ class Reader:
                     self._agent.remove_remote_agent(remote.name)
 
 
-class Opened(NamedTuple):
-    """Both sides of a process: what gives its pages, if anything does, and what reads those of others."""
+def open_nixl(carrier: str, arena: Arena, serves: bool) -> tuple[bytes, MemoryReader | None]:
+    """Opens both sides that `transfer_carrier` asks for: what `share` gives if this process `serves`, and a reader.
 
-    shared: Shared | None
-    reader: Reader
-
-
-def open_nixl(carrier: str, arena: Arena, serves: bool) -> Opened | None:
-    """Opens what `transfer_carrier` asks for; None where pages go by sockets.
-
-    Raises ValueError where they must not and NIXL cannot be opened.
+    Where pages go by sockets there is neither. Raises ValueError where they must not and NIXL cannot be opened.
     """
     if carrier == "sockets":
-        return None
+        return b"", None
     try:
         agent = open_agent(progresses=serves)
-        return Opened(Shared(agent, arena) if serves else None, Reader(agent, arena.value_bytes))
+        return share(agent, arena) if serves else b"", MemoryReader(agent, arena.value_bytes)
     except Exception as error:
         text = f"NIXL cannot be opened: {str(error) or type(error).__name__}"
     if carrier == "nixl":
         raise ValueError(f"transfer_carrier: 'nixl': {text}; pip install 'dsv3[nixl]', or take auto or sockets")
     _log.warning("pages travel by sockets: %s", text)
-    return None
+    return b"", None

@@ -1,31 +1,40 @@
 """What two instances say to each other about pages, over TLS that the secret they share makes (`dsv3.processes`).
 
     fetching                         serving
-    Hello(version, identity)    ->
-                                <-   Answer(refusal): empty, or which field differs
+    PeerHello(version, ...)     ->
+                                <-   HelloAnswer(refusal): empty, or which field differs
     Want(keys, patience_s)      ->
                                 <-   per key, in order: HAVE, header (128 bytes), payload
                                 <-   NO_MORE, after the last one or before the first that does not come
     Locate(keys, patience_s)    ->
                                 <-   Located(places): of the first keys, as many as are there
     Ask(meetings)               ->
-                                <-   Told(stages, addresses)
+                                <-   MeetingStages(stages, addresses)
 
 All but pages is in frames (`dsv3.processes.frames`). A connection carries any number of questions,
 one after the other. Every wait has a bound on both sides. Who can read memory by NIXL (`nixl.py`) says so
-in Hello, hears in Answer how, and asks where pages lie in place of wanting them.
+in PeerHello, hears in HelloAnswer how, and asks where pages lie in place of wanting them.
 """
 
 import json
 import ssl
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
+import numpy as np
 
+from dsv3.kv_cache.keys import Header, Key, read_header
 from dsv3.kv_cache.tiers.arena import Place
-from dsv3.kv_cache.tiers.value import Header, read_header
-from dsv3.kv_cache.transfer.meetings import Stage
 from dsv3.processes import frames
 
+Stage = Literal["unknown", "queued", "begun", "gone"]
+"""No request has come; it waits; its pages are there or come step by step; it has left without having begun."""
+
+Land = Callable[[Key, np.ndarray], object]
+"""Takes a page that has come and verified; its array is written again after the call."""
+
+MAX_MEETING = 2**63 - 1
 VERSION = 2
 HAVE, NO_MORE = b"\x01", b"\x00"
 MAX_KEYS = 4096
@@ -40,7 +49,7 @@ IDLE_S = 60.0
 _MAX_FRAME_BYTES = 2**20
 
 
-class Hello(msgspec.Struct, frozen=True):
+class PeerHello(msgspec.Struct, frozen=True):
     """Who asks: the protocol's version and all that pages depend on, as JSON (`dsv3.config.identity`)."""
 
     version: int
@@ -50,7 +59,7 @@ class Hello(msgspec.Struct, frozen=True):
     """Whether it can read memory by NIXL."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class HelloAnswer(msgspec.Struct, frozen=True):
     """Empty, or why the other side gets nothing; to who reads also the metadata of an agent, if there is one."""
 
     refusal: str = ""
@@ -83,7 +92,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     meetings: list[int]
 
 
-class Told(msgspec.Struct, frozen=True):
+class MeetingStages(msgspec.Struct, frozen=True):
     """How far each of the meetings is, and the addresses of all processes of the instance."""
 
     stages: list[Stage]
@@ -149,7 +158,7 @@ def read_value_header(raw: bytes) -> Header:
     return header
 
 
-def difference(mine: Hello, other: Hello) -> str:
+def difference(mine: PeerHello, other: PeerHello) -> str:
     """Returns what two instances must have in common and have not, by name; empty if there is nothing."""
     if mine.version != other.version:
         return f"protocol version ({mine.version} here, {other.version} there)"

@@ -2,6 +2,10 @@
 
 Nothing is reserved for anyone. A page lies in the host's memory like every other and leaves it by age; whoever comes
 too late computes it.
+
+A *meeting* is a request that a router hands to two instances at once, under a number (SGLang's `bootstrap_room`). The
+prefill instance notes here how far its request is, and the decode instance asks (`client.py`). Pages are named by their
+content and not by meetings, so a number that is wrong costs time and no answer.
 """
 
 import contextlib
@@ -9,22 +13,79 @@ import logging
 import socket
 import ssl
 import threading
+from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 
+from dsv3.kv_cache.keys import header_of
 from dsv3.kv_cache.tiers.arena import Arena, Place
-from dsv3.kv_cache.tiers.value import header_of
 from dsv3.kv_cache.transfer import protocol
-from dsv3.kv_cache.transfer.meetings import Meetings
-from dsv3.kv_cache.transfer.nixl import Shared
-from dsv3.kv_cache.transfer.protocol import Answer, Ask, Hello, Locate, Located, PeerError, Question, Told, Want
+from dsv3.kv_cache.transfer.protocol import (
+    Ask,
+    HelloAnswer,
+    Locate,
+    Located,
+    MeetingStages,
+    PeerError,
+    PeerHello,
+    Question,
+    Stage,
+    Want,
+)
 from dsv3.processes.certificates import credentials_of, tls_context
 from dsv3.processes.strangers import Strangers, listen
 
 _MOST_PEERS = 256
 _MAX_WARNINGS = 20
 _PAUSE_S = 0.1  # after an error of accept, such as no free descriptor
+_MOST_MEETINGS = 2**16
 _log = logging.getLogger(__name__)
+
+
+class Meetings:
+    """The meetings of an instance whose processes give pages at `addresses`; any thread may ask.
+
+    The oldest are forgotten where there are too many. Requests without a meeting have None, which changes nothing.
+    """
+
+    def __init__(self, addresses: Sequence[str] = ()) -> None:
+        self.addresses = list(addresses)
+        self._lock = threading.Lock()
+        self._stages: OrderedDict[int, Stage] = OrderedDict()
+
+    def open(self, meeting: int | None) -> None:
+        """Notes that a request waits; a meeting that has begun stays so, as several prompts may share it."""
+        if meeting is None:
+            return
+        with self._lock:
+            if self._stages.get(meeting) != "begun":
+                self._note(meeting, "queued")
+
+    def begin(self, meeting: int | None) -> None:
+        """Notes that a request has a slot."""
+        if meeting is None:
+            return
+        with self._lock:
+            self._note(meeting, "begun")
+
+    def leave(self, meeting: int | None) -> None:
+        """Notes that a request has ended, wherever it was."""
+        if meeting is None:
+            return
+        with self._lock:
+            if self._stages.get(meeting) == "queued":
+                self._note(meeting, "gone")
+
+    def stages(self, meetings: Sequence[int]) -> list[Stage]:
+        """Returns how far each of `meetings` is."""
+        with self._lock:
+            return [self._stages.get(meeting, "unknown") for meeting in meetings]
+
+    def _note(self, meeting: int, stage: Stage) -> None:
+        self._stages[meeting] = stage
+        if len(self._stages) > _MOST_MEETINGS:
+            self._stages.popitem(last=False)
 
 
 class PageServer:
@@ -39,12 +100,12 @@ class PageServer:
         host: str,
         port: int,
         secret: bytes,
-        hello: Hello,
+        hello: PeerHello,
         arena: Arena,
         meetings: Meetings | None = None,
-        shared: Shared | None = None,
+        agent: bytes = b"",
     ) -> None:
-        self._shared = shared
+        self._agent = agent
         self.meetings = Meetings() if meetings is None else meetings
         self._context, self._hello, self._arena = tls_context(credentials_of(secret), True), hello, arena
         self._strangers, self._peers = Strangers(), threading.BoundedSemaphore(_MOST_PEERS)
@@ -83,7 +144,7 @@ class PageServer:
         try:
             connection.settimeout(protocol.HANDSHAKE_S)
             with self._context.wrap_socket(connection, server_side=True) as tls:
-                other = protocol.receive(tls, Hello)
+                other = protocol.receive(tls, PeerHello)
                 self._strangers.remove(guard)
                 if other is not None:
                     self._admit(tls, other)
@@ -94,13 +155,13 @@ class PageServer:
             for each in (guard, connection):
                 each.close()
 
-    def _admit(self, tls: ssl.SSLSocket, other: Hello) -> None:
+    def _admit(self, tls: ssl.SSLSocket, other: PeerHello) -> None:
         """Serves an instance that is like this one, as long as it asks."""
         refusal = protocol.difference(self._hello, other)
         if not refusal and not self._peers.acquire(blocking=False):
             refusal = f"{_MOST_PEERS} others are being served"
-        agent = self._shared.metadata if self._shared is not None and other.reads and not refusal else b""
-        protocol.send(tls, Answer(refusal, agent))
+        agent = self._agent if other.reads and not refusal else b""
+        protocol.send(tls, HelloAnswer(refusal, agent))
         if refusal:
             raise PeerError(f"refused an instance: {refusal}")
         try:
@@ -109,7 +170,7 @@ class PageServer:
                 tls.settimeout(protocol.STALL_S)
                 if isinstance(question, Ask):
                     stages = self.meetings.stages(question.meetings[: protocol.MAX_MEETINGS])
-                    protocol.send(tls, Told(stages, self.meetings.addresses))
+                    protocol.send(tls, MeetingStages(stages, self.meetings.addresses))
                 elif isinstance(question, Locate):
                     protocol.send(tls, Located(self._places(question)))
                 else:
@@ -125,7 +186,7 @@ class PageServer:
             return None
 
     def _places(self, asked: Locate) -> list[Place]:
-        keys = asked.keys[: protocol.MAX_KEYS] if self._shared is not None else []
+        keys = asked.keys[: protocol.MAX_KEYS] if self._agent else []
         if not keys or not self._arena.wait_for(keys[0], min(asked.patience_s, protocol.MAX_PATIENCE_S)):
             return []
         places = []

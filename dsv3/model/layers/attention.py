@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from dsv3.config.model import ModelConfig
+from dsv3.config.model import LATENTS, ModelConfig
 from dsv3.model.batch import AttentionForm, DecodeBatch, PrefillBatch
 from dsv3.model.layers.indexer import IndexTokens, index_tokens
 from dsv3.model.layers.linear import Index, Numerics, linear
@@ -154,8 +154,8 @@ def writing(cfg: ModelConfig, places: Places, pages_per_layer: int, backend: Bac
     """Returns attention that writes the new tokens' latents first. The state is the page pool."""
 
     def attend(tokens, params, layer, cache_layer, pages):
-        pages = write_latents(cfg, pages, tokens, places, cache_layer, pages_per_layer, backend)
-        return core(tokens, params, layer, cache_layer, pages), pages
+        latents = write_latents(cfg, pages[LATENTS], tokens, places, cache_layer, pages_per_layer, backend)
+        return core(tokens, params, layer, cache_layer, latents), {**pages, LATENTS: latents}
 
     return attend
 

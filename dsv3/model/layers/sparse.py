@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.layout import IndexedPages
+from dsv3.config.model import INDEX_KEYS, LATENTS, ModelConfig
+from dsv3.kv_cache.layout import Pool
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.attention import (
     Attend,
@@ -118,16 +118,16 @@ def sparse_attend(
         pages = _written(cfg, tokens, rows.places, cache_layer, pages_of(state), pages_per_layer, backend)
 
         def all_tokens() -> jax.Array:
-            return dense(tokens, params, layer, cache_layer, pages.latents)
+            return dense(tokens, params, layer, cache_layer, pages[LATENTS])
 
         if must_choose is False:
             return all_tokens(), _with(state, pages)
         last = state.chosen[number] if isinstance(state, SharedChoice) else None
-        at_once = dsa.rows_at_once(pages.latents, rows.page_table, sparse.copies)
+        at_once = dsa.rows_at_once(pages[LATENTS], rows.page_table, sparse.copies)
         choose = _chooser(cfg, rows, tokens.index, cache_layer, pages, pages_per_layer, last, at_once, backend)
 
         def best_tokens(chosen: jax.Array) -> jax.Array:
-            return sparse.attend(tokens, params, layer, cache_layer, pages.latents, chosen)
+            return sparse.attend(tokens, params, layer, cache_layer, pages[LATENTS], chosen)
 
         if last is None:
             return either(must_choose, lambda: best_tokens(choose()), all_tokens), _with(state, pages)
@@ -151,18 +151,21 @@ def _written(
     tokens: Any,
     places: Places,
     cache_layer: Index,
-    pages: IndexedPages,
+    pages: Pool,
     pages_per_layer: int,
     backend: Backend | None,
-) -> IndexedPages:
+) -> Pool:
     """Returns the pages with the tokens' latents, and with their index keys in a layer that has an indexer."""
     table = index_layers(cfg)
     ids = places.page_ids if table.has.all() else jnp.where(lookup(table.has, cache_layer), places.page_ids, -1)
     layer = lookup(table.in_pool, cache_layer)
-    return IndexedPages(
-        write_latents(cfg, pages.latents, tokens, places, cache_layer, pages_per_layer, backend),
-        dsa.write_keys(pages.keys, tokens.index.key, ids, places.offsets, layer=layer, pages_per_layer=pages_per_layer),
-    )
+    keys = pages[INDEX_KEYS]
+    where: dict[str, Any] = {"layer": layer, "pages_per_layer": pages_per_layer}
+    return {
+        **pages,
+        LATENTS: write_latents(cfg, pages[LATENTS], tokens, places, cache_layer, pages_per_layer, backend),
+        INDEX_KEYS: dsa.write_keys(keys, tokens.index.key, ids, places.offsets, **where),
+    }
 
 
 def _chooser(
@@ -170,7 +173,7 @@ def _chooser(
     rows: Rows,
     index: IndexTokens,
     cache_layer: Index,
-    pages: IndexedPages,
+    pages: Pool,
     pages_per_layer: int,
     last: jax.Array | None,
     at_once: int,
@@ -186,7 +189,7 @@ def _chooser(
     def group(q: jax.Array, weights: jax.Array, requests: jax.Array, visible: jax.Array) -> jax.Array:
         page_table = rows.page_table[requests]
         where: dict[str, Any] = {"first_page": first_page, "best": best, "backend": backend}
-        return dsa.choose(q, weights, pages.keys, page_table, visible, **where)
+        return dsa.choose(q, weights, pages[INDEX_KEYS], page_table, visible, **where)
 
     def choose(visible: jax.Array) -> jax.Array:
         return _by_groups(group, at_once, (index.q, index.weights, rows.requests, visible), backend)

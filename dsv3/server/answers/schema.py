@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from dsv3.kv_cache.transfer.meetings import MAX_MEETING
+from dsv3.kv_cache.transfer.protocol import MAX_MEETING
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP, MAX_STOP_TOKEN_IDS
 from dsv3.scheduler.request import MAX_PRIORITY
 from dsv3.structured_outputs import StructuredOutputsParams

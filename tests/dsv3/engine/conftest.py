@@ -9,7 +9,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.programs import Programs
 from dsv3.engine.engine import Engine
 from dsv3.engine.parts import Parts
-from dsv3.kv_cache.tiers import shared_memory
+from dsv3.kv_cache.tiers import arena
 from tests.dsv3.engine import toy
 
 LIMITS = {"max_model_len": 256, "num_pages": 7, "max_num_seqs": 4, "max_num_batched_tokens": 100, "num_ranks": 2}
@@ -24,7 +24,7 @@ def parts(**changes) -> Parts:
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """The compiled programs of `LIMITS`, those that move pages to tiers and back included."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shared_memory, "FOLDER", tmp_path_factory.mktemp("shared_memory"))
+        patched.setattr(arena, "FOLDER", tmp_path_factory.mktemp("shared_memory"))
         engine = Engine(parts(kv_offloading_size=1e-3))
     engine.warm_up()
     return engine.executor.devices.programs
@@ -35,7 +35,7 @@ def host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where engines of this test keep pages of the host's memory."""
     folder = tmp_path / "shared_memory"
     folder.mkdir()
-    monkeypatch.setattr(shared_memory, "FOLDER", folder)
+    monkeypatch.setattr(arena, "FOLDER", folder)
     return folder
 
 

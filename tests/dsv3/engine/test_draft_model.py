@@ -97,12 +97,12 @@ def forget(engine: Engine) -> None:
     for cache in engine.scheduler.caches:
         cache.clear()
     devices = engine.executor.devices
-    devices.pages = jax.device_put(np.zeros(devices.pages.shape, devices.pages.dtype), devices.pages.sharding)
+    devices.pages = jax.tree.map(lambda p: jax.device_put(np.zeros(p.shape, p.dtype), p.sharding), devices.pages)
 
 
 def latents(engine: Engine, pages: list[int], count: int) -> np.ndarray:
     """The first `count` rows of a request in each cache layer, [layers, count, R + P]."""
-    pool = np.asarray(engine.executor.devices.pages)[0]
+    pool = np.asarray(engine.executor.devices.pages["latents"])[0]
     layers = pool.reshape(engine.model_cfg.num_cache_layers, -1, *pool.shape[1:])
     return layers[:, pages].reshape(len(layers), -1, pool.shape[-1])[:, :count]
 

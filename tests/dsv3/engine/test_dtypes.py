@@ -12,7 +12,7 @@ import pytest
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.config.hugging_face import load_config, stored_dtype
-from dsv3.config.model import PAGE_SIZE, ModelConfig
+from dsv3.config.model import FP8, PAGE_SIZE, ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.build import build_engine, bundled_model, load_parts
 from dsv3.engine.description import describe
@@ -20,7 +20,7 @@ from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.executor import lay_out
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.memory import DeviceMemory, account
-from dsv3.kv_cache.layout import FP8, page_bytes, pool
+from dsv3.kv_cache.layout import page_bytes, pool
 from pallas_kernels import native
 from pallas_kernels.backend import Backend
 from pallas_kernels.mla import PAGE_SIZE as KERNEL_PAGE_SIZE
@@ -114,7 +114,9 @@ def test_fp8_pages_hold_more_of_them() -> None:
     for name in ("bfloat16", FP8):
         cache = resolve_dtypes(PLAIN, EngineOptions(kv_cache_dtype=name), H200).cache
         memory = DeviceMemory(100 * 2**30, 100 * 2**30)
-        pages[name] = account(memory, 0.9, weights=0, state=0, working=0, page=page_bytes(PLAIN, cache)).pages
+        pages[name] = account(
+            memory, 0.9, weights=0, state=0, working=0, page=page_bytes(PLAIN, cache), page_size=64
+        ).pages
     assert pages[FP8] / pages["bfloat16"] == pytest.approx(1152 / 656, rel=1e-3)
 
 
@@ -126,8 +128,8 @@ def test_a_float16_engine_over_fp8_pages_serves() -> None:
     """Options to tokens: a prompt of two chunks, then the same again from cached pages."""
     limits = {"max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64}
     engine = build_engine(bundled_model(), EngineOptions(dtype="float16", kv_cache_dtype=FP8, **limits), progress=False)
-    pages = engine.executor.devices.pages
-    one = pool(engine.model_cfg, FP8, engine.cfg.num_pages)
+    pages = engine.executor.devices.pages["latents"]
+    one = pool(engine.model_cfg, FP8, engine.cfg.num_pages)["latents"]
     assert engine.cfg.cache_dtype == FP8 and (pages.shape, pages.dtype) == ((1, *one.shape), jnp.uint8)
     assert pages.size == engine.cfg.num_pages * page_bytes(engine.model_cfg, FP8)
     prompt = [100 + i % 90 for i in range(2 * PAGE_SIZE + 7)]

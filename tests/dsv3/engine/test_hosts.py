@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from dsv3.engine.engine import Engine
-from dsv3.kv_cache.events.record import Removed, Stored
+from dsv3.kv_cache.events import Removed, Stored
 from dsv3.kv_cache.tiers import tiers
-from dsv3.kv_cache.transfer import several
+from dsv3.kv_cache.transfer import client
 from tests.dsv3.engine import conftest, toy
 from tests.dsv3.engine.driving import drain, number, request, run, take
 from tests.dsv3.engine.test_disaggregation import free_address
@@ -186,7 +186,7 @@ def test_a_store_is_read_and_written_on_the_host_of_the_rank(
 def test_pages_go_from_two_hosts_to_two_hosts(make: MakeEngine, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process gives what it has and fetches for its own ranks; a prompt asks all, and may be asked for early."""
     monkeypatch.setattr(tiers, "PATIENCE_S", 60.0)
-    monkeypatch.setattr(several, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(client, "_ROUND_S", 0.001)
     addresses = free_address(), free_address()
     prefill = make(transfer_key_file=key, transfer_addresses=addresses)
     decode = make(transfer_key_file=key)
@@ -251,7 +251,7 @@ def test_a_host_whose_room_others_have_taken_is_left_for_another(
 ) -> None:
     """While its pages travel to one host, others take the slots there: another host fetches them too."""
     monkeypatch.setattr(tiers, "PATIENCE_S", 60.0)
-    monkeypatch.setattr(several, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(client, "_ROUND_S", 0.001)
     addresses = free_address(), free_address()
     prefill, decode = make(transfer_key_file=key, transfer_addresses=addresses), make(transfer_key_file=key)
     decode.add(msgspec.structs.replace(request("moves", PROMPT, max_tokens=3), pages_from=",".join(addresses)))

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.engine import Engine
-from dsv3.kv_cache.events.publisher import END
-from dsv3.kv_cache.events.wire import hash_of
+from dsv3.kv_cache.event_publisher import END
+from dsv3.kv_cache.events import hash_of
 from dsv3.kv_cache.keys import extend_keys
 from dsv3.kv_cache.tiers import tiers
 from tests.dsv3.engine import toy

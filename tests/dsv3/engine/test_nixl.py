@@ -58,7 +58,7 @@ def test_pages_are_read_and_a_death_in_the_middle_costs_no_answer(
     def dies() -> None:
         if next(reads):
             theirs.is_dead = True
-            prefill.planners["pages"].server._shared = None
+            prefill.planners["pages"].server._agent = b""
 
     mine.begins = dies
     assert answered("dies", PROMPT[::-1]) == FULL

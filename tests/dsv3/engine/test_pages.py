@@ -11,7 +11,8 @@ from dsv3.engine.engine import Engine
 from dsv3.engine.jobs.pages import PageStats, page_buckets
 from dsv3.kv_cache.keys import extend_keys
 from dsv3.kv_cache.tiers import counts as counts_module
-from dsv3.kv_cache.tiers import directory, tiers
+from dsv3.kv_cache.tiers import store as store_module
+from dsv3.kv_cache.tiers import tiers
 from dsv3.kv_cache.tiers.counts import Rate, loading_pays
 from dsv3.scheduler.request import EngineRequest
 from dsv3.scheduler.sequence import State
@@ -194,7 +195,7 @@ def test_a_full_disk_stops_nobody(make: MakeEngine, store: Path, monkeypatch: py
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(directory, "_write_fully", full)
+    monkeypatch.setattr(store_module, "_write_fully", full)
     engine = make(kv_store=str(store))
     assert ask(engine, "first") == 0
     settle(engine)

@@ -25,7 +25,7 @@ TOTAL = 3_500_000
 
 def on(total: int, share: float = 0.92, **sizes: int) -> MemoryAccount:
     """A card of which jax's pool has a share, and an engine that may use 0.9."""
-    return account(DeviceMemory(total, int(total * share)), 0.9, **({"state": 0} | sizes))
+    return account(DeviceMemory(total, int(total * share)), 0.9, **({"state": 0, "page_size": 64} | sizes))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_one_line_says_where_memory_goes() -> None:
 
 def test_what_jax_holds_already_does_not_change_the_programs() -> None:
     """They are stored by the number of pages, among others; a page of DeepSeek-V3 takes 4.5 MB."""
-    sizes = {"weights": 98_600_000_000, "working": 2_100_000_000, "page": 64 * 70_272, "state": 0}
+    sizes = {"weights": 98_600_000_000, "working": 2_100_000_000, "page": 64 * 70_272, "state": 0, "page_size": 64}
     memory = DeviceMemory(H200, int(H200 * 0.92))
     held = (256, 10_000_000, 60_000_000)
     found = [account(dataclasses.replace(memory, in_use=each), 0.9, **sizes) for each in held]
@@ -205,7 +205,7 @@ def test_an_engine_is_sized_by_what_its_programs_take(bounded, tmp_path: Path, c
     assert "pages" not in vars(engine.executor.devices), "what compiles has the pool's room"
     engine.warm_up()
     assert "working memory: all programs take" in caplog.text
-    assert vars(engine.executor.devices)["pages"].shape[1] % engine.cfg.num_pages == 0
+    assert vars(engine.executor.devices)["pages"]["latents"].shape[1] % engine.cfg.num_pages == 0
     caplog.clear()
     again = bounded(TOTAL)
     assert "compiling the largest programs" not in caplog.text

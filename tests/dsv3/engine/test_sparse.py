@@ -1,6 +1,7 @@
 """The engine on models with sparse attention: transformers' texts in chunks, from pages and tiers, drafted, spread."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -15,8 +16,7 @@ from dsv3.engine.description import describe
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.jobs import decode, draft_module, prefill
-from dsv3.engine.jobs.page_values import put_in, take_out, value_shape
-from dsv3.kv_cache.layout import IndexedPages
+from dsv3.kv_cache.layout import put_in, take_out, value_shape
 from dsv3.kv_cache.tiers import tiers
 from dsv3.model import AttentionForm, forms
 from pallas_kernels.backend import Backend
@@ -135,14 +135,17 @@ def test_a_value_has_latents_and_keys_of_all_layers() -> None:
     shape, num_pages = value_shape(cfg, "bfloat16"), 5
     assert shape.shape == (64 * 2 * (3 * cfg.latent_dim + 2 * cfg.indexer.head_dim),)
     rng = np.random.default_rng(0)
-    layers = {"latents": (3, cfg.latent_dim), "keys": (2, cfg.indexer.head_dim)}
+    layers = {"latents": (3, cfg.latent_dim), "index_keys": (2, cfg.indexer.head_dim)}
     full = {name: rng.normal(size=(count * num_pages, 64, width)) for name, (count, width) in layers.items()}
-    pool = IndexedPages(**{name: jax.numpy.asarray(array, "bfloat16") for name, array in full.items()})
+    pool = {name: jax.numpy.asarray(array, "bfloat16") for name, array in full.items()}
     pages = np.array([3, -1, 0], np.int32)
-    out, into = jax.jit(take_out, static_argnums=2), jax.jit(put_in, static_argnums=3)
-    values = out(pool, pages, num_pages)
+    groups = cfg.cache_groups("bfloat16")
+    out, into = (jax.jit(functools.partial(body, groups)) for body in (take_out, put_in))
+    values = out(pool, pages)
     assert values.shape == (3, *shape.shape) and not values[1].any()
-    empty, _ = into(jax.tree.map(np.zeros_like, pool), pages, values, num_pages)
+    stored = [np.asarray(pool[name])[3::num_pages].tobytes() for name in ("latents", "index_keys")]
+    assert np.asarray(values[0]).tobytes() == b"".join(stored), "tiers and other instances know this order"
+    empty, _ = into(jax.tree.map(np.zeros_like, pool), pages, values)
     for before, after in zip(jax.tree.leaves(pool), jax.tree.leaves(empty), strict=True):
         kept = np.isin(np.arange(len(before)) % num_pages, [0, 3])
         np.testing.assert_array_equal(after, np.where(kept[:, None, None], before, 0))

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv3.config.model import PAGE_SIZE, ModelConfig
+from dsv3.config.model import LATENTS, PAGE_SIZE, ModelConfig
 from dsv3.engine.functions import DraftFunctions, StepFunctions
+from dsv3.kv_cache.layout import Pool
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from sharding.mesh import RANKS
 
@@ -64,24 +65,24 @@ def _write(pages: jax.Array, table: jax.Array, tokens: jax.Array, positions: jax
     return pages.at[page, positions % PAGE_SIZE].set(latents, mode="drop")
 
 
-def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> ToyOutput:
+def prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> ToyOutput:
     rows = jnp.arange(batch.tokens.shape[0])
     chunk = jnp.minimum(jnp.searchsorted(batch.cu_lengths[1:], rows, side="right"), batch.context_lengths.shape[0] - 1)
     table = batch.page_table[chunk]
-    pages = _write(pages, table, batch.tokens, batch.positions, rows < batch.cu_lengths[-1])
-    hidden = jax.vmap(lambda t, p: _hash(pages, t, p + 1))(table, batch.positions)
+    latents = _write(pages[LATENTS], table, batch.tokens, batch.positions, rows < batch.cu_lengths[-1])
+    hidden = jax.vmap(lambda t, p: _hash(latents, t, p + 1))(table, batch.positions)
     hidden = jnp.where((batch.tokens == POISON)[:, None], jnp.nan, hidden)
-    return ToyOutput(hidden + params, pages)
+    return ToyOutput(hidden + params, {LATENTS: latents})
 
 
-def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> ToyOutput:
+def decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> ToyOutput:
     """Each token of a row reads from the pages what stands before it."""
-    hidden = []
+    hidden, latents = [], pages[LATENTS]
     for i in range(batch.tokens.shape[1]):
         lengths = _length_at(batch, i)
-        pages = _write(pages, batch.page_table, batch.tokens[:, i], jnp.maximum(lengths - 1, 0), lengths > 0)
-        hidden.append(jax.vmap(lambda t, n, p=pages: _hash(p, t, n))(batch.page_table, lengths))
-    return ToyOutput(jnp.stack(hidden, axis=1) + params, pages)
+        latents = _write(latents, batch.page_table, batch.tokens[:, i], jnp.maximum(lengths - 1, 0), lengths > 0)
+        hidden.append(jax.vmap(lambda t, n, p=latents: _hash(p, t, n))(batch.page_table, lengths))
+    return ToyOutput(jnp.stack(hidden, axis=1) + params, {LATENTS: latents})
 
 
 def _length_at(batch: DecodeBatch, i: int) -> jax.Array:
@@ -125,24 +126,21 @@ def drafting(right_of: int | None) -> StepFunctions:
         latents = jnp.stack([tokens, at + 1], -1).astype(pages.dtype)
         return pages.at[jnp.where(valid, page, 2 * half), at % PAGE_SIZE].set(latents, mode="drop")
 
-    def draft_prefill(
-        params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array, hidden: jax.Array
-    ) -> ToyOutput:
+    def draft_prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: Pool, hidden: jax.Array) -> ToyOutput:
         rows = jnp.arange(batch.tokens.shape[0])
         chunk = jnp.searchsorted(batch.cu_lengths[1:], rows, side="right")
         table = batch.page_table[jnp.minimum(chunk, batch.context_lengths.shape[0] - 1)]
-        pages = write(pages, table, batch.tokens, batch.positions, rows < batch.cu_lengths[-1])
-        return ToyOutput(jax.vmap(lambda t, p: ahead(_every(params), pages, t, p + 1))(table, batch.positions), pages)
+        own = write(pages[LATENTS], table, batch.tokens, batch.positions, rows < batch.cu_lengths[-1])
+        hidden = jax.vmap(lambda t, p: ahead(_every(params), own, t, p + 1))(table, batch.positions)
+        return ToyOutput(hidden, {LATENTS: own})
 
-    def draft_decode(
-        params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array, hidden: jax.Array
-    ) -> ToyOutput:
-        out = []
+    def draft_decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: Pool, hidden: jax.Array) -> ToyOutput:
+        out, own = [], pages[LATENTS]
         for i in range(batch.tokens.shape[1]):
             lengths = _length_at(batch, i)
-            pages = write(pages, batch.page_table, batch.tokens[:, i], jnp.maximum(lengths - 1, 0), lengths > 0)
-            out.append(jax.vmap(lambda t, n, p=pages: ahead(_every(params), p, t, n))(batch.page_table, lengths))
-        return ToyOutput(jnp.stack(out, axis=1), pages)
+            own = write(own, batch.page_table, batch.tokens[:, i], jnp.maximum(lengths - 1, 0), lengths > 0)
+            out.append(jax.vmap(lambda t, n, p=own: ahead(_every(params), p, t, n))(batch.page_table, lengths))
+        return ToyOutput(jnp.stack(out, axis=1), {LATENTS: own})
 
     def _every(params: Any) -> Any:
         return params if right_of is None else right_of
@@ -172,12 +170,12 @@ def cramped(functions: StepFunctions = FUNCTIONS) -> StepFunctions:
         overflows = jax.lax.pmax(lost.astype(jnp.int32), RANKS)
         return jnp.where(overflows > 0, tokens + 1, tokens), overflows
 
-    def cramped_prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> CrampedOutput:
+    def cramped_prefill(params: Any, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> CrampedOutput:
         tokens, overflows = agreed(batch.tokens, jnp.arange(batch.tokens.size) < batch.cu_lengths[-1])
         out = functions.prefill(params, cfg, dataclasses.replace(batch, tokens=tokens), pages)
         return CrampedOutput(*out, overflows)
 
-    def cramped_decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> CrampedOutput:
+    def cramped_decode(params: Any, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> CrampedOutput:
         tokens, overflows = agreed(batch.tokens, batch.lengths[:, None] > 0)
         out = functions.decode(params, cfg, dataclasses.replace(batch, tokens=tokens), pages)
         return CrampedOutput(*out, overflows)

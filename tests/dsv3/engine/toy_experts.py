@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from dsv3.config.model import ModelConfig
 from dsv3.engine.functions import SpreadExperts, StepFunctions
 from dsv3.engine.jobs.experts import ExpertsWorker, MoveCommand
+from dsv3.kv_cache.layout import Pool
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from sharding.experts.eplb import ExpertMap, rebalance_experts
 from sharding.experts.placement import Placement, placement_of
@@ -56,12 +57,13 @@ def functions(mesh: Mesh) -> StepFunctions:
     """The toy's step functions; a device whose replicas are not those of the placement gets other tokens."""
     experts = spread_over(mesh)
 
-    def prefill(params: ToyParams, cfg: ModelConfig, batch: PrefillBatch, pages: jax.Array) -> CountedOutput:
+    def prefill(params: ToyParams, cfg: ModelConfig, batch: PrefillBatch, pages: Pool) -> CountedOutput:
         return counted(toy.prefill(wrong(params), cfg, batch, pages), jnp.zeros(EXPERTS, jnp.int32))
 
-    def decode(params: ToyParams, cfg: ModelConfig, batch: DecodeBatch, pages: jax.Array) -> CountedOutput:
+    def decode(params: ToyParams, cfg: ModelConfig, batch: DecodeBatch, pages: Pool) -> CountedOutput:
         out = toy.decode(wrong(params), cfg, batch, pages)
-        first = out.pages[jnp.clip(batch.page_table[:, 0], 0, out.pages.shape[0] - 1), 0, 0].astype(jnp.int32)
+        latents = out.pages["latents"]
+        first = latents[jnp.clip(batch.page_table[:, 0], 0, latents.shape[0] - 1), 0, 0].astype(jnp.int32)
         chosen = (first[:, None] % EXPERTS == jnp.arange(EXPERTS)) & (batch.lengths > 0)[:, None]
         return counted(out, chosen.sum(axis=0, dtype=jnp.int32))
 

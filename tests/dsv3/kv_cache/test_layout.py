@@ -1,10 +1,33 @@
-"""Sizes of the latent cache against the published ones."""
+"""Sizes of the cache against the published ones, and what follows from the model's cache groups."""
 
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from configs.deepseek_v32 import DEEPSEEK_V32
 from dsv3.config.engine import pages_for
+from dsv3.config.model import CacheGroup, ModelConfig, cache_row
 from dsv3.kv_cache import layout
+from pallas_kernels import dsa, mla
 from tests.dsv3.engine.toy import toy_config
 
 V3 = toy_config(num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped(ModelConfig):
+    """A model whose entries cover 4 and 16 tokens."""
+
+    @property
+    def page_size(self) -> int:
+        return 32
+
+    def cache_groups(self, cache_dtype: str) -> tuple[CacheGroup, ...]:
+        return CacheGroup("fine", (0, 2), 6, cache_dtype, 4), CacheGroup("coarse", (1,), 3, "float32", 16)
+
+
+GROUPED = Grouped(**dataclasses.asdict(toy_config()))
 
 
 def test_deepseek_v3_takes_70_kb_a_token():
@@ -29,3 +52,47 @@ def test_a_budget_holds_whole_pages():
 
 def test_pages_for_tokens():
     assert [pages_for(n, 64) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
+
+
+def test_the_groups_of_sparse_attention_are_latents_and_then_index_keys():
+    latents, keys = DEEPSEEK_V32.cache_groups("fp8")
+    assert (latents.name, len(latents.layers), latents.width) == ("latents", DEEPSEEK_V32.num_cache_layers, 656)
+    assert (keys.name, keys.layers, keys.width) == ("index_keys", DEEPSEEK_V32.index_layers, 132)
+    assert layout.row_bytes(DEEPSEEK_V32, "bfloat16", "index_keys") == 256
+    assert layout.row_bytes(V3, "bfloat16", "index_keys") == 0
+
+
+@pytest.mark.parametrize("values", [1, 127, 128, 129, 512])
+@pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "fp8"])
+def test_a_row_is_as_wide_as_the_kernels_have_it(values: int, cache_dtype: str):
+    fp8 = cache_dtype == "fp8"
+    width, dtype = cache_row(cache_dtype, values, 64)
+    assert width == (mla.fp8_row_bytes(values, 64) if fp8 else values + 64)
+    assert jnp.dtype(dtype) == (mla.FP8_PAGES_DTYPE if fp8 else cache_dtype)
+    width, dtype = cache_row(cache_dtype, values)
+    assert (width, jnp.dtype(dtype)) == dsa.key_row(values, None if fp8 else jnp.dtype(cache_dtype))
+
+
+def test_entries_of_several_tokens_make_short_pages():
+    shapes = layout.pool(GROUPED, "bfloat16", 5)
+    assert shapes["fine"].shape == (10, 8, 6) and shapes["coarse"].shape == (5, 2, 3)
+    assert layout.page_bytes(GROUPED, "bfloat16") == 2 * 8 * 6 * 2 + 2 * 3 * 4 == 216
+    assert layout.token_bytes(GROUPED, "bfloat16") == 7, "a share of 6.75 bytes, rounded up"
+    assert layout.value_shape(GROUPED, "bfloat16").shape == (216,)
+
+
+def test_a_page_that_holds_part_of_an_entry_is_refused():
+    class Torn(Grouped):
+        page_size = 24
+
+    with pytest.raises(ValueError, match="page_size 24: an entry of the cache group 'coarse' covers 16 tokens"):
+        layout.pool(Torn(**dataclasses.asdict(toy_config())), "bfloat16", 1)
+
+
+def test_what_is_no_pool_of_the_model_is_refused():
+    shapes = layout.pool(GROUPED, "bfloat16", 5)
+    assert layout.pages_per_layer(GROUPED, shapes) == 5
+    with pytest.raises(ValueError, match="a dict of an array per cache group of the model: coarse, fine"):
+        layout.pages_per_layer(GROUPED, {"fine": shapes["fine"]})
+    with pytest.raises(ValueError, match=r"as many pages, got \[5, 6\]"):
+        layout.pages_per_layer(GROUPED, shapes | {"coarse": layout.pool(GROUPED, "bfloat16", 6)["coarse"]})

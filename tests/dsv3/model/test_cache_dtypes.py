@@ -12,8 +12,9 @@ from benchmarks import cache_dtypes
 from benchmarks.cache_dtypes import Difference, read, texts
 from dsv3.checkpoint import load_params
 from dsv3.config.hugging_face import load_config
+from dsv3.config.model import FP8
 from dsv3.engine.build import bundled_model
-from dsv3.kv_cache.layout import FP8, pool
+from dsv3.kv_cache.layout import pool
 from dsv3.text.tokenizer import Tokenizer
 from tests.dsv3.model import test_steps
 
@@ -67,11 +68,11 @@ def test_chunks_and_decode_over_fp8_pages_follow_the_training_form() -> None:
     """
     prompt, full = test_steps.expected("deepseek_v2_lite", 0)
     cache = test_steps.Cache("deepseek_v2_lite", [[3, 1]])
-    empty = pool(cache.cfg, FP8, test_steps.POOL)
-    cache.pages = np.full(empty.shape, 0xFF, empty.dtype)
+    empty = pool(cache.cfg, FP8, test_steps.POOL)["latents"]
+    cache.pages = {"latents": np.full(empty.shape, 0xFF, empty.dtype)}
     cut, end = len(prompt) // 2, len(prompt) - 2
     chunks = [cache.prefill([(0, prompt[:cut])])[0], cache.prefill([(0, prompt[cut:end])])[0]]
     decoded = [cache.decode({0: prompt[i : i + 1]})[0] for i in range(end, len(prompt))]
     logits = np.concatenate([*chunks, *decoded])
-    assert cache.pages.dtype == empty.dtype and np.isfinite(logits).all()
+    assert cache.pages["latents"].dtype == empty.dtype and np.isfinite(logits).all()
     assert 0 < np.abs(logits - full).mean() < 0.02 * np.abs(full).mean()

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dsv3.config.model import ModelConfig
+from dsv3.kv_cache.layout import Pool
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.model.layers.expert_parallel import ExpertParallel
 from dsv3.model.params import Params, abstract, declare
@@ -90,12 +91,12 @@ class Step(NamedTuple):
 
 
 def run_prefill(params: Params, batch: PrefillBatch, **options) -> Step:
-    out = prefill(params, CFG, batch, jnp.zeros(PAGES), **options)
+    out = prefill(params, CFG, batch, {"latents": jnp.zeros(PAGES)}, **options)
     live = jnp.arange(T)[:, None] < batch.cu_lengths[-1]
     return Step(jnp.where(live, out.hidden, 0), out.expert_counts, out.overflows, out.pages)
 
 
-def run_decode(params: Params, batch: DecodeBatch, pages: jax.Array, **options) -> Step:
+def run_decode(params: Params, batch: DecodeBatch, pages: Pool, **options) -> Step:
     out = decode(params, CFG, batch, pages, **options)
     return Step(out.hidden.reshape(-1, CFG.hidden_size), out.expert_counts, out.overflows, ())
 
@@ -106,7 +107,7 @@ def run_rank(params: Params, first: PrefillBatch, second: DecodeBatch, **options
     return before, run_decode(params, second, before.pages, **options)
 
 
-def run_decode_alone(params: Params, second: DecodeBatch, pages: jax.Array, **options) -> tuple[Step]:
+def run_decode_alone(params: Params, second: DecodeBatch, pages: Pool, **options) -> tuple[Step]:
     """The decode step of one rank."""
     return (run_decode(params, second, pages, **options),)
 

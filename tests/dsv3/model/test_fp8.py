@@ -104,7 +104,7 @@ def test_the_served_steps_of_an_fp8_model_equal_its_full_pass(tmp: pathlib.Path)
     cfg, params, _ = checkpoint(tmp, "ue8m0")
     tokens = texts(cfg)
     wanted, tokens = np.asarray(run(params, cfg, tokens).logits[0]), tokens[:1]
-    pages = jnp.full((cfg.num_cache_layers * 3, PAGE_SIZE, cfg.latent_dim), jnp.nan)
+    pages = {"latents": jnp.full((cfg.num_cache_layers * 3, PAGE_SIZE, cfg.latent_dim), jnp.nan)}
     ints, table = functools.partial(jnp.asarray, dtype=jnp.int32), jnp.array([[2, 0]], jnp.int32)
     batch = PrefillBatch(ints(tokens[0, :62]), np.arange(62, dtype=np.int32), ints([0, 62]), ints([0]), table)
     out = jax.jit(lambda p, b, g: prefill(p, cfg, b, g))(params, batch, pages)

@@ -59,10 +59,10 @@ def test_latents_and_load_are_those_of_a_served_step(member, tokens, seen) -> No
     params, cfg = golden.model(member)
     numbers = jnp.arange(LENGTH)
     batch = PrefillBatch(jnp.array(tokens), numbers, jnp.array([0, LENGTH]), jnp.array([0]), jnp.array([[0]]))
-    pages = jnp.zeros((cfg.num_cache_layers, PAGE_SIZE, cfg.latent_dim))
+    pages = {"latents": jnp.zeros((cfg.num_cache_layers, PAGE_SIZE, cfg.latent_dim))}
     served = jax.jit(prefill, static_argnums=1)(params, cfg, batch, pages)
     for each in seen.layers:
-        assert golden.relative_error(each.latents, served.pages[each.layer, :LENGTH]) < 1e-4
+        assert golden.relative_error(each.latents, served.pages["latents"][each.layer, :LENGTH]) < 1e-4
     assert (seen.expert_load == np.asarray(served.expert_counts)[: cfg.num_moe_layers]).all()
     assert golden.relative_error(seen.hidden, served.hidden) < 1e-4
 

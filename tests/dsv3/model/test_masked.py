@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dsv3.config.engine import pages_for
 from dsv3.config.model import PAGE_SIZE
-from dsv3.kv_cache.layout import IndexedPages, pool
+from dsv3.kv_cache.layout import Pool, pool
 from dsv3.model import AttentionForm, PrefillBatch, prefill
 from dsv3.model.layers.expanded import pack
 from dsv3.model.params import Params, abstract
@@ -29,7 +29,7 @@ def params() -> Params:
 
 
 @jax.jit
-def step(params: Params, batch: PrefillBatch, pages: IndexedPages) -> tuple[jax.Array, IndexedPages]:
+def step(params: Params, batch: PrefillBatch, pages: Pool) -> tuple[jax.Array, Pool]:
     out = prefill(params, CFG, batch, pages)
     return out.hidden, out.pages
 
@@ -37,9 +37,7 @@ def step(params: Params, batch: PrefillBatch, pages: IndexedPages) -> tuple[jax.
 packed = jax.jit(functools.partial(pack, pages=B * TABLE + 1, page_size=PAGE_SIZE))
 
 
-def steps(
-    asked: list[list[int]], room: int, cache_dtype: str = "float32"
-) -> tuple[list[np.ndarray], IndexedPages, set[bool]]:
+def steps(asked: list[list[int]], room: int, cache_dtype: str = "float32") -> tuple[list[np.ndarray], Pool, set[bool]]:
     """Runs chunks of three prompts; those masked whose requests fit in the `room`. Returns also which forms ran."""
     pages = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), pool(CFG, cache_dtype, B * TABLE))
     texts = np.random.default_rng(2).integers(0, CFG.vocab_size, (B, TABLE * PAGE_SIZE)).astype(np.int32)

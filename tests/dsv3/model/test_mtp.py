@@ -72,7 +72,7 @@ class Served:
     def __init__(self) -> None:
         self._params, self._cfg = model(MEMBER)
         cfg = self._cfg
-        self._pages = jnp.full((cfg.num_cache_layers * POOL, PAGE_SIZE, cfg.latent_dim), jnp.nan)
+        self._pages = {"latents": jnp.full((cfg.num_cache_layers * POOL, PAGE_SIZE, cfg.latent_dim), jnp.nan)}
         self._table = jnp.asarray([PAGES], jnp.int32)
         self._prefill = jax.jit(lambda p, batch, pages, hidden: predict(p, cfg, batch, pages, hidden))
         self._decode = jax.jit(lambda p, batch, pages, hidden: predict(p, cfg, batch, pages, hidden))

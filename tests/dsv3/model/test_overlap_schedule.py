@@ -75,7 +75,7 @@ def compiled() -> jax.stages.Compiled:
     whole, (L, E) = PartitionSpec(), (CFG.num_moe_layers, CFG.n_routed_experts)
     placement = Placement(array((L, E, 1), jnp.int32, whole), array((L, E), jnp.int32, whole))
     batch = DecodeBatch(integers(TOKENS, 1), integers(TOKENS), integers(TOKENS, WIDTH))
-    pages = array((RANKS * PAGES, 64, CFG.latent_dim), jnp.bfloat16, RANK_SPEC)
+    pages = {"latents": array((RANKS * PAGES, 64, CFG.latent_dim), jnp.bfloat16, RANK_SPEC)}
     specs = partitions(declare(CFG))
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(specs, whole, RANK_SPEC, RANK_SPEC), out_specs=RANK_SPEC, check_vma=False

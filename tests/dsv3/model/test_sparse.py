@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv3.config.model import ModelConfig
-from dsv3.kv_cache.layout import FP8, IndexedPages, pool, token_bytes
+from dsv3.config.model import FP8, ModelConfig
+from dsv3.kv_cache.layout import Pool, pool, token_bytes
 from dsv3.model import PAGE_SIZE, AttentionForm, DecodeBatch, PrefillBatch, decode, logits, prefill
 from dsv3.model.params import AttentionParams, Params, abstract
 from dsv3.model.steps import predict
@@ -64,9 +64,9 @@ def test_layers_without_an_indexer_write_no_keys() -> None:
     tokens, _ = expected("glm_moe_dsa")
     cache = SparseCache("glm_moe_dsa", [[4]])
     assert cache.cfg.index_layers == (0, 2)
-    assert cache.pages.keys.shape[0] == 2 * POOL and cache.pages.latents.shape[0] == 3 * POOL
+    assert cache.pages["index_keys"].shape[0] == 2 * POOL and cache.pages["latents"].shape[0] == 3 * POOL
     cache.prefill([(0, tokens[:30])])
-    written = np.isfinite(np.asarray(cache.pages.keys)).all(axis=-1).reshape(2, POOL, PAGE_SIZE)
+    written = np.isfinite(np.asarray(cache.pages["index_keys"])).all(axis=-1).reshape(2, POOL, PAGE_SIZE)
     assert (written.sum(axis=(1, 2)) == 30).all() and written[:, 4, :30].all()
 
 
@@ -133,7 +133,7 @@ def test_fp8_pages_follow_the_training_form() -> None:
     golden = data("deepseek_v32")
     tokens, wanted, dense = (golden[name][0] for name in ("input_ids", "logits", "dense"))
     cache = SparseCache("deepseek_v32", [[3, 1]], FP8, AttentionForm.TOPK)
-    assert cache.pages.keys.dtype == cache.pages.latents.dtype == jnp.uint8
+    assert cache.pages["index_keys"].dtype == cache.pages["latents"].dtype == jnp.uint8
     got = [cache.prefill([(0, tokens[:30])])[0], cache.prefill([(0, tokens[30:44])])[0]]
     got = np.concatenate([*got, *(cache.decode({0: tokens[i : i + 1]})[0] for i in range(44, len(tokens)))])
     assert np.isfinite(got).all()
@@ -152,8 +152,8 @@ def test_the_cache_counts_132_bytes_per_token_and_layer() -> None:
 def test_dense_pages_are_refused() -> None:
     params, cfg = model("deepseek_v32")
     batch = DecodeBatch(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros((1, 1), jnp.int32))
-    with pytest.raises(ValueError, match="must be IndexedPages"):
-        decode(params, cfg, batch, jnp.zeros((2 * cfg.num_cache_layers, PAGE_SIZE, cfg.latent_dim)))
+    with pytest.raises(ValueError, match="a dict of an array per cache group of the model: index_keys, latents"):
+        decode(params, cfg, batch, {"latents": jnp.zeros((2 * cfg.num_cache_layers, PAGE_SIZE, cfg.latent_dim))})
 
 
 def test_what_is_not_chosen_matters() -> None:
@@ -206,9 +206,9 @@ def test_an_mtp_module_chooses_by_its_own_indexer_and_rows_go_in_groups(monkeypa
     ends, context = jnp.array([0, length], jnp.int32), jnp.zeros(1, jnp.int32)
     padded = np.pad(tokens[: length + 1], (0, 20))
 
-    def both(params: Params, pages: IndexedPages) -> jax.Array:
+    def both(params: Params, pages: Pool) -> jax.Array:
         batch = PrefillBatch(jnp.asarray(padded[:-1]), positions, ends, context, table, AttentionForm.TOPK)
-        assert dsa.rows_at_once(pages.latents, table, cfg.indexer.topk) == 7
+        assert dsa.rows_at_once(pages["latents"], table, cfg.indexer.topk) == 7
         out = prefill(params, cfg, batch, pages)
         following = dataclasses.replace(batch, tokens=jnp.asarray(padded[1:]))
         module = predict(params, cfg, following, out.pages, out.hidden)

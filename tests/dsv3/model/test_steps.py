@@ -33,7 +33,7 @@ class Cache:
 
     def __init__(self, member: str, tables: list[list[int]], *, slots: int = 3):
         self.params, self.cfg = model(member)
-        self.pages = jnp.full((self.cfg.num_cache_layers * POOL, PAGE_SIZE, self.cfg.latent_dim), jnp.nan)
+        self.pages = {"latents": jnp.full((self.cfg.num_cache_layers * POOL, PAGE_SIZE, self.cfg.latent_dim), jnp.nan)}
         self.tables = np.zeros((len(tables), TABLE), np.int32)
         for row, ids in zip(self.tables, tables, strict=True):
             row[: len(ids)] = ids
@@ -78,7 +78,7 @@ class Cache:
 
     def written(self) -> np.ndarray:
         """[cache layers, pages, rows]: which rows of the pool hold something."""
-        rows = np.isfinite(np.asarray(self.pages)).all(axis=-1)
+        rows = np.isfinite(np.asarray(self.pages["latents"])).all(axis=-1)
         return rows.reshape(self.cfg.num_cache_layers, POOL, PAGE_SIZE)
 
 
@@ -158,21 +158,21 @@ def test_a_pool_that_does_not_divide_is_refused() -> None:
     params, cfg = model("moonlight")
     batch = DecodeBatch(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros((1, 1), jnp.int32))
     with pytest.raises(ValueError, match="7 pages"):
-        decode(params, cfg, batch, jnp.zeros((7, PAGE_SIZE, cfg.latent_dim)))
+        decode(params, cfg, batch, {"latents": jnp.zeros((7, PAGE_SIZE, cfg.latent_dim))})
 
 
 def test_the_steps_of_61_layers_take_few_arguments() -> None:
     params = abstract(DEEPSEEK_V3, jnp.bfloat16)
     assert len(jax.tree.leaves(params)) < 100
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    pages = jax.ShapeDtypeStruct((62 * 4, PAGE_SIZE, 576), jnp.bfloat16)
+    pages = {"latents": jax.ShapeDtypeStruct((62 * 4, PAGE_SIZE, 576), jnp.bfloat16)}
     prefill_batch = PrefillBatch(ints((64,)), ints((64,)), ints((3,)), ints((2,)), ints((2, 4)))
     decode_batch = DecodeBatch(ints((8, 1)), ints((8,)), ints((8, 4)))
     for step, batch in ((prefill, prefill_batch), (decode, decode_batch)):
         traced = jax.jit(lambda p, b, g, step=step: step(p, DEEPSEEK_V3, b, g)).trace(params, batch, pages)
         assert len(traced.jaxpr.in_avals) < 300
         assert traced.out_info.hidden.shape[-1] == 7168
-        assert traced.out_info.pages.shape == pages.shape
+        assert traced.out_info.pages["latents"].shape == pages["latents"].shape
         assert traced.out_info.expert_counts.shape == (58, 256)
 
 

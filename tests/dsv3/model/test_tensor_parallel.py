@@ -87,19 +87,19 @@ def over_mesh(cfg: ModelConfig, mesh: Mesh, tokens: int, overlap: Overlap, step,
 def test_a_rank_of_two_devices_computes_what_one_would() -> None:
     """The schedule is the one with the most parts: two micro-batches, of an odd number of tokens each."""
     params = parameters()
-    expected = jax.jit(prefill, static_argnums=1)(params, CFG, BATCH, jnp.zeros(PAGES))
+    expected = jax.jit(prefill, static_argnums=1)(params, CFG, BATCH, {"latents": jnp.zeros(PAGES)})
     mesh = rank_mesh(jax.devices()[:2], tensor_parallel_size=2)
     step, _ = over_mesh(CFG, mesh, T // 2, Overlap.NONE, prefill, schedule=OVERLAPPED)
     everywhere = np.arange(CFG.n_routed_experts, dtype=np.int32)[None]
     placement = Placement(everywhere[..., None], np.ones_like(everywhere))
     batch = jax.tree.map(lambda a: a[None], BATCH)
-    hidden, counts, pages = jax.jit(step)(arrange(params, CFG, 2), placement, batch, jnp.zeros(PAGES))
+    hidden, counts, pages = jax.jit(step)(arrange(params, CFG, 2), placement, batch, {"latents": jnp.zeros(PAGES)})
     live = BATCH.cu_lengths[-1]
     np.testing.assert_allclose(hidden[0, :live], expected.hidden[:live], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(counts[0], expected.expert_counts)  # each token once, not once a device
-    one, other = (np.asarray(shard.data) for shard in pages.addressable_shards)
+    one, other = (np.asarray(shard.data) for shard in pages["latents"].addressable_shards)
     np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(one, expected.pages, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(one, expected.pages["latents"], rtol=1e-4, atol=1e-5)
 
 
 def test_fused_rows_are_cut_into_what_each_device_needs() -> None:
@@ -159,7 +159,7 @@ def test_decode_over_four_ranks_of_two_gpus_reduces_twice_a_layer_and_copies_no_
     L, E = cfg.num_moe_layers, cfg.n_routed_experts
     placement = Placement(*(array(s, jnp.int32, PartitionSpec()) for s in ((L, E, 1), (L, E))))
     batch = DecodeBatch(*(array((4, *s), jnp.int32, RANK_SPEC) for s in ((B, 1), (B,), (B, 2))))
-    pool = array((4 * cfg.num_cache_layers * pages, 64, cfg.latent_dim), jnp.bfloat16, RANK_SPEC)
+    pool = {"latents": array((4 * cfg.num_cache_layers * pages, 64, cfg.latent_dim), jnp.bfloat16, RANK_SPEC)}
     lowered = aot.lower_for(step, params, placement, batch, pool, mesh=mesh, donate_argnums=(3,))
     text = aot.compile_to_read(lowered, compiler_options("cuda")).as_text()
     reductions = re.findall(rf"bf16\[{B},{cfg.hidden_size}\]\S* all-reduce", text)

@@ -13,8 +13,8 @@ import numpy as np
 
 from dsv3.config.publishing import KvEventsConfig
 from dsv3.engine.look import JobNote, Look, StepLog
-from dsv3.kv_cache.events.publisher import Publisher
-from dsv3.kv_cache.events.record import Spelled, Stored
+from dsv3.kv_cache.event_publisher import Publisher
+from dsv3.kv_cache.events import Spelled, Stored
 from dsv3.scheduler.prepare import PreparedRequest, RequestRules
 from dsv3.scheduler.request import (
     EngineOutput,

@@ -9,7 +9,7 @@ import pytest
 from dsv3.engine.jobs.draft import DraftStats
 from dsv3.engine.jobs.experts import ExpertStats
 from dsv3.engine.jobs.pages import PageStats
-from dsv3.kv_cache.events.record import EventStats
+from dsv3.kv_cache.events import EventStats
 from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.scheduler.grammars import GrammarStats
 from dsv3.scheduler.masks import MaskStats

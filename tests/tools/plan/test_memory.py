@@ -103,8 +103,8 @@ def test_programs_of_a_step_are_those_that_the_engine_runs(drafts: int, phase, e
 
 
 def test_prefill_holds_the_prompts_of_a_step() -> None:
-    assert cache_tokens(PREFILL_EP32) == 4 * 4096
-    assert cache_tokens(dataclasses.replace(PREFILL_EP32, prefix_hit_rate=0.5)) == 8 * 4096
+    assert cache_tokens(PREFILL_EP32, 64) == 4 * 4096
+    assert cache_tokens(dataclasses.replace(PREFILL_EP32, prefix_hit_rate=0.5), 64) == 8 * 4096
 
 
 @pytest.mark.aot

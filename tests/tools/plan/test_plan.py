@@ -114,7 +114,7 @@ def test_neither_the_pool_nor_a_weight_is_copied(step, laid_out, compiled) -> No
     unit = laid_out.deployment
     elements = [math.prod(shape) for _, shape in written(compiled.text, "copy")]
     assert elements
-    assert math.prod(laid_out.layout.pages.shape) // unit.ranks not in elements
+    assert math.prod(laid_out.layout.pages["latents"].shape) // unit.ranks not in elements
     assert not copied_weights(compiled.text, (DEEPSEEK_V3.n_routed_experts + unit.redundant_experts) // unit.devices)
 
 

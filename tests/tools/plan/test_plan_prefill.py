@@ -104,7 +104,7 @@ def test_everything_hides_behind_matrix_work(plan) -> None:
 def test_the_page_pool_is_not_copied(planned, compiled) -> None:
     elements = [math.prod(shape) for _, shape in written(compiled.text, "copy")]
     assert elements
-    assert math.prod(planned.layout.pages.shape) // planned.deployment.ranks not in elements
+    assert math.prod(planned.layout.pages["latents"].shape) // planned.deployment.ranks not in elements
 
 
 def test_no_weight_is_copied(planned, compiled) -> None:

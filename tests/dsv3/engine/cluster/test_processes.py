@@ -10,7 +10,7 @@ import pytest
 from dsv3.config.identity import fingerprint
 from dsv3.kv_cache.keys import extend_keys, root_key
 from dsv3.kv_cache.transfer.client import Peers
-from dsv3.kv_cache.transfer.protocol import VERSION, Hello, PeerError
+from dsv3.kv_cache.transfer.protocol import VERSION, PeerError, PeerHello
 from tests.dsv3.engine import test_masks, toy
 from tests.dsv3.engine.cluster import instances, local
 from tests.dsv3.server.test_lifecycle import Requests
@@ -103,7 +103,7 @@ def check_pages_found_again(instance, key):
     assert found == [len(prompt) // 64 * 64 for prompt in prompts]
     addresses = answer["kv_transfer_params"]["remote_addresses"]
     assert len(set(addresses)) == 2 and addresses[0].endswith(f":{answer['kv_transfer_params']['remote_port']}")
-    peers = Peers(key, Hello(VERSION, "{}", 1024))
+    peers = Peers(key, PeerHello(VERSION, "{}", 1024))
     for prompt in prompts:
         latents = latents_of(prompt, peers, ",".join(addresses))
         assert latents == [[token, place] for place, token in enumerate(prompt[: len(prompt) // 64 * 64])]

@@ -36,7 +36,7 @@ from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.jobs import experts
 from dsv3.engine.parts import Parts
-from dsv3.kv_cache.tiers import shared_memory, tiers
+from dsv3.kv_cache.tiers import arena, tiers
 from dsv3.scheduler.sequence import GREEDY
 from dsv3.server.engine.factory import describe
 from dsv3.server.engine.messages import Start
@@ -62,7 +62,7 @@ def load(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: boo
     devices = jax.devices()
     limits = {"num_ranks": len(devices), "num_processes": jax.process_count(), "num_nodes": num_nodes} | LIMITS
     limits |= {name: getattr(options, name) for name in PAGES}
-    shared_memory.FOLDER = Path(options.compilation_cache_dir)  # each node's own, as on a host
+    arena.FOLDER = Path(options.compilation_cache_dir)  # each node's own, as on a host
     tiers.loading_pays, tiers.LOAD_S = lambda *_: True, 60.0  # on a busy machine too
     ahead.give_way = lambda pid: None  # the same
     params = toy.PARAMS

@@ -12,9 +12,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from dsv3.kv_cache.tiers import directory
+from dsv3.kv_cache.keys import ALIGNMENT
+from dsv3.kv_cache.tiers import store
 from dsv3.kv_cache.tiers.store import PageStore, check_address, open_store
-from dsv3.kv_cache.tiers.value import ALIGNMENT
 
 SIZE = 5000
 FILE = ALIGNMENT + 8192
@@ -218,7 +218,7 @@ def test_the_order_of_use_is_known_after_a_restart(root: Path):
 
 
 def test_two_processes_may_share_it(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(directory, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(store, "_LOOK_AGAIN_S", 0.0)
     one, two = opened(root), opened(root)
     one.put(keys(1, 2), payloads(1, 2))
     assert got(two, 1, 2) == 2

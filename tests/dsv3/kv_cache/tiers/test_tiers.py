@@ -45,7 +45,7 @@ def pages(store: Hanging) -> Tiers:
     arena = Arena(np.zeros(arena_bytes(16, SIZE), np.uint8), SIZE, 16)
     for key in HELD:
         arena.put(key, np.full(SIZE, key[0], np.uint8))
-    return Tiers((1, 8), arena, store, now=Clock())
+    return Tiers((1, 8), arena, store, now=Clock(), page_size=64)
 
 
 class Clock:

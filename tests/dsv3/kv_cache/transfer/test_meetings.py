@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
-from dsv3.kv_cache.transfer import client, meetings, protocol
+from dsv3.kv_cache.transfer import client, protocol
+from dsv3.kv_cache.transfer import server as serving
 from dsv3.kv_cache.transfer.client import Peers
-from dsv3.kv_cache.transfer.meetings import Meetings
-from dsv3.kv_cache.transfer.protocol import Hello, PeerError
-from dsv3.kv_cache.transfer.server import PageServer
+from dsv3.kv_cache.transfer.protocol import PeerError, PeerHello
+from dsv3.kv_cache.transfer.server import Meetings, PageServer
 
 SIZE = 64
-HELLO = Hello(protocol.VERSION, '{"weights":"w"}', SIZE)
+HELLO = PeerHello(protocol.VERSION, '{"weights":"w"}', SIZE)
 SECRET = b"s" * 32
 
 
@@ -47,7 +47,7 @@ def test_a_meeting_goes_from_queued_to_begun_and_stays_there():
 
 
 def test_old_meetings_are_forgotten(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meetings, "_MOST_MEETINGS", 2)
+    monkeypatch.setattr(serving, "_MOST_MEETINGS", 2)
     table = Meetings()
     for number in (1, 2, 3):
         table.open(number)

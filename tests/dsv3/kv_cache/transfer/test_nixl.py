@@ -19,14 +19,14 @@ from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
 from dsv3.kv_cache.tiers.counts import TierCounts
 from dsv3.kv_cache.transfer import nixl, protocol
 from dsv3.kv_cache.transfer.client import Peers
-from dsv3.kv_cache.transfer.nixl import Agent, Reader, Shared, open_agent, open_nixl
-from dsv3.kv_cache.transfer.protocol import Hello
+from dsv3.kv_cache.transfer.nixl import Agent, MemoryReader, open_agent, open_nixl, share
+from dsv3.kv_cache.transfer.protocol import PeerHello
 from dsv3.kv_cache.transfer.server import PageServer
 from tests.dsv3.kv_cache.transfer.fake_agent import FakeAgent
 
 SIZE = 5_000
 SECRET = b"s" * 32
-HELLO = Hello(protocol.VERSION, '{"weights":"w"}', SIZE)
+HELLO = PeerHello(protocol.VERSION, '{"weights":"w"}', SIZE)
 ALL = range(5)
 
 
@@ -51,7 +51,7 @@ class Two(NamedTuple):
     arena: Arena
     server: PageServer
     theirs: Agent
-    reader: Reader
+    reader: MemoryReader
     mine: Agent
     peers: Peers
 
@@ -89,9 +89,9 @@ def make() -> Iterator[Callable[..., Two]]:
 
     def make(agent: Callable[[bool], Agent] = lambda serves: FakeAgent(), cells: int = 8, keys: range = ALL) -> Two:
         arena, theirs, mine = make_arena(cells, keys), agent(True), agent(False)
-        server = PageServer("127.0.0.1", 0, SECRET, HELLO, arena, shared=Shared(theirs, arena))
+        server = PageServer("127.0.0.1", 0, SECRET, HELLO, arena, agent=share(theirs, arena))
         servers.append(server)
-        reader = Reader(mine, SIZE)
+        reader = MemoryReader(mine, SIZE)
         return Two(arena, server, theirs, reader, mine, Peers(SECRET, HELLO, reader))
 
     yield make
@@ -169,9 +169,9 @@ def test_a_page_that_was_damaged_in_memory_is_not_landed(either: Two):
 def test_cells_that_are_written_again_between_answer_and_read(wanted: list[int], written: list[int], rows: int):
     """What has been landed is what was asked for, in order, whatever lies at the places meanwhile."""
     arena, mine, theirs = make_arena(4, range(4)), FakeAgent(), FakeAgent()
-    shared, reader = Shared(theirs, arena), Reader(mine, SIZE)
+    shared, reader = share(theirs, arena), MemoryReader(mine, SIZE)
     reader._free[:] = [reader._free[0][:rows]]
-    reader.meet("there", shared.metadata)
+    reader.meet("there", shared)
     places = [place for i in wanted if (place := arena.place_of(key(i))) is not None]
     keys = [key(i) for i in wanted if key(i) in arena]
     again = iter(written)
@@ -280,9 +280,9 @@ def test_threads_share_the_buffers(make: Callable[..., Two]):
 def test_without_nixl_auto_takes_sockets_and_nixl_does_not_start(monkeypatch: pytest.MonkeyPatch, caplog):
     monkeypatch.setitem(sys.modules, "nixl", None)
     arena = make_arena(2, range(0))
-    assert open_nixl("sockets", arena, True) is None
+    assert open_nixl("sockets", arena, True) == (b"", None)
     assert not caplog.text
-    assert open_nixl("auto", arena, True) is None
+    assert open_nixl("auto", arena, True) == (b"", None)
     assert "pages travel by sockets: NIXL cannot be opened: " in caplog.text
     with pytest.raises(ValueError, match=r"transfer_carrier: 'nixl': NIXL cannot be opened: .*dsv3\[nixl\]"):
         open_nixl("nixl", arena, True)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dsv3.kv_cache.keys import Key
-from dsv3.kv_cache.transfer import several
-from dsv3.kv_cache.transfer.protocol import PeerError
-from dsv3.kv_cache.transfer.several import Land, fetch_from_any
+from dsv3.kv_cache.transfer import client
+from dsv3.kv_cache.transfer.client import fetch_from_any
+from dsv3.kv_cache.transfer.protocol import Land, PeerError
 
 KEYS = [bytes([i]) * 32 for i in range(6)]
 
@@ -45,7 +45,7 @@ def fetched(instance: Instance, patience_s: float = 0.0) -> tuple[int, list[Key]
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(several, "_PAUSE_S", 1e-4)
+    monkeypatch.setattr(client, "_ROUND_S", 1e-4)
 
 
 def test_the_one_that_has_the_pages_is_found_and_asked_for_all() -> None:

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from dsv3.kv_cache.keys import header_of
 from dsv3.kv_cache.tiers.arena import Arena, arena_bytes
-from dsv3.kv_cache.tiers.value import header_of
 from dsv3.kv_cache.transfer import protocol
 from dsv3.kv_cache.transfer.client import Peers
-from dsv3.kv_cache.transfer.protocol import Hello, PeerError
+from dsv3.kv_cache.transfer.protocol import PeerError, PeerHello
 from dsv3.kv_cache.transfer.server import PageServer
 from dsv3.processes.certificates import credentials_of, tls_context
 
 SIZE = 40_000
 SECRET = b"s" * 32
-HELLO = Hello(protocol.VERSION, '{"weights":"w","cache_dtype":"float32"}', SIZE)
+HELLO = PeerHello(protocol.VERSION, '{"weights":"w","cache_dtype":"float32"}', SIZE)
 
 
 def key(i: int) -> bytes:
@@ -88,13 +88,13 @@ def test_more_pages_than_one_question_holds(server: PageServer, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        (Hello(9, HELLO.identity, SIZE), r"protocol version \(2 here, 9 there\)"),
-        (Hello(2, '{"weights":"v","cache_dtype":"float32"}', SIZE), r"weights \(w here, v there\)$"),
-        (Hello(2, '{"weights":"w","cache_dtype":"fp8"}', SIZE), r"cache_dtype \(float32 here, fp8 there\)$"),
-        (Hello(2, HELLO.identity, SIZE + 1), "the bytes of a page"),
+        (PeerHello(9, HELLO.identity, SIZE), r"protocol version \(2 here, 9 there\)"),
+        (PeerHello(2, '{"weights":"v","cache_dtype":"float32"}', SIZE), r"weights \(w here, v there\)$"),
+        (PeerHello(2, '{"weights":"w","cache_dtype":"fp8"}', SIZE), r"cache_dtype \(float32 here, fp8 there\)$"),
+        (PeerHello(2, HELLO.identity, SIZE + 1), "the bytes of a page"),
     ],
 )
-def test_another_model_is_refused_by_the_name_of_what_differs(server: PageServer, hello: Hello, words: str):
+def test_another_model_is_refused_by_the_name_of_what_differs(server: PageServer, hello: PeerHello, words: str):
     with pytest.raises(PeerError, match=f"it refused: {words}"):
         fetch(Peers(SECRET, hello), address_of(server), 0)
 
@@ -147,8 +147,8 @@ def _serve_once(answer: bytes | None) -> str:
     def serve() -> None:
         connection, _ = listener.accept()
         with tls_context(credentials_of(SECRET), True).wrap_socket(connection, server_side=True) as tls:
-            protocol.receive(tls, Hello)
-            protocol.send(tls, protocol.Answer())
+            protocol.receive(tls, PeerHello)
+            protocol.send(tls, protocol.HelloAnswer())
             protocol.receive(tls, protocol.Want)
             if answer is None:
                 time.sleep(1)

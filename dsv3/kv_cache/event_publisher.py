@@ -16,8 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from dsv3.config.publishing import KvEventsConfig, endpoint_of
-from dsv3.kv_cache.events.record import Record
-from dsv3.kv_cache.events.wire import Encoder
+from dsv3.kv_cache.events import EventEncoder, EventQueue
 
 END = (-1).to_bytes(8, "big", signed=True)
 """The number behind the last batch of a replay."""
@@ -34,7 +33,7 @@ class Publisher:
     """
 
     def __init__(self, config: KvEventsConfig, num_ranks: int, page_size: int) -> None:
-        self.record = Record(config.max_queue_size)
+        self.record = EventQueue(config.max_queue_size)
         context = zmq.Context()
         try:
             outlets = [_Outlet(context, config, rank) for rank in range(num_ranks)]
@@ -42,7 +41,7 @@ class Publisher:
             context.destroy(linger=0)
             raise
         stop = threading.Event()
-        arguments = context, outlets, self.record, Encoder(num_ranks, page_size), stop
+        arguments = context, outlets, self.record, EventEncoder(num_ranks, page_size), stop
         thread = threading.Thread(target=_serve, args=arguments, name="kv-events", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _end, stop, thread)
@@ -96,7 +95,7 @@ def _attach(socket: zmq.Socket, field: str, address: str, listens: bool) -> None
 
 
 def _serve(
-    context: zmq.Context, outlets: list[_Outlet], record: Record, encoder: Encoder, stop: threading.Event
+    context: zmq.Context, outlets: list[_Outlet], record: EventQueue, encoder: EventEncoder, stop: threading.Event
 ) -> None:
     poller = zmq.Poller()
     asking = {outlet.replay: outlet for outlet in outlets if outlet.replay is not None}
@@ -115,7 +114,7 @@ def _serve(
     context.destroy(linger=100)
 
 
-def _send_next(outlets: list[_Outlet], record: Record, encoder: Encoder) -> bool:
+def _send_next(outlets: list[_Outlet], record: EventQueue, encoder: EventEncoder) -> bool:
     batch = record.take()
     if batch is None:
         return False

@@ -7,9 +7,8 @@ import pytest
 
 from dsv3.config.options import EngineOptions
 from dsv3.engine.jobs.pages import PageStats
-from dsv3.kv_cache.tiers.counts import TierCounts, total
-from dsv3.kv_cache.transfer import carriers
-from dsv3.kv_cache.transfer.carriers import Carried
+from dsv3.kv_cache.tiers import counts
+from dsv3.kv_cache.tiers.counts import Carried, TierCounts, total
 from dsv3.scheduler.stats import EngineStats
 from dsv3.server.answers.metrics import Metrics
 from dsv3.server.engine.process import _numbers
@@ -29,10 +28,10 @@ def test_totals_and_rates_per_carrier(caplog: pytest.LogCaptureFixture, monkeypa
     carried.note("a:1", "nixl", 5_000_000, 1.5)
     assert caplog.messages[2:] == ["pages of a:1 come by nixl: 3 MB/s"], "of all since the last line"
     carried.fail("nixl")
-    counts = carried.counted(TierCounts(hits=3))
-    assert (counts.hits, counts.carried_bytes, counts.carried_seconds) == (3, [3_000_000, 10_000_000], [3.0, 2.5])
-    assert total([counts, counts]).carrier_failures == [0, 2]
-    monkeypatch.setattr(carriers, "_MOST_WAYS", 2)
+    found = carried.counted(TierCounts(hits=3))
+    assert (found.hits, found.carried_bytes, found.carried_seconds) == (3, [3_000_000, 10_000_000], [3.0, 2.5])
+    assert total([found, found]).carrier_failures == [0, 2]
+    monkeypatch.setattr(counts, "_MOST_WAYS", 2)
     for i in range(5):
         carried.note(f"b:{i}", "sockets", 1, 1.0)
     assert len(carried._ways) == 2

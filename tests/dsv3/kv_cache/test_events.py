@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from dsv3.config.publishing import KvEventsConfig, endpoint_of
-from dsv3.kv_cache.events.record import Record, Removed, Spelled, Stored
-from dsv3.kv_cache.events.wire import Encoder, hash_of
+from dsv3.kv_cache.events import EventEncoder, EventQueue, Removed, Spelled, Stored, hash_of
 
 
 def key(i: int) -> bytes:
@@ -18,7 +17,7 @@ def removed(i: int, rank: int | None = 0) -> Removed:
 
 
 def test_lost_batches_leave_a_gap_where_they_were():
-    record = Record(most=2)
+    record = EventQueue(most=2)
     for i in range(5):
         record.note(removed(i))
         record.close()
@@ -38,7 +37,7 @@ def decoded(messages):
 
 
 def test_messages_have_vllms_shape():
-    record, encoder = Record(9), Encoder(2, 64)
+    record, encoder = EventQueue(9), EventEncoder(2, 64)
     tokens = np.arange(128, dtype=np.int32)
     spelled = Spelled([key(1), key(2)], None, tokens)
     record.note(Stored(1, "GPU", spelled.keys, spelled))

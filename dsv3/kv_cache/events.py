@@ -1,16 +1,128 @@
-"""Events in vLLM's wire format: msgpack of `[time, events, rank]`, each event a map with its type; no zmq.
+"""What becomes of pages, in order, until a thread sends it on, and vLLM's wire format for it; no zmq.
 
-A page's hash is the first 8 bytes of its key. Consumers that hash tokens themselves find these in `token_ids`.
+Any thread may note something; none waits. A message is msgpack of `[time, events, rank]`, each event a map with its
+type. A page's hash is the first 8 bytes of its key. Consumers that hash tokens themselves find these in `token_ids`.
 """
 
-from collections import OrderedDict
+import dataclasses
+import threading
+import time
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from dsv3.kv_cache.events.record import Batch, Cleared, Removed, Spelled, Stored
 from dsv3.kv_cache.keys import Key
+
+Medium = Literal["GPU", "CPU", "STORAGE"]
+
+
+class Spelled(NamedTuple):
+    """Which tokens keys stand for, should a tier tell of them: `tokens` int32 `[64 * n]`, `before` the key before.
+
+    Keys of a prompt's beginning have None before them, and `tenant`, if its request had a salt.
+    """
+
+    keys: Sequence[Key]
+    before: Key | None
+    tokens: np.ndarray
+    tenant: Key | None = None
+
+
+Where = int | range | None
+"""A rank, the ranks of one host, or None for all ranks."""
+
+
+class Stored(NamedTuple):
+    """Pages that can be found from now on, by the ranks `rank`."""
+
+    rank: Where
+    medium: Medium
+    keys: Sequence[Key]
+    spelled: Spelled | None = None
+
+
+class Removed(NamedTuple):
+    """Pages that cannot be found any more."""
+
+    rank: Where
+    medium: Medium
+    keys: Sequence[Key]
+
+
+class Cleared(NamedTuple):
+    """Nothing can be found any more."""
+
+
+Note = Spelled | Stored | Removed | Cleared
+
+
+class QueuedBatch:
+    """What was noted between two calls of `close`, and how many batches behind it were lost."""
+
+    __slots__ = ("lost", "notes", "time")
+
+    def __init__(self, notes: list[Note]) -> None:
+        self.notes, self.time, self.lost = notes, time.time(), 0
+
+
+@dataclasses.dataclass(frozen=True)
+class EventStats:
+    """Batches of events that could not be sent for want of room."""
+
+    dropped: int
+
+
+class EventQueue:
+    """Batches that wait to be sent, `most` of them; the next ones are lost, and counted in `dropped`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._open: list[Note] = []
+        self._closed: deque[QueuedBatch] = deque()
+        self.dropped = 0
+
+    def note(self, note: Note) -> None:
+        """Adds to the batch that is open."""
+        with self._lock:
+            self._open.append(note)
+
+    def close(self) -> None:
+        """Ends a batch, if it holds anything."""
+        with self._lock:
+            if not self._open:
+                return
+            batch, self._open = QueuedBatch(self._open), []
+            if len(self._closed) < self._most:
+                self._closed.append(batch)
+            else:
+                self._closed[-1].lost += 1
+                self.dropped += 1
+
+    def take(self) -> QueuedBatch | None:
+        """Returns the oldest batch that has ended."""
+        with self._lock:
+            return self._closed.popleft() if self._closed else None
+
+
+class EventSource(NamedTuple):
+    """Tells a record what happens in one place: a rank's prefix index, or a tier, which serves several ranks."""
+
+    record: EventQueue
+    medium: Medium
+    rank: Where = None
+
+    def stored(self, keys: Sequence[Key], spelled: Spelled | None = None) -> None:
+        """Notes pages that can be found from now on."""
+        self.record.note(Stored(self.rank, self.medium, keys, spelled))
+
+    def removed(self, keys: Sequence[Key]) -> None:
+        """Notes pages that cannot be found any more; call it before they are used for anything else."""
+        self.record.note(Removed(self.rank, self.medium, keys))
+
 
 _MOST_SPELLED = 2**14  # pages whose tokens are known, should a tier tell of them: 8 MB
 
@@ -55,7 +167,7 @@ def hash_of(key: Key) -> int:
     return int.from_bytes(key[:8], "big")
 
 
-class Encoder:
+class EventEncoder:
     """Turns batches into messages. It remembers what lately stored pages spell, for tiers know keys only."""
 
     def __init__(self, num_ranks: int, page_size: int) -> None:
@@ -63,7 +175,7 @@ class Encoder:
         self._spelled: OrderedDict[Key, Spelled] = OrderedDict()
         self._pack = msgspec.msgpack.Encoder()
 
-    def messages(self, batch: Batch) -> list[tuple[int, bytes]]:
+    def messages(self, batch: QueuedBatch) -> list[tuple[int, bytes]]:
         """Returns the payload for each rank that the batch says something about."""
         events: dict[int, list[Event]] = {}
         for note in batch.notes:

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.engine.aside import News
-from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
 from dsv3.engine.executor import Executor, LocalExecutor
-from dsv3.engine.job import EngineView, Job, JobKind, Later, Planned, StepCommand
+from dsv3.engine.job import EngineView, Job, JobKind, Later, News, Planned, StepCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.look import JobNote, Look, ShowsExperts, StepLog
 from dsv3.engine.parts import Parts
-from dsv3.engine.step_metrics import StepNotes
+from dsv3.engine.step_metrics import StepNotes, StepPublisher
+from dsv3.engine.stored import CompilationCounter
 from dsv3.kv_cache.events.record import EventStats
 from dsv3.scheduler.cost import keys_per_token
 from dsv3.scheduler.grammars import Grammars
@@ -409,9 +408,7 @@ def _publisher(cfg: EngineConfig) -> "Publisher | None":
 
 
 def _step_notes(cfg: EngineConfig, scheduler: Scheduler) -> StepNotes | None:
-    """Returns what tells planners of each step, if anybody wants to know; ZMQ is imported only then."""
+    """Returns what tells planners of each step, if the limits ask for it."""
     if (config := cfg.step_metrics) is None:
         return None
-    from dsv3.engine.step_reports import StepPublisher
-
     return StepNotes(scheduler, StepPublisher(config, cfg.num_ranks), config.worker_id)

@@ -7,11 +7,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dsv3.engine.device import first_launches
-from dsv3.engine.device.devices import Devices
+from dsv3.engine.device.devices import Devices, first_launch_is_slower, launch_all
 from dsv3.engine.device.layout import Layout
-from dsv3.engine.device.programs import Programs, Progress, Store
-from dsv3.engine.device.working import measure, running
+from dsv3.engine.device.programs import Programs, Progress, Store, measure, running
 from dsv3.engine.job import JobKind, StepCommand
 from dsv3.engine.parts import Parts
 from sharding.mesh import shardings
@@ -84,10 +82,10 @@ class LocalExecutor:
         devices.allocate()
 
     def launch_all(self) -> None:
-        """Launches every program that serving can need where the first time is slower; see `first_launches`."""
+        """Launches every program that serving can need where the first time is slower."""
         devices, layout = self.devices, self.devices.layout
-        if first_launches.needed(layout.platform):
-            first_launches.launch_all(devices, running(layout.cfg, devices.programs.keys()))
+        if first_launch_is_slower(layout.platform):
+            launch_all(devices, running(layout.cfg, devices.programs.keys()))
 
     def launch(self, command: StepCommand) -> InFlight:
         """Starts the jobs of a step, one after the other."""

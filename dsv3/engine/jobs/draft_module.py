@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.engine.device import ragged
-from dsv3.engine.device.best import best_words
 from dsv3.engine.device.choosing import choices, chooses
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.device.sampling import best_words
 from dsv3.engine.device.state import DecodeState, with_drafts
 from dsv3.engine.functions import DraftFunctions, StepResult
 from dsv3.engine.jobs import decode, prefill

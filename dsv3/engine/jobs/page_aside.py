@@ -4,7 +4,7 @@ import jax
 import msgspec
 import numpy as np
 
-from dsv3.engine.aside import Tell
+from dsv3.engine.job import Tell
 from dsv3.engine.jobs.page_command import Copy, PagesCommand, value_rows
 from dsv3.engine.jobs.page_tiers import Opened, open_tiers
 from dsv3.engine.parts import Parts

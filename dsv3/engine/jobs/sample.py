@@ -17,11 +17,11 @@ import numpy as np
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device import sampling
 from dsv3.engine.device import state as device_state
-from dsv3.engine.device.best import best_words
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.samplers import Sampler, sampler_for, samplers
+from dsv3.engine.device.sampling import best_words
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.mask import masked, num_words, plan_mask

@@ -26,16 +26,15 @@ from jax._src import distributed  # what processes tell each other through jax h
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions
-from dsv3.engine import kernel_checks
+from dsv3.engine import executor, kernel_checks
 from dsv3.engine.cluster import ahead, follower
 from dsv3.engine.cluster.lead import start_leader
-from dsv3.engine.compilation import use_compilation_cache
-from dsv3.engine.device import first_launches
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.jobs import experts
 from dsv3.engine.parts import Parts
+from dsv3.engine.stored import use_compilation_cache
 from dsv3.kv_cache.tiers import shared_memory, tiers
 from dsv3.scheduler.sequence import GREEDY
 from dsv3.server.engine.factory import describe
@@ -57,7 +56,7 @@ def load(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: boo
 
     use_compilation_cache(options.compilation_cache_dir)
     Programs.keys = _few_keys  # of the rest each process compiles what it needs
-    first_launches.needed = lambda platform: True
+    executor.first_launch_is_slower = lambda platform: True
     Programs.__init__, jax.stages.Lowered.compile = _for_gpus, _compile_as_for_gpus
     devices = jax.devices()
     limits = {"num_ranks": len(devices), "num_processes": jax.process_count(), "num_nodes": num_nodes} | LIMITS

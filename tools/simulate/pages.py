@@ -13,9 +13,7 @@ import numpy as np
 
 from dsv3.config.model import PAGE_SIZE
 from dsv3.engine.job import EngineView, Planned
-from dsv3.engine.jobs.page_command import PagesCommand
-from dsv3.engine.jobs.page_tiers import Opened, page_buckets
-from dsv3.engine.jobs.pages import PagesPlanner
+from dsv3.engine.jobs.pages import Opened, PagesCommand, PagesPlanner, page_buckets
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.tiers.arena import Arena, arena_bytes, cells_within
 from dsv3.kv_cache.tiers.counts import TierCounts

@@ -14,7 +14,7 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.messages import Build, Digest, Failed, Hello, Step, Stop
 from dsv3.engine.job import Command, Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
-from dsv3.engine.jobs.experts import ExpertsCommand, MoveCommand
+from dsv3.engine.jobs.experts import ExpertsCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.jobs.prompt_logprobs import PromptLogprobsCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
@@ -39,7 +39,7 @@ JOBS = st.one_of(
         st.lists(ADJUSTMENTS, max_size=2),
         COUNTS,
     ),
-    st.builds(ExpertsCommand, st.booleans(), st.lists(st.builds(MoveCommand, *[ARRAYS] * 4), max_size=2)),
+    st.builds(ExpertsCommand, st.booleans(), st.lists(st.tuples(*[ARRAYS] * 4), max_size=2)),
 )
 NAMES = {kind.command: kind.name for kind in JOB_KINDS}
 COMMANDS = st.builds(

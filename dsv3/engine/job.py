@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, Self
 
-import jax
 import msgspec
 import numpy as np
 
@@ -39,7 +38,7 @@ class Aside(Protocol):
     def prepared(self, command: Any) -> Any:
         """Begins what a command asks for; returns the command to launch. The launching thread calls it."""
 
-    def take(self, command: Any, results: list[np.ndarray]) -> None:
+    def take(self, command: Any, results: Any) -> None:
         """Takes in what came back of a job. The thread that reads results calls it, step after step."""
 
 
@@ -80,16 +79,6 @@ class Command(msgspec.Struct, frozen=True):
         return 0
 
 
-class Later(Command, frozen=True):
-    """Stands in a plan for a command that needs the results of the step before.
-
-    The jobs from the first such one on are launched once these are in: `make` is called then, with that step's
-    outputs, and gives the command.
-    """
-
-    make: Callable[[StepOutputs], Command]
-
-
 class Job(NamedTuple):
     """A command, and the kind that executes it."""
 
@@ -111,11 +100,21 @@ class StepCommand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A job of a step under way: its command, and what `collect` needs beside the results."""
+    """A job of a step under way: its command, and what `collect` needs beside the results.
+
+    Where a part of it needs the results of the step before, `later` makes the command of that part, its rest, from that
+    step's outputs. The jobs up to this one are launched at once, its rest and those behind it once these are in.
+    """
 
     kind: str
     command: Command
     context: Any = None
+    later: Callable[[StepOutputs], Command] | None = None
+    is_rest: bool = False
+
+    def rest(self, outputs: StepOutputs) -> list["Planned"]:
+        """Returns the rest of a job that has one, made now."""
+        return [] if self.later is None else [Planned(self.kind, self.later(outputs), self.context, is_rest=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +137,11 @@ class Planner(Protocol):
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Returns what this kind adds to a step that holds `step` so far; empty if nothing."""
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
-        """Takes in the results of one of its jobs, and adds to `outputs` what requests have got."""
+    def collect(self, planned: Planned, results: Any, outputs: StepOutputs) -> None:
+        """Takes in the results of one of its jobs, and adds to `outputs` what requests have got.
+
+        They are what its worker has returned, as numpy arrays; a job with a rest has results of both.
+        """
 
     def stats(self) -> object | None:
         """Returns a record of numbers for `EngineStats`, None if there are none. Any thread may ask."""
@@ -148,10 +150,10 @@ class Planner(Protocol):
 class Worker(Protocol):
     """The devices' half of a kind, in every process."""
 
-    def launch(self, command: Any) -> tuple[jax.Array, ...]:
+    def launch(self, command: Any) -> Any:
         """Starts a job without waiting for a device.
 
-        Returns the arrays that `collect` will see, their copies to the host under way.
+        Returns the arrays that `collect` will see, in a tuple, named or not; their copies to the host are under way.
         """
 
 
@@ -163,28 +165,32 @@ def _always(parts: Parts) -> bool:
     return True
 
 
+def _nothing(results: Any) -> Iterable[np.ndarray]:
+    return ()
+
+
 @dataclasses.dataclass(frozen=True)
 class JobKind:
     """A kind of work, as it is registered in `dsv3.engine.jobs.registry`.
 
     Attributes:
       name: how jobs name their kind.
-      command: the type of its commands.
+      command: the type of its commands, or several as a union.
       planner: makes the host's half.
       programs: yields every program that serving can need of this kind.
       worker: makes the devices' half.
       applies: whether an engine of these parts has this kind.
       watch: the counters that it keeps, None if it keeps none.
       aside: makes what a follower does for it beside running programs; None where that is nothing.
-      results_agree: whether its results are the same in every process of an instance, which then compare them.
+      agreed: gives of a job's results those that are the same in every process of an instance, which compare them.
     """
 
     name: str
-    command: type[Command]
+    command: Any
     planner: Callable[[EngineView], Planner]
     programs: Callable[[Layout], Iterable[ProgramSpec]]
     worker: Callable[[Devices], Worker]
     applies: Callable[[Parts], bool] = _always
     watch: Callable[[Parts], Watch | None] = _no_watch
-    results_agree: bool = False
+    agreed: Callable[[Any], Iterable[np.ndarray]] = _nothing
     aside: Callable[[Parts, Tell], Aside] | None = None

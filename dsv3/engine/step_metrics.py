@@ -22,8 +22,8 @@ import zmq
 from dsv3.config.engine import EngineConfig
 from dsv3.config.publishing import StepMetricsConfig, endpoint_of
 from dsv3.engine.job import Planned
-from dsv3.engine.jobs import prefill
 from dsv3.engine.jobs.decode import DecodeCommand
+from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.scheduler.scheduler import Scheduler
 from dsv3.scheduler.sequence import Sequence
 
@@ -202,10 +202,10 @@ class StepNotes:
             self._under_way.append(_Launched(perf_counter()))
         step = self._under_way[-1]
         for job in jobs:
-            if job.kind == prefill.NAME:
+            if isinstance(job.command, PrefillCommand):
                 step.chunks += [
                     (rank, chunk.sequence.prompt_length, chunk.stop - chunk.start, chunk.start)
-                    for rank, mine in enumerate(job.context)
+                    for rank, mine in enumerate(job.context.chunks)
                     for chunk in mine
                 ]
             elif isinstance(job.command, DecodeCommand):

@@ -175,7 +175,7 @@ class Pages:
         """Hands what has left the devices to the tiers."""
         assert isinstance(planned.command, PagesCommand)
         copies = sum(len(copy.keys) for copy in planned.command.out)
-        self._planner.collect(planned, [self._page] * copies, outputs)
+        self._planner.collect(planned, (self._page,) * copies, outputs)
 
     def counts(self) -> dict[str, TierCounts]:
         """Returns what each tier has counted."""

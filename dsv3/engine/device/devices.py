@@ -27,10 +27,10 @@ _REMIND_S = 30.0
 
 
 class Forward(NamedTuple):
-    """What a forward job leaves for the sampler, and what is left of that for a drafter.
+    """What a forward program leaves for the sampler, and what is left of that for a drafter.
 
     Shapes are one rank's. A prefill leaves its `batch` (tokens, chunks) too, and `hidden` of all its tokens. `tokens`
-    are what was sampled, once that is done. `masks` are there where a row is held to a grammar.
+    are what was sampled, once that is done.
     """
 
     slots: Any  # [B] int32
@@ -38,18 +38,20 @@ class Forward(NamedTuple):
     hidden: Any = None  # [B, S, D] or [T, D]; None where nothing drafts
     batch: tuple[Any, ...] = ()
     tokens: Any = None  # [B, S] int32
-    masks: Any = None  # [B, S, words] uint32
 
 
 class Devices:
     """Parameters, page pools and decode state of all ranks, and the programs over them.
 
-    `handed` holds what a forward job leaves for later jobs of the same step, by the forward job's kind.
+    `decoded` and `prefilled` are what decode and prefill leave behind within a step: for a sampler that waits for
+    masks, and for a drafter. `adjust` is the state of requests that change their logits, None before the first of them.
     """
 
     def __init__(self, layout: Layout, params: Any, programs: Programs) -> None:
         self.layout, self.params, self.programs = layout, params, programs
-        self.handed: dict[str, Forward] = {}
+        self.decoded: Forward | None = None
+        self.prefilled: Forward | None = None
+        self.adjust: Any = None
         self._unused: dict[Any, jax.Array] = {}
 
     @functools.cached_property
@@ -69,10 +71,10 @@ class Devices:
     def delete(self) -> None:
         """Gives the memory of all arrays back at once, whatever still refers to them; nothing runs here any more."""
         made = [self.__dict__.get(name) for name in ("pages", "state")]
-        for array in jax.tree.leaves((self.params, made, list(self._unused.values()))):
+        for array in jax.tree.leaves((self.params, made, self.adjust, list(self._unused.values()))):
             array.delete()
-        self.params = self.pages = self.state = None
-        self.handed, self._unused = {}, {}
+        self.params = self.pages = self.state = self.adjust = self.decoded = self.prefilled = None
+        self._unused = {}
 
     def put(self, array: np.ndarray) -> Any:
         """Returns host data of this process's ranks `[ranks here, ...]` as an argument of a program over all ranks."""

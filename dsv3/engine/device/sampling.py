@@ -24,6 +24,7 @@ from jax import lax
 from dsv3.engine.device import sampling
 from dsv3.model.vocabulary import Vocabulary
 
+_WORD_BITS = 32
 _BLOCK = 128
 _PASSES = 30  # bits of a float32 in [0, 1] that may be set
 _MIN_TEMPERATURE = 1e-5  # colder is greedy; vLLM's bound
@@ -235,3 +236,18 @@ def best_words(vocabulary: Vocabulary, scores: jax.Array) -> Best:
     most = jnp.max(tops, axis=0)
     last = width * vocabulary.ranks - 1
     return Best(jnp.min(jnp.where(tops == most, words, last), axis=0), most)
+
+
+def masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Returns logits `[B, S, W]` that are -inf where `masks` `[B, S, words]` have no bit.
+
+    What is not finite stays, for the sampler to find: it fails a request whose logits mean nothing.
+    """
+    bits = (masks[..., None] >> jnp.arange(_WORD_BITS, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(*masks.shape[:-1], -1)[..., : logits.shape[-1]] > 0
+    return jnp.where(allowed | ~(logits < jnp.inf), logits, -jnp.inf)
+
+
+def num_words(vocab_size: int) -> int:
+    """Returns how many words a mask has."""
+    return -(-vocab_size // _WORD_BITS)

@@ -20,7 +20,8 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
 from dsv3.engine.job import EngineView, JobKind, Planned
-from dsv3.engine.jobs import draft_lookup, draft_module, mask
+from dsv3.engine.jobs import draft_lookup, draft_module
+from dsv3.engine.jobs.decode import NAME as DECODE
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.draft_command import NAME, CachedText, DraftCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
@@ -58,19 +59,18 @@ class DraftPlanner:
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans one job per forward job of the step."""
-        held = {job.context.source: job.context.rows for job in step if job.kind == mask.NAME}
         planned = []
         for job in step:
-            tells = job.kind in held
+            tells = job.later is not None  # a request of the job is held to a grammar
             if isinstance(job.command, DecodeCommand):
                 done = job.command
                 command = DraftCommand(job.kind, done.rows.shape[1], done.width, [], 0, tells, done.longest)
             elif isinstance(job.command, PrefillCommand):
-                texts = self._cached(job.context)
+                texts = self._cached(job.context.chunks)
                 command = DraftCommand.after_prefill(job.command.bucket, texts, tells, job.command.longest)
             else:
                 continue
-            planned.append(Planned(NAME, command, held.get(job.kind)))
+            planned.append(Planned(NAME, command, job.context.rows))
         return planned
 
     def _cached(self, chunks: list[list[Chunk]]) -> list[CachedText]:
@@ -84,7 +84,7 @@ class DraftPlanner:
             self._begun[slot] = chunk.epoch
         return found
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Notes drafts that the host wants to see; the sampler of the next step says which were right."""
         if results and self._masks is not None:
             self._masks.note_drafts(planned.context, results[0])
@@ -116,13 +116,17 @@ class DraftWorker:
 
     def launch(self, command: DraftCommand) -> tuple[jax.Array, ...]:
         """Starts the drafter on what the forward job and the sampler have left."""
-        forward = self._devices.handed.pop(command.source)
+        devices = self._devices
+        if command.source == DECODE:
+            forward, devices.decoded = devices.decoded, None
+        else:
+            forward, devices.prefilled = devices.prefilled, None
+        assert forward is not None  # a forward job of the step has left it
         if forward.tokens is None:
             forward = forward._replace(tokens=self._nothing_sampled(forward))
         self._drafter.launch(command, forward)
         if not command.tells:
             return ()
-        devices = self._devices
         told = devices.programs.get(Key(TELL, forward.slots.shape[1]))(devices.state, forward.slots)
         told.copy_to_host_async()
         return (told,)

@@ -64,7 +64,7 @@ class ExpertsCommand(Command, frozen=True):
     """Reads out the experts' load and starts counting anew, where `read_load` says so, then moves experts."""
 
     read_load: bool
-    moves: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]  # each a `LayerMove` of host arrays
+    moves: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]  # each a `LayerMove` of host arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Balancer:
         command = self.command() if step else None
         return [] if command is None else [Planned(NAME, command)]
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Takes over what a command has given."""
         assert isinstance(planned.command, ExpertsCommand)
         self.note(planned.command, results)

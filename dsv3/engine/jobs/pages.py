@@ -188,7 +188,7 @@ class PagesPlanner:
             self._tiers.wait(_IDLE_WAIT_S)
         return []
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Hands what has left the devices to the tiers, and makes loaded pages findable."""
         assert isinstance(planned.command, PagesCommand)
         arrays, slots = iter(results), self._scheduler.slots
@@ -373,7 +373,7 @@ class PagesAside:
         self._ordered.begin(_orders(command))
         return msgspec.structs.replace(command, into=[self._with_values(copy) for copy in command.into])
 
-    def take(self, command: PagesCommand, results: list[np.ndarray]) -> None:
+    def take(self, command: PagesCommand, results: tuple[np.ndarray, ...]) -> None:
         """Keeps what has left the devices of this process."""
         arrays = iter(results)
         for keys in (keys for copy in command.out for keys in copy.keys.values()):

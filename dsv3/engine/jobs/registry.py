@@ -4,15 +4,12 @@ A new kind is a file here and a line below (`docs/extending.md`).
 """
 
 from dsv3.engine.job import JobKind
-from dsv3.engine.jobs import decode, draft, experts, mask, pages, prefill, prompt_logprobs, sample
+from dsv3.engine.jobs import decode, draft, experts, pages, prefill
 
 JOB_KINDS: tuple[JobKind, ...] = (
     decode.KIND,
     pages.KIND,
     prefill.KIND,
-    prompt_logprobs.KIND,
-    mask.KIND,
-    sample.KIND,
     draft.KIND,
     experts.KIND,
 )

@@ -83,7 +83,7 @@ def check_nothing_is_left(engine: Engine, launched: Counter[Key]) -> None:
     jax.tree.map(np.testing.assert_array_equal, before, after)
     stats = engine.stats()
     assert (stats.pages_in_use, stats.prefix_hits, stats.steps, stats.prompt_tokens) == (0, 0, 0, 0)
-    assert not devices.handed
+    assert devices.decoded is None and devices.prefilled is None
 
 
 @pytest.mark.parametrize("make", [with_experts, lambda: drafting(**DRAFTS), lambda: drafting(**LOOKUP)])

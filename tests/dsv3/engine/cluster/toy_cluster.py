@@ -21,7 +21,6 @@ from typing import Any
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 
 import jax
-import numpy as np
 from jax._src import distributed  # what processes tell each other through jax has no public name
 
 from dsv3.config.engine import EngineConfig
@@ -134,10 +133,10 @@ def start(start: Start, host):
 def _diverging(step: int):
     fetch = LocalExecutor.fetch
 
-    def other(executor, in_flight) -> list[list[np.ndarray]]:
+    def other(executor, in_flight) -> list[Any]:
         results = fetch(executor, in_flight)
         late = in_flight.command.number >= step
-        return [[array + 1 for array in arrays] for arrays in results] if late else results
+        return jax.tree.map(lambda array: array + 1, results) if late else results
 
     return other
 

@@ -214,7 +214,7 @@ class Handed:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        scheduler.tiers = _HandedTiers()
+        scheduler.attach_tiers(_HandedTiers())
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Lets those begin that have got their slot."""

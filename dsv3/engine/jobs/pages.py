@@ -165,9 +165,9 @@ class PagesPlanner:
         self._own = self._cfg.ranks_of(0) if view.news is not None else range(self._cfg.num_ranks)
         where = self._own if view.news is not None else None
         self._tiers, self.memory, self.server = opened or open_tiers(view.parts, view.scheduler.events, 0, where)
-        view.scheduler.meetings = None if self.server is None else self.server.meetings
         self._far: dict[int, FarTiers] = {}  # by the first rank of their process
-        self._by_rank = view.scheduler.tiers = self._with_followers(view)
+        self._by_rank = self._with_followers(view)
+        view.scheduler.attach_tiers(self._by_rank, None if self.server is None else self.server.meetings)
         self._buckets = page_buckets(self._tiers.value_bytes)
         self._most = max(self._buckets[-1], TIER_STEP_BYTES // self._tiers.value_bytes)
         self._fetches: dict[int, tuple[Sequence, Fetch]] = {}  # by the epoch of the slot

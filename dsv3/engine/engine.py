@@ -20,8 +20,9 @@ from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
 from dsv3.engine.executor import Executor, LocalExecutor
 from dsv3.engine.job import EngineView, Job, JobKind, News, Planned, StepCommand
+from dsv3.engine.jobs.experts import Balancer
 from dsv3.engine.jobs.registry import JOB_KINDS
-from dsv3.engine.look import JobNote, Look, ShowsExperts, StepLog
+from dsv3.engine.look import JobNote, Look, StepLog
 from dsv3.engine.parts import Parts
 from dsv3.engine.step_metrics import StepNotes, StepPublisher
 from dsv3.engine.stored import CompilationCounter
@@ -234,7 +235,7 @@ class Engine:
 
     def look(self) -> Look:
         """Returns what somebody sees who looks; the thread that steps asks, between two steps."""
-        seen = (planner.look() for planner in self.planners.values() if isinstance(planner, ShowsExperts))
+        seen = (planner.look() for planner in self.planners.values() if isinstance(planner, Balancer))
         return Look(self.log.look(), next(seen, None))
 
     def _step(self) -> StepOutputs:

@@ -162,7 +162,7 @@ def moments(ranks: np.ndarray, values: np.ndarray, num_ranks: int) -> Moments:
 
 
 @dataclasses.dataclass
-class _Launched:
+class _UnderWay:
     """A step under way: of each chunk its rank, its prompt's length, its tokens and those before; of each row its rank
     and its tokens."""
 
@@ -191,7 +191,7 @@ class StepNotes:
     def __init__(self, scheduler: Scheduler, publisher: StepPublisher, worker_id: str) -> None:
         self._scheduler, self._publisher, self._worker_id = scheduler, publisher, worker_id
         self._cfg: EngineConfig = scheduler.cfg
-        self._under_way: deque[_Launched] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._collected = 0.0
         self._queued: list[Queued] = []
         self._looked = float("-inf")
@@ -199,7 +199,7 @@ class StepNotes:
     def launched(self, jobs: list[Planned], *, is_more: bool) -> None:
         """Notes jobs that have just been launched: a step, or more of the step that was launched last."""
         if not is_more:
-            self._under_way.append(_Launched(perf_counter()))
+            self._under_way.append(_UnderWay(perf_counter()))
         step = self._under_way[-1]
         for job in jobs:
             if isinstance(job.command, PrefillCommand):

@@ -19,11 +19,11 @@ from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs.sample import (
     ForwardContext,
     ForwardResults,
-    Needs,
     SampleCommand,
     launch_sampler,
-    plan_sample,
+    masked_later,
     sampled_of,
+    sampler_of,
 )
 from dsv3.engine.parts import Parts
 from dsv3.model.batch import DecodeBatch
@@ -72,7 +72,7 @@ class DecodePlanner:
         self._factor, self._turns, self._turn = 1, 1, 0
         self._width = 1
         self._rows: BatchRows | None = None
-        self._needs = Needs(0, False)
+        self._sample, self._held = SampleCommand(0), False
         self._version = -1
         self._template = self._padding = np.empty((0, 0, 3), np.int32)
 
@@ -117,9 +117,11 @@ class DecodePlanner:
         planned = self._scheduler.slots.planned[rows.slots] + self._width
         self._scheduler.slots.planned[rows.slots] = planned
         longest = int(planned.max()) - 1  # the last token that a row gives is not in the cache yet
-        sample, later = plan_sample(self._view, rows, self._needs, [], self._width)
-        command = DecodeCommand(batch, self._width, longest, sample)
-        return [Planned(NAME, command, ForwardContext(rows, self._factor, []), later)]
+        context = ForwardContext(rows, self._factor, [])
+        if not self._held:
+            return [Planned(NAME, DecodeCommand(batch, self._width, longest, self._sample), context)]
+        later = masked_later(self._view.masks, self._sample, rows, self._width)
+        return [Planned(NAME, DecodeCommand(batch, self._width, longest), context, later)]
 
     def collect(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
         """Notes whether the step had room for its rows, where it tells, and the tokens."""
@@ -175,7 +177,7 @@ class DecodePlanner:
         # With three indices numpy takes six times as long, and as long to fill a batch as to plan all else.
         batch.reshape(-1)[3 * (rank * size + position)] = mine - rank * cfg.max_num_seqs
         self._template = batch
-        self._needs = Needs.from_slots(self._scheduler.slots, mine)
+        self._sample, self._held = sampler_of(self._scheduler.slots, mine)
         return BatchRows.at(self._scheduler.slots, mine, rank, position)
 
     def _without(self, rows: BatchRows, out: np.ndarray, batch: np.ndarray) -> BatchRows:

@@ -22,11 +22,11 @@ from dsv3.engine.jobs import prompt_logprobs
 from dsv3.engine.jobs.sample import (
     ForwardContext,
     ForwardResults,
-    Needs,
     SampleCommand,
     launch_sampler,
-    plan_sample,
+    masked_later,
     sampled_of,
+    sampler_of,
     sampler_programs,
 )
 from dsv3.scheduler.accept import accept
@@ -140,8 +140,10 @@ class PrefillPlanner:
         context = ForwardContext(rows, next(c.room for mine in chunks for c in mine), chunks)
         if not starting:
             return [Planned(NAME, command, context)]
-        sample, later = plan_sample(self._view, rows, Needs.from_slots(scheduler.slots, rows.slots), starting)
-        return [Planned(NAME, msgspec.structs.replace(command, sample=sample), context, later)]
+        sample, held = sampler_of(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
+        if held:
+            return [Planned(NAME, command, context, masked_later(self._view.masks, sample, rows, 1))]
+        return [Planned(NAME, msgspec.structs.replace(command, sample=sample), context)]
 
     def _waits(self, step: list[Planned]) -> bool:
         """Returns whether prompts wait for others, on an instance where only their ends are to be computed."""

@@ -12,7 +12,7 @@ program of their own would cost a launch and one more pass over the logits.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -28,11 +28,11 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.sampling import best_words, masked, num_words
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
-from dsv3.engine.job import Command, EngineView
+from dsv3.engine.job import Command
 from dsv3.model.vocabulary import Vocabulary
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from dsv3.scheduler.codes import NOT_FINITE, NOTHING, UNDRAFTED
-from dsv3.scheduler.masks import ALL
+from dsv3.scheduler.masks import ALL, Masks
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, Chunk, Sequence
@@ -160,48 +160,37 @@ def _moved(adjustment: Adjustment, first: int) -> Adjustment:
     return Adjustment(**(fields | {"rank": adjustment.rank - first}))
 
 
-class Needs(NamedTuple):
-    """What the requests of a batch need of a sampler together: its variant, and whether one wants log-probabilities.
+def sampler_of(
+    slots: SlotTable, mine: np.ndarray, starting: Iterable[Sequence] = (), max_num_seqs: int = 0
+) -> tuple[SampleCommand, bool]:
+    """Returns the command for what the requests in slots `mine` need together, and whether one is held to a grammar.
 
-    `held` says whether one is held to a grammar.
+    Those in `starting` have just got their slot, of `max_num_seqs` per rank.
     """
-
-    variant: int
-    logprobs: bool
-    held: bool = False
-
-    @classmethod
-    def from_slots(cls, slots: SlotTable, mine: np.ndarray) -> "Needs":
-        """Returns the needs of the requests in slots `mine`."""
-        wants_logprobs, held = bool(slots.wants_logprobs[mine].any()), bool(slots.held[mine].any())
-        return cls(int(slots.variant[mine].max()), wants_logprobs, held)
-
-
-def plan_sample(
-    view: EngineView, rows: BatchRows, needs: Needs, starting: list[Sequence], width: int = 1
-) -> tuple[SampleCommand | None, Callable[[StepOutputs], SampleCommand] | None]:
-    """Returns the command that samples `rows` of a forward job, with `width` tokens each, or what makes it.
-
-    Masks depend on a row's last token, which the host sees one step late: where a row is held to a grammar, its command
-    is made when the results of the step before are in. The requests in `starting` have just got their slot.
-    """
-    adjustments = [_adjustment(s, view.scheduler.cfg) for s in starting if s.variant == FULL]
+    adjustments = [_adjustment(sequence, max_num_seqs) for sequence in starting if sequence.variant == FULL]
     ranks = [a.rank for a in adjustments]
-    launches = max(map(ranks.count, ranks), default=0)
-    command = SampleCommand(needs.variant, needs.logprobs, adjustments, launches)
-    if not needs.held:
-        return command, None
-    masks = view.masks
+    variant, wants_logprobs = int(slots.variant[mine].max()), bool(slots.wants_logprobs[mine].any())
+    command = SampleCommand(variant, wants_logprobs, adjustments, max(map(ranks.count, ranks), default=0))
+    return command, bool(slots.held[mine].any())
+
+
+def masked_later(
+    masks: Masks | None, command: SampleCommand, rows: BatchRows, width: int
+) -> Callable[[StepOutputs], SampleCommand]:
+    """Returns what makes the command of a sampler some of whose `rows`, of `width` tokens, are held to grammars.
+
+    A mask depends on a row's last token, which the host sees one step late.
+    """
     assert masks is not None  # else no request is held
 
     def make(outputs: StepOutputs) -> SampleCommand:
         return msgspec.structs.replace(command, masks=RowMasks(*masks.of(rows, width, outputs)))
 
-    return None, make
+    return make
 
 
-def _adjustment(sequence: Sequence, cfg: EngineConfig) -> Adjustment:
-    rank, slot = divmod(sequence.slot, cfg.max_num_seqs)
+def _adjustment(sequence: Sequence, max_num_seqs: int) -> Adjustment:
+    rank, slot = divmod(sequence.slot, max_num_seqs)
     bias = sequence.sampling.logit_bias
     # An answer that is held to a grammar has its end forbidden by its masks, as far as these leave anything else.
     stop = [] if sequence.matcher is not None else sorted(sequence.stop_ids)[: device_state.MAX_FORBIDDEN]
@@ -371,8 +360,8 @@ def sample_scores_body(
         return sample_body(variant, state, adjust, whole, slots, masks, chances=chances, looks=looks)
     words, top = best_words(vocabulary, scores)
     drawn = jnp.where(jnp.isfinite(top), words, NOT_FINITE)
-    coins = _Coins(chances, scores.shape[-1] * vocabulary.ranks)
-    return _advanced(state, adjust, slots, drawn.shape[1], lambda adjust, held, i: drawn[:, i], coins)
+    vocab_size = scores.shape[-1] * vocabulary.ranks
+    return _advanced(state, adjust, slots, drawn.shape[1], lambda adjust, held, i: drawn[:, i], chances, vocab_size)
 
 
 def sample_body(
@@ -413,18 +402,17 @@ def sample_body(
         offsets = jnp.tile(jnp.arange(width), rows)
         drawn = sample(None, logits.reshape(rows * width, vocab_size), held, offsets).reshape(rows, width)
         draw = drawn_before
-    return _advanced(state, adjust, slots, width, draw, _Coins(chances, vocab_size))
-
-
-class _Coins(NamedTuple):
-    """The chances of drafts that a benchmark gives, and how many words there are."""
-
-    chances: tuple[float, ...]
-    vocab_size: int
+    return _advanced(state, adjust, slots, width, draw, chances, vocab_size)
 
 
 def _advanced(
-    state: DecodeState, adjust: AdjustState | None, slots: jax.Array, width: int, draw: Draw, coins: _Coins
+    state: DecodeState,
+    adjust: AdjustState | None,
+    slots: jax.Array,
+    width: int,
+    draw: Draw,
+    chances: tuple[float, ...],
+    vocab_size: int,
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
     """Samples `width` tokens of each row by `draw`; returns as `sample_body` does."""
     num_slots = state.tokens.shape[0]
@@ -434,9 +422,9 @@ def _advanced(
     last, columns = drafts[:, 0], []
     for i in range(width):
         drawn = draw(adjust, held, i)
-        if i < len(coins.chances):
+        if i < len(chances):
             controls = controls_at(state, held, i)
-            drawn = sampling.overrule(drawn, drafts[:, i + 1], controls, coins.chances[i], coins.vocab_size)
+            drawn = sampling.overrule(drawn, drafts[:, i + 1], controls, chances[i], vocab_size)
         adjust = _counted(adjust, drawn, jnp.where(going, slots, num_slots))
         columns.append(jnp.where(going, drawn, jnp.where(drafts[:, i] == NO_DRAFT, UNDRAFTED, NOTHING)))
         last = jnp.where(going, jnp.maximum(drawn, 0), last)

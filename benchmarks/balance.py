@@ -30,7 +30,7 @@ from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner
-from dsv3.engine.jobs.sample import SamplePlanner
+from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.kv_cache.keys import Key
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.balance import Balancer
@@ -114,9 +114,7 @@ class Replay:
         balancer = rule(self.cfg, self.scheduler.slots, self.scheduler.pages, keys_per_token(DEEPSEEK_V3))
         self.scheduler.admission.balancer = balancer
         view = EngineView(self.scheduler, None)  # type: ignore[arg-type]
-        self._planners: dict[str, Any] = {
-            "decode": DecodePlanner(view), "prefill": PrefillPlanner(view), "sample": SamplePlanner(view)
-        }  # fmt: skip
+        self._planners: dict[str, Any] = {"decode": DecodePlanner(view), "prefill": PrefillPlanner(view)}
         self._before: list[Planned] = []
 
     def step(self) -> list[Planned]:
@@ -127,7 +125,7 @@ class Replay:
         number = self.scheduler.pages.begin_step()
         for job in self._before:
             shape = self.cfg.num_ranks, max(self.cfg.decode_buckets), 1
-            results = [np.ones(shape, np.int32)] if job.kind == "sample" else []
+            results = ForwardResults(sampled=(np.ones(shape, np.int32),) if job.command.sample else ())
             self._planners[job.kind].collect(job, results, StepOutputs([], []))
         self.scheduler.pages.collect(number - 1)
         self._before = jobs
@@ -137,8 +135,8 @@ class Replay:
 def prefill_loads(jobs: list[Planned]) -> np.ndarray:
     """Returns tokens and pairs of token and key per rank, `[2, X]`."""
     [job] = [job for job in jobs if job.kind == "prefill"]
-    tokens = [sum(c.stop - c.start for c in mine) for mine in job.context]
-    pairs = [sum((c.stop - c.start) * (c.start + c.stop) / 2 for c in mine) for mine in job.context]
+    tokens = [sum(c.stop - c.start for c in mine) for mine in job.context.chunks]
+    pairs = [sum((c.stop - c.start) * (c.start + c.stop) / 2 for c in mine) for mine in job.context.chunks]
     return np.array([tokens, pairs])
 
 
@@ -166,7 +164,12 @@ def run_prefill(ranks: int, steps: int, rule: type[Balancer]) -> dict[str, Any]:
         loads.append(prefill_loads(jobs))
         times.append(seconds(prefill_stages, loads[-1]))
         ended = [
-            c.sequence.id for job in jobs if job.kind == "prefill" for mine in job.context for c in mine if c.is_last
+            c.sequence.id
+            for job in jobs
+            if job.kind == "prefill"
+            for mine in job.context.chunks
+            for c in mine
+            if c.is_last
         ]
         waits += [sum(times[arrived[i] :]) for i in ended if arrived[i] >= steps // 4]
     seen = np.array(loads[steps // 4 :])  # [steps, 2, X]

@@ -1,4 +1,4 @@
-"""Where bfloat16 is faster than float32 on this CPU: the table behind `--dtype=auto` (`dsv3/engine/cpu_dtypes.py`).
+"""Where bfloat16 is faster than float32 on this CPU: the table behind `--dtype=auto` (`dsv3/engine/dtypes.py`).
 
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_dtypes [--models bundled 256x2 512x2 512x4 1024x2 1024x4] [--rows 1 4 16]
         [--prompt 512] [--rounds 5]

@@ -38,6 +38,7 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.job import StepCommand
+from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.engine.parts import Parts
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from dsv3.processes import frames
@@ -146,13 +147,13 @@ class UnitExecutor:
         self.sent = sum(len(messages.encode(messages.step_of(command.part(ranks)))) for ranks in self._parts)
         return command
 
-    def fetch(self, command: StepCommand) -> list[list[np.ndarray]]:
+    def fetch(self, command: StepCommand) -> list[Any]:
         return [self._results(*job) for job in command.jobs]
 
-    def _results(self, kind: str, command: Any) -> list[np.ndarray]:
-        if kind != "sample":
-            return []
-        return [next(self._rows) if command.source == "decode" else self._first]
+    def _results(self, kind: str, command: Any) -> Any:
+        if getattr(command, "sample", None) is None:
+            return () if kind == "draft" else ForwardResults()
+        return ForwardResults(sampled=(next(self._rows) if kind == "decode" else self._first,))
 
 
 class Unit:

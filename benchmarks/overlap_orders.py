@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144
-from dsv3.engine.device import reserve
+from dsv3.engine.device.layout import DECODE_RESERVE
 from pallas_kernels.multiprocessors import Multiprocessors
 from sharding.experts.kind import Kind
 from sharding.experts.traffic import LayerRows
@@ -65,7 +65,7 @@ def durations_of_decode() -> dict[str, float]:
     model, deployment = DEEPSEEK_V3, DECODE_EP144
     tokens, replicas = deployment.decode_requests // 2, model.n_routed_experts + deployment.redundant_experts
     count = deployment.device.multiprocessors
-    rates = rates_of(deployment.device, model, Multiprocessors(count, reserve.DECODE).share)
+    rates = rates_of(deployment.device, model, Multiprocessors(count, DECODE_RESERVE).share)
     batch = MicroBatch(tokens, deployment.context_length, replicas // deployment.devices, 1)
     stages = roofline.decode_stages(model, rates, batch)
     rows = LayerRows.from_widths(tokens, model.num_experts_per_tok, model.hidden_size, fp8_dispatch=True)

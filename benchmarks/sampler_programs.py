@@ -19,10 +19,9 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device import state as device_state
-from dsv3.engine.device.samplers import Sampler
+from dsv3.engine.device.sampling import num_words
 from dsv3.engine.device.state import NUM_FIELDS, Field
-from dsv3.engine.jobs.mask import num_words
-from dsv3.engine.jobs.sample import sample_body
+from dsv3.engine.jobs.sample import Sampler, sample_body
 from dsv3.scheduler.masks import ALL
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL
 

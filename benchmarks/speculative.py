@@ -28,12 +28,12 @@ from dsv3.config.hugging_face import load_config
 from dsv3.config.options import EngineOptions
 from dsv3.config.speculative import acceptance_by_place
 from dsv3.engine.build import build_engine, bundled_model
-from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.dtypes import resolve_dtypes
 from dsv3.engine.engine import Engine
 from dsv3.engine.functions import model_functions
 from dsv3.engine.limits import Hardware, engine_config
 from dsv3.engine.parts import Parts
+from dsv3.engine.stored import use_compilation_cache
 from dsv3.model import initialize
 from dsv3.scheduler.request import EngineRequest
 from dsv3.text.tokenizer import Tokenizer

@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from dsv3.config.declaration import check, option, options_of
+from dsv3.config.declaration import check, option
 from dsv3.config.identity import fingerprint
 from dsv3.config.model import PAGE_SIZE
-from dsv3.config.options import EngineOptions, Role, TransferCarrier
-from dsv3.config.publishing import KvEventsConfig, StepMetricsConfig
-from dsv3.config.speculative import SpeculativeConfig
+from dsv3.config.options import RunOptions
 
 _MIN_PREFILL_TOKENS = 64
 _LONG_PREFILL_TOKENS = 1024
@@ -31,15 +29,9 @@ class ForwardProgram(NamedTuple):
     of_module: bool = False
 
 
-def _carries(name: str, default: Any) -> Any:
-    """Declares a field that carries an engine option, with what the option's declaration says of it."""
-    [terms] = (each.terms for each in options_of(EngineOptions) if each.name == name)
-    return dataclasses.field(default=default, metadata={"terms": terms})
-
-
 @dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Limits of one engine; all counts are per data-parallel rank but `max_num_queued_reqs`.
+class EngineConfig(RunOptions):
+    """Limits of one engine, with the options that it reads; counts are per data-parallel rank but for the queue's.
 
     The ranks are spread over `num_processes` processes, equally and in order, and just so over `num_nodes` nodes of the
     mesh, each of which has the devices of one host. `identity` starts the keys of the prefix cache. Raises ValueError
@@ -49,39 +41,21 @@ class EngineConfig:
     # Room differs between processes: the leader takes the least and tells it.
     max_model_len: int = option(help="Limit prompt and answer together to this many tokens.", low=1, agree=False)
     num_pages: int = option(help="Hold this many pages, enough for a request of max_model_len.", low=1, agree=False)
-    max_num_seqs: int = _carries("max_num_seqs", 64)
-    max_num_batched_tokens: int = _carries("max_num_batched_tokens", 1024)
-    max_num_queued_reqs: int = _carries("max_num_queued_reqs", 1024)
+    max_num_seqs: int = option(64, "Run at most this many sequences at once.", low=1)
+    max_num_batched_tokens: int = option(1024, "Compute at most this many prompt tokens per step.", low=1)
     num_ranks: int = option(1, "Serve with this many data-parallel ranks.", low=1)
     num_processes: int = option(1, "Spread the ranks over this many processes.", low=1)
     num_nodes: int = option(1, "Spread the ranks over this many nodes of the mesh.", low=1)
-    tensor_parallel_size: int = _carries("tensor_parallel_size", 1)
     tokens_per_row: int = option(
         1, "Give each row of a decode step up to this many tokens, all but the last from drafts.", low=1, high=8
     )
-    reserved_multiprocessors: int | None = _carries("reserved_multiprocessors", None)
-    expert_overlap: bool = _carries("expert_overlap", True)
-    enable_prefix_caching: bool = _carries("enable_prefix_caching", True)
     page_size: int = option(PAGE_SIZE, "Cover this many tokens with a page; the model says how many.", low=1)
     cache_dtype: str = option("float32", "Store latents in this type, a name of `dsv3.kv_cache.layout`.")
     identity: str = option("", "Say what pages depend on beside tokens (`dsv3.config.identity`).", programs=False)
-    kv_offloading_size: float = _carries("kv_offloading_size", 0.0)
-    kv_store: str | None = _carries("kv_store", None)
-    kv_store_size: float = _carries("kv_store_size", 100.0)
-    kv_events_config: dict[str, Any] | None = _carries("kv_events_config", None)
-    step_metrics_config: dict[str, Any] | None = _carries("step_metrics_config", None)
-    role: Role = _carries("role", "both")
-    transfer_address: str | None = _carries("transfer_address", None)
     transfer_addresses: tuple[str, ...] = option(
         (), "Give each process of an instance of several its own transfer_address.", agree=False, programs=False
     )
-    transfer_key_file: str | None = _carries("transfer_key_file", None)
-    transfer_carrier: TransferCarrier = _carries("transfer_carrier", "sockets")
-    seed: int = _carries("seed", 0)
     eplb_interval: int = option(0, "Let this many steps pass between moves; 0: never move.", low=0, programs=False)
-    eplb_threshold: float = _carries("eplb_threshold", 0.9)
-    eplb_state: str | None = _carries("eplb_state", None)
-    speculative_config: dict[str, Any] | None = _carries("speculative_config", None)
 
     def __post_init__(self) -> None:
         check(self)
@@ -90,21 +64,6 @@ class EngineConfig:
                 f"num_pages: {self.num_pages} pages of {self.page_size} tokens cannot hold one request of "
                 f"max_model_len {self.max_model_len}; lower max_model_len or give the cache more memory"
             )
-
-    @functools.cached_property
-    def speculative(self) -> SpeculativeConfig | None:
-        """How drafts are made; None where none are."""
-        return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
-
-    @functools.cached_property
-    def kv_events(self) -> KvEventsConfig | None:
-        """Where KV events go; None where nothing is said of them."""
-        return None if self.kv_events_config is None else KvEventsConfig.from_json(self.kv_events_config)
-
-    @functools.cached_property
-    def step_metrics(self) -> StepMetricsConfig | None:
-        """Where step metrics go; None where nobody wants them."""
-        return None if self.step_metrics_config is None else StepMetricsConfig.from_json(self.step_metrics_config)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -4,10 +4,12 @@ Those of a server are in `dsv3.config.server_options`.
 
 All else is derived from the fields below: command-line flags and their help (`launch.cli`), `LLM`'s parameters
 (`dsv3.llm`), the message that starts an engine (`dsv3.server.engine.messages`), what the processes of an instance must
-agree on and the key of stored executables (`dsv3.engine.fingerprint`). A new option is one field here.
+agree on and the key of stored executables (`dsv3.engine.fingerprint`), and
+what a running engine knows of them (`RunOptions`). A new option is one field here.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -41,11 +43,8 @@ _MAX_PROCESSES = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """What a user may set of an engine; None is a default that suits the model and the device.
-
-    Raises ValueError for values that cannot be.
-    """
+class StartOptions:
+    """Options that only the start of an engine reads: what becomes of them is in its weights and limits."""
 
     dtype: DType = option(
         "auto",
@@ -82,14 +81,6 @@ class EngineOptions:
         low=1,
         group="scheduling",
     )
-    max_num_queued_reqs: int = option(
-        1024,
-        "Let at most this many sequences wait; refuse others at once.",
-        low=0,
-        agree=False,
-        programs=False,
-        group="scheduling",
-    )
     gpu_memory_utilization: float = option(
         0.9,
         "Use at most this share of a device's memory for weights, cache and activations; on a CPU the cache takes "
@@ -102,12 +93,6 @@ class EngineOptions:
         None,
         "Serve with this many ranks of --tensor_parallel_size devices each; default: 1, over several processes as "
         "many as their devices make.",
-        low=1,
-    )
-    tensor_parallel_size: int = option(
-        1,
-        "Split attention heads and MLP widths over this many devices per rank; more than 1 implies "
-        "--enable_expert_parallel.",
         low=1,
     )
     enable_expert_parallel: bool = option(
@@ -125,24 +110,10 @@ class EngineOptions:
         "Send tokens to their experts in this way; auto chooses by a cost model, but never ragged, which needs GPUs.",
         group="experts",
     )
-    reserved_multiprocessors: int | None = option(
-        None,
-        "Leave this many multiprocessors of each GPU to transfers in overlapped steps, and let NCCL have as many "
-        "channels; default: 24 if prefill steps overlap, 8 if decode steps alone do. 0: all for kernels, NCCL as it "
-        "likes.",
-        low=0,
-        group="experts",
-    )
     expert_combine: Combine = option(
         "auto",
         "Send the experts' sums back in this form: auto as they are, in --dtype; int8 with a scale per 128 channels, "
         "half the bytes and less exact (docs/expert_parallel.md).",
-        group="experts",
-    )
-    expert_overlap: bool = option(
-        True,
-        "Let GPUs compute beside transfers, several of which may be under way; without it one is, and all else waits: "
-        "slower, and what to try where GPUs hang.",
         group="experts",
     )
     enable_eplb: bool = option(
@@ -156,6 +127,54 @@ class EngineOptions:
         "Let at least this many steps pass between two decisions to move experts.",
         low=1,
         programs=False,
+        group="experts",
+    )
+    check_kernels: bool = option(
+        False,
+        "Check each kernel against its reference before the start, in some minutes; one that fails is replaced by "
+        "something slower, which the log, /metrics and /v1/models say.",
+        programs=False,
+        group="model",
+    )
+    compilation_cache_dir: str | None = option(
+        None,
+        "Keep compiled programs in this directory; default: dsv3/xla in the user's cache directory.",
+        agree=False,
+        programs=False,
+        group="model",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options that a running engine reads as they were given: `dsv3.config.engine.EngineConfig` has them, too."""
+
+    max_num_queued_reqs: int = option(
+        1024,
+        "Let at most this many sequences wait; refuse others at once.",
+        low=0,
+        agree=False,
+        programs=False,
+        group="scheduling",
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "Split attention heads and MLP widths over this many devices per rank; more than 1 implies "
+        "--enable_expert_parallel.",
+        low=1,
+    )
+    reserved_multiprocessors: int | None = option(
+        None,
+        "Leave this many multiprocessors of each GPU to transfers in overlapped steps, and let NCCL have as many "
+        "channels; default: 24 if prefill steps overlap, 8 if decode steps alone do. 0: all for kernels, NCCL as it "
+        "likes.",
+        low=0,
+        group="experts",
+    )
+    expert_overlap: bool = option(
+        True,
+        "Let GPUs compute beside transfers, several of which may be under way; without it one is, and all else waits: "
+        "slower, and what to try where GPUs hang.",
         group="experts",
     )
     eplb_threshold: float = option(
@@ -250,20 +269,29 @@ class EngineOptions:
     seed: int = option(
         0, "Draw random numbers from this seed for requests that bring none.", programs=False, group="model"
     )
-    check_kernels: bool = option(
-        False,
-        "Check each kernel against its reference before the start, in some minutes; one that fails is replaced by "
-        "something slower, which the log, /metrics and /v1/models say.",
-        programs=False,
-        group="model",
-    )
-    compilation_cache_dir: str | None = option(
-        None,
-        "Keep compiled programs in this directory; default: dsv3/xla in the user's cache directory.",
-        agree=False,
-        programs=False,
-        group="model",
-    )
+
+    @functools.cached_property
+    def speculative(self) -> SpeculativeConfig | None:
+        """How drafts are made; None where none are."""
+        return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
+
+    @functools.cached_property
+    def kv_events(self) -> KvEventsConfig | None:
+        """Where KV events go; None where nothing is said of them."""
+        return None if self.kv_events_config is None else KvEventsConfig.from_json(self.kv_events_config)
+
+    @functools.cached_property
+    def step_metrics(self) -> StepMetricsConfig | None:
+        """Where step metrics go; None where nobody wants them."""
+        return None if self.step_metrics_config is None else StepMetricsConfig.from_json(self.step_metrics_config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions(RunOptions, StartOptions):
+    """What a user may set of an engine; None is a default that suits the model and the device.
+
+    Raises ValueError for values that cannot be.
+    """
 
     def __post_init__(self) -> None:
         check(self)
@@ -328,11 +356,6 @@ class EngineOptions:
             StepMetricsConfig.from_json(given)
         except ValueError as error:
             raise ValueError(f"step_metrics_config: {error}") from None
-
-    @property
-    def speculative(self) -> SpeculativeConfig | None:
-        """How drafts are made; None where none are."""
-        return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
 
     @property
     def spreads_experts(self) -> bool:

@@ -19,7 +19,6 @@ from dsv3.config.model import Fp8Config, ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.assemble.functions import expert_parallel_functions
 from dsv3.engine.assemble.weights import Reading, load_replicated, load_spread
-from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.description import describe
 from dsv3.engine.device.driver import started_devices
 from dsv3.engine.device.pool import device_memory, set_pool_share
@@ -30,7 +29,7 @@ from dsv3.engine.kernel_checks import check_kernels, fall_back
 from dsv3.engine.limits import Hardware, engine_config, pages_of_one
 from dsv3.engine.parts import Parts
 from dsv3.engine.sizing import size_pool
-from dsv3.engine.stored import own_store
+from dsv3.engine.stored import own_store, use_compilation_cache
 from dsv3.model.tensor_parallel import check_shards
 from pallas_kernels.backend import prepare, resolve_backend
 from sharding.mesh import rank_mesh

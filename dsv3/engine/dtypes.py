@@ -8,13 +8,15 @@ import jax.numpy as jnp
 
 from dsv3.config.model import FP8, ModelConfig
 from dsv3.config.options import EngineOptions
-from dsv3.engine import cpu_dtypes
-from pallas_kernels import mla
+from dsv3.engine.size import count_parameters, short
+from pallas_kernels import mla, native
 from pallas_kernels.backend import Backend, is_hopper, resolve_backend
 from pallas_kernels.float8 import BLOCK
 
 _KERNEL_PAGES: Mapping[str, tuple[str, ...]] = {"bfloat16": ("bfloat16", FP8), "float16": ("float16",)}
 """Pages that the attention kernels read, by the type of the queries; float32 queries have no kernel."""
+EXACT_PARAMETERS = 16 * 2**20
+"""Up to so many parameters per token (64 MiB in float32) a step takes few milliseconds, and exactness is worth more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,5 +81,24 @@ def _compute_name(model: ModelConfig, dtype: str, device: jax.Device, stored: st
     if dtype != "auto":
         return dtype, ""
     if device.platform == "cpu":
-        return cpu_dtypes.fastest(model, stored)
+        return fastest_on_cpu(model, stored)
     return ("float16" if stored == "float16" else "bfloat16"), ""
+
+
+def fastest_on_cpu(model: ModelConfig, stored: str | None) -> tuple[str, str]:
+    """Returns the type for a checkpoint of the type `stored` on this machine's CPU, and why.
+
+    That is by the table of `benchmarks/cpu_dtypes.py` in benchmarks/README.md. bfloat16 was faster than float32 at each
+    size, number of rows and length of prompt, where the CPU multiplies it and the C++ kernels are there. It rounds, so
+    a model whose step is short in either type stays float32.
+    """
+    if stored != "bfloat16":
+        return "float32", f"bfloat16 would round a checkpoint of {stored or 'no stated type'}"
+    if model.int4_experts:
+        return "float32", "INT4 experts were not measured in bfloat16 on a CPU"
+    active = count_parameters(model)[1]
+    if active <= EXACT_PARAMETERS:
+        return "float32", f"{short(active)} parameters per token are few"
+    if not native.library().multiplies_bfloat16:
+        return "float32", "no kernel multiplies bfloat16 as it is on this CPU"
+    return "bfloat16", "this CPU multiplies it and reads half the bytes"

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
-from dsv3.engine.aside import News
-from dsv3.engine.compilation import CompilationCounter
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.errors import ClusterError, public_text
 from dsv3.engine.executor import Executor, LocalExecutor
-from dsv3.engine.job import EngineView, Job, JobKind, Later, Planned, StepCommand
+from dsv3.engine.job import EngineView, Job, JobKind, News, Planned, StepCommand
+from dsv3.engine.jobs.experts import Balancer
 from dsv3.engine.jobs.registry import JOB_KINDS
-from dsv3.engine.look import JobNote, Look, ShowsExperts, StepLog
+from dsv3.engine.look import JobNote, Look, StepLog
 from dsv3.engine.parts import Parts
-from dsv3.engine.step_metrics import StepNotes
+from dsv3.engine.step_metrics import StepNotes, StepPublisher
+from dsv3.engine.stored import CompilationCounter
 from dsv3.kv_cache.events import EventStats
 from dsv3.scheduler.cost import keys_per_token
 from dsv3.scheduler.grammars import Grammars
@@ -84,8 +84,8 @@ class Engine:
         if self.events is not None:
             self.scheduler.tell_events_to(self.events.record)
         self.grammars = _grammars(parts)
-        masks = None if self.grammars is None else Masks(self.scheduler, self.grammars.vocabulary)
-        view = EngineView(self.scheduler, parts, news, masks)
+        self.masks = None if self.grammars is None else Masks(self.scheduler, self.grammars.vocabulary)
+        view = EngineView(self.scheduler, parts, news, self.masks)
         self.planners = {kind.name: kind.planner(view) for kind in kinds if kind.applies(parts)}
         self._commands: deque[Sequence | int | None] = deque()  # a new request, the id of one to abort, or: flush
         self._handed_in: set[int] = set()  # ids among the commands; the scheduler knows the others
@@ -213,6 +213,8 @@ class Engine:
             by_job["kv_events"] = EventStats(self.events.record.dropped)
         if self.grammars is not None:
             by_job["grammars"] = self.grammars.stats()
+        if self.masks is not None:
+            by_job["mask"] = self.masks.stats()
         return EngineStats(
             running=scheduler.slots.total_running,
             waiting=self._num_waiting,
@@ -233,7 +235,7 @@ class Engine:
 
     def look(self) -> Look:
         """Returns what somebody sees who looks; the thread that steps asks, between two steps."""
-        seen = (planner.look() for planner in self.planners.values() if isinstance(planner, ShowsExperts))
+        seen = (planner.look() for planner in self.planners.values() if isinstance(planner, Balancer))
         return Look(self.log.look(), next(seen, None))
 
     def _step(self) -> StepOutputs:
@@ -250,7 +252,7 @@ class Engine:
             self._launch(at_once)
         waited = 0.0 if before is None else self._collect(before, outputs)
         if later:
-            self._launch([_made(planned, outputs) for planned in later])
+            self._launch(_made(later, outputs))
         if self.grammars and not jobs and before is None:
             self.grammars.wait()
         if self.events is not None:
@@ -269,7 +271,7 @@ class Engine:
         self.log.end(
             0 if launched is None else launched.number,
             0 if collected is None else collected.number,
-            [JobNote(job.kind, job.command.amount) for job in jobs],
+            [JobNote(job.kind, job.command.amount) for job in jobs if not job.is_rest],
             scheduler.slots.total_running,
             len(scheduler.queue),
         )
@@ -375,16 +377,15 @@ class Engine:
 
 
 def _split(jobs: list[Planned]) -> tuple[list[Planned], list[Planned]]:
-    """Returns the jobs up to the first one whose command is made later, and those from it on."""
-    at = next((i for i, planned in enumerate(jobs) if isinstance(planned.command, Later)), len(jobs))
-    return jobs[:at], jobs[at:]
+    """Returns the jobs up to the first one that has a rest, and what is launched later: from that one on."""
+    at = next((i for i, planned in enumerate(jobs) if planned.later is not None), len(jobs))
+    return jobs[: at + 1], jobs[at:]
 
 
-def _made(planned: Planned, outputs: StepOutputs) -> Planned:
-    """Returns a job with its command, made now if it waits for that."""
-    if not isinstance(planned.command, Later):
-        return planned
-    return dataclasses.replace(planned, command=planned.command.make(outputs))
+def _made(jobs: list[Planned], outputs: StepOutputs) -> list[Planned]:
+    """Returns what is launched later: the rest of the first of `jobs`, then the others, each before its rest."""
+    first, *others = jobs
+    return [*first.rest(outputs), *(each for job in others for each in (job, *job.rest(outputs)))]
 
 
 def _grammars(parts: Parts) -> Grammars | None:
@@ -409,9 +410,7 @@ def _publisher(cfg: EngineConfig) -> "Publisher | None":
 
 
 def _step_notes(cfg: EngineConfig, scheduler: Scheduler) -> StepNotes | None:
-    """Returns what tells planners of each step, if anybody wants to know; ZMQ is imported only then."""
+    """Returns what tells planners of each step, if the limits ask for it."""
     if (config := cfg.step_metrics) is None:
         return None
-    from dsv3.engine.step_reports import StepPublisher
-
     return StepNotes(scheduler, StepPublisher(config, cfg.num_ranks), config.worker_id)

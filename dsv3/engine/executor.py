@@ -7,19 +7,17 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dsv3.engine.device import first_launches
-from dsv3.engine.device.devices import Devices
+from dsv3.engine.device.devices import Devices, first_launch_is_slower, launch_all
 from dsv3.engine.device.layout import Layout
-from dsv3.engine.device.programs import Programs, Progress, Store
-from dsv3.engine.device.working import measure, running
+from dsv3.engine.device.programs import Programs, Progress, Store, measure, running
 from dsv3.engine.job import JobKind, StepCommand
 from dsv3.engine.parts import Parts
 from sharding.mesh import shardings
 from sharding.processes import place
 from sharding.wire.collectives import launch_in_order
 
-Results = list[list[np.ndarray]]
-"""What each job of a step gave, in their order."""
+Results = list[Any]
+"""What each job of a step gave, in their order: numpy arrays in place of what its worker has returned."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class InFlight:
     """A launched step: its command, and the arrays of each job that will hold results."""
 
     command: StepCommand
-    arrays: tuple[tuple[jax.Array, ...], ...]
+    arrays: tuple[Any, ...]
 
 
 class Executor(Protocol):
@@ -71,7 +69,7 @@ class LocalExecutor:
         self._memory = parts.memory
         self.devices = Devices(layout, params, programs)
         self._workers = {kind.name: kind.worker(self.devices) for kind in kinds if kind.applies(parts)}
-        self._agreeing = {kind.name for kind in kinds if kind.results_agree}
+        self._agreed = {kind.name: kind.agreed for kind in kinds}
 
     def compile_all(self, progress: Progress | None = None, store: Store | None = None) -> None:
         """Compiles every program that is not in `store`."""
@@ -84,10 +82,10 @@ class LocalExecutor:
         devices.allocate()
 
     def launch_all(self) -> None:
-        """Launches every program that serving can need where the first time is slower; see `first_launches`."""
+        """Launches every program that serving can need where the first time is slower."""
         devices, layout = self.devices, self.devices.layout
-        if first_launches.needed(layout.platform):
-            first_launches.launch_all(devices, running(layout.cfg, devices.programs.keys()))
+        if first_launch_is_slower(layout.platform):
+            launch_all(devices, running(layout.cfg, devices.programs.keys()))
 
     def launch(self, command: StepCommand) -> InFlight:
         """Starts the jobs of a step, one after the other."""
@@ -95,9 +93,9 @@ class LocalExecutor:
 
     def fetch(self, in_flight: InFlight) -> Results:
         """Waits for the results of a step."""
-        return [[np.asarray(array) for array in arrays] for arrays in in_flight.arrays]
+        return [jax.tree.map(np.asarray, arrays) for arrays in in_flight.arrays]
 
     def agreed(self, in_flight: InFlight, results: Results) -> list[np.ndarray]:
         """Returns the results that must be the same in every process."""
         jobs = zip(in_flight.command.jobs, results, strict=True)
-        return [array for job, arrays in jobs if job.kind in self._agreeing for array in arrays]
+        return [array for job, each in jobs for array in self._agreed[job.kind](each)]

@@ -11,14 +11,13 @@ A step is a list of jobs. Each kind has four parts, in this order through a step
 """
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, Self
 
-import jax
 import msgspec
 import numpy as np
 
-from dsv3.engine.aside import Aside, News, Tell
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout, Watch
 from dsv3.engine.device.programs import ProgramSpec
@@ -26,6 +25,45 @@ from dsv3.engine.parts import Parts
 from dsv3.scheduler.masks import Masks
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.scheduler import Scheduler
+
+Tell = Callable[[bytes], None]
+"""Sends the planner of a kind a message. It waits for nobody, and any thread may call it."""
+Hear = Callable[[int, bytes], None]
+"""Takes a message from the process of this id; the thread that receives from this process calls it."""
+
+
+class Aside(Protocol):
+    """A follower's half of a kind whose commands ask for more than programs."""
+
+    def prepared(self, command: Any) -> Any:
+        """Begins what a command asks for; returns the command to launch. The launching thread calls it."""
+
+    def take(self, command: Any, results: Any) -> None:
+        """Takes in what came back of a job. The thread that reads results calls it, step after step."""
+
+
+class News:
+    """What followers tell planners, by kind. What comes before a planner listens is kept for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: dict[str, Hear] = {}
+        self._kept: dict[str, list[tuple[int, bytes]]] = {}
+
+    def put(self, kind: str, process_id: int, body: bytes) -> None:
+        """Hands a message to the planner of `kind`."""
+        with self._lock:
+            if kind in self._listeners:
+                self._listeners[kind](process_id, body)
+            else:
+                self._kept.setdefault(kind, []).append((process_id, body))
+
+    def listen(self, kind: str, hear: Hear) -> None:
+        """Has `hear` called with each message for the planner of `kind`, one at a time and in their order."""
+        with self._lock:
+            for process_id, body in self._kept.pop(kind, []):
+                hear(process_id, body)
+            self._listeners[kind] = hear
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -39,16 +77,6 @@ class Command(msgspec.Struct, frozen=True):
     def amount(self) -> int:
         """Rows or tokens that the devices compute, for people; 0 where that means nothing."""
         return 0
-
-
-class Later(Command, frozen=True):
-    """Stands in a plan for a command that needs the results of the step before.
-
-    The jobs from the first such one on are launched once these are in: `make` is called then, with that step's
-    outputs, and gives the command.
-    """
-
-    make: Callable[[StepOutputs], Command]
 
 
 class Job(NamedTuple):
@@ -72,11 +100,21 @@ class StepCommand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A job of a step under way: its command, and what `collect` needs beside the results."""
+    """A job of a step under way: its command, and what `collect` needs beside the results.
+
+    Where a part of it needs the results of the step before, `later` makes the command of that part, its rest, from that
+    step's outputs. The jobs up to this one are launched at once, its rest and those behind it once these are in.
+    """
 
     kind: str
     command: Command
     context: Any = None
+    later: Callable[[StepOutputs], Command] | None = None
+    is_rest: bool = False
+
+    def rest(self, outputs: StepOutputs) -> list["Planned"]:
+        """Returns the rest of a job that has one, made now."""
+        return [] if self.later is None else [Planned(self.kind, self.later(outputs), self.context, is_rest=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +137,11 @@ class Planner(Protocol):
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Returns what this kind adds to a step that holds `step` so far; empty if nothing."""
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
-        """Takes in the results of one of its jobs, and adds to `outputs` what requests have got."""
+    def collect(self, planned: Planned, results: Any, outputs: StepOutputs) -> None:
+        """Takes in the results of one of its jobs, and adds to `outputs` what requests have got.
+
+        They are what its worker has returned, as numpy arrays; a job with a rest has results of both.
+        """
 
     def stats(self) -> object | None:
         """Returns a record of numbers for `EngineStats`, None if there are none. Any thread may ask."""
@@ -109,10 +150,10 @@ class Planner(Protocol):
 class Worker(Protocol):
     """The devices' half of a kind, in every process."""
 
-    def launch(self, command: Any) -> tuple[jax.Array, ...]:
+    def launch(self, command: Any) -> Any:
         """Starts a job without waiting for a device.
 
-        Returns the arrays that `collect` will see, their copies to the host under way.
+        Returns the arrays that `collect` will see, in a tuple, named or not; their copies to the host are under way.
         """
 
 
@@ -124,28 +165,32 @@ def _always(parts: Parts) -> bool:
     return True
 
 
+def _nothing(results: Any) -> Iterable[np.ndarray]:
+    return ()
+
+
 @dataclasses.dataclass(frozen=True)
 class JobKind:
     """A kind of work, as it is registered in `dsv3.engine.jobs.registry`.
 
     Attributes:
       name: how jobs name their kind.
-      command: the type of its commands.
+      command: the type of its commands, or several as a union.
       planner: makes the host's half.
       programs: yields every program that serving can need of this kind.
       worker: makes the devices' half.
       applies: whether an engine of these parts has this kind.
       watch: the counters that it keeps, None if it keeps none.
       aside: makes what a follower does for it beside running programs; None where that is nothing.
-      results_agree: whether its results are the same in every process of an instance, which then compare them.
+      agreed: gives of a job's results those that are the same in every process of an instance, which compare them.
     """
 
     name: str
-    command: type[Command]
+    command: Any
     planner: Callable[[EngineView], Planner]
     programs: Callable[[Layout], Iterable[ProgramSpec]]
     worker: Callable[[Devices], Worker]
     applies: Callable[[Parts], bool] = _always
     watch: Callable[[Parts], Watch | None] = _no_watch
-    results_agree: bool = False
+    agreed: Callable[[Any], Iterable[np.ndarray]] = _nothing
     aside: Callable[[Parts, Tell], Aside] | None = None

@@ -2,9 +2,10 @@
 
 import dataclasses
 
+from dsv3.config.declaration import options_of
 from dsv3.config.engine import EngineConfig, pages_for, tokens_ahead
 from dsv3.config.model import ModelConfig
-from dsv3.config.options import EngineOptions
+from dsv3.config.options import EngineOptions, RunOptions
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.kv_cache.layout import pages_within
 
@@ -72,32 +73,15 @@ def engine_config(
         num_pages=num_pages,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        max_num_queued_reqs=options.max_num_queued_reqs,
         num_ranks=hardware.num_ranks,
         num_processes=hardware.num_processes,
         num_nodes=hardware.num_nodes,
-        tensor_parallel_size=options.tensor_parallel_size,
-        reserved_multiprocessors=options.reserved_multiprocessors,
-        expert_overlap=options.expert_overlap,
-        enable_prefix_caching=options.enable_prefix_caching,
         page_size=model.page_size,
         cache_dtype=dtypes.cache,
         identity=identity,
-        kv_offloading_size=options.kv_offloading_size,
-        kv_store=options.kv_store,
-        kv_store_size=options.kv_store_size,
-        kv_events_config=options.kv_events_config,
-        step_metrics_config=options.step_metrics_config,
-        role=options.role,
-        transfer_address=options.transfer_address,
-        transfer_key_file=options.transfer_key_file,
-        transfer_carrier=options.transfer_carrier,
-        seed=options.seed,
         eplb_interval=options.eplb_interval if options.enable_eplb else 0,
-        eplb_threshold=options.eplb_threshold,
-        eplb_state=options.eplb_state,
         tokens_per_row=per_row,
-        speculative_config=options.speculative_config,
+        **{each.name: getattr(options, each.name) for each in options_of(RunOptions)},
     )
 
 

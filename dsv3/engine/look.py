@@ -6,7 +6,7 @@ Steps are noted only while somebody looks, or while a profile is taken; both end
 from collections import deque
 from collections.abc import Iterable
 from time import perf_counter
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import msgspec
 
@@ -78,14 +78,6 @@ class Look(msgspec.Struct, frozen=True):
 
     steps: list[StepNote]
     experts: ExpertLoad | None
-
-
-@runtime_checkable
-class ShowsExperts(Protocol):
-    """A planner that knows the load of experts."""
-
-    def look(self) -> ExpertLoad:
-        """Returns the load as far as it was read out."""
 
 
 class StepLog:

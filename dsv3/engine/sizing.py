@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dsv3.config.options import EngineOptions
 from dsv3.engine.device.layout import Layout
-from dsv3.engine.device.working import ReadPrograms, measure
+from dsv3.engine.device.programs import ReadPrograms, measure
 from dsv3.engine.executor import lay_out
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.jobs.sample import adjust_shapes

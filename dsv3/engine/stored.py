@@ -1,4 +1,4 @@
-"""Compiled programs of one process, kept for its next start.
+"""Compiled programs of one process, kept for its next start; jax's own cache; and proof that no warm engine compiles.
 
 jax's own cache needs every program traced again, which is most of a warm start's time, and it does not serve several
 processes: only process 0 writes it, and on a CPU each process has keys of its own. Here a start with the same code,
@@ -10,6 +10,10 @@ An executable that came out of jax's cache is not kept: it is not whole when it 
 
 `jax.experimental.serialize_executable` unpickles what it loads, so a file is read only if its MAC shows that a process
 with the same key wrote it.
+
+Each version of the code, of jax and of the model leaves programs of its own in the cache's directory. To use a file is
+to set its time. What an instance needs it has used before it removes what nobody has used for long, so a server that
+starts again after months still has its programs.
 """
 
 import contextlib
@@ -23,7 +27,8 @@ import platform
 import secrets
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +36,8 @@ import jax
 from jax.experimental import serialize_executable
 
 from dsv3.config.options import EngineOptions
-from dsv3.engine.compilation import CacheHits, default_cache_directory
 from dsv3.engine.fingerprint import Fields, environment, shaping
 from dsv3.engine.parts import Parts
-from dsv3.engine.unused import forget_unused
 from dsv3.files import read_secret, sync
 from pallas_kernels import native
 from pallas_kernels.backend import Backend, fallbacks, resolve_backend
@@ -48,6 +51,11 @@ _SETTINGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "
 _CPUINFO = Path("/proc/cpuinfo")
 _SYSCTL = ("/usr/sbin/sysctl", "hw.optional", "machdep.cpu")
 _SYSCTL_S = 10
+KEPT_S = 90 * 24 * 3600.0
+_PATTERNS = ("programs-*/*", "instance-*/*/*", "ahead-*", "instance-*/*", "programs-*", "instance-*")
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+_watched = threading.local()
 
 
 class ProgramStore:
@@ -302,3 +310,99 @@ def _is_whole(key: bytes) -> bool:
 def _digest(fields: Fields) -> str:
     text = "\n".join(f"{name}={value}" for name, value in sorted(fields.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def forget_unused(root: Path) -> None:
+    """Removes programs in `root` that have not been used for `KEPT_S`, and the directories that have become empty."""
+    for pattern in _PATTERNS:
+        for path in root.glob(pattern):
+            with contextlib.suppress(OSError):  # not empty, or gone, or another's
+                if _age(path) > KEPT_S and path.suffix != ".key":
+                    (path.rmdir if path.is_dir() else path.unlink)()
+
+
+def vouches(marker: Path) -> bool:
+    """Returns whether a file still says that programs are there: they were used before it was written.
+
+    Half of the time leaves the other half to use them again.
+    """
+    try:
+        return _age(marker) < KEPT_S / 2
+    except OSError:
+        return False
+
+
+def _age(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
+
+
+class CompilationCounter:
+    """Counts XLA compilations, of whatever program, on the thread that is inside `watch`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Counts this thread's compilations until the end of the block, and logs them as a warning."""
+        before = getattr(_watched, "counter", None)
+        _watched.counter = self
+        try:
+            yield
+        finally:
+            _watched.counter = before
+
+
+class CacheHits:
+    """Counts, inside of its block, the executables of this thread that jax's persistent cache had."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> "CacheHits":
+        _watched.hits = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _watched.hits = None
+
+
+def _on_hit(event: str, **_: str | int) -> None:
+    hits = getattr(_watched, "hits", None)
+    if hits is not None and event == _HIT_EVENT:
+        hits.count += 1
+
+
+def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
+    counter = getattr(_watched, "counter", None)
+    if counter is not None and event == _COMPILE_EVENT:
+        counter.count += 1
+        _log.warning(
+            "a program was compiled after warm-up (%.1f s): a shape is missing from the buckets", duration_secs
+        )
+
+
+jax.monitoring.register_event_listener(_on_hit)
+jax.monitoring.register_event_duration_secs_listener(_on_event)  # jax offers no way to take one listener off again
+
+
+def default_cache_directory() -> Path:
+    """Returns where compiled programs are kept between runs: `dsv3/xla` in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "dsv3" / "xla"
+
+
+def use_compilation_cache(directory: str | Path | None = None) -> Path:
+    """Turns on JAX's persistent compilation cache for this process, every program in it however small.
+
+    A directory that jax has been given already stays. Returns the directory in use.
+    """
+    configured = jax.config.jax_compilation_cache_dir
+    if directory is None and configured:
+        return Path(configured)
+    path = Path(directory) if directory is not None else default_cache_directory()
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return path

@@ -68,10 +68,6 @@ class Scheduler:
         """Where pages go beyond the devices, if anywhere."""
         return self.admission.tiers
 
-    @tiers.setter
-    def tiers(self, tiers: HostTiers | Hosts) -> None:
-        self.admission.tiers = self.balancer.tiers = tiers
-
     @property
     def balancer(self) -> Balancer:
         """What spreads the work over the ranks."""
@@ -218,6 +214,11 @@ class Scheduler:
         for key in filled:
             del pending[key]
         self.queue.wake(rank, filled)
+
+    def attach_tiers(self, tiers: HostTiers | Hosts, meetings: "Meetings | None" = None) -> None:
+        """Looks for pages in `tiers` from now on, and gives them its own; `meetings` hears who waits for these."""
+        self.admission.tiers = self.balancer.tiers = tiers
+        self.meetings = meetings
 
     def tell_events_to(self, record: EventQueue) -> None:
         """Has `record` hear which pages can be found from now on."""

@@ -14,7 +14,7 @@ from configs.glm_4_7_flash import GLM_4_7_FLASH
 from configs.glm_5 import GLM_5
 from configs.kimi_k2_thinking import KIMI_K2_THINKING
 from configs.mistral_small_4 import MISTRAL_SMALL_4
-from dsv3.checkpoint.quantize import abstract, is_int4, rounding
+from dsv3.checkpoint.quantize import abstract_int4, is_int4, rounding
 from dsv3.config.model import ModelConfig
 from dsv3.model.params import Int4Weight, Params, ParamSpec, declare, initialize
 

@@ -156,7 +156,7 @@ def _host() -> Row:
 
 
 def _cache() -> Row:
-    from dsv3.engine.compilation import default_cache_directory
+    from dsv3.engine.stored import default_cache_directory
 
     wanted = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or default_cache_directory()).absolute()
     there = next(path for path in (wanted, *wanted.parents) if path.exists())

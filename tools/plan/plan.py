@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from dsv3.config.model import ModelConfig
-from dsv3.engine.device.working import measure
+from dsv3.engine.device.programs import measure
 from pallas_kernels.multiprocessors import Multiprocessors
 from tools.plan import hlo, roofline
 from tools.plan.attention import SparseCore

@@ -19,11 +19,9 @@ from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.assemble.functions import SpreadParams, expert_parallel_functions, first_expert_map
 from dsv3.engine.device import choosing
-from dsv3.engine.device.layout import Layout
+from dsv3.engine.device.layout import Layout, Reserve, reserve
 from dsv3.engine.device.pool import SLACK
-from dsv3.engine.device.programs import Key, Programs
-from dsv3.engine.device.reserve import Reserve, reserve
-from dsv3.engine.device.working import ReadPrograms
+from dsv3.engine.device.programs import Key, Programs, ReadPrograms
 from dsv3.engine.executor import lay_out as lay_out_engine
 from dsv3.engine.functions import StepFunctions, model_functions
 from dsv3.engine.jobs.draft_module import chain_key

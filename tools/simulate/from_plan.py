@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import Role
-from dsv3.engine.device.working import measure
+from dsv3.engine.device.programs import measure
 from dsv3.scheduler.cost import keys_per_token
 from tools.plan.deployment import Deployment, DeploymentError
 from tools.plan.ends import with_ends

@@ -13,11 +13,11 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.job import EngineView, JobKind, Planned
-from dsv3.engine.jobs import decode, prefill, sample
+from dsv3.engine.jobs import decode, prefill
 from dsv3.engine.jobs.decode import DecodeCommand
 from dsv3.engine.jobs.pages import PagesCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
-from dsv3.engine.jobs.sample import SampleCommand
+from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.kv_cache.keys import Key
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.rows import BatchRows
@@ -84,7 +84,6 @@ class Instance:
             "decode": decode.KIND,
             "pages": make_pages(view, self.wake),
             "prefill": prefill.KIND,
-            "sample": sample.KIND,
         }
         self._planners: dict[str, Any] = {
             name: kind.planner(view) if isinstance(kind, JobKind) else kind
@@ -181,16 +180,18 @@ class Instance:
         step, outputs = self._flying.popleft(), StepOutputs([], [])
         self._steps, self._busy_s = self._steps + 1, self._busy_s + step.seconds
         for job in step.jobs:
-            self._planners[job.kind].collect(job, [self._ones] if job.kind == "sample" else [], outputs)
+            sampled = (self._ones,) if getattr(job.command, "sample", None) is not None else ()
+            results = () if job.kind == "pages" else ForwardResults(sampled=sampled)
+            self._planners[job.kind].collect(job, results, outputs)
         self.scheduler.pages.collect(step.number)
         return outputs
 
     def _seconds(self, jobs: list[Planned]) -> float:
         """Returns how long the devices take: the sum of the programs, the host once."""
         seconds, programs = 0.0, 0
-        for i, job in enumerate(jobs):
+        for job in jobs:
             if isinstance(job.command, DecodeCommand):
-                mine = self._decode_seconds(job.command, jobs[i + 1])
+                mine = self._decode_seconds(job.command, job.context.rows)
                 self._decode_steps, self._decode_s = self._decode_steps + 1, self._decode_s + mine
             elif isinstance(job.command, PrefillCommand):
                 mine = self._prefill_seconds(job.command)
@@ -201,10 +202,8 @@ class Instance:
             seconds, programs = seconds + mine, programs + 1
         return max(seconds - (programs - 1) * self.times.host, self.times.host)
 
-    def _decode_seconds(self, command: DecodeCommand, sampling: Planned) -> float:
+    def _decode_seconds(self, command: DecodeCommand, rows: BatchRows) -> float:
         """Returns the time of a batch, in which the rank with the most tokens is the last."""
-        assert isinstance(sampling.command, SampleCommand)
-        rows: BatchRows = sampling.context
         bucket = command.rows.shape[1]
         keys = self.scheduler.slots.planned[rows.slots] - command.width  # the token to come has none yet
         ends = rows.rank.searchsorted(np.arange(self.cfg.num_ranks), "right")  # rows are in the order of the ranks

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 
 from dsv3.engine.job import EngineView, Planned
-from dsv3.engine.jobs.page_command import PagesCommand
-from dsv3.engine.jobs.page_tiers import Opened, page_buckets
-from dsv3.engine.jobs.pages import PagesPlanner
+from dsv3.engine.jobs.pages import Opened, PagesCommand, PagesPlanner, page_buckets
 from dsv3.kv_cache.keys import Key
 from dsv3.kv_cache.tiers.arena import Arena, arena_bytes, cells_within
 from dsv3.kv_cache.tiers.counts import TierCounts
@@ -181,7 +179,7 @@ class Pages:
         """Hands what has left the devices to the tiers."""
         assert isinstance(planned.command, PagesCommand)
         copies = sum(len(copy.keys) for copy in planned.command.out)
-        self._planner.collect(planned, [self._page] * copies, outputs)
+        self._planner.collect(planned, (self._page,) * copies, outputs)
 
     def counts(self) -> dict[str, TierCounts]:
         """Returns what each tier has counted."""
@@ -220,7 +218,7 @@ class Handed:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        scheduler.tiers = _HandedTiers()
+        scheduler.attach_tiers(_HandedTiers())
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Lets those begin that have got their slot."""

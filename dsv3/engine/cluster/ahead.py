@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from dsv3.config.options import ClusterOptions, EngineOptions
-from dsv3.engine.unused import vouches
+from dsv3.engine.stored import vouches
 from dsv3.logs import configure_logging
 
 _log = logging.getLogger("dsv3.cluster")

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dsv3.engine.aside import Aside
 from dsv3.engine.cluster.leader import Leader
 from dsv3.engine.device.programs import Progress, Store
 from dsv3.engine.executor import InFlight, LocalExecutor, Results
-from dsv3.engine.job import Job, StepCommand
+from dsv3.engine.job import Aside, Job, StepCommand
 
 
 class LeadingExecutor:

@@ -16,7 +16,6 @@ import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import LEADER, ClusterOptions
-from dsv3.engine.aside import News
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.channel import Channel, ChannelError
 from dsv3.engine.cluster.digest import Book, Chain
@@ -42,7 +41,7 @@ from dsv3.engine.cluster.returning import Returning, refuse
 from dsv3.engine.cluster.wire import Wire
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.fingerprint import Fields, differences
-from dsv3.engine.job import StepCommand
+from dsv3.engine.job import News, StepCommand
 from dsv3.engine.kernel_checks import Replaced, agree
 from dsv3.processes.certificates import credentials_of
 from dsv3.processes.key_file import read_key

@@ -105,7 +105,7 @@ class Digest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """What the follower's half of a kind of job tells the planner, as the two encode it (`dsv3.engine.aside`)."""
+    """What the follower's half of a kind of job tells the planner, as the two encode it (`dsv3.engine.job`)."""
 
     kind: str
     body: bytes

@@ -20,12 +20,11 @@ from dsv3.config.options import ClusterOptions, EngineOptions
 from dsv3.engine.cluster.ahead import MOST_S, Order, end_with_input, marker, places
 from dsv3.engine.cluster.smaller import fitted
 from dsv3.engine.cluster.start import Load, kept_programs, start_jax
-from dsv3.engine.compilation import use_compilation_cache
 from dsv3.engine.executor import lay_out
 from dsv3.engine.fingerprint import agreed, environment, shaping
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.limits import with_pages
-from dsv3.engine.stored import NothingKept, ProgramStore, machine_fields
+from dsv3.engine.stored import NothingKept, ProgramStore, machine_fields, use_compilation_cache
 from dsv3.logs import configure_logging
 from dsv3.processes.key_file import read_key
 from pallas_kernels.backend import Backend, fallbacks, set_fallbacks

@@ -15,12 +15,16 @@ What is compared with its own maximum is therefore read from memory: the model's
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv3.engine.device import sampling
+from dsv3.model.vocabulary import Vocabulary
+
+_WORD_BITS = 32
 _BLOCK = 128
 _PASSES = 30  # bits of a float32 in [0, 1] that may be set
 _MIN_TEMPERATURE = 1e-5  # colder is greedy; vLLM's bound
@@ -210,3 +214,40 @@ def rank_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     own = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     is_other = jnp.arange(logits.shape[-1]) != tokens[:, None]  # `own` may be rounded otherwise than beside it
     return 1 + jnp.sum((logits > own) & is_other, axis=-1, dtype=jnp.int32)
+
+
+class Best(NamedTuple):
+    """The most likely word of each row: int32 `[...]`, and its score, float32 `[...]`."""
+
+    words: jax.Array
+    scores: jax.Array
+
+
+def best_words(vocabulary: Vocabulary, scores: jax.Array) -> Best:
+    """Returns the best words of this rank's rows, from scores `[Xn, ..., W / Xn]` (`Vocabulary.scores`).
+
+    The first of equals, as `sampling.greedy` has it. In a row with a NaN the word is any, and the score NaN.
+    """
+    width = scores.shape[-1]
+    here = sampling.greedy(scores) + vocabulary.first_word(width)
+    top = lax.bitcast_convert_type(jnp.max(scores, axis=-1), jnp.int32)
+    words, bits = jnp.moveaxis(vocabulary.exchange(jnp.stack([here, top], axis=-1)), -1, 0)
+    tops = lax.bitcast_convert_type(bits, jnp.float32)
+    most = jnp.max(tops, axis=0)
+    last = width * vocabulary.ranks - 1
+    return Best(jnp.min(jnp.where(tops == most, words, last), axis=0), most)
+
+
+def masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Returns logits `[B, S, W]` that are -inf where `masks` `[B, S, words]` have no bit.
+
+    What is not finite stays, for the sampler to find: it fails a request whose logits mean nothing.
+    """
+    bits = (masks[..., None] >> jnp.arange(_WORD_BITS, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(*masks.shape[:-1], -1)[..., : logits.shape[-1]] > 0
+    return jnp.where(allowed | ~(logits < jnp.inf), logits, -jnp.inf)
+
+
+def num_words(vocab_size: int) -> int:
+    """Returns how many words a mask has."""
+    return -(-vocab_size // _WORD_BITS)

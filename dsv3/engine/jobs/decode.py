@@ -16,31 +16,43 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.state import DecodeState
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
-from dsv3.engine.jobs.sample import Needs, plan_sample
+from dsv3.engine.jobs.sample import (
+    ForwardContext,
+    ForwardResults,
+    SampleCommand,
+    launch_sampler,
+    masked_later,
+    sampled_of,
+    sampler_of,
+)
 from dsv3.engine.parts import Parts
 from dsv3.model.batch import AttentionForm, DecodeBatch
+from dsv3.scheduler.accept import accept
 from dsv3.scheduler.balance import DecodeBalance
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.room import Room
-from dsv3.scheduler.rows import BatchRows
+from dsv3.scheduler.rows import BatchRows, Sampled
 
 NAME = "decode"
 
 
-class DecodeCommand(Command, frozen=True):
-    """Rows of a decode batch, `width` tokens each; everything else is on the devices.
+class DecodeCommand(Command, frozen=True, tag=0):
+    """Rows of a decode batch, `width` tokens each, and how they are sampled; everything else is on the devices.
 
     `rows` has for each row its slot within the rank (`max_num_seqs` in padding), its new page (-1: none), and the index
-    of that page in its page table. No query of any rank sees more than `longest` tokens.
+    of that page in its page table. No query of any rank sees more than `longest` tokens. Without `sample` a command of
+    its own follows, once there are masks.
     """
 
     rows: np.ndarray  # [ranks, B, 3] int32
     width: int
     longest: int = ANY_LENGTH
+    sample: SampleCommand | None = None
 
     def part(self, ranks: range) -> "DecodeCommand":
         """Returns the rows of `ranks`."""
-        return DecodeCommand(self.rows[ranks.start : ranks.stop], self.width, self.longest)
+        sample = None if self.sample is None else self.sample.part(ranks)
+        return DecodeCommand(self.rows[ranks.start : ranks.stop], self.width, self.longest, sample)
 
     @property
     def amount(self) -> int:
@@ -60,7 +72,7 @@ class DecodePlanner:
         self._factor, self._turns, self._turn = 1, 1, 0
         self._width = 1
         self._rows: BatchRows | None = None
-        self._needs = Needs(0, False)
+        self._sample, self._held = SampleCommand(0), False
         self._version = -1
         self._template = self._padding = np.empty((0, 0, 3), np.int32)
 
@@ -105,13 +117,19 @@ class DecodePlanner:
         planned = self._scheduler.slots.planned[rows.slots] + self._width
         self._scheduler.slots.planned[rows.slots] = planned
         longest = int(planned.max()) - 1  # the last token that a row gives is not in the cache yet
-        decode = Planned(NAME, DecodeCommand(batch, self._width, longest), self._factor)
-        return [decode, *plan_sample(self._view, NAME, rows, self._needs, [], self._width)]
+        context = ForwardContext(rows, self._factor, [])
+        if not self._held:
+            return [Planned(NAME, DecodeCommand(batch, self._width, longest, self._sample), context)]
+        later = masked_later(self._view.masks, self._sample, rows, self._width)
+        return [Planned(NAME, DecodeCommand(batch, self._width, longest), context, later)]
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
-        """Notes whether the step had room for its rows, where it tells; what was sampled says all else."""
-        if results:
-            self._room.note(planned.context, bool((results[0] > self._cfg.max_num_seqs).any()))
+    def collect(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
+        """Notes whether the step had room for its rows, where it tells, and the tokens."""
+        context: ForwardContext = planned.context
+        if results.slots is not None:
+            self._room.note(context.factor, bool((results.slots > self._cfg.max_num_seqs).any()))
+        if results.sampled:
+            accept(self._scheduler, context.rows, Sampled(*results.sampled), outputs)
 
     def stats(self) -> DecodeBalance | None:
         """Says how even the ranks' loads are."""
@@ -159,7 +177,7 @@ class DecodePlanner:
         # With three indices numpy takes six times as long, and as long to fill a batch as to plan all else.
         batch.reshape(-1)[3 * (rank * size + position)] = mine - rank * cfg.max_num_seqs
         self._template = batch
-        self._needs = Needs.from_slots(self._scheduler.slots, mine)
+        self._sample, self._held = sampler_of(self._scheduler.slots, mine)
         return BatchRows.at(self._scheduler.slots, mine, rank, position)
 
     def _without(self, rows: BatchRows, out: np.ndarray, batch: np.ndarray) -> BatchRows:
@@ -185,28 +203,37 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
 
 
 class DecodeWorker:
-    """Launches the decode program, by bucket."""
+    """Launches the decode program, by bucket, and its sampler."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
 
-    def launch(self, command: DecodeCommand) -> tuple[jax.Array, ...]:
-        """Starts the batch; leaves scores, hidden states and slots for the sampler and the drafter.
+    def launch(self, command: DecodeCommand | SampleCommand) -> ForwardResults:
+        """Starts the batch, or the sampler of one that has waited for masks; leaves what a drafter needs."""
+        devices, slots = self._devices, None
+        if isinstance(command, DecodeCommand):
+            forward, sampler = self._forward(command), command.sample
+            if devices.layout.functions.may_overflow:
+                slots = forward.slots.addressable_data(0)  # the same on every rank
+                slots.copy_to_host_async()
+        else:
+            assert devices.decoded is not None  # the command before has left it
+            forward, sampler = devices.decoded, command
+        if sampler is None:
+            devices.decoded = forward
+            return ForwardResults(slots)
+        forward, sampled = launch_sampler(devices, forward, sampler)
+        devices.decoded = None if devices.layout.cfg.speculative is None else forward
+        return ForwardResults(slots, sampled=sampled)
 
-        Returns the slots where they may say that the step is to be computed again.
-        """
+    def _forward(self, command: DecodeCommand) -> Forward:
         devices = self._devices
         form = decode_form(devices.layout, command.longest)
         program = devices.programs.get(Key(NAME, command.rows.shape[1], form, command.width))
         devices.pages, devices.state, scores, hidden, slots = program(
             devices.params, devices.pages, devices.state, devices.put(command.rows)
         )
-        devices.handed[NAME] = Forward(slots, scores, hidden)
-        if not devices.layout.functions.may_overflow:
-            return ()
-        told = slots.addressable_data(0)  # the same on every rank
-        told.copy_to_host_async()
-        return (told,)
+        return Forward(slots, scores, hidden)
 
 
 def decode_body(
@@ -245,4 +272,4 @@ def _applies(parts: Parts) -> bool:
     return parts.cfg.role != "prefill"
 
 
-KIND = JobKind(NAME, DecodeCommand, DecodePlanner, programs, DecodeWorker, _applies)
+KIND = JobKind(NAME, DecodeCommand | SampleCommand, DecodePlanner, programs, DecodeWorker, _applies, agreed=sampled_of)

@@ -1,35 +1,79 @@
 """Drafts: proposes the tokens that the next decode step verifies.
 
-A draft job follows each forward job and its sampler, also where the step takes no drafts, so that the drafter has seen
-every token when drafts are wanted again. It leaves drafts in `DecodeState.tokens` behind each slot's last
-token. What proposes them is a drafter: the model's own MTP module (`draft_module`), or the text itself
-(`draft_lookup`). Verifying is the sampler's: a draft counts where it equals the token that is sampled anyway. The host
-sees no draft, unless a request of the job is held to a grammar: its masks behind drafts depend on them.
+A draft job follows each forward job, also where the step takes no drafts, so that the drafter has seen every token when
+drafts are wanted again. It leaves drafts in `DecodeState.tokens` behind each slot's last token. What proposes them is a
+drafter: the text itself (`LookupDrafter`, here), or the model's own MTP module (`draft_module`). Verifying is the
+sampler's: a draft counts where it equals the token that is sampled anyway. The host sees no draft, unless a request of
+the job is held to a grammar: its masks behind drafts depend on them.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv3.engine.device import ragged
+from dsv3.engine.device.choosing import ANY_LENGTH
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.state import DecodeState
-from dsv3.engine.job import EngineView, JobKind, Planned
-from dsv3.engine.jobs import draft_lookup, draft_module, mask
+from dsv3.engine.device.state import NO_DRAFT, DecodeState, with_drafts
+from dsv3.engine.job import Command, EngineView, JobKind, Planned
+from dsv3.engine.jobs.decode import NAME as DECODE
 from dsv3.engine.jobs.decode import DecodeCommand
-from dsv3.engine.jobs.draft_command import NAME, CachedText, DraftCommand
+from dsv3.engine.jobs.prefill import NAME as PREFILL
 from dsv3.engine.jobs.prefill import PrefillCommand
 from dsv3.engine.parts import Parts
+from dsv3.scheduler.codes import NOTHING
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Chunk
+from pallas_kernels.search import search
 
+NAME = "draft"
 TELL = "tell drafts"
-_DRAFTERS = {"mtp": draft_module, "ngram": draft_lookup}
+_ENTER = Key("lookup enter")
+
+
+class CachedText(Command, frozen=True):
+    """Tokens of a request whose pages were found in the cache, so that no forward job has seen them."""
+
+    rank: int
+    slot: int  # within the rank
+    tokens: np.ndarray  # [n] int32
+
+
+class DraftCommand(Command, frozen=True):
+    """Drafts for the requests of the forward job `source` of the same step, whose bucket is `size`.
+
+    `width` are the tokens per row of a decode job. `texts` come before what the job has computed, at most one per rank
+    in each of `text_launches`. With `tells` the host wants to see the drafts. `longest` is that of the forward job.
+    """
+
+    source: str
+    size: int
+    width: int
+    texts: list[CachedText]
+    text_launches: int
+    tells: bool
+    longest: int = ANY_LENGTH
+
+    @classmethod
+    def after_prefill(cls, size: int, texts: list[CachedText], tells: bool, longest: int) -> "DraftCommand":
+        """Returns the command that follows a prefill job of the bucket `size`."""
+        ranks = [text.rank for text in texts]
+        return cls(PREFILL, size, 1, texts, max(map(ranks.count, ranks), default=0), tells, longest)
+
+    def part(self, ranks: range) -> "DraftCommand":
+        """Returns the command with the texts of `ranks` only."""
+        mine = [
+            CachedText(text.rank - ranks.start, text.slot, text.tokens) for text in self.texts if text.rank in ranks
+        ]
+        return DraftCommand(self.source, self.size, self.width, mine, self.text_launches, self.tells, self.longest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +102,18 @@ class DraftPlanner:
 
     def plan(self, step: list[Planned]) -> list[Planned]:
         """Plans one job per forward job of the step."""
-        held = {job.context.source: job.context.rows for job in step if job.kind == mask.NAME}
         planned = []
         for job in step:
-            tells = job.kind in held
+            tells = job.later is not None  # a request of the job is held to a grammar
             if isinstance(job.command, DecodeCommand):
                 done = job.command
                 command = DraftCommand(job.kind, done.rows.shape[1], done.width, [], 0, tells, done.longest)
             elif isinstance(job.command, PrefillCommand):
-                texts = self._cached(job.context)
+                texts = self._cached(job.context.chunks)
                 command = DraftCommand.after_prefill(job.command.bucket, texts, tells, job.command.longest)
             else:
                 continue
-            planned.append(Planned(NAME, command, held.get(job.kind)))
+            planned.append(Planned(NAME, command, job.context.rows))
         return planned
 
     def _cached(self, chunks: list[list[Chunk]]) -> list[CachedText]:
@@ -84,7 +127,7 @@ class DraftPlanner:
             self._begun[slot] = chunk.epoch
         return found
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Notes drafts that the host wants to see; the sampler of the next step says which were right."""
         if results and self._masks is not None:
             self._masks.note_drafts(planned.context, results[0])
@@ -95,9 +138,60 @@ class DraftPlanner:
         return DraftStats(self._counts.rows, self._counts.tokens, sum(accepted), tuple(accepted))
 
 
-def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields the drafter's programs, one per bucket of prefill and of decode, and those that tell the host."""
-    yield from _drafter(layout).programs(layout)
+class Drafter(Protocol):
+    """What proposes drafts on the devices."""
+
+    def launch(self, command: DraftCommand, forward: Forward) -> None:
+        """Starts it after the forward job `command.source`; leaves drafts in the state."""
+
+
+class DraftWorker:
+    """Launches the drafter after a forward job."""
+
+    def __init__(self, devices: Devices, drafter: Drafter) -> None:
+        self._devices, self._drafter = devices, drafter
+
+    def launch(self, command: DraftCommand) -> tuple[jax.Array, ...]:
+        """Starts the drafter on what the forward job and the sampler have left."""
+        devices = self._devices
+        if command.source == DECODE:
+            forward, devices.decoded = devices.decoded, None
+        else:
+            forward, devices.prefilled = devices.prefilled, None
+        assert forward is not None  # a forward job of the step has left it
+        if forward.tokens is None:
+            forward = forward._replace(tokens=self._nothing_sampled(forward))
+        self._drafter.launch(command, forward)
+        if not command.tells:
+            return ()
+        told = devices.programs.get(Key(TELL, forward.slots.shape[1]))(devices.state, forward.slots)
+        told.copy_to_host_async()
+        return (told,)
+
+    def _nothing_sampled(self, forward: Forward) -> jax.Array:
+        """Returns zeros, which nobody reads, for a prefill in which no chunk was a prompt's last."""
+        return self._devices.put(np.zeros((self._devices.layout.num_local_ranks, forward.slots.shape[1], 1), np.int32))
+
+
+def draft_kind(
+    method: str, programs: Callable[[Layout], Iterator[ProgramSpec]], drafter: Callable[[Devices], Drafter]
+) -> JobKind:
+    """Returns the kind of engines whose `speculative_config` names `method`, for which `drafter` proposes drafts."""
+
+    def applies(parts: Parts) -> bool:
+        return parts.cfg.speculative is not None and parts.cfg.speculative.method == method
+
+    def with_tell(layout: Layout) -> Iterator[ProgramSpec]:
+        return itertools.chain(programs(layout), tell_programs(layout))
+
+    def worker(devices: Devices) -> DraftWorker:
+        return DraftWorker(devices, drafter(devices))
+
+    return JobKind(NAME, DraftCommand, DraftPlanner, with_tell, worker, applies)
+
+
+def tell_programs(layout: Layout) -> Iterator[ProgramSpec]:
+    """Yields the programs that tell the host the drafts of a batch, by its rows."""
     for rows in sorted({rows for rows, _ in layout.sampled_shapes}):
         arguments = (layout.state, layout.array(rows))
         yield layout.per_rank(Key(TELL, rows), tell_body, arguments, gathered="all", padding={1: layout.no_slot})
@@ -108,38 +202,124 @@ def tell_body(state: DecodeState, slots: jax.Array) -> jax.Array:
     return state.tokens[jnp.minimum(slots, state.tokens.shape[0] - 1), 1:]
 
 
-class DraftWorker:
-    """Launches the drafter after a forward job."""
+def lookup_programs(layout: Layout) -> Iterator[ProgramSpec]:
+    """Yields one program per bucket of prefill and of decode: texts grow in steps without drafts too."""
+    cfg = layout.cfg
+    given = (_texts(layout), layout.array(), layout.array(cfg.max_model_len))
+    yield layout.per_rank(_ENTER, enter_body, given, donated=(0,), padding={1: layout.no_slot})
+    for size in cfg.prefill_buckets:
+        count = cfg.prefill_rows(size)
+        chunks = layout.array(size), layout.array(count, ragged.HEADER + cfg.pages_per_seq)
+        arguments = (_texts(layout), layout.state, *chunks, layout.array(count), layout.array(count, 1))
+        body = functools.partial(prefill_body, layout, cfg.tokens_per_row - 1)
+        padding = {3: layout.no_chunk, 4: layout.no_slot}
+        yield layout.per_rank(Key(f"lookup {PREFILL}", size), body, arguments, donated=(0, 1), padding=padding)
+    for size in cfg.decode_buckets:
+        S = cfg.width(size)
+        rows = (_texts(layout), layout.state, layout.array(size), layout.array(size, S))
+        body = functools.partial(_propose, layout, S - 1)
+        key, padding = Key(f"lookup {DECODE}", size, width=S), {2: layout.no_slot}
+        yield layout.per_rank(key, body, rows, donated=(0, 1), padding=padding)
+
+
+def _texts(layout: Layout) -> jax.ShapeDtypeStruct:
+    """Returns the shape of the texts, one line per slot: 4 bytes per slot and token of max_model_len."""
+    return layout.array(layout.cfg.max_num_seqs, layout.cfg.max_model_len)
+
+
+class LookupDrafter:
+    """Drafts from the text itself: what followed when a request's last tokens stood in it before (prompt look-up).
+
+    It needs no weights, and is right where a model repeats what it has read: code, quotations, tables. The text of each
+    slot is kept on the device, since the host sees a token one step late.
+    """
 
     def __init__(self, devices: Devices) -> None:
-        self._devices, self._drafter = devices, _drafter(devices.layout).Drafter(devices)
+        self._devices = devices
+        self._texts = devices.zeros(_texts(devices.layout))
 
-    def launch(self, command: DraftCommand) -> tuple[jax.Array, ...]:
-        """Starts the drafter on what the forward job and the sampler have left."""
-        forward = self._devices.handed.pop(command.source)
-        if forward.tokens is None:
-            forward = forward._replace(tokens=self._nothing_sampled(forward))
-        self._drafter.launch(command, forward)
-        if not command.tells:
-            return ()
+    def launch(self, command: DraftCommand, forward: Forward) -> None:
+        """Starts the look-up after the forward job `command.source`; leaves drafts in the state."""
         devices = self._devices
-        told = devices.programs.get(Key(TELL, forward.slots.shape[1]))(devices.state, forward.slots)
-        told.copy_to_host_async()
-        return (told,)
+        for turn in range(command.text_launches):
+            self._enter(command.texts, turn)
+        program = devices.programs.get(Key(f"lookup {command.source}", command.size, width=command.width))
+        given = (*forward.batch, forward.slots, forward.tokens)
+        self._texts, devices.state = program(self._texts, devices.state, *given)
 
-    def _nothing_sampled(self, forward: Forward) -> jax.Array:
-        """Returns zeros, which nobody reads, for a prefill in which no chunk was a prompt's last."""
-        return self._devices.put(np.zeros((self._devices.layout.num_local_ranks, forward.slots.shape[1], 1), np.int32))
+    def _enter(self, texts: list[CachedText], turn: int) -> None:
+        """Enters the `turn`-th text of each rank."""
+        devices, cfg = self._devices, self._devices.layout.cfg
+        ranks = devices.layout.num_local_ranks
+        slots, tokens = np.full(ranks, cfg.max_num_seqs, np.int32), np.zeros((ranks, cfg.max_model_len), np.int32)
+        for rank in range(ranks):
+            mine = [text for text in texts if text.rank == rank]
+            if turn < len(mine):
+                slots[rank], tokens[rank, : len(mine[turn].tokens)] = mine[turn].slot, mine[turn].tokens
+        self._texts = devices.programs.get(_ENTER)(self._texts, devices.put(slots), devices.put(tokens))
 
 
-def _drafter(layout: Layout) -> Any:
-    """Returns the module that drafts: it has `programs(layout)` and `Drafter(devices)`."""
-    assert layout.cfg.speculative is not None  # `_applies`
-    return _DRAFTERS[layout.cfg.speculative.method]
+def enter_body(texts: jax.Array, slot: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Sets the text of `slot` to `tokens` `[max_model_len]`, for one rank."""
+    return texts.at[slot].set(tokens, mode="drop")
 
 
-def _applies(parts: Parts) -> bool:
-    return parts.cfg.speculative is not None
+def prefill_body(
+    layout: Layout,
+    drafts: int,
+    texts: jax.Array,
+    state: DecodeState,
+    tokens: jax.Array,
+    rows: jax.Array,
+    slots: jax.Array,
+    sampled: jax.Array,
+) -> tuple[jax.Array, DecodeState]:
+    """Enters chunks of prompts into `texts` `[Ns, max_model_len]`, for one rank; requests in `slots` `[B]` get drafts.
+
+    `tokens` and `rows` are those of `prefill.prefill_body`, `sampled` `[B, 1]` the first tokens.
+    """
+    batch = ragged.ragged_batch(tokens, rows)
+    index = jnp.arange(tokens.shape[0])
+    chunk = jnp.minimum(search(batch.cu_lengths[1:], index, side="right"), rows.shape[0] - 1)
+    owner = jnp.where(index < batch.cu_lengths[-1], rows[chunk, 0], texts.shape[0])
+    texts = texts.at[owner, batch.positions].set(tokens, mode="drop")
+    return _propose(layout, drafts, texts, state, slots, sampled)
 
 
-KIND = JobKind(NAME, DraftCommand, DraftPlanner, programs, DraftWorker, _applies)
+def _propose(
+    layout: Layout, drafts: int, texts: jax.Array, state: DecodeState, slots: jax.Array, sampled: jax.Array
+) -> tuple[jax.Array, DecodeState]:
+    """Appends what was `sampled` `[B, S]` to the texts of `slots` `[B]`; enters what may follow into the state."""
+    speculative = layout.cfg.speculative
+    assert speculative is not None  # else there is no drafter
+    held = jnp.minimum(slots, texts.shape[0] - 1)
+    lengths, counts = state.lengths[held], jnp.sum(sampled > NOTHING, axis=1, dtype=jnp.int32)
+    column = jnp.arange(sampled.shape[1])
+    places = jnp.where(column < counts[:, None], lengths[:, None] - counts[:, None] + column, texts.shape[1])
+    texts = texts.at[slots[:, None], places].set(sampled, mode="drop")
+    bounds = speculative.lookup_min, speculative.lookup_max
+    found = jax.vmap(lambda text, length: continuation(text, length, drafts, *bounds))(texts[held], lengths)
+    return texts, with_drafts(state, slots, found)
+
+
+def continuation(text: jax.Array, length: jax.Array, drafts: int, low: int, high: int) -> jax.Array:
+    """Returns what followed the last tokens of `text[:length]` `[H]` when they stood there before, `[drafts]` int32.
+
+    The longest match of `low` to `high` tokens wins; of equally long ones that which most tokens follow, then the
+    latest. `NO_DRAFT` stands where nothing followed, or nothing matches.
+    """
+    end = jnp.arange(text.shape[0])  # a match ends before this place
+    matched, goes_on = jnp.zeros(text.shape, jnp.int32), jnp.ones(text.shape, jnp.bool)
+    for i in range(1, high + 1):
+        same = jnp.roll(text, i) == text[jnp.maximum(length - i, 0)]
+        goes_on &= same & (end >= i) & (length >= i)
+        matched += goes_on
+    matched = jnp.where((end < length) & (matched >= low), matched, 0)
+    followed = jnp.minimum(length - end, drafts)
+    score = jnp.where(matched > 0, (matched * (drafts + 1) + followed) * text.shape[0] + end, -1)
+    start = jnp.where(jnp.any(matched > 0), jnp.argmax(score), length)
+    places = start + jnp.arange(drafts)
+    return jnp.where(places < length, text[jnp.minimum(places, text.shape[0] - 1)], NO_DRAFT)
+
+
+KIND = draft_kind("ngram", lookup_programs, LookupDrafter)

@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 
 from dsv3.engine.device import ragged
-from dsv3.engine.device.best import best_words
 from dsv3.engine.device.choosing import decode_form, decode_forms
 from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
+from dsv3.engine.device.sampling import best_words
 from dsv3.engine.device.state import DecodeState, with_drafts
 from dsv3.engine.functions import DraftFunctions, StepResult
 from dsv3.engine.jobs import decode, prefill
-from dsv3.engine.jobs.draft_command import DraftCommand
+from dsv3.engine.jobs.draft import DraftCommand, draft_kind
 from dsv3.model.batch import AttentionForm, DecodeBatch
 from dsv3.scheduler.codes import NOTHING
 
@@ -81,7 +81,7 @@ def _program(
     return layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
 
 
-class Drafter:
+class ModuleDrafter:
     """Runs the module."""
 
     def __init__(self, devices: Devices) -> None:
@@ -207,3 +207,6 @@ def _counted(layout: Layout, state: DecodeState, result: StepResult, program: in
 def _module(layout: Layout) -> DraftFunctions:
     assert layout.functions.draft is not None  # `build` makes it for this method
     return layout.functions.draft
+
+
+KIND = draft_kind("mtp", programs, ModuleDrafter)

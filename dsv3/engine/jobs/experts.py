@@ -5,11 +5,13 @@ and enter a sliding window. A thread judges the window: how even the devices' lo
 `eplb_interval` steps and below `eplb_threshold`, which experts should stand where. Between two steps the resulting
 moves are carried out (`sharding.experts.rebalance`), a few layers at a time, as part of the step's command. A layer
 whose checksums differ stays as it was. Whatever goes wrong in the thread is logged; the experts stay where they are.
-The layer of an MTP module is one more layer here, behind those of the main model.
+The layer of an MTP module is one more layer here, behind those of the main model. Places and loads are kept in a file,
+from which the engine that comes next starts.
 """
 
 import dataclasses
 import functools
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -28,7 +31,6 @@ from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.functions import SpreadExperts, StepResult
 from dsv3.engine.job import Command, EngineView, JobKind, Planned, Watch
-from dsv3.engine.jobs.kept_experts import keep, start_from
 from dsv3.engine.look import ExpertLoad
 from dsv3.engine.parts import Parts
 from dsv3.scheduler.request import StepOutputs
@@ -53,24 +55,16 @@ READ_LOAD, MOVE = Key("read_load"), Key("move_experts")  # one of `MOVE` per sta
 READ_STEPS = 128  # launching a read-out took 0.5 ms on eight devices of a busy CPU: 4 us per step
 WINDOW_READS = 8
 MOVE_BYTES = 256 * 2**20  # per device and step, twice over the wire: 10 ms at 50 GB/s; at least one layer
+_DIGEST_BYTES = 32
 _COUNTS = 2  # of each forward program: passes that overflowed, and all
 MIN_GAIN = 0.02  # of a layer's balancedness; less is not worth moving its weights
-
-
-class MoveCommand(Command, frozen=True):
-    """`sharding.experts.rebalance.LayerMove` as host arrays."""
-
-    layer: np.ndarray  # [] int32
-    source: np.ndarray  # [Er] int32
-    replicas: np.ndarray  # [E, Ec] int32
-    copies: np.ndarray  # [E] int32
 
 
 class ExpertsCommand(Command, frozen=True):
     """Reads out the experts' load and starts counting anew, where `read_load` says so, then moves experts."""
 
     read_load: bool
-    moves: list[MoveCommand]
+    moves: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]  # each a `LayerMove` of host arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,34 +91,28 @@ class ExpertStats:
     cross_node_bytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Judgement:
-    """How even a load `[L, E]` is by layer `[L]`, and what to do about it."""
-
-    load: np.ndarray
-    balancedness: np.ndarray
-    moves: list[MoveCommand]
-
-
 def judge(
     load: np.ndarray, expert_map: ExpertMap, experts: SpreadExperts, max_copies: int, threshold: float
-) -> Judgement:
-    """Judges a load `[L, E]`; moves the layers that gain by it if the mean balancedness is below `threshold`."""
+) -> tuple[np.ndarray, list[LayerMove]]:
+    """Returns how even a load `[L, E]` is by layer `[L]`, and what to do about it.
+
+    The layers that gain by it are moved if the mean balancedness is below `threshold`.
+    """
     machine = experts.machine
     even = balancedness(load, expert_map, machine.devices)
     if even.mean() >= threshold:
-        return Judgement(load, even, [])
+        return even, []
     nodes, devices = machine.nodes, machine.devices
     new = rebalance_experts(load, experts.num_replicas, experts.num_groups, nodes, devices)
     new = keep_in_place(new, expert_map, experts.num_groups, nodes, devices)
     gain = balancedness(load, new, devices) - even
-    return Judgement(load, even, moves_to(new, expert_map, max_copies, np.flatnonzero(gain > MIN_GAIN)))
+    return even, moves_to(new, expert_map, max_copies, np.flatnonzero(gain > MIN_GAIN))
 
 
-def moves_to(new: ExpertMap, old: ExpertMap, max_copies: int, layers: np.ndarray) -> list[MoveCommand]:
+def moves_to(new: ExpertMap, old: ExpertMap, max_copies: int, layers: np.ndarray) -> list[LayerMove]:
     """Returns the moves that take these layers from one map to another, both of as many replicas."""
     placement, source = placement_of(new, max_copies), sources(new, old).astype(np.int32)
-    return [MoveCommand(np.array(i, np.int32), source[i], placement.replicas[i], placement.copies[i]) for i in layers]
+    return [LayerMove(np.array(i, np.int32), source[i], placement.replicas[i], placement.copies[i]) for i in layers]
 
 
 class TrafficCounter:
@@ -180,8 +168,9 @@ class Balancer:
         self._layers_at_once = max(1, MOVE_BYTES // max(1, layer_bytes))
         self._window: deque[np.ndarray] = deque(maxlen=WINDOW_READS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="eplb")
-        self._judging: Future[Judgement] | None = None
-        self._moves: deque[MoveCommand] = deque()
+        self._judging: Future[tuple[np.ndarray, list[LayerMove]]] | None = None
+        self._judged = self.load  # what is being judged, or was last
+        self._moves: deque[LayerMove] = deque()
         self._under_way = 0  # moves launched whose outcome is not known yet
         self._steps = self._decided = 0
         self._even = np.ones(experts.num_layers)
@@ -209,7 +198,7 @@ class Balancer:
         command = self.command() if step else None
         return [] if command is None else [Planned(NAME, command)]
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Takes over what a command has given."""
         assert isinstance(planned.command, ExpertsCommand)
         self.note(planned.command, results)
@@ -232,12 +221,12 @@ class Balancer:
         if command.read_load:
             self._note_load(moved.pop(0))
         for move, intact in zip(command.moves, moved, strict=True):
-            self._note_move(move, bool(intact))
+            self._note_move(LayerMove(*move), bool(intact))
         if command.moves and not self._moving:
             self._rebalances += 1
             _log.info("experts rebalanced: %d moved so far", self._moved)
         if self._file is not None and not self._moving:
-            self._thread.submit(keep, self._file, self._map, list(self._window))
+            self._thread.submit(write_state, self._file, self._map, list(self._window))
         self._stats = self._summed_up()
 
     def stats(self) -> ExpertStats:
@@ -275,7 +264,7 @@ class Balancer:
 
     def _start_from(self, file: Path) -> None:
         """Begins with the loads of the engine before, and with the moves to the places that its experts had."""
-        if (found := start_from(file, self._experts, self._map)) is not None:
+        if (found := read_state(file, self._experts, self._map)) is not None:
             wanted, loads = found
             self._window.extend(loads)
             differ = np.flatnonzero((wanted.phy2log != self._map.phy2log).any(axis=1))
@@ -291,23 +280,23 @@ class Balancer:
             if due:
                 self._decided = self._steps
             threshold = self._threshold if due else 0.0
-            arguments = (self.load, self._map, self._experts, self._max_copies, threshold)
+            self._judged = self.load
+            arguments = (self._judged, self._map, self._experts, self._max_copies, threshold)
             self._judging = self._thread.submit(judge, *arguments)
 
-    def _take_judgement(self, future: Future[Judgement]) -> None:
+    def _take_judgement(self, future: Future[tuple[np.ndarray, list[LayerMove]]]) -> None:
         self._judging = None
         error = future.exception()
         if error is not None:
             _log.error("the experts' balance could not be judged; they stay where they are", exc_info=error)
             return
-        judgement = future.result()
-        self._even = judgement.balancedness
+        self._even, moves = future.result()
         self._stats = self._summed_up()
-        self._moves.extend(judgement.moves)
-        if judgement.moves:
-            self._last_move = judgement.load, self._map
+        self._moves.extend(moves)
+        if moves:
+            self._last_move = self._judged, self._map
 
-    def _note_move(self, move: MoveCommand, intact: bool) -> None:
+    def _note_move(self, move: LayerMove, intact: bool) -> None:
         self._under_way -= 1
         layer = int(move.layer)
         if not intact:
@@ -371,11 +360,10 @@ class ExpertsWorker:
         devices.state = dataclasses.replace(devices.state, counters=devices.state.counters | {NAME: load})
         return total
 
-    def _move(self, command: MoveCommand) -> jax.Array:
-        devices, experts = self._devices, self._experts
-        move = LayerMove(command.layer, command.source, command.replicas, command.copies)
+    def _move(self, arrays: tuple[np.ndarray, ...]) -> jax.Array:
+        devices, experts, move = self._devices, self._experts, LayerMove(*arrays)
         stacks, placement = experts.take(devices.params)
-        number = experts.stack_of(int(command.layer))
+        number = experts.stack_of(int(move.layer))
         program = devices.programs.get(MOVE._replace(variant=number))
         moved, placement, intact = program(stacks[number], placement, move)
         stacks = (*stacks[:number], moved, *stacks[number + 1 :])
@@ -411,6 +399,86 @@ def split_load(load: np.ndarray, experts: SpreadExperts, num_ranks: int) -> tupl
     pairs = experts.num_layers * experts.num_experts
     programs = load[pairs:].reshape(-1, _COUNTS) // num_ranks  # equal on every rank
     return load[:pairs].reshape(experts.num_layers, -1).astype(np.int64), programs.astype(np.int64)
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """A map `phy2log` `[L, Er]`, and the read-outs `loads` `[reads, L, E]`, both int64 and little endian."""
+
+    layers: int
+    experts: int
+    replicas: int
+    phy2log: bytes
+    reads: int
+    loads: bytes
+
+
+def write_state(path: Path, expert_map: ExpertMap, loads: Sequence[np.ndarray]) -> None:
+    """Writes the file anew, in one piece. One that cannot be written is told of, and nothing else happens.
+
+    What a process that dies meanwhile leaves beside it has one name, and so is overwritten by the next.
+    """
+    layers, replicas = expert_map.phy2log.shape
+    kept = _Kept(
+        layers=layers,
+        experts=expert_map.logcnt.shape[1],
+        replicas=replicas,
+        phy2log=expert_map.phy2log.astype("<i8").tobytes(),
+        reads=len(loads),
+        loads=b"".join(load.astype("<i8").tobytes() for load in loads),
+    )
+    body = msgspec.msgpack.encode(kept)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(hashlib.sha256(body).digest() + body)
+        part.replace(path)
+    except OSError as error:
+        _log.warning("the experts' places are not kept in %s: %s", path, error.strerror or error)
+
+
+def read_state(path: Path, experts: SpreadExperts, first: ExpertMap) -> tuple[ExpertMap, list[np.ndarray]] | None:
+    """Returns where to put the experts of an engine that has them at `first`, and the loads `[L, E]` it knows.
+
+    The map is the one that was kept where it has as many replicas, else one that suits the kept loads. Returns None
+    where nothing was kept for as many layers and experts; a file that cannot be used is told of.
+    """
+    try:
+        content = path.read_bytes()
+        digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(body).digest() != digest:
+            raise ValueError("it is damaged")
+        return _fitting(msgspec.msgpack.decode(body, type=_Kept), experts, first)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        _log.warning("the experts' places in %s are not used: %s", path, error)
+        return None
+
+
+def _fitting(kept: _Kept, experts: SpreadExperts, first: ExpertMap) -> tuple[ExpertMap, list[np.ndarray]]:
+    """Raises ValueError for another model's experts."""
+    if (kept.layers, kept.experts) != (experts.num_layers, experts.num_experts):
+        raise ValueError(
+            f"it has {kept.layers} layers of {kept.experts} experts, and the model has {experts.num_layers} of "
+            f"{experts.num_experts}"
+        )
+    loads = list(np.frombuffer(kept.loads, "<i8").reshape(kept.reads, kept.layers, kept.experts))
+    if kept.replicas == experts.num_replicas:
+        return _checked_map(np.frombuffer(kept.phy2log, "<i8").reshape(kept.layers, kept.replicas), kept.experts), loads
+    return _suited_map(sum(loads, start=np.zeros((kept.layers, kept.experts), np.int64)), experts, first), loads
+
+
+def _checked_map(phy2log: np.ndarray, num_experts: int) -> ExpertMap:
+    if any(set(layer) != set(range(num_experts)) for layer in phy2log.tolist()):
+        raise ValueError("a layer does not have every expert")
+    return map_of(phy2log, num_experts)
+
+
+def _suited_map(load: np.ndarray, experts: SpreadExperts, first: ExpertMap) -> ExpertMap:
+    if not load.any():
+        return first
+    nodes, devices, groups = experts.machine.nodes, experts.machine.devices, experts.num_groups
+    new = rebalance_experts(load, experts.num_replicas, groups, nodes, devices)
+    return keep_in_place(new, first, groups, nodes, devices)
 
 
 def _watch(parts: Parts) -> Watch | None:

@@ -10,49 +10,141 @@ from the followers what their hosts hold. A value never leaves its host but for 
 
 import dataclasses
 import functools
+import logging
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
+import msgspec
 import numpy as np
 
 from dsv3.config.engine import bucket
+from dsv3.config.identity import LAYOUT_VERSION
+from dsv3.config.options import split_address
 from dsv3.engine.device.devices import Devices
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.job import EngineView, JobKind, Planned
-from dsv3.engine.jobs.page_aside import PagesAside
-from dsv3.engine.jobs.page_command import Copy, PagesCommand, value_rows
-from dsv3.engine.jobs.page_tiers import Opened, open_tiers, page_buckets
+from dsv3.engine.job import Command, EngineView, JobKind, Planned, Tell
 from dsv3.engine.limits import TIER_STEP_BYTES
 from dsv3.engine.parts import Parts
+from dsv3.kv_cache.events import EventQueue, EventSource, Where
 from dsv3.kv_cache.keys import Key as PageKey
 from dsv3.kv_cache.layout import page_bytes, put_in, take_out, value_shape
-from dsv3.kv_cache.tiers.hosts import FarTiers, Hosts
-from dsv3.kv_cache.tiers.tiers import FarBatch, Fetch, HostTiers, PageBatch
+from dsv3.kv_cache.tiers.arena import Arena, SharedMemory, arena_bytes, cells_within
+from dsv3.kv_cache.tiers.hosts import FarTiers, Happened, Hosts, Order, OrderedTiers
+from dsv3.kv_cache.tiers.store import open_store
+from dsv3.kv_cache.tiers.tiers import FarBatch, Fetch, HostTiers, PageBatch, Tiers
+from dsv3.kv_cache.transfer.client import Peers
+from dsv3.kv_cache.transfer.nixl import open_nixl
+from dsv3.kv_cache.transfer.protocol import VERSION, PeerHello
+from dsv3.kv_cache.transfer.server import Meetings, PageServer
+from dsv3.processes.key_file import read_key
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.sequence import Sequence
 from sharding.processes import local_part
 
+_log = logging.getLogger(__name__)
+
 NAME = "pages"
 OUT, IN = "pages_out", "pages_in"
 _IDLE_WAIT_S = 2e-3
+BATCH_BYTES = 2**26  # per device: staging memory of one launch, twice
+_MOST_AT_ONCE = 64
 
 
-class Outgoing(NamedTuple):
-    """A page to copy out of a rank's pool, and its key."""
-
-    key: PageKey
-    page: int
+def page_buckets(page_bytes: int) -> tuple[int, ...]:
+    """Returns how many pages are copied at once: 1, 8, 64, as far as they fit a batch's bytes."""
+    return tuple(n for n in (1, 8, _MOST_AT_ONCE) if n == 1 or n * page_bytes <= BATCH_BYTES)
 
 
-class Incoming(NamedTuple):
-    """Values for `pages` of `rank`."""
+class Copy(Command, frozen=True):
+    """Pages of each rank to copy at once, -1 in padding.
 
-    rank: int
-    pages: list[int]
-    batch: PageBatch | FarBatch
+    Pages that leave have `keys`. Pages that come have `values` where the process that schedules has loaded them, and
+    the number of a load where another one has: that of the rank.
+    """
+
+    pages: np.ndarray  # [ranks, bucket] int32
+    keys: dict[int, list[PageKey]] = msgspec.field(default_factory=dict)
+    values: dict[int, np.ndarray] = msgspec.field(default_factory=dict)  # uint8 [bucket, bytes of a page]
+    loads: dict[int, int] = msgspec.field(default_factory=dict)
+
+    def part(self, ranks: range) -> Self:
+        """Returns what a process with `ranks` needs of it, ranks counted from its first one."""
+        pages, keys = self.pages[ranks.start : ranks.stop], _part(self.keys, ranks)
+        return type(self)(pages, keys, _part(self.values, ranks), _part(self.loads, ranks))
+
+
+class PagesCommand(Command, frozen=True):
+    """Copies out, then copies in. `orders` are those to each process but the first, by its first rank."""
+
+    out: list[Copy]
+    into: list[Copy]
+    orders: dict[int, list[Order]] = msgspec.field(default_factory=dict)
+
+    def part(self, ranks: range) -> Self:
+        """Returns what a process with `ranks` needs of it, ranks counted from its first one."""
+        out, into = ([copy.part(ranks) for copy in copies] for copies in (self.out, self.into))
+        return type(self)(out, into, _part(self.orders, ranks))
+
+
+def _part[T](by_rank: Mapping[int, T], ranks: range) -> dict[int, T]:
+    return {rank - ranks.start: each for rank, each in by_rank.items() if rank in ranks}
+
+
+def value_rows(result: np.ndarray, count: int) -> np.ndarray:
+    """Returns the first `count` values of a copy's result `[1, n, ...]` as bytes, uint8 `[count, bytes of a page]`."""
+    return result.reshape(result.shape[1], -1).view(np.uint8)[:count]
+
+
+class Opened(NamedTuple):
+    """The tiers of a process, the memory of the first, and the port for other instances."""
+
+    tiers: Tiers
+    memory: SharedMemory | None
+    server: PageServer | None
+
+
+def open_tiers(parts: Parts, events: EventQueue | None = None, process_id: int = 0, ranks: Where = None) -> Opened:
+    """Opens the tiers that the limits ask for in a process of the instance, and the port for other instances.
+
+    `events` hears what the tiers store and remove for `ranks`. Raises MemoryError, OSError or ValueError where one
+    cannot be.
+    """
+    cfg, size = parts.cfg, page_bytes(parts.model_cfg, parts.cfg.cache_dtype)
+    cells = cells_within(int(cfg.kv_offloading_size * 2**30), size)
+    if not cells:
+        raise ValueError(
+            f"kv_offloading_size: {cfg.kv_offloading_size} GiB do not hold one page of {size} bytes; raise it"
+        )
+    name = f"{LAYOUT_VERSION}-{cfg.fingerprint[:16]}"
+    memory = SharedMemory(name, arena_bytes(cells, size))
+    on_host, on_store = (
+        None if events is None else EventSource(events, medium, ranks) for medium in ("CPU", "STORAGE")
+    )
+        None if events is None else EventSource(events, medium, ranks) for medium in ("CPU", "STORAGE")
+    )
+    arena = Arena(memory.array, size, cells, on_host)
+    gib, found = cfg.kv_offloading_size, len(arena)
+    _log.info("host memory in %s: %g GiB, room for %d pages, %d found again", memory.path, gib, cells, found)
+    limit = int(cfg.kv_store_size * 2**30)
+    store = open_store(cfg.kv_store, cfg.fingerprint[:16], size, limit, on_store) if cfg.kv_store else None
+    if cfg.transfer_key_file is None:
+        return Opened(Tiers(page_buckets(size), arena, store, page_size=cfg.page_size), memory, None)
+    secret, hello = read_key(cfg.transfer_key_file, "transfer_key_file"), PeerHello(VERSION, cfg.identity, size)
+    server, address = None, cfg.transfer_address_of(process_id)
+    agent, reader = open_nixl(cfg.transfer_carrier, arena, serves=address is not None)
+    if address is not None:
+        meetings = Meetings(cfg.transfer_addresses or [address])
+        where = split_address(address, "transfer_address")
+        server = PageServer(*where, secret, hello, arena, meetings, agent)
+    peers = Peers(secret, hello, reader)
+    return Opened(Tiers(page_buckets(size), arena, store, peers, page_size=cfg.page_size), memory, server)
+
+
+_Incoming = tuple[int, list[int], PageBatch | FarBatch]
+"""Values that have come: their rank, the pages that they are for, and the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +163,9 @@ class PagesPlanner:
         self._own = self._cfg.ranks_of(0) if view.news is not None else range(self._cfg.num_ranks)
         where = self._own if view.news is not None else None
         self._tiers, self.memory, self.server = opened or open_tiers(view.parts, view.scheduler.events, 0, where)
-        view.scheduler.meetings = None if self.server is None else self.server.meetings
         self._far: dict[int, FarTiers] = {}  # by the first rank of their process
-        self._by_rank = view.scheduler.tiers = self._with_followers(view)
+        self._by_rank = self._with_followers(view)
+        view.scheduler.attach_tiers(self._by_rank, None if self.server is None else self.server.meetings)
         self._buckets = page_buckets(self._tiers.value_bytes)
         self._most = max(self._buckets[-1], TIER_STEP_BYTES // self._tiers.value_bytes)
         self._fetches: dict[int, tuple[Sequence, Fetch]] = {}  # by the epoch of the slot
@@ -94,7 +186,7 @@ class PagesPlanner:
             self._tiers.wait(_IDLE_WAIT_S)
         return []
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+    def collect(self, planned: Planned, results: tuple[np.ndarray, ...], outputs: StepOutputs) -> None:
         """Hands what has left the devices to the tiers, and makes loaded pages findable."""
         assert isinstance(planned.command, PagesCommand)
         arrays, slots = iter(results), self._scheduler.slots
@@ -136,7 +228,7 @@ class PagesPlanner:
         self._tiers.compute_rate.note(tokens - self._measured_tokens, now - self._measured_at)
         self._measured_tokens, self._measured_at = tokens, now
 
-    def _arrived(self) -> tuple[list[Incoming], list[tuple[Sequence, int, int]]]:
+    def _arrived(self) -> tuple[list[_Incoming], list[tuple[Sequence, int, int]]]:
         """Returns the batches that have come, and how far each request's prefix is loaded with them.
 
         Requests for which nothing more will come begin their prefill.
@@ -159,7 +251,7 @@ class PagesPlanner:
                 scheduler.note_loaded(sequence, batch.num_pages)
                 taken[rank] += batch.num_pages
                 if batch.num_pages:
-                    incoming.append(Incoming(rank, pages, batch))
+                    incoming.append((rank, pages, batch))
                     loaded.append((sequence, epoch, sequence.prefilled))
             if fetch.is_over:
                 del self._fetches[epoch]
@@ -173,45 +265,44 @@ class PagesPlanner:
                 fetch.cancel()
                 del self._fetches[epoch]
 
-    def _departing(self) -> list[list[Outgoing]]:
+    def _departing(self) -> list[list[tuple[PageKey, int]]]:
         """Takes the pages that leave with this step, by rank; drops those not findable, and those that the host has."""
         outgoing, caches = self._scheduler.outgoing, self._scheduler.caches
-        mine: list[list[Outgoing]] = [[] for _ in caches]
+        mine: list[list[tuple[PageKey, int]]] = [[] for _ in caches]
         for _ in range(len(outgoing)):
             rank, key, page = outgoing[0]
             if len(mine[rank]) == self._most:
                 break
             outgoing.popleft()
             if caches[rank].finds(key, page) and self._by_rank.of(rank).lacks(key):
-                mine[rank].append(Outgoing(key, page))
+                mine[rank].append((key, page))
         return mine
 
-    def _grouped_out(self, departing: list[list[Outgoing]]) -> list[Copy]:
+    def _grouped_out(self, departing: list[list[tuple[PageKey, int]]]) -> list[Copy]:
         copies, most = [], self._buckets[-1]
         for start in range(0, max(map(len, departing), default=0), most):
             parts = {rank: mine[start : start + most] for rank, mine in enumerate(departing) if len(mine) > start}
-            pages = {rank: [each.page for each in part] for rank, part in parts.items()}
+            pages = {rank: [page for _, page in part] for rank, part in parts.items()}
+            keys = {rank: [key for key, _ in part] for rank, part in parts.items()}
             size = bucket(self._buckets, max(map(len, pages.values())))
-            copies.append(
-                Copy(self._table(pages, size), {rank: [each.key for each in part] for rank, part in parts.items()})
-            )
+            copies.append(Copy(self._table(pages, size), keys))
         return copies
 
-    def _grouped_in(self, incoming: list[Incoming]) -> list[Copy]:
+    def _grouped_in(self, incoming: list[_Incoming]) -> list[Copy]:
         """Joins batches of different ranks and of one size, which are loaded at once."""
-        queues: dict[tuple[int, int], list[Incoming]] = defaultdict(list)
-        for each in incoming:
-            queues[each.batch.bucket, each.rank].append(each)
-        turns: dict[tuple[int, int], dict[int, Incoming]] = defaultdict(dict)
+        queues: dict[tuple[int, int], list[_Incoming]] = defaultdict(list)
+        for rank, pages, batch in incoming:
+            queues[batch.bucket, rank].append((rank, pages, batch))
+        turns: dict[tuple[int, int], dict[int, _Incoming]] = defaultdict(dict)
         for (size, rank), mine in queues.items():
             for turn, each in enumerate(mine):
                 turns[size, turn][rank] = each
         return [self._copy_in(group, size) for (size, _), group in turns.items()]
 
-    def _copy_in(self, group: dict[int, Incoming], size: int) -> Copy:
-        batches = {rank: each.batch for rank, each in group.items()}
+    def _copy_in(self, group: dict[int, _Incoming], size: int) -> Copy:
+        batches = {rank: batch for rank, _, batch in group.values()}
         return Copy(
-            self._table({rank: each.pages for rank, each in group.items()}, size),
+            self._table({rank: pages for rank, pages, _ in group.values()}, size),
             values={rank: batch.values for rank, batch in batches.items() if isinstance(batch, PageBatch)},
             loads={rank: batch.number for rank, batch in batches.items() if isinstance(batch, FarBatch)},
         )
@@ -266,6 +357,35 @@ class PagesWorker:
         program, put = devices.programs.get(Key(IN, count)), devices.put_some(values, shape, one.dtype)
         devices.pages, written = program(devices.pages, devices.put(copy.pages), put)
         return local_part(written)
+
+
+class PagesAside:
+    """The tiers of this process, as the leader's commands have them used."""
+
+    def __init__(self, parts: Parts, tell: Tell) -> None:
+        happened = Happened()
+        self.opened: Opened = open_tiers(parts, happened, jax.process_index())
+        self._ordered = OrderedTiers(self.opened.tiers, happened, tell)
+
+    def prepared(self, command: PagesCommand) -> PagesCommand:
+        """Begins what the leader has ordered; returns the command with the values that it names."""
+        self._ordered.begin(_orders(command))
+        return msgspec.structs.replace(command, into=[self._with_values(copy) for copy in command.into])
+
+    def take(self, command: PagesCommand, results: tuple[np.ndarray, ...]) -> None:
+        """Keeps what has left the devices of this process."""
+        arrays = iter(results)
+        for keys in (keys for copy in command.out for keys in copy.keys.values()):
+            self.opened.tiers.keep(keys, value_rows(next(arrays), len(keys)))
+        self._ordered.end(_orders(command))
+
+    def _with_values(self, copy: Copy) -> Copy:
+        values = {rank: self._ordered.taken(number) for rank, number in copy.loads.items()}
+        return msgspec.structs.replace(copy, values=values)
+
+
+def _orders(command: PagesCommand) -> list[Order]:
+    return command.orders.get(0, [])  # of the part that this process gets, the first rank is its own
 
 
 def _applies(parts: Parts) -> bool:

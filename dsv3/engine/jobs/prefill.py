@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
@@ -17,28 +18,39 @@ from dsv3.engine.device.ragged import HEADER, last_rows, ragged_batch
 from dsv3.engine.device.state import DecodeState, control_rows
 from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.engine.jobs import prompt_logprobs
-from dsv3.engine.jobs.sample import Needs, plan_sample
+from dsv3.engine.jobs.sample import (
+    ForwardContext,
+    ForwardResults,
+    SampleCommand,
+    launch_sampler,
+    masked_later,
+    sampled_of,
+    sampler_of,
+    sampler_programs,
+)
 from dsv3.model.batch import AttentionForm
+from dsv3.scheduler.accept import accept
 from dsv3.scheduler.balance import PrefillBalance
 from dsv3.scheduler.cost import prefill_cost
 from dsv3.scheduler.gathering import Gathering
 from dsv3.scheduler.request import StepOutputs
 from dsv3.scheduler.room import Room
-from dsv3.scheduler.rows import BatchRows
+from dsv3.scheduler.rows import BatchRows, Sampled
 from dsv3.scheduler.sequence import Chunk, Sequence
 from sharding.processes import local_part
 
 NAME = "prefill"
 
 
-class PrefillCommand(Command, frozen=True):
+class PrefillCommand(Command, frozen=True, tag=0):
     """Chunks of several ranks, in the order of the ranks; only what they use of tokens and page tables travels.
 
     `bucket` is the size of the batch, and `has_context` says whether a chunk has tokens before it. Row i of `header` is
     a chunk: rank, pages, then `HEADER` columns. `tokens` and `pages` hold those of all chunks one after the other.
     Where it `tells`, log-probabilities of the prompts follow. No query of any rank sees more than `longest` tokens, and
     the requests of no rank have more than `keys` tokens together, counted in whole pages. `pairs` of a new token and
-    one before its chunk are those of the rank that has most.
+    one before its chunk are those of the rank that has most. Where it `samples`, a chunk is the last one of a prompt:
+    `sample` says how its first token is drawn, or a command of its own does, once there are masks.
     """
 
     bucket: int
@@ -51,6 +63,7 @@ class PrefillCommand(Command, frozen=True):
     longest: int = ANY_LENGTH
     keys: int = ANY_LENGTH
     pairs: int = 0
+    sample: SampleCommand | None = None
 
     def part(self, ranks: range) -> "PrefillCommand":
         """Returns the chunks of `ranks`."""
@@ -69,6 +82,7 @@ class PrefillCommand(Command, frozen=True):
             self.longest,
             self.keys,
             self.pairs,
+            None if self.sample is None else self.sample.part(ranks),
         )
 
     @property
@@ -122,14 +136,14 @@ class PrefillPlanner:
         command = _command(chunks, self._bucket(chunks), self._cfg)
         if self._cfg.num_ranks > 1:
             self._note_balance(command.header)
-        sampled, starting = self._launch(chunks)
-        planned = [Planned(NAME, command, chunks)]
-        if command.tells:
-            planned.append(prompt_logprobs.plan(chunks, command.bucket))
-        if starting:
-            needs = Needs.from_slots(scheduler.slots, sampled.slots)
-            planned += plan_sample(self._view, NAME, sampled, needs, starting)
-        return planned
+        rows, starting = self._launch(chunks)
+        context = ForwardContext(rows, next(c.room for mine in chunks for c in mine), chunks)
+        if not starting:
+            return [Planned(NAME, command, context)]
+        sample, held = sampler_of(scheduler.slots, rows.slots, starting, self._cfg.max_num_seqs)
+        if held:
+            return [Planned(NAME, command, context, masked_later(self._view.masks, sample, rows, 1))]
+        return [Planned(NAME, msgspec.structs.replace(command, sample=sample), context)]
 
     def _waits(self, step: list[Planned]) -> bool:
         """Returns whether prompts wait for others, on an instance where only their ends are to be computed."""
@@ -143,12 +157,24 @@ class PrefillPlanner:
                     return False
         return self._gathering.waits(prompts, int(np.count_nonzero(self._scheduler.slots.decoding)))
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
-        """Makes the pages findable that the chunks have completed, or takes back chunks that found no room."""
+    def collect(self, planned: Planned, results: ForwardResults, outputs: StepOutputs) -> None:
+        """Makes the pages findable that the chunks have completed, or takes back chunks that found no room.
+
+        Then it hands the requests what was computed of their prompts, and their first tokens.
+        """
+        context: ForwardContext = planned.context
+        if not planned.is_rest:
+            self._note_chunks(context, results.slots)
+        if results.prompt:
+            outputs.details.extend(prompt_logprobs.outputs_of(self._scheduler.slots, context.chunks, results.prompt))
+        if results.sampled:
+            accept(self._scheduler, context.rows, Sampled(*results.sampled), outputs)
+
+    def _note_chunks(self, context: ForwardContext, slots: np.ndarray | None) -> None:
         scheduler = self._scheduler
-        overflowed = any((slots > self._cfg.max_num_seqs).any() for slots in results)
-        self._room.note(next(c.room for mine in planned.context for c in mine), overflowed)
-        for chunk in (c for mine in planned.context for c in reversed(mine)):
+        overflowed = slots is not None and bool((slots > self._cfg.max_num_seqs).any())
+        self._room.note(context.factor, overflowed)
+        for chunk in (c for mine in context.chunks for c in reversed(mine)):
             slot = chunk.sequence.slot
             holds = slot >= 0 and scheduler.slots.epoch[slot] == chunk.epoch
             if holds and overflowed:
@@ -249,7 +275,7 @@ def _page_row(sequence: Sequence) -> np.ndarray:
 
 
 def programs(layout: Layout) -> Iterator[ProgramSpec]:
-    """Yields the programs of each bucket: one per form."""
+    """Yields the programs of each bucket, one per form; and those that follow a forward program, decode's too."""
     cfg = layout.cfg
     each = ((size, form) for size in cfg.prefill_buckets for form in prefill_forms(layout, size))
     for size, form in each:
@@ -260,16 +286,36 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         arguments = (layout.params, layout.pages, layout.state, *batch)
         key, padding = Key(NAME, size, form), {4: layout.no_chunk}
         yield layout.per_rank(key, body, arguments, donated=(1, 2), takes_params=True, padding=padding)
+    yield from prompt_logprobs.programs(layout)
+    yield from sampler_programs(layout)
 
 
 class PrefillWorker:
-    """Launches the prefill program, by bucket."""
+    """Launches the prefill program, by bucket, and what follows it: log-probabilities of prompts, and the sampler."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
 
-    def launch(self, command: PrefillCommand) -> tuple[jax.Array, ...]:
-        """Starts the batch; leaves scores, hidden states and slots for the sampler and the drafter."""
+    def launch(self, command: PrefillCommand | SampleCommand) -> ForwardResults:
+        """Starts the batch, or the sampler of one that has waited for masks; leaves what a drafter needs."""
+        devices, results = self._devices, ForwardResults()
+        if isinstance(command, PrefillCommand):
+            forward, sampler, waits = self._forward(command), command.sample, command.samples
+            prompt = prompt_logprobs.launch(devices, command.bucket, forward) if command.tells else ()
+            # Whether there was room. Where there is no token to read it is also what to wait for: pages are shared
+            # once they are written.
+            needed = not command.samples or devices.layout.functions.may_overflow
+            results = ForwardResults(local_part(forward.slots) if needed else None, prompt)
+        else:
+            assert devices.prefilled is not None  # the command before has left it
+            forward, sampler, waits = devices.prefilled, command, False
+        if sampler is not None:
+            forward, sampled = launch_sampler(devices, forward, sampler)
+            results, waits = results._replace(sampled=sampled), False
+        devices.prefilled = forward if waits or devices.layout.cfg.speculative is not None else None
+        return results
+
+    def _forward(self, command: PrefillCommand) -> Forward:
         devices = self._devices
         tokens, rows = command.arrays(devices.layout.num_local_ranks, devices.layout.cfg)
         about = command.has_context, command.longest, command.keys, command.pairs
@@ -279,15 +325,7 @@ class PrefillWorker:
         devices.pages, devices.state, scores, hidden, slots = program(
             devices.params, devices.pages, devices.state, *batch
         )
-        if command.tells:
-            devices.handed[prompt_logprobs.NAME] = Forward(slots, hidden=hidden, batch=batch)
-        if command.samples or devices.layout.cfg.speculative is not None:
-            devices.handed[NAME] = Forward(slots, scores if command.samples else None, hidden, batch)
-        if command.samples and not devices.layout.functions.may_overflow:
-            return ()
-        # Whether there was room. Where there is no token to read it is also what to wait for: pages are shared once
-        # they are written.
-        return (local_part(slots),)
+        return Forward(slots, scores if command.samples else None, hidden, batch)
 
 
 def prefill_body(
@@ -326,4 +364,4 @@ def prefill_body(
     return out.pages, state, scores, hidden, layout.sampling(sampling, out)
 
 
-KIND = JobKind(NAME, PrefillCommand, PrefillPlanner, programs, PrefillWorker)
+KIND = JobKind(NAME, PrefillCommand | SampleCommand, PrefillPlanner, programs, PrefillWorker, agreed=sampled_of)

@@ -1,12 +1,11 @@
 """Log-probabilities of a prompt's tokens, each given those before it, for requests that ask for them.
 
-The job follows a prefill whose chunks belong to such requests, and reads the hidden states that it leaves. Logits of
-all tokens at once would take 4 GB for 8,192 tokens of DeepSeek-V3: they are made and used in blocks of tokens, and a
-step tells of 1,024 tokens per rank at most. What is told of a chunk leaves the engine at once, so nothing gathers here.
-A step without such requests has no such job.
+The program follows that of a prefill whose chunks belong to such requests, in the same job, and reads the hidden states
+that it leaves. Logits of all tokens at once would take 4 GB for 8,192 tokens of DeepSeek-V3: they are made and used in
+blocks of tokens, and a step tells of 1,024 tokens per rank at most. What is told of a chunk leaves the engine at once,
+so nothing gathers here. A step without such requests has no such program.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +16,14 @@ import numpy as np
 from jax import lax
 
 from dsv3.engine.device import sampling
-from dsv3.engine.device.devices import Devices
+from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
 from dsv3.engine.device.ragged import HEADER, next_tokens, ragged_batch
-from dsv3.engine.job import Command, EngineView, JobKind, Planned
 from dsv3.sampling_params import MAX_LOGPROBS
-from dsv3.scheduler.request import EngineOutput, PromptLogprobs, StepOutputs
-from dsv3.scheduler.sequence import Chunk, Sequence
+from dsv3.scheduler.request import EngineOutput, PromptLogprobs
+from dsv3.scheduler.sequence import Chunk
+from dsv3.scheduler.slots import SlotTable
 
 NAME = "prompt_logprobs"
 MOST_TOLD = 1024
@@ -33,73 +32,33 @@ _BLOCK = 64  # tokens whose logits exist at a time: 33 MB of 129,280 words
 _PART = 256  # tokens that one output tells of: a front makes JSON of them in one go
 
 
-class PromptLogprobsCommand(Command, frozen=True):
-    """Reads what the prefill of the bucket `bucket` has left."""
-
-    bucket: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Told:
-    """A chunk that is told of: `row` is the place of its first token in the batch of `rank`."""
-
-    sequence: Sequence
-    epoch: int
-    rank: int
-    row: int
-    start: int
-    stop: int
-
-
 def rows_left(layout: Layout, size: int) -> int:
     """Returns how many hidden states a prefill of `size` tokens leaves: the chunks that are told of stand first."""
     return size if layout.functions.draft is not None else min(size, MOST_TOLD)
 
 
-def plan(chunks: "list[list[Chunk]]", bucket: int) -> Planned:
-    """Returns the job for the chunks of each rank, after their prefill."""
-    told = []
+def outputs_of(slots: SlotTable, chunks: list[list[Chunk]], results: tuple[np.ndarray, ...]) -> Iterator[EngineOutput]:
+    """Yields what the devices have computed of the chunks of each rank.
+
+    It goes to the requests that still hold the slots for which this was computed.
+    """
     for rank, mine in enumerate(chunks):
         row = 0
-        for c in mine:
-            if c.sequence.tells_prompt:
-                told.append(_Told(c.sequence, c.epoch, rank, row, c.start, c.stop))
-            row += c.stop - c.start
-    return Planned(NAME, PromptLogprobsCommand(bucket), told)
+        for chunk in mine:
+            sequence = chunk.sequence
+            if sequence.tells_prompt and sequence.slot >= 0 and slots.epoch[sequence.slot] == chunk.epoch:
+                for part in _parts(chunk, [array[rank, row:] for array in results]):
+                    yield EngineOutput(request_id=sequence.id, token_ids=[], prompt_logprobs=part)
+            row += chunk.stop - chunk.start
 
 
-class PromptLogprobsPlanner:
-    """Hands out what the devices have computed; the prefill plans the job."""
-
-    def __init__(self, view: EngineView) -> None:
-        self._slots = view.scheduler.slots
-
-    def plan(self, step: list[Planned]) -> list[Planned]:
-        """Adds nothing by itself."""
-        return []
-
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
-        """Tells the requests that still hold the slots for which this was computed."""
-        for each in planned.context:
-            slot = each.sequence.slot
-            if slot >= 0 and self._slots.epoch[slot] == each.epoch:
-                told = _parts(each, results)
-                ids = each.sequence.id
-                outputs.details.extend(
-                    EngineOutput(request_id=ids, token_ids=[], prompt_logprobs=part) for part in told
-                )
-
-    def stats(self) -> None:
-        """Has no numbers of its own."""
-
-
-def _parts(told: _Told, results: list[np.ndarray]) -> Iterator[PromptLogprobs]:
+def _parts(chunk: Chunk, results: list[np.ndarray]) -> Iterator[PromptLogprobs]:
     """Yields a chunk's part of the results: its row i tells of the token behind its token i, if the prompt has one."""
-    stop, width = min(told.stop, told.sequence.prompt_length - 1), told.sequence.sampling.prompt_logprobs or 0
-    for start in range(told.start, max(stop, told.start + 1), _PART):
-        first = told.row + start - told.start
+    stop, width = min(chunk.stop, chunk.sequence.prompt_length - 1), chunk.sequence.sampling.prompt_logprobs or 0
+    for start in range(chunk.start, max(stop, chunk.start + 1), _PART):
+        first = start - chunk.start
         rows = slice(first, first + min(_PART, stop - start))
-        own, ranks, ids, top = (array[told.rank, rows] for array in results)
+        own, ranks, ids, top = (array[rows] for array in results)
         columns = own.astype("<f4"), ranks.astype("<i4"), ids[:, :width].astype("<i4"), top[:, :width].astype("<f4")
         yield PromptLogprobs(start + 1, *(column.tobytes() for column in columns))
 
@@ -115,21 +74,13 @@ def programs(layout: Layout) -> Iterator[ProgramSpec]:
         yield layout.per_rank(key, body, arguments, takes_params=True, gathered="all", padding=padding)
 
 
-class PromptLogprobsWorker:
-    """Launches the program, by bucket."""
-
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
-
-    def launch(self, command: PromptLogprobsCommand) -> tuple[jax.Array, ...]:
-        """Starts it on what the prefill has left."""
-        devices = self._devices
-        forward = devices.handed.pop(NAME)
-        program = devices.programs.get(Key(NAME, command.bucket))
-        results = program(devices.params, forward.hidden, *forward.batch)
-        for array in results:
-            array.copy_to_host_async()
-        return results
+def launch(devices: Devices, bucket: int, forward: Forward) -> tuple[jax.Array, ...]:
+    """Starts the program on what the prefill of the bucket has left; the copies of its results are under way."""
+    program = devices.programs.get(Key(NAME, bucket))
+    results = program(devices.params, forward.hidden, *forward.batch)
+    for array in results:
+        array.copy_to_host_async()
+    return results
 
 
 def prompt_logprobs_body(
@@ -156,6 +107,3 @@ def prompt_logprobs_body(
     results = lax.map(told, tuple(x.reshape(blocks, _BLOCK, *x.shape[1:]) for x in blocked))
     own, ranks, ids, top = (x.reshape(-1, *x.shape[2:])[:count] for x in results)
     return own, ranks, ids, top
-
-
-KIND = JobKind(NAME, PromptLogprobsCommand, PromptLogprobsPlanner, programs, PromptLogprobsWorker)

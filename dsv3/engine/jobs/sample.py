@@ -1,39 +1,74 @@
-"""Sampling: one token for each row of a forward pass, or several where a row brought drafts.
+"""Sampling, the second half of a forward job: one token for each row, or several where a row brought drafts.
 
 A row of S tokens holds its last token and S - 1 drafts of those to come. Tokens are sampled at every position by the
 same rule as without drafts, with a random number that depends on seed and position alone; they count as long as the
 draft at their place was right. So the text is the same with any drafts and with none.
+
+Rows may be held to grammars: masks take from the sampler the tokens that may not come next. The command of such a
+sampler is made when the results of the step before are in. The forward program of the step has been launched by then:
+the devices work while the host computes masks, and the look-ahead stays. Masks are an argument of the sampler: a
+program of their own would cost a launch and one more pass over the logits.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device import sampling
 from dsv3.engine.device import state as device_state
-from dsv3.engine.device.best import best_words
-from dsv3.engine.device.devices import Devices
+from dsv3.engine.device.devices import Devices, Forward
 from dsv3.engine.device.layout import Layout
 from dsv3.engine.device.programs import Key, ProgramSpec
-from dsv3.engine.device.samplers import Sampler, sampler_for, samplers
+from dsv3.engine.device.sampling import best_words, masked, num_words
 from dsv3.engine.device.state import NO_DRAFT, AdjustState, DecodeState, adjustments_at, controls_at
-from dsv3.engine.job import Command, EngineView, JobKind, Planned
-from dsv3.engine.jobs.mask import masked, num_words, plan_mask
+from dsv3.engine.job import Command
 from dsv3.model.vocabulary import Vocabulary
 from dsv3.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
-from dsv3.scheduler.accept import accept
 from dsv3.scheduler.codes import NOT_FINITE, NOTHING, UNDRAFTED
-from dsv3.scheduler.masks import ALL
+from dsv3.scheduler.masks import ALL, Masks
 from dsv3.scheduler.request import StepOutputs
-from dsv3.scheduler.rows import BatchRows, Sampled
-from dsv3.scheduler.sequence import FILTERED, FULL, GREEDY, Sequence
+from dsv3.scheduler.rows import BatchRows
+from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY, Chunk, Sequence
 from dsv3.scheduler.slots import SlotTable
+
+
+class Sampler(NamedTuple):
+    """A compiled sampler: the greatest variant that it serves, and whether it takes masks.
+
+    One that `looks` finds out while it runs which filters its rows ask for.
+    """
+
+    variant: int
+    is_held: bool = False
+    looks: bool = False
+
+
+def samplers(layout: Layout) -> tuple[Sampler, ...]:
+    """Returns the samplers of each batch size, those first that cost the least per step.
+
+    A CPU looks, so three serve all its steps in place of seven, six of which take 1.2 to 2.3 s to compile. A held row
+    has the state of adjustments there, and a row with adjustments has masks. What that costs a step, and what looking
+    saves, `benchmarks.sampler_programs` measures. A GPU would wait for its host when it looked.
+    """
+    if layout.platform == "cpu":
+        return Sampler(GREEDY), Sampler(FILTERED, looks=True), Sampler(FULL, layout.takes_grammars, looks=True)
+    free = tuple(map(Sampler, (GREEDY, DRAWN, FILTERED, FULL)))
+    # Batches of greedy rows that are held take the one that draws, as those that are mixed do: one program less.
+    held = tuple(Sampler(variant, is_held=True) for variant in (DRAWN, FILTERED, FULL))
+    return free + held if layout.takes_grammars else free
+
+
+def sampler_for(layout: Layout, variant: int, is_held: bool) -> Sampler:
+    """Returns the sampler of a step whose rows need `variant`, some of which may be held to grammars."""
+    return next(s for s in samplers(layout) if s.variant >= variant and s.is_held >= is_held)
+
 
 NAME = "sample"
 _HELD = "held sample"  # samplers with masks
@@ -51,22 +86,73 @@ class Adjustment(Command, frozen=True):
     forbidden_ids: np.ndarray  # int32, tokens that `min_tokens` forbids
 
 
-class SampleCommand(Command, frozen=True):
-    """Samples the rows that the forward job `source` of the same step left. `variant` is the sampler's.
+class RowMasks(Command, frozen=True):
+    """Masks of rows of a batch, by rank and row: those that may not take every token."""
 
-    `adjustments` are made before, at most one per rank in each of `adjust_launches`.
+    places: np.ndarray  # [n, 2] int32
+    masks: np.ndarray  # [n, S, words] uint32
+
+    def part(self, ranks: range) -> "RowMasks":
+        """Returns the masks of `ranks`."""
+        mine = (self.places[:, 0] >= ranks.start) & (self.places[:, 0] < ranks.stop)
+        return RowMasks(self.places[mine] - np.array([ranks.start, 0], np.int32), self.masks[mine])
+
+    def whole(self, ranks: int, rows: int, width: int, words: int) -> np.ndarray:
+        """Returns the masks of all rows of a batch, `[ranks, B, S, words]`."""
+        masks = np.full((ranks, rows, width, words), ALL, np.uint32)
+        masks[self.places[:, 0], self.places[:, 1]] = self.masks
+        return masks
+
+
+class SampleCommand(Command, frozen=True, tag=1, omit_defaults=True):
+    """Samples the rows that a forward program has left. `variant` is the sampler's.
+
+    `adjustments` are made before, at most one per rank in each of `adjust_launches`. With `masks` some rows are held to
+    a grammar.
     """
 
-    source: str
     variant: int
-    logprobs: bool
-    adjustments: list[Adjustment]
-    adjust_launches: int
+    logprobs: bool = False
+    adjustments: list[Adjustment] = msgspec.field(default_factory=list)
+    adjust_launches: int = 0
+    masks: RowMasks | None = None
 
     def part(self, ranks: range) -> "SampleCommand":
-        """Returns the command with the adjustments of `ranks` only."""
+        """Returns the command with the adjustments and masks of `ranks` only."""
+        if not self.adjustments and self.masks is None:
+            return self
         mine = [_moved(a, ranks.start) for a in self.adjustments if a.rank in ranks]
-        return SampleCommand(self.source, self.variant, self.logprobs, mine, self.adjust_launches)
+        masks = None if self.masks is None else self.masks.part(ranks)
+        return SampleCommand(self.variant, self.logprobs, mine, self.adjust_launches, masks)
+
+
+class ForwardContext(NamedTuple):
+    """What a planner of a forward job keeps until its results come.
+
+    These are the rows that sample, the room that each had (`scheduler.room`), and a prefill's chunks by rank.
+    """
+
+    rows: BatchRows
+    factor: int
+    chunks: list[list[Chunk]]
+
+
+class ForwardResults(NamedTuple):
+    """What a forward job gives the host: arrays on their way to it, and numpy arrays once they are fetched.
+
+    `slots` `[ranks here, B]` say whether there was room (`Layout.sampling`), and are what to wait for where nothing is
+    sampled; None where neither is needed. `prompt` are log-probabilities of prompts (`jobs.prompt_logprobs`), `sampled`
+    the fields of `scheduler.rows.Sampled`, the same in every process of an instance.
+    """
+
+    slots: Any = None
+    prompt: tuple[Any, ...] = ()
+    sampled: tuple[Any, ...] = ()
+
+
+def sampled_of(results: ForwardResults) -> tuple[np.ndarray, ...]:
+    """Returns the results of a forward job that must be the same in every process of an instance."""
+    return results.sampled
 
 
 def _moved(adjustment: Adjustment, first: int) -> Adjustment:
@@ -74,39 +160,37 @@ def _moved(adjustment: Adjustment, first: int) -> Adjustment:
     return Adjustment(**(fields | {"rank": adjustment.rank - first}))
 
 
-class Needs(NamedTuple):
-    """What the requests of a batch need of a sampler together: its variant, and whether one wants log-probabilities.
+def sampler_of(
+    slots: SlotTable, mine: np.ndarray, starting: Iterable[Sequence] = (), max_num_seqs: int = 0
+) -> tuple[SampleCommand, bool]:
+    """Returns the command for what the requests in slots `mine` need together, and whether one is held to a grammar.
 
-    `held` says whether one is held to a grammar.
+    Those in `starting` have just got their slot, of `max_num_seqs` per rank.
     """
-
-    variant: int
-    logprobs: bool
-    held: bool = False
-
-    @classmethod
-    def from_slots(cls, slots: SlotTable, mine: np.ndarray) -> "Needs":
-        """Returns the needs of the requests in slots `mine`."""
-        wants_logprobs, held = bool(slots.wants_logprobs[mine].any()), bool(slots.held[mine].any())
-        return cls(int(slots.variant[mine].max()), wants_logprobs, held)
-
-
-def plan_sample(
-    view: EngineView, source: str, rows: BatchRows, needs: Needs, starting: list[Sequence], width: int = 1
-) -> list[Planned]:
-    """Returns the jobs that sample `rows` of the forward job `source`, with `width` tokens each.
-
-    The requests in `starting` have just got their slot.
-    """
-    adjustments = [_adjustment(s, view.scheduler.cfg) for s in starting if s.variant == FULL]
+    adjustments = [_adjustment(sequence, max_num_seqs) for sequence in starting if sequence.variant == FULL]
     ranks = [a.rank for a in adjustments]
-    launches = max(map(ranks.count, ranks), default=0)
-    sample = Planned(NAME, SampleCommand(source, needs.variant, needs.logprobs, adjustments, launches), rows)
-    return [plan_mask(view.masks, source, rows, width), sample] if needs.held else [sample]
+    variant, wants_logprobs = int(slots.variant[mine].max()), bool(slots.wants_logprobs[mine].any())
+    command = SampleCommand(variant, wants_logprobs, adjustments, max(map(ranks.count, ranks), default=0))
+    return command, bool(slots.held[mine].any())
 
 
-def _adjustment(sequence: Sequence, cfg: EngineConfig) -> Adjustment:
-    rank, slot = divmod(sequence.slot, cfg.max_num_seqs)
+def masked_later(
+    masks: Masks | None, command: SampleCommand, rows: BatchRows, width: int
+) -> Callable[[StepOutputs], SampleCommand]:
+    """Returns what makes the command of a sampler some of whose `rows`, of `width` tokens, are held to grammars.
+
+    A mask depends on a row's last token, which the host sees one step late.
+    """
+    assert masks is not None  # else no request is held
+
+    def make(outputs: StepOutputs) -> SampleCommand:
+        return msgspec.structs.replace(command, masks=RowMasks(*masks.of(rows, width, outputs)))
+
+    return make
+
+
+def _adjustment(sequence: Sequence, max_num_seqs: int) -> Adjustment:
+    rank, slot = divmod(sequence.slot, max_num_seqs)
     bias = sequence.sampling.logit_bias
     # An answer that is held to a grammar has its end forbidden by its masks, as far as these leave anything else.
     stop = [] if sequence.matcher is not None else sorted(sequence.stop_ids)[: device_state.MAX_FORBIDDEN]
@@ -119,24 +203,6 @@ def _adjustment(sequence: Sequence, cfg: EngineConfig) -> Adjustment:
         bias=np.array(list(bias.values()), np.float32),
         forbidden_ids=np.array(stop, np.int32),
     )
-
-
-class SamplePlanner:
-    """Hands what was sampled to the requests; forward jobs plan their own sampling (`plan_sample`)."""
-
-    def __init__(self, view: EngineView) -> None:
-        self._scheduler = view.scheduler
-
-    def plan(self, step: list[Planned]) -> list[Planned]:
-        """Adds nothing by itself."""
-        return []
-
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
-        """Notes the tokens."""
-        accept(self._scheduler, planned.context, Sampled(*results), outputs)
-
-    def stats(self) -> None:
-        """Has no numbers of its own."""
 
 
 class AdjustRow(NamedTuple):
@@ -170,7 +236,7 @@ def _adjust_rows(adjustments: list[Adjustment], ranks: int, cfg: EngineConfig, v
     return row
 
 
-def programs(layout: Layout) -> Iterator[ProgramSpec]:
+def sampler_programs(layout: Layout) -> Iterator[ProgramSpec]:
     """Yields samplers by rows, log-probabilities, and the two programs of adjustments."""
     cfg = layout.cfg
     for rows, width in layout.sampled_shapes:
@@ -214,67 +280,59 @@ def _zeros(shapes: AdjustState, _: jax.Array) -> AdjustState:
     return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), shapes)
 
 
-class SampleWorker:
-    """Launches samplers, and owns the state of requests that change their logits, made for the first of them."""
+def launch_sampler(devices: Devices, forward: Forward, command: SampleCommand) -> tuple[Forward, tuple[jax.Array, ...]]:
+    """Launches the sampler on what a forward program has left.
 
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
-        self._adjust: Any = None
-        self._all: dict[tuple[int, int], jax.Array] = {}  # masks of steps without grammars, by rows and width
+    Returns what is left of that for a drafter, and the results, whose copies to the host are under way.
+    """
+    layout, scores, slots = devices.layout, forward.scores, forward.slots
+    for i in range(command.adjust_launches):
+        _set_adjustments(devices, command.adjustments, i)
+    rows, width = scores.shape[2:4]
+    sampler = sampler_for(layout, command.variant, command.masks is not None)
+    adjust = _adjust_state(devices) if sampler.variant == FULL else None
+    masks = [devices.put(_masks(command.masks, layout, rows, width))] if sampler.is_held else []
+    program = devices.programs.get(_key(sampler, rows, width))
+    devices.state, adjust, tokens, *of_all = program(devices.state, adjust, scores, slots, *masks)
+    if sampler.variant == FULL:
+        devices.adjust = adjust
+    results = tuple(of_all) or (tokens,)
+    if command.logprobs:
+        results += devices.programs.get(Key("logprobs", rows, width=width))(scores, tokens)
+    for array in results:
+        array.copy_to_host_async()
+    return forward._replace(scores=None, tokens=tokens), results
 
-    def launch(self, command: SampleCommand) -> tuple[jax.Array, ...]:
-        """Samples what the forward job has left."""
-        devices = self._devices
-        forward = devices.handed.pop(command.source)
-        scores, slots = forward.scores, forward.slots
-        for i in range(command.adjust_launches):
-            self._set_adjustments(command.adjustments, i)
-        rows, width = scores.shape[2:4]
-        sampler = sampler_for(devices.layout, command.variant, forward.masks is not None)
-        adjust = self._adjust_state() if sampler.variant == FULL else None
-        masks = forward.masks if forward.masks is not None or not sampler.is_held else self._no_masks(rows, width)
-        program = devices.programs.get(_key(sampler, rows, width))
-        given = (adjust, scores, slots) if masks is None else (adjust, scores, slots, masks)
-        devices.state, adjust, tokens, *of_all = program(devices.state, *given)
-        if devices.layout.cfg.speculative is not None:
-            devices.handed[command.source] = forward._replace(scores=None, masks=None, tokens=tokens)
-        if sampler.variant == FULL:
-            self._adjust = adjust
-        results = tuple(of_all) or (tokens,)
-        if command.logprobs:
-            results += devices.programs.get(Key("logprobs", rows, width=width))(scores, tokens)
-        for array in results:
-            array.copy_to_host_async()
-        return results
 
-    def _set_adjustments(self, adjustments: list[Adjustment], turn: int) -> None:
-        """Makes the `turn`-th adjustment of each rank."""
-        devices = self._devices
-        by_rank: dict[int, list[Adjustment]] = {}
-        for adjustment in adjustments:
-            by_rank.setdefault(adjustment.rank, []).append(adjustment)
-        mine = [waiting[turn] for waiting in by_rank.values() if turn < len(waiting)]
-        layout = devices.layout
-        row = _adjust_rows(mine, layout.num_local_ranks, layout.cfg, layout.model_cfg.vocab_size)
-        program = devices.programs.get(Key("adjust"))
-        self._adjust = program(self._adjust_state(), AdjustRow(*map(devices.put, row)))
+def _masks(masks: RowMasks | None, layout: Layout, rows: int, width: int) -> np.ndarray:
+    """Returns masks `[ranks here, B, S, words]`: with `masks` those of its rows, and such as allow every token."""
+    shape = (layout.num_local_ranks, rows, width, num_words(layout.model_cfg.vocab_size))
+    return _no_masks(shape) if masks is None else masks.whole(*shape)
 
-    def _no_masks(self, rows: int, width: int) -> jax.Array:
-        """Returns masks that allow every token."""
-        if (rows, width) not in self._all:
-            devices = self._devices
-            words = num_words(devices.layout.model_cfg.vocab_size)
-            shape = (devices.layout.num_local_ranks, rows, width, words)
-            self._all[rows, width] = devices.put(np.full(shape, ALL, np.uint32))
-        return self._all[rows, width]
 
-    def _adjust_state(self) -> Any:
-        """Makes it when first needed: it takes 5 bytes per slot and vocabulary entry."""
-        if self._adjust is None:
-            devices = self._devices
-            ranks = devices.put(np.zeros(devices.layout.num_local_ranks, np.int32))
-            self._adjust = devices.programs.get(Key("new_adjust"))(ranks)
-        return self._adjust
+@functools.lru_cache(maxsize=16)
+def _no_masks(shape: tuple[int, ...]) -> np.ndarray:
+    return np.full(shape, ALL, np.uint32)
+
+
+def _set_adjustments(devices: Devices, adjustments: list[Adjustment], turn: int) -> None:
+    """Makes the `turn`-th adjustment of each rank."""
+    by_rank: dict[int, list[Adjustment]] = {}
+    for adjustment in adjustments:
+        by_rank.setdefault(adjustment.rank, []).append(adjustment)
+    mine = [waiting[turn] for waiting in by_rank.values() if turn < len(waiting)]
+    layout = devices.layout
+    row = _adjust_rows(mine, layout.num_local_ranks, layout.cfg, layout.model_cfg.vocab_size)
+    program = devices.programs.get(Key("adjust"))
+    devices.adjust = program(_adjust_state(devices), AdjustRow(*map(devices.put, row)))
+
+
+def _adjust_state(devices: Devices) -> Any:
+    """Makes it when first needed: it takes 5 bytes per slot and vocabulary entry."""
+    if devices.adjust is None:
+        ranks = devices.put(np.zeros(devices.layout.num_local_ranks, np.int32))
+        devices.adjust = devices.programs.get(Key("new_adjust"))(ranks)
+    return devices.adjust
 
 
 Draw = Callable[[AdjustState | None, jax.Array, int], jax.Array]
@@ -302,8 +360,8 @@ def sample_scores_body(
         return sample_body(variant, state, adjust, whole, slots, masks, chances=chances, looks=looks)
     words, top = best_words(vocabulary, scores)
     drawn = jnp.where(jnp.isfinite(top), words, NOT_FINITE)
-    coins = _Coins(chances, scores.shape[-1] * vocabulary.ranks)
-    return _advanced(state, adjust, slots, drawn.shape[1], lambda adjust, held, i: drawn[:, i], coins)
+    vocab_size = scores.shape[-1] * vocabulary.ranks
+    return _advanced(state, adjust, slots, drawn.shape[1], lambda adjust, held, i: drawn[:, i], chances, vocab_size)
 
 
 def sample_body(
@@ -344,18 +402,17 @@ def sample_body(
         offsets = jnp.tile(jnp.arange(width), rows)
         drawn = sample(None, logits.reshape(rows * width, vocab_size), held, offsets).reshape(rows, width)
         draw = drawn_before
-    return _advanced(state, adjust, slots, width, draw, _Coins(chances, vocab_size))
-
-
-class _Coins(NamedTuple):
-    """The chances of drafts that a benchmark gives, and how many words there are."""
-
-    chances: tuple[float, ...]
-    vocab_size: int
+    return _advanced(state, adjust, slots, width, draw, chances, vocab_size)
 
 
 def _advanced(
-    state: DecodeState, adjust: AdjustState | None, slots: jax.Array, width: int, draw: Draw, coins: _Coins
+    state: DecodeState,
+    adjust: AdjustState | None,
+    slots: jax.Array,
+    width: int,
+    draw: Draw,
+    chances: tuple[float, ...],
+    vocab_size: int,
 ) -> tuple[DecodeState, AdjustState | None, jax.Array]:
     """Samples `width` tokens of each row by `draw`; returns as `sample_body` does."""
     num_slots = state.tokens.shape[0]
@@ -365,9 +422,9 @@ def _advanced(
     last, columns = drafts[:, 0], []
     for i in range(width):
         drawn = draw(adjust, held, i)
-        if i < len(coins.chances):
+        if i < len(chances):
             controls = controls_at(state, held, i)
-            drawn = sampling.overrule(drawn, drafts[:, i + 1], controls, coins.chances[i], coins.vocab_size)
+            drawn = sampling.overrule(drawn, drafts[:, i + 1], controls, chances[i], vocab_size)
         adjust = _counted(adjust, drawn, jnp.where(going, slots, num_slots))
         columns.append(jnp.where(going, drawn, jnp.where(drafts[:, i] == NO_DRAFT, UNDRAFTED, NOTHING)))
         last = jnp.where(going, jnp.maximum(drawn, 0), last)
@@ -437,6 +494,3 @@ def adjust_body(adjust: AdjustState, row: AdjustRow) -> AdjustState:
         bias=adjust.bias.at[row.slot].set(row.bias, mode="drop"),
         forbidden_ids=adjust.forbidden_ids.at[row.slot].set(row.forbidden_ids, mode="drop"),
     )
-
-
-KIND = JobKind(NAME, SampleCommand, SamplePlanner, programs, SampleWorker, results_agree=True)

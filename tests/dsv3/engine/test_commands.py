@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.wire import MAX_MESSAGE_BYTES
+from dsv3.engine.device.sampling import num_words
 from dsv3.engine.device.state import NUM_FIELDS
 from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
-from dsv3.engine.jobs.mask import MaskCommand, num_words
 from dsv3.engine.jobs.prefill import PrefillCommand
-from dsv3.engine.jobs.sample import Adjustment, SampleCommand
+from dsv3.engine.jobs.sample import Adjustment, RowMasks, SampleCommand
 from dsv3.scheduler.masks import MAX_PROCESS_BYTES
 
 LIMITS = {"max_model_len": 256, "num_pages": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -56,7 +56,7 @@ def test_adjustments_go_to_their_rank_alone_and_every_process_launches_as_often(
         Adjustment(rank=rank, slot=slot, prompt_length=1, bias=np.ones(2, np.float32), **arrays)
         for rank, slot in ((0, 1), (3, 0), (3, 2))
     ]
-    command = SampleCommand("prefill", 2, False, adjustments, 2)
+    command = SampleCommand(2, False, adjustments, 2)
     parts = [command.part(CFG.ranks_of(process)) for process in range(3)]
     assert [[(a.rank, a.slot) for a in part.adjustments] for part in parts] == [[(0, 1)], [(1, 0), (1, 2)], []]
     assert {part.adjust_launches for part in parts} == {2}
@@ -68,7 +68,7 @@ def test_a_request_that_changes_its_logits_costs_its_own_tokens(ranks: int) -> N
     tokens = np.zeros(163_840, np.int32)
     few = np.zeros(3, np.int32)
     one = Adjustment(0, 0, 1, tokens, few, few.astype(np.float32), few)
-    command = StepCommand(1, (Job("sample", SampleCommand("prefill", 2, False, [one], 1)),))
+    command = StepCommand(1, (Job("prefill", SampleCommand(2, False, [one], 1)),))
     sizes = [len(messages.encode(messages.step_of(command.part(range(r, r + 8))))) for r in range(0, ranks, 8)]
     assert tokens.nbytes < sizes[0] < tokens.nbytes + 500
     assert max(sizes[1:]) < 200
@@ -77,8 +77,8 @@ def test_a_request_that_changes_its_logits_costs_its_own_tokens(ranks: int) -> N
 def test_masks_of_the_largest_unit_fit_what_is_sent_at_once() -> None:
     """Eight ranks of 256 rows of a token and three drafts, all held to grammars of DeepSeek's vocabulary."""
     words = num_words(129_280)
-    one = MaskCommand("decode", np.zeros((1, 2), np.int32), np.zeros((1, 4, words), np.uint32))
-    decode = 8 * 256 * len(messages.encode(messages.step_of(StepCommand(1, (Job("mask", one),)))))
+    one = SampleCommand(2, masks=RowMasks(np.zeros((1, 2), np.int32), np.zeros((1, 4, words), np.uint32)))
+    decode = 8 * 256 * len(messages.encode(messages.step_of(StepCommand(1, (Job("decode", one),)))))
     assert decode > 64 * 2**20 and decode < MAX_PROCESS_BYTES
     assert 2 * MAX_PROCESS_BYTES + 64 * 2**20 < MAX_MESSAGE_BYTES
 

@@ -11,8 +11,8 @@ import pytest
 from configs.deepseek_v3 import DEEPSEEK_V3
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.assemble.communication import Communication
+from dsv3.engine.device.layout import Reserve, reserve
 from dsv3.engine.device.programs import Programs
-from dsv3.engine.device.reserve import Reserve, reserve
 from dsv3.model.schedules import HOOKED, OVERLAPPED, PLAIN, Schedule
 from sharding.experts.kind import Kind
 from sharding.mesh import Machine, rank_mesh

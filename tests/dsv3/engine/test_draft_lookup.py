@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.state import NO_DRAFT
 from dsv3.engine.engine import Engine
-from dsv3.engine.jobs.draft_lookup import continuation
+from dsv3.engine.jobs.draft import continuation
 from dsv3.engine.parts import Parts
 from tests.dsv3.engine import toy
 from tests.dsv3.engine.conftest import LIMITS

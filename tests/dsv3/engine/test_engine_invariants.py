@@ -17,7 +17,8 @@ from dsv3.config.engine import EngineConfig
 from dsv3.config.model import PAGE_SIZE
 from dsv3.engine.engine import Engine
 from dsv3.engine.job import Planned, StepCommand
-from dsv3.engine.jobs import decode, prefill, sample
+from dsv3.engine.jobs import decode, prefill
+from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.engine.parts import Parts
 from dsv3.kv_cache.tiers import tiers
 from dsv3.scheduler.admission import _ROOM
@@ -59,7 +60,7 @@ class Auditor:
     def _writes(self, jobs: list[Planned]):
         slots = self.engine.scheduler.slots
         for job in (j for j in jobs if j.kind == "prefill"):
-            for rank, chunks in enumerate(job.context):
+            for rank, chunks in enumerate(job.context.chunks):
                 for chunk in chunks:
                     for index in range(chunk.start // PAGE_SIZE, (chunk.stop - 1) // PAGE_SIZE + 1):
                         yield rank, chunk.sequence.pages[index], chunk.sequence.id
@@ -68,8 +69,8 @@ class Auditor:
                 owners = [sequence.id for sequence in slots.on_rank(rank) if page in sequence.pages]
                 yield from ((rank, page, owner) for owner in owners)
         width = next((j.command.width for j in jobs if j.kind == "decode"), 1)
-        for job in (j for j in jobs if j.kind == "sample" and j.command.source == "decode"):
-            rows = job.context
+        for job in (j for j in jobs if j.kind == "decode"):
+            rows = job.context.rows
             for slot, rank in zip(rows.slots.tolist(), rows.rank.tolist(), strict=True):
                 sequence, known = slots.sequences[slot], int(slots.known[slot])
                 before = int(slots.planned[slot]) - width  # `planned` counts this step's tokens already
@@ -237,12 +238,13 @@ class Played:
     def launch(self, command: StepCommand) -> list[Planned]:
         return self.machine.planned
 
-    def fetch(self, jobs: list[Planned]) -> list[list[np.ndarray]]:
-        width = next((job.command.width for job in jobs if job.kind == "decode"), 1)
-        return [
-            [self._tokens(job.context, width if job.command.source == "decode" else 1)] if job.kind == "sample" else []
-            for job in jobs
-        ]
+    def fetch(self, jobs: list[Planned]) -> list[ForwardResults]:
+        return [self._results(job) for job in jobs]
+
+    def _results(self, job: Planned) -> ForwardResults:
+        if job.command.sample is None:
+            return ForwardResults()
+        return ForwardResults(sampled=(self._tokens(job.context.rows, getattr(job.command, "width", 1)),))
 
     def _tokens(self, rows: BatchRows, width: int) -> np.ndarray:
         scheduler = self.machine.engine.scheduler
@@ -289,7 +291,7 @@ class HostMachine(EngineMachine):
             tokens_per_row=width,
         )
         parts = Parts.on_devices(toy.FUNCTIONS, toy.PARAMS, toy.toy_config(), cfg)
-        self._begin(Engine(parts, Played(self), (decode.KIND, prefill.KIND, sample.KIND)), repeats=False)
+        self._begin(Engine(parts, Played(self), (decode.KIND, prefill.KIND)), repeats=False)
 
     @rule(ranks=st.lists(st.sampled_from([0, None, 0, 1]), min_size=2, max_size=6), priority=st.integers(0, 1))
     def add_crowd(self, ranks, priority) -> None:

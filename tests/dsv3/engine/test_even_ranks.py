@@ -25,8 +25,8 @@ def test_backlogs_and_steps_are_even_while_prompts_wait(seed, ranks, mean):
         tokens >= driver.cfg.max_num_batched_tokens for tokens in waiting
     ):
         plan, _ = driver.step()
-        tokens = np.array([sum(c.stop - c.start for c in mine) for mine in plan.prefill.context])
-        assert imbalance(tokens) <= 1.05 or max(map(len, plan.prefill.context)) == 8, "rows were the limit"
+        tokens = np.array([sum(c.stop - c.start for c in mine) for mine in plan.prefill.context.chunks])
+        assert imbalance(tokens) <= 1.05 or max(map(len, plan.prefill.context.chunks)) == 8, "rows were the limit"
 
 
 @settings(max_examples=10, deadline=None)

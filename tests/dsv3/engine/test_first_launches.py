@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dsv3.config.engine import EngineConfig
-from dsv3.engine.device import first_launches
-from dsv3.engine.device.programs import Key, Programs
-from dsv3.engine.device.working import running
+from dsv3.engine import executor
+from dsv3.engine.device import devices as device_module
+from dsv3.engine.device.programs import Key, Programs, running
 from dsv3.engine.engine import Engine
 from dsv3.engine.parts import Parts
 from sharding.mesh import rank_mesh
@@ -27,7 +27,7 @@ LOOKUP = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
 
 @pytest.fixture(autouse=True)
 def on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_launches, "needed", lambda platform: True)
+    monkeypatch.setattr(executor, "first_launch_is_slower", lambda platform: True)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def check_nothing_is_left(engine: Engine, launched: Counter[Key]) -> None:
     jax.tree.map(np.testing.assert_array_equal, before, after)
     stats = engine.stats()
     assert (stats.pages_in_use, stats.prefix_hits, stats.steps, stats.prompt_tokens) == (0, 0, 0, 0)
-    assert not devices.handed
+    assert devices.decoded is None and devices.prefilled is None
 
 
 @pytest.mark.parametrize("make", [with_experts, lambda: drafting(**DRAFTS), lambda: drafting(**LOOKUP)])
@@ -107,8 +107,8 @@ def test_what_the_launches_take_beside_the_pool_is_logged(programs: Programs, mo
     engine = Engine(conftest.parts())
     engine.executor.devices.programs = programs
     used = iter([int(9e8), int(3.1e9)])
-    monkeypatch.setattr(first_launches, "beside_pool", lambda devices: next(used))
-    with caplog.at_level("INFO", first_launches.__name__):
+    monkeypatch.setattr(device_module, "beside_pool", lambda devices: next(used))
+    with caplog.at_level("INFO", device_module.__name__):
         engine.warm_up()
     assert "0.90 GB before these launches, 3.10 GB after" in caplog.text
 
@@ -132,7 +132,7 @@ def test_a_program_that_does_not_run_ends_the_start_by_its_name(programs: Progra
 def test_a_program_that_does_not_end_ends_the_start_by_its_name(programs: Programs, monkeypatch) -> None:
     engine = Engine(conftest.parts())
     engine.executor.devices.programs = programs
-    monkeypatch.setattr(first_launches, "_LIMIT_S", 0.0)
+    monkeypatch.setattr(device_module, "_LIMIT_S", 0.0)
     monkeypatch.setattr(type(jax.numpy.zeros(1)), "is_ready", lambda _: False)
     with pytest.raises(RuntimeError, match=r"the program .* fails .* it has not ended after 0 s"):
         engine.warm_up()

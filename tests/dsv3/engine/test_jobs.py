@@ -46,12 +46,12 @@ class DraftPlanner:
         self._planned, self._collected = 0, 0
 
     def plan(self, step: list[Planned]) -> list[Planned]:
-        if not any(job.kind == "sample" for job in step):
+        if not any(getattr(job.command, "sample", None) for job in step):
             return []
         self._planned += 1
         return [Planned("own_draft", DraftCommand(self._planned % 3 == 0))]
 
-    def collect(self, planned: Planned, results: list[np.ndarray], outputs: StepOutputs) -> None:
+    def collect(self, planned: Planned, results: tuple[()], outputs: StepOutputs) -> None:
         self._collected += 1
 
     def stats(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv3.engine.jobs.kept_experts import keep, start_from
+from dsv3.engine.jobs.experts import read_state, write_state
 from sharding.experts.eplb import balancedness, rebalance_experts
 from tests.dsv3.engine.test_balance import EXPERTS, drive, make_balancer
 
@@ -20,7 +20,7 @@ LIFE = 12  # steps in which an engine decides, and moves its experts
 
 @pytest.fixture
 def file(tmp_path) -> Path:
-    keep(tmp_path / "experts", SUITED, [LOAD, LOAD])
+    write_state(tmp_path / "experts", SUITED, [LOAD, LOAD])
     return tmp_path / "experts"
 
 
@@ -54,9 +54,9 @@ def test_engines_that_end_at_any_step_leave_the_places_before_a_move_or_after_it
     assert maps[0] != maps[1]
     for steps in lives:
         live(file, steps)
-        found = start_from(file, EXPERTS, FIRST)
+        found = read_state(file, EXPERTS, FIRST)
         assert found[0].phy2log.tolist() in maps if found else not file.exists()
-    assert live(file, LIFE).tolist() == start_from(file, EXPERTS, FIRST)[0].phy2log.tolist() == maps[1]
+    assert live(file, LIFE).tolist() == read_state(file, EXPERTS, FIRST)[0].phy2log.tolist() == maps[1]
 
 
 @pytest.mark.parametrize("name", ["write_bytes", "replace"])
@@ -74,11 +74,11 @@ def test_a_process_that_dies_as_it_writes_leaves_what_was_there(file, monkeypatc
 
     with monkeypatch.context() as patch, pytest.raises(Death):
         patch.setattr(Path, name, dies)
-        keep(file, FIRST, [])
-    kept, loads = start_from(file, EXPERTS, FIRST)
+        write_state(file, FIRST, [])
+    kept, loads = read_state(file, EXPERTS, FIRST)
     assert (kept.phy2log == SUITED.phy2log).all() and len(loads) == 2
-    keep(file, FIRST, [])
-    assert (start_from(file, EXPERTS, FIRST)[0].phy2log == FIRST.phy2log).all()
+    write_state(file, FIRST, [])
+    assert (read_state(file, EXPERTS, FIRST)[0].phy2log == FIRST.phy2log).all()
     assert not list(file.parent.glob(".*"))
 
 
@@ -94,7 +94,7 @@ def test_other_devices_get_a_map_that_suits_the_load(file, replicas, devices) ->
     machine = dataclasses.replace(EXPERTS.machine, gpus=devices)
     experts = dataclasses.replace(EXPERTS, num_replicas=replicas, machine=machine)
     first = rebalance_experts(np.ones((4, 16)), replicas, 1, 1, devices)
-    wanted, loads = start_from(file, experts, first)
+    wanted, loads = read_state(file, experts, first)
     assert wanted.phy2log.shape == (4, replicas) and wanted.logcnt.min() >= 1
     even = balancedness(LOAD, wanted, devices)
     assert (even >= balancedness(LOAD, rebalance_experts(LOAD, replicas, 1, 1, devices), devices) - 1e-9).all()
@@ -103,10 +103,10 @@ def test_other_devices_get_a_map_that_suits_the_load(file, replicas, devices) ->
 
 
 def test_without_a_load_the_first_map_stays(tmp_path) -> None:
-    keep(tmp_path / "experts", SUITED, [])
+    write_state(tmp_path / "experts", SUITED, [])
     experts = dataclasses.replace(EXPERTS, num_replicas=32)
     first = rebalance_experts(np.ones((4, 16)), 32, 1, 1, 8)
-    wanted, loads = start_from(tmp_path / "experts", experts, first)
+    wanted, loads = read_state(tmp_path / "experts", experts, first)
     assert wanted is first and not loads
 
 
@@ -115,18 +115,21 @@ def test_without_a_load_the_first_map_stays(tmp_path) -> None:
     [
         (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"x"), "damaged"),
         (lambda file: file.write_bytes(b""), "damaged"),
-        (lambda file: keep(file, rebalance_experts(np.ones((3, 16)), 24, 1, 1, 8), []), "3 layers of 16 experts"),
-        (lambda file: keep(file, SUITED._replace(phy2log=np.zeros((4, 24), np.int64)), []), "every expert"),
+        (
+            lambda file: write_state(file, rebalance_experts(np.ones((3, 16)), 24, 1, 1, 8), []),
+            "3 layers of 16 experts",
+        ),
+        (lambda file: write_state(file, SUITED._replace(phy2log=np.zeros((4, 24), np.int64)), []), "every expert"),
         (lambda file: (file.unlink(), file.mkdir()), "directory"),
     ],
     ids=["changed", "empty", "another model's", "experts missing", "a directory"],
 )
 def test_a_file_that_is_of_no_use_is_told_of(file, caplog, spoil, words) -> None:
     spoil(file)
-    assert start_from(file, EXPERTS, FIRST) is None
+    assert read_state(file, EXPERTS, FIRST) is None
     assert words in caplog.text
 
 
 def test_a_file_that_cannot_be_written_is_told_of(tmp_path, caplog) -> None:
-    keep(tmp_path / "nowhere" / "experts", SUITED, [LOAD])
+    write_state(tmp_path / "nowhere" / "experts", SUITED, [LOAD])
     assert "are not kept in" in caplog.text

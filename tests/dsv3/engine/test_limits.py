@@ -5,9 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
+from dsv3.config.declaration import options_of
 from dsv3.config.engine import EngineConfig
 from dsv3.config.model import YarnConfig
-from dsv3.config.options import EngineOptions
+from dsv3.config.options import EngineOptions, RunOptions
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.limits import Hardware, engine_config, longest_context, pages_of_one, with_pages
 from tests.dsv3.engine import toy
@@ -27,6 +28,22 @@ def test_the_device_decides_what_nobody_set() -> None:
     assert (cpu.max_num_seqs, cpu.max_num_batched_tokens) == (64, 1024)
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 8192)
     assert (cpu.max_model_len, cpu.num_pages) == (1000, 64 * 16)
+
+
+def test_what_a_running_engine_reads_is_as_it_was_given() -> None:
+    """An option is one field: limits have it without another edit."""
+    given = {
+        "seed": 7,
+        "kv_store": "/pages",
+        "max_num_queued_reqs": 3,
+        "tensor_parallel_size": 2,
+        "eplb_threshold": 0.5,
+    }
+    options = dataclasses.replace(SMALL, enable_expert_parallel=True, expert_overlap=False, **given)
+    cfg = with_five_pages(options)
+    names = [each.name for each in options_of(RunOptions)]
+    assert {name: getattr(cfg, name) for name in names} == {name: getattr(options, name) for name in names}
+    assert cfg.kv_offloading_size == 1.0 and given.items() <= {name: getattr(cfg, name) for name in names}.items()
 
 
 def test_requests_are_as_long_as_the_pages_are_many() -> None:

@@ -102,8 +102,8 @@ def test_an_engine_shows_its_steps(engine) -> None:
     assert engine.look() == look.Look([], None)
     run(engine, request("a", list(range(1, 40)), max_tokens=6, ignore_eos=True))
     steps = engine.look().steps
-    assert [job.kind for job in steps[0].jobs] == ["prefill", "sample"] and steps[0].jobs[0].amount == 39
-    assert [job.kind for job in steps[1].jobs] == ["decode", "sample"]
+    assert [job.kind for job in steps[0].jobs] == ["prefill"] and steps[0].jobs[0].amount == 39
+    assert [job.kind for job in steps[1].jobs] == ["decode"]
     for before, step in itertools.pairwise(steps):
         assert step.collected == before.launched
         assert before.ended <= step.began <= step.parts[0].at

@@ -18,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from dsv3.config.engine import EngineConfig
 from dsv3.engine.device.programs import Key, Programs
+from dsv3.engine.device.sampling import masked
 from dsv3.engine.engine import Engine
-from dsv3.engine.jobs.mask import MaskCommand, masked
+from dsv3.engine.jobs.sample import RowMasks
 from dsv3.engine.parts import Parts
 from dsv3.scheduler import grammars
 from dsv3.scheduler.grammars import GrammarStats
@@ -339,7 +340,7 @@ def test_logits_that_are_not_finite_fail_the_request(make_plain) -> None:
 def test_a_part_of_a_command_masks_the_rows_of_its_ranks() -> None:
     places = np.array([[0, 1], [2, 0], [3, 1]], np.int32)
     masks = np.arange(3 * 2 * 3, dtype=np.uint32).reshape(3, 2, 3)
-    command = MaskCommand("decode", places, masks)
+    command = RowMasks(places, masks)
     whole = command.whole(4, 2, 2, 3)
     assert (whole[0, 0] == 0xFFFFFFFF).all() and (whole[2, 0] == masks[1]).all()
     for first in (0, 2):

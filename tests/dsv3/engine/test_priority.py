@@ -84,7 +84,7 @@ def test_chunks_of_later_prompts_come_last():
     driver.step()
     driver.add("now", 100)
     plan, _ = driver.step()
-    chunks = [(name_of(c.sequence.id), c.stop - c.start) for c in plan.prefill.context[0]]
+    chunks = [(name_of(c.sequence.id), c.stop - c.start) for c in plan.prefill.context.chunks[0]]
     assert chunks == [("now", 100), ("batch", 28)]
 
 

@@ -23,13 +23,12 @@ class Cramped(Driver):
     def _results(self, job):
         if job.kind == "decode":
             live = (job.command.rows[..., 0] < self.cfg.max_num_seqs).sum(axis=1).max()
-            self.overflowed = live > self.rows
-        elif job.kind == "prefill":
-            self.overflowed = max(sum(c.stop - c.start for c in mine) for mine in job.context) > self.tokens
-        if job.kind != "sample":
-            return [np.full((1, 4), self.cfg.max_num_seqs + self.overflowed, np.int32)]
-        [tokens] = super()._results(job)
-        return [np.full_like(tokens, -2) if self.overflowed else tokens]
+            overflowed = live > self.rows
+        else:
+            overflowed = max(sum(c.stop - c.start for c in mine) for mine in job.context.chunks) > self.tokens
+        slots, results = np.full((1, 4), self.cfg.max_num_seqs + overflowed, np.int32), super()._results(job)
+        sampled = tuple(np.full_like(tokens, -2) if overflowed else tokens for tokens in results.sampled)
+        return results._replace(slots=slots, sampled=sampled)
 
 
 def live_rows(driver: Driver, step: Step) -> list[int]:
@@ -94,7 +93,7 @@ def test_prompts_are_computed_again_in_smaller_chunks() -> None:
         step, outputs = driver.step()
         tokens += sum(len(output.token_ids) for output in outputs)
         if step.prefill:
-            spans += [(c.start, c.stop) for mine in step.prefill.context for c in mine]
+            spans += [(c.start, c.stop) for mine in step.prefill.context.chunks for c in mine]
             assert step.prefill.command.has_context == (spans[-1][0] > 0)
             pages = pages or list(long.pages)
             assert long.pages[: len(pages)] == pages
@@ -110,7 +109,7 @@ def test_a_prompt_whose_first_token_was_void_gets_another_one() -> None:
     chunks, tokens = [], []
     for _ in range(20):
         step, outputs = driver.step()
-        chunks += [(c.start, c.stop) for mine in step.prefill.context for c in mine] if step.prefill else []
+        chunks += [(c.start, c.stop) for mine in step.prefill.context.chunks for c in mine] if step.prefill else []
         tokens += [token for output in outputs for token in output.token_ids]
     assert chunks == [(0, 40), (0, 40), (0, 32), (32, 40)]
     assert tokens == [1] * 5

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv3.engine.device import sampling
-from dsv3.engine.device.samplers import Sampler, sampler_for, samplers
+from dsv3.engine.jobs.sample import Sampler, sampler_for, samplers
 from dsv3.scheduler.sequence import DRAWN, FILTERED, FULL, GREEDY
 
 VARIANTS = (GREEDY, DRAWN, FILTERED, FULL)

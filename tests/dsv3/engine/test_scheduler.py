@@ -9,7 +9,7 @@ from dsv3.config.engine import EngineConfig, bucket
 from dsv3.engine.job import EngineView, Planned
 from dsv3.engine.jobs.decode import DecodePlanner
 from dsv3.engine.jobs.prefill import PrefillPlanner
-from dsv3.engine.jobs.sample import SamplePlanner
+from dsv3.engine.jobs.sample import ForwardResults
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler import yielding
 from dsv3.scheduler.codes import NOTHING
@@ -31,9 +31,8 @@ class Step:
     def __bool__(self) -> bool:
         return bool(self.jobs)
 
-    def _of(self, kind: str, source: str | None = None) -> Planned | None:
-        found = [j for j in self.jobs if j.kind == kind and (source is None or j.command.source == source)]
-        return found[0] if found else None
+    def _of(self, kind: str) -> Planned | None:
+        return next((j for j in self.jobs if j.kind == kind), None)
 
     @property
     def prefill(self) -> Planned | None:
@@ -43,10 +42,10 @@ class Step:
     def decode(self) -> Planned | None:
         return self._of("decode")
 
-    def sampled(self, source: str) -> list[str]:
+    def sampled(self, kind: str) -> list[str]:
         """Names of the requests that get a token."""
-        job = self._of("sample", source)
-        return [] if job is None else [*map(name_of, job.context.ids.tolist())]
+        job = self._of(kind)
+        return [] if job is None or job.command.sample is None else [*map(name_of, job.context.rows.ids.tolist())]
 
 
 class Driver:
@@ -61,7 +60,7 @@ class Driver:
         self.accepted = accepted
         self.scheduler = Scheduler(self.cfg, VOCAB)
         view = EngineView(self.scheduler, None)
-        planners = {"decode": DecodePlanner, "prefill": PrefillPlanner, "sample": SamplePlanner}
+        planners = {"decode": DecodePlanner, "prefill": PrefillPlanner}
         self.planners = {name: make(view) for name, make in planners.items()}
         self.in_flight = None
 
@@ -92,17 +91,17 @@ class Driver:
             self.scheduler.pages.collect(before[0])
         return Step(jobs), list(outputs)
 
-    def _results(self, job: Planned) -> list[np.ndarray]:
-        if job.kind != "sample":
-            return []
-        width = self.cfg.tokens_per_row if job.command.source == "decode" else 1
+    def _results(self, job: Planned) -> ForwardResults:
+        if job.command.sample is None:
+            return ForwardResults()
+        width = self.cfg.tokens_per_row if job.kind == "decode" else 1
         tokens = np.full((self.cfg.num_ranks, 64, width), NOTHING, np.int32)
         tokens[..., : self.accepted] = 1
-        return [tokens]
+        return ForwardResults(sampled=(tokens,))
 
 
 def _chunks(plan):
-    return [[(name_of(c.sequence.id), c.start, c.stop) for c in mine] for mine in plan.prefill.context]
+    return [[(name_of(c.sequence.id), c.start, c.stop) for c in mine] for mine in plan.prefill.context.chunks]
 
 
 def test_a_long_prompt_comes_in_chunks_and_leaves_room_for_decode():
@@ -183,7 +182,7 @@ def test_requests_spread_over_ranks_and_stay():
     for i in range(7):
         driver.add(str(i), 5, token=i)
     plan, _ = driver.step()
-    assert [len(mine) for mine in plan.prefill.context] == [2, 2, 2]
+    assert [len(mine) for mine in plan.prefill.context.chunks] == [2, 2, 2]
     assert [name_of(s.id) for s in driver.scheduler.waiting] == ["6"]
     decode = driver.step()[0].decode
     assert decode.command.rows.shape == (3, 2, 3)

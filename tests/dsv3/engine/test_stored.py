@@ -22,8 +22,7 @@ from dsv3.engine import build, stored
 from dsv3.engine.build import bundled_model, load_parts
 from dsv3.engine.cluster import start
 from dsv3.engine.device.programs import Key, Programs, ProgramSpec
-from dsv3.engine.stored import ProgramStore
-from dsv3.engine.unused import KEPT_S, vouches
+from dsv3.engine.stored import KEPT_S, ProgramStore, vouches
 from pallas_kernels import backend
 from pallas_kernels.backend import Backend
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dsv3.config.model import ModelConfig
 from dsv3.engine.functions import SpreadExperts, StepFunctions
-from dsv3.engine.jobs.experts import ExpertsWorker, MoveCommand
+from dsv3.engine.jobs.experts import ExpertsWorker
 from dsv3.kv_cache.layout import Pool
 from dsv3.model.batch import DecodeBatch, PrefillBatch
 from sharding.experts.eplb import ExpertMap, rebalance_experts
@@ -81,7 +81,7 @@ def functions(mesh: Mesh) -> StepFunctions:
     return StepFunctions(prefill, decode, toy.logits, _SPECS, experts, lambda program: Traffic())
 
 
-Move = Callable[[ExpertsWorker, MoveCommand], jax.Array]
+Move = Callable[[ExpertsWorker, tuple[np.ndarray, ...]], jax.Array]
 
 
 def ending(move: Move, order: Path) -> Move:
@@ -90,9 +90,9 @@ def ending(move: Move, order: Path) -> Move:
     The leader gets it before its part of that move, when the others have been told of it; a follower behind its part.
     """
 
-    def moves(worker: ExpertsWorker, command: MoveCommand) -> jax.Array:
-        ends = int(command.layer) == LAYERS - 1 and order.exists()
-        intact = None if ends and jax.process_index() == 0 else move(worker, command)
+    def moves(worker: ExpertsWorker, arrays: tuple[np.ndarray, ...]) -> jax.Array:
+        ends = int(arrays[0]) == LAYERS - 1 and order.exists()
+        intact = None if ends and jax.process_index() == 0 else move(worker, arrays)
         if ends:
             number = int(order.read_text())
             order.unlink()

@@ -5,13 +5,11 @@ import dataclasses
 import msgspec
 import numpy as np
 
-from dsv3.engine.aside import News
 from dsv3.engine.cluster import messages
 from dsv3.engine.engine import Engine
 from dsv3.engine.executor import InFlight, LocalExecutor, Results
-from dsv3.engine.job import Job, StepCommand
-from dsv3.engine.jobs.page_aside import PagesAside
-from dsv3.engine.jobs.page_command import PagesCommand
+from dsv3.engine.job import Job, News, StepCommand
+from dsv3.engine.jobs.pages import PagesAside, PagesCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
 from dsv3.engine.parts import Parts
 

@@ -27,8 +27,7 @@ from dsv3.config.declaration import options_of
 from dsv3.config.model import ModelConfig
 from dsv3.config.options import EngineOptions
 from dsv3.engine.device.layout import Layout
-from dsv3.engine.device.programs import Programs
-from dsv3.engine.device.working import ReadPrograms, measure
+from dsv3.engine.device.programs import Programs, ReadPrograms, measure
 from dsv3.engine.dtypes import EngineDtypes
 from dsv3.engine.executor import lay_out
 from dsv3.engine.jobs.registry import JOB_KINDS

@@ -16,8 +16,7 @@ from rich.console import Console
 from benchmarks import overlap_orders
 from configs.deepseek_v3 import DEEPSEEK_V3
 from configs.deployments import DECODE_EP144
-from dsv3.engine.device.programs import Key
-from dsv3.engine.device.working import largest
+from dsv3.engine.device.programs import Key, largest
 from dsv3.engine.memory import local_bytes
 from dsv3.model import AttentionForm
 from pallas_kernels.multiprocessors import Multiprocessors, traced

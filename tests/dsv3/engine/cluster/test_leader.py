@@ -38,8 +38,8 @@ from dsv3.engine.cluster.wire import connect
 from dsv3.engine.errors import ClusterError
 from dsv3.engine.job import Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
-from dsv3.engine.jobs.mask import MaskCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
+from dsv3.engine.jobs.sample import RowMasks, SampleCommand
 from dsv3.engine.kernel_checks import Replaced
 from tests.dsv3.engine.cluster import local
 
@@ -541,9 +541,9 @@ def test_masks_of_many_requests_reach_the_follower(lead) -> None:
     led, _, received = both(lead)
     places = np.array([[1, i] for i in range(1100)], np.int32)
     masks = np.full((len(places), 4, 4040), 7, np.uint32)
-    led.leader.send(StepCommand(1, (Job("mask", MaskCommand("decode", places, masks)),)))
+    led.leader.send(StepCommand(1, (Job("decode", SampleCommand(2, masks=RowMasks(places, masks))),)))
     [job] = messages.command_of(next(received), JOB_KINDS).jobs
-    np.testing.assert_array_equal(job.command.masks, masks)
+    np.testing.assert_array_equal(job.command.masks.masks, masks)
     assert led.failures.empty()
 
 

@@ -14,11 +14,10 @@ from dsv3.engine.cluster import messages
 from dsv3.engine.cluster.messages import Build, Digest, Failed, Hello, Step, Stop
 from dsv3.engine.job import Command, Job, StepCommand
 from dsv3.engine.jobs.decode import DecodeCommand
-from dsv3.engine.jobs.experts import ExpertsCommand, MoveCommand
+from dsv3.engine.jobs.experts import ExpertsCommand
 from dsv3.engine.jobs.prefill import PrefillCommand
-from dsv3.engine.jobs.prompt_logprobs import PromptLogprobsCommand
 from dsv3.engine.jobs.registry import JOB_KINDS
-from dsv3.engine.jobs.sample import Adjustment, SampleCommand
+from dsv3.engine.jobs.sample import Adjustment, RowMasks, SampleCommand
 
 ARRAYS = hnp.arrays(
     st.sampled_from(["int32", "bool", "float32", "int64", "uint8"]),
@@ -27,24 +26,28 @@ ARRAYS = hnp.arrays(
 ADJUSTED = ("tokens", "bias_ids", "bias", "forbidden_ids")
 COUNTS = st.integers(0, 2**31 - 1)
 ADJUSTMENTS = st.builds(Adjustment, rank=COUNTS, slot=COUNTS, prompt_length=COUNTS, **dict.fromkeys(ADJUSTED, ARRAYS))
+SAMPLES = st.builds(
+    SampleCommand,
+    st.integers(0, 2),
+    st.booleans(),
+    st.lists(ADJUSTMENTS, max_size=2),
+    COUNTS,
+    st.none() | st.builds(RowMasks, ARRAYS, ARRAYS),
+)
+BATCHES = st.tuples(COUNTS, ARRAYS, ARRAYS, ARRAYS, st.booleans(), st.booleans())
 JOBS = st.one_of(
-    st.builds(PrefillCommand, COUNTS, ARRAYS, ARRAYS, ARRAYS, st.booleans(), st.booleans()),
-    st.builds(PromptLogprobsCommand, COUNTS),
-    st.builds(DecodeCommand, ARRAYS, st.integers(1, 8)),
+    st.builds(lambda batch, last: Job("prefill", PrefillCommand(*batch, sample=last)), BATCHES, st.none() | SAMPLES),
     st.builds(
-        SampleCommand,
-        st.sampled_from(["prefill", "decode"]),
-        st.integers(0, 2),
-        st.booleans(),
-        st.lists(ADJUSTMENTS, max_size=2),
-        COUNTS,
+        lambda rows, width, sample: Job("decode", DecodeCommand(rows, width, sample=sample)),
+        ARRAYS, st.integers(1, 8), st.none() | SAMPLES,
     ),
-    st.builds(ExpertsCommand, st.booleans(), st.lists(st.builds(MoveCommand, *[ARRAYS] * 4), max_size=2)),
-)
-NAMES = {kind.command: kind.name for kind in JOB_KINDS}
-COMMANDS = st.builds(
-    StepCommand, st.integers(0, 2**40), st.lists(JOBS).map(lambda jobs: tuple(Job(NAMES[type(j)], j) for j in jobs))
-)
+    st.builds(Job, st.sampled_from(["prefill", "decode"]), SAMPLES),
+    st.builds(
+        lambda read, moves: Job("experts", ExpertsCommand(read, moves)),
+        st.booleans(), st.lists(st.tuples(*[ARRAYS] * 4), max_size=2),
+    ),
+)  # fmt: skip
+COMMANDS = st.builds(StepCommand, st.integers(0, 2**40), st.lists(JOBS).map(tuple))
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -114,7 +117,7 @@ def test_messages_are_not_taken_in_the_wrong_direction() -> None:
     ],
 )
 def test_arrays_that_do_not_fit_together_are_refused(array: Any) -> None:
-    job = msgspec.msgpack.encode({"rows": array, "width": 1})
+    job = msgspec.msgpack.encode({"type": 0, "rows": array, "width": 1})
     with pytest.raises(msgspec.ValidationError):
         messages.command_of(Step(1, [("decode", msgspec.Raw(job))]), JOB_KINDS)
 

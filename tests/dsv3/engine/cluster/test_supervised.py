@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dsv3.engine.jobs.kept_experts import start_from
+from dsv3.engine.jobs.experts import read_state
 from sharding.mesh import rank_mesh
 from tests.dsv3.engine import toy, toy_experts
 from tests.dsv3.engine.cluster import instances
@@ -82,7 +82,7 @@ def kept(file):
     if not file.exists():
         return toy_experts.FIRST.logcnt[0].tolist()
     experts = toy_experts.spread_over(rank_mesh(jax.devices()[:2], 2))
-    found, loads = start_from(file, experts, toy_experts.FIRST)
+    found, loads = read_state(file, experts, toy_experts.FIRST)
     assert (found.phy2log == found.phy2log[0]).all() and np.min(loads, initial=0) >= 0
     return found.logcnt[0].tolist()
 

@@ -21,21 +21,19 @@ from typing import Any
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 
 import jax
-import numpy as np
 from jax._src import distributed  # what processes tell each other through jax has no public name
 
 from dsv3.config.engine import EngineConfig
 from dsv3.config.options import ClusterOptions, EngineOptions
-from dsv3.engine import kernel_checks
+from dsv3.engine import executor, kernel_checks
 from dsv3.engine.cluster import ahead, follower
 from dsv3.engine.cluster.lead import start_leader
-from dsv3.engine.compilation import use_compilation_cache
-from dsv3.engine.device import first_launches
 from dsv3.engine.device.programs import Key, Programs
 from dsv3.engine.executor import LocalExecutor
 from dsv3.engine.functions import StepFunctions
 from dsv3.engine.jobs import experts
 from dsv3.engine.parts import Parts
+from dsv3.engine.stored import use_compilation_cache
 from dsv3.kv_cache.tiers import arena, tiers
 from dsv3.scheduler.sequence import GREEDY
 from dsv3.server.engine.factory import describe
@@ -57,7 +55,7 @@ def load(model_dir: Path, options: EngineOptions, *, num_nodes: int, shapes: boo
 
     use_compilation_cache(options.compilation_cache_dir)
     Programs.keys = _few_keys  # of the rest each process compiles what it needs
-    first_launches.needed = lambda platform: True
+    executor.first_launch_is_slower = lambda platform: True
     Programs.__init__, jax.stages.Lowered.compile = _for_gpus, _compile_as_for_gpus
     devices = jax.devices()
     limits = {"num_ranks": len(devices), "num_processes": jax.process_count(), "num_nodes": num_nodes} | LIMITS
@@ -135,10 +133,10 @@ def start(start: Start, host):
 def _diverging(step: int):
     fetch = LocalExecutor.fetch
 
-    def other(executor, in_flight) -> list[list[np.ndarray]]:
+    def other(executor, in_flight) -> list[Any]:
         results = fetch(executor, in_flight)
         late = in_flight.command.number >= step
-        return [[array + 1 for array in arrays] for arrays in results] if late else results
+        return jax.tree.map(lambda array: array + 1, results) if late else results
 
     return other
 

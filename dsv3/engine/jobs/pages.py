@@ -123,8 +123,6 @@ def open_tiers(parts: Parts, events: EventQueue | None = None, process_id: int =
     on_host, on_store = (
         None if events is None else EventSource(events, medium, ranks) for medium in ("CPU", "STORAGE")
     )
-        None if events is None else EventSource(events, medium, ranks) for medium in ("CPU", "STORAGE")
-    )
     arena = Arena(memory.array, size, cells, on_host)
     gib, found = cfg.kv_offloading_size, len(arena)
     _log.info("host memory in %s: %g GiB, room for %d pages, %d found again", memory.path, gib, cells, found)

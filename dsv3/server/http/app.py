@@ -29,15 +29,12 @@ from dsv3.server.answers.reading import read_request
 from dsv3.server.answers.schema import DetokenizeRequest, TokenizeRequest
 from dsv3.server.answers.service import Service
 from dsv3.server.budget import Holding
-from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
+from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, require_operator, tenant_of
 from dsv3.server.http.batches import batch_routes
 from dsv3.server.http.bodies import ClientGone, Handler, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
-from dsv3.server.http.errors import path_of, response_of
-from dsv3.server.http.exchange import SUMMARY
+from dsv3.server.http.exchange import EXTENSION, SUMMARY, Writer, path_of, response_of
 from dsv3.server.http.openapi import described_path, openapi
-from dsv3.server.http.operator import require_operator, tenant_of
-from dsv3.server.http.writer import EXTENSION, Writer
 
 
 class EventStream(Response):

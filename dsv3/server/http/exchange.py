@@ -5,6 +5,7 @@ import functools
 import http
 import logging
 import re
+import sys
 import time
 import uuid
 from collections.abc import Callable, MutableMapping
@@ -12,13 +13,195 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import unquote
 
-from starlette.types import ASGIApp
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope
 
 from dsv3.server.answers.answer import Summary
-from dsv3.server.http.access import Access
+from dsv3.server.answers.errors import ApiError
+from dsv3.server.answers.faces.messages_schema import MESSAGES, messages_envelope
 from dsv3.server.http.wire import Head
-from dsv3.server.http.writer import Writer
 from dsv3.server.tenants import Tenant
+
+# Errors as HTTP responses.
+
+
+def response_of(error: ApiError, path: str = "") -> Response:
+    """Returns the response for an error at a path, with the headers that belong to its status.
+
+    The JSON is OpenAI's, and Anthropic's where the path is one of theirs.
+    """
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    content = messages_envelope(error) if path.startswith(MESSAGES) else error.envelope()
+    return Response(content, error.status, headers, media_type="application/json")
+
+
+def path_of(scope: Scope) -> str:
+    """Returns the path by which `response_of` chooses the shape: Anthropic's clients name their API on every route."""
+    return MESSAGES if any(name == b"anthropic-version" for name, _ in scope["headers"]) else scope["path"]
+
+
+# The access log: a line of JSON per request, without query, body or key.
+
+
+_access_log = logging.getLogger("dsv3.access")
+
+
+class Access(msgspec.Struct, frozen=True):
+    """One request; `complete` says whether the client was sent all of the response, `bytes` how much of it.
+
+    `tenant` is null without a key that the server knows. The last four are those of an answer, null for what is none;
+    its tokens are those told so far where the client has gone. `first_token_s` counts from the request's arrival.
+    """
+
+    time: float
+    request_id: str
+    tenant: str | None
+    method: str
+    path: str
+    status: int
+    seconds: float
+    bytes: int
+    complete: bool
+    model: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    first_token_s: float | None = None
+
+
+def log_access(access: Access) -> None:
+    """Logs a request."""
+    _access_log.info("%s", msgspec.json.encode(access).decode())
+
+
+def begin_access_log() -> None:
+    """Has the lines written to standard error as they are."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    _access_log.addHandler(handler)
+    _access_log.setLevel(logging.INFO)
+    _access_log.propagate = False
+
+
+# What goes out on a connection: whole replies in pieces, streamed events, and the deadline of both.
+
+
+EXTENSION = "dsv3.writer"
+"""Key of the connection's `Writer` in an ASGI scope's extensions."""
+
+_PIECE_BYTES = 64 * 1024
+
+
+class Writer:
+    """A connection, for the responses on it.
+
+    A client that takes nothing for `deadline_s` seconds is cut off, whatever is sent to it, and what was meant for it
+    is forgotten at once. A task's wake-up costs more than making a token's event, so a stream that has sent its head
+    writes its chunks to the transport itself.
+    """
+
+    def __init__(self, transport: asyncio.Transport, deadline_s: float):
+        self.num_bytes = 0
+        self._transport, self._deadline_s = transport, deadline_s
+        self._is_closing = False
+        self._is_chunked = True
+        self._on_pause: Callable[[], None] | None = None
+        self._on_resume: Callable[[], None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_ready = asyncio.Event()
+        self._is_ready.set()
+
+    def claim(self, http_version: str, on_pause: Callable[[], None], on_resume: Callable[[], None]) -> None:
+        """Has a response told when the client's reading holds it up, and when it may go on."""
+        self._is_chunked = http_version == "1.1"
+        self._on_pause, self._on_resume = on_pause, on_resume
+
+    def free(self) -> None:
+        """Ends what `claim` began."""
+        self._on_pause = self._on_resume = None
+
+    def write(self, data: bytes) -> None:
+        """Writes the lines of one server-sent event as a chunk of the body."""
+        if self.is_closing:
+            return
+        if self._is_chunked:
+            self._transport.write(b"%x\r\n%b\n\n\r\n" % (len(data) + 2, data))
+        else:
+            self._transport.write(b"%b\n\n" % data)
+        self.num_bytes += len(data)
+
+    async def send(self, data: bytes) -> None:
+        """Writes bytes as the client takes them, so that the transport holds few of them."""
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE_BYTES):
+            await self._is_ready.wait()
+            if self.is_closing:
+                return
+            self._transport.write(view[start : start + _PIECE_BYTES])
+            self.num_bytes += len(view[start : start + _PIECE_BYTES])
+
+    def pause(self) -> None:
+        """Notes that the client reads more slowly than it is written to."""
+        self._is_ready.clear()
+        self._start_clock()
+        if self._on_pause is not None:
+            self._on_pause()
+
+    def resume(self) -> None:
+        """Notes that the client has read."""
+        self._is_ready.set()
+        if not self._is_closing:
+            self.stop_clock()
+        if self._on_resume is not None:
+            self._on_resume()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing is written any more."""
+        return self._is_closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Closes the connection when all is written, within the deadline."""
+        self._is_closing = True
+        self._transport.close()
+        self._start_clock()
+
+    def half_close(self, seconds: float) -> None:
+        """Lets the client read what is written and know that it was the last; closes the connection after `seconds`.
+
+        A connection that is closed while its client still writes is reset, and then the client may not see the answer.
+        """
+        self._is_closing = True
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()  # TLS: reads and drops what comes until the client closes its end
+        self.stop_clock()
+        self._start_clock(seconds)
+
+    def abort(self) -> None:
+        """Closes the connection now, and forgets what is not written."""
+        self._transport.abort()
+
+    def lost(self) -> None:
+        """Notes that the connection is closed."""
+        self.free()
+        self.stop_clock()
+        self._is_ready.set()
+
+    def stop_clock(self) -> None:
+        """Lets the deadline go."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _start_clock(self, seconds: float | None = None) -> None:
+        if self._deadline is None:
+            delay = self._deadline_s if seconds is None else seconds
+            self._deadline = asyncio.get_running_loop().call_later(delay, self._transport.abort)
+
 
 REQUEST_ID = "dsv3.request_id"
 """Key of the request's id, a text, in an ASGI scope's extensions."""

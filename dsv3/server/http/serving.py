@@ -12,12 +12,9 @@ from dsv3.config.server_options import ServerOptions
 from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineUnavailable
-from dsv3.server.http.access import begin_access_log, log_access
-from dsv3.server.http.admission import Admission, max_admitted
 from dsv3.server.http.app import make_app
-from dsv3.server.http.listening import HttpServer
-from dsv3.server.http.protocol import Site
-from dsv3.server.http.tls import certificate_of
+from dsv3.server.http.exchange import begin_access_log, log_access
+from dsv3.server.http.listening import Admission, HttpServer, Site, certificate_of, max_admitted
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
 _FAREWELL_S = 2.0

@@ -19,11 +19,9 @@ from hypothesis import strategies as st
 
 from dsv3.server.config import Deadlines
 from dsv3.server.http import wire
-from dsv3.server.http.admission import Admission, max_admitted
-from dsv3.server.http.listening import HttpServer
-from dsv3.server.http.protocol import Site
+from dsv3.server.http.exchange import EXTENSION
+from dsv3.server.http.listening import Admission, HttpServer, Site, max_admitted
 from dsv3.server.http.server import bind
-from dsv3.server.http.writer import EXTENSION
 from tests.dsv3.server import serving
 from tests.dsv3.server.conftest import KEY
 

@@ -26,8 +26,8 @@ from dsv3.server.budget import Budget
 from dsv3.server.engine.client import EngineUnavailable
 from dsv3.server.http.app import EventStream, make_router
 from dsv3.server.http.bodies import ClientGone, unless_disconnected
-from dsv3.server.http.protocol import Connection
-from dsv3.server.http.writer import EXTENSION, Writer
+from dsv3.server.http.exchange import EXTENSION, Writer
+from dsv3.server.http.listening import Connection
 from dsv3.server.workers import SMALL_BYTES, WorkersBusy
 from tests.dsv3.server.test_connections import on_a_server
 

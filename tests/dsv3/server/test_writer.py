@@ -2,7 +2,7 @@
 
 import asyncio
 
-from dsv3.server.http.writer import Writer
+from dsv3.server.http.exchange import Writer
 
 
 class Transport:

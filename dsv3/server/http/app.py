@@ -33,7 +33,7 @@ from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopba
 from dsv3.server.http.batches import batch_routes
 from dsv3.server.http.bodies import ClientGone, Handler, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
-from dsv3.server.http.exchange import EXTENSION, SUMMARY, Writer, path_of, response_of
+from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, path_of, response_of
 from dsv3.server.http.openapi import described_path, openapi
 
 
@@ -52,13 +52,13 @@ class EventStream(Response):
         self.background = None
         self._answer, self._on_close = answer, on_close
         self._waiting: list[bytes] = []
-        self._writer: Writer | None = None
+        self._writer: ResponseWriter | None = None
         self._has_begun = asyncio.Event()
         self._ended: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer: Writer = scope["extensions"][EXTENSION]
+        writer: ResponseWriter = scope["extensions"][WRITER]
         try:
             await unless_disconnected(receive, self._stream(writer, scope, receive, send))
         except ClientGone:
@@ -68,7 +68,7 @@ class EventStream(Response):
             self._on_close()
             writer.free()
 
-    async def _stream(self, writer: Writer, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, writer: ResponseWriter, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._answer.start(self._on_event, self._on_end)
         except ApiError as error:

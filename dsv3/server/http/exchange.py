@@ -5,7 +5,6 @@ import functools
 import http
 import logging
 import re
-import sys
 import time
 import uuid
 from collections.abc import Callable, MutableMapping
@@ -13,7 +12,6 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import unquote
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
@@ -23,7 +21,27 @@ from dsv3.server.answers.faces.messages_schema import MESSAGES, messages_envelop
 from dsv3.server.http.wire import Head
 from dsv3.server.tenants import Tenant
 
-# Errors as HTTP responses.
+# Keys in an ASGI scope's extensions.
+WRITER = "dsv3.writer"
+"""The connection's `ResponseWriter`."""
+
+ADMIT = "dsv3.admit"
+"""A function: returns whether the connection's request may be worked on."""
+
+REQUEST_ID = "dsv3.request_id"
+"""The request's id, a text."""
+
+TENANT = "dsv3.tenant"
+"""The tenant that sent the request; absent on a server without API keys."""
+
+SUMMARY = "dsv3.summary"
+"""A function that returns the `Summary` of the answer; absent where there is none."""
+
+_log = logging.getLogger("dsv3.server")
+_PIECE_BYTES = 64 * 1024
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_MAX_LOGGED_PATH = 1024
+_CLOSE = (b"connection", b"close")
 
 
 def response_of(error: ApiError, path: str = "") -> Response:
@@ -43,59 +61,8 @@ def path_of(scope: Scope) -> str:
     return MESSAGES if any(name == b"anthropic-version" for name, _ in scope["headers"]) else scope["path"]
 
 
-# The access log: a line of JSON per request, without query, body or key.
-
-
-_access_log = logging.getLogger("dsv3.access")
-
-
-class Access(msgspec.Struct, frozen=True):
-    """One request; `complete` says whether the client was sent all of the response, `bytes` how much of it.
-
-    `tenant` is null without a key that the server knows. The last four are those of an answer, null for what is none;
-    its tokens are those told so far where the client has gone. `first_token_s` counts from the request's arrival.
-    """
-
-    time: float
-    request_id: str
-    tenant: str | None
-    method: str
-    path: str
-    status: int
-    seconds: float
-    bytes: int
-    complete: bool
-    model: str | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    first_token_s: float | None = None
-
-
-def log_access(access: Access) -> None:
-    """Logs a request."""
-    _access_log.info("%s", msgspec.json.encode(access).decode())
-
-
-def begin_access_log() -> None:
-    """Has the lines written to standard error as they are."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    _access_log.addHandler(handler)
-    _access_log.setLevel(logging.INFO)
-    _access_log.propagate = False
-
-
-# What goes out on a connection: whole replies in pieces, streamed events, and the deadline of both.
-
-
-EXTENSION = "dsv3.writer"
-"""Key of the connection's `Writer` in an ASGI scope's extensions."""
-
-_PIECE_BYTES = 64 * 1024
-
-
-class Writer:
-    """A connection, for the responses on it.
+class ResponseWriter:
+    """A connection, for the responses on it: whole replies in pieces, and streamed events.
 
     A client that takes nothing for `deadline_s` seconds is cut off, whatever is sent to it, and what was meant for it
     is forgotten at once. A task's wake-up costs more than making a token's event, so a stream that has sent its head
@@ -203,29 +170,14 @@ class Writer:
             self._deadline = asyncio.get_running_loop().call_later(delay, self._transport.abort)
 
 
-REQUEST_ID = "dsv3.request_id"
-"""Key of the request's id, a text, in an ASGI scope's extensions."""
-
-TENANT = "dsv3.tenant"
-"""Key of the tenant that sent the request, there too; absent on a server without API keys."""
-
-SUMMARY = "dsv3.summary"
-"""Key of a function that returns the `Summary` of the answer, there too; absent where there is none."""
-
-_log = logging.getLogger("dsv3.server")
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_MAX_LOGGED_PATH = 1024
-_CLOSE = (b"connection", b"close")
-
-
-class Exchange:
+class HttpExchange:
     """One request and its response.
 
     `on_read` is called when the application wants more of the body, `on_end` when the response is complete. What it
     never asks for is never parsed.
     """
 
-    def __init__(self, head: Head, writer: Writer, on_read: Callable[[], None], on_end: Callable[[], None]):
+    def __init__(self, head: Head, writer: ResponseWriter, on_read: Callable[[], None], on_end: Callable[[], None]):
         self.body = bytearray()
         self.is_received = False
         self.is_read = False
@@ -270,25 +222,30 @@ class Exchange:
             else:
                 self._writer.abort()
 
-    def access(self) -> Access:
-        """Returns the line of the access log; status 499: the client had gone."""
+    def access(self) -> dict[str, object]:
+        """Returns the line of the access log; status 499: the client had gone.
+
+        `complete` says whether the client was sent all of the response, `bytes` how much of it. `tenant` is None
+        without a key that the server knows. The last four are those of an answer, None for what is none; its tokens
+        are those told so far where the client has gone. `first_token_s` counts from the request's arrival.
+        """
         answer = self._summary
         first = None if answer is None else answer.first_token_at
-        return Access(
-            time=round(time.time(), 3),
-            request_id=self.request_id,
-            tenant=None if self._tenant is None else self._tenant.name,
-            method=self._head.method,
-            path=self._head.target.partition(b"?")[0].decode("ascii")[:_MAX_LOGGED_PATH],
-            status=self.status or 499,
-            seconds=round(time.monotonic() - self._began, 6),
-            bytes=self._writer.num_bytes - self._num_bytes_before,
-            complete=self.is_complete,
-            model=None if answer is None else answer.model,
-            prompt_tokens=None if answer is None else answer.prompt_tokens,
-            completion_tokens=None if answer is None else answer.completion_tokens,
-            first_token_s=None if first is None else round(first - self._began, 6),
-        )
+        return {
+            "time": round(time.time(), 3),
+            "request_id": self.request_id,
+            "tenant": None if self._tenant is None else self._tenant.name,
+            "method": self._head.method,
+            "path": self._head.target.partition(b"?")[0].decode("ascii")[:_MAX_LOGGED_PATH],
+            "status": self.status or 499,
+            "seconds": round(time.monotonic() - self._began, 6),
+            "bytes": self._writer.num_bytes - self._num_bytes_before,
+            "complete": self.is_complete,
+            "model": None if answer is None else answer.model,
+            "prompt_tokens": None if answer is None else answer.prompt_tokens,
+            "completion_tokens": None if answer is None else answer.completion_tokens,
+            "first_token_s": None if first is None else round(first - self._began, 6),
+        }
 
     async def _fail(self) -> None:
         self.keeps_alive = False

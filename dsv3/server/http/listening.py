@@ -1,42 +1,45 @@
-"""Accepts connections on a listener, and closes them in the end."""
+"""The server of HTTP/1.1 beneath an ASGI application: its listener, its connections, how many there may be, TLS.
+
+A connection takes requests one at a time, in slices, and ends where framing or a deadline says so.
+"""
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import resource
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import ASGIApp
 
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.config import Deadlines
-from dsv3.server.http.exchange import EXTENSION, REQUEST_ID, Access, Exchange, Writer, response_of, scope_of
+from dsv3.server.http.exchange import ADMIT, REQUEST_ID, WRITER, HttpExchange, ResponseWriter, response_of, scope_of
 from dsv3.server.http.wire import BadRequest, Body, body_of, find_head, parse_head
-
-# How many connections a front has, which of them may be worked for, and which one goes when another one comes.
-
 
 _MOST = 65_536
 _SPARE = 32
 _OWN_DESCRIPTORS = 64
 _DESCRIPTORS_PER_FRONT = 4
 _MAX_HELD_BYTES = 64 * 2**20
+_SLICE_BYTES = 32 * 1024
+"""What a connection takes in one turn of the loop before others have theirs; the read that passes it is its last."""
+_BACKLOG_BYTES = 64 * 1024
+"""Reading stops while this much waits for the application, or behind the request that is being answered."""
+_ACCEPTS = 16  # in one turn of the loop, so that fronts which share a listener share a burst
+_LOOKS = 512  # in one turn: 20 us for a connection whose client has gone
+_ENDED = (7, 8)  # the kernel's TCP_CLOSE and TCP_CLOSE_WAIT
+_RETRY_S = 0.5  # after the system has refused a descriptor
+_CLOSE_S = 3.0
+_ABORT_S = 1.0
+_log = logging.getLogger("dsv3.server")
 
 
-class Client(Protocol):
-    """A connection, as far as its admission is concerned."""
-
-    def abort(self) -> None:
-        """Closes the connection now."""
-
-
-class Admission:
+class ConnectionLimit:
     """The connections of a front.
 
     A connection whose request was let in is *admitted* until its response is complete; all others are *strangers*:
@@ -47,38 +50,38 @@ class Admission:
 
     def __init__(self, max_admitted: int):
         self._max_admitted = max_admitted
-        self._admitted: set[Client] = set()
-        self._strangers: dict[Client, int] = {}  # oldest first, with the bytes of a head that is not complete
+        self._admitted: set[Connection] = set()
+        self._strangers: dict[Connection, int] = {}  # oldest first, with the bytes of a head that is not complete
         self._num_held = 0
 
     def __len__(self) -> int:
         return len(self._admitted) + len(self._strangers)
 
-    def open(self, client: Client) -> None:
+    def open(self, client: "Connection") -> None:
         """Takes a new connection; where there are too many, the oldest stranger goes."""
         if len(self) >= self._max_admitted + _SPARE:
             self._evict(next(iter(self._strangers)))
         self._strangers[client] = 0
 
-    def close(self, client: Client) -> None:
+    def close(self, client: "Connection") -> None:
         """Forgets a connection that is closed."""
         self._admitted.discard(client)
         self._num_held -= self._strangers.pop(client, 0)
 
-    def admit(self, client: Client) -> bool:
+    def admit(self, client: "Connection") -> bool:
         """Returns whether a connection's request may be worked on, and lets it in."""
         if client in self._strangers and len(self._admitted) < self._max_admitted:
             self.close(client)
             self._admitted.add(client)
         return client in self._admitted
 
-    def release(self, client: Client) -> None:
+    def release(self, client: "Connection") -> None:
         """Notes that a connection's response is complete."""
         if client in self._admitted:
             self._admitted.remove(client)
             self._strangers[client] = 0
 
-    def hold(self, client: Client, num_bytes: int) -> None:
+    def hold(self, client: "Connection", num_bytes: int) -> None:
         """Notes the size of a connection's incomplete head; the oldest ones go where all are too much together."""
         if client in self._strangers:
             self._num_held += num_bytes - self._strangers[client]
@@ -86,7 +89,7 @@ class Admission:
         while self._num_held > _MAX_HELD_BYTES:
             self._evict(next(client for client, held in self._strangers.items() if held))
 
-    def _evict(self, client: Client) -> None:
+    def _evict(self, client: "Connection") -> None:
         self.close(client)
         client.abort()
 
@@ -105,45 +108,22 @@ def max_admitted(max_connections: int | None, api_server_count: int) -> int:
     return max_connections or most
 
 
-# One client's connection: takes requests one at a time, in slices, and ends where framing or a deadline says so.
-
-
-ADMIT = "dsv3.admit"
-"""Key of a function in an ASGI scope's extensions: returns whether the connection's request may be worked on."""
-
-_SLICE_BYTES = 32 * 1024
-"""What a connection takes in one turn of the loop before others have theirs; the read that passes it is its last."""
-
-_BACKLOG_BYTES = 64 * 1024
-"""Reading stops while this much waits for the application, or behind the request that is being answered."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """What all connections of a front have in common; `on_access` is called after each request."""
-
-    app: ASGIApp
-    deadlines: Deadlines
-    admission: Admission
-    on_access: Callable[[Access], None] | None = None
-
-
 class Connection(asyncio.Protocol):
-    """One client's connection; `on_lost` is called with it when it is closed.
+    """One client's connection to a server.
 
     A response that is complete before its request ends the connection: nobody parses what nobody wants.
     """
 
-    def __init__(self, site: Site, accepted: socket.socket, on_lost: Callable[["Connection"], None]):
+    def __init__(self, server: "HttpServer", accepted: socket.socket):
         self.is_made = False
-        self._site, self._accepted, self._on_lost = site, accepted, on_lost
-        self._deadlines, self._admission = site.deadlines, site.admission
+        self._server, self._accepted = server, accepted
+        self._deadlines, self._limit = server.deadlines, server.limit
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()
         self._num_searched = 0
         self._is_between = False
         self._is_paused = False
-        self._exchange: Exchange | None = None
+        self._exchange: HttpExchange | None = None
         self._body: Body | None = None
         self._task: asyncio.Task[None] | None = None
         self._turn: asyncio.Handle | None = None
@@ -154,7 +134,7 @@ class Connection(asyncio.Protocol):
         self.is_made = True
         self._transport = transport
         self._scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
-        self._writer = Writer(transport, self._deadlines.write_s)
+        self._writer = ResponseWriter(transport, self._deadlines.write_s)
         self._wait(self._deadlines.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -166,7 +146,7 @@ class Connection(asyncio.Protocol):
         if self._exchange is not None:
             self._exchange.disconnect()
             self._exchange = None  # each holds the other: both would wait for the garbage collector
-        self._on_lost(self)
+        self._server.lost(self)
 
     def data_received(self, data: bytes) -> None:
         """Takes what has come, or a slice of it."""
@@ -251,7 +231,7 @@ class Connection(asyncio.Protocol):
             return 2
         size = find_head(self._buffer, self._num_searched)
         self._num_searched = 0 if size else len(self._buffer)
-        self._admission.hold(self, 0 if size else len(self._buffer))
+        self._limit.hold(self, 0 if size else len(self._buffer))
         if size:
             data = bytes(self._buffer[:size])
             del self._buffer[:size]
@@ -262,23 +242,23 @@ class Connection(asyncio.Protocol):
         head = parse_head(data)
         self._stop_waiting()
         self._body = body_of(head)
-        self._exchange = Exchange(head, self._writer, self._go_on, self._end)
+        self._exchange = HttpExchange(head, self._writer, self._go_on, self._end)
         if self._body.is_complete:
             self._body = None
             self._exchange.feed(b"", True)
         extensions = {
-            EXTENSION: self._writer,
-            ADMIT: functools.partial(self._admission.admit, self),
+            WRITER: self._writer,
+            ADMIT: functools.partial(self._limit.admit, self),
             REQUEST_ID: self._exchange.request_id,
         }
         self._task = self._loop.create_task(self._run(self._exchange, scope_of(head, self._scheme, extensions)))
 
-    async def _run(self, exchange: Exchange, scope: dict[str, Any]) -> None:
-        await exchange.run(self._site.app, scope)
-        if self._site.on_access is not None:
-            self._site.on_access(exchange.access())
+    async def _run(self, exchange: HttpExchange, scope: dict[str, Any]) -> None:
+        await exchange.run(self._server.app, scope)
+        if self._server.on_access is not None:
+            self._server.on_access(exchange.access())
 
-    def _take_body(self, exchange: Exchange, body: Body) -> int:
+    def _take_body(self, exchange: HttpExchange, body: Body) -> int:
         size, content = body.take(self._buffer)
         if body.is_complete:
             self._body = None
@@ -290,7 +270,7 @@ class Connection(asyncio.Protocol):
         """Ends an exchange: its response is complete."""
         assert self._exchange is not None
         keeps_alive, self._exchange = self._exchange.keeps_alive, None
-        self._admission.release(self)
+        self._limit.release(self)
         if self._body is not None:
             self._writer.half_close(self._deadlines.linger_s)
         elif not keeps_alive:
@@ -305,7 +285,7 @@ class Connection(asyncio.Protocol):
         """Answers what is no request, and ends the connection."""
         self._drop()
         exchange, self._exchange = self._exchange, None
-        self._admission.release(self)
+        self._limit.release(self)
         has_begun = exchange is not None and exchange.status != 0
         if exchange is not None:
             exchange.status = exchange.status or status
@@ -345,15 +325,6 @@ def _last_response(error: ApiError) -> bytes:
     fields = b"".join(b"%b: %b\r\n" % field for field in response.raw_headers)
     reason = {400: b"Bad Request", 408: b"Request Timeout"}[error.status]
     return b"HTTP/1.1 %d %b\r\n%bconnection: close\r\n\r\n%b" % (error.status, reason, fields, bytes(response.body))
-
-
-_ACCEPTS = 16  # in one turn of the loop, so that fronts which share a listener share a burst
-_LOOKS = 512  # in one turn: 20 us for a connection whose client has gone
-_ENDED = (7, 8)  # the kernel's TCP_CLOSE and TCP_CLOSE_WAIT
-_RETRY_S = 0.5  # after the system has refused a descriptor
-_CLOSE_S = 3.0
-_ABORT_S = 1.0
-_log = logging.getLogger("dsv3.server")
 
 
 class Certificate:
@@ -400,10 +371,22 @@ def _problem(options: ServerOptions, error: OSError) -> str:
 
 
 class HttpServer:
-    """Serves a site on a listener, which it closes in the end."""
+    """Serves an application on a listener, which it closes in the end.
 
-    def __init__(self, site: Site, listener: socket.socket, certificate: Certificate | None = None):
-        self._site, self._listener, self._certificate = site, listener, certificate
+    `limit` is its own; `on_access` is called with the line of the access log after each request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        limit: ConnectionLimit,
+        deadlines: Deadlines,
+        certificate: Certificate | None = None,
+        on_access: Callable[[dict[str, object]], None] | None = None,
+    ):
+        self.app, self.limit, self.deadlines, self.on_access = app, limit, deadlines, on_access
+        self._listener, self._certificate = listener, certificate
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
         self._greetings: set[asyncio.Task] = set()
@@ -459,9 +442,9 @@ class HttpServer:
 
     def _greet(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        connection = Connection(self._site, accepted, self._lost)
+        connection = Connection(self, accepted)
         self._connections.add(connection)
-        self._site.admission.open(connection)
+        self.limit.open(connection)
         self._is_empty.clear()
         greeting = self._loop.connect_accepted_socket(lambda: connection, accepted, **self._tls())
         task = self._loop.create_task(greeting)
@@ -471,18 +454,19 @@ class HttpServer:
     def _tls(self) -> dict[str, Any]:
         if self._certificate is None:
             return {}
-        seconds = self._site.deadlines
+        seconds = self.deadlines
         times = {"ssl_handshake_timeout": seconds.head_s, "ssl_shutdown_timeout": seconds.write_s}
         return {"ssl": self._certificate.context, **times}
 
     def _greeted(self, task: asyncio.Task, connection: Connection) -> None:
         self._greetings.discard(task)
         if (task.cancelled() or task.exception() is not None) and not connection.is_made:
-            self._lost(connection)
+            self.lost(connection)
 
-    def _lost(self, connection: Connection) -> None:
+    def lost(self, connection: Connection) -> None:
+        """Forgets a connection that is closed."""
         self._connections.discard(connection)
-        self._site.admission.close(connection)
+        self.limit.close(connection)
         if not self._connections:
             self._is_empty.set()
 

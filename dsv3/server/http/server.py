@@ -93,7 +93,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     engine = make_client(config)
     service = await make_service(config, engine, numbers)
     files = config.options.ssl_certfile, config.options.api_key_file
-    signals = _Signals(reloads=any(file is not None for file in files))
+    signals = _ServerSignals(reloads=any(file is not None for file in files))
     try:
         async with serving(service, config, listener) as server:
             keeper = await start_engine(config, service)
@@ -115,7 +115,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
 async def _serve(
     config: ServerConfig,
     service: Service,
-    signals: "_Signals",
+    signals: "_ServerSignals",
     fronts: OtherFronts,
     registrar: Registrar,
     on_ready: Callable[[Service], None],
@@ -136,7 +136,7 @@ async def _serve(
     return 1
 
 
-async def _drain(config: ServerConfig, service: Service, signals: "_Signals", fronts: OtherFronts) -> None:
+async def _drain(config: ServerConfig, service: Service, signals: "_ServerSignals", fronts: OtherFronts) -> None:
     """Drains all fronts together."""
     options = config.options
     fronts.drain()
@@ -148,7 +148,7 @@ async def _drain(config: ServerConfig, service: Service, signals: "_Signals", fr
     passing_on.cancel()
 
 
-async def _pass_on_second(signals: "_Signals", fronts: OtherFronts) -> None:
+async def _pass_on_second(signals: "_ServerSignals", fronts: OtherFronts) -> None:
     await signals.second.wait()
     fronts.abort()
 
@@ -195,7 +195,7 @@ async def _log_throughput(service: Service) -> None:
             _log.info("%s", line)
 
 
-class _Signals:
+class _ServerSignals:
     """SIGTERM and SIGINT as events on the running loop; SIGHUP, where there is something to reload, as a call."""
 
     def __init__(self, reloads: bool) -> None:

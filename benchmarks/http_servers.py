@@ -11,6 +11,7 @@ server of others in this one's place: it runs in the same process, over the same
 import argparse
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import json
 import socket
@@ -27,8 +28,8 @@ import uvloop
 
 from dsv3.server.config import Deadlines
 from dsv3.server.http import serving
-from dsv3.server.http.exchange import EXTENSION, REQUEST_ID
-from dsv3.server.http.listening import ADMIT, Admission, Site
+from dsv3.server.http.exchange import ADMIT, REQUEST_ID, WRITER
+from dsv3.server.http.listening import ConnectionLimit
 from dsv3.server.http.server import bind
 
 OWN = "own"
@@ -44,7 +45,7 @@ _DEADLINE_S = 2.0  # what servers are told, where they can be told
 def install(name: str) -> None:
     """Has `dsv3.server.http.serving` use the server of that name in this process."""
     if name != OWN:
-        serving.HttpServer = lambda site, listener, certificate=None: OtherServer(name, site, listener, certificate)
+        serving.HttpServer = functools.partial(OtherServer, name)
 
 
 class _Events:
@@ -99,7 +100,7 @@ async def _sent(send, message) -> None:
         await send(message)
 
 
-def _adapted(app, admission: Admission):
+def _adapted(app, limit: ConnectionLimit):
     """Returns `app` for servers that know ASGI alone."""
 
     async def adapted(scope, receive, send) -> None:
@@ -114,12 +115,12 @@ def _adapted(app, admission: Admission):
             await send(message)
 
         place = _Place()
-        admission.open(place)
-        extensions = {EXTENSION: events, ADMIT: lambda: admission.admit(place), REQUEST_ID: request_id}
+        limit.open(place)
+        extensions = {WRITER: events, ADMIT: lambda: limit.admit(place), REQUEST_ID: request_id}
         try:
             await app({**scope, "headers": list(scope["headers"]), "extensions": extensions}, receive, sent)
         finally:
-            admission.close(place)
+            limit.close(place)
 
     return adapted
 
@@ -132,15 +133,14 @@ class _Place:
 class OtherServer:
     """A server of others, with the methods of `HttpServer`."""
 
-    def __init__(self, name: str, site: Site, listener: socket.socket, certificate):
-        app = _adapted(site.app, site.admission)
+    def __init__(self, name: str, app, listener: socket.socket, limit: ConnectionLimit, deadlines: Deadlines, *_):
         self._make = {"uvicorn": self._uvicorn, "hypercorn": self._hypercorn, "granian": self._granian}[OTHERS[name]]
-        self._name, self._app, self._deadlines = name, app, site.deadlines
-        self._listener, self._certificate = listener, certificate
+        self._name, self._app, self._deadlines = name, _adapted(app, limit), deadlines
+        self._listener = listener
 
     def start(self) -> None:
-        self._stop, serving = self._make()
-        self._serving = asyncio.ensure_future(serving)
+        self._stop, work = self._make()
+        self._serving = asyncio.ensure_future(work)
 
     def reload(self) -> None:
         """None of them reads a certificate anew."""
@@ -224,7 +224,7 @@ class _Toy:
         """Streams until it is held, and waits for the client's end."""
         state, pace = self.state, b"slow" in scope["query_string"]
         state.update(sent=0, held=None, gone=None)
-        writer, is_held = scope["extensions"][EXTENSION], asyncio.Event()
+        writer, is_held = scope["extensions"][WRITER], asyncio.Event()
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         writer.claim(scope["http_version"], is_held.set, is_held.clear)
@@ -250,7 +250,7 @@ async def _serve(name: str) -> None:
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     deadlines = Deadlines(head_s=_DEADLINE_S, keep_alive_s=_DEADLINE_S, write_s=_DEADLINE_S, linger_s=1.0)
-    server = serving.HttpServer(Site(_Toy(), deadlines, Admission(65536)), listener)
+    server = serving.HttpServer(_Toy(), listener, ConnectionLimit(65536), deadlines)
     server.start()
     print(port, flush=True)
     await asyncio.to_thread(sys.stdin.readline)

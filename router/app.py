@@ -85,7 +85,7 @@ def make_app(site: Site, host: str) -> ASGIApp:
     handlers |= {("POST", path): functools.partial(_relay, site) for path in PASSED}
     if site.members is not None:
         handlers["POST", REGISTER] = functools.partial(_register, site.members, site)
-    routes = [Route(path, endpoint(_bound(handler)), methods=[method]) for (method, path), handler in handlers.items()]
+    routes = [Route(path, endpoint(handler), methods=[method]) for (method, path), handler in handlers.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     admitted = Admit(app, lambda _: site.fleet.numbers.requests.labels("503").inc())
@@ -102,13 +102,6 @@ class _BesideKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await (self._bare if scope["path"] == REGISTER else self._guarded)(scope, receive, send)
-
-
-def _bound(handler: _Route) -> _Route:
-    async def bound(http: Request) -> Response:
-        return await handler(http)
-
-    return bound
 
 
 def _http_error(http: Request, error: Exception) -> Response:

@@ -31,7 +31,7 @@ from dsv3.server.answers.service import Service
 from dsv3.server.budget import Holding
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, require_operator, tenant_of
 from dsv3.server.http.batches import batch_routes
-from dsv3.server.http.bodies import ClientGone, Handler, endpoint, read_json_body, unless_disconnected
+from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
 from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, path_of, response_of
 from dsv3.server.http.openapi import described_path, openapi
@@ -137,7 +137,7 @@ def make_router(service: Service, batch_dir: str | None = None, profile_dir: str
     posts: dict[str, _Route] = {path: functools.partial(_answer, kind) for path, kind in KINDS.items()}
     posts |= {"/tokenize": _tokenize, "/detokenize": _detokenize, "/flush_cache": _flush_cache}
     posts |= {f"{MESSAGES}/count_tokens": _count_tokens}
-    gets = {
+    gets: dict[str, _Route] = {
         "/v1/models": _models,
         "/v1/models/{model:path}": _model,
         "/health": _health,
@@ -146,20 +146,17 @@ def make_router(service: Service, batch_dir: str | None = None, profile_dir: str
         "/metrics": _metrics,
         "/openapi.json": _openapi,
     }
-    routes = [Route(path, _bind(service, handler), methods=["POST"]) for path, handler in posts.items()]
-    routes += [Route(path, _bind(service, handler), methods=["GET"]) for path, handler in gets.items()]
+    methods = {"POST": posts, "GET": gets}
+    routes = [
+        Route(path, endpoint(functools.partial(handler, service)), methods=[method])
+        for method, handlers in methods.items()
+        for path, handler in handlers.items()
+    ]
     routes += batch_routes(service, batch_dir)
     routes += dashboard_routes(service, profile_dir)
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     return app
-
-
-def _bind(service: Service, handler: _Route) -> Handler:
-    async def bound(request: Request) -> Response:
-        return await handler(service, request)
-
-    return endpoint(bound)
 
 
 def _http_error(http: Request, error: Exception) -> Response:

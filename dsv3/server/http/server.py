@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from dsv3.server.answers.metrics import NUM_NUMBERS, Metrics
 from dsv3.server.answers.numbers import SharedNumbers
@@ -16,9 +17,11 @@ from dsv3.server.config import ServerConfig
 from dsv3.server.engine.keeper import EngineKeeper
 from dsv3.server.http.fronts import OtherFronts
 from dsv3.server.http.listening import HttpServer
-from dsv3.server.http.registering import Registrar, registrar_of
 from dsv3.server.http.serving import drain, serving, wait_for_any
 from dsv3.server.tenants import reread
+
+if TYPE_CHECKING:
+    from dsv3.server.http.registering import Registrar
 
 _COUNTED = ("prompt_tokens", "generation_tokens")
 _LOOKED_UP = ("prefix_queries", "prefix_hits")
@@ -89,7 +92,7 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     ends a few seconds later (at once if the engine had never been ready) for a supervisor to start it anew.
     """
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
-    registrar = registrar_of(config, listener.getsockname()[1])
+    registrar = _registrar(config, listener.getsockname()[1])
     engine = make_client(config)
     service = await make_service(config, engine, numbers)
     files = config.options.ssl_certfile, config.options.api_key_file
@@ -105,11 +108,21 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
             try:
                 return await _serve(config, service, signals, fronts, registrar, on_ready)
             finally:
-                await registrar.leave()
+                if registrar is not None:
+                    await registrar.leave()
                 await fronts.close()
                 await keeper.close()
     finally:
         signals.close()
+
+
+def _registrar(config: ServerConfig, port: int) -> "Registrar | None":
+    """Returns what registers this server with the routers that the options name, None where they name none."""
+    if not config.options.register:
+        return None
+    from dsv3.server.http.registering import registrar_of  # with an HTTP client: 0.3 s of a start, and 7 MiB
+
+    return registrar_of(config, port)
 
 
 async def _serve(
@@ -117,7 +130,7 @@ async def _serve(
     service: Service,
     signals: "_ServerSignals",
     fronts: OtherFronts,
-    registrar: Registrar,
+    registrar: "Registrar | None",
     on_ready: Callable[[Service], None],
 ) -> int:
     engine = service.engine
@@ -128,7 +141,8 @@ async def _serve(
     announcing.cancel()
     logging_throughput.cancel()
     if signals.first.is_set() or engine.asks_to_drain.is_set():
-        await registrar.leave()
+        if registrar is not None:
+            await registrar.leave()
         await _drain(config, service, signals, fronts)
         return 0
     if engine.info is not None:
@@ -177,12 +191,13 @@ def _reload(config: ServerConfig, service: Service, server: HttpServer, fronts: 
 
 
 async def _announce(
-    service: Service, fronts: OtherFronts, registrar: Registrar, on_ready: Callable[[Service], None]
+    service: Service, fronts: OtherFronts, registrar: "Registrar | None", on_ready: Callable[[Service], None]
 ) -> None:
     await service.engine.settled.wait()
     await fronts.ready()
     if service.engine.state == "ready":
-        registrar.start()
+        if registrar is not None:
+            registrar.start()
         on_ready(service)
 
 

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -21,7 +20,7 @@ from dsv3.server.answers.kinds import KINDS
 from dsv3.server.budget import Budget, Holding
 from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
-from dsv3.server.http.exchange import REQUEST_ID, path_of, response_of
+from dsv3.server.http.exchange import REQUEST_ID, json_response, path_of, response_of
 from dsv3.server.tenants import OPERATOR, Tenants
 from dsv3.server.workers import WorkersBusy
 from router.asked import read_asked
@@ -115,13 +114,9 @@ def _http_error(http: Request, error: Exception) -> Response:
     return response
 
 
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
 async def _health(site: Site, _: Request) -> Response:
     states = [each.status for each in site.fleet.answering.instances]
-    return _json({"status": site.status, "instances": states}, 200 if site.status == "ok" else 503)
+    return json_response({"status": site.status, "instances": states}, 200 if site.status == "ok" else 503)
 
 
 async def _metrics(site: Site, http: Request) -> Response:
@@ -142,7 +137,7 @@ async def _register(members: Members, site: Site, http: Request) -> Response:
     members.admit(http.headers.get("authorization"))
     with site.budget.hold() as holding:
         body = await read_json_body(http, functools.partial(site.grow, holding))
-        return _json(members.hear(await site.read(len(body), lambda: read_registration(body))))
+        return json_response(members.hear(await site.read(len(body), lambda: read_registration(body))))
 
 
 async def _models(site: Site, _: Request) -> Response:

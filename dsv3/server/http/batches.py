@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 from dsv3.server.answers.errors import ApiError, invalid, unavailable
 from dsv3.server.answers.reading import invalid_field
 from dsv3.server.answers.service import Service
-from dsv3.server.batches.records import MAX_METADATA, WINDOW_S, Batch, Endpoint, FileObject
+from dsv3.server.batches.records import MAX_METADATA, WINDOW_S, Batch, Endpoint
 from dsv3.server.batches.store import MAX_FILE_BYTES, Conflict, NotFound, Store, StoreError, TooMany, private
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body
-from dsv3.server.http.exchange import TENANT
+from dsv3.server.http.exchange import TENANT, json_response
 
 MAX_UPLOADS = 8  # at a time, per front
 _PIECE_BYTES = 2**18
@@ -129,7 +129,7 @@ class _Routes:
                 await asyncio.to_thread(path.unlink, True)
         finally:
             self._num_uploads -= 1
-        return _json(made)
+        return json_response(made)
 
     async def list_files(self, http: Request) -> Response:
         """Answers `GET /v1/files`."""
@@ -145,12 +145,12 @@ class _Routes:
 
     async def show_file(self, http: Request) -> Response:
         """Answers `GET /v1/files/ID`."""
-        return _json(await asyncio.to_thread(self._store.file, _tenant(http), http.path_params["id"]))
+        return json_response(await asyncio.to_thread(self._store.file, _tenant(http), http.path_params["id"]))
 
     async def delete_file(self, http: Request) -> Response:
         """Answers `DELETE /v1/files/ID`."""
         await asyncio.to_thread(self._store.delete_file, _tenant(http), http.path_params["id"])
-        return _json({"id": http.path_params["id"], "object": "file", "deleted": True})
+        return json_response({"id": http.path_params["id"], "object": "file", "deleted": True})
 
     async def content(self, http: Request) -> Response:
         """Answers `GET /v1/files/ID/content`."""
@@ -177,7 +177,7 @@ class _Routes:
                 metadata=asked.metadata,
             )
 
-        return _json(await asyncio.to_thread(store.create_batch, tenant, make))
+        return json_response(await asyncio.to_thread(store.create_batch, tenant, make))
 
     async def list_batches(self, http: Request) -> Response:
         """Answers `GET /v1/batches`."""
@@ -185,11 +185,11 @@ class _Routes:
 
     async def show_batch(self, http: Request) -> Response:
         """Answers `GET /v1/batches/ID`."""
-        return _json(await asyncio.to_thread(self._store.batch, _tenant(http), http.path_params["id"]))
+        return json_response(await asyncio.to_thread(self._store.batch, _tenant(http), http.path_params["id"]))
 
     async def cancel(self, http: Request) -> Response:
         """Answers `POST /v1/batches/ID/cancel`."""
-        return _json(await asyncio.to_thread(self._store.cancel, _tenant(http), http.path_params["id"]))
+        return json_response(await asyncio.to_thread(self._store.cancel, _tenant(http), http.path_params["id"]))
 
 
 class _Content(Response):
@@ -243,7 +243,7 @@ def _page(items: list[Any], http: Request, kind: str) -> Response:
         items = items[places[0] + 1 :]
     shown = items[: int(text)]
     ids = [item.id for item in shown]
-    return _json(
+    return json_response(
         {
             "object": "list",
             "data": shown,
@@ -252,10 +252,6 @@ def _page(items: list[Any], http: Request, kind: str) -> Response:
             "has_more": len(items) > len(shown),
         }
     )
-
-
-def _json(value: FileObject | Batch | dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def _api_error(error: StoreError) -> ApiError:

@@ -12,6 +12,7 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
@@ -54,6 +55,11 @@ def response_of(error: ApiError, path: str = "") -> Response:
         headers["www-authenticate"] = "Bearer"
     content = messages_envelope(error) if path.startswith(MESSAGES) else error.envelope()
     return Response(content, error.status, headers, media_type="application/json")
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Returns the response whose body is `value` as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def path_of(scope: Scope) -> str:

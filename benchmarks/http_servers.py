@@ -332,16 +332,6 @@ def _trickled_head(server: _Server) -> str:
         return _until_closed(connection, b"a")
 
 
-def _silent(server: _Server) -> str:
-    with server.connected() as connection:
-        return _until_closed(connection)
-
-
-def _idle(server: _Server) -> str:
-    with server.connected(_GET + b"\r\n") as connection:
-        return _until_closed(connection)
-
-
 def _endless_head(server: _Server) -> str:
     """Sends a head of 64 MiB, of headers of 1 kB each."""
     before, sent = server.memory(), 0
@@ -368,15 +358,6 @@ def _two_lengths(server: _Server) -> str:
         return f"{data[9:12].decode()}, {data.count(b'HTTP/1.1 ')} answered"
 
 
-def _pipelined(server: _Server) -> str:
-    with server.connected((_GET + b"\r\n") * 1000) as connection:
-        data = b""
-        with contextlib.suppress(OSError):
-            while data.count(b"HTTP/1.1 200") < 1000 and (piece := connection.recv(2**16)):
-                data += piece
-        return f"{data.count(b'HTTP/1.1 200')} of 1000"
-
-
 def _unread_stream(server: _Server) -> str:
     """Asks for a stream and reads nothing of it."""
     before = server.memory()
@@ -400,24 +381,6 @@ def _hung_up(server: _Server) -> str:
             return f"{max(0.0, gone - started) * 1e3:.0f} ms"
         time.sleep(0.02)
     return "never"
-
-
-def _refused_body(server: _Server) -> str:
-    """Sends 200 MiB to a route that answers 401 at once."""
-    before, used, sent = server.memory(), server.cpu_s(), 0
-    with server.connected(_POST % b"/refused" + b"Content-Length: 209715200\r\n\r\n") as connection:
-        connection.settimeout(2.0)
-        try:
-            while sent < 200 * _MIB:
-                sent += connection.send(bytes(_MIB))
-        except OSError:
-            pass
-        status = b""
-        with contextlib.suppress(OSError):
-            status = connection.recv(100)[9:12]
-    growth = server.memory() - before
-    figures = f"{sent / _MIB:.0f} MiB taken, +{growth:.0f} MiB, {server.cpu_s() - used:.2f} s"
-    return f"{figures}, client sees {status.decode() or 'nothing'}"
 
 
 def _tiny_chunks(server: _Server) -> str:
@@ -458,14 +421,10 @@ def _stopped(server: _Server) -> str:
 PROBES: dict[str, Callable[[_Server], str]] = {
     "half a head": _half_head,
     "a head of a byte per 0.1 s": _trickled_head,
-    "nothing at all": _silent,
-    "idle after a response": _idle,
     "a head of 64 MiB": _endless_head,
     "two lengths, a request behind": _two_lengths,
-    "1,000 requests at once": _pipelined,
     "a stream that is not read": _unread_stream,
     "a stream hung up": _hung_up,
-    "200 MiB that are refused": _refused_body,
     "1-byte chunks": _tiny_chunks,
     "2,000 half heads": _many_idle,
     "stopped with a stream open": _stopped,

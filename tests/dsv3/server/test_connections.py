@@ -517,7 +517,7 @@ class Place:
         st.tuples(st.sampled_from(["open", "admit", "release", "hold", "close"]), st.integers(0, 50)), max_size=300
     )
 )
-def test_the_limit_whatever_connections_do(events):
+def test_admission_whatever_connections_do(events):
     """The admitted are never closed for others, and a stranger always finds a place."""
     limit, opened, admitted = ConnectionLimit(3), [], set()
     for what, index in [("open", 0)] * 30 + events:

@@ -38,6 +38,9 @@ TENANT = "dsv3.tenant"
 SUMMARY = "dsv3.summary"
 """A function that returns the `Summary` of the answer; absent where there is none."""
 
+OnAccess = Callable[[dict[str, object]], None]
+"""Is called with the line of the access log after each request."""
+
 _log = logging.getLogger("dsv3.server")
 _PIECE_BYTES = 64 * 1024
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -195,8 +198,6 @@ class HttpExchange:
         self._on_read, self._on_end = on_read, on_end
         self._must_ask = head.expects_continue
         self._is_gone = False
-        self._tenant: Tenant | None = None
-        self._summary: Summary | None = None
         self._is_chunked = False
         self._news = asyncio.Event()
         self._began, self._num_bytes_before = time.monotonic(), writer.num_bytes
@@ -213,34 +214,34 @@ class HttpExchange:
         self._is_gone = True
         self._news.set()
 
-    async def run(self, app: ASGIApp, scope: MutableMapping[str, Any]) -> None:
+    async def run(self, app: ASGIApp, scope: MutableMapping[str, Any], on_access: OnAccess | None = None) -> None:
         """Has the application answer; what it leaves unfinished ends the connection."""
         try:
             await app(scope, self._receive, self._send)
         except Exception:
             _log.exception("request %s: %s %s failed", described(scope), scope["method"], scope["path"])
-        self._tenant = scope["extensions"].get(TENANT)
-        if (summary := scope["extensions"].pop(SUMMARY, None)) is not None:
-            self._summary = summary()
         if not self.is_complete and not self._is_gone:
             if not self.status:
                 await self._fail()
             else:
                 self._writer.abort()
+        if on_access is not None:
+            on_access(self._access(scope["extensions"]))
 
-    def access(self) -> dict[str, object]:
+    def _access(self, extensions: dict[str, Any]) -> dict[str, object]:
         """Returns the line of the access log; status 499: the client had gone.
 
         `complete` says whether the client was sent all of the response, `bytes` how much of it. `tenant` is None
         without a key that the server knows. The last four are those of an answer, None for what is none; its tokens
         are those told so far where the client has gone. `first_token_s` counts from the request's arrival.
         """
-        answer = self._summary
+        tenant: Tenant | None = extensions.get(TENANT)
+        answer: Summary | None = extensions[SUMMARY]() if SUMMARY in extensions else None
         first = None if answer is None else answer.first_token_at
         return {
             "time": round(time.time(), 3),
             "request_id": self.request_id,
-            "tenant": None if self._tenant is None else self._tenant.name,
+            "tenant": None if tenant is None else tenant.name,
             "method": self._head.method,
             "path": self._head.target.partition(b"?")[0].decode("ascii")[:_MAX_LOGGED_PATH],
             "status": self.status or 499,

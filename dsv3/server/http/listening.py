@@ -10,7 +10,6 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -18,7 +17,16 @@ from starlette.types import ASGIApp
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.answers.errors import ApiError
 from dsv3.server.config import Deadlines
-from dsv3.server.http.exchange import ADMIT, REQUEST_ID, WRITER, HttpExchange, ResponseWriter, response_of, scope_of
+from dsv3.server.http.exchange import (
+    ADMIT,
+    REQUEST_ID,
+    WRITER,
+    HttpExchange,
+    OnAccess,
+    ResponseWriter,
+    response_of,
+    scope_of,
+)
 from dsv3.server.http.wire import BadRequest, Body, body_of, find_head, parse_head
 
 _MOST = 65_536
@@ -251,12 +259,8 @@ class Connection(asyncio.Protocol):
             ADMIT: functools.partial(self._limit.admit, self),
             REQUEST_ID: self._exchange.request_id,
         }
-        self._task = self._loop.create_task(self._run(self._exchange, scope_of(head, self._scheme, extensions)))
-
-    async def _run(self, exchange: HttpExchange, scope: dict[str, Any]) -> None:
-        await exchange.run(self._server.app, scope)
-        if self._server.on_access is not None:
-            self._server.on_access(exchange.access())
+        scope = scope_of(head, self._scheme, extensions)
+        self._task = self._loop.create_task(self._exchange.run(self._server.app, scope, self._server.on_access))
 
     def _take_body(self, exchange: HttpExchange, body: Body) -> int:
         size, content = body.take(self._buffer)
@@ -373,7 +377,7 @@ def _problem(options: ServerOptions, error: OSError) -> str:
 class HttpServer:
     """Serves an application on a listener, which it closes in the end.
 
-    `limit` is its own; `on_access` is called with the line of the access log after each request.
+    `limit` is its own.
     """
 
     def __init__(
@@ -383,7 +387,7 @@ class HttpServer:
         limit: ConnectionLimit,
         deadlines: Deadlines,
         certificate: Certificate | None = None,
-        on_access: Callable[[dict[str, object]], None] | None = None,
+        on_access: OnAccess | None = None,
     ):
         self.app, self.limit, self.deadlines, self.on_access = app, limit, deadlines, on_access
         self._listener, self._certificate = listener, certificate

@@ -17,6 +17,7 @@ from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineUnavailable
 from dsv3.server.http.app import make_app
+from dsv3.server.http.exchange import OnAccess
 from dsv3.server.http.listening import ConnectionLimit, HttpServer, certificate_of, max_admitted
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
@@ -42,7 +43,7 @@ async def serving(service: Service, config: ServerConfig, listener: socket.socke
         yield server
 
 
-def _access_log() -> Callable[[dict[str, object]], None]:
+def _access_log() -> OnAccess:
     """Returns what writes a line of JSON per request to standard error; it has no query, body or key."""
     log, handler = logging.getLogger("dsv3.access"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))

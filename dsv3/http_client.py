@@ -169,25 +169,20 @@ class Client:
     async def _exchange(
         self, method: str, path: str, body: Body, headers: Mapping[str, str], fresh: bool
     ) -> aiohttp.ClientResponse:
+        kept: list[object] = []
         if not fresh:
-            seen = types.SimpleNamespace(is_kept=False)
             try:
-                return await self._send(False, method, path, body, headers, seen)
+                return await self._send(False, method, path, body, headers, kept)
             except RequestFailed as error:
                 # The server may close an idle connection while the next request is on its way: that is no failure.
-                if error.kind != "disconnected" or not seen.is_kept:
+                if error.kind != "disconnected" or not kept:
                     raise
-        return await self._send(True, method, path, body, headers)
+        return await self._send(True, method, path, body, headers, kept)
 
     async def _send(
-        self,
-        fresh: bool,
-        method: str,
-        path: str,
-        body: Body,
-        headers: Mapping[str, str],
-        seen: types.SimpleNamespace | None = None,
+        self, fresh: bool, method: str, path: str, body: Body, headers: Mapping[str, str], kept: list[object]
     ) -> aiohttp.ClientResponse:
+        """Sends a request and returns the head of its answer; adds to `kept` where an idle connection is used."""
         parts = [body] if isinstance(body, bytes) else body
         size = sum(map(len, parts))
         with _failures("before it answered"):
@@ -197,7 +192,7 @@ class Client:
                 data=b"".join(parts) if size <= _JOINED_BYTES else _each(parts),
                 headers={**headers, "Content-Length": str(size)},
                 allow_redirects=False,
-                trace_request_ctx=seen,
+                trace_request_ctx=kept,
             )
 
     def _session(self, fresh: bool) -> aiohttp.ClientSession:
@@ -211,14 +206,13 @@ class Client:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # callers bound what they wait for
                 skip_auto_headers=("Accept-Encoding",),
                 auto_decompress=False,
-                trace_configs=[] if fresh else [noting],
+                trace_configs=[noting],
             )
         return self._sessions[fresh]
 
 
 async def _note_kept(session: object, context: types.SimpleNamespace, params: object) -> None:
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx.is_kept = True
+    context.trace_request_ctx.append(params)
 
 
 async def _each(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:

@@ -104,13 +104,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(tree: Path, step_s: float = 0.005) -> Iterator[Server]:
-    """Yields a server made of the code of `tree`."""
+def serving(tree: Path, step_s: float = 0.005, http: str = "own") -> Iterator[Server]:
+    """Yields a server made of the code of `tree`; `http` names one of `benchmarks.http_servers`."""
     with tempfile.TemporaryDirectory() as directory:
         longest = Path(directory) / "longest"
         longest.write_bytes(bytes(8))
         model_dir = str(tiny.write(Path(directory) / "model"))
         settings = {"model_dir": model_dir, "longest": str(longest), "max_model_len": _CONTEXT, "step_s": step_s}
+        settings["http"] = http
         command = [sys.executable, str(ROOT / "benchmarks" / "bodies_server.py"), json.dumps(settings)]
         environment = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
         process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)

@@ -10,10 +10,10 @@ behind one: answers part where ours has it.
 import argparse
 import json
 import os
-import urllib.request
 from itertools import takewhile
 from pathlib import Path
 
+import httpx
 import numpy as np
 
 from benchmarks.cpu_peers import Server, running
@@ -34,10 +34,8 @@ def ours(model: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
 def theirs(url: str, prompt: list[int], tokens: int) -> list[int]:
     """Returns the tokens of one prompt."""
     options = {"temperature": 0, "top_k": 1, "return_tokens": True, "ignore_eos": True}
-    body = json.dumps(options | {"prompt": prompt, "n_predict": tokens}).encode()
-    request = urllib.request.Request(f"{url}/completion", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        return json.loads(answer.read())["tokens"]
+    body = options | {"prompt": prompt, "n_predict": tokens}
+    return httpx.post(f"{url}/completion", json=body, timeout=300).raise_for_status().json()["tokens"]
 
 
 def main() -> None:

@@ -30,12 +30,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,8 +145,8 @@ def _wait_until_healthy(server: Server, process: subprocess.Popen, url: str, log
         if process.poll() is not None:
             log.seek(0)
             raise RuntimeError(f"{server.name} ended with {process.returncode}: {log.read().decode()[-2000:]}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            if answer.status == 200:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
     raise TimeoutError(f"{server.name} is not healthy after {START_SECONDS} s")
@@ -188,11 +187,10 @@ def generated(generate: Generate, vocab_size: int, cell: Cell, seed: int) -> flo
 def host_time(url: str) -> np.ndarray:
     """Returns the seconds of the host's time so far and the steps `[2]`; zeros of a peer that counts neither."""
     names = ("dsv3:engine_host_seconds_total", "dsv3:engine_steps_total")
-    try:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-    except urllib.error.HTTPError:
+    answer = httpx.get(f"{url}/metrics", timeout=30)
+    if answer.is_error:
         return np.zeros(2)
+    lines = answer.text.splitlines()
     values = ([float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)] for name in names)
     return np.array([sum(each) for each in values])
 

@@ -19,12 +19,14 @@ import psutil
 from absl import flags as absl_flags
 
 from benchmarks.front_engine import write_model
+from benchmarks.http_servers import OTHERS, OWN
 from launch import flags
 
 _STREAMS = absl_flags.DEFINE_integer("streams", None, "Run one size alone: this many streams.", 1)
 _RATE = absl_flags.DEFINE_float("rate", 10.0, "Send every stream this many tokens per second.", 0.01)
 _FRONTS = absl_flags.DEFINE_integer("fronts", 1, "Answer with this many HTTP processes.", 1)
 _SECONDS = absl_flags.DEFINE_float("seconds", 10.0, "Measure for this many seconds.", 1.0)
+_HTTP = absl_flags.DEFINE_enum("http", OWN, [OWN, *OTHERS], "Answer with this server (`benchmarks.http_servers`).")
 _KIND = absl_flags.DEFINE_enum("kind", "chat", ["chat", "completions"], "Ask for this kind of answer.")
 
 _TABLE = ((128, 20.0), (1000, 5.0), (1000, 10.0), (10_000, 1.0))
@@ -49,6 +51,7 @@ def _measure(streams: int, rate: float) -> int:
             "rate": rate,
             "fronts": _FRONTS.value,
             "kind": _KIND.value,
+            "http": _HTTP.value,
             "seconds": _SECONDS.value,
             "max_tokens": int((_SECONDS.value + streams / 150 + _START_S) * rate) + 1,
         }

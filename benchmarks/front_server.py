@@ -6,6 +6,7 @@ from pathlib import Path
 
 import uvloop
 
+from benchmarks.http_servers import install
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.config import ServerConfig
@@ -14,6 +15,7 @@ from dsv3.server.http.server import bind, serve
 
 def main(settings: dict) -> int:
     """Serves until SIGTERM; prints the port, and "ready"."""
+    install(settings["http"])
     listener = bind("127.0.0.1", 0)
     print("port", listener.getsockname()[1], flush=True)
     config = ServerConfig(

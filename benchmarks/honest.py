@@ -74,7 +74,7 @@ async def _ask(port: int, clients: int) -> Latency:
             records.append(record)
 
     await asyncio.gather(*(repeat() for _ in range(clients)))
-    client.close()
+    await client.close()
     first = statistics.median(record.ttft_s for record in records)
     return 1e3 * first, 1e3 * statistics.median(record.e2e_s for record in records)
 

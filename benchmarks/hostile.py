@@ -121,12 +121,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--http", default="own", help="attack this server of `benchmarks.http_servers`")
     arguments = parser.parse_args()
     print("| attack | made | worst gap | /health p50, p99, worst | memory | failed |\n" + "|---" * 6 + "|", flush=True)
     kept = []
     for name in (_NONE, *ATTACKS):
         if arguments.only in name:
-            with serving(ROOT, _STEP_S) as server:
+            with serving(ROOT, _STEP_S, arguments.http) as server:
                 kept.append(_measure(name, server.port, [server.pid], arguments.seconds))
     return 0 if all(kept) else 1
 

@@ -78,7 +78,7 @@ async def with_ours(url: str) -> int:
         complete(client, "/v1/completions", BODY, index=i, scheduled_s=0.0, timeout_s=600.0) for i in range(STREAMS)
     ]
     records = await asyncio.gather(*requests)
-    client.close()
+    await client.close()
     return sum(record.output_tokens or 0 for record in records)
 
 

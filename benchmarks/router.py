@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
+import httpx
 
 from benchmarks.disaggregation import ROOT, flags, key_file, serving
 
@@ -42,8 +43,7 @@ def routing(*arguments: str) -> Iterator[str]:
 
 def samples(router: str, name: str) -> dict[str, float]:
     """Returns a metric of the router by instance; "" where it has none."""
-    with urllib.request.urlopen(f"{router}/metrics") as answer:
-        text = answer.read().decode()
+    text = httpx.get(f"{router}/metrics").text
     pattern = f"^{name}" + r'(?:\{instance="(.*)"\})? (\S+)$'
     return {url or "": float(value) for url, value in re.findall(pattern, text, re.MULTILINE)}
 

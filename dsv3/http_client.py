@@ -1,20 +1,19 @@
-"""Speaks HTTP/1.1 over asyncio streams: h11 for the protocol, asyncio for the sockets, one request at a time each.
+"""Speaks HTTP/1.1 as a client of other servers: aiohttp, with bounds, kinds of errors and nothing that it does unasked.
 
-A general client costs too much here: at 128 streams httpx takes 2.5 times the processor time of this module per event
-(docs/benchmarking.md). The latencies of a fast server would show it.
+No redirection is followed, no cookie kept, no proxy of the environment used, nothing decompressed.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import re
 import ssl
+import types
 import urllib.parse
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
-import h11
+import aiohttp
+import yarl
 
-READ_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 16  # requests up to this size are one write: one packet, one wake-up of the server
 MAX_ERROR_BODY_BYTES = 1 << 16
 
@@ -90,23 +89,21 @@ class ServerSentEvents:
 
 
 class Response:
-    """An answer that is being read: its status, its headers (names in lower case) and its body."""
+    """An answer that is being read: its status, its headers (names in any case) and its body."""
 
-    def __init__(self, connection: "_Connection", head: h11.Response):
-        self._connection = connection
-        self.status = head.status_code
-        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+    def __init__(self, found: aiohttp.ClientResponse):
+        self._content = found.content
+        self.status = found.status
+        self.headers: Mapping[str, str] = found.headers
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yields the body as it arrives. Raises RequestFailed "disconnected" when the server closes inside it."""
         while True:
-            event = await self._connection.next_event()
-            if isinstance(event, h11.Data):
-                yield bytes(event.data)
-            elif isinstance(event, h11.EndOfMessage):
+            with _failures("inside an answer"):
+                piece = await self._content.readany()
+            if not piece:
                 return
-            elif isinstance(event, h11.ConnectionClosed):
-                raise RequestFailed("disconnected", "the server closed the connection inside an answer")
+            yield piece
 
     async def read(self, limit: int) -> bytes:
         """Returns the body, cut off after `limit` bytes."""
@@ -119,19 +116,19 @@ class Response:
 
 
 class Client:
-    """Sends requests to one server, over connections that it keeps where the last answer was read to its end.
+    """Sends requests to one server, over connections that it keeps where the last answer has come to its end.
 
     `tls` says whom to trust at https://, in place of the system's authorities.
     """
 
     def __init__(self, address: Address, api_key: str | None = None, tls: ssl.SSLContext | None = None):
-        self._address = address
-        self._idle: list[_Connection] = []
-        self._tls = (tls or ssl.create_default_context()) if address.tls else None
         host = f"[{address.host}]" if ":" in address.host else address.host
-        self._headers = {"Host": f"{host}:{address.port}", "User-Agent": "dsv3", "Accept": "*/*"}
+        self._base = f"{'https' if address.tls else 'http'}://{host}:{address.port}{address.prefix}"
+        self._tls = (tls or ssl.create_default_context()) if address.tls else True
+        self._headers = {"Host": f"{host}:{address.port}", "User-Agent": "dsv3", "Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request has a new connection
 
     @contextlib.asynccontextmanager
     async def request(self, method: str, path: str, body: Body = b"") -> AsyncIterator[Response]:
@@ -157,106 +154,82 @@ class Client:
         fresh: bool = False,
     ) -> AsyncIterator[Response]:
         """Does what `request` does, for any status. `fresh` sends over a new connection, hence once at most."""
-        connection, head = await self._exchange(method, path, body, self._headers | dict(headers or {}), fresh)
+        found = await self._exchange(method, path, body, self._headers | dict(headers or {}), fresh)
         try:
-            yield Response(connection, head)
+            yield Response(found)
         finally:
-            self._release(connection)
+            found.close()  # the connection, unless the answer has come to its end
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Closes the idle connections."""
-        while self._idle:
-            self._idle.pop().close()
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            await session.close()
 
     async def _exchange(
         self, method: str, path: str, body: Body, headers: Mapping[str, str], fresh: bool
-    ) -> tuple["_Connection", h11.Response]:
-        kept = None if fresh else self._take_idle()
-        if kept is not None:
+    ) -> aiohttp.ClientResponse:
+        kept: list[object] = []
+        if not fresh:
             try:
-                return kept, await self._send(kept, method, path, body, headers)
+                return await self._send(False, method, path, body, headers, kept)
             except RequestFailed as error:
                 # The server may close an idle connection while the next request is on its way: that is no failure.
-                if error.kind != "disconnected":
+                if error.kind != "disconnected" or not kept:
                     raise
-        made = await self._connect()
-        return made, await self._send(made, method, path, body, headers)
+        return await self._send(True, method, path, body, headers, kept)
 
     async def _send(
-        self, connection: "_Connection", method: str, path: str, body: Body, headers: Mapping[str, str]
-    ) -> h11.Response:
-        try:
-            return await connection.send(method, self._address.prefix + path, headers, body)
-        except BaseException:
-            connection.close()
-            raise
-
-    async def _connect(self) -> "_Connection":
-        try:
-            reader, writer = await asyncio.open_connection(self._address.host, self._address.port, ssl=self._tls)
-        except OSError as error:
-            raise RequestFailed("connect", f"{self._address.host}:{self._address.port}: {error}") from error
-        return _Connection(reader, writer)
-
-    def _take_idle(self) -> "_Connection | None":
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable():
-                return connection
-            connection.close()
-        return None
-
-    def _release(self, connection: "_Connection") -> None:
-        if connection.recycle():
-            self._idle.append(connection)
-        else:
-            connection.close()
-
-
-class _Connection:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._reader = reader
-        self._writer = writer
-        self._protocol = h11.Connection(h11.CLIENT)
-
-    async def send(self, method: str, path: str, headers: Mapping[str, str], body: Body) -> h11.Response:
-        """Sends a request and returns the head of its answer."""
+        self, fresh: bool, method: str, path: str, body: Body, headers: Mapping[str, str], kept: list[object]
+    ) -> aiohttp.ClientResponse:
+        """Sends a request and returns the head of its answer; adds to `kept` where an idle connection is used."""
         parts = [body] if isinstance(body, bytes) else body
         size = sum(map(len, parts))
-        fields = [*headers.items(), ("Content-Type", "application/json"), ("Content-Length", str(size))]
-        head = h11.Request(method=method, target=path, headers=fields)
-        events = [head, *(h11.Data(data=part) for part in parts), h11.EndOfMessage()]  # type: ignore[arg-type]
-        written = [data for event in events if (data := self._protocol.send(event))]
-        for data in written if size > _JOINED_BYTES else [b"".join(written)]:
-            self._writer.write(data)
-        while True:
-            event = await self.next_event()
-            if isinstance(event, h11.Response):
-                return event
-            if isinstance(event, h11.ConnectionClosed):
-                raise RequestFailed("disconnected", "the server closed the connection before it answered")
+        with _failures("before it answered"):
+            return await self._session(fresh).request(
+                method,
+                yarl.URL(self._base + path, encoded=True),
+                data=b"".join(parts) if size <= _JOINED_BYTES else _each(parts),
+                headers={**headers, "Content-Length": str(size)},
+                allow_redirects=False,
+                trace_request_ctx=kept,
+            )
 
-    async def next_event(self) -> object:
-        try:
-            while (event := self._protocol.next_event()) is h11.NEED_DATA:
-                self._protocol.receive_data(await self._reader.read(READ_BYTES))
-            return event
-        except h11.RemoteProtocolError as error:
-            if self._reader.at_eof():
-                raise RequestFailed("disconnected", "the server closed the connection inside an answer") from error
-            raise RequestFailed("protocol", str(error)) from error
-        except OSError as error:
-            raise RequestFailed("disconnected", str(error)) from error
+    def _session(self, fresh: bool) -> aiohttp.ClientSession:
+        """Returns the session of such requests, which keeps connections unless each is to be new."""
+        if fresh not in self._sessions:
+            noting = aiohttp.TraceConfig()
+            noting.on_connection_reuseconn.append(_note_kept)
+            self._sessions[fresh] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, ssl=self._tls, force_close=fresh),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # callers bound what they wait for
+                skip_auto_headers=("Accept-Encoding",),
+                auto_decompress=False,
+                trace_configs=[noting],
+            )
+        return self._sessions[fresh]
 
-    def usable(self) -> bool:
-        return not self._reader.at_eof() and not self._writer.is_closing()
 
-    def recycle(self) -> bool:
-        """Makes the connection ready for another request; returns False where the last answer does not allow it."""
-        if self._protocol.our_state is not h11.DONE or self._protocol.their_state is not h11.DONE:
-            return False
-        self._protocol.start_next_cycle()
-        return self.usable()
+async def _note_kept(session: object, context: types.SimpleNamespace, params: object) -> None:
+    context.trace_request_ctx.append(params)
 
-    def close(self) -> None:
-        self._writer.close()
+
+async def _each(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes | memoryview]:
+    for part in parts:
+        yield part
+
+
+@contextlib.contextmanager
+def _failures(when: str) -> Iterator[None]:
+    """Turns what aiohttp raises into RequestFailed."""
+    try:
+        yield
+    except aiohttp.ClientConnectorError as error:
+        raise RequestFailed("connect", f"{error.host}:{error.port}: {error.os_error}") from error
+    except (aiohttp.ClientResponseError, aiohttp.http.HttpProcessingError) as error:
+        raise RequestFailed("protocol", error.message) from error
+    except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError) as error:
+        raise RequestFailed("disconnected", f"the server closed the connection {when}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise RequestFailed("disconnected", str(error)) from error

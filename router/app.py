@@ -5,7 +5,6 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,11 +18,9 @@ from dsv3.server.answers.errors import QUEUE_FULL, ApiError, unavailable
 from dsv3.server.answers.faces.messages_schema import MESSAGES
 from dsv3.server.answers.kinds import KINDS
 from dsv3.server.budget import Budget, Holding
-from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
+from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, tenant_of
 from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
-from dsv3.server.http.errors import path_of, response_of
-from dsv3.server.http.exchange import REQUEST_ID
-from dsv3.server.http.operator import tenant_of
+from dsv3.server.http.exchange import REQUEST_ID, json_response, path_of, response_of
 from dsv3.server.tenants import OPERATOR, Tenants
 from dsv3.server.workers import WorkersBusy
 from router.asked import read_asked
@@ -87,7 +84,7 @@ def make_app(site: Site, host: str) -> ASGIApp:
     handlers |= {("POST", path): functools.partial(_relay, site) for path in PASSED}
     if site.members is not None:
         handlers["POST", REGISTER] = functools.partial(_register, site.members, site)
-    routes = [Route(path, endpoint(_bound(handler)), methods=[method]) for (method, path), handler in handlers.items()]
+    routes = [Route(path, endpoint(handler), methods=[method]) for (method, path), handler in handlers.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     admitted = Admit(app, lambda _: site.fleet.numbers.requests.labels("503").inc())
@@ -106,13 +103,6 @@ class _BesideKeys:
         await (self._bare if scope["path"] == REGISTER else self._guarded)(scope, receive, send)
 
 
-def _bound(handler: _Route) -> _Route:
-    async def bound(http: Request) -> Response:
-        return await handler(http)
-
-    return bound
-
-
 def _http_error(http: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     text = {404: "the router has no such route", 405: "this route has other methods"}.get(
@@ -124,13 +114,9 @@ def _http_error(http: Request, error: Exception) -> Response:
     return response
 
 
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
 async def _health(site: Site, _: Request) -> Response:
     states = [each.status for each in site.fleet.answering.instances]
-    return _json({"status": site.status, "instances": states}, 200 if site.status == "ok" else 503)
+    return json_response({"status": site.status, "instances": states}, 200 if site.status == "ok" else 503)
 
 
 async def _metrics(site: Site, http: Request) -> Response:
@@ -151,7 +137,7 @@ async def _register(members: Members, site: Site, http: Request) -> Response:
     members.admit(http.headers.get("authorization"))
     with site.budget.hold() as holding:
         body = await read_json_body(http, functools.partial(site.grow, holding))
-        return _json(members.hear(await site.read(len(body), lambda: read_registration(body))))
+        return json_response(members.hear(await site.read(len(body), lambda: read_registration(body))))
 
 
 async def _models(site: Site, _: Request) -> Response:

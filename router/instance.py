@@ -163,9 +163,9 @@ class Instance:
         if self.status == "ok" and before != "ok":
             await self._greet(is_new=before != "silent")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Closes idle connections, and listens no more."""
-        self._client.close()
+        await self._client.close()
         self._listen_to(None)
 
     def _note(self, status: str) -> None:

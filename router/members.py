@@ -78,7 +78,7 @@ class Members:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for instance in self._tasks:
-            instance.close()
+            await instance.close()
 
     def admit(self, given: str | None) -> None:
         """Raises ApiError 401 for an instance that does not know the key."""
@@ -139,5 +139,5 @@ class Members:
         pool.instances.remove(instance)
         self._registered.pop(instance.url, None)
         self._tasks.pop(instance, None)
-        instance.close()
+        await instance.close()
         self._forget(instance.url)

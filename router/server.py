@@ -10,11 +10,8 @@ from collections.abc import Callable, Iterable
 from dsv3.config.server_options import ServerOptions
 from dsv3.files import read_secret
 from dsv3.server.config import Deadlines
-from dsv3.server.http import protocol
-from dsv3.server.http.admission import Admission, max_admitted
-from dsv3.server.http.listening import HttpServer
+from dsv3.server.http.listening import ConnectionLimit, HttpServer, certificate_of, max_admitted
 from dsv3.server.http.serving import wait_for_any
-from dsv3.server.http.tls import certificate_of
 from dsv3.server.tenants import Tenant, Tenants
 from router.app import Site, make_app
 from router.instance import Instance
@@ -95,9 +92,9 @@ async def serve(
     fleet = fleet_of(options, make)
     members = members_of(fleet, make, api_key, notify)
     site = Site(fleet, Tenants(tenants), members if options.registration else None)
-    deadlines, admission = Deadlines(), Admission(max_admitted(None, 1))
+    limit = ConnectionLimit(max_admitted(None, 1))
     certificate = certificate_of(ServerOptions(**{name: getattr(options, name) for name in _TLS}))
-    server = HttpServer(protocol.Site(make_app(site, options.host), deadlines, admission), listener, certificate)
+    server = HttpServer(make_app(site, options.host), listener, limit, Deadlines(), certificate)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     async with _watching(fleet, members):
         server.start()

@@ -242,7 +242,7 @@ async def servers_completer(options: BatchOptions) -> AsyncIterator[ServersCompl
         yield ServersCompleter(servers, options.server_timeout, options.priority)
     finally:
         for server in servers:
-            server.client.close()
+            await server.client.close()
 
 
 async def _introduce(server: _Server, options: BatchOptions) -> None:

@@ -44,6 +44,7 @@ COMMANDS: list[tuple[str, str, dict[str, Any]]] = [
     ("first_start", "", {"LLM": functools.partial(LLM, max_num_seqs=1, max_model_len=64, max_num_batched_tokens=64)}),
     ("gpu.rotation", "", {}),
     ("hostile", "--seconds 0.3 --only none", {}),
+    ("http_servers", "--servers own --only hung", {}),
     ("int4_error", "--rows 4 --rounds 1", {"HIDDEN": 256, "INNER": 256}),
     ("kv_tiers", "rates --rounds 1 --values 4 --directory {tmp}", {"VALUE_BYTES": 2**16}),
     ("load_client", "", {"STREAMS": 4, "EVENTS": 4, "ROUNDS": 1}),

@@ -253,7 +253,7 @@ def test_an_instance_is_there_until_its_lease_ends_or_it_leaves(monkeypatch):
 
     async def run() -> None:
         pool, told = pool_of(1), []
-        pool.instances[0].close()
+        await pool.instances[0].close()
         fleet = Members({"both": pool}, lambda url: Instance(url, None, 2, 1.0), 0.01, told.append)
         fleet.hear(Registration(f"{URL}23"))
         again = fleet.hear(Registration(f"{URL}23"))

@@ -114,7 +114,7 @@ async def run(
         )
         made = drafts.report(counted, counted and await drafts.read(client))
     finally:
-        client.close()
+        await client.close()
     began_s = min((record.scheduled_s for record in result.records), default=0.0)
     return {
         "version": REPORT_VERSION,

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -29,15 +28,12 @@ from dsv3.server.answers.reading import read_request
 from dsv3.server.answers.schema import DetokenizeRequest, TokenizeRequest
 from dsv3.server.answers.service import Service
 from dsv3.server.budget import Holding
-from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback
+from dsv3.server.http.auth import Admit, RequireKey, RequireLocalName, is_loopback, require_operator, tenant_of
 from dsv3.server.http.batches import batch_routes
-from dsv3.server.http.bodies import ClientGone, Handler, endpoint, read_json_body, unless_disconnected
+from dsv3.server.http.bodies import ClientGone, endpoint, read_json_body, unless_disconnected
 from dsv3.server.http.dashboard import dashboard_routes
-from dsv3.server.http.errors import path_of, response_of
-from dsv3.server.http.exchange import SUMMARY
+from dsv3.server.http.exchange import SUMMARY, WRITER, ResponseWriter, json_response, path_of, response_of
 from dsv3.server.http.openapi import described_path, openapi
-from dsv3.server.http.operator import require_operator, tenant_of
-from dsv3.server.http.writer import EXTENSION, Writer
 
 
 class EventStream(Response):
@@ -55,13 +51,13 @@ class EventStream(Response):
         self.background = None
         self._answer, self._on_close = answer, on_close
         self._waiting: list[bytes] = []
-        self._writer: Writer | None = None
+        self._writer: ResponseWriter | None = None
         self._has_begun = asyncio.Event()
         self._ended: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer: Writer = scope["extensions"][EXTENSION]
+        writer: ResponseWriter = scope["extensions"][WRITER]
         try:
             await unless_disconnected(receive, self._stream(writer, scope, receive, send))
         except ClientGone:
@@ -71,7 +67,7 @@ class EventStream(Response):
             self._on_close()
             writer.free()
 
-    async def _stream(self, writer: Writer, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, writer: ResponseWriter, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._answer.start(self._on_event, self._on_end)
         except ApiError as error:
@@ -140,7 +136,7 @@ def make_router(service: Service, batch_dir: str | None = None, profile_dir: str
     posts: dict[str, _Route] = {path: functools.partial(_answer, kind) for path, kind in KINDS.items()}
     posts |= {"/tokenize": _tokenize, "/detokenize": _detokenize, "/flush_cache": _flush_cache}
     posts |= {f"{MESSAGES}/count_tokens": _count_tokens}
-    gets = {
+    gets: dict[str, _Route] = {
         "/v1/models": _models,
         "/v1/models/{model:path}": _model,
         "/health": _health,
@@ -149,20 +145,17 @@ def make_router(service: Service, batch_dir: str | None = None, profile_dir: str
         "/metrics": _metrics,
         "/openapi.json": _openapi,
     }
-    routes = [Route(path, _bind(service, handler), methods=["POST"]) for path, handler in posts.items()]
-    routes += [Route(path, _bind(service, handler), methods=["GET"]) for path, handler in gets.items()]
+    methods = {"POST": posts, "GET": gets}
+    routes = [
+        Route(path, endpoint(functools.partial(handler, service)), methods=[method])
+        for method, handlers in methods.items()
+        for path, handler in handlers.items()
+    ]
     routes += batch_routes(service, batch_dir)
     routes += dashboard_routes(service, profile_dir)
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     return app
-
-
-def _bind(service: Service, handler: _Route) -> Handler:
-    async def bound(request: Request) -> Response:
-        return await handler(service, request)
-
-    return endpoint(bound)
 
 
 def _http_error(http: Request, error: Exception) -> Response:
@@ -192,10 +185,6 @@ def _no_route(path: str) -> str:
     return next((text for start, text in _ABSENT.items() if path.startswith(start)), "no such route")
 
 
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
 async def _answer(kind: type[Answer], service: Service, http: Request) -> Response:
     """Answers a completion, streamed or whole."""
     with contextlib.ExitStack() as stack:
@@ -216,11 +205,13 @@ def _body(service: Service, http: Request, holding: Holding) -> Coroutine[Any, A
 async def _models(service: Service, _: Request) -> Response:
     names = service.config.model_names
     entries = [_entry(service, name) for name in names]
-    return _json({"object": "list", "data": entries, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+    return json_response(
+        {"object": "list", "data": entries, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    )
 
 
 async def _model(service: Service, http: Request) -> Response:
-    return _json(_entry(service, service.require_model(http.path_params["model"])))
+    return json_response(_entry(service, service.require_model(http.path_params["model"])))
 
 
 def _entry(service: Service, name: str) -> dict[str, Any]:
@@ -249,14 +240,14 @@ def _entry(service: Service, name: str) -> dict[str, Any]:
 async def _health(service: Service, _: Request) -> Response:
     """Answers whether requests are served: what a liveness probe and a load balancer ask."""
     if service.status == "ok":
-        return _json({"status": "ok"})
-    return _json({"status": service.status, "reason": service.reason}, 503)
+        return json_response({"status": "ok"})
+    return json_response({"status": service.status, "reason": service.reason}, 503)
 
 
 async def _ready(service: Service, _: Request) -> Response:
     """Answers whether a request would be taken right now: as `/health`, and the queue has room."""
     if service.status == "ok" and not service.engine.has_room:
-        return _json({"status": "busy", "reason": "the queue is full"}, 503)
+        return json_response({"status": "busy", "reason": "the queue is full"}, 503)
     return await _health(service, _)
 
 
@@ -265,14 +256,14 @@ async def _flush_cache(service: Service, http: Request) -> Response:
     require_operator(service, http)
     service.require_ready()
     service.engine.flush()
-    return _json({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 async def _version(service: Service, _: Request) -> Response:
     try:
-        return _json({"version": version("dsv3")})
+        return json_response({"version": version("dsv3")})
     except PackageNotFoundError:
-        return _json({"version": "unknown"})
+        return json_response({"version": "unknown"})
 
 
 async def _metrics(service: Service, http: Request) -> Response:
@@ -290,13 +281,13 @@ async def _tokenize(service: Service, http: Request) -> Response:
         answer = {"count": len(ids), "max_model_len": info.rules.max_model_len, "tokens": ids}
         if request.return_token_strs and service.tokenizer is not None:
             answer["token_strs"] = await prompts.token_strings(service, ids)
-        return _json(answer)
+        return json_response(answer)
 
 
 async def _count_tokens(service: Service, http: Request) -> Response:
     with service.budget.hold() as holding:
         body = await _body(service, http, holding)
-        return _json(await unless_disconnected(http.receive, count_tokens(service, body)))
+        return json_response(await unless_disconnected(http.receive, count_tokens(service, body)))
 
 
 async def _openapi(service: Service, http: Request) -> Response:
@@ -308,4 +299,4 @@ async def _detokenize(service: Service, http: Request) -> Response:
     with service.budget.hold() as holding:
         request = await read_request(service, DetokenizeRequest, await _body(service, http, holding))
         service.require_model(request.model)
-        return _json({"prompt": await prompts.detokenize(service, request.tokens)})
+        return json_response({"prompt": await prompts.detokenize(service, request.tokens)})

@@ -4,13 +4,13 @@ import ipaddress
 import re
 from collections.abc import Callable, Collection
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv3.server.answers.errors import ApiError, unavailable
-from dsv3.server.http.errors import path_of, response_of
-from dsv3.server.http.exchange import TENANT
-from dsv3.server.http.protocol import ADMIT
-from dsv3.server.tenants import Tenants
+from dsv3.server.answers.service import Service
+from dsv3.server.http.exchange import ADMIT, TENANT, path_of, response_of
+from dsv3.server.tenants import OPERATOR, Tenant, Tenants
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 OPEN_PATHS = frozenset({"/health", "/dashboard"})
@@ -115,3 +115,16 @@ class Admit:
             self._on_refusal("connections")
             error = unavailable("too many connections have requests in flight", "too_many_connections")
             await response_of(error, path_of(scope))(scope, receive, send)
+
+
+def tenant_of(http: Request) -> Tenant | None:
+    """Returns the tenant that sent a request, None on a server without keys."""
+    return http.scope["extensions"].get(TENANT)
+
+
+def require_operator(service: Service, http: Request) -> None:
+    """Refuses what concerns all tenants to all but the operator; a single tenant is the operator."""
+    tenant = tenant_of(http)
+    if tenant is not None and tenant.name != OPERATOR and service.tenants.are_several:
+        text = f"where there are several API keys, this route is for the one named {OPERATOR}"
+        raise ApiError(403, text, kind="permission_error", code="not_the_operator")

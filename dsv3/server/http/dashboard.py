@@ -26,8 +26,8 @@ from dsv3.server.answers.dashboard import picture
 from dsv3.server.answers.errors import ApiError, invalid, unavailable
 from dsv3.server.answers.service import Service
 from dsv3.server.answers.trace import write_trace
+from dsv3.server.http.auth import require_operator
 from dsv3.server.http.bodies import endpoint
-from dsv3.server.http.operator import require_operator
 
 _MAX_DIGITS = 32
 

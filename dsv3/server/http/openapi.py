@@ -72,7 +72,7 @@ class State(msgspec.Struct):
     reason: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class Operation(NamedTuple):
+class ApiOperation(NamedTuple):
     """A method of a route: what it reads, what it gives and as what, and which statuses it has beside those of all.
 
     `no_such` says what status 404 means, "" where there is none. `query` are schemas of parameters by name.
@@ -111,56 +111,60 @@ _BATCHES: dict[str, dict[str, Any]] = {
 _SEEN = {"since": {"type": "number"}, "experts": {"type": "number"}}
 _STORED = ("409", "429")
 
-OPERATIONS: dict[tuple[str, str], Operation] = {
-    ("POST", "/v1/chat/completions"): Operation(
+OPERATIONS: dict[tuple[str, str], ApiOperation] = {
+    ("POST", "/v1/chat/completions"): ApiOperation(
         "Answers a conversation", "answers", ChatResponse, ChatRequest, _STREAMED, _NO_MODEL
     ),
-    ("POST", "/v1/completions"): Operation(
+    ("POST", "/v1/completions"): ApiOperation(
         "Continues texts or token ids", "answers", CompletionResponse, CompletionRequest, _STREAMED, _NO_MODEL
     ),
-    ("POST", "/v1/responses"): Operation(
+    ("POST", "/v1/responses"): ApiOperation(
         "Answers a conversation in items", "answers", Response, ResponsesRequest, _STREAMED, _NO_MODEL
     ),
-    ("POST", MESSAGES): Operation(
+    ("POST", MESSAGES): ApiOperation(
         "Answers a conversation in blocks", "answers", Message, MessagesRequest, _STREAMED, _NO_MODEL
     ),
-    ("POST", f"{MESSAGES}/count_tokens"): Operation(
+    ("POST", f"{MESSAGES}/count_tokens"): ApiOperation(
         "Counts a prompt's tokens", "tokens", TokenCount, CountTokensRequest, no_such=_NO_MODEL
     ),
-    ("POST", "/inference/v1/generate"): Operation(
+    ("POST", "/inference/v1/generate"): ApiOperation(
         "Continues token ids with token ids", "answers", GenerateResponse, GenerateRequest, _STREAMED, _NO_MODEL
     ),
-    ("POST", "/tokenize"): Operation("Returns token ids", "tokens", Served, TokenizeRequest, no_such=_NO_MODEL),
-    ("POST", "/detokenize"): Operation(
+    ("POST", "/tokenize"): ApiOperation("Returns token ids", "tokens", Served, TokenizeRequest, no_such=_NO_MODEL),
+    ("POST", "/detokenize"): ApiOperation(
         "Returns the text of token ids", "tokens", Served, DetokenizeRequest, no_such=_NO_MODEL
     ),
-    ("GET", "/v1/models"): Operation("Lists the models", "models"),
-    ("GET", "/v1/models/{model}"): Operation("Returns a model", "models", no_such=_NO_MODEL),
-    ("GET", "/v1/files"): Operation("Lists files", "files", no_such=_NO_FILE, query=_FILES),
-    ("POST", "/v1/files"): Operation("Takes a file", "files", FileObject, Upload, no_such=_NO_FILE, statuses=_STORED),
-    ("GET", "/v1/files/{id}"): Operation("Returns what is known of a file", "files", FileObject, no_such=_NO_FILE),
-    ("DELETE", "/v1/files/{id}"): Operation("Deletes a file", "files", no_such=_NO_FILE, statuses=_STORED),
-    ("GET", "/v1/files/{id}/content"): Operation(
+    ("GET", "/v1/models"): ApiOperation("Lists the models", "models"),
+    ("GET", "/v1/models/{model}"): ApiOperation("Returns a model", "models", no_such=_NO_MODEL),
+    ("GET", "/v1/files"): ApiOperation("Lists files", "files", no_such=_NO_FILE, query=_FILES),
+    ("POST", "/v1/files"): ApiOperation(
+        "Takes a file", "files", FileObject, Upload, no_such=_NO_FILE, statuses=_STORED
+    ),
+    ("GET", "/v1/files/{id}"): ApiOperation("Returns what is known of a file", "files", FileObject, no_such=_NO_FILE),
+    ("DELETE", "/v1/files/{id}"): ApiOperation("Deletes a file", "files", no_such=_NO_FILE, statuses=_STORED),
+    ("GET", "/v1/files/{id}/content"): ApiOperation(
         "Returns a file's bytes", "files", None, media=("application/octet-stream",), no_such=_NO_FILE
     ),
-    ("GET", "/v1/batches"): Operation("Lists batches", "batches", no_such=_NO_BATCH, query=_BATCHES),
-    ("POST", "/v1/batches"): Operation(
+    ("GET", "/v1/batches"): ApiOperation("Lists batches", "batches", no_such=_NO_BATCH, query=_BATCHES),
+    ("POST", "/v1/batches"): ApiOperation(
         "Begins a batch", "batches", Batch, CreateBatch, no_such=_NO_FILE, statuses=_STORED
     ),
-    ("GET", "/v1/batches/{id}"): Operation("Returns a batch", "batches", Batch, no_such=_NO_BATCH),
-    ("POST", "/v1/batches/{id}/cancel"): Operation(
+    ("GET", "/v1/batches/{id}"): ApiOperation("Returns a batch", "batches", Batch, no_such=_NO_BATCH),
+    ("POST", "/v1/batches/{id}/cancel"): ApiOperation(
         "Ends a batch early", "batches", Batch, no_such=_NO_BATCH, statuses=_STORED
     ),
-    ("GET", "/health"): Operation("Says whether requests are served", "server", State),
-    ("GET", "/ready"): Operation("Says whether a request would be taken now", "server", State),
-    ("GET", "/version"): Operation("Returns the version", "server"),
-    ("GET", "/openapi.json"): Operation("Returns this description", "server"),
-    ("GET", "/metrics"): Operation("Returns Prometheus metrics", "operator", None, media=("text/plain",)),
-    ("POST", "/flush_cache"): Operation("Empties the prefix cache", "operator"),
-    ("GET", "/dashboard"): Operation("Returns the page that shows the server", "server", None, media=("text/html",)),
-    ("GET", "/dashboard/data"): Operation("Returns what that page shows", "operator", query=_SEEN),
-    ("POST", "/start_profile"): Operation("Begins a trace of steps", "operator", no_such=_NO_PROFILES),
-    ("POST", "/stop_profile"): Operation("Ends a trace of steps", "operator", no_such=_NO_PROFILES, statuses=("409",)),
+    ("GET", "/health"): ApiOperation("Says whether requests are served", "server", State),
+    ("GET", "/ready"): ApiOperation("Says whether a request would be taken now", "server", State),
+    ("GET", "/version"): ApiOperation("Returns the version", "server"),
+    ("GET", "/openapi.json"): ApiOperation("Returns this description", "server"),
+    ("GET", "/metrics"): ApiOperation("Returns Prometheus metrics", "operator", None, media=("text/plain",)),
+    ("POST", "/flush_cache"): ApiOperation("Empties the prefix cache", "operator"),
+    ("GET", "/dashboard"): ApiOperation("Returns the page that shows the server", "server", None, media=("text/html",)),
+    ("GET", "/dashboard/data"): ApiOperation("Returns what that page shows", "operator", query=_SEEN),
+    ("POST", "/start_profile"): ApiOperation("Begins a trace of steps", "operator", no_such=_NO_PROFILES),
+    ("POST", "/stop_profile"): ApiOperation(
+        "Ends a trace of steps", "operator", no_such=_NO_PROFILES, statuses=("409",)
+    ),
 }
 _TAGS = {
     "answers": "What the model writes",

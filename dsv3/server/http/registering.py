@@ -45,7 +45,7 @@ class Registrar:
             await asyncio.gather(*(self._say(router, about) for router in self._clients), return_exceptions=True)
         self._tasks = []
         for client in self._clients.values():
-            client.close()
+            await client.close()
 
     async def _stay(self, router: str) -> None:
         told = ""

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from dsv3.server.answers.metrics import NUM_NUMBERS, Metrics
 from dsv3.server.answers.numbers import SharedNumbers
@@ -16,9 +17,11 @@ from dsv3.server.config import ServerConfig
 from dsv3.server.engine.keeper import EngineKeeper
 from dsv3.server.http.fronts import OtherFronts
 from dsv3.server.http.listening import HttpServer
-from dsv3.server.http.registering import Registrar, registrar_of
 from dsv3.server.http.serving import drain, serving, wait_for_any
 from dsv3.server.tenants import reread
+
+if TYPE_CHECKING:
+    from dsv3.server.http.registering import Registrar
 
 _COUNTED = ("prompt_tokens", "generation_tokens")
 _LOOKED_UP = ("prefix_queries", "prefix_hits")
@@ -89,11 +92,11 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
     ends a few seconds later (at once if the engine had never been ready) for a supervisor to start it anew.
     """
     numbers = SharedNumbers(NUM_NUMBERS, config.options.api_server_count)
-    registrar = registrar_of(config, listener.getsockname()[1])
+    registrar = _registrar(config, listener.getsockname()[1])
     engine = make_client(config)
     service = await make_service(config, engine, numbers)
     files = config.options.ssl_certfile, config.options.api_key_file
-    signals = _Signals(reloads=any(file is not None for file in files))
+    signals = _ServerSignals(reloads=any(file is not None for file in files))
     try:
         async with serving(service, config, listener) as server:
             keeper = await start_engine(config, service)
@@ -105,19 +108,29 @@ async def serve(config: ServerConfig, listener: socket.socket, on_ready: Callabl
             try:
                 return await _serve(config, service, signals, fronts, registrar, on_ready)
             finally:
-                await registrar.leave()
+                if registrar is not None:
+                    await registrar.leave()
                 await fronts.close()
                 await keeper.close()
     finally:
         signals.close()
 
 
+def _registrar(config: ServerConfig, port: int) -> "Registrar | None":
+    """Returns what registers this server with the routers that the options name, None where they name none."""
+    if not config.options.register:
+        return None
+    from dsv3.server.http.registering import registrar_of  # with an HTTP client: 0.3 s of a start, and 7 MiB
+
+    return registrar_of(config, port)
+
+
 async def _serve(
     config: ServerConfig,
     service: Service,
-    signals: "_Signals",
+    signals: "_ServerSignals",
     fronts: OtherFronts,
-    registrar: Registrar,
+    registrar: "Registrar | None",
     on_ready: Callable[[Service], None],
 ) -> int:
     engine = service.engine
@@ -128,7 +141,8 @@ async def _serve(
     announcing.cancel()
     logging_throughput.cancel()
     if signals.first.is_set() or engine.asks_to_drain.is_set():
-        await registrar.leave()
+        if registrar is not None:
+            await registrar.leave()
         await _drain(config, service, signals, fronts)
         return 0
     if engine.info is not None:
@@ -136,7 +150,7 @@ async def _serve(
     return 1
 
 
-async def _drain(config: ServerConfig, service: Service, signals: "_Signals", fronts: OtherFronts) -> None:
+async def _drain(config: ServerConfig, service: Service, signals: "_ServerSignals", fronts: OtherFronts) -> None:
     """Drains all fronts together."""
     options = config.options
     fronts.drain()
@@ -148,7 +162,7 @@ async def _drain(config: ServerConfig, service: Service, signals: "_Signals", fr
     passing_on.cancel()
 
 
-async def _pass_on_second(signals: "_Signals", fronts: OtherFronts) -> None:
+async def _pass_on_second(signals: "_ServerSignals", fronts: OtherFronts) -> None:
     await signals.second.wait()
     fronts.abort()
 
@@ -177,12 +191,13 @@ def _reload(config: ServerConfig, service: Service, server: HttpServer, fronts: 
 
 
 async def _announce(
-    service: Service, fronts: OtherFronts, registrar: Registrar, on_ready: Callable[[Service], None]
+    service: Service, fronts: OtherFronts, registrar: "Registrar | None", on_ready: Callable[[Service], None]
 ) -> None:
     await service.engine.settled.wait()
     await fronts.ready()
     if service.engine.state == "ready":
-        registrar.start()
+        if registrar is not None:
+            registrar.start()
         on_ready(service)
 
 
@@ -195,7 +210,7 @@ async def _log_throughput(service: Service) -> None:
             _log.info("%s", line)
 
 
-class _Signals:
+class _ServerSignals:
     """SIGTERM and SIGINT as events on the running loop; SIGHUP, where there is something to reload, as a call."""
 
     def __init__(self, reloads: bool) -> None:

@@ -3,21 +3,22 @@
 import asyncio
 import contextlib
 import functools
+import logging
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
+
+import msgspec
 
 from dsv3.config.options import EngineOptions
 from dsv3.config.server_options import ServerOptions
 from dsv3.server.answers.service import Service
 from dsv3.server.config import ServerConfig
 from dsv3.server.engine.client import EngineUnavailable
-from dsv3.server.http.access import begin_access_log, log_access
-from dsv3.server.http.admission import Admission, max_admitted
 from dsv3.server.http.app import make_app
-from dsv3.server.http.listening import HttpServer
-from dsv3.server.http.protocol import Site
-from dsv3.server.http.tls import certificate_of
+from dsv3.server.http.exchange import OnAccess
+from dsv3.server.http.listening import ConnectionLimit, HttpServer, certificate_of, max_admitted
 
 _FLUSH_S = 0.1  # how far behind the counts of one front may be on another one's /metrics
 _FAREWELL_S = 2.0
@@ -32,16 +33,24 @@ async def serving(service: Service, config: ServerConfig, listener: socket.socke
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
         limit = max_admitted(options.max_connections, options.api_server_count)
-        if options.access_log:
-            begin_access_log()
-        on_access = log_access if options.access_log else None
-        site = Site(make_app(service, options), config.deadlines, Admission(limit), on_access)
-        server = HttpServer(site, listener, certificate_of(options))
+        on_access = _access_log() if options.access_log else None
+        app, certificate = make_app(service, options), certificate_of(options)
+        server = HttpServer(app, listener, ConnectionLimit(limit), config.deadlines, certificate, on_access)
         server.start()
         stack.push_async_callback(server.close)
         flushing = asyncio.create_task(_flush(service))
         stack.callback(flushing.cancel)
         yield server
+
+
+def _access_log() -> OnAccess:
+    """Returns what writes a line of JSON per request to standard error; it has no query, body or key."""
+    log, handler = logging.getLogger("dsv3.access"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    return lambda line: log.info("%s", msgspec.json.encode(line).decode())
 
 
 def _cache_config(service: Service, engine: EngineOptions) -> dict[str, str]:

@@ -8,6 +8,7 @@ chunked body has a parser of its own that never saw the client's head.
 
 import dataclasses
 import re
+import types
 
 import httptools
 
@@ -79,16 +80,19 @@ def parse_head(data: bytes) -> Head:
         raise BadRequest(f"the first line is not that of an HTTP/1 request, or longer than {MAX_TARGET_BYTES} bytes")
     if data.count(b"\n") > MAX_HEADERS + 2:
         raise BadRequest(f"there are more than {MAX_HEADERS} headers")
-    collected = _Headers()
+    headers: list[tuple[bytes, bytes]] = []
+    collector = types.SimpleNamespace(
+        on_header=lambda name, value: headers.append((name.lower(), value.rstrip(b" \t")))
+    )
     try:
-        httptools.HttpRequestParser(collected).feed_data(b"POST" + data[line.end(1) :])
+        httptools.HttpRequestParser(collector).feed_data(b"POST" + data[line.end(1) :])
     except httptools.HttpParserUpgrade:
         pass  # this server upgrades to nothing, and then the request stands as it is
     except httptools.HttpParserError as error:
         raise BadRequest(f"the request is not HTTP/1.1: {error}") from None
     target = line[2].split(b" ")[1]
     version = "1." + line[3].decode()
-    return Head(line[1].decode(), target, version, collected.found, _length(collected.found, version))
+    return Head(line[1].decode(), target, version, headers, _length(headers, version))
 
 
 def _length(headers: list[tuple[bytes, bytes]], version: str) -> int | None:
@@ -103,16 +107,6 @@ def _length(headers: list[tuple[bytes, bytes]], version: str) -> int | None:
     if version != "1.1" or coding.lower() != b"chunked":
         raise BadRequest("the only transfer coding is chunked, for HTTP/1.1")
     return None
-
-
-class _Headers:
-    """Collects what llhttp finds."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[bytes, bytes]] = []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.found.append((name.lower(), value.rstrip(b" \t")))
 
 
 class SizedBody:

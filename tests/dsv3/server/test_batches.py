@@ -18,7 +18,7 @@ from dsv3.server.answers.errors import ApiError
 from dsv3.server.batches import outcome, store
 from dsv3.server.batches.records import Batch, Record
 from dsv3.server.batches.store import Conflict, NotFound, Store, TooMany
-from dsv3.server.http.uploads import Form
+from dsv3.server.http.batches import Form
 from tests.dsv3.server import serving
 from tests.dsv3.server.test_fronts import Pair
 from tests.dsv3.text import tiny

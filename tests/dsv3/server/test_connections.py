@@ -19,11 +19,9 @@ from hypothesis import strategies as st
 
 from dsv3.server.config import Deadlines
 from dsv3.server.http import wire
-from dsv3.server.http.admission import Admission, max_admitted
-from dsv3.server.http.listening import HttpServer
-from dsv3.server.http.protocol import Site
+from dsv3.server.http.exchange import WRITER
+from dsv3.server.http.listening import ConnectionLimit, HttpServer, max_admitted
 from dsv3.server.http.server import bind
-from dsv3.server.http.writer import EXTENSION
 from tests.dsv3.server import serving
 from tests.dsv3.server.conftest import KEY
 
@@ -37,7 +35,7 @@ def on_a_server(app, scenario, **deadlines):
 
     async def run():
         listener = bind("127.0.0.1", 0)
-        server = HttpServer(Site(app, Deadlines(**PATIENT | deadlines), Admission(1000)), listener)
+        server = HttpServer(app, listener, ConnectionLimit(1000), Deadlines(**PATIENT | deadlines))
         address = listener.getsockname()
         server.start()
         try:
@@ -305,7 +303,7 @@ def test_a_client_that_does_not_read_is_cut_off(answer):
     transports = []
 
     async def app(scope, receive, send):
-        writer = scope["extensions"][EXTENSION]
+        writer = scope["extensions"][WRITER]
         transports.append(writer._transport)
         await receive()
         await answer(writer, scope, send)
@@ -331,7 +329,7 @@ def test_closing_a_connection_does_not_wait_for_its_client():
 
     async def app(scope, receive, send):
         # Fills the system's buffers to the last byte, so that something is left for the process's own.
-        transport = scope["extensions"][EXTENSION]._transport
+        transport = scope["extensions"][WRITER]._transport
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while not transport.get_write_buffer_size():
             transport.write(b"x" * 10_000)
@@ -521,29 +519,29 @@ class Place:
 )
 def test_admission_whatever_connections_do(events):
     """The admitted are never closed for others, and a stranger always finds a place."""
-    admission, opened, admitted = Admission(3), [], set()
+    limit, opened, admitted = ConnectionLimit(3), [], set()
     for what, index in [("open", 0)] * 30 + events:
         if what == "open":
             opened.append(Place())
-            admission.open(opened[-1])
+            limit.open(opened[-1])
             assert opened[-1].is_open
         place = opened[-1 - index % len(opened)]
         if what == "admit":
-            let_in = admission.admit(place)
+            let_in = limit.admit(place)
             assert let_in == (place in admitted or (place.is_open and len(admitted) < 3))
             admitted |= {place} if let_in else set()
         elif what == "release":
-            admission.release(place)
+            limit.release(place)
             admitted.discard(place)
         elif what == "hold" and place.is_open:
-            admission.hold(place, 10_000_000)
-            admission.hold(place, 0 if index % 2 else 10_000_000)
+            limit.hold(place, 10_000_000)
+            limit.hold(place, 0 if index % 2 else 10_000_000)
         elif what == "close":
-            admission.close(place)
+            limit.close(place)
             admitted.discard(place)
             place.is_open = False
         assert all(place.is_open for place in admitted)
-        assert len(admission) == sum(place.is_open for place in opened) <= 3 + 32
+        assert len(limit) == sum(place.is_open for place in opened) <= 3 + 32
 
 
 def test_who_hangs_up_before_it_is_accepted_is_not_read():
@@ -556,7 +554,7 @@ def test_who_hangs_up_before_it_is_accepted_is_not_read():
 
     async def run():
         listener = bind("127.0.0.1", 0)
-        server = HttpServer(Site(app, Deadlines(**PATIENT), Admission(1000)), listener)
+        server = HttpServer(app, listener, ConnectionLimit(1000), Deadlines(**PATIENT))
         for i in range(40):
             with socket.create_connection(listener.getsockname()) as gone:
                 gone.sendall(CHUNKED + b"\r\n")

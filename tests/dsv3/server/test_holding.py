@@ -26,8 +26,8 @@ from dsv3.server.budget import Budget
 from dsv3.server.engine.client import EngineUnavailable
 from dsv3.server.http.app import EventStream, make_router
 from dsv3.server.http.bodies import ClientGone, unless_disconnected
-from dsv3.server.http.protocol import Connection
-from dsv3.server.http.writer import EXTENSION, Writer
+from dsv3.server.http.exchange import WRITER, ResponseWriter
+from dsv3.server.http.listening import Connection
 from dsv3.server.workers import SMALL_BYTES, WorkersBusy
 from tests.dsv3.server.test_connections import on_a_server
 
@@ -291,8 +291,8 @@ def test_an_answer_may_end_while_its_client_leaves(streams, num_turns):
         async def send(message):
             pass
 
-        writer = Mock(Writer)
-        scope = {"type": "http", "http_version": "1.1", "extensions": {EXTENSION: writer}}
+        writer = Mock(ResponseWriter)
+        scope = {"type": "http", "http_version": "1.1", "extensions": {WRITER: writer}}
         work = EventStream(answer, lambda: None)(scope, receive, send) if streams else answer.whole()
         task = asyncio.create_task(work if streams else unless_disconnected(receive, work))
         while not engine.sinks:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from dsv3.server.http.writer import Writer
+from dsv3.server.http.exchange import ResponseWriter
 
 
 class Transport:
@@ -26,7 +26,7 @@ def with_writer(work, version="1.1", deadline_s=60):
 
     async def run():
         transport, told = Transport(), []
-        writer = Writer(transport, deadline_s)
+        writer = ResponseWriter(transport, deadline_s)
         writer.claim(version, lambda: told.append("pause"), lambda: told.append("resume"))
         await work(writer, transport, told)
 

@@ -80,7 +80,7 @@ def script(body: dict[str, Any]) -> list[bytes | float]:
         "silent_end": [HEAD, token_chunk([1]), chunked(b"")],
         "drops": [],
         "hangs": [HEAD, token_chunk([1]), 60.0],
-        "malformed": [HEAD, event("{not json"), DONE],
+        "malformed": [HEAD, event("{not json"), 60.0, DONE],
         "error": [HEAD, token_chunk([1]), event({"error": {"message": "engine died"}}), DONE],
         "abort": [HEAD, token_chunk([1], finish_reason="abort"), usage(size, 1), DONE],
         "busy": [b"HTTP/1.1 503 Busy\r\nretry-after: 1\r\ncontent-length: 15\r\n\r\nqueue is full\r\n"],

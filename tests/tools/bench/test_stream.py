@@ -31,7 +31,7 @@ def run(server, model, *, times=1, max_tokens=4, timeout_s=30.0, api_key=None):
                 for i in range(times)
             ]
         finally:
-            client.close()
+            await client.close()
 
     return asyncio.run(requests())
 
@@ -94,8 +94,14 @@ def test_no_server_is_a_connection_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    client = Client(Address("127.0.0.1", port, tls=False, prefix=""))
-    record = asyncio.run(complete(client, "/v1/completions", b"{}", index=0, scheduled_s=0.0, timeout_s=5))
+
+    async def ask():
+        client = Client(Address("127.0.0.1", port, tls=False, prefix=""))
+        record = await complete(client, "/v1/completions", b"{}", index=0, scheduled_s=0.0, timeout_s=5)
+        await client.close()
+        return record
+
+    record = asyncio.run(ask())
     assert record.error == "connect" and str(port) in record.detail
 
 
@@ -118,7 +124,7 @@ def test_a_kept_connection_that_the_server_closed_is_replaced(server):
         first = await complete(client, "/v1/completions", ok, index=0, scheduled_s=0.0, timeout_s=30)
         drops = json.dumps({"model": "drops", "prompt": [1], "max_tokens": 1}).encode()
         second = await complete(client, "/v1/completions", drops, index=1, scheduled_s=0.0, timeout_s=30)
-        client.close()
+        await client.close()
         return first, second
 
     before = len(server.bodies)

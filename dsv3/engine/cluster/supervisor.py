@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dsv3.config.options import ClusterOptions
 from dsv3.engine.cluster.generation import Generation
 from dsv3.engine.cluster.link import Alone, Begun, Follow, FromFollower, Link, Serving, Waits
-from dsv3.processes.restarts import Deaths, RestartPolicy
+from dsv3.processes.child import Deaths, RestartPolicy
 
 _log = logging.getLogger("dsv3.cluster")
 _LOOK_S = 0.25
@@ -197,13 +197,9 @@ class Supervisor:
         was_up = self._has_served or child.is_waiting or (child.generation is not None and child.generation.number > 0)
         if not was_up or (self._asked and child.generation is None):
             return False
-        if self._deaths.note():
-            _log.error(
-                "process %d has died %d times within %.0f s, and is not started anew",
-                self._cluster.process_id, len(self._deaths), self._deaths.policy.within_s,
-            )  # fmt: skip
-            return False
-        return True
+        if (too_many := self._deaths.note()) is not None:
+            _log.error("process %d %s", self._cluster.process_id, too_many)
+        return too_many is None
 
 
 def _allowed_silence_s(cluster: ClusterOptions, child: Child) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from dsv3.engine.cluster.generation import Generation
-from dsv3.processes.restarts import Deaths, RestartPolicy
+from dsv3.processes.child import Deaths, RestartPolicy
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.fronts import FIRST
 from dsv3.server.engine.launcher import EngineProcess
@@ -85,11 +85,8 @@ class EngineKeeper:
         self._process.kill()
         if self._engine.info is None or self._policy is None or self._deaths is None:
             self._engine.fail(reason)
-        elif self._deaths.note():
-            self._engine.fail(
-                f"the engine has died {len(self._deaths)} times within {self._policy.within_s:.0f} s, and is not "
-                f"started anew; the last time: {reason}"
-            )
+        elif (too_many := self._deaths.note()) is not None:
+            self._engine.fail(f"the engine {too_many}; the last time: {reason}")
         else:
             self._engine.lose(reason)
             self.on_loss(number, reason)

@@ -12,7 +12,7 @@ import uvloop
 
 from dsv3.config.options import EngineOptions
 from dsv3.processes import frames
-from dsv3.processes.restarts import RestartPolicy
+from dsv3.processes.child import RestartPolicy
 from dsv3.sampling_params import SamplingParams
 from dsv3.scheduler.prepare import prepare
 from dsv3.scheduler.request import EngineRequest, StepOutputs

@@ -8,7 +8,7 @@ import pytest
 from dsv3.config.options import EngineOptions
 from dsv3.engine.cluster import supervisor
 from dsv3.engine.cluster.link import Follow
-from dsv3.processes.restarts import RestartPolicy
+from dsv3.processes.child import RestartPolicy
 from tests.dsv3.engine.cluster import local
 
 TWICE = RestartPolicy(most=2)

@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-_KILLED_S = 60.0  # the system takes back the memory of a process that was killed
+KILLED_S = 60.0
+"""After SIGKILL: the system takes back the memory of a process."""
 _DRIVER_S = 10.0  # a process that waits in a driver cannot be killed; it is left behind
 _OUTPUT_BYTES = 1 << 20
 _ALARM_S = 30.0  # behind the time limit, which the parent keeps
@@ -72,7 +73,7 @@ class ChildProcess:
             return self._process.wait(seconds)
         return None
 
-    def end(self, patience_s: float = 0.0, killed_s: float = _KILLED_S) -> int | None:
+    def end(self, patience_s: float = 0.0, killed_s: float = KILLED_S) -> int | None:
         """Waits `patience_s` for its end, forces it, also of what it has left running, and reaps it.
 
         Returns its status; None where it is there `killed_s` after SIGKILL, as one in state D is.

@@ -17,13 +17,12 @@ from pathlib import Path
 import msgspec
 
 from dsv3.engine.cluster.generation import Generation
-from dsv3.processes.child import Deaths, RestartPolicy
+from dsv3.processes.child import KILLED_S, Deaths, RestartPolicy
 from dsv3.server.engine.client import EngineClient
 from dsv3.server.engine.fronts import FIRST
 from dsv3.server.engine.launcher import EngineProcess
 from dsv3.server.engine.messages import Start
 
-_KILL_S = 60.0  # the system takes back the memory of a process that was killed
 _END_S = 5.0
 # A process that leads several takes 3.4 processor seconds to start anew, and 1.8 where these were imported before. With
 # one process programs are traced again, which takes longer, and nobody waits with 170 MB of modules for a rare death.
@@ -106,24 +105,27 @@ class EngineKeeper:
             self._process.kill()
         self._engine.close()  # tells it to stop, and it tells its followers
         if self._spare is not None:
-            self._spare.kill()
-            await self._spare.wait(_END_S)
-        status = await self._process.wait(_END_S)
+            await asyncio.to_thread(self._spare.end)
+        status = await asyncio.to_thread(self._process.end, _END_S)
         self._scratch.cleanup()
         if self._engine.state == "failed":
-            _log.error("%s (engine process %d, exit status %d)", self._engine.reason, self._process.pid, status)
+            _log.error("%s (engine process %d, exit status %s)", self._engine.reason, self._process.pid, status)
 
     def _lose(self, reason: str) -> None:
         self.lose(self.number, reason)
 
     async def _start_anew(self, reason: str, policy: RestartPolicy) -> None:
         try:
-            status = await self._process.reap(_KILL_S)
+            status = await asyncio.to_thread(self._process.end)
+            if status is None:
+                self._engine.fail(
+                    f"the engine could not be started anew (its process is there {KILLED_S:.0f} s after kill -9)"
+                )
+                return
             _log.error("%s (engine process %d, exit status %d)", reason, self._process.pid, status)
             await self._begin(policy)
-        except OSError as error:  # a TimeoutError is one, without a strerror
-            text = error.strerror or f"its process is there {_KILL_S:.0f} s after kill -9"
-            self._engine.fail(f"the engine could not be started anew ({text})")
+        except OSError as error:
+            self._engine.fail(f"the engine could not be started anew ({error.strerror})")
         except Exception as error:  # nobody else would end what waits for the next engine
             _log.exception("the engine could not be started anew")
             self._engine.fail(f"the engine could not be started anew ({type(error).__name__})")
@@ -131,7 +133,7 @@ class EngineKeeper:
     async def _begin(self, policy: RestartPolicy) -> None:
         """Starts the next process and gives every front a connection to it."""
         spare, self._spare = self._spare, None
-        self._process = spare if spare is not None and spare.is_running else EngineProcess()
+        self._process = spare if spare is not None and spare.status is None else EngineProcess()
         self.number, self._is_lost, self._began = self.number + 1, False, time.monotonic()
         seconds = max(policy.least_s, policy.slack * self._first_start_s)
         text = f"the engine that was started anew was not ready after {seconds:.0f} s"

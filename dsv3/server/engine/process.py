@@ -1,8 +1,8 @@
 """The process that owns the engine: steps it on the main thread, while other threads carry frames in and out.
 
-`launcher.py` starts it as `python -m dsv3.server.engine.process FD [MODULE ...]`. FD is one end of a Unix
-socket pair, through which the first front hands over a connection for each front. When the first front goes away, this
-process ends at once, whatever it is doing. When another one goes away, its requests are aborted.
+`launcher.py` starts it as `python -m dsv3.server.engine.process [MODULE ...]`. Through its link the first front hands
+over a connection for each front. When the first front goes away, this process ends at once, whatever it is doing. When
+another one goes away, its requests are aborted.
 """
 
 import importlib
@@ -21,6 +21,7 @@ import msgspec
 
 from dsv3.engine.errors import public_text
 from dsv3.logs import configure_logging
+from dsv3.processes.child import link_to_parent
 from dsv3.scheduler.request import StepOutputs
 from dsv3.server.engine import messages
 from dsv3.server.engine.fronts import FrontConnections
@@ -77,15 +78,15 @@ class Host:
         self.end(0, "the HTTP process of the leader has gone")
 
 
-def main(fd: int, imports: Sequence[str] = ()) -> NoReturn:
-    """Runs an engine for the fronts whose connections come through the socket `fd`.
+def main(imports: Sequence[str]) -> NoReturn:
+    """Runs an engine for the fronts whose connections come through the link.
 
     The modules `imports` are imported before: so a process that waits for the end of another one has that behind it.
     """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the first front drains first and then says when to stop
     configure_logging()
-    host = Host(socket.socket(fileno=fd))
+    host = Host(link_to_parent())
     for module in imports:
         importlib.import_module(module)
     try:
@@ -157,4 +158,4 @@ def _report(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1:])

@@ -69,7 +69,7 @@ def test_a_start_that_fails_in_any_way_ends_what_waits_for_it(monkeypatch) -> No
         def kill(self) -> None:
             """Has none."""
 
-        async def reap(self, timeout_s: float) -> int:
+        def end(self) -> int:
             return -9
 
     async def run() -> str:
